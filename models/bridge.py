@@ -1,0 +1,50 @@
+"""From an NNX module to the pure functions of `specjax.Model`."""
+
+from __future__ import annotations
+
+import functools
+
+from flax import nnx
+
+from specjax import cache as kv
+from specjax.models.gemma3 import Gemma3, Gemma3Config
+from specjax.models.llama import Llama, LlamaConfig
+from specjax.types import Model, PyTree
+
+FAMILIES = {LlamaConfig: Llama, Gemma3Config: Gemma3}
+Config = LlamaConfig | Gemma3Config
+
+
+@functools.cache
+def _abstract(config: Config):
+    """(graphdef, pure dict of ShapeDtypeStructs) of the module of `config`; nothing is allocated."""
+    module = nnx.eval_shape(lambda: FAMILIES[type(config)](config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(module)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def abstract_params(config: Config) -> PyTree:
+    """Shapes and dtypes of the parameters, as a nested dict of `jax.ShapeDtypeStruct`."""
+    return _abstract(config)[1]
+
+
+def init_params(config: Config, key) -> PyTree:
+    """Random parameters, for tests and for training from scratch."""
+    module = FAMILIES[type(config)](config, rngs=nnx.Rngs(params=key))
+    return nnx.to_pure_dict(nnx.split(module)[1])
+
+
+@functools.cache
+def make_model(config: Config) -> Model:
+    """The `Model` of a config: the same object for equal configs, so a second `decode` compiles nothing."""
+    graphdef, _ = _abstract(config)
+
+    def init_cache(batch: int, capacity: int) -> kv.KVCache:
+        c = config
+        return kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, c.stacked)
+
+    def forward(params, tokens, cache, *, positions, mask, taps=()):
+        module = nnx.merge(graphdef, nnx.State(params))
+        return module(tokens, cache, positions=positions, mask=mask, taps=taps)
+
+    return Model(init_cache, forward, kv.commit, config.vocab_size, config.max_positions, config.name)

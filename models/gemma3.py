@@ -1,0 +1,99 @@
+"""Gemma 3, text only: local and global attention, two rope bases, q/k norms, norms on both sides of each block."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax import cache as kv
+from specjax.models import layers as L
+from specjax.types import Array, Output
+
+GLOBAL = 1 << 30  # a window wider than any text
+
+
+@dataclass(frozen=True)
+class Gemma3Config:
+    """Shapes and constants of a Gemma 3 text model."""
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    is_global: tuple[bool, ...]  # per layer: full attention, else a sliding window
+    window: int = 512
+    rope_base: float = 1_000_000.0  # of the global layers
+    rope_scaling: L.RopeScaling | None = None  # likewise
+    local_rope_base: float = 10_000.0
+    query_scale: float | None = None  # factor on q.k; None: head_dim ** -0.5
+    norm_eps: float = 1e-6
+    tied: bool = True
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    max_positions: int = 32768
+    dtype: str = "float32"
+    stacked: bool = False
+    name: str = "gemma3"
+
+
+class Block(nnx.Module):
+    """As in Llama, with a second norm behind attention and MLP."""
+
+    def __init__(self, c: Gemma3Config, rngs: nnx.Rngs):
+        norm = functools.partial(L.RMSNorm, c.width, c.norm_eps, dtype=c.dtype)
+        self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm = (
+            norm(),
+            norm(),
+            norm(),
+            norm(),
+        )
+        self.attention = L.Attention(
+            c.width, c.num_heads, c.num_kv_heads, c.head_dim,
+            qk_norm_eps=c.norm_eps, scale=c.query_scale, softcap=c.attention_softcap, dtype=c.dtype, rngs=rngs,
+        )  # fmt: skip
+        gelu = functools.partial(jax.nn.gelu, approximate=True)
+        self.mlp = L.GatedMLP(c.width, c.mlp_width, gelu, dtype=c.dtype, rngs=rngs)
+
+    def __call__(self, x, step: L.Step, prefix, frequencies, window):
+        attended, new = self.attention(self.attention_norm(x), step, prefix, frequencies, window)
+        x = x + self.attention_post_norm(attended)
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x))), new
+
+
+class Gemma3(nnx.Module):
+    """Tokens to logits."""
+
+    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs):
+        c = self.config = config
+        self.embed = L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
+        self.layers = L.make_layers(lambda r: Block(c, r), c.num_layers, c.stacked, rngs)
+        self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+        self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=()
+    ) -> tuple[Output, kv.Pending]:
+        c, step = self.config, L.Step(positions, mask, cache.length)
+        full = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
+        local = L.rope_frequencies(c.head_dim, c.local_rope_base)
+        is_global = jnp.array(c.is_global)
+        frequencies = jnp.where(is_global[:, None], full, local)  # [layers, h/2]
+        windows = jnp.where(is_global, GLOBAL, c.window)
+        x = self.embed(tokens)
+        x = x * jnp.asarray(c.width**0.5, x.dtype)
+        stream, pending = L.run_layers(
+            self.layers, x, cache, (frequencies, windows),
+            lambda block, x, prefix, layer: block(x, step, prefix, *layer),
+        )  # fmt: skip
+        hidden = self.norm(stream[-1])
+        logits = (self.head or self.embed).logits(hidden)
+        if c.logit_softcap is not None:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        return Output(logits, hidden, tuple(stream[tap] for tap in taps)), pending

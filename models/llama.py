@@ -1,0 +1,77 @@
+"""The Llama family: Llama 2/3, SmolLM2, Mistral, and Qwen2 (biases) and Qwen3 (q/k norms)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flax import nnx
+
+from specjax import cache as kv
+from specjax.models import layers as L
+from specjax.types import Array, Output
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shapes and constants of a Llama-type model."""
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    rope_base: float = 10000.0
+    rope_scaling: L.RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tied: bool = True  # the head is the embedding
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None  # sliding-window attention in every layer
+    max_positions: int = 8192
+    dtype: str = "float32"
+    stacked: bool = False  # layers stacked and scanned, not unrolled
+    name: str = "llama"
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
+        self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+        self.attention = L.Attention(
+            c.width, c.num_heads, c.num_kv_heads, c.head_dim,
+            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, dtype=c.dtype, rngs=rngs,
+        )  # fmt: skip
+        self.mlp_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+        self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
+
+    def __call__(self, x, step: L.Step, prefix, frequencies, window):
+        attended, new = self.attention(self.attention_norm(x), step, prefix, frequencies, window)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), new
+
+
+class Llama(nnx.Module):
+    """Tokens to logits."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        self.embed = L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
+        self.layers = L.make_layers(lambda r: Block(c, r), c.num_layers, c.stacked, rngs)
+        self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+        self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=()
+    ) -> tuple[Output, kv.Pending]:
+        c, step = self.config, L.Step(positions, mask, cache.length)
+        frequencies = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
+        stream, pending = L.run_layers(
+            self.layers, self.embed(tokens), cache, (),
+            lambda block, x, prefix, _: block(x, step, prefix, frequencies, c.window),
+        )  # fmt: skip
+        hidden = self.norm(stream[-1])
+        logits = (self.head or self.embed).logits(hidden)
+        return Output(logits, hidden, tuple(stream[tap] for tap in taps)), pending

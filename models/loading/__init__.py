@@ -1,0 +1,1 @@
+"""Loaders: checkpoints of the world into specjax parameters."""

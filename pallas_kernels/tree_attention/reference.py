@@ -1,0 +1,60 @@
+"""The specification of tree attention, in plain jnp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+NEG = -1e30
+
+
+def tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window=None, softcap=None):
+    """Attend from T new tokens to a cached prefix and to each other.
+
+    The two parts share one softmax and are never concatenated, so the prefix is read once, in place.
+
+    Args:
+      q: [B, T, H, h]; k, v: [B, K, T, h], of the new tokens, rotated.
+      prefix_k, prefix_v: [B, K, S, h]; slot s holds position s, valid below `length` int32[B].
+      positions: int32[B, T] of the new tokens.
+      mask: bool[B, T, T], which new tokens see which.
+      scale: factor on the scores. window: see only keys less than this many positions back (None: all).
+      softcap: c in c * tanh(scores / c), or None.
+
+    Returns: [B, T, H, h].
+    """
+    batch, t, heads, dim = q.shape
+    kv_heads, slots = prefix_k.shape[1:3]
+    group = heads // kv_heads
+    # Query heads of one kv head are rows of one matrix: plain batched matmuls, no transposed copy of the cache.
+    q = q.reshape(batch, t, kv_heads, group, dim).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * t, dim)
+    q = q * jnp.asarray(scale, q.dtype)
+
+    def scores(keys, visible):  # [B, K, S, h], bool[B, T, S] -> f32[B, K, G*T, S]
+        s = jax.lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
+        s = s.reshape(batch, kv_heads, group, t, keys.shape[2])
+        return jnp.where(visible[:, None, None], s, NEG).reshape(batch, kv_heads, group * t, keys.shape[2])
+
+    slot = jnp.arange(slots)
+    in_prefix = jnp.broadcast_to(slot < length[:, None, None], (batch, t, slots))
+    if window is not None:
+        in_prefix &= slot > positions[:, :, None] - window
+        mask = mask & (positions[:, None, :] > positions[:, :, None] - window)
+    old, new = scores(prefix_k, in_prefix), scores(k, mask)
+    top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True))
+    old, new = jnp.exp(old - top), jnp.exp(new - top)
+
+    def weighted(weights, values):
+        return jax.lax.dot_general(
+            weights.astype(values.dtype),
+            values,
+            (((3,), (2,)), ((0, 1), (0, 1))),
+            preferred_element_type=jnp.float32,
+        )
+
+    total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
+    out = (weighted(old, prefix_v) + weighted(new, v)) / total  # f32[B, K, G*T, h]
+    out = out.reshape(batch, kv_heads, group, t, dim).transpose(0, 3, 1, 2, 4).reshape(batch, t, heads, dim)
+    return out.astype(v.dtype)

@@ -1,0 +1,70 @@
+"""The key/value cache of attention models: written only by `commit`, one length per row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, PyTree
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the first `length[b]` tokens of row b; what lies beyond is never read.
+
+    `k` and `v` are a tuple of one array [B, K, S, head_dim] per layer, or one array [layers, B, K, S, head_dim].
+    """
+
+    k: PyTree
+    v: PyTree
+    length: Array  # int32[B]
+
+
+class Pending(NamedTuple):
+    """Keys and values of T new tokens, not in the cache yet; like `KVCache` with T in place of S."""
+
+    k: PyTree
+    v: PyTree
+
+
+def init(batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype, stacked: bool) -> KVCache:
+    """An empty cache."""
+    shape = (batch, num_kv_heads, capacity, head_dim)
+
+    def zeros():
+        if stacked:
+            return jnp.zeros((num_layers, *shape), dtype)
+        return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+
+    return KVCache(zeros(), zeros(), jnp.zeros((batch,), jnp.int32))
+
+
+def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array) -> KVCache:
+    """Append nodes `path[b, :num_nodes[b]]` of `pending` to row b.
+
+    A whole window of P slots is written from `length[b]` on; entries past `num_nodes` land beyond the new length, where
+    they are never read. So the capacity must exceed the longest text by P (slices clamp silently otherwise).
+    """
+
+    def write(slots, new):  # [..., B, K, S, h], [..., B, K, T, h]
+        chosen = jnp.take_along_axis(new, _over(jnp.maximum(path, 0), new), axis=-2)
+        axis = slots.ndim - 4
+
+        def row(slots, chosen, start):  # [..., K, S, h], [..., K, P, h], []
+            return jax.lax.dynamic_update_slice_in_dim(slots, chosen.astype(slots.dtype), start, axis=slots.ndim - 2)
+
+        return jax.vmap(row, in_axes=(axis, axis, 0), out_axes=axis)(slots, chosen, cache.length)
+
+    k, v = jax.tree.map(write, (cache.k, cache.v), (pending.k, pending.v))
+    return KVCache(k, v, cache.length + num_nodes)
+
+
+def _over(path: Array, new: Array) -> Array:
+    """`path` [B, P] shaped to index axis -2 of `new`."""
+    return path.reshape((1,) * (new.ndim - 4) + (path.shape[0], 1, path.shape[1], 1))
+
+
+def rewind(cache: KVCache, length: Array) -> KVCache:
+    """Forget all but the first `length[b]` tokens of row b."""
+    return cache._replace(length=jnp.minimum(cache.length, length))

@@ -1,0 +1,80 @@
+"""Shapes of token trees: depths, ancestors, templates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.types import Array, TokenTree
+
+
+def depths(parents: Array) -> Array:
+    """Depth of each node of `parents` int32[B, N]; 0 for the root."""
+
+    def body(i, depth):
+        parent = jax.lax.dynamic_index_in_dim(parents, i, 1)  # [B, 1]
+        above = jnp.take_along_axis(depth, jnp.maximum(parent, 0), 1)
+        return jax.lax.dynamic_update_index_in_dim(depth, above[:, 0] + 1, i, 1)
+
+    return jax.lax.fori_loop(1, parents.shape[1], body, jnp.zeros_like(parents))
+
+
+def ancestor_mask(parents: Array, valid: Array | None = None) -> Array:
+    """bool[B, N, N]: node j is node i or one of its ancestors. Rows of invalid nodes hold themselves only."""
+    batch, n = parents.shape
+    eye = jnp.eye(n, dtype=bool)
+
+    def body(i, mask):
+        parent = jax.lax.dynamic_index_in_dim(parents, i, 1, keepdims=False)  # [B]
+        above = jnp.take_along_axis(mask, jnp.maximum(parent, 0)[:, None, None], 1)[:, 0]  # [B, N]
+        if valid is not None:
+            above &= jax.lax.dynamic_index_in_dim(valid, i, 1)
+        return jax.lax.dynamic_update_index_in_dim(mask, above | eye[i], i, 1)
+
+    return jax.lax.fori_loop(1, n, body, jnp.broadcast_to(eye, (batch, n, n)))
+
+
+def chain(tokens: Array, valid: Array, logits: Array | None = None) -> TokenTree:
+    """The tree with one child per node; `tokens` int32[B, N] starts with the root."""
+    parents = jnp.broadcast_to(jnp.arange(-1, tokens.shape[1] - 1), tokens.shape)
+    return TokenTree(tokens, parents, valid, logits)
+
+
+def compact(tree: TokenTree) -> TokenTree:
+    """Move the valid nodes to the front, in order, so that a verify pass can be cut to them."""
+    order = jnp.argsort(~tree.valid, axis=1, stable=True)  # N small integers, not a vocabulary
+    place = jnp.argsort(order, axis=1)
+    take = lambda x: jnp.take_along_axis(x, order, 1)
+    parents = take(tree.parents)
+    moved = jnp.where(parents < 0, -1, jnp.take_along_axis(place, jnp.maximum(parents, 0), 1))
+    logits = None if tree.logits is None else jnp.take_along_axis(tree.logits, order[:, :, None], 1)
+    return TokenTree(take(tree.tokens), moved, take(tree.valid), logits)
+
+
+def cut(tree: TokenTree, width: int) -> TokenTree:
+    """The first `width` nodes."""
+    return TokenTree(*(None if x is None else x[:, :width] for x in tree))
+
+
+class Template:
+    """A static tree given by rank paths: `(0, 2)` is the third child of the first child of the root.
+
+    Fields are numpy: `parents` int[N], `ranks` int[N] (rank among the siblings; 0 for the root), `levels`, one
+    (start, stop) slice of nodes per depth.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]]):
+        nodes = [(), *sorted((tuple(p) for p in paths), key=lambda p: (len(p), p))]
+        index = {path: i for i, path in enumerate(nodes)}
+        orphans = [p for p in nodes[1:] if p[:-1] not in index]
+        if orphans:
+            raise ValueError(f"the path {orphans[0]} of the tree has no parent; add {orphans[0][:-1]}")
+        self.parents = np.array([index[p[:-1]] if p else -1 for p in nodes], np.int32)
+        self.ranks = np.array([p[-1] if p else 0 for p in nodes], np.int32)
+        depth = [len(p) for p in nodes]
+        self.max_depth = max(depth)
+        self.levels = [(depth.index(d), depth.index(d) + depth.count(d)) for d in range(self.max_depth + 1)]
+        self.num_nodes = len(nodes)
