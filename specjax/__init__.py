@@ -1,1 +1,44 @@
-"""specjax."""
+"""specjax: speculative and parallel decoding in JAX.
+
+target, tokenizer = specjax.load()
+result = specjax.decode(target, specjax.drafters.prompt_lookup(), [tokenizer.chat("Hello")], key=key, max_new_tokens=64)
+print(tokenizer.decode(result.to_lists()[0]))
+"""
+
+from specjax import controllers, drafters, verifiers
+from specjax.decode import DecodeResult, StreamStep, decode, stream
+from specjax.errors import UsageError
+from specjax.methods import METHODS, make_drafter
+from specjax.types import Controller, Drafter, Model, Output, Target, TokenTree, Verdict
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "Controller",
+    "DecodeResult",
+    "Drafter",
+    "Model",
+    "Output",
+    "StreamStep",
+    "Target",
+    "TokenTree",
+    "UsageError",
+    "Verdict",
+    "controllers",
+    "decode",
+    "drafters",
+    "load",
+    "make_drafter",
+    "stream",
+    "verifiers",
+]
+
+
+def __getattr__(name: str):
+    # Model families need flax and loaders more still: imported when first asked for.
+    if name == "load":
+        from specjax.models.loading import load
+
+        return load
+    raise AttributeError(f"module 'specjax' has no attribute '{name}'")

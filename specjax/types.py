@@ -144,11 +144,13 @@ class Controller(NamedTuple):
 class Info(NamedTuple):
     """Diagnostics of one step. The next step never reads them; `accepted` is what a controller may learn from."""
 
-    emitted: Array  # int32[B], tokens added to the text
+    tokens: Array  # int32[B, N], the tokens added to the text, then padding
+    emitted: Array  # int32[B], how many of them
     accepted: Array  # int32[B], how many of them were drafted
     drafted: Array  # int32[B], nodes verified, root excluded
     drafted_depth: Array  # int32[B], depth of the deepest valid node
     active: Array  # bool[B], rows that were not done before the step
+    hit_eos: Array  # bool[B], rows that ended with an eos token in this step
 
 
 class Stats(NamedTuple):
@@ -159,6 +161,7 @@ class Stats(NamedTuple):
     accepted: Array  # int32[B]
     drafted_by_depth: Array  # int32[B, D], rounds in which a node of depth d + 1 was drafted
     accepted_by_depth: Array  # int32[B, D], rounds in which one was accepted and emitted
+    hit_eos: Array  # bool[B]
 
 
 class DecodeState(NamedTuple):

@@ -1,0 +1,19 @@
+"""The same depth in every round."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax.types import Controller
+
+
+@functools.cache
+def fixed(depth: int = 1 << 20) -> Controller:
+    """Draft at most `depth` tokens deep (default: as deep as the drafter's tree goes)."""
+    return Controller(
+        init=lambda batch: jnp.full((batch,), depth, jnp.int32),
+        limit=lambda state: state,
+        update=lambda state, info: state,
+    )

@@ -1,0 +1,239 @@
+"""`decode` and `stream`: the same step, looped on the device or driven from Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.controllers import fixed
+from specjax.errors import UsageError
+from specjax.sampling import fold_in
+from specjax.speculative import Inputs, add_stats, buffer_size, speculative, zero_stats
+from specjax.types import Array, Controller, Drafter, DecodeState, Info, Sampling, Stats, Target, VerifyFn
+from specjax.verifiers import exact_verifier
+
+PROMPT_BUCKET = 128
+"""Prompt buffers are rounded up to a multiple of this, so that prompts of similar length share one program."""
+
+Prompts = Sequence[Sequence[int]] | tuple[Array, Array]
+
+
+class DecodeResult(NamedTuple):
+    """What was decoded. A pytree of arrays, so it can leave the caller's own `jit`."""
+
+    tokens: Array  # int32[B, max_new_tokens], without the prompts; -1 behind the end
+    lengths: Array  # int32[B]
+    hit_eos: Array  # bool[B]
+    stats: Stats
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Per row "eos" or "length"."""
+        return ["eos" if eos else "length" for eos in np.asarray(self.hit_eos)]
+
+    @property
+    def block_efficiency(self) -> Array:
+        """float32[B]: tokens per target pass, the bonus token included."""
+        return self.lengths / jnp.maximum(self.stats.target_passes, 1)
+
+    @property
+    def mean_accepted(self) -> Array:
+        """float32[B]: drafted tokens emitted per target pass (the bonus token excluded)."""
+        return self.stats.accepted / jnp.maximum(self.stats.target_passes, 1)
+
+    @property
+    def acceptance_by_depth(self) -> Array:
+        """float32[B, D]: of the rounds that drafted depth d + 1, the fraction that accepted it; nan if none did."""
+        return self.stats.accepted_by_depth / self.stats.drafted_by_depth
+
+    def to_lists(self) -> list[list[int]]:
+        """The decoded tokens of each row, without padding."""
+        return [row[:n].tolist() for row, n in zip(np.asarray(self.tokens), np.asarray(self.lengths), strict=True)]
+
+
+class StreamStep(NamedTuple):
+    """What one step added, as numpy."""
+
+    tokens: list[list[int]]  # per row
+    accepted: np.ndarray  # int32[B], how many of them, from the front, were drafted; the rest are the target's own
+    info: Info
+
+
+def decode(
+    target: Target,
+    drafter: Drafter,
+    prompts: Prompts,
+    *,
+    key: Array,
+    max_new_tokens: int,
+    temperature: float | Array = 0.0,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    eos: int | Sequence[int] | Array = (),
+    verifier: VerifyFn | None = None,
+    controller: Controller | None = None,
+    capacity: int | None = None,
+) -> DecodeResult:
+    """Decode a batch of prompts: prefill and the whole loop in one compiled program.
+
+    May be called inside the caller's own `jit` with `target`, `drafter`, `prompts` and `key` as arguments. A second call
+    with the same shapes compiles nothing.
+
+    Args:
+      target: the model and its parameters. drafter: see `specjax.drafters`; its parameters, if any, are its leaves.
+      prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
+      key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B]. A row's text depends on its key and
+        prompt only, not on the batch.
+      max_new_tokens: exact, unless the row ends with an eos.
+      temperature: a Python 0 compiles the greedy program; else a float or [B], traced, where 0 is greedy too.
+      top_k, top_p: None, or a number or [B], applied to target and draft alike, after the temperature.
+      eos: ids that end a row; the eos itself is the last token of the row.
+      verifier: default: the exact rule for how the drafter draws. controller: default: always draft as deep as possible.
+      capacity: largest length of prompt plus new tokens; default: the model's own limit.
+
+    Returns: DecodeResult.
+    Raises: UsageError for an empty prompt, one over the capacity, or a setting outside its range, before compiling.
+    """
+    inputs, tokens, lengths, keys, static = _prepare(
+        target, drafter, prompts, key, max_new_tokens, temperature, top_k, top_p, eos, verifier, controller, capacity
+    )
+    return _decode(inputs, tokens, lengths, keys, **static)
+
+
+def stream(
+    target: Target,
+    drafter: Drafter,
+    prompts: Prompts,
+    *,
+    key: Array,
+    max_new_tokens: int,
+    **options: Any,
+) -> Iterator[StreamStep]:
+    """Like `decode`, with the same arguments, but yields what each step added, as soon as it is known.
+
+    The step is the one that `decode` loops. The next step is dispatched before the tokens of this one are read.
+    """
+    names = ("temperature", "top_k", "top_p", "eos", "verifier", "controller", "capacity")
+    unknown = set(options) - set(names)
+    if unknown:
+        raise TypeError(f"stream got unexpected arguments {sorted(unknown)}")
+    defaults = {"temperature": 0.0, "eos": ()}
+    settings = [options.get(name, defaults.get(name)) for name in names]
+    inputs, tokens, lengths, keys, static = _prepare(target, drafter, prompts, key, max_new_tokens, *settings)
+    decoding = {"verify": static["verify"], "controller": static["controller"]}
+
+    def steps():
+        state = _start(inputs, tokens, lengths, keys, **static)
+        done = bool(jnp.all(state.done))
+        ahead = None if done else _step(inputs, state, **decoding)
+        while ahead is not None:
+            state, info, over = ahead
+            # Dispatched on the chance that rows are left: the device need not wait for this host.
+            following = _step(inputs, state, **decoding)
+            info, over = jax.device_get((info, over))
+            yield StreamStep(
+                [row[:n].tolist() for row, n in zip(info.tokens, info.emitted, strict=True)], info.accepted, info
+            )
+            ahead = None if over else following
+
+    return steps()
+
+
+def _prepare(
+    target, drafter, prompts, key, max_new_tokens, temperature, top_k, top_p, eos, verifier, controller, capacity
+):
+    """Check the arguments; returns Inputs, padded tokens int32[B, L], lengths, keys [B] and the static arguments."""
+    if max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    is_greedy = isinstance(temperature, int | float) and temperature == 0
+    _check_range("temperature", temperature, lambda x: x >= 0, "at least 0")
+    _check_range("top_k", top_k, lambda x: x >= 1, "at least 1")
+    _check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1")
+    tokens, lengths = _pack(prompts, max_new_tokens, capacity or target.model.max_positions)
+    batch, width = tokens.shape
+    size = buffer_size(width, max_new_tokens, drafter)
+    tokens = jnp.pad(tokens, ((0, 0), (0, size - width)))
+    if key.ndim == 0:
+        key = fold_in(jnp.broadcast_to(key, (batch,)), jnp.arange(batch))
+    elif key.shape != (batch,):
+        raise UsageError(f"key must be one key or one per row: got shape {key.shape} for {batch} prompts")
+    sampling = Sampling()
+    if not is_greedy:
+        sampling = Sampling(*(None if x is None else jnp.asarray(x) for x in (temperature, top_k, top_p)))
+    ids = jnp.atleast_1d(jnp.asarray(eos, jnp.int32))
+    static = {
+        "verify": verifier or exact_verifier(drafter.draws, is_greedy),
+        "controller": controller or fixed(),
+        "max_new_tokens": max_new_tokens,
+    }
+    return Inputs(target, drafter, sampling, ids), tokens, lengths, key, static
+
+
+def _check_range(name, value, holds, wanted):
+    if value is None or isinstance(value, jax.core.Tracer):
+        return
+    if not np.all(holds(np.asarray(value))):
+        raise UsageError(f"{name} must be {wanted}, not {value}")
+
+
+def _pack(prompts: Prompts, max_new_tokens: int, capacity: int) -> tuple[Array, Array]:
+    """(tokens int32[B, P], lengths int32[B]) from either form of prompts; checks lengths where they are known."""
+    if isinstance(prompts, tuple):
+        tokens, lengths = jnp.asarray(prompts[0], jnp.int32), jnp.asarray(prompts[1], jnp.int32)
+        if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+            raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")
+    else:
+        if not len(prompts):
+            raise UsageError("prompts is empty; give at least one prompt")
+        longest = max(len(row) for row in prompts)
+        width = -(-max(longest, 1) // PROMPT_BUCKET) * PROMPT_BUCKET
+        padded = np.zeros((len(prompts), width), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        tokens, lengths = jnp.asarray(padded), jnp.asarray([len(row) for row in prompts], jnp.int32)
+    if not isinstance(lengths, jax.core.Tracer):
+        for row, length in enumerate(np.asarray(lengths)):
+            if length < 1:
+                raise UsageError(f"prompt {row} is empty; a prompt needs at least one token (such as bos)")
+            if length + max_new_tokens > capacity:
+                raise UsageError(
+                    f"prompt {row} has {length} tokens and max_new_tokens is {max_new_tokens}, over the capacity of {capacity} "
+                    "positions; shorten the prompt, lower max_new_tokens or raise capacity"
+                )
+    return tokens, lengths
+
+
+STATIC = ("verify", "controller", "max_new_tokens")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def _decode(inputs: Inputs, tokens, lengths, keys, *, verify, controller, max_new_tokens: int) -> DecodeResult:
+    decoder = speculative(verify, controller)
+    state = decoder.init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
+    stats = zero_stats(tokens.shape[0], inputs.drafter.max_depth)
+
+    def body(carry):
+        state, info = decoder.step(inputs, carry[0])
+        return state, add_stats(carry[1], info)
+
+    state, stats = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, stats))
+    index = jnp.arange(max_new_tokens)
+    new = jnp.take_along_axis(state.tokens, lengths[:, None] + index, 1)
+    count = state.length - lengths
+    return DecodeResult(jnp.where(index < count[:, None], new, -1), count, stats.hit_eos, stats)
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def _start(inputs: Inputs, tokens, lengths, keys, *, verify, controller, max_new_tokens: int) -> DecodeState:
+    return speculative(verify, controller).init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("verify", "controller"), donate_argnames=("state",))
+def _step(inputs: Inputs, state: DecodeState, *, verify, controller) -> tuple[DecodeState, Info, Array]:
+    state, info = speculative(verify, controller).step(inputs, state)
+    return state, info, jnp.all(state.done)

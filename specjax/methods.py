@@ -1,0 +1,83 @@
+"""METHODS: every method by name, with what it promises and where it comes from.
+
+A table written by hand; a test checks that every drafter file is in it. The README's list, the command line's choices and
+the conformance tests come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from specjax import drafters
+from specjax.errors import UsageError
+from specjax.types import Drafter, Guarantee, Target
+
+
+class Method(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    make: Callable[..., Drafter]  # (target, draft, **options) -> Drafter
+    guarantee: Guarantee
+    needs_draft: bool  # a second model
+    summary: str
+    paper: str
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method(
+            "autoregressive",
+            lambda target, draft, **options: drafters.autoregressive(**options),
+            "distribution",
+            False,
+            "plain decoding, one token per pass: the baseline",
+            "",
+        ),
+        Method(
+            "two_model",
+            lambda target, draft, **options: drafters.two_model(draft, **options),
+            "distribution",
+            True,
+            "a smaller model drafts a chain, verified with its true q",
+            "Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
+        ),
+        Method(
+            "prompt_lookup",
+            lambda target, draft, **options: drafters.prompt_lookup(**options),
+            "distribution",
+            False,
+            "copies what followed the last occurrence of the current n-gram",
+            "Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding",
+        ),
+        Method(
+            "token_recycling",
+            lambda target, draft, **options: drafters.token_recycling(target.model.vocab_size, **options),
+            "distribution",
+            False,
+            "a static tree filled from the target's recent runners-up",
+            "Luo et al. 2024, arXiv 2408.08696",
+        ),
+    )
+}
+
+
+def make_drafter(name: str, target: Target, draft: Target | None = None, **options) -> Drafter:
+    """The drafter of a method by name. `options` go to its factory.
+
+    Raises: UsageError for an unknown name, or a missing or mismatched draft model.
+    """
+    if name not in METHODS:
+        raise UsageError(f'unknown method "{name}"; choose one of {", ".join(METHODS)}')
+    method = METHODS[name]
+    if method.needs_draft:
+        if draft is None:
+            raise UsageError(f"method {name} needs a draft model; give one with --draft (draft= in Python)")
+        if draft.model.vocab_size != target.model.vocab_size:
+            raise UsageError(
+                f"the draft model has {draft.model.vocab_size} tokens in its vocabulary and the target "
+                f"{target.model.vocab_size}; choose a draft model of the same family"
+            )
+    return method.make(target, draft, **options)

@@ -1,0 +1,187 @@
+"""Draft, verify, commit: the one step that almost every method is."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import tree as trees
+from specjax.prefill import CHUNK, prefill
+from specjax.sampling import fold_in, warp
+from specjax.types import (
+    Array,
+    Context,
+    Controller,
+    Decoder,
+    DecodeState,
+    Drafter,
+    Info,
+    PyTree,
+    Sampling,
+    Stats,
+    Target,
+    TokenTree,
+    Verdict,
+    VerifyFn,
+)
+
+DRAFT, VERIFY = 0, 1  # purposes of random keys
+
+
+class Inputs(NamedTuple):
+    """What stays the same from step to step. A pytree: arguments of the compiled step, never constants of it."""
+
+    target: Target
+    drafter: Drafter
+    sampling: Sampling
+    eos: Array  # int32[E], ids that end a row
+
+
+def buffer_size(prompt_buffer: int, max_new_tokens: int, drafter: Drafter) -> int:
+    """Slots of the token buffer and the cache: room for a whole tree, and for a whole prefill chunk, behind the text.
+
+    `dynamic_update_slice` clamps silently near capacity; with this slack it never gets there.
+    """
+    return prompt_buffer + max(max_new_tokens + drafter.num_nodes, CHUNK) + 1
+
+
+@functools.cache
+def speculative(verify: VerifyFn, controller: Controller) -> Decoder:
+    """The decoder that drafts a tree, scores it with one pass of the target and keeps what `verify` accepts.
+
+    Randomness is a function of the row's key and of positions only. The target's draws at a position use (key, position), so
+    rules that sample the target directly give the same text whatever was drafted. The draft of a round uses (key, length of
+    the text): drawn afresh each round, since discarded drafts may have taught the drafter.
+    """
+
+    def init(inputs: Inputs, tokens: Array, length: Array, keys: Array, stop: Array) -> DecodeState:
+        """`tokens` int32[B, L] with `buffer_size` slots, `length` int32[B] of the prompts, `stop` int32[B]."""
+        batch, size = tokens.shape
+        target, drafter = inputs.target, inputs.drafter
+        context = Context(tokens, length, inputs.sampling)
+        return DecodeState(
+            tokens=tokens,
+            length=length,
+            done=length >= stop,
+            keys=keys,
+            stop=stop,
+            cache=prefill(
+                target.model, target.params, target.model.init_cache(batch, size), tokens, jnp.maximum(length - 1, 0)
+            ),
+            draft=drafter.init(drafter.params, context),
+            control=controller.init(batch),
+        )
+
+    def step(inputs: Inputs, state: DecodeState) -> tuple[DecodeState, Info]:
+        drafter = inputs.drafter
+        context = Context(state.tokens, state.length, inputs.sampling)
+        limit = jnp.clip(controller.limit(state.control), 0, drafter.max_depth)
+        # Deeper nodes than the row may still emit are wasted.
+        limit = jnp.minimum(limit, jnp.maximum(state.stop - state.length - 1, 0))
+        draft_keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
+        tree, draft = drafter.propose(drafter.params, draft_keys, state.draft, context, limit)
+        tree = tree._replace(valid=tree.valid & (~state.done[:, None] | (jnp.arange(drafter.num_nodes) == 0)))
+        verdict, pending, draft = _score(inputs, verify, state, tree, draft)
+        emitted, count, is_eos = _emit(inputs, state, tree, verdict)
+        rows = jnp.arange(state.length.shape[0])[:, None]
+        place = state.length[:, None] + jnp.arange(drafter.num_nodes)
+        place = jnp.where(jnp.arange(drafter.num_nodes) < count[:, None], place, state.tokens.shape[1])
+        length = state.length + count
+        depth = jnp.max(jnp.where(tree.valid, trees.depths(tree.parents), 0), 1)
+        info = Info(
+            tokens=emitted,
+            emitted=count,
+            accepted=jnp.minimum(verdict.num_nodes - 1, count),
+            drafted=jnp.where(state.done, 0, jnp.sum(tree.valid, 1, dtype=jnp.int32) - 1),
+            drafted_depth=depth,
+            active=~state.done,
+            hit_eos=is_eos,
+        )
+        cache = inputs.target.model.commit(state.cache, pending, verdict.path, jnp.minimum(verdict.num_nodes, count))
+        return state._replace(
+            tokens=state.tokens.at[rows, place].set(emitted, mode="drop"),
+            length=length,
+            done=state.done | is_eos | (length >= state.stop),
+            cache=cache,
+            draft=draft,
+            control=controller.update(state.control, info),
+        ), info
+
+    return Decoder(init, step)
+
+
+def _score(inputs: Inputs, verify: VerifyFn, state: DecodeState, tree: TokenTree, draft: PyTree):
+    """One target pass over the tree, its verdict, and what the drafter learns: (Verdict, pending, draft state).
+
+    The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
+    draft costs one plain step. Which width ran changes rounding, never the law.
+    """
+    n = inputs.drafter.num_nodes
+
+    def at_width(width: int, draft: PyTree):
+        part = trees.cut(tree, width)
+        depth = trees.depths(part.parents)
+        output, pending = inputs.target.model.forward(
+            inputs.target.params,
+            part.tokens,
+            state.cache,
+            positions=state.length[:, None] - 1 + depth,
+            mask=trees.ancestor_mask(part.parents, part.valid),
+        )
+        keys = jax.vmap(fold_in, (None, 1), 1)(state.keys, state.length[:, None] + depth)  # [B, width]
+        keys = jax.vmap(fold_in, (1, None), 1)(keys, jnp.full_like(state.length, VERIFY))
+        logits = output.logits if inputs.sampling.temperature is None else warp(output.logits, inputs.sampling)
+        verdict = verify(keys, part, logits)
+        draft = inputs.drafter.update(inputs.drafter.params, draft, part, verdict, output)
+        path = jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1)
+        pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, n - width), (0, 0)])
+        return verdict._replace(path=path), jax.tree.map(pad, pending), draft
+
+    widths = sorted({w for w in inputs.drafter.widths if w < n} | {n})
+    if len(widths) == 1:
+        return at_width(n, draft)
+    needed = jnp.max(jnp.sum(tree.valid, 1))
+    branches = [functools.partial(at_width, width) for width in widths]
+    return jax.lax.switch(jnp.searchsorted(jnp.array(widths), needed), branches, draft)
+
+
+def _emit(inputs: Inputs, state: DecodeState, tree: TokenTree, verdict: Verdict) -> tuple[Array, Array, Array]:
+    """The tokens of a verdict, cut at the first eos and at the row's limit.
+
+    Returns: tokens int32[B, N], how many of them count int32[B] (0 for finished rows), whether the last is an eos bool[B].
+    """
+    n = tree.tokens.shape[1]
+    index = jnp.arange(n)
+    following = jnp.roll(verdict.path, -1, 1)  # accepted drafts, without the root
+    drafted = jnp.take_along_axis(tree.tokens, jnp.maximum(following, 0), 1)
+    accepted = verdict.num_nodes[:, None] - 1
+    tokens = jnp.where(index < accepted, drafted, verdict.next_token[:, None])
+    room = jnp.where(state.done, 0, state.stop - state.length)[:, None]
+    alive = index < jnp.minimum(accepted + 1, room)
+    ends = jnp.any(tokens[:, :, None] == inputs.eos, -1) & alive
+    first = jnp.argmax(ends, 1)
+    is_eos = jnp.any(ends, 1)
+    count = jnp.where(is_eos, first + 1, jnp.sum(alive, 1))
+    return tokens, count.astype(jnp.int32), is_eos
+
+
+def zero_stats(batch: int, max_depth: int) -> Stats:
+    """Sums before the first step."""
+    row, by_depth = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, max_depth), jnp.int32)
+    return Stats(row, row, row, by_depth, by_depth, jnp.zeros((batch,), bool))
+
+
+def add_stats(stats: Stats, info: Info) -> Stats:
+    """Sums after one more step."""
+    below = jnp.arange(stats.drafted_by_depth.shape[1])
+    return Stats(
+        target_passes=stats.target_passes + info.active,
+        drafted=stats.drafted + info.drafted,
+        accepted=stats.accepted + info.accepted,
+        drafted_by_depth=stats.drafted_by_depth + (below < jnp.where(info.active, info.drafted_depth, 0)[:, None]),
+        accepted_by_depth=stats.accepted_by_depth + (below < info.accepted[:, None]),
+        hit_eos=stats.hit_eos | info.hit_eos,
+    )

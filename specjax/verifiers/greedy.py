@@ -1,0 +1,22 @@
+"""Greedy verification: follow the target's argmax through the tree.
+
+Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (2023), arXiv 2211.17192; for trees
+Miao et al., SpecInfer (2024), arXiv 2305.09781.
+
+Rule: at node i the target's token is argmax_v logits[i, v] (ties: lowest id); descend while it is a child.
+Guarantee: greedy. The text is that of greedy decoding, for any draft.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from specjax.types import Array, TokenTree, Verdict
+from specjax.verifiers.walk import walk
+
+
+def greedy(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
+    """See the module. `keys` are not used."""
+    del keys
+    best = jnp.argmax(target_logits, -1).astype(jnp.int32)  # [B, N]
+    return walk(tree, lambda node: jnp.take_along_axis(best, node[:, None], 1)[:, 0])
