@@ -3,5 +3,15 @@
 from specjax.models.bridge import abstract_params, init_params, make_model
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
+from specjax.models.loading import Tokenizer, first_difference, load
 
-__all__ = ["Gemma3Config", "LlamaConfig", "abstract_params", "init_params", "make_model"]
+__all__ = [
+    "Gemma3Config",
+    "LlamaConfig",
+    "Tokenizer",
+    "abstract_params",
+    "first_difference",
+    "init_params",
+    "load",
+    "make_model",
+]

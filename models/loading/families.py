@@ -1,0 +1,29 @@
+"""Which module knows the weights and configurations of which architecture."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from specjax.models.loading import gemma3, llama
+
+from specjax.errors import UsageError
+
+FAMILIES = (llama, gemma3)
+
+
+def by_hf(kind: str, where: str) -> ModuleType:
+    """The family of a Hugging Face `model_type`."""
+    return _find("HF_TYPES", kind, where)
+
+
+def by_gguf(kind: str, where: str) -> ModuleType:
+    """The family of a GGUF `general.architecture`."""
+    return _find("GGUF_TYPES", kind, where)
+
+
+def _find(table: str, kind: str, where: str) -> ModuleType:
+    for family in FAMILIES:
+        if kind in getattr(family, table):
+            return family
+    known = ", ".join(k for family in FAMILIES for k in getattr(family, table))
+    raise UsageError(f'{where} has the architecture "{kind}", which specjax does not support (only {known})')

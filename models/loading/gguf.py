@@ -1,0 +1,117 @@
+"""GGUF files: one file with metadata, tokenizer and (mostly quantised) tensors.
+
+The header is parsed here, not by `gguf.GGUFReader`, which makes a numpy array per vocabulary entry (15 s for Gemma's
+262,144); only the dequantisation comes from that package.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from specjax.models.loading import families
+from specjax.models.loading.assemble import Checkpoint
+from specjax.models.loading.tensors import Tensor, check_sizes, read_rows
+
+from specjax.errors import UsageError
+
+MAGIC = b"GGUF"
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+def read(file: Path, **options) -> tuple[Checkpoint, dict]:
+    """Parse a file: the checkpoint and its metadata (with the tokenizer). `options`: dtype, stacked, name."""
+    meta, tensors = read_header(file)
+    where = str(file)
+    arch = str(meta.get("general.architecture", "unnamed"))
+    family = families.by_gguf(arch, where)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    factors = tensors.get("rope_freqs.weight")
+    if factors is not None:
+        factors = read_rows(factors, 0, factors.shape[0])
+    config = family.config_from_gguf(meta, shapes, factors, where, **options)
+    return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), "rope_freqs.weight".__eq__), meta
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Metadata and the table of tensors."""
+    size = file.stat().st_size
+    with open(file, "rb") as handle:
+        if handle.read(4) != MAGIC:
+            raise UsageError(f"{file} is not a GGUF file: it does not start with the letters GGUF")
+        if size < 24:
+            raise UsageError(f"{file} is cut short: it ends within its header; download it again")
+        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(data, file)
+
+
+def _parse(data: mmap.mmap, file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    cursor = _Cursor(data, 4)
+    try:
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            raise UsageError(f"{file} is of GGUF version {version} (or big-endian); specjax reads versions 2 and 3")
+        num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")
+        meta = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_fields)}
+        infos = [cursor.tensor_info() for _ in range(num_tensors)]
+    except (struct.error, KeyError, UnicodeDecodeError, OverflowError, MemoryError):
+        raise UsageError(f"{file} is cut short or damaged: its header cannot be read; download it again") from None
+    alignment = meta.get("general.alignment", 32)
+    start = -(-cursor.at // alignment) * alignment
+    tensors = {name: Tensor(file, start + offset, shape, kind) for name, shape, kind, offset in infos}
+    check_sizes(tensors, file)
+    return meta, tensors
+
+
+class _Cursor:
+    """A position in the header that moves as values are read."""
+
+    def __init__(self, data: mmap.mmap, at: int):
+        self.data, self.at = data, at
+
+    def scalar(self, code: str):
+        (value,) = struct.unpack_from("<" + code, self.data, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def bytes(self, size: int) -> bytes:
+        if self.at + size > len(self.data):
+            raise struct.error("past the end")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def string(self) -> str:
+        return self.bytes(self.scalar("Q")).decode("utf-8")
+
+    def value(self, kind: int):
+        if kind == STRING:
+            # Vocabularies may hold pieces that are not UTF-8 on their own.
+            return self.bytes(self.scalar("Q")).decode("utf-8", "replace")
+        if kind != ARRAY:
+            return self.scalar(SCALARS[kind])
+        kind, length = self.scalar("I"), self.scalar("Q")
+        if length > len(self.data):
+            raise struct.error("past the end")
+        if kind in (STRING, ARRAY):
+            return [self.value(kind) for _ in range(length)]
+        dtype = np.dtype("<" + {"b": "i1", "B": "u1"}.get(SCALARS[kind], SCALARS[kind]))
+        return np.frombuffer(self.bytes(length * dtype.itemsize), dtype).tolist()
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], str, int]:
+        """(name, shape, kind, offset from the start of the data)."""
+        name = self.string()
+        shape = tuple(self.scalar("Q") for _ in range(self.scalar("I")))[::-1]
+        return name, shape, _kind(self.scalar("I")), self.scalar("Q")
+
+
+def _kind(number: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    try:
+        return GGMLQuantizationType(number).name
+    except ValueError:
+        return f"type {number}"
