@@ -165,7 +165,7 @@ def run_layers(layers, x: Array, cache: kv.KVCache, per_layer: PyTree, fn) -> tu
             x, kv_new = fn(block, x, (cache.k[i], cache.v[i]), jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
             stream.append(x)
             new.append(kv_new)
-        return stream, kv.Pending(*zip(*new, strict=True))
+        return stream, kv.Pending(*zip(*new, strict=True), after=kv.after(x))
 
     graphdef, state = nnx.split(layers)
 
@@ -175,4 +175,4 @@ def run_layers(layers, x: Array, cache: kv.KVCache, per_layer: PyTree, fn) -> tu
         return x, (x, kv_new)
 
     last, (stream, new) = jax.lax.scan(body, x, (state, (cache.k, cache.v), per_layer))
-    return jnp.concatenate([x[None], stream[:-1], last[None]]), kv.Pending(*new)
+    return jnp.concatenate([x[None], stream[:-1], last[None]]), kv.Pending(*new, after=kv.after(last))

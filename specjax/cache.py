@@ -26,6 +26,17 @@ class Pending(NamedTuple):
 
     k: PyTree
     v: PyTree
+    after: Array  # int32[B], from `after`
+
+
+def after(x: Array) -> Array:
+    """int32[B] of zeros that the compiler can only know once it has computed x [B, ...].
+
+    Added to the index that `commit` writes at, it puts the write behind every read of the cache that led to x. Without it,
+    XLA on CPU may write a layer's slots before they are read and copies the whole cache in every step to make that legal.
+    """
+    bits = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1)[:, 0].astype(jnp.float32), jnp.uint32)
+    return jnp.minimum((bits >> 1).astype(jnp.int32), 0)
 
 
 def init(batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype, stacked: bool) -> KVCache:
@@ -54,7 +65,7 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array) -> K
         def row(slots, chosen, start):  # [..., K, S, h], [..., K, P, h], []
             return jax.lax.dynamic_update_slice_in_dim(slots, chosen.astype(slots.dtype), start, axis=slots.ndim - 2)
 
-        return jax.vmap(row, in_axes=(axis, axis, 0), out_axes=axis)(slots, chosen, cache.length)
+        return jax.vmap(row, in_axes=(axis, axis, 0), out_axes=axis)(slots, chosen, cache.length + pending.after)
 
     k, v = jax.tree.map(write, (cache.k, cache.v), (pending.k, pending.v))
     return KVCache(k, v, cache.length + num_nodes)

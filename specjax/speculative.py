@@ -100,7 +100,8 @@ def speculative(verify: VerifyFn, controller: Controller) -> Decoder:
             active=~state.done,
             hit_eos=is_eos,
         )
-        cache = inputs.target.model.commit(state.cache, pending, verdict.path, jnp.minimum(verdict.num_nodes, count))
+        keep = jnp.minimum(verdict.num_nodes, count)
+        cache = inputs.target.model.commit(state.cache, pending, verdict.path, keep)
         return state._replace(
             tokens=state.tokens.at[rows, place].set(emitted, mode="drop"),
             length=length,
@@ -114,38 +115,47 @@ def speculative(verify: VerifyFn, controller: Controller) -> Decoder:
 
 
 def _score(inputs: Inputs, verify: VerifyFn, state: DecodeState, tree: TokenTree, draft: PyTree):
-    """One target pass over the tree, its verdict, and what the drafter learns: (Verdict, pending, draft state).
+    """One target pass over the tree: its verdict, the pending cache entries and what the drafter learnt.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
-    draft costs one plain step. Which width ran changes rounding, never the law.
+    draft costs one plain step. Which width ran changes rounding, never the law. The cache is committed outside of the
+    switch: XLA copies what a branch updates.
     """
     n = inputs.drafter.num_nodes
+    model, params = inputs.target.model, inputs.target.params
+
+    def forward(part: TokenTree, depth: Array):
+        mask = trees.ancestor_mask(part.parents, part.valid)
+        return model.forward(params, part.tokens, state.cache, positions=state.length[:, None] - 1 + depth, mask=mask)
 
     def at_width(width: int, draft: PyTree):
         part = trees.cut(tree, width)
         depth = trees.depths(part.parents)
-        output, pending = inputs.target.model.forward(
-            inputs.target.params,
-            part.tokens,
-            state.cache,
-            positions=state.length[:, None] - 1 + depth,
-            mask=trees.ancestor_mask(part.parents, part.valid),
-        )
+        output, pending = forward(part, depth)
         keys = jax.vmap(fold_in, (None, 1), 1)(state.keys, state.length[:, None] + depth)  # [B, width]
         keys = jax.vmap(fold_in, (1, None), 1)(keys, jnp.full_like(state.length, VERIFY))
         logits = output.logits if inputs.sampling.temperature is None else warp(output.logits, inputs.sampling)
         verdict = verify(keys, part, logits)
         draft = inputs.drafter.update(inputs.drafter.params, draft, part, verdict, output)
-        path = jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1)
-        pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, n - width), (0, 0)])
-        return verdict._replace(path=path), jax.tree.map(pad, pending), draft
+        return verdict, pending, draft
 
     widths = sorted({w for w in inputs.drafter.widths if w < n} | {n})
     if len(widths) == 1:
         return at_width(n, draft)
+    full = jax.eval_shape(functools.partial(at_width, n), draft)  # branches must agree in shape
+
+    def padded(width: int, draft: PyTree):
+        verdict, pending, draft = at_width(width, draft)
+        verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
+        return verdict, jax.tree.map(_pad_to, pending, full[1]), draft
+
     needed = jnp.max(jnp.sum(tree.valid, 1))
-    branches = [functools.partial(at_width, width) for width in widths]
+    branches = [functools.partial(padded, width) for width in widths]
     return jax.lax.switch(jnp.searchsorted(jnp.array(widths), needed), branches, draft)
+
+
+def _pad_to(x: Array, like: jax.ShapeDtypeStruct) -> Array:
+    return jnp.pad(x, [(0, big - small) for small, big in zip(x.shape, like.shape, strict=True)])
 
 
 def _emit(inputs: Inputs, state: DecodeState, tree: TokenTree, verdict: Verdict) -> tuple[Array, Array, Array]:

@@ -1,0 +1,62 @@
+"""The command line: `specjax generate`, `specjax bench`, `specjax methods`.
+
+Heavy imports are inside the commands, so that `specjax --help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from specjax.cli import bench, generate, methods
+from specjax.errors import UsageError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.command("bench")(bench.bench)
+app.command("methods")(methods.methods)
+
+
+@app.callback()
+def _specjax() -> None:
+    """Speculative and parallel decoding in JAX.
+
+    Exit codes: 0 done, 1 refused comparison, 2 bad input, 130 interrupted.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line (default: of this process) and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=arguments, prog_name="specjax", standalone_mode=False)
+        sys.stdout.flush()
+    except UsageError as error:
+        code = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except BrokenPipeError:  # the reader of our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not one of the argument parser's
+            raise
+        code = _complain(error.format_message()) if error.format_message() else 2
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _complain(sentence: str) -> int:
+    print(f"specjax: {' '.join(sentence.split())}", file=sys.stderr)
+    return 2

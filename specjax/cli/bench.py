@@ -1,0 +1,5 @@
+"""`specjax bench` (stub)."""
+
+
+def bench() -> None:
+    """Not here yet."""

@@ -1,0 +1,35 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from specjax.cli.options import require
+from specjax.errors import UsageError
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Complain about a file that cannot be written before anything is computed."""
+    require(not path.is_dir(), f"{flag}: {path} is a folder; name a file")
+    require(path.parent.is_dir(), f"{flag}: there is no folder {path.parent}; create it first")
+    require(os.access(path.parent, os.W_OK), f"{flag}: cannot write into {path.parent}; choose another folder")
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Call `write` with a file that takes the place of `path` only when all of it is there."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path} ({error.strerror or error})") from None
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)

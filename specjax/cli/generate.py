@@ -1,0 +1,115 @@
+"""`specjax generate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specjax.cli import options as o
+
+if TYPE_CHECKING:
+    from specjax.cli.generation import Generation
+
+HELP = """Continue a prompt, or many, and say how fast.
+
+On a colour terminal, text that was drafted and accepted is green; the
+target's own tokens are plain.
+
+Programs are compiled first, by a call of the same shapes (compile_seconds).
+The clock of tokens/s covers reading the prompt and all steps, and compiles
+nothing; tokens per target pass include the bonus token.
+
+With --compare, plain decoding (method autoregressive) runs the same way with
+the same random keys. At temperature 0, and at any temperature for drafts made
+without randomness, its text must be equal; where it is not, the position and
+the gap of the two largest logits there are stated. Drafts that were sampled
+keep the target's distribution, not its text for a given seed.
+"""
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)] = None,
+    target: o.TargetOption = None,
+    draft: o.DraftOption = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            help="See `specjax methods`; default: prompt_lookup, or two_model with --draft.",
+            show_default=False,
+        ),
+    ] = None,
+    num_draft_tokens: o.BudgetOption = None,
+    max_new_tokens: o.LengthOption = 128,
+    temperature: o.TemperatureOption = 0.0,
+    top_k: o.TopKOption = None,
+    top_p: o.TopPOption = None,
+    seed: o.SeedOption = 0,
+    raw: o.RawOption = False,
+    batch_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--batch-file",
+            help='Prompts: one per line, or JSONL with "turns" (the first counts) or "prompt".',
+            show_default=False,
+        ),
+    ] = None,
+    batch_size: o.BatchOption = 1,
+    dtype: o.DtypeOption = "auto",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run plain decoding too; compare texts and speed.")
+    ] = False,
+    as_json: o.JsonOption = False,
+    no_cache: o.NoCacheOption = False,
+) -> None:
+    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed)
+    o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
+    method = method or ("two_model" if draft else "prompt_lookup")
+    o.check_methods([method], draft, num_draft_tokens)
+
+    from rich.console import Console
+
+    from specjax.cli import prompts as p
+    from specjax.cli.generation import Generation, show
+    from specjax.cli.session import open_session
+    from specjax.errors import UsageError
+
+    inputs, bad = p.from_arguments(prompt, batch_file)
+    log = Console(stderr=True)
+    session = open_session(log, target, draft, dtype, no_cache)
+    rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw)
+    bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
+    if not rows:
+        raise UsageError(p.describe(bad[0], batch_file))
+    out = Console(quiet=True) if as_json else Console()
+    generation = Generation(session, settings, method, num_draft_tokens, rows, batch_size, compare)
+    generation.compile(log)
+    generation.run(log, out)
+    if as_json:
+        print(json.dumps(_document(generation, bad), allow_nan=False, ensure_ascii=False))
+    else:
+        show(generation, out)
+    if bad:
+        raise UsageError("; ".join(p.describe(entry, batch_file) for entry in bad))
+
+
+generate.__doc__ = HELP
+
+
+def _document(generation: Generation, bad: list) -> dict[str, Any]:
+    from specjax.cli.session import provenance
+
+    settings = {
+        name: getattr(generation.settings, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    }
+    return {
+        **generation.record(),
+        **provenance(generation.session),
+        "settings": settings | {"batch_size": generation.batch_size},
+        "results": generation.results(),
+        "differences": generation.differences,
+        "errors": [entry._asdict() for entry in bad],
+    }

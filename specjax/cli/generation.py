@@ -1,0 +1,204 @@
+"""The run behind `specjax generate`: compile, stream, compare, tabulate."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from specjax import report
+from specjax.cli import measure
+from specjax.cli.options import Settings
+from specjax.cli.prompts import Encoded
+from specjax.cli.session import Session, peak_memory_bytes, stage
+from specjax.cli.text import DRAFTED_STYLE, TextStream
+from specjax.methods import METHODS
+from specjax.types import Drafter
+
+
+class Generation:
+    """One method over some prompts, and plain decoding beside it if asked for."""
+
+    def __init__(
+        self,
+        session: Session,
+        settings: Settings,
+        method: str,
+        budget: int | None,
+        rows: list[Encoded],
+        batch_size: int,
+        compare: bool,
+    ):
+        self.session, self.settings, self.batch_size = session, settings, batch_size
+        self.method = METHODS[method]
+        self.drafter = session.drafter(method, budget)
+        self.plain = session.drafter("autoregressive") if compare else None
+        self.rows = rows
+        self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        self.options = settings.keywords(session.tokenizer.eos)
+        self.runs: list[report.Run] = []
+        self.plain_runs: list[report.Run] = []
+        self.compile_seconds, self.plain_compile_seconds = 0.0, 0.0
+        self.texts: list[TextStream] = []
+        self.differences: list[dict] = []
+
+    def compile(self, log: Console) -> None:
+        """Compile every program that `run` needs."""
+        shapes = {measure.bucket([row.ids for row in group]): group for group in self.groups}
+        with stage(log, "compiling", f"compiled {self.method.name}{' and plain decoding' if self.plain else ''}"):
+            for group in shapes.values():
+                rows = [row.ids for row in group]
+                self.compile_seconds += measure.warm_stream(self.session.target, self.drafter, rows, self.options)
+                if self.plain:
+                    self.plain_compile_seconds += measure.warm_stream(
+                        self.session.target, self.plain, rows, self.options
+                    )
+
+    def run(self, log: Console, out: Console) -> None:
+        """Decode everything, printing text to `out`."""
+        if out.color_system and not out.quiet:
+            log.print(f"[{DRAFTED_STYLE}]drafted and accepted[/], plain: the target's own")
+        for group in self.groups:
+            self._run_group(group, out)
+        if self.plain:
+            columns = (TextColumn("plain decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:
+                for group in progress.track(self.groups):
+                    self.plain_runs.append(self._stream(self.plain, group))
+            self._compare()
+
+    def _run_group(self, group: list[Encoded], out: Console) -> None:
+        streams = [TextStream(self.session.tokenizer, self.options["eos"]) for _ in group]
+        live = len(group) == 1
+
+        def on_step(step):
+            for row, stream in enumerate(streams):
+                new = stream.push_step(step, row)
+                if live:
+                    out.print(new, end="", soft_wrap=True)
+
+        if live:
+            _heading(group[0], out)
+        self.runs.append(self._stream(self.drafter, group, on_step))
+        for row, stream in zip(group, streams, strict=True):
+            rest = stream.flush()
+            if live:
+                out.print(rest, soft_wrap=True)
+            else:
+                _heading(row, out)
+                out.print(stream.text, soft_wrap=True)
+        self.texts += streams
+
+    def _stream(self, drafter: Drafter, group: list[Encoded], on_step=lambda step: None) -> report.Run:
+        keys = measure.row_keys(self.settings.seed, [row.index for row in group])
+        rows = [row.ids for row in group]
+        return measure.run_stream(self.session.target, drafter, rows, keys, self.options, on_step)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether plain decoding must give the same text."""
+        return report.is_comparable(self.method.guarantee, self.drafter.draws, self.settings.is_greedy)
+
+    @property
+    def identical(self) -> bool | None:
+        """None: not compared, or equality is not what the method promises."""
+        if not self.plain or not (self.is_comparable or self.method.guarantee == "lossy"):
+            return None
+        return report.merge(self.runs).tokens == report.merge(self.plain_runs).tokens
+
+    def _compare(self) -> None:
+        if self.identical is not False:
+            return
+        pairs = zip(self.rows, report.merge(self.runs).tokens, report.merge(self.plain_runs).tokens, strict=True)
+        for number, (row, ours, plain) in enumerate(pairs):
+            found = measure.difference(self.session.target, row.ids, ours, plain, self.session.dtype)
+            if found is not None:
+                where = {"prompt": number, "line": row.prompt.line}
+                self.differences.append(measure.difference_record(found, self.session.tokenizer, **where))
+
+    def record(self) -> dict:
+        """The JSON record over all prompts."""
+        return report.record(
+            self.method.name,
+            self.method.guarantee,
+            report.merge(self.runs),
+            report.merge(self.plain_runs) if self.plain else None,
+            identical=self.identical,
+            compile_seconds=self.compile_seconds,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+
+    def results(self) -> list[dict]:
+        """Per prompt."""
+        run = report.merge(self.runs)
+        return [
+            {
+                "line": row.prompt.line,
+                "question_id": row.prompt.question_id,
+                "text": text.text.plain,
+                "token_ids": ids,
+                "finish_reason": "eos" if eos else "length",
+                "prompt_tokens": len(row.ids),
+                "tokens": len(ids),
+                "target_passes": int(passes),
+                "block_efficiency": len(ids) / max(int(passes), 1),
+            }
+            for row, text, ids, eos, passes in zip(
+                self.rows, self.texts, run.tokens, run.hit_eos, run.stats.target_passes, strict=True
+            )
+        ]
+
+
+def _heading(row: Encoded, out: Console) -> None:
+    if row.prompt.line is not None:
+        out.rule(f"line {row.prompt.line}", align="left", style="dim")
+
+
+def show(generation: Generation, out: Console) -> None:
+    """The table and, after a comparison, the verdict in words."""
+    record = generation.record()
+    table = Table(show_header=False)
+    depth = [f"{x:.2f}" if x is not None else "-" for x in record["acceptance_by_depth"]]
+    memory = record["peak_memory_bytes"]
+    lines = {
+        "method": f"{record['method']} (guarantee: {record['guarantee']})",
+        "tokens": f"{record['tokens']} in {record['seconds']:.2f} s",
+        "tokens/s": f"{record['tokens_per_second']:.1f}",
+        "tokens per target pass": f"{record['block_efficiency']:.2f} with the bonus token, "
+        f"{record['mean_accepted']:.2f} drafted",
+        "acceptance by depth": " ".join(depth) or "-",
+        "target passes": str(record["target_passes"]),
+        "time to first token": f"{record['time_to_first_token']:.3f} s",
+        "compilation": f"{record['compile_seconds']:.1f} s",
+        "peak memory": f"{memory / 2**20:.0f} MiB" if memory else "unknown",
+    }
+    if generation.plain:
+        lines["plain decoding"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
+        lines["speed ratio"] = f"{record['speedup']:.2f}"
+    for name, value in lines.items():
+        table.add_row(name, value)
+    out.print(table)
+    if generation.plain:
+        for line in verdict(generation):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def verdict(generation: Generation) -> list[str]:
+    """What the comparison found, in words."""
+    if generation.identical is None:
+        return [
+            "outputs: not compared; sampled drafts keep the target's distribution, not its text for a given seed"
+            if generation.method.guarantee == "distribution"
+            else "outputs: not compared; this method promises equal text at temperature 0 only"
+        ]
+    if generation.identical:
+        return ["outputs: identical to plain decoding"]
+    lines = [] if generation.is_comparable else ["outputs: differ from plain decoding; this method is lossy"]
+    for d in generation.differences:
+        where = f"line {d['line']}: " if d["line"] else ""
+        lines.append(
+            f"outputs differ: {where}first at new token {d['position']}: {d['text']!r} instead of {d['plain_text']!r}; "
+            f"the two largest logits there are {d['top_two_gap']:.2g} apart"
+            + (" (a near-tie, decided by rounding)" if d["near_tie"] else "")
+        )
+    return lines

@@ -1,0 +1,135 @@
+"""Timed runs. Every program is compiled beforehand by a call of the same shapes, so the clocks see no compilation."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.decode import PROMPT_BUCKET, StreamStep, decode, stream
+from specjax.prefill import CHUNK, prefill
+from specjax.report import NEAR_TIE, Difference, Run, first_difference
+from specjax.sampling import fold_in
+from specjax.speculative import add_stats, zero_stats
+from specjax.types import Array, Drafter, Target
+
+Rows = Sequence[Sequence[int]]
+
+
+def row_keys(seed: int, indices: Sequence[int]) -> Array:
+    """One key per prompt, by its place in the input: its text does not depend on how prompts are batched."""
+    keys = jnp.broadcast_to(jax.random.key(seed), (len(indices),))
+    return fold_in(keys, jnp.asarray(indices, jnp.int32))
+
+
+def bucket(rows: Rows) -> tuple[int, int]:
+    """(rows, prompt buffer): prompts with the same bucket share a program."""
+    longest = max(map(len, rows))
+    return len(rows), -(-longest // PROMPT_BUCKET) * PROMPT_BUCKET
+
+
+def run_decode(target: Target, drafter: Drafter, rows: Rows, keys: Array, options: dict) -> Run:
+    """The loop on the device, as `decode` runs it."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(decode(target, drafter, rows, key=keys, **options))
+    seconds = time.perf_counter() - start
+    hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
+    return Run(result.to_lists(), hit_eos, stats, seconds)
+
+
+def run_stream(
+    target: Target,
+    drafter: Drafter,
+    rows: Rows,
+    keys: Array,
+    options: dict,
+    on_step: Callable[[StreamStep], None] = lambda step: None,
+) -> Run:
+    """The same step driven from Python, as `stream` runs it; `on_step` is called with each as soon as it is known."""
+    tokens: list[list[int]] = [[] for _ in rows]
+    infos, first, start = [], None, time.perf_counter()
+    for step in stream(target, drafter, rows, key=keys, **options):
+        if first is None:
+            first = time.perf_counter() - start
+        infos.append(step.info)
+        for row, new in zip(tokens, step.tokens, strict=True):
+            row.extend(new)
+        on_step(step)
+    seconds = time.perf_counter() - start
+    stats = jax.device_get(functools.reduce(jax.jit(add_stats), infos, zero_stats(len(rows), drafter.max_depth)))
+    return Run(tokens, stats.hit_eos, stats, seconds, first)
+
+
+def _stand_ins(rows: Rows) -> tuple[Array, Array]:
+    """Prompts of one and the same token in buffers of the real prompts' size: the same program, hardly any work."""
+    return jnp.full(bucket(rows), rows[0][0], jnp.int32), jnp.ones((len(rows),), jnp.int32)
+
+
+def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
+    """Compile what `run_stream` runs; returns the seconds of tracing, compiling and two steps."""
+    start = time.perf_counter()
+    steps = stream(target, drafter, _stand_ins(rows), key=row_keys(0, range(len(rows))), **options)
+    next(steps)
+    steps.close()
+    return time.perf_counter() - start
+
+
+def warm_decode(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
+    """Compile what `run_decode` runs; returns the seconds of tracing, compiling and a step.
+
+    The loop ends after a step because the token that it certainly emits first is declared an eos.
+    """
+    likely = int(next_logits(target, [rows[0][0]]).argmax())
+    options = options | {"eos": (likely,) * len(options["eos"])}
+    if options["temperature"]:
+        options["temperature"] = 1e-6
+    start = time.perf_counter()
+    jax.block_until_ready(decode(target, drafter, _stand_ins(rows), key=row_keys(0, range(len(rows))), **options))
+    return time.perf_counter() - start
+
+
+def next_logits(target: Target, ids: Sequence[int]) -> np.ndarray:
+    """float32[V]: the target's logits after `ids`, from one pass over them."""
+    size = -(-len(ids) // CHUNK) * CHUNK
+    tokens = np.zeros((1, size + CHUNK + 1), np.int32)
+    tokens[0, : len(ids)] = ids
+    return np.asarray(_next_logits(target, jnp.asarray(tokens), jnp.asarray([len(ids)], jnp.int32)))
+
+
+@jax.jit
+def _next_logits(target: Target, tokens: Array, length: Array) -> Array:
+    model = target.model
+    cache = prefill(model, target.params, model.init_cache(*tokens.shape), tokens, length - 1)
+    last = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+    output, _ = model.forward(target.params, last, cache, positions=length[:, None] - 1, mask=jnp.ones((1, 1, 1), bool))
+    return output.logits[0, 0].astype(jnp.float32)
+
+
+def difference(target: Target, prompt: Sequence[int], ours: list[int], plain: list[int], dtype: str):
+    """Where two greedy texts part and how close the choice was there: Difference, or None if they are equal."""
+    position = first_difference(ours, plain)
+    if position is None:
+        return None
+    logits = next_logits(target, [*prompt, *plain[:position]])
+    second, largest = np.sort(logits)[-2:]
+    pair = [text[position] if position < len(text) else None for text in (ours, plain)]
+    behind = float("inf") if None in pair else float(largest - min(logits[token] for token in pair))
+    return Difference(position, pair[0], pair[1], float(largest - second), behind, behind < NEAR_TIE[dtype])
+
+
+def difference_record(d: Difference, tokenizer, **where) -> dict:
+    """A difference as JSON."""
+    pieces = [None if token is None else tokenizer.decode([token]) for token in (d.token, d.plain_token)]
+    return where | {
+        "position": d.position,
+        "token": d.token,
+        "plain_token": d.plain_token,
+        "text": pieces[0],
+        "plain_text": pieces[1],
+        "top_two_gap": d.top_two_gap,
+        "near_tie": d.near_tie,
+    }

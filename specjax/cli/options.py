@@ -1,0 +1,124 @@
+"""Options that several commands share, and the checks of their values, made before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from specjax.errors import UsageError
+
+MODEL_HELP = "a hub id, a folder or a GGUF file"
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target", help=f"The model: {MODEL_HELP}; default: SmolLM2-135M-Instruct (extra demo).", show_default=False
+    ),
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option("--draft", help=f"The draft model of methods that need one: {MODEL_HELP}.", show_default=False),
+]
+BudgetOption = Annotated[
+    int | None,
+    typer.Option("--num-draft-tokens", help="Drafted tokens per round; default: the method's own.", show_default=False),
+]
+LengthOption = Annotated[int, typer.Option("--max-new-tokens", help="Tokens to decode at most, per prompt.")]
+TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopKOption = Annotated[
+    int | None, typer.Option("--top-k", help="Sample from the k likeliest tokens.", show_default=False)
+]
+TopPOption = Annotated[
+    float | None, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass.", show_default=False)
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of the random keys.")]
+RawOption = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="auto, float32 or bfloat16; auto: float32 on CPU, bfloat16 elsewhere.")
+]
+BatchOption = Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout; all else goes to stderr.")]
+NoCacheOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-cache", envvar="SPECJAX_NO_CACHE", help="Do not keep compiled programs in the user's cache folder."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to decode."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+
+    def __post_init__(self):
+        require(self.max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
+        good = self.temperature >= 0 and math.isfinite(self.temperature)
+        require(good, f"--temperature must be at least 0, not {self.temperature:g}; 0 is greedy")
+        require(self.top_k is None or self.top_k >= 1, f"--top-k must be at least 1, not {self.top_k}")
+        good = self.top_p is None or 0 < self.top_p <= 1
+        require(good, f"--top-p must be above 0 and at most 1, not {self.top_p}; leave it out to keep all tokens")
+        require(0 <= self.seed < 2**32, f"--seed must be from 0 to 2**32 - 1, not {self.seed}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    def keywords(self, eos) -> dict:
+        """As `decode` and `stream` want them."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "eos": eos,
+        }
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raises: UsageError with the sentence unless it holds."""
+    if not holds:
+        raise UsageError(sentence)
+
+
+def check_methods(names: list[str], draft: str | None, budget: int | None) -> None:
+    """Unknown methods, a missing or useless --draft, a budget that no method takes."""
+    from specjax.methods import METHODS
+
+    for name in names:
+        require(name in METHODS, f'--method: unknown method "{name}"; choose one of {", ".join(METHODS)}')
+        require(
+            draft is not None or not METHODS[name].needs_draft,
+            f"method {name} needs a draft model; give one with --draft",
+        )
+    useful = any(METHODS[name].needs_draft for name in names)
+    require(
+        draft is None or useful,
+        f"--draft is given, but {' and '.join(names)} drafts without a model; leave it out or use --method two_model",
+    )
+    require(budget is None or budget >= 1, f"--num-draft-tokens must be at least 1, not {budget}")
+    if budget is not None:
+        for name in names:
+            require(
+                bool(budget_option(name, budget)),
+                f"--num-draft-tokens does not apply to method {name}; leave it out",
+            )
+
+
+def budget_option(name: str, budget: int | None) -> dict[str, int]:
+    """The factory's own name for --num-draft-tokens: {"num_tokens": n}, {"num_nodes": n} or nothing."""
+    import inspect
+
+    from specjax import drafters
+
+    if budget is None:
+        return {}
+    parameters = inspect.signature(getattr(drafters, name)).parameters
+    return {option: budget for option in ("num_tokens", "num_nodes") if option in parameters}

@@ -1,0 +1,121 @@
+"""Prompts from the command line and from files. A bad line is reported with its number and does not stop the others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specjax.cli.options import require
+from specjax.errors import UsageError
+
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+"""Categories that Spec-Bench reports together."""
+
+
+class Prompt(NamedTuple):
+    """One prompt and where it is from."""
+
+    text: str
+    line: int | None = None  # of its file, from 1
+    task: str = "all"
+    question_id: Any = None
+
+
+class BadLine(NamedTuple):
+    """A line that cannot be used, and why."""
+
+    line: int | None
+    error: str
+
+
+def from_arguments(prompt: str | None, batch_file: Path | None) -> tuple[list[Prompt], list[BadLine]]:
+    """The prompt of the command line ("-": of stdin) or those of a file."""
+    require(
+        (prompt is None) != (batch_file is None), "give either a PROMPT or --batch-file FILE (and not both of them)"
+    )
+    if batch_file is not None:
+        return read(batch_file, "--batch-file")
+    text = sys.stdin.read() if prompt == "-" else str(prompt)
+    require(bool(text.strip()), "the PROMPT is empty; give some text, or - to read it from stdin")
+    return [Prompt(text)], []
+
+
+def read(path: Path, flag: str, *, jsonl: bool | None = None) -> tuple[list[Prompt], list[BadLine]]:
+    """Prompts of a file: JSON objects with "turns" (the first counts) or "prompt", or plain text, one per line.
+
+    Args:
+      flag: for messages. jsonl: None: by the suffix, or if the first line starts with a brace.
+
+    Raises: UsageError if the file cannot be read or holds no prompt at all.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag}: {path} is not UTF-8 text (byte {error.start}); convert it") from None
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot read {path} ({error.strerror or error}); check the path") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    require(bool(numbered), f"{flag}: {path} holds no prompts; write one per line")
+    if jsonl is None:
+        jsonl = path.suffix in (".jsonl", ".json") or numbered[0][1].lstrip().startswith("{")
+    prompts, bad = [], []
+    for number, line in numbered:
+        entry = _parse(number, line) if jsonl else Prompt(line.rstrip("\r"), number)
+        (prompts if isinstance(entry, Prompt) else bad).append(entry)
+    return prompts, bad
+
+
+def _parse(number: int, line: str) -> Prompt | BadLine:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        return BadLine(number, f"not valid JSON ({error.msg} at column {error.colno})")
+    if not isinstance(entry, dict):
+        return BadLine(number, 'not a JSON object; write {"category": "qa", "turns": ["..."]}')
+    turns = entry.get("turns", entry.get("prompt"))
+    text = turns[0] if isinstance(turns, list) and turns else turns
+    if not isinstance(text, str):
+        return BadLine(number, 'no text: it needs the field "turns", a list of strings, or "prompt", a string')
+    if not text.strip():
+        return BadLine(number, "the prompt is empty")
+    category = entry.get("category", "all")
+    if not isinstance(category, str) or not category:
+        return BadLine(number, 'the field "category" must be a string')
+    return Prompt(text, number, "mt_bench" if category in MT_BENCH else category, entry.get("question_id"))
+
+
+class Encoded(NamedTuple):
+    """A prompt as ids."""
+
+    prompt: Prompt
+    ids: list[int]
+    index: int  # among all prompts: its random key
+
+
+def encode(
+    prompts: list[Prompt], tokenizer, capacity: int, max_new_tokens: int, raw: bool
+) -> tuple[list[Encoded], list[BadLine]]:
+    """Ids of the prompts that fit, and the rest."""
+    rows, bad = [], []
+    for index, prompt in enumerate(prompts):
+        ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat(prompt.text))
+        if not ids:
+            bad.append(BadLine(prompt.line, "the prompt has no tokens; give some text"))
+        elif len(ids) + max_new_tokens > capacity:
+            bad.append(
+                BadLine(
+                    prompt.line,
+                    f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}, over the model's "
+                    f"capacity of {capacity}; shorten the prompt or lower --max-new-tokens",
+                )
+            )
+        else:
+            rows.append(Encoded(prompt, ids, index))
+    return rows, bad
+
+
+def describe(bad: BadLine, path: Path | None) -> str:
+    """One sentence about a bad line."""
+    return bad.error if bad.line is None else f"{path}, line {bad.line}: {bad.error}"

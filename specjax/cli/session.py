@@ -1,0 +1,194 @@
+"""What a command needs before it decodes: the compilation cache, the models, the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from specjax.cli.options import budget_option, require
+from specjax.errors import UsageError
+from specjax.types import Drafter, Target
+
+
+class Session(NamedTuple):
+    """The loaded models."""
+
+    target: Target
+    tokenizer: Any
+    draft: Target | None
+    dtype: str
+    load_seconds: float
+
+    @property
+    def capacity(self) -> int:
+        """Largest length of prompt and new tokens."""
+        models = [self.target.model] + ([self.draft.model] if self.draft else [])
+        return min(model.max_positions for model in models)
+
+    def drafter(self, method: str, budget: int | None = None) -> Drafter:
+        """The drafter of a method."""
+        from specjax.methods import METHODS, make_drafter
+
+        draft = self.draft if METHODS[method].needs_draft else None
+        return make_drafter(method, self.target, draft, **budget_option(method, budget))
+
+
+def open_session(log: Console, target: str | None, draft: str | None, dtype: str, no_cache: bool) -> Session:
+    """Load the models, with a progress line on `log`.
+
+    Raises: UsageError for models that cannot be loaded or whose vocabularies differ.
+    """
+    require(dtype in ("auto", "float32", "bfloat16"), f'--dtype must be auto, float32 or bfloat16, not "{dtype}"')
+    use_cache(not no_cache)
+    chosen = choose_dtype(dtype)
+    with stage(
+        log, f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({describe_dtype(dtype, chosen)})"
+    ) as clock:
+        model, tokenizer = _load("--target", target, chosen)
+        draft_model = None
+        if draft is not None:
+            draft_model, other = _load("--draft", draft, chosen)
+            _check_vocabularies(tokenizer, other)
+            _check_sizes(model, draft_model)
+    return Session(model, tokenizer, draft_model, chosen, clock.seconds)
+
+
+def _load(flag: str, source: str | None, dtype: str):
+    import specjax
+
+    try:
+        return specjax.load(source, dtype=dtype)
+    except UsageError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
+def _check_vocabularies(tokenizer, other) -> None:
+    from specjax.models.loading import first_difference
+
+    difference = first_difference(tokenizer, other)
+    if difference is not None:
+        index, ours, theirs = difference
+        raise UsageError(
+            f"--draft: its vocabulary differs from the target's, first at id {index} ({theirs!r} in the draft, "
+            f"{ours!r} in the target); choose a draft model of the same family"
+        )
+
+
+def _check_sizes(target: Target, draft: Target) -> None:
+    sizes = draft.model.vocab_size, target.model.vocab_size
+    require(
+        sizes[0] == sizes[1],
+        f"--draft: its output has {sizes[0]} ids and the target's {sizes[1]}, so they first differ at id {min(sizes)}; "
+        "choose a draft model of the same family",
+    )
+
+
+def choose_dtype(dtype: str) -> str:
+    """auto: what is fastest here."""
+    import jax
+
+    if dtype != "auto":
+        return dtype
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def describe_dtype(asked: str, chosen: str) -> str:
+    """The dtype and, where specjax chose it, why."""
+    if asked != "auto":
+        return chosen
+    return f"{chosen}: bfloat16 is slower on CPUs" if chosen == "float32" else chosen
+
+
+def use_cache(on: bool) -> None:
+    """Keep compiled programs between processes, unless the user has set JAX's own cache up."""
+    import jax
+
+    if not on or jax.config.jax_compilation_cache_dir:
+        return
+    folder = cache_folder()
+    with contextlib.suppress(OSError):  # a cache is a convenience
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept."""
+    home = Path.home()
+    if os.environ.get("XDG_CACHE_HOME"):
+        base = Path(os.environ["XDG_CACHE_HOME"])
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    else:
+        base = home / ".cache"
+    return base / "specjax" / "compiled"
+
+
+class Clock:
+    """Seconds of a stage, once it is over."""
+
+    seconds = 0.0
+
+
+@contextlib.contextmanager
+def stage(log: Console, doing: str, done: str) -> Iterator[Clock]:
+    """A spinner while it lasts (on a terminal), one line when it is over."""
+    clock, start = Clock(), time.perf_counter()
+    with log.status(f"{doing} ...") if log.is_terminal else contextlib.nullcontext():
+        yield clock
+    clock.seconds = time.perf_counter() - start
+    log.print(f"{done}, {clock.seconds:.1f} s", style="dim", highlight=False, markup=False)
+
+
+def provenance(session: Session) -> dict:
+    """What a number needs to be believed: command, date, machine, models."""
+    import jax
+
+    from specjax import __version__
+
+    device = jax.devices()[0]
+    return {
+        "command": shlex.join(["specjax", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "specjax": __version__,
+        "machine": {
+            "platform": platform.platform(),
+            "cpu_count": os.cpu_count(),
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "backend": jax.default_backend(),
+            "device_kind": device.device_kind,
+            "device_count": jax.device_count(),
+        },
+        "target": session.target.model.name,
+        "draft": session.draft.model.name if session.draft else None,
+        "dtype": session.dtype,
+        "load_seconds": session.load_seconds,
+    }
+
+
+def peak_memory_bytes() -> int | None:
+    """Peak of the first device since the process began, or of the process's own memory where devices do not tell."""
+    import jax
+
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in statistics:
+        return int(statistics["peak_bytes_in_use"])
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,116 @@
+"""From decoded rows and clock times to the numbers that are reported. Pure, on numpy: no model, no clock, no printing.
+
+Conventions, the same for every method and its baseline: `seconds` is the wall time of a call that compiles nothing,
+reading the prompt included; a *target pass* is one forward pass of the target for one row; `block_efficiency` counts the
+bonus token, `mean_accepted` does not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax.types import Draws, Guarantee, Stats
+
+NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25}
+"""By how much the better of two logits may lead for a flip between programs to count as rounding. In bfloat16, logits of
+16 to 32, which is where the best ones are, lie 0.125 apart."""
+
+
+class Run(NamedTuple):
+    """One or several decoded batches with their clock."""
+
+    tokens: list[list[int]]  # per row
+    hit_eos: np.ndarray  # bool[B]
+    stats: Stats  # numpy, [B] and [B, D]
+    seconds: float
+    first_token_seconds: float | None = None  # None: not measured
+
+
+class Difference(NamedTuple):
+    """Where two texts part."""
+
+    position: int  # in the new tokens, from 0
+    token: int | None  # of the method; None: its text had ended
+    plain_token: int | None  # of plain decoding
+    top_two_gap: float  # between the two largest target logits after the common prefix
+    behind: float  # how far the worse of the two tokens is behind the largest logit; inf where one is missing
+    near_tie: bool
+
+
+def merge(runs: Sequence[Run]) -> Run:
+    """The rows of several runs as one run, with the sum of their seconds; the first token is the median."""
+    first = [run.first_token_seconds for run in runs if run.first_token_seconds is not None]
+    return Run(
+        [row for run in runs for row in run.tokens],
+        np.concatenate([run.hit_eos for run in runs]),
+        Stats(*(np.concatenate(field) for field in zip(*(run.stats for run in runs), strict=True))),
+        sum(run.seconds for run in runs),
+        statistics.median(first) if first else None,
+    )
+
+
+def tokens_per_second(run: Run) -> float:
+    """All new tokens of all rows over the wall time."""
+    return sum(map(len, run.tokens)) / run.seconds
+
+
+def record(
+    method: str,
+    guarantee: Guarantee,
+    run: Run,
+    baseline: Run | None = None,
+    *,
+    identical: bool | None = None,
+    refused: bool = False,
+    compile_seconds: float | None = None,
+    peak_memory_bytes: int | None = None,
+) -> dict:
+    """The JSON record of a run. `refused`: the texts should be equal and are not, so no speed-up is stated."""
+    tokens, passes = sum(map(len, run.tokens)), int(run.stats.target_passes.sum())
+    plain = tokens_per_second(baseline) if baseline else None
+    return {
+        "method": method,
+        "guarantee": guarantee,
+        "prompts": len(run.tokens),
+        "tokens": tokens,
+        "seconds": run.seconds,
+        "tokens_per_second": tokens / run.seconds,
+        "baseline_tokens_per_second": plain,
+        "speedup": tokens / run.seconds / plain if plain and not refused else None,
+        "identical": identical,
+        "block_efficiency": tokens / max(passes, 1),
+        "mean_accepted": int(run.stats.accepted.sum()) / max(passes, 1),
+        "acceptance_by_depth": acceptance_by_depth(run.stats),
+        "drafted": int(run.stats.drafted.sum()),
+        "accepted": int(run.stats.accepted.sum()),
+        "target_passes": passes,
+        "time_to_first_token": run.first_token_seconds,
+        "compile_seconds": compile_seconds,
+        "peak_memory_bytes": peak_memory_bytes,
+    }
+
+
+def acceptance_by_depth(stats: Stats) -> list[float | None]:
+    """Per depth from 1: of the rounds that drafted so deep, the fraction that accepted it; None where none drafted."""
+    drafted, accepted = stats.drafted_by_depth.sum(0), stats.accepted_by_depth.sum(0)
+    return [float(a / d) if d else None for a, d in zip(accepted, drafted, strict=True)]
+
+
+def is_comparable(guarantee: Guarantee, draws: Draws, is_greedy: bool) -> bool:
+    """Whether equal keys must give the text of plain decoding: always when greedy; when sampling, for point-mass drafts.
+
+    Their verifier draws the target's token from (key, position). Sampled drafts keep the law, not the text.
+    """
+    return guarantee != "lossy" and (is_greedy or (guarantee == "distribution" and draws == "point_mass"))
+
+
+def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
+    """The first position at which two texts differ; None if they are equal."""
+    for position, (a, b) in enumerate(zip(ours, plain, strict=False)):
+        if a != b:
+            return position
+    return None if len(ours) == len(plain) else min(len(ours), len(plain))
