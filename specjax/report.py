@@ -1,8 +1,8 @@
 """From decoded rows and clock times to the numbers that are reported. Pure, on numpy: no model, no clock, no printing.
 
 Conventions, the same for every method and its baseline: `seconds` is the wall time of a call that compiles nothing,
-reading the prompt included; a *target pass* is one forward pass of the target for one row; `block_efficiency` counts the
-bonus token, `mean_accepted` does not.
+reading the prompt included; a *target pass* is one forward pass of the target for one row; `block_efficiency` counts
+the bonus token, `mean_accepted` does not.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from specjax.types import Draws, Guarantee, Stats
 
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25}
-"""By how much the better of two logits may lead for a flip between programs to count as rounding. In bfloat16, logits of
-16 to 32, which is where the best ones are, lie 0.125 apart."""
+"""By how much the better of two logits may lead for a flip between programs to count as rounding. In bfloat16, logits
+of 16 to 32, which is where the best ones are, lie 0.125 apart."""
 
 
 class Run(NamedTuple):
@@ -101,7 +101,7 @@ def acceptance_by_depth(stats: Stats) -> list[float | None]:
 
 
 def is_comparable(guarantee: Guarantee, draws: Draws, is_greedy: bool) -> bool:
-    """Whether equal keys must give the text of plain decoding: always when greedy; when sampling, for point-mass drafts.
+    """Whether equal keys must give the text of plain decoding: always when greedy; when sampling, for point masses.
 
     Their verifier draws the target's token from (key, position). Sampled drafts keep the law, not the text.
     """

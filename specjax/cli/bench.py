@@ -1,5 +1,138 @@
-"""`specjax bench` (stub)."""
+"""`specjax bench`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specjax.cli import options as o
+
+HELP = """Compare methods with plain decoding on a prompt file.
+
+PROMPTS is JSONL as in Spec-Bench: {"question_id": 1, "category": "qa",
+"turns": ["..."]}; the first turn counts, in the chat template. The categories
+of MT-bench are one task, mt_bench. --limit is per task.
+
+Every prompt is decoded plainly and with each method in turn, in one process,
+--repeats times; its time is the median. Programs are compiled beforehand, once
+per size of the prompt buffer (compile_seconds). The speed-up of a task is the
+ratio of tokens per second over all its prompts, reading them included. Block
+efficiency is tokens per target pass, the bonus token included.
+
+Texts that should equal those of plain decoding and do not are a refusal: no
+speed-up is stated and the exit code is 1. One exception is listed instead: a
+near-tie, where both tokens are within 1e-3 of the largest logit (0.25 in
+bfloat16), which rounding may decide either way; the text then counts as not
+identical, but the speed-up is kept.
+
+Prompts that do not fit the model are skipped and listed. Bad lines are listed
+with their numbers, the good ones run, and the exit code is 2.
+"""
 
 
-def bench() -> None:
-    """Not here yet."""
+def bench(
+    prompts: Annotated[Path, typer.Argument(help="The prompt file, JSONL.", show_default=False)],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="May be given several times; default: prompt_lookup, or two_model with --draft.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Prompts per task; default: all.", show_default=False)
+    ] = None,
+    offset: Annotated[int, typer.Option("--offset", help="Prompts of each task to pass over.")] = 0,
+    max_new_tokens: o.LengthOption = 128,
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each prompt; the median counts.")] = 3,
+    out: Annotated[Path, typer.Option("--out", help="The JSON to write; the plot goes beside it, as .png.")] = Path(
+        "specjax-bench.json"
+    ),
+    target: o.TargetOption = None,
+    draft: o.DraftOption = None,
+    num_draft_tokens: o.BudgetOption = None,
+    batch_size: o.BatchOption = 1,
+    temperature: o.TemperatureOption = 0.0,
+    top_k: o.TopKOption = None,
+    top_p: o.TopPOption = None,
+    seed: o.SeedOption = 0,
+    raw: o.RawOption = False,
+    dtype: o.DtypeOption = "auto",
+    as_json: o.JsonOption = False,
+    no_cache: o.NoCacheOption = False,
+) -> None:
+    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed)
+    names = list(dict.fromkeys(method or ["two_model" if draft else "prompt_lookup"]))
+    for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
+        o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
+    o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
+    o.check_methods(names, draft, num_draft_tokens)
+
+    from rich.console import Console
+
+    from specjax.cli import bench_output, files
+    from specjax.cli import prompts as p
+    from specjax.cli.bench_run import Bench
+    from specjax.cli.session import open_session
+
+    o.require(out.suffix != ".png", "--out names the JSON file; the plot goes beside it by itself")
+    files.check_writable(out, "--out")
+    lines, bad = p.read(prompts, "PROMPTS", jsonl=True)
+    o.require(bool(lines), f"PROMPTS: {p.describe(bad[0], prompts)}; no line is good" if bad else "")
+    lines = first_per_task(lines, offset, limit)
+    o.require(bool(lines), f"--offset {offset} passes over all prompts; lower it")
+    log = Console(stderr=True)
+    session = open_session(log, target, draft, dtype, no_cache)
+    rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
+    o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
+    run = Bench(session, settings, names, num_draft_tokens, rows, batch_size, repeats)
+    run.run(log)
+    document = bench_output.document(run, bad, skipped)
+    picture = bench_output.plot(document)
+    files.write_atomically(out, lambda file: file.write(json.dumps(document, allow_nan=False, indent=1).encode()))
+    files.write_atomically(out.with_suffix(".png"), lambda file: file.write(picture))
+    if as_json:
+        print(json.dumps(document, allow_nan=False))
+    else:
+        bench_output.show(document, Console())
+    log.print(f"wrote {out} and {out.with_suffix('.png')}", style="dim", highlight=False, markup=False, soft_wrap=True)
+    say = functools.partial(log.print, highlight=False, markup=False, soft_wrap=True)
+    for entry in skipped:
+        say(f"skipped: {p.describe(entry, prompts)}")
+    for entry in document["differences"]:
+        say(bench_output.describe_difference(entry))
+    _exit(document, bad, prompts)
+
+
+bench.__doc__ = HELP
+
+
+def first_per_task(lines: list, offset: int, limit: int | None) -> list:
+    """The lines from `offset` to `offset + limit` of every task, in the order of the file."""
+    seen: dict[str, int] = {}
+    kept = []
+    for line in lines:
+        place = seen[line.task] = seen.get(line.task, -1) + 1
+        if place >= offset and (limit is None or place < offset + limit):
+            kept.append(line)
+    return kept
+
+
+def _exit(document: dict, bad: list, path: Path) -> None:
+    from specjax.cli.prompts import describe
+    from specjax.errors import UsageError
+
+    if bad:
+        raise UsageError("; ".join(describe(entry, path) for entry in bad) + "; mend or remove these lines")
+    refused = [name for name, entry in document["overall"].items() if entry["refused"]]
+    if refused:
+        typer.echo(
+            f"specjax: refused to compare {', '.join(refused)} with plain decoding: outputs that should match do not",
+            err=True,
+        )
+        raise typer.Exit(1)

@@ -65,8 +65,12 @@ def run_stream(
 
 
 def _stand_ins(rows: Rows) -> tuple[Array, Array]:
-    """Prompts of one and the same token in buffers of the real prompts' size: the same program, hardly any work."""
-    return jnp.full(bucket(rows), rows[0][0], jnp.int32), jnp.ones((len(rows),), jnp.int32)
+    """Prompts of a token or two in buffers of the real prompts' size: the same program, hardly any work.
+
+    Two, so that prefill runs: XLA's CPU programs finish compiling a loop body when they first enter it.
+    """
+    length = min(2, max(map(len, rows)))
+    return jnp.full(bucket(rows), rows[0][0], jnp.int32), jnp.full((len(rows),), length, jnp.int32)
 
 
 def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
@@ -83,12 +87,13 @@ def warm_decode(target: Target, drafter: Drafter, rows: Rows, options: dict) -> 
 
     The loop ends after a step because the token that it certainly emits first is declared an eos.
     """
-    likely = int(next_logits(target, [rows[0][0]]).argmax())
+    tokens, lengths = _stand_ins(rows)
+    likely = int(next_logits(target, [rows[0][0]] * int(lengths[0])).argmax())
     options = options | {"eos": (likely,) * len(options["eos"])}
     if options["temperature"]:
         options["temperature"] = 1e-6
     start = time.perf_counter()
-    jax.block_until_ready(decode(target, drafter, _stand_ins(rows), key=row_keys(0, range(len(rows))), **options))
+    jax.block_until_ready(decode(target, drafter, (tokens, lengths), key=row_keys(0, range(len(rows))), **options))
     return time.perf_counter() - start
 
 

@@ -1,0 +1,114 @@
+"""What `specjax bench` leaves behind: the JSON document, the table and the plot."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from specjax.cli.bench_run import PLAIN, Bench
+from specjax.cli.prompts import BadLine
+from specjax.cli.session import provenance
+from specjax.report import tokens_per_second
+
+
+def document(bench: Bench, bad: list[BadLine], skipped: list[BadLine]) -> dict:
+    """Everything about the runs, as JSON: `overall` by method, `tasks` by task and method, then the prompts."""
+    settings = {
+        name: getattr(bench.settings, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    }
+    return {
+        **provenance(bench.session),
+        "settings": settings | {"batch_size": bench.batch_size, "repeats": bench.repeats},
+        "overall": {name: bench.record(name) for name in bench.methods},
+        "tasks": {task: {name: bench.record(name, task) for name in bench.methods} for task in bench.tasks},
+        "prompts": [_prompts(bench, group) for group in bench.groups],
+        "differences": [entry for group in bench.groups for found in group.differences.values() for entry in found],
+        "skipped": [entry._asdict() for entry in skipped],
+        "errors": [entry._asdict() for entry in bad],
+    }
+
+
+def _prompts(bench: Bench, group) -> dict:
+    return {
+        "task": group.task,
+        "lines": [row.prompt.line for row in group.rows],
+        "question_ids": [row.prompt.question_id for row in group.rows],
+        "prompt_tokens": [len(row.ids) for row in group.rows],
+        "runs": {
+            name: {
+                "tokens": sum(map(len, run.tokens)),
+                "seconds": run.seconds,
+                "tokens_per_second": tokens_per_second(run),
+                "target_passes": int(run.stats.target_passes.sum()),
+            }
+            for name, run in ((name.replace(PLAIN, "autoregressive"), run) for name, run in group.runs.items())
+        },
+    }
+
+
+def sections(document: dict) -> dict[str, dict[str, dict]]:
+    """Tasks, then "overall" if there are several, each with its records by method."""
+    return document["tasks"] | ({"overall": document["overall"]} if len(document["tasks"]) != 1 else {})
+
+
+def show(document: dict, out: Console) -> None:
+    """The table."""
+    table = Table("task", "method")
+    for heading in ("prompts", "tok/s", "plain", "speed-up", "tok/pass", "accepted", "identical"):
+        table.add_column(heading, justify="right")
+    for task, records in sections(document).items():
+        for number, (name, entry) in enumerate(records.items()):
+            table.add_row(
+                "" if number else task,
+                name,
+                str(entry["prompts"]),
+                f"{entry['tokens_per_second']:.1f}",
+                f"{entry['baseline_tokens_per_second']:.1f}",
+                "refused" if entry["refused"] else f"{entry['speedup']:.2f}",
+                f"{entry['block_efficiency']:.2f}",
+                f"{entry['mean_accepted']:.2f}",
+                {True: "yes", False: "no", None: "-"}[entry["identical"]],
+            )
+        table.add_section()
+    out.print(table)
+
+
+def describe_difference(entry: dict) -> str:
+    """One line about a text that differs."""
+    return (
+        f"{entry['method']} differs on line {entry['line']} ({entry['task']}) first at new token {entry['position']}: "
+        f"{entry['text']!r} instead of {entry['plain_text']!r}; the two largest logits there are "
+        f"{entry['top_two_gap']:.2g} apart" + (" (a near-tie)" if entry["near_tie"] else "")
+    )
+
+
+def plot(document: dict) -> bytes:
+    """A PNG: the speed-up per task and method, with tokens per target pass above the bars."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups = sections(document)
+    methods = list(document["overall"])
+    figure = Figure(figsize=(max(5.0, 1.2 + 0.75 * len(groups) * (len(methods) + 0.6)), 4.2), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(methods)
+    for number, name in enumerate(methods):
+        places = [i - 0.4 + width * (number + 0.5) for i in range(len(groups))]
+        entries = [records[name] for records in groups.values()]
+        bars = axes.bar(places, [entry["speedup"] or 0 for entry in entries], width * 0.92, label=name)
+        labels = ["refused" if entry["refused"] else f"{entry['block_efficiency']:.2f}" for entry in entries]
+        axes.bar_label(bars, labels, padding=2, fontsize=8)
+    axes.axhline(1.0, color="0.3", linewidth=1, linestyle="--")
+    axes.set_xticks(range(len(groups)), [task.replace("_", "\n") for task in groups])
+    axes.set_ylabel("tokens/s, relative to plain decoding")
+    axes.margins(y=0.15)
+    axes.set_title(f"{document['target']}, {document['dtype']}, {document['machine']['device_kind']}", fontsize=10)
+    axes.text(0.0, -0.16, "above the bars: tokens per target pass", transform=axes.transAxes, fontsize=8, color="0.3")
+    figure.legend(loc="outside lower center", ncols=min(len(methods), 4), frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()

@@ -1,0 +1,142 @@
+"""The runs behind `specjax bench`: every prompt plainly and with each method, in turn, in one process."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from specjax import report
+from specjax.cli import measure
+from specjax.cli.options import Settings
+from specjax.cli.prompts import Encoded
+from specjax.cli.session import Session, peak_memory_bytes
+from specjax.methods import METHODS
+from specjax.types import Drafter
+
+PLAIN = "plain decoding"
+
+
+@dataclass
+class Group:
+    """Prompts of one task that are decoded together, and what came out."""
+
+    task: str
+    rows: list[Encoded]
+    runs: dict[str, report.Run] = field(default_factory=dict)  # by method, and PLAIN
+    differences: dict[str, list[dict]] = field(default_factory=dict)  # by method
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [row.ids for row in self.rows]
+
+
+class Bench:
+    """Methods against plain decoding."""
+
+    def __init__(
+        self,
+        session: Session,
+        settings: Settings,
+        methods: list[str],
+        budget: int | None,
+        rows: list[Encoded],
+        batch_size: int,
+        repeats: int,
+    ):
+        self.session, self.settings, self.methods = session, settings, methods
+        self.batch_size, self.repeats = batch_size, repeats
+        self.drafters: dict[str, Drafter] = {PLAIN: session.drafter("autoregressive")}
+        self.drafters |= {name: session.drafter(name, budget) for name in methods}
+        self.options = settings.keywords(session.tokenizer.eos)
+        self.groups = list(_groups(rows, batch_size))
+        self.compile_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # by method and bucket
+
+    def run(self, log: Console) -> None:
+        """Compile, then time everything, with a bar on `log`."""
+        shapes = {measure.bucket(group.ids): group.ids for group in self.groups}
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=log, disable=not log.is_terminal) as bar:
+            compiling = bar.add_task("compiling", total=len(shapes) * len(self.drafters))
+            running = bar.add_task("decoding", total=len(self.groups) * self.repeats * len(self.drafters), start=False)
+            for shape, rows in shapes.items():
+                for name, drafter in self.drafters.items():
+                    seconds = measure.warm_decode(self.session.target, drafter, rows, self.options)
+                    self.compile_seconds[name, shape] = seconds
+                    bar.advance(compiling)
+            bar.start_task(running)
+            for number, group in enumerate(self.groups):
+                self._run_group(group, number, lambda: bar.advance(running))
+        log.print(f"compiled in {sum(self.compile_seconds.values()):.1f} s", style="dim", highlight=False)
+
+    def _run_group(self, group: Group, number: int, advance) -> None:
+        keys = measure.row_keys(self.settings.seed, [row.index for row in group.rows])
+        times: dict[str, list[float]] = {name: [] for name in self.drafters}
+        names = list(self.drafters)
+        for repeat in range(self.repeats):
+            turn = (number + repeat) % len(names)  # nobody is always first
+            for name in names[turn:] + names[:turn]:
+                run = measure.run_decode(self.session.target, self.drafters[name], group.ids, keys, self.options)
+                times[name].append(run.seconds)
+                group.runs[name] = run
+                advance()
+        for name, seconds in times.items():
+            group.runs[name] = group.runs[name]._replace(seconds=statistics.median(seconds))
+        for name in self.methods:
+            if self.promise(name) is not None:
+                group.differences[name] = list(self._differences(group, name))
+
+    def promise(self, name: str) -> bool | None:
+        """True: the text must be plain decoding's. False: it may differ (lossy). None: equality means nothing here."""
+        guarantee = METHODS[name].guarantee
+        if report.is_comparable(guarantee, self.drafters[name].draws, self.settings.is_greedy):
+            return True
+        return False if guarantee == "lossy" else None
+
+    def _differences(self, group: Group, name: str) -> Iterable[dict]:
+        for row, ours, plain in zip(group.rows, group.runs[name].tokens, group.runs[PLAIN].tokens, strict=True):
+            found = measure.difference(self.session.target, row.ids, ours, plain, self.session.dtype)
+            if found is not None:
+                where = {"method": name, "task": group.task, "line": row.prompt.line}
+                yield measure.difference_record(
+                    found, self.session.tokenizer, **where, question_id=row.prompt.question_id
+                )
+
+    @property
+    def tasks(self) -> list[str]:
+        """In the order of the file."""
+        return list(dict.fromkeys(group.task for group in self.groups))
+
+    def record(self, name: str, task: str | None = None) -> dict:
+        """The JSON record of a method on a task (None: on all)."""
+        groups = [group for group in self.groups if task in (None, group.task)]
+        differences = [entry for group in groups for entry in group.differences.get(name, ())]
+        refused = self.promise(name) is True and not all(entry["near_tie"] for entry in differences)
+        shapes = {measure.bucket(group.ids) for group in groups}
+        entry = report.record(
+            name,
+            METHODS[name].guarantee,
+            report.merge([group.runs[name] for group in groups]),
+            report.merge([group.runs[PLAIN] for group in groups]),
+            identical=None if self.promise(name) is None else not differences,
+            refused=refused,
+            compile_seconds=sum(self.compile_seconds[name, shape] for shape in shapes),
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+        ratios = [ratio(group, name) for group in groups]
+        return entry | {"median_speedup": None if refused else statistics.median(ratios), "refused": refused}
+
+
+def ratio(group: Group, name: str) -> float:
+    """Speed-up on one group."""
+    return report.tokens_per_second(group.runs[name]) / report.tokens_per_second(group.runs[PLAIN])
+
+
+def _groups(rows: list[Encoded], batch_size: int) -> Iterable[Group]:
+    for task in dict.fromkeys(row.prompt.task for row in rows):
+        mine = [row for row in rows if row.prompt.task == task]
+        for start in range(0, len(mine), batch_size):
+            yield Group(task, mine[start : start + batch_size])
