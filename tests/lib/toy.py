@@ -1,0 +1,107 @@
+"""Tiny models and drafters with laws that can be enumerated."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import sampling, tree
+from specjax.models import LlamaConfig, init_params, make_model
+from specjax.types import Drafter, Model, Output, Target, TokenTree
+
+DATA = pathlib.Path(__file__).parent.parent / "data"
+MARKOV = json.loads((DATA / "verification_joint_markov.json").read_text())
+ONE_STEP = json.loads((DATA / "verification_one_step.json").read_text())
+TARGET_ROWS = np.array(MARKOV["target_rows"], np.float32)
+DRAFT_ROWS = np.array(MARKOV["draft_rows"], np.float32)
+
+
+class Count(NamedTuple):
+    """The cache of a Markov model: only its length."""
+
+    length: jax.Array
+
+
+@functools.cache
+def markov_model(vocab: int) -> Model:
+    """A model whose next token depends on the last one alone; params: float32[V, V], rows of probabilities."""
+
+    def forward(params, tokens, cache, *, positions, mask, taps=()):
+        return Output(jnp.log(params[tokens]), jnp.zeros((*tokens.shape, 1))), ()
+
+    return Model(
+        init_cache=lambda batch, capacity: Count(jnp.zeros((batch,), jnp.int32)),
+        forward=forward,
+        commit=lambda cache, pending, path, num_nodes: Count(cache.length + num_nodes),
+        vocab_size=vocab,
+        max_positions=1 << 20,
+        name="markov",
+    )
+
+
+def markov(rows=TARGET_ROWS) -> Target:
+    """The Markov toy of the cards (context: the last token)."""
+    return Target(markov_model(len(rows)), jnp.asarray(rows))
+
+
+@functools.cache
+def branching_drafter(branching: tuple[int, ...]) -> Drafter:
+    """Children drawn without replacement (Gumbel-top-k) from Markov rows given as params; a static branching per depth."""
+    paths = [()]
+    level = [()]
+    for width in branching:
+        level = [(*path, rank) for path in level for rank in range(width)]
+        paths += level
+    template = tree.Template(paths[1:])
+
+    def propose(params, keys, state, context, limit):
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
+        tokens = jnp.pad(root, ((0, 0), (0, template.num_nodes - 1)))
+        laws = jnp.zeros((*tokens.shape, params.shape[0]))
+        children = {}
+        for node in range(template.num_nodes):
+            if node:
+                parent, rank = int(template.parents[node]), int(template.ranks[node])
+                tokens = tokens.at[:, node].set(children[parent][:, rank])
+            law = sampling.warp(jnp.log(params[tokens[:, node]]), context.sampling)
+            laws = laws.at[:, node].set(law)
+            noise = jax.vmap(lambda key, node=node: jax.random.gumbel(jax.random.fold_in(key, node), law.shape[1:]))(keys)
+            children[node] = jax.lax.top_k(law + noise, max(branching))[1]
+        parents = jnp.broadcast_to(template.parents, tokens.shape)
+        valid = tree.depths(parents) <= limit[:, None]
+        return TokenTree(tokens, parents, valid, laws), state
+
+    return Drafter(
+        init=lambda params, context: (),
+        propose=propose,
+        update=lambda params, state, tree, verdict, output: state,
+        num_nodes=template.num_nodes,
+        max_depth=len(branching),
+        draws="without_replacement",
+    )
+
+
+@functools.cache
+def tiny_llama(seed: int = 0, layers: int = 2, width: int = 32, vocab: int = 64, **changes) -> Target:
+    """A random Llama with clear argmax gaps."""
+    config = LlamaConfig(
+        vocab_size=vocab, width=width, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=2 * width,
+        tied=False, max_positions=512, **changes,
+    )  # fmt: skip
+    params = init_params(config, jax.random.key(seed))
+    params["head"]["weight"] = params["head"]["weight"] * 6.0
+    return Target(make_model(config), params)
+
+
+def joint_law(rows: np.ndarray, start: int, length: int) -> np.ndarray:
+    """float64[V, ..., V]: the law of `length` tokens after `start`."""
+    law = rows[start].astype(np.float64)
+    for _ in range(length - 1):
+        law = law[..., None] * rows.astype(np.float64)
+    return law
