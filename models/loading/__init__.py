@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from specjax.models.bridge import make_model
 from specjax.models.loading import gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
-from specjax.models.loading.assemble import Checkpoint, assemble
+from specjax.models.loading.assembly import Checkpoint, assemble
 from specjax.models.loading.tokenizer import Tokenizer, first_difference
 
 from specjax.errors import UsageError

@@ -6,7 +6,7 @@ import functools
 
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.loading import llama, rope
-from specjax.models.loading.assemble import Stored, Weight
+from specjax.models.loading.assembly import Stored, Weight
 from specjax.models.loading.fields import require
 
 from specjax.errors import UsageError

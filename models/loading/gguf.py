@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from specjax.models.loading import families
-from specjax.models.loading.assemble import Checkpoint
+from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.tensors import Tensor, check_sizes, read_rows
 
 from specjax.errors import UsageError

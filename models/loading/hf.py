@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from specjax.models.loading import families
-from specjax.models.loading.assemble import Checkpoint
+from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.tensors import Tensor, check_sizes
 
 from specjax.errors import UsageError

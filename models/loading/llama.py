@@ -6,7 +6,7 @@ import functools
 
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import rope
-from specjax.models.loading.assemble import Stored, Weight
+from specjax.models.loading.assembly import Stored, Weight
 from specjax.models.loading.fields import require, width_of_heads
 
 from specjax.errors import UsageError
@@ -41,7 +41,7 @@ def stored_hf(config: LlamaConfig) -> dict[str, Stored]:
 
 
 def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, Stored]:
-    """By parameter path: what a GGUF keeps. The "llama" architecture rotates neighbours, so its q and k are permuted."""
+    """By parameter path: what a GGUF keeps. Of "llama" files q and k are permuted, to rotate neighbouring rows."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if arch == "llama" else {}
     return {w.path: Stored(w.gguf, heads=heads.get(w.path.split(".")[-2], 0)) for w in WEIGHTS}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import llama
-from specjax.models.loading.assemble import Checkpoint
+from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.spm import SPACE, Spm
 from specjax.models.loading.tensors import Tensor
 from specjax.models.loading.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Tokenizers from the metadata of GGUF files.
 
-Built from the vocabulary itself: the route through `transformers` takes 6 to 20 s, and cuts SmolLM2's text as GPT-2 does.
+Built from the vocabulary itself: the way through `transformers` takes 6 to 20 s, and cuts SmolLM2's text as GPT-2's.
 """
 
 from __future__ import annotations

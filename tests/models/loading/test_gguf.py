@@ -1,0 +1,174 @@
+"""GGUF files written here from tiny models, against the same model in transformers."""
+
+import numpy as np
+import pytest
+from specjax.models import load
+from specjax.models.loading import gemma3, llama
+from specjax.models.loading.gguf import read, read_header
+
+from specjax.errors import UsageError
+
+gguf = pytest.importorskip("gguf")
+
+WORDS = [f"w{i}" for i in range(96)]
+
+
+def write(model, file, *, scaling=None, kind="F32"):
+    """A torch model as GGUF, by the rules of llama.cpp's convert_hf_to_gguf.py."""
+    c = model.config
+    arch = {"gemma3_text": "gemma3", "mistral": "llama"}.get(c.model_type, c.model_type)
+    family = gemma3 if arch == "gemma3" else llama
+    writer = gguf.GGUFWriter(str(file), arch)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(c.head_dim if hasattr(c, "head_dim") else c.hidden_size // c.num_attention_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    if arch == "gemma3":
+        writer.add_sliding_window(c.sliding_window)
+        writer.add_array("gemma3.attention.sliding_window_pattern", [t != "full_attention" for t in c.layer_types])
+        writer.add_rope_freq_base(c.rope_parameters["full_attention"]["rope_theta"])
+    else:
+        writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(WORDS)
+    writer.add_token_scores([0.0] * len(WORDS))
+    writer.add_eos_token_id(2)
+    if scaling is not None:
+        writer.add_tensor("rope_freqs.weight", scaling)
+    names = {w.hf: w.gguf for w in family.WEIGHTS}
+    for name, p in model.state_dict().items():
+        parts = name.split(".")
+        layer = parts[2] if parts[1] == "layers" else ""
+        stored = names[name.replace(f".{layer}.", ".*.") if layer else name].replace("*", layer)
+        if stored == "output.weight" and c.tie_word_embeddings:
+            continue
+        w = p.numpy().astype(np.float32)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            w = w + 1
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = c.num_attention_heads if "q_proj" in name else c.num_key_value_heads
+            w = w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+        quant = gguf.GGMLQuantizationType[kind if w.ndim == 2 else "F32"]
+        data = gguf.quants.quantize(w, quant)
+        writer.add_tensor(stored, data, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+CASES = {
+    "llama": dict(kind="llama", tie_word_embeddings=False),
+    "mistral": dict(kind="mistral", sliding_window=None),
+    "qwen2": dict(kind="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(kind="qwen3"),
+    "gemma3": dict(
+        kind="gemma3_text",
+        sliding_window=5,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case, tiny, texts, tmp_path):
+    model = tiny.model(**CASES[case])
+    target, tokenizer = load(write(model, tmp_path / "model.gguf"))
+    logits, _ = tiny.reference(model, texts)
+    got, _, _ = tiny.ours(target, texts)
+    assert max(np.max(np.abs(a - b)) for a, b in zip(got, logits, strict=True)) <= 1e-4
+    assert tokenizer.vocab == tuple(WORDS) and tokenizer.eos == (2,)
+
+
+def test_llama3_divisors(tiny, texts, tmp_path):
+    """rope_freqs.weight alone tells the scaling; another pattern is refused."""
+    from specjax.models.layers import RopeScaling, rope_frequencies
+
+    scaling = RopeScaling("llama3", 8.0)
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    model = tiny.model("llama", head_dim=16, rope_parameters=rope)
+    divisors = np.asarray(rope_frequencies(16, 5e5) / rope_frequencies(16, 5e5, scaling))
+    file = write(model, tmp_path / "model.gguf", scaling=divisors)
+    assert read(file)[0].config.rope_scaling == scaling
+    with pytest.raises(UsageError, match=r"rope_freqs.weight that is not Llama 3's"):
+        read(write(model, tmp_path / "other.gguf", scaling=np.linspace(1, 8, 8, dtype=np.float32)))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_stored_formats_equal_whole_tensor_dequantisation(kind, stacked, tiny, tmp_path):
+    """Chunks, threads, permutation and stacking change no bit: compared with the whole tensor at once."""
+    model = tiny.model("qwen2", hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=96)
+    file = write(model, tmp_path / "model.gguf", kind=kind)
+    target, _ = load(file, stacked=stacked)
+    tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(str(file)).tensors}
+    np.testing.assert_array_equal(target.params["embed"]["weight"], tensors["token_embd.weight"])
+    for i in range(2):
+        layers = target.params["layers"]
+        down = layers["mlp"]["down"]["weight"][i] if stacked else layers[i]["mlp"]["down"]["weight"]
+        np.testing.assert_array_equal(down, tensors[f"blk.{i}.ffn_down.weight"])
+
+
+@pytest.fixture
+def whole(tiny, tmp_path):
+    return write(tiny.model("llama"), tmp_path / "model.gguf")
+
+
+def test_truncation_is_seen_before_any_weight_is_read(whole):
+    contents = whole.read_bytes()
+    for size in (len(contents) - 64, len(contents) // 2):
+        whole.write_bytes(contents[:size])
+        with pytest.raises(UsageError, match=rf"model.gguf is cut short: it has {size:,} bytes and its tensors need"):
+            load(whole)
+
+
+@pytest.mark.parametrize("size", [4, 20, 30, 300, 1000])
+def test_truncation_within_the_header(whole, size):
+    whole.write_bytes(whole.read_bytes()[:size])
+    with pytest.raises(UsageError, match=r"model.gguf is cut short"):
+        load(whole)
+
+
+def test_not_a_gguf(tmp_path):
+    file = tmp_path / "page.gguf"
+    for contents in (b"<!doctype html>" * 10, b""):
+        file.write_bytes(contents)
+        with pytest.raises(UsageError, match=r"page.gguf is not a GGUF file"):
+            load(file)
+
+
+def test_unknown_version(whole):
+    contents = bytearray(whole.read_bytes())
+    contents[4] = 1
+    whole.write_bytes(contents)
+    with pytest.raises(UsageError, match="GGUF version 1"):
+        load(whole)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path):
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(file), "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UsageError, match=r'model.gguf has the architecture "mamba", which specjax does not support'):
+        load(file)
+
+
+def test_header_equals_the_reference_reader(whole):
+    meta, tensors = read_header(whole)
+    reader = gguf.GGUFReader(str(whole))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF."):
+            assert meta[name] == field.contents(), name
+    assert {t.name: (t.data_offset, tuple(map(int, t.shape[::-1]))) for t in reader.tensors} == {
+        name: (t.offset, t.shape) for name, t in tensors.items()
+    }

@@ -1,0 +1,195 @@
+"""Tiny random models of every variant against transformers, in float32."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.models import load
+from specjax.models.loading import hf
+
+from specjax.errors import UsageError
+
+TOLERANCE = 1e-4
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+GEMMA_LAYERS = ["sliding_attention", "full_attention"]
+
+VARIANTS = {
+    "llama-tied": dict(kind="llama", tie_word_embeddings=True),
+    "llama-untied": dict(kind="llama", tie_word_embeddings=False, head_dim=16),
+    "llama-linear": dict(kind="llama", rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}),
+    "llama-llama3": dict(kind="llama", rope_parameters=LLAMA3),
+    "mistral": dict(kind="mistral", sliding_window=5),
+    "qwen2": dict(kind="qwen2"),
+    "qwen3": dict(kind="qwen3", tie_word_embeddings=True),
+    "gemma3": dict(kind="gemma3_text", sliding_window=5, query_pre_attn_scalar=24, layer_types=GEMMA_LAYERS),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, tiny, texts, tmp_path_factory):
+    """(folder, logits, hidden states) of one variant."""
+    model = tiny.model(**VARIANTS[request.param])
+    folder = tiny.save(model, tmp_path_factory.mktemp(request.param))
+    return folder, *tiny.reference(model, texts)
+
+
+def difference(ours, theirs) -> float:
+    return max(float(np.max(np.abs(a - b))) for a, b in zip(ours, theirs, strict=True))
+
+
+def check(target, variant, cut, tiny, texts) -> None:
+    _, logits, hidden = variant
+    assert np.std(logits[0]) > 0.3, "the reference must not be flat"
+    got, taps, last = tiny.ours(target, texts, cut, taps=(0, 1))
+    assert difference(got, logits) <= TOLERANCE
+    for row in range(2):
+        assert difference([*taps[row], last[row]], hidden[row]) <= TOLERANCE * 10  # the stream is larger than logits
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
+def test_two_ragged_pieces_equal_transformers(variant, stacked, tiny, texts):
+    """Logits, taps and hidden states, with the first 9 and 5 tokens read back from the cache."""
+    target, _ = load(variant[0], stacked=stacked)
+    check(target, variant, (9, 5), tiny, texts)
+
+
+def test_one_piece_equals_transformers(variant, tiny, texts):
+    target, _ = load(variant[0])
+    check(target, variant, (0, 0), tiny, texts)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+def test_the_window_matters(kind, tiny, texts, tmp_path):
+    """Guards the tests above: without the window the same weights give other logits."""
+    folder = tiny.save(tiny.model(kind, num_hidden_layers=1, sliding_window=5), tmp_path)
+    narrow, _ = load(folder)
+    rewrite(folder, lambda c: c.update(sliding_window=64))
+    wide, _ = load(folder)
+    a, b = (tiny.ours(target, texts)[0][0] for target in (narrow, wide))
+    assert difference([a[:5]], [b[:5]]) <= TOLERANCE
+    assert difference([a[5:]], [b[5:]]) > 0.1
+
+
+def rewrite(folder, change) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def old_form(config: dict) -> None:
+    """The rope settings as transformers 4 wrote them."""
+    rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+
+
+def test_old_and_new_rope_settings_agree(variant):
+    folder = variant[0]
+    before = (folder / "config.json").read_text()
+    new = hf.read(folder).config
+    try:
+        rewrite(folder, old_form)
+        assert "rope_parameters" not in (folder / "config.json").read_text()
+        assert hf.read(folder).config == new
+    finally:
+        (folder / "config.json").write_text(before)
+
+
+def test_default_gemma_pattern_is_five_local_one_global(tiny, tmp_path):
+    folder = tiny.save(tiny.model("gemma3_text", num_hidden_layers=7), tmp_path)
+    config = hf.read(folder).config
+    rewrite(folder, lambda c: c.pop("layer_types"))
+    assert hf.read(folder).config == config
+    assert config.is_global == (False,) * 5 + (True, False)
+    assert (config.rope_base, config.local_rope_base) == (1_000_000.0, 10_000.0)
+
+
+def test_text_part_of_a_multimodal_gemma(tiny, tmp_path):
+    """The names get a prefix, the settings a level; vision tensors are passed over."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = tiny.save(tiny.model("gemma3_text"), tmp_path)
+    plain, _ = load(folder)
+    tensors = {f"language_model.{name}": t for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(tensors | {"vision_tower.x.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    both, _ = load(folder)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), plain.params, both.params))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_checkpoints(kind, dtype, tiny, texts, tmp_path):
+    import torch
+    import transformers
+
+    folder = tiny.save(tiny.model(kind, num_hidden_layers=1).to(getattr(torch, dtype)), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    target, _ = load(folder)
+    logits, _ = tiny.reference(model, texts)
+    assert difference(tiny.ours(target, texts)[0], logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_bfloat16_parameters_are_the_rounded_float32_ones(stacked, tiny, tmp_path):
+    folder = tiny.save(tiny.model("gemma3_text"), tmp_path)
+    full, half = (load(folder, dtype=dtype, stacked=stacked)[0] for dtype in ("float32", "bfloat16"))
+    same = jax.tree.map(lambda a, b: bool((a.astype(jnp.bfloat16) == b).all()), full.params, half.params)
+    assert jax.tree.all(same)
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
+
+
+def test_shards(tiny, tmp_path):
+    model = tiny.model("llama", tie_word_embeddings=False)
+    whole, _ = load(tiny.save(model, tmp_path / "whole"))
+    folder = tiny.save(model, tmp_path / "shards", max_shard_size="20KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    split, _ = load(folder)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole.params, split.params))
+    shards[1].unlink()
+    with pytest.raises(UsageError, match=rf"lacks 1 of its {len(shards)} shards, first {shards[1].name}"):
+        load(folder)
+
+
+def test_truncated_safetensors(tiny, tmp_path):
+    folder = tiny.save(tiny.model("llama"), tmp_path)
+    file = folder / "model.safetensors"
+    contents = file.read_bytes()
+    file.write_bytes(contents[: len(contents) * 3 // 4])
+    with pytest.raises(UsageError, match=r"model.safetensors is cut short"):
+        load(folder)
+    file.write_bytes(contents[:100])
+    with pytest.raises(UsageError, match="is not a safetensors file, or is cut short"):
+        load(folder)
+
+
+UNSUPPORTED = {
+    "yarn": ("llama", dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}), '"yarn"'),
+    "architecture": ("llama", dict(model_type="mixtral"), '"mixtral"'),
+    "bias": ("llama", dict(attention_bias=True), "attention_bias"),
+    "activation": ("llama", dict(hidden_act="gelu"), '"gelu"'),
+    "missing field": ("llama", dict(hidden_size=None), "lacks the field hidden_size"),
+    "mixed windows": ("qwen2", dict(use_sliding_window=True, max_window_layers=1, layer_types=None), "mixes windowed"),
+    "quantised": ("llama", dict(quantization_config={"quant_method": "gptq"}), "quantised"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_configurations_are_refused_by_name(name, tiny, tmp_path):
+    kind, change, message = UNSUPPORTED[name]
+    folder = tiny.save(tiny.model(kind), tmp_path)
+    hf.read(folder)
+    rewrite(folder, lambda c: c.update(change))
+    with pytest.raises(UsageError, match=message):
+        hf.read(folder)

