@@ -27,15 +27,28 @@ def row_keys(seed: int, indices: Sequence[int]) -> Array:
 
 
 def bucket(rows: Rows) -> tuple[int, int]:
-    """(rows, prompt buffer): prompts with the same bucket share a program."""
-    longest = max(map(len, rows))
-    return len(rows), -(-longest // PROMPT_BUCKET) * PROMPT_BUCKET
+    """(rows, prompt buffer): prompts with the same bucket share a program.
+
+    Buffers double in size, coarser than in `decode`: a few more slots cost less than another compilation.
+    """
+    size = PROMPT_BUCKET
+    while size < max(map(len, rows)):
+        size *= 2
+    return len(rows), size
+
+
+def pack(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as `decode` takes them: (tokens int32[B, P], lengths int32[B])."""
+    tokens = np.zeros(bucket(rows), np.int32)
+    for place, row in zip(tokens, rows, strict=True):
+        place[: len(row)] = row
+    return tokens, np.asarray([len(row) for row in rows], np.int32)
 
 
 def run_decode(target: Target, drafter: Drafter, rows: Rows, keys: Array, options: dict) -> Run:
     """The loop on the device, as `decode` runs it."""
     start = time.perf_counter()
-    result = jax.block_until_ready(decode(target, drafter, rows, key=keys, **options))
+    result = jax.block_until_ready(decode(target, drafter, pack(rows), key=keys, **options))
     seconds = time.perf_counter() - start
     hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
     return Run(result.to_lists(), hit_eos, stats, seconds)
@@ -52,7 +65,7 @@ def run_stream(
     """The same step driven from Python, as `stream` runs it; `on_step` is called with each as soon as it is known."""
     tokens: list[list[int]] = [[] for _ in rows]
     infos, first, start = [], None, time.perf_counter()
-    for step in stream(target, drafter, rows, key=keys, **options):
+    for step in stream(target, drafter, pack(rows), key=keys, **options):
         if first is None:
             first = time.perf_counter() - start
         infos.append(step.info)
@@ -64,13 +77,13 @@ def run_stream(
     return Run(tokens, stats.hit_eos, stats, seconds, first)
 
 
-def _stand_ins(rows: Rows) -> tuple[Array, Array]:
+def _stand_ins(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Prompts of a token or two in buffers of the real prompts' size: the same program, hardly any work.
 
     Two, so that prefill runs: XLA's CPU programs finish compiling a loop body when they first enter it.
     """
     length = min(2, max(map(len, rows)))
-    return jnp.full(bucket(rows), rows[0][0], jnp.int32), jnp.full((len(rows),), length, jnp.int32)
+    return np.full(bucket(rows), rows[0][0], np.int32), np.full((len(rows),), length, np.int32)
 
 
 def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:

@@ -40,7 +40,14 @@ class Session(NamedTuple):
         from specjax.methods import METHODS, make_drafter
 
         draft = self.draft if METHODS[method].needs_draft else None
-        return make_drafter(method, self.target, draft, **budget_option(method, budget))
+        options = budget_option(method, budget)
+        try:
+            return make_drafter(method, self.target, draft, **options)
+        except UsageError as error:
+            sentence = str(error)
+            for option in options:  # the flag, not the factory's name for it
+                sentence = sentence.replace(option, "--num-draft-tokens")
+            raise UsageError(sentence) from None
 
 
 def open_session(log: Console, target: str | None, draft: str | None, dtype: str, no_cache: bool) -> Session:

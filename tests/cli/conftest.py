@@ -1,0 +1,89 @@
+"""A tiny model with a byte-level vocabulary in place of real weights, and the command line as a function."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import pytest
+from specjax.models import LlamaConfig, init_params, make_model
+
+import specjax
+from specjax.cli import main
+
+
+class ByteTokenizer:
+    """Byte b is id b + 3; id 2 ends a text; ids 0 and 1 are never text."""
+
+    eos = (2,)
+
+    def __init__(self, vocab_size: int = 259, odd: int | None = None):
+        self.vocab = tuple(f"<{i}>" if i != odd else "<odd>" for i in range(vocab_size))
+
+    def encode(self, text: str) -> list[int]:
+        return [b + 3 for b in text.encode()]
+
+    def chat(self, text: str) -> list[int]:
+        return [1, *self.encode(text), 1]
+
+    def decode(self, ids) -> str:
+        return bytes(i - 3 for i in ids if 3 <= i < 259).decode(errors="replace")
+
+
+CONFIG = LlamaConfig(
+    vocab_size=259, width=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, mlp_width=32, max_positions=512,
+    name="tiny",
+)  # fmt: skip
+
+
+def make_target(config: LlamaConfig = CONFIG, seed: int = 0) -> specjax.Target:
+    # Large weights: greedy text of a random model then depends on its past, without near-ties.
+    params = jax.tree.map(lambda x: 4 * x, init_params(config, jax.random.key(seed)))
+    return specjax.Target(make_model(config), params)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """`specjax.load` gives tiny models: "draft" another one, "odd" one with another vocabulary."""
+    monkeypatch.setenv("SPECJAX_NO_CACHE", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def load(source=None, *, dtype="float32", stacked=None):
+        assert dtype in ("float32", "bfloat16")
+        if source in (None, "target"):
+            return make_target(), ByteTokenizer()
+        if source == "draft":
+            return make_target(seed=1), ByteTokenizer()
+        if source == "odd":
+            return make_target(), ByteTokenizer(odd=7)
+        raise specjax.UsageError(f'there is no file or folder "{source}"')
+
+    monkeypatch.setattr(specjax, "load", load, raising=False)
+
+
+@pytest.fixture
+def cli(capsys):
+    """`cli(*arguments)` gives .code, .out and .err."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return types.SimpleNamespace(code=stop.value.code, out=captured.out, err=captured.err)
+
+    return run
+
+
+@pytest.fixture
+def refused(cli):
+    """Like `cli`, for bad input: exit code 2, one line, no traceback; returns the line."""
+
+    def run(*arguments) -> str:
+        result = cli(*arguments)
+        assert result.code == 2, result
+        assert "Traceback" not in result.err + result.out
+        lines = [line for line in result.err.splitlines() if line.startswith("specjax: ")]
+        assert len(lines) == 1, result.err
+        return lines[0]
+
+    return run

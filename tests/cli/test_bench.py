@@ -1,0 +1,182 @@
+"""`specjax bench` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import jax.monitoring
+import pytest
+
+from specjax.cli import bench as command
+from specjax.cli import files, measure
+from specjax.cli.prompts import Prompt
+from specjax.errors import UsageError
+from specjax.report import Difference
+
+KEYS = set(
+    "method guarantee tokens tokens_per_second baseline_tokens_per_second speedup identical block_efficiency "
+    "mean_accepted acceptance_by_depth target_passes compile_seconds peak_memory_bytes".split()
+)
+PROMPTS = [
+    {"question_id": 81, "category": "writing", "turns": ["abcabcabc", "more"]},
+    {"question_id": 82, "category": "coding", "turns": ["xyzxyz"]},
+    {"question_id": 1, "category": "qa", "turns": ["what is it?"]},
+]
+SHORT = ("--max-new-tokens", 6, "--repeats", 1)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return write(tmp_path / "prompts.jsonl", *map(json.dumps, PROMPTS))
+
+
+def write(path, *lines):
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def watch_compilation(monkeypatch) -> tuple[list, list]:
+    """The names of programs compiled from now on, and those compiled within timed runs."""
+    compiled, late = [], []
+    honest = measure.run_decode
+
+    def watched(*arguments):
+        before = len(compiled)
+        run = honest(*arguments)
+        late.extend(compiled[before:])
+        return run
+
+    def listen(event, seconds, **more):
+        if "backend_compile" in event:
+            compiled.append(str(more.get("fun_name")))
+
+    monkeypatch.setattr(measure, "run_decode", watched)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return compiled, late
+
+
+def test_table_plot_and_json(cli, prompts, tmp_path, monkeypatch):
+    compiled, late = watch_compilation(monkeypatch)
+    out = tmp_path / "out.json"
+    methods = ("--method", "prompt_lookup", "--method", "autoregressive")
+    result = cli("bench", prompts, *methods, *SHORT, "--repeats", 2, "--out", out)
+    assert any("_decode" in name for name in compiled) and not any("_decode" in name for name in late)
+    assert result.code == 0, result.err
+    assert all(word in result.out for word in ("mt_bench", "qa", "overall", "prompt_lookup", "autoregressive"))
+    document = json.loads(out.read_text())
+    assert set(document["tasks"]) == {"mt_bench", "qa"}
+    for records in (document["overall"], *document["tasks"].values()):
+        assert set(records) == {"prompt_lookup", "autoregressive"}
+        for record in records.values():
+            assert KEYS <= set(record)
+            assert record["identical"] is True and record["speedup"] > 0 and record["compile_seconds"] > 0
+    parts = [records["prompt_lookup"]["tokens"] for records in document["tasks"].values()]
+    assert document["overall"]["prompt_lookup"]["tokens"] == sum(parts) > 0
+    assert document["machine"]["cpu_count"] and document["date"] and document["dtype"] == "float32"
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png", "prompts.jsonl"]
+
+
+def test_json_on_stdout_and_limit(cli, prompts, tmp_path):
+    result = cli("bench", prompts, *SHORT, "--limit", 1, "--out", tmp_path / "out.json", "--json")
+    document = json.loads(result.out)
+    assert document["overall"]["prompt_lookup"]["prompts"] == 2
+    assert document == json.loads((tmp_path / "out.json").read_text())
+    assert [group["lines"] for group in document["prompts"]] == [[1], [3]]
+
+
+def test_refuses_outputs_that_differ(cli, prompts, tmp_path, monkeypatch):
+    honest = measure.run_decode
+
+    def wrong(target, drafter, rows, *rest):
+        run = honest(target, drafter, rows, *rest)
+        if drafter.max_depth and rows[0][1] == ord("w") + 3:  # the task qa
+            run.tokens[0][2] = (run.tokens[0][2] + 1) % 259
+        return run
+
+    monkeypatch.setattr(measure, "run_decode", wrong)
+    out = tmp_path / "out.json"
+    result = cli("bench", prompts, *SHORT, "--out", out)
+    assert result.code == 1 and "refused" in result.err and "refused" in result.out
+    assert "line 3 (qa) first at new token 2" in result.err
+    document = json.loads(out.read_text())
+    assert document["tasks"]["mt_bench"]["prompt_lookup"]["identical"] is True
+    for record in (document["tasks"]["qa"]["prompt_lookup"], document["overall"]["prompt_lookup"]):
+        assert record["identical"] is False and record["speedup"] is None
+
+    def near_tie(*arguments):
+        found = honest_difference(*arguments)
+        return found and Difference(found.position, found.token, found.plain_token, 1e-5, 1e-5, True)
+
+    honest_difference = measure.difference
+    monkeypatch.setattr(measure, "difference", near_tie)
+    result = cli("bench", prompts, *SHORT, "--out", out)
+    assert result.code == 0 and "near-tie" in result.err
+    record = json.loads(out.read_text())["overall"]["prompt_lookup"]
+    assert record["identical"] is False and record["speedup"] > 0
+
+
+def test_bad_lines_and_long_prompts(cli, tmp_path):
+    good, long = json.dumps(PROMPTS[0]), json.dumps({"category": "rag", "turns": ["long " * 200]})
+    file = write(tmp_path / "prompts.jsonl", good, "{oops", long, '{"category": "qa"}', '["list"]')
+    out = tmp_path / "out.json"
+    result = cli("bench", file, *SHORT, "--out", out)
+    assert result.code == 2 and "Traceback" not in result.err
+    assert "line 2: not valid JSON" in result.err and 'line 4: no text: it needs the field "turns"' in result.err
+    assert "skipped: " in result.err and "line 3" in result.err
+    document = json.loads(out.read_text())
+    assert [entry["line"] for entry in document["errors"]] == [2, 4, 5]
+    assert [entry["line"] for entry in document["skipped"]] == [3]
+    assert document["overall"]["prompt_lookup"]["prompts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--method", "magic"], "--method"),
+        (["--method", "two_model"], "--draft"),
+        (["--limit", 0], "--limit"),
+        (["--offset", 99], "--offset"),
+        (["--repeats", 0], "--repeats"),
+        (["--temperature", -0.5], "--temperature"),
+        (["--top-p", 2], "--top-p"),
+        (["--max-new-tokens", 9999], "capacity"),
+        (["--target", "nowhere"], "--target"),
+        (["--method", "two_model", "--draft", "odd"], "first at id 7"),
+        (["--out", "no/such/folder/out.json"], "--out"),
+    ],
+)
+def test_bad_input_leaves_no_file(refused, prompts, tmp_path, arguments, words):
+    out = () if "--out" in arguments else ("--out", tmp_path / "out.json")
+    assert words in refused("bench", prompts, *arguments, *out)
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_bad_prompt_files(refused, tmp_path):
+    assert "PROMPTS" in refused("bench", tmp_path / "nowhere.jsonl")
+    assert "holds no prompts" in refused("bench", write(tmp_path / "empty.jsonl", ""))
+    assert "line 1" in refused("bench", write(tmp_path / "bad.jsonl", "{", "}"))
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
+    assert "UTF-8" in refused("bench", tmp_path / "bytes.jsonl")
+
+
+def test_first_per_task():
+    lines = [Prompt(str(i), i, task) for i, task in enumerate("aabab")]
+    assert [line.line for line in command.first_per_task(lines, 0, 1)] == [0, 2]
+    assert [line.line for line in command.first_per_task(lines, 1, 1)] == [1, 4]
+    assert command.first_per_task(lines, 0, None) == lines
+
+
+def test_files_are_whole_or_absent(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail(file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UsageError, match="No space left"):
+        files.write_atomically(path, fail)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    files.write_atomically(path, lambda file: file.write(b"new"))
+    assert path.read_text() == "new"

