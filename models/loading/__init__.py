@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -44,15 +43,19 @@ def load(
         stacked = jax.default_backend() != "cpu"
     path = resolve(source)
     try:
-        checkpoint, tokenizer = _read(
-            path, dtype=dtype, stacked=stacked, name=path.stem if path.is_file() else path.name
-        )
-        if source is not None and not Path(source).exists():
-            config = dataclasses.replace(checkpoint.config, name=str(source))
-            checkpoint = checkpoint._replace(config=config)
+        checkpoint, tokenizer = _read(path, dtype=dtype, stacked=stacked, name=_name(source, path))
         return Target(make_model(checkpoint.config), assemble(checkpoint)), tokenizer
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def _name(source: str | Path | None, path: Path) -> str:
+    """What to call the model: a hub id or the demo by its name, a file or folder by its own."""
+    if source is None:
+        return DEMO
+    if not Path(source).expanduser().exists():
+        return str(source)
+    return path.stem if path.is_file() else path.resolve().name
 
 
 def _read(path: Path, **options) -> tuple[Checkpoint, Tokenizer]:

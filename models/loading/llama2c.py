@@ -56,14 +56,18 @@ def read(file: Path, **options) -> Checkpoint:
 def _table(file: Path, c: LlamaConfig) -> tuple[dict[str, Tensor], int]:
     """The tensors in file order, under their GGUF names (q and k are permuted as there), and where they end."""
     kv_width = c.num_kv_heads * c.head_dim
-    per_layer = {"attn_norm": (c.width,), "attn_q": (c.width, c.width), "attn_k": (kv_width, c.width)}
+    per_layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (c.width,),
+        "attn_q": (c.width, c.width),
+        "attn_k": (kv_width, c.width),
+    }
     per_layer |= {"attn_v": (kv_width, c.width), "attn_output": (c.width, c.width), "ffn_norm": (c.width,)}
     per_layer |= {
         "ffn_gate": (c.mlp_width, c.width),
         "ffn_down": (c.width, c.mlp_width),
         "ffn_up": (c.mlp_width, c.width),
     }
-    order = [("token_embd.weight", (c.vocab_size, c.width))]
+    order: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", (c.vocab_size, c.width))]
     for name, shape in per_layer.items():
         order += [(f"blk.{i}.{name}.weight", shape) for i in range(c.num_layers)]
     order += [("output_norm.weight", (c.width,))]

@@ -76,8 +76,10 @@ def first_difference(a: Tokenizer, b: Tokenizer) -> tuple[int, str, str] | None:
 
 def _render(source: str, messages: Messages, names: Mapping[str, str]) -> str:
     """The text of a conversation, in the Jinja environment that chat templates are written for."""
-    import jinja2
-
+    try:
+        import jinja2
+    except ImportError:
+        raise UsageError("the model's chat template needs the package jinja2; run pip install jinja2") from None
     try:
         text = _template(source).render(messages=list(messages), add_generation_prompt=True, **names)
     except jinja2.TemplateError as error:
