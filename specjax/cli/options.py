@@ -118,7 +118,8 @@ def budget_option(name: str, budget: int | None) -> dict[str, int]:
 
     from specjax import drafters
 
-    if budget is None:
+    factory = getattr(drafters, name, None)
+    if budget is None or factory is None:
         return {}
-    parameters = inspect.signature(getattr(drafters, name)).parameters
+    parameters = inspect.signature(factory).parameters
     return {option: budget for option in ("num_tokens", "num_nodes") if option in parameters}

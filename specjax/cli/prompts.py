@@ -51,7 +51,7 @@ def read(path: Path, flag: str, *, jsonl: bool | None = None) -> tuple[list[Prom
     Raises: UsageError if the file cannot be read or holds no prompt at all.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag}: {path} is not UTF-8 text (byte {error.start}); convert it") from None
     except OSError as error:
