@@ -59,7 +59,7 @@ def show(document: dict, out: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in ("task", "method"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("n", "tok/s", "plain", "speed-up", "tok/pass", "accepted", "same"):
+    for heading in ("n", "tok/s", "plain", "ratio", "tok/pass", "accepted", "same"):
         table.add_column(heading, justify="right")
     for task, records in sections(document).items():
         for number, (name, entry) in enumerate(records.items()):

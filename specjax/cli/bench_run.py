@@ -57,37 +57,42 @@ class Bench:
 
     def run(self, log: Console) -> None:
         """Compile, then time everything, with a bar on `log`."""
-        shapes = {measure.bucket(group.ids): group.ids for group in self.groups}
+        first = {measure.bucket(group.ids): group for group in reversed(self.groups)}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, TimeRemainingColumn(), console=log, disable=not log.is_terminal) as bar:
-            compiling = bar.add_task("compiling", total=len(shapes) * len(self.drafters))
+            compiling = bar.add_task("compiling", total=len(first) * len(self.drafters))
             running = bar.add_task("decoding", total=len(self.groups) * self.repeats * len(self.drafters), start=False)
-            for shape, rows in shapes.items():
-                for name, drafter in self.drafters.items():
-                    seconds = measure.warm_decode(self.session.target, drafter, rows, self.options)
-                    self.compile_seconds[name, shape] = seconds
+            for shape, group in first.items():
+                for name in self.drafters:
+                    self.compile_seconds[name, shape] = self._decode(name, group).seconds
                     bar.advance(compiling)
             bar.start_task(running)
             for number, group in enumerate(self.groups):
                 self._run_group(group, number, lambda: bar.advance(running))
+        for shape, group in first.items():  # the first call compiles and then does what the timed ones do
+            for name in self.drafters:
+                seconds = self.compile_seconds[name, shape] - group.runs[name].seconds
+                self.compile_seconds[name, shape] = max(seconds, 0.0)
         log.print(f"compiled in {sum(self.compile_seconds.values()):.1f} s", style="dim", highlight=False)
 
     def _run_group(self, group: Group, number: int, advance) -> None:
-        keys = measure.row_keys(self.settings.seed, [row.index for row in group.rows])
         times: dict[str, list[float]] = {name: [] for name in self.drafters}
         names = list(self.drafters)
         for repeat in range(self.repeats):
             turn = (number + repeat) % len(names)  # nobody is always first
             for name in names[turn:] + names[:turn]:
-                run = measure.run_decode(self.session.target, self.drafters[name], group.ids, keys, self.options)
-                times[name].append(run.seconds)
-                group.runs[name] = run
+                group.runs[name] = self._decode(name, group)
+                times[name].append(group.runs[name].seconds)
                 advance()
         for name, seconds in times.items():
             group.runs[name] = group.runs[name]._replace(seconds=statistics.median(seconds))
         for name in self.methods:
             if self.promise(name) is not None:
                 group.differences[name] = list(self._differences(group, name))
+
+    def _decode(self, name: str, group: Group) -> report.Run:
+        keys = measure.row_keys(self.settings.seed, [row.index for row in group.rows])
+        return measure.run_decode(self.session.target, self.drafters[name], group.ids, keys, self.options)
 
     def promise(self, name: str) -> bool | None:
         """True: the text must be plain decoding's. False: it may differ (lossy). None: equality means nothing here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -77,36 +78,19 @@ def run_stream(
     return Run(tokens, stats.hit_eos, stats, seconds, first)
 
 
-def _stand_ins(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts of a token or two in buffers of the real prompts' size: the same program, hardly any work.
+def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
+    """Compile what `run_stream` runs; returns the seconds of tracing, compiling and a few steps.
 
-    Two, so that prefill runs: XLA's CPU programs finish compiling a loop body when they first enter it.
+    The prompts are stand-ins of a token or two in buffers of the real size. Two, so that prefill runs, and a few steps,
+    so that wide and narrow passes do: on CPU, parts of a program are only made ready when they are first entered.
     """
     length = min(2, max(map(len, rows)))
-    return np.full(bucket(rows), rows[0][0], np.int32), np.full((len(rows),), length, np.int32)
-
-
-def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
-    """Compile what `run_stream` runs; returns the seconds of tracing, compiling and two steps."""
+    stand_ins = np.full(bucket(rows), rows[0][0], np.int32), np.full((len(rows),), length, np.int32)
     start = time.perf_counter()
-    steps = stream(target, drafter, _stand_ins(rows), key=row_keys(0, range(len(rows))), **options)
-    next(steps)
+    steps = stream(target, drafter, stand_ins, key=row_keys(0, range(len(rows))), **options)
+    for _ in itertools.islice(steps, 4):
+        pass
     steps.close()
-    return time.perf_counter() - start
-
-
-def warm_decode(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
-    """Compile what `run_decode` runs; returns the seconds of tracing, compiling and a step.
-
-    The loop ends after a step because the token that it certainly emits first is declared an eos.
-    """
-    tokens, lengths = _stand_ins(rows)
-    likely = int(next_logits(target, [rows[0][0]] * int(lengths[0])).argmax())
-    options = options | {"eos": (likely,) * len(options["eos"])}
-    if options["temperature"]:
-        options["temperature"] = 1e-6
-    start = time.perf_counter()
-    jax.block_until_ready(decode(target, drafter, (tokens, lengths), key=row_keys(0, range(len(rows))), **options))
     return time.perf_counter() - start
 
 
