@@ -183,7 +183,7 @@ def _check_range(name, value, holds, wanted):
 
 def _pack(prompts: Prompts, max_new_tokens: int, capacity: int) -> tuple[Array, Array]:
     """(tokens int32[B, P], lengths int32[B]) from either form of prompts; checks lengths where they are known."""
-    if isinstance(prompts, tuple):
+    if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
         tokens, lengths = jnp.asarray(prompts[0], jnp.int32), jnp.asarray(prompts[1], jnp.int32)
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
             raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")

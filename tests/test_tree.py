@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from specjax import tree as trees
 from specjax.types import TokenTree
 
-parent_lists = st.integers(1, 9).flatmap(lambda n: st.tuples(*[st.integers(0, i) for i in range(n)])).map(lambda p: (-1, *p))
+parent_lists = (
+    st.integers(1, 9).flatmap(lambda n: st.tuples(*[st.integers(0, i) for i in range(n)])).map(lambda p: (-1, *p))
+)
 
 
 @settings(max_examples=40, deadline=None)

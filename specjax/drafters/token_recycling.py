@@ -82,6 +82,8 @@ def token_recycling(
     if template.ranks.max() >= RANKS:
         raise UsageError(f"the tree asks for rank {template.ranks.max()}, but the matrix keeps ranks 0 to {RANKS - 1}")
 
+    kept = min(RANKS, vocab_size)
+
     def init(params, context):
         return jnp.full((context.tokens.shape[0], vocab_size, RANKS), -1, jnp.int32)
 
@@ -100,8 +102,9 @@ def token_recycling(
         return compact(TokenTree(tokens, parents, valid)), matrix
 
     def update(params, matrix, tree, verdict, output):
-        _, best = jax.lax.top_k(output.logits, RANKS)
-        return _write(matrix, tree, verdict.path, best.astype(jnp.int32))
+        best = jax.lax.top_k(output.logits, kept)[1].astype(jnp.int32)
+        best = jnp.pad(best, ((0, 0), (0, 0), (0, RANKS - kept)), constant_values=-1)
+        return _write(matrix, tree, verdict.path, best)
 
     return Drafter(
         init=init,

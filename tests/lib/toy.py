@@ -71,7 +71,9 @@ def branching_drafter(branching: tuple[int, ...]) -> Drafter:
                 tokens = tokens.at[:, node].set(children[parent][:, rank])
             law = sampling.warp(jnp.log(params[tokens[:, node]]), context.sampling)
             laws = laws.at[:, node].set(law)
-            noise = jax.vmap(lambda key, node=node: jax.random.gumbel(jax.random.fold_in(key, node), law.shape[1:]))(keys)
+            noise = jax.vmap(lambda key, node=node: jax.random.gumbel(jax.random.fold_in(key, node), law.shape[1:]))(
+                keys
+            )
             children[node] = jax.lax.top_k(law + noise, max(branching))[1]
         parents = jnp.broadcast_to(template.parents, tokens.shape)
         valid = tree.depths(parents) <= limit[:, None]

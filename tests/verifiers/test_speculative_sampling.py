@@ -15,7 +15,13 @@ from specjax.verifiers.speculative_sampling import descend, speculative_sampling
 
 module = importlib.import_module("specjax.verifiers.speculative_sampling")  # the package names the function
 
-SHAPES = {"chain_sd_L2": (1, 1), "chain_sd_L3": (1, 1, 1), "rsd_c_2_1": (2, 1), "rsd_c_2_2": (2, 2), "rsd_c_3_3": (3, 3)}
+SHAPES = {
+    "chain_sd_L2": (1, 1),
+    "chain_sd_L3": (1, 1, 1),
+    "rsd_c_2_1": (2, 1),
+    "rsd_c_2_2": (2, 2),
+    "rsd_c_3_3": (3, 3),
+}
 
 
 def template(branching):

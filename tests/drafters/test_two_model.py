@@ -1,0 +1,88 @@
+"""The draft cache, the law of the draft and the state between rounds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+from toy import tiny_llama
+
+from specjax import UsageError, decode, sampling
+from specjax.drafters import two_model
+from specjax.types import Context, Sampling
+
+
+@jax.jit
+def last_logits(target, tokens, length):
+    """Logits of `target` after the first `length` of tokens int[B, T]: one fresh pass."""
+    batch, t = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(t), (batch, t))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (batch, t, t))
+    cache = target.model.init_cache(batch, t)
+    output, _ = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
+    return output.logits[:, length - 1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_drafts_are_what_a_fresh_pass_predicts(length):
+    """After rounds that accepted all, none or one, the cache gives what a fresh pass over the text gives."""
+    target = tiny_llama(seed=3)
+    drafter = two_model(target, 3)
+    text = np.asarray(jax.random.randint(jax.random.key(0), (2, 200), 0, 64)).copy()
+    propose = jax.jit(
+        lambda drafter, state, context: drafter.propose(drafter.params, None, state, context, jnp.full(2, 3))
+    )
+    state = drafter.init(drafter.params, Context(jnp.asarray(text), jnp.full(2, length)))
+    for accepted in (3, 0, 1, 3):
+        tree, state = propose(drafter, state, Context(jnp.asarray(text), jnp.full(2, length)))
+        grown = text.copy()
+        for depth in range(1, 4):
+            wanted = jnp.argmax(last_logits(target, jnp.asarray(grown[:, :32]), length + depth - 1), -1)
+            np.testing.assert_array_equal(tree.tokens[:, depth], wanted)
+            grown[:, length + depth - 1] = wanted
+        text[:, length : length + accepted] = grown[:, length : length + accepted]
+        length += accepted + 1  # and one token of the target's, here the random text's
+
+
+def test_tokens_have_the_law_that_is_reported():
+    model = tiny_llama(seed=3, vocab=64)
+    drafter = two_model(model, 2)
+    batch = 2000
+    tokens = jnp.broadcast_to(jnp.arange(1, 9), (batch, 8))
+    settings = Sampling(jnp.float32(1.5), jnp.int32(5))
+    context = Context(jnp.pad(tokens, ((0, 0), (0, 140))), jnp.full((batch,), 8), settings)
+    keys = jax.random.split(jax.random.key(1), batch)
+    propose = jax.jit(lambda drafter: drafter.propose(
+        drafter.params, keys, drafter.init(drafter.params, context), context, jnp.full((batch,), 2)
+    )[0])  # fmt: skip
+    tree = propose(drafter)
+    law = np.asarray(jax.nn.softmax(tree.logits[0, 0]))
+    assert (law > 0).sum() == 5
+    wanted = jax.nn.softmax(sampling.warp(last_logits(model, tokens[:1], 8), settings))[0]
+    np.testing.assert_allclose(law, wanted, atol=1e-5)
+    counts = np.bincount(tree.tokens[:, 1], minlength=64)
+    assert counts[law == 0].sum() == 0
+    assert chisquare(counts[law > 0], law[law > 0] * batch, sum_check=False).pvalue > 1e-3
+    second = np.asarray(jax.nn.softmax(tree.logits[:, 1], -1))  # its own law per first token
+    chosen = np.asarray(tree.tokens[:, 2])
+    assert (np.take_along_axis(second, chosen[:, None], 1) > 0).all()
+
+
+def test_the_target_as_its_own_draft_is_always_accepted():
+    model = tiny_llama()
+    for temperature in (0.0, 1.0):
+        result = decode(
+            model,
+            two_model(model, 3),
+            [[1, 2, 3], [4]],
+            key=jax.random.key(0),
+            max_new_tokens=16,
+            temperature=temperature,
+        )
+        assert result.stats.target_passes.tolist() == [4, 4]
+        assert result.block_efficiency.tolist() == [4.0, 4.0]
+
+
+def test_bad_budget():
+    with pytest.raises(UsageError, match="num_tokens must be at least 1"):
+        two_model(tiny_llama(), 0)

@@ -1,0 +1,256 @@
+"""The conformance suite: what every row of METHODS must do."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+from toy import DRAFT_ROWS, TARGET_ROWS, branching_drafter, joint_law, markov, tiny_llama
+
+import specjax
+from specjax import METHODS, Target, UsageError, decode, make_drafter, stream
+from specjax.sampling import draw
+from specjax.verifiers import exact_verifier, sample_and_match
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
+OPTIONS = {
+    "prompt_lookup": {"num_tokens": 4},
+    "token_recycling": {"num_nodes": 7},
+    "two_model": {"num_tokens": 3},
+}
+NAMES = sorted(METHODS)
+
+
+@functools.cache
+def drafter_of(name):
+    return make_drafter(name, tiny_llama(), tiny_llama(seed=1, layers=1), **OPTIONS.get(name, {}))
+
+
+@functools.cache
+def run(name, temperature=0.0, new=24, eos=(), prompts=tuple(map(tuple, PROMPTS)), seed=0):
+    """Lists of new tokens of a method on the tiny Llama, and the result."""
+    result = decode(
+        tiny_llama(),
+        drafter_of(name),
+        prompts,
+        key=jax.random.key(seed),
+        max_new_tokens=new,
+        temperature=temperature,
+        eos=eos,
+    )
+    return result.to_lists(), result
+
+
+def test_every_drafter_file_is_in_the_table():
+    files = {path.stem for path in pathlib.Path(specjax.drafters.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == set(METHODS)
+    assert all(name == method.name and method.summary for name, method in METHODS.items())
+    assert {method.guarantee for method in METHODS.values()} <= {"distribution", "greedy", "lossy"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("eos", [(), (40, 50)])
+def test_greedy_output_equals_plain_greedy_on_ragged_batches(name, eos):
+    assert run(name, eos=eos)[0] == run("autoregressive", eos=eos)[0]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if METHODS[n].guarantee == "distribution"])
+def test_point_mass_methods_sample_the_text_of_plain_sampling(name):
+    if drafter_of(name).draws == "point_mass":
+        assert run(name, temperature=1.0)[0] == run("autoregressive", temperature=1.0)[0]
+    else:
+        assert run(name, temperature=1.0)[0] != run("autoregressive", temperature=1.0)[0]  # other draws, same law
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_alone_equals_the_row_in_a_batch(name, temperature):
+    batch, whole = run(name, temperature)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4))
+    for b in (1, 2):
+        alone = decode(
+            tiny_llama(),
+            drafter_of(name),
+            [PROMPTS[b]],
+            key=keys[b : b + 1],
+            max_new_tokens=24,
+            temperature=temperature,
+        )
+        assert alone.to_lists()[0] == batch[b]
+        for ours, theirs in zip(alone.stats, whole.stats, strict=True):
+            np.testing.assert_array_equal(ours[0], theirs[b])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stream_equals_decode(name):
+    rows = [[] for _ in PROMPTS]
+    passes = 0
+    steps = stream(tiny_llama(), drafter_of(name), PROMPTS, key=jax.random.key(0), max_new_tokens=24, temperature=0.7)
+    for step in steps:
+        passes += 1
+        for row, new, accepted in zip(rows, step.tokens, step.accepted, strict=True):
+            assert 0 <= accepted <= len(new)
+            row += new
+    lists, result = run(name, temperature=0.7)
+    assert rows == lists
+    assert passes == int(result.stats.target_passes.max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_call_compiles_nothing_and_steps_transfer_nothing(name):
+    target, drafter = tiny_llama(), drafter_of(name)
+    tokens, lengths = jnp.ones((2, 8), jnp.int32), jnp.array([8, 3])
+    call = lambda key: decode(target, drafter, (tokens, lengths), key=key, max_new_tokens=9, temperature=0.5).tokens
+    keys = [jax.random.split(jax.random.key(i), 2) for i in range(2)]
+    call(keys[0]).block_until_ready()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
+    )
+    rebuilt = make_drafter(name, tiny_llama(), tiny_llama(seed=1, layers=1), **OPTIONS.get(name, {}))
+    jax.block_until_ready(decode(target, rebuilt, (tokens, lengths), key=keys[1], max_new_tokens=9, temperature=0.5))
+    assert compiled == []
+    inputs, *arrays, static = specjax.decode.__globals__["_prepare"](
+        target, drafter, (tokens, lengths), keys[0], 9, 0.5, None, None, (), None, None, None
+    )
+    start, step = (specjax.decode.__globals__[f] for f in ("_start", "_step"))
+    state = start(inputs, *arrays, **static)
+    decoding = {k: static[k] for k in ("verify", "controller")}
+    state, _, _ = step(inputs, state, **decoding)
+    with jax.transfer_guard("disallow"):
+        step(inputs, state, **decoding)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_works_inside_the_callers_jit(name):
+    drafter = drafter_of(name)
+
+    @jax.jit
+    def program(target, drafter, tokens, lengths, key):
+        return decode(target, drafter, (tokens, lengths), key=key, max_new_tokens=12).tokens
+
+    tokens = jnp.zeros((2, 8), jnp.int32).at[0, :3].set(jnp.array([4, 5, 6])).at[1, :2].set(jnp.array([9, 1]))
+    ours = program(tiny_llama(), drafter, tokens, jnp.array([3, 2]), jax.random.key(0))
+    wanted = decode(tiny_llama(), drafter, [[4, 5, 6], [9, 1]], key=jax.random.key(0), max_new_tokens=12).tokens
+    np.testing.assert_array_equal(ours, wanted)
+
+
+def sampled_triples(drafter, rows, count=20_000, verifier=None, **options):
+    """Counts [V, V, V] of the first three sampled tokens after token 0 of a Markov target."""
+    vocab = len(rows)
+    prompts = (jnp.zeros((count, 4), jnp.int32), jnp.full((count,), 4))  # repeated zeros: n-grams recur
+    result = decode(
+        markov(rows),
+        drafter,
+        prompts,
+        key=jax.random.key(7),
+        max_new_tokens=3,
+        temperature=1.0,
+        verifier=verifier,
+        **options,
+    )
+    index = np.asarray(result.tokens) @ np.array([vocab**2, vocab, 1])
+    return np.bincount(index, minlength=vocab**3).reshape((vocab,) * 3)
+
+
+def p_value(counts, law):
+    """Chi-square of counts against a law, cells expecting fewer than 5 merged."""
+    expected = law.ravel() * counts.sum()
+    observed, small = counts.ravel(), expected < 5
+    if small.any():
+        observed = np.append(observed[~small], observed[small].sum())
+        expected = np.append(expected[~small], expected[small].sum())
+    return chisquare(observed, expected, sum_check=False).pvalue
+
+
+def toy_drafter(name):
+    return make_drafter(name, markov(), markov(DRAFT_ROWS), **OPTIONS.get(name, {}))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if METHODS[n].guarantee == "distribution"])
+def test_sampled_text_has_the_joint_law_of_the_target(name):
+    counts = sampled_triples(toy_drafter(name), TARGET_ROWS)
+    assert p_value(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+
+
+@pytest.mark.parametrize("branching", [(1, 1), (2, 2), (3, 1)])
+def test_trees_drawn_without_replacement_have_the_joint_law_of_the_target(branching):
+    drafter = branching_drafter(branching).replace(params=jnp.asarray(DRAFT_ROWS))
+    assert p_value(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+
+
+def accept_all(keys, tree, logits):
+    """A mutant: takes every drafted token."""
+    verdict = exact_verifier("without_replacement", False)(keys, tree, logits)
+    n = tree.tokens.shape[1]
+    last = draw(keys[:, -1], logits[:, -1])
+    return verdict._replace(
+        path=jnp.broadcast_to(jnp.arange(n), tree.tokens.shape), num_nodes=jnp.full(len(last), n), next_token=last
+    )
+
+
+def bonus_without_residual(keys, tree, logits):
+    """A mutant: after a rejection draws from p instead of the residual."""
+    verdict = exact_verifier("without_replacement", False)(keys, tree, logits)
+    row = jnp.arange(keys.shape[0])
+    node = verdict.path[row, verdict.num_nodes - 1]
+    return verdict._replace(next_token=draw(keys[row, node], logits[row, node]))
+
+
+def one_key_for_all_positions(keys, tree, logits):
+    """A mutant: every node of the tree draws with the root's noise."""
+    return sample_and_match(jnp.broadcast_to(keys[:, :1], keys.shape), tree, logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("two_model", accept_all), ("two_model", bonus_without_residual), ("prompt_lookup", one_key_for_all_positions)],
+)
+def test_the_chi_square_catches_broken_rules(name, mutant):
+    counts = sampled_triples(toy_drafter(name), TARGET_ROWS, verifier=mutant)
+    assert p_value(counts, joint_law(TARGET_ROWS, 0, 3)) < 1e-6
+
+
+def test_one_key_for_all_rows_is_caught():
+    """The bug of a key that is replicated over shards: rows repeat each other."""
+    key = jnp.broadcast_to(jax.random.key(0), (16,))
+    same = decode(tiny_llama(), drafter_of("two_model"), [[1, 2]] * 16, key=key, max_new_tokens=8, temperature=1.0)
+    assert len({tuple(row) for row in same.to_lists()}) == 1
+    rows = run("two_model", 1.0, 8, (), ((1, 2),) * 16)[0]
+    assert len({tuple(row) for row in rows}) > 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_eight_devices_equal_one(name, temperature):
+    """Rows sharded over 8 devices, parameters replicated."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), "data")
+    place = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+    prompts = [[i + 1, 2, 3, i + 1, 2] for i in range(8)]
+    tokens, lengths = jnp.array(prompts), jnp.full((8,), 5)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(8))
+    target, drafter = tiny_llama(), drafter_of(name)
+    options = {"max_new_tokens": 16, "temperature": temperature, "eos": (3,)}
+    alone = decode(target, drafter, (tokens, lengths), key=keys, **options)
+    spread = decode(
+        Target(target.model, place(target.params)),
+        drafter.replace(params=place(drafter.params)),
+        (place(tokens, "data"), place(lengths, "data")),
+        key=place(keys, "data"),
+        **options,
+    )
+    np.testing.assert_array_equal(alone.tokens, spread.tokens)
+    for ours, theirs in zip(alone.stats, spread.stats, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_unknown_and_incomplete_methods():
+    with pytest.raises(UsageError, match='unknown method "medusa"; choose one of autoregressive'):
+        make_drafter("medusa", tiny_llama())
+    with pytest.raises(UsageError, match="needs a draft model"):
+        make_drafter("two_model", tiny_llama())
+    with pytest.raises(UsageError, match=r"64 tokens .* 3"):
+        make_drafter("two_model", markov(), tiny_llama())
