@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -26,8 +27,18 @@ app.command("bench")(bench.bench)
 app.command("methods")(methods.methods)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from specjax import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
 @app.callback()
-def _specjax() -> None:
+def _specjax(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
     """Speculative and parallel decoding in JAX.
 
     Exit codes: 0 done, 1 refused comparison, 2 bad input, 130 interrupted.

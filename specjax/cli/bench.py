@@ -18,11 +18,11 @@ PROMPTS is JSONL as in Spec-Bench: {"question_id": 1, "category": "qa",
 of MT-bench are one task, mt_bench. --limit is per task.
 
 Every prompt is decoded plainly and with each method in turn, in one process,
---repeats times; its time is the median. Before that, an untimed run per size of
-the prompt buffer compiles each program (compile_seconds: how much longer it
-takes than the timed ones). The speed-up of a task is the
-ratio of tokens per second over all its prompts, reading them included. Block
-efficiency is tokens per target pass, the bonus token included.
+--repeats times; its time is the median. Before that, an untimed run per size
+of the prompt buffer compiles each program (compile_seconds: how much longer
+it takes than the timed ones). The speed-up of a task is the ratio of tokens
+per second over all its prompts, reading them included. Block efficiency is
+tokens per target pass, the bonus token included; mean_accepted excludes it.
 
 Texts that should equal those of plain decoding and do not are a refusal: no
 speed-up is stated and the exit code is 1. One exception is listed instead: a

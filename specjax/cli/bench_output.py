@@ -56,7 +56,7 @@ def sections(document: dict) -> dict[str, dict[str, dict]]:
 
 def show(document: dict, out: Console) -> None:
     """The table."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     for heading in ("task", "method"):
         table.add_column(heading, no_wrap=True)
     for heading in ("n", "tok/s", "plain", "ratio", "tok/pass", "accepted", "same"):
