@@ -1,0 +1,146 @@
+"""Greedy output of every method against plain decoding, and of plain decoding against `transformers`, on real weights.
+
+    python benchmarks/real_equality.py PROMPTS.jsonl --limit 64 --max-new-tokens 128 [--transformers]
+
+SmolLM2-135M-Instruct in float32, prompts of a Spec-Bench file taken evenly. Two-model drafting uses the first 8 of the 30
+layers of the target as its draft, since no smaller model shares the vocabulary. Differences are listed with the gap between
+the two best logits at the first one: below 1e-3 it is a near-tie that the width of the pass decides.
+Exit code 1 if a method differs from plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from specjax.models import LlamaConfig, make_model
+
+
+def first_layers(target: specjax.Target, config: LlamaConfig, layers: int) -> specjax.Target:
+    """The target cut after its first layers, with its own head."""
+    cut = dataclasses.replace(config, num_layers=layers)
+    params = dict(target.params, layers={i: target.params["layers"][i] for i in range(layers)})
+    return specjax.Target(make_model(cut), params)
+
+
+@jax.jit
+def last_logits(target, tokens, length):
+    """float32[V]: the logits after tokens[0, :length], in one pass."""
+    t = tokens.shape[1]
+    mask = jnp.tril(jnp.ones((1, t, t), bool))
+    cache = target.model.init_cache(1, 1)
+    output, _ = target.model.forward(target.params, tokens, cache, positions=jnp.arange(t)[None], mask=mask)
+    return output.logits[0, length - 1]
+
+
+def gap(target, prompt, common) -> float:
+    """Distance of the two best logits after prompt + common."""
+    text = [*prompt, *common]
+    padded = np.zeros((1, -(-len(text) // 256) * 256), np.int32)
+    padded[0, : len(text)] = text
+    best = np.sort(np.asarray(last_logits(target, jnp.asarray(padded), len(text))))[-2:]
+    return float(best[1] - best[0])
+
+
+def differences(target, prompts, ours, theirs) -> list[dict]:
+    """First difference per prompt, with the gap there."""
+    found = []
+    for i, (prompt, a, b) in enumerate(zip(prompts, ours, theirs, strict=True)):
+        if a != b:
+            at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            found.append({"prompt": i, "position": at, "gap": gap(target, prompt, a[:at])})
+    return found
+
+
+def with_transformers(target, prompts, max_new_tokens, eos) -> list[list[int]]:
+    """Greedy texts of the same float32 weights in `transformers` (torch)."""
+    import torch
+    from transformers import LlamaConfig as HFConfig
+    from transformers import LlamaForCausalLM
+
+    model = hf_model(target, HFConfig, LlamaForCausalLM, torch)
+    texts = []
+    for prompt in prompts:
+        with torch.no_grad():
+            out = model.generate(
+                torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(eos), pad_token_id=0
+            )
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+def hf_model(target, config_class, model_class, torch):
+    """SmolLM2 in torch with the weights of `target`."""
+    model = model_class(
+        config_class(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, max_position_embeddings=8192, rope_theta=100000.0, rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+        )
+    ).eval()  # fmt: skip
+    p = target.params
+    names = {"model.embed_tokens.weight": p["embed"]["weight"], "model.norm.weight": p["norm"]["weight"]}
+    for i in range(30):
+        layer, prefix = p["layers"][i], f"model.layers.{i}"
+        names[f"{prefix}.input_layernorm.weight"] = layer["attention_norm"]["weight"]
+        names[f"{prefix}.post_attention_layernorm.weight"] = layer["mlp_norm"]["weight"]
+        for part in "qkvo":
+            names[f"{prefix}.self_attn.{part}_proj.weight"] = layer["attention"][part]["weight"]
+        for part in ("gate", "up", "down"):
+            names[f"{prefix}.mlp.{part}_proj.weight"] = layer["mlp"][part]["weight"]
+    state = {name: torch.from_numpy(np.array(x)) for name, x in names.items()}
+    missing, extra = model.load_state_dict(state, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not extra, (missing, extra)
+    model.tie_weights()
+    return model
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts")
+    parser.add_argument("--limit", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--transformers", action="store_true", help="compare plain decoding with transformers too")
+    args = parser.parse_args()
+    target, tokenizer = specjax.load(dtype="float32")
+    with open(args.prompts) as lines:
+        turns = [json.loads(line)["turns"][0] for line in lines]
+    turns = turns[:: max(1, len(turns) // args.limit)][: args.limit]
+    prompts = [tokenizer.chat(text) for text in turns]
+    config = LlamaConfig(
+        vocab_size=49152, width=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, mlp_width=1536,
+        rope_base=100000.0,
+    )  # fmt: skip
+    drafters = {
+        name: specjax.make_drafter(name, target, first_layers(target, config, 8)) for name in specjax.METHODS
+    }
+    texts: dict[str, list] = {}
+    report: dict[str, object] = {"prompts": len(prompts), "max_new_tokens": args.max_new_tokens}
+    for name, drafter in drafters.items():
+        rows, passes = [], 0
+        for prompt in prompts:
+            result = specjax.decode(
+                target, drafter, [prompt], key=jax.random.key(0), max_new_tokens=args.max_new_tokens, eos=tokenizer.eos
+            )
+            rows += result.to_lists()
+            passes += int(result.stats.target_passes[0])
+        texts[name] = rows
+        found = differences(target, prompts, texts["autoregressive"], rows)
+        report[name] = {"tokens_per_pass": sum(map(len, rows)) / passes, "differences": found}
+        print(name, json.dumps(report[name]), flush=True)
+    if args.transformers:
+        theirs = with_transformers(target, prompts, args.max_new_tokens, tokenizer.eos)
+        report["transformers"] = {"differences": differences(target, prompts, texts["autoregressive"], theirs)}
+    print(json.dumps(report, indent=1))
+    return int(any(report[name]["differences"] for name in drafters))  # type: ignore[index]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
