@@ -1,0 +1,51 @@
+# Two commands on a machine with Python >= 3.11: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types check format bench clean
+
+# Decode a prompt with SmolLM2 next to plain decoding, and say whether the texts are identical.
+demo: $(VENV)/.demo
+	$(BIN)/specjax generate --compare
+
+# Lint, types and every test that fits on a CPU.
+test: lint types check
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The packages live in several folders; mypy sees them where the wheel puts them.
+types: $(VENV)/.dev
+	@rm -rf build/types && mkdir -p build/types/specjax
+	@ln -s $(CURDIR)/specjax/* $(CURDIR)/models $(CURDIR)/configs $(CURDIR)/pallas_kernels build/types/specjax/
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p specjax
+
+check: $(VENV)/.dev
+	$(BIN)/pytest
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	$(BIN)/specjax bench $(PROMPTS) --method prompt_lookup --method token_recycling --out bench.json
+
+clean:
+	rm -rf $(VENV) build
+
+# uv resolves and installs in a minute what takes pip ten; torch comes by pip, which also looks where a local build lies.
+$(VENV)/bin/uv:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "specjax needs Python 3.11 or newer"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q uv
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/uv
+	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/uv
+	$(BIN)/python -m pip install -q torch==2.13.0
+	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[dev]'
+	@touch $@ $(VENV)/.demo
