@@ -2,9 +2,9 @@
 
     python benchmarks/real_equality.py PROMPTS.jsonl --limit 64 --max-new-tokens 128 [--transformers]
 
-SmolLM2-135M-Instruct in float32, prompts of a Spec-Bench file taken evenly. Two-model drafting uses the first 8 of the 30
-layers of the target as its draft, since no smaller model shares the vocabulary. Differences are listed with the gap between
-the two best logits at the first one: below 1e-3 it is a near-tie that the width of the pass decides.
+SmolLM2-135M-Instruct in float32, prompts of a Spec-Bench file taken evenly. Two-model drafting uses the first 8 of the
+30 layers of the target as its draft, since no smaller model shares the vocabulary. Differences are listed with the gap
+between the two best logits at the first one: below 1e-3 it is a near-tie that the width of the pass decides.
 Exit code 1 if a method differs from plain decoding.
 """
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
+from specjax.configs import smollm2_135m
 from specjax.models import LlamaConfig, make_model
 
 
@@ -70,7 +71,11 @@ def with_transformers(target, prompts, max_new_tokens, eos) -> list[list[int]]:
     for prompt in prompts:
         with torch.no_grad():
             out = model.generate(
-                torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(eos), pad_token_id=0
+                torch.tensor([prompt]),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(eos),
+                pad_token_id=0,
             )
         texts.append(out[0, len(prompt) :].tolist())
     return texts
@@ -108,19 +113,15 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--transformers", action="store_true", help="compare plain decoding with transformers too")
+    parser.add_argument("--texts", help="write the plain texts, as token ids, to this JSON file")
     args = parser.parse_args()
     target, tokenizer = specjax.load(dtype="float32")
     with open(args.prompts) as lines:
         turns = [json.loads(line)["turns"][0] for line in lines]
     turns = turns[:: max(1, len(turns) // args.limit)][: args.limit]
     prompts = [tokenizer.chat(text) for text in turns]
-    config = LlamaConfig(
-        vocab_size=49152, width=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, mlp_width=1536,
-        rope_base=100000.0,
-    )  # fmt: skip
-    drafters = {
-        name: specjax.make_drafter(name, target, first_layers(target, config, 8)) for name in specjax.METHODS
-    }
+    config = smollm2_135m.get_config()
+    drafters = {name: specjax.make_drafter(name, target, first_layers(target, config, 8)) for name in specjax.METHODS}
     texts: dict[str, list] = {}
     report: dict[str, object] = {"prompts": len(prompts), "max_new_tokens": args.max_new_tokens}
     for name, drafter in drafters.items():
@@ -132,6 +133,9 @@ def main() -> int:
             rows += result.to_lists()
             passes += int(result.stats.target_passes[0])
         texts[name] = rows
+        if args.texts and name == "autoregressive":
+            with open(args.texts, "w") as file:
+                json.dump({"prompts": prompts, "texts": rows}, file)
         found = differences(target, prompts, texts["autoregressive"], rows)
         report[name] = {"tokens_per_pass": sum(map(len, rows)) / passes, "differences": found}
         print(name, json.dumps(report[name]), flush=True)

@@ -1,6 +1,6 @@
 """Attention of new tokens over a cached prefix and over each other."""
 
-from specjax.pallas_kernels.tree_attention.reference import tree_attention as _xla
+from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as _xla
 
 __all__ = ["tree_attention"]
 

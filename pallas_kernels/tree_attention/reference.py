@@ -26,9 +26,8 @@ def tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scal
     batch, t, heads, dim = q.shape
     kv_heads, slots = prefix_k.shape[1:3]
     group = heads // kv_heads
-    # Query heads of one kv head are rows of one matrix: plain batched matmuls, no transposed copy of the cache.
-    q = q.reshape(batch, t, kv_heads, group, dim).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * t, dim)
-    q = q * jnp.asarray(scale, q.dtype)
+    # Query heads of one kv head are rows of one matrix: batched matmuls without a transposed copy of the cache.
+    q = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)
 
     def scores(keys, visible):  # [B, K, S, h], bool[B, T, S] -> f32[B, K, G*T, S]
         s = jax.lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
@@ -56,5 +55,18 @@ def tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scal
 
     total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
     out = (weighted(old, prefix_v) + weighted(new, v)) / total  # f32[B, K, G*T, h]
-    out = out.reshape(batch, kv_heads, group, t, dim).transpose(0, 3, 1, 2, 4).reshape(batch, t, heads, dim)
-    return out.astype(v.dtype)
+    return ungroup_queries(out.astype(v.dtype), t)
+
+
+def group_queries(q, kv_heads: int):
+    """[B, T, H, h] -> [B, K, H/K * T, h]."""
+    batch, t, heads, dim = q.shape
+    q = q.reshape(batch, t, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
+    return q.reshape(batch, kv_heads, -1, dim)
+
+
+def ungroup_queries(out, t: int):
+    """[B, K, H/K * T, h] -> [B, T, H, h]."""
+    batch, kv_heads, rows, dim = out.shape
+    out = out.reshape(batch, kv_heads, rows // t, t, dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, t, -1, dim)

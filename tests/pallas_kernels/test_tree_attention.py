@@ -1,0 +1,78 @@
+"""Tree attention against attention written out with one softmax, and its blocked form against it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.pallas_kernels.tree_attention import tree_attention
+from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
+from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention
+
+BATCH, HEADS, KV, DIM, SLOTS = 2, 4, 2, 8, 40
+BLOCKED = jax.jit(blocked_tree_attention, static_argnames=("scale", "window", "softcap", "block", "many"))
+
+
+def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window, softcap):
+    """Per row and head, numpy, one softmax over what is visible."""
+    out = np.zeros(q.shape)
+    for b in range(q.shape[0]):
+        keys = np.concatenate([prefix_k[b, :, : length[b]], k[b]], 1)
+        values = np.concatenate([prefix_v[b, :, : length[b]], v[b]], 1)
+        where = np.concatenate([np.arange(length[b]), positions[b]])
+        for i in range(q.shape[1]):
+            seen = np.concatenate([np.ones(length[b], bool), mask[b, i]])
+            if window is not None:
+                seen &= where > positions[b, i] - window
+            for h in range(q.shape[2]):
+                s = keys[h // (q.shape[2] // KV)] @ q[b, i, h] * scale
+                s = softcap * np.tanh(s / softcap) if softcap else s
+                w = np.where(seen, np.exp(s - s[seen].max()), 0)
+                out[b, i, h] = w @ values[h // (q.shape[2] // KV)] / w.sum()
+    return out
+
+
+def case(rng, t, lengths, tree):
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    parents = {
+        "chain": np.arange(-1, t - 1),
+        "star": np.r_[-1, np.zeros(t - 1, int)],
+        "random": np.r_[-1, [rng.integers(0, i) for i in range(1, t)]].astype(int),
+    }[tree]
+    mask = np.eye(t, dtype=bool)
+    depth = np.zeros(t, int)
+    for i in range(1, t):
+        mask[i] |= mask[parents[i]]
+        depth[i] = depth[parents[i]] + 1
+    prefix_k, prefix_v = normal(BATCH, KV, SLOTS, DIM), normal(BATCH, KV, SLOTS, DIM)
+    for b, n in enumerate(lengths):  # dead slots
+        prefix_k[b, :, n:], prefix_v[b, :, n:] = 1e4, 1e9
+    length = np.array(lengths, np.int32)
+    return (
+        normal(BATCH, t, HEADS, DIM), normal(BATCH, KV, t, DIM), normal(BATCH, KV, t, DIM), prefix_k, prefix_v, length,
+        length[:, None] + depth.astype(np.int32), np.broadcast_to(mask, (BATCH, t, t)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5])
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    lengths=st.tuples(*[st.sampled_from([0, 1, 7, 8, 9, 16, 39, 40])] * 2),
+    tree=st.sampled_from(["chain", "star", "random"]),
+)
+def test_both_forms_equal_one_softmax(window, softcap, seed, lengths, tree):
+    arrays = case(np.random.default_rng(seed), 6, lengths, tree)
+    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    wanted = plain(*arrays, **options)
+    arrays = [jnp.asarray(x) for x in arrays]
+    np.testing.assert_allclose(reference(*arrays, **options), wanted, atol=2e-5)
+    np.testing.assert_allclose(BLOCKED(*arrays, **options, block=16, many=1), wanted, atol=2e-5)
+
+
+def test_unknown_implementation_is_refused():
+    with pytest.raises(NotImplementedError, match='"pallas_tpu"'):
+        tree_attention(*[None] * 8, implementation="pallas_tpu")
