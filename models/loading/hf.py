@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from specjax.errors import UsageError
 from specjax.models.loading import families
 from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.tensors import Tensor, check_sizes
-
-from specjax.errors import UsageError
 
 WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is downloaded of a hub repository: no pickles, no other frameworks."""
@@ -28,7 +27,8 @@ def download(repo: str) -> Path:
     except Exception as error:  # a dozen kinds: no such repository, gated, no network, no space, ...
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f'"{repo}" is no local file or folder and could not be downloaded from the Hugging Face hub ({reason})'
+            f'"{repo}" is no local file or folder and could not be downloaded from the Hugging Face hub ({reason}); '
+            "check the id or the network, or give a local folder or .gguf file"
         ) from error
 
 

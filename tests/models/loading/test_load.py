@@ -6,10 +6,10 @@ import sys
 import jax
 import numpy as np
 import pytest
-from specjax.models import load
-from specjax.models.loading import assembly
 
 from specjax.errors import UsageError
+from specjax.models import load
+from specjax.models.loading import assembly
 
 
 def test_unknown_path():
@@ -30,8 +30,10 @@ def test_failing_download_is_one_sentence(monkeypatch):
         raise ConnectionError("no route to the hub\nand a long second line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(UsageError, match=r'"org/name" is no local file or folder .* \(no route to the hub\)$'):
+    wanted = r'"org/name" is no local file or folder .* \(no route to the hub\); check the id or the network, or give '
+    with pytest.raises(UsageError, match=wanted) as caught:
         load("org/name")
+    assert "\n" not in str(caught.value)
 
 
 def test_download_leaves_pickles_out(monkeypatch, tiny, tmp_path):
