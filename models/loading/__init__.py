@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import jax
+
+from specjax.errors import UsageError
 from specjax.models.bridge import make_model
 from specjax.models.loading import gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
 from specjax.models.loading.assembly import Checkpoint, assemble
 from specjax.models.loading.tokenizer import Tokenizer, first_difference
-
-from specjax.errors import UsageError
 from specjax.types import Target
 
 __all__ = ["Tokenizer", "first_difference", "load"]

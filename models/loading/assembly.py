@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from specjax.models.bridge import Config, abstract_params
-from specjax.models.loading.tensors import Tensor, read_rows
 
 from specjax.errors import UsageError
+from specjax.models.bridge import Config, abstract_params
+from specjax.models.loading.tensors import Tensor, read_rows
 from specjax.types import PyTree
 
 ALIGNMENT = 64  # bytes; jax copies numpy memory that is less aligned

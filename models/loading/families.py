@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from specjax.models.loading import gemma3, llama
-
 from specjax.errors import UsageError
+from specjax.models.loading import gemma3, llama
 
 FAMILIES = (llama, gemma3)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 
+from specjax.errors import UsageError
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.loading import llama, rope
 from specjax.models.loading.assembly import Stored, Weight
 from specjax.models.loading.fields import require
-
-from specjax.errors import UsageError
 
 HF_TYPES = ("gemma3_text", "gemma3")  # the second is multimodal; its text part is loaded
 GGUF_TYPES = ("gemma3",)

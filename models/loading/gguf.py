@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from specjax.errors import UsageError
 from specjax.models.loading import families
 from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.tensors import Tensor, check_sizes, read_rows
-
-from specjax.errors import UsageError
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
@@ -30,9 +30,8 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     arch = str(meta.get("general.architecture", "unnamed"))
     family = families.by_gguf(arch, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    factors = tensors.get("rope_freqs.weight")
-    if factors is not None:
-        factors = read_rows(factors, 0, factors.shape[0])
+    stored = tensors.get("rope_freqs.weight")
+    factors = None if stored is None else read_rows(stored, 0, stored.shape[0])
     config = family.config_from_gguf(meta, shapes, factors, where, **options)
     return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), "rope_freqs.weight".__eq__), meta
 

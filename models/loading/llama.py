@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 
+from specjax.errors import UsageError
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import rope
 from specjax.models.loading.assembly import Stored, Weight
 from specjax.models.loading.fields import require, width_of_heads
-
-from specjax.errors import UsageError
 
 HF_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_TYPES = ("llama", "qwen2", "qwen3")

@@ -9,14 +9,13 @@ import math
 import struct
 from pathlib import Path
 
+from specjax.errors import UsageError
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import llama
 from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.spm import SPACE, Spm
 from specjax.models.loading.tensors import Tensor
 from specjax.models.loading.tokenizer import Tokenizer
-
-from specjax.errors import UsageError
 
 HEADER = struct.Struct("<7i")
 BOS, EOS, FIRST_BYTE = 1, 2, 3

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from specjax.models.layers import RopeScaling, rope_frequencies
 
 from specjax.errors import UsageError
+from specjax.models.layers import RopeScaling, rope_frequencies
 
 
 def from_hf(

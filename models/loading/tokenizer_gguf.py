@@ -5,10 +5,9 @@ Built from the vocabulary itself: the way through `transformers` takes 6 to 20 s
 
 from __future__ import annotations
 
+from specjax.errors import UsageError
 from specjax.models.loading.spm import SPACE, Spm
 from specjax.models.loading.tokenizer import LibraryCodec, Tokenizer, end_ids
-
-from specjax.errors import UsageError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specjax.errors import UsageError
 from specjax.models.loading.hf import read_json
 from specjax.models.loading.tokenizer import LibraryCodec, Tokenizer, end_ids
-
-from specjax.errors import UsageError
 
 
 def from_folder(folder: Path) -> Tokenizer:
@@ -18,7 +17,7 @@ def from_folder(folder: Path) -> Tokenizer:
     vocab = [""] * (max(by_piece.values(), default=-1) + 1)
     for piece, i in by_piece.items():
         vocab[i] = piece
-    names = {key: _content(value) for key, value in settings.items() if key.endswith("_token") and _content(value)}
+    names = {key: text for key, value in settings.items() if key.endswith("_token") and (text := _content(value))}
     stated: list[int] = [by_piece[names["eos_token"]]] if names.get("eos_token") in by_piece else []
     for file in ("generation_config.json", "config.json"):
         config = read_json(folder / file) or {}

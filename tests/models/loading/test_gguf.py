@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+
+from specjax.errors import UsageError
 from specjax.models import load
 from specjax.models.loading import gemma3, llama
 from specjax.models.loading.gguf import read, read_header
-
-from specjax.errors import UsageError
 
 gguf = pytest.importorskip("gguf")
 

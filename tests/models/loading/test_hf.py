@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax.models import load
-from specjax.models.loading import hf
 
 from specjax.errors import UsageError
+from specjax.models import load
+from specjax.models.loading import hf
 
 TOLERANCE = 1e-4
 

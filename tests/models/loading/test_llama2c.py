@@ -6,9 +6,9 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax.models import load
 
 from specjax.errors import UsageError
+from specjax.models import load
 
 SHA256 = "b0a507e7ad0f626624f17112325e66691f9076d622e1d3274d103d00299f2696"
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from specjax.models import load
 from specjax.models.loading import resolve
 

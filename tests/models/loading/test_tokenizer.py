@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+
 from specjax.models.loading import resolve, spm
 from specjax.models.loading.gguf import read_header
 from specjax.models.loading.tokenizer import Tokenizer, end_ids, first_difference
