@@ -32,8 +32,9 @@ class Pending(NamedTuple):
 def after(x: Array) -> Array:
     """int32[B] of zeros that the compiler can only know once it has computed x [B, ...].
 
-    Added to the index that `commit` writes at, it puts the write behind every read of the cache that led to x. Without it,
-    XLA on CPU may write a layer's slots before they are read and copies the whole cache in every step to make that legal.
+    Added to the index that `commit` writes at, it puts the write behind every read of the cache that led to x.
+    Without it, XLA on CPU may write a layer's slots before they are read and copies the whole cache in every step to
+    make that legal.
     """
     bits = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1)[:, 0].astype(jnp.float32), jnp.uint32)
     return jnp.minimum((bits >> 1).astype(jnp.int32), 0)

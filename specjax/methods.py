@@ -1,7 +1,7 @@
 """METHODS: every method by name, with what it promises and where it comes from.
 
-A table written by hand; a test checks that every drafter file is in it. The README's list, the command line's choices and
-the conformance tests come from it.
+A table written by hand; a test checks that every drafter file is in it. The README's list, the command line's choices
+and the conformance tests come from it.
 """
 
 from __future__ import annotations

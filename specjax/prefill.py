@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from specjax.types import Array, Model, PyTree
 
 CHUNK = 128
-"""Tokens per pass. SmolLM2 on 2 cores reads a 900-token prompt as fast with 128 as with 512; the scores of one layer, the
-largest temporary, are a quarter."""
+"""Tokens per pass. SmolLM2 on 2 cores reads a 900-token prompt as fast with 128 as with 512; the scores of one layer,
+the largest temporary, are a quarter."""
 
 
 def prefill(model: Model, params: PyTree, cache: PyTree, tokens: Array, count: Array) -> PyTree:
     """Commit the first `count[b]` of `tokens` int32[B, L] to an empty cache of more than max(count) + CHUNK slots.
 
-    Runs only as many chunks as the longest row needs, so padding of the buffer costs nothing. The logits are not used, and
-    the compiler removes the head.
+    Runs only as many chunks as the longest row needs, so padding of the buffer costs nothing. The logits are not used,
+    and the compiler removes the head.
     """
     batch = tokens.shape[0]
     offset = jnp.arange(CHUNK)

@@ -52,9 +52,9 @@ def buffer_size(prompt_buffer: int, max_new_tokens: int, drafter: Drafter) -> in
 def speculative(verify: VerifyFn, controller: Controller) -> Decoder:
     """The decoder that drafts a tree, scores it with one pass of the target and keeps what `verify` accepts.
 
-    Randomness is a function of the row's key and of positions only. The target's draws at a position use (key, position), so
-    rules that sample the target directly give the same text whatever was drafted. The draft of a round uses (key, length of
-    the text): drawn afresh each round, since discarded drafts may have taught the drafter.
+    Randomness is a function of the row's key and of positions only. The target's draws at a position use
+    (key, position), so rules that sample the target directly give the same text whatever was drafted. The draft of a
+    round uses (key, length of the text): drawn afresh each round, since discarded drafts may have taught the drafter.
     """
 
     def init(inputs: Inputs, tokens: Array, length: Array, keys: Array, stop: Array) -> DecodeState:
@@ -161,7 +161,8 @@ def _pad_to(x: Array, like: jax.ShapeDtypeStruct) -> Array:
 def _emit(inputs: Inputs, state: DecodeState, tree: TokenTree, verdict: Verdict) -> tuple[Array, Array, Array]:
     """The tokens of a verdict, cut at the first eos and at the row's limit.
 
-    Returns: tokens int32[B, N], how many of them count int32[B] (0 for finished rows), whether the last is an eos bool[B].
+    Returns: tokens int32[B, N], how many of them count int32[B] (0 for finished rows), and whether the last is
+    an eos bool[B].
     """
     n = tree.tokens.shape[1]
     index = jnp.arange(n)

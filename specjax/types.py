@@ -33,8 +33,9 @@ from `TokenTree.logits` of their parent, never twice the same token; a sampled c
 class TokenTree(NamedTuple):
     """A draft: a tree of tokens of fixed shape, parents before children, siblings in draft order.
 
-    Node 0 is the last committed token, which is not in the cache yet. A node is valid only if its parent is. For sampled
-    drafts `valid[:, i]` must not depend on the token drawn at node i (stopping *after* it may): else the output is biased.
+    Node 0 is the last committed token, which is not in the cache yet. A node is valid only if its parent is.
+    For sampled drafts `valid[:, i]` must not depend on the token drawn at node i (stopping *after* it may): else the
+    output is biased.
     """
 
     tokens: Array  # int32[B, N]
@@ -62,12 +63,12 @@ class Output(NamedTuple):
 class Model(NamedTuple):
     """A language model as pure functions. Hashable: equal hyperparameters give the same object.
 
-    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=()) -> (Output, pending)` reads the cache
-    and does not change it. `mask` is only *among the new tokens*; which slots of the cache count is the cache's own
-    `length[B]`. `pending` is what the new tokens would add.
+    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=()) -> (Output, pending)` reads the
+    cache and does not change it. `mask` is only *among the new tokens*; which slots of the cache count is the cache's
+    own `length[B]`. `pending` is what the new tokens would add.
 
-    `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`. Prefill, plain decoding,
-    chains and trees are these two calls; rolling back is committing fewer nodes.
+    `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`. Prefill, plain
+    decoding, chains and trees are these two calls; rolling back is committing fewer nodes.
     """
 
     init_cache: Callable[..., PyTree]  # (batch, capacity) -> cache
@@ -108,9 +109,13 @@ class Context(NamedTuple):
 class Drafter:
     """A proposer of token trees as pure functions, with its parameters as the only leaves.
 
-    `init(params, context) -> state` reads the prompts. `propose(params, keys[B], state, context, limit[B]) -> (TokenTree,
-    state)` drafts a tree of `num_nodes` nodes no deeper than `limit`. `update(params, state, tree, verdict, output) -> state`
-    learns from the round; `tree` and `output` may be cut to the first nodes, which are then the valid ones.
+    `init(params, context) -> state` reads the prompts.
+
+    `propose(params, keys[B], state, context, limit[B]) -> (TokenTree, state)` drafts a tree of `num_nodes` nodes no
+    deeper than `limit`.
+
+    `update(params, state, tree, verdict, output) -> state` learns from the round; `tree` and `output` may be cut to the
+    first nodes, which are then the valid ones.
     """
 
     init: Callable[..., PyTree] = field(metadata={"static": True})

@@ -16,6 +16,7 @@ from specjax.sampling import draw
 from specjax.verifiers import exact_verifier, sample_and_match
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
+PROMPT_TUPLES = tuple(map(tuple, PROMPTS))  # hashable
 OPTIONS = {
     "prompt_lookup": {"num_tokens": 4},
     "token_recycling": {"num_nodes": 7},
@@ -30,7 +31,7 @@ def drafter_of(name):
 
 
 @functools.cache
-def run(name, temperature=0.0, new=24, eos=(), prompts=tuple(map(tuple, PROMPTS)), seed=0):
+def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0):
     """Lists of new tokens of a method on the tiny Llama, and the result."""
     result = decode(
         tiny_llama(),

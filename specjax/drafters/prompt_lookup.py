@@ -1,10 +1,10 @@
 """Prompt lookup decoding: copy what followed the last occurrence of the current n-gram.
 
-Apoorv Saxena, Prompt Lookup Decoding (2023), github.com/apoorvumang/prompt-lookup-decoding; the same idea as Yang et al.,
-Inference with Reference (2023), arXiv 2304.04487.
+Apoorv Saxena, Prompt Lookup Decoding (2023), github.com/apoorvumang/prompt-lookup-decoding; the same idea as
+Yang et al., Inference with Reference (2023), arXiv 2304.04487.
 
-Rule: let n <= max_ngram be the length of the longest suffix of the text that occurs earlier; draft the num_tokens tokens
-that follow one such occurrence: the latest that has all of them, else the earliest, cut at the end of the text.
+Rule: let n <= max_ngram be the length of the longest suffix of the text that occurs earlier; draft the num_tokens
+tokens that follow one such occurrence: the latest that has all of them, else the earliest, cut at the end of the text.
 Guarantee: distribution (a point-mass chain).
 Deviation: the original takes the earliest match with a full continuation and drafts nothing if no n has one;
 `mode="reference"` does that. The latest match follows the recent topic; the earliest of the cut ones copies most.

@@ -1,7 +1,7 @@
 """Two-model speculative decoding: a smaller model of the same vocabulary drafts a chain.
 
-Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (2023), arXiv 2211.17192; Chen et al.:
-Accelerating Large Language Model Decoding with Speculative Sampling (2023), arXiv 2302.01318.
+Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (2023), arXiv 2211.17192;
+Chen et al.: Accelerating Large Language Model Decoding with Speculative Sampling (2023), arXiv 2302.01318.
 
 Rule: x_i ~ q(. | text, x_<i) for i = 1 ... num_tokens, with the target's own temperature, top-k and top-p.
 Guarantee: distribution (verified with the q that was sampled).
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.prefill import prefill
 from specjax.errors import UsageError
+from specjax.prefill import prefill
 from specjax.tree import chain
 from specjax.types import Context, Drafter, Model, Target
 
@@ -56,8 +56,8 @@ def _functions(model: Model, num_tokens: int) -> Drafter:
         return sampling.draw(sampling.fold_in(keys, jnp.full(keys.shape, depth)), logits), logits
 
     def propose(params, keys, cache, context: Context, limit):
-        # The cache lags two tokens: the root is always new, the one before it is new after full acceptance. Feeding both
-        # every time costs as much as feeding one and keeps the rows of a batch in step.
+        # The cache lags two tokens: the root is always new, the one before it is new after full acceptance. Feeding
+        # both every time costs as much as feeding one and keeps the rows of a batch in step.
         start = jnp.maximum(context.length - 2, 0)
         cache = cache._replace(length=start)
         pair = jnp.take_along_axis(context.tokens, start[:, None] + jnp.arange(2), 1)

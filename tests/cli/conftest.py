@@ -6,10 +6,10 @@ import types
 
 import jax
 import pytest
-from specjax.models import LlamaConfig, init_params, make_model
 
 import specjax
 from specjax.cli import main
+from specjax.models import LlamaConfig, init_params, make_model
 
 
 class ByteTokenizer:

@@ -1,11 +1,11 @@
 """The card's hand-worked trees (Token Recycling, A4)."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy import markov
 
-import jax
 from specjax import UsageError, decode
 from specjax.drafters import token_recycling
 from specjax.drafters.token_recycling import _write, best_paths, paper_tree

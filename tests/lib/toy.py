@@ -52,7 +52,10 @@ def markov(rows=TARGET_ROWS) -> Target:
 
 @functools.cache
 def branching_drafter(branching: tuple[int, ...]) -> Drafter:
-    """Children drawn without replacement (Gumbel-top-k) from Markov rows given as params; a static branching per depth."""
+    """Children drawn without replacement (Gumbel-top-k) from Markov rows given as params.
+
+    `branching` is static: the number of children per depth.
+    """
     paths = [()]
     level = [()]
     for width in branching:
@@ -71,7 +74,7 @@ def branching_drafter(branching: tuple[int, ...]) -> Drafter:
                 tokens = tokens.at[:, node].set(children[parent][:, rank])
             law = sampling.warp(jnp.log(params[tokens[:, node]]), context.sampling)
             laws = laws.at[:, node].set(law)
-            noise = jax.vmap(lambda key, node=node: jax.random.gumbel(jax.random.fold_in(key, node), law.shape[1:]))(
+            noise = jax.vmap(lambda key, node=node: jax.random.gumbel(jax.random.fold_in(key, node), params.shape[1:]))(
                 keys
             )
             children[node] = jax.lax.top_k(law + noise, max(branching))[1]

@@ -65,7 +65,10 @@ def test_greedy_takes_the_lowest_of_equal_logits():
 
 
 def test_a_draw_depends_on_the_key_of_the_node_only():
-    """The same position gives the same token whether it is drafted or not: the basis of equality with plain sampling."""
+    """The same position gives the same token whether it is drafted or not.
+
+    This is the basis of equality with plain sampling.
+    """
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 7, 3)), jnp.float32)
     bare = TokenTree(jnp.zeros((3, 7), jnp.int32), jnp.full((3, 7), -1), jnp.zeros((3, 7), bool).at[:, 0].set(True))
     first = SAMPLED(KEYS, bare, logits).next_token
