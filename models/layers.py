@@ -1,7 +1,7 @@
 """The blocks that the model families share.
 
-Weights are kept as [out, in], the order of the checkpoints. Measured on a 2-core CPU, one token, SmolLM2 in float32: the
-matrix-vector products read 18 GB/s in this order and 13 GB/s as [in, out].
+Weights are kept as [out, in], the order of the checkpoints. Measured on a 2-core CPU, one token, SmolLM2 in float32:
+the matrix-vector products read 18 GB/s in this order and 13 GB/s as [in, out].
 """
 
 from __future__ import annotations
@@ -130,12 +130,13 @@ class Attention(nnx.Module):
         """x [B, T, D], prefix (k, v) of this layer -> [B, T, D], (k, v) [B, K, T, h] of the new tokens."""
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope(q, step.positions, frequencies), rope(k, step.positions, frequencies)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        prefix_k, prefix_v = prefix
         out = tree_attention(
-            q, k, v, *prefix, step.length, step.positions, step.mask,
+            q, k, v, prefix_k, prefix_v, step.length, step.positions, step.mask,
             scale=self.scale, window=window, softcap=self.softcap,
         )  # fmt: skip
         return self.o(out.reshape(*x.shape[:2], -1)), (k, v)
@@ -165,7 +166,8 @@ def run_layers(layers, x: Array, cache: kv.KVCache, per_layer: PyTree, fn) -> tu
             x, kv_new = fn(block, x, (cache.k[i], cache.v[i]), jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
             stream.append(x)
             new.append(kv_new)
-        return stream, kv.Pending(*zip(*new, strict=True), after=kv.after(x))
+        k, v = zip(*new, strict=True)
+        return stream, kv.Pending(k, v, kv.after(x))
 
     graphdef, state = nnx.split(layers)
 
@@ -174,5 +176,5 @@ def run_layers(layers, x: Array, cache: kv.KVCache, per_layer: PyTree, fn) -> tu
         x, kv_new = fn(nnx.merge(graphdef, params), x, prefix, slice_)
         return x, (x, kv_new)
 
-    last, (stream, new) = jax.lax.scan(body, x, (state, (cache.k, cache.v), per_layer))
-    return jnp.concatenate([x[None], stream[:-1], last[None]]), kv.Pending(*new, after=kv.after(last))
+    last, (outputs, (k, v)) = jax.lax.scan(body, x, (state, (cache.k, cache.v), per_layer))
+    return jnp.concatenate([x[None], outputs[:-1], last[None]]), kv.Pending(k, v, kv.after(last))

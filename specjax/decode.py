@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +14,13 @@ from specjax.controllers import fixed
 from specjax.errors import UsageError
 from specjax.sampling import fold_in
 from specjax.speculative import Inputs, add_stats, buffer_size, speculative, zero_stats
-from specjax.types import Array, Controller, Drafter, DecodeState, Info, Sampling, Stats, Target, VerifyFn
+from specjax.types import Array, Controller, DecodeState, Drafter, Info, Sampling, Stats, Target, VerifyFn
 from specjax.verifiers import exact_verifier
 
 PROMPT_BUCKET = 128
 """Prompt buffers are rounded up to a multiple of this, so that prompts of similar length share one program."""
 
-Prompts = Sequence[Sequence[int]] | tuple[Array, Array]
+Prompts = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray]
 
 
 class DecodeResult(NamedTuple):
@@ -81,19 +81,20 @@ def decode(
 ) -> DecodeResult:
     """Decode a batch of prompts: prefill and the whole loop in one compiled program.
 
-    May be called inside the caller's own `jit` with `target`, `drafter`, `prompts` and `key` as arguments. A second call
-    with the same shapes compiles nothing.
+    May be called inside the caller's own `jit` with `target`, `drafter`, `prompts` and `key` as arguments. A second
+    call with the same shapes compiles nothing.
 
     Args:
       target: the model and its parameters. drafter: see `specjax.drafters`; its parameters, if any, are its leaves.
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
-      key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B]. A row's text depends on its key and
-        prompt only, not on the batch.
+      key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B]. A row's text depends on its
+        key and prompt only, not on the batch.
       max_new_tokens: exact, unless the row ends with an eos.
       temperature: a Python 0 compiles the greedy program; else a float or [B], traced, where 0 is greedy too.
       top_k, top_p: None, or a number or [B], applied to target and draft alike, after the temperature.
       eos: ids that end a row; the eos itself is the last token of the row.
-      verifier: default: the exact rule for how the drafter draws. controller: default: always draft as deep as possible.
+      verifier: default: the exact rule for how the drafter draws.
+      controller: default: always draft as deep as possible.
       capacity: largest length of prompt plus new tokens; default: the model's own limit.
 
     Returns: DecodeResult.
@@ -113,7 +114,7 @@ def stream(
     key: Array,
     max_new_tokens: int,
     **options: Any,
-) -> Iterator[StreamStep]:
+) -> Generator[StreamStep, None, None]:
     """Like `decode`, with the same arguments, but yields what each step added, as soon as it is known.
 
     The step is the one that `decode` loops. The next step is dispatched before the tokens of this one are read.
@@ -193,8 +194,8 @@ def _pack(prompts: Prompts, max_new_tokens: int, capacity: int) -> tuple[Array, 
         longest = max(len(row) for row in prompts)
         width = -(-max(longest, 1) // PROMPT_BUCKET) * PROMPT_BUCKET
         padded = np.zeros((len(prompts), width), np.int32)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[: len(prompt)] = prompt
+        for place, prompt in zip(padded, prompts, strict=True):
+            place[: len(prompt)] = prompt
         tokens, lengths = jnp.asarray(padded), jnp.asarray([len(row) for row in prompts], jnp.int32)
     if not isinstance(lengths, jax.core.Tracer):
         for row, length in enumerate(np.asarray(lengths)):
@@ -202,8 +203,8 @@ def _pack(prompts: Prompts, max_new_tokens: int, capacity: int) -> tuple[Array, 
                 raise UsageError(f"prompt {row} is empty; a prompt needs at least one token (such as bos)")
             if length + max_new_tokens > capacity:
                 raise UsageError(
-                    f"prompt {row} has {length} tokens and max_new_tokens is {max_new_tokens}, over the capacity of {capacity} "
-                    "positions; shorten the prompt, lower max_new_tokens or raise capacity"
+                    f"prompt {row} has {length} tokens and max_new_tokens is {max_new_tokens}, over the capacity of "
+                    f"{capacity} positions; shorten the prompt, lower max_new_tokens or raise capacity"
                 )
     return tokens, lengths
 

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from specjax.types import Draws, Guarantee, Stats
@@ -47,7 +48,7 @@ def merge(runs: Sequence[Run]) -> Run:
     return Run(
         [row for run in runs for row in run.tokens],
         np.concatenate([run.hit_eos for run in runs]),
-        Stats(*(np.concatenate(field) for field in zip(*(run.stats for run in runs), strict=True))),
+        jax.tree.map(lambda *fields: np.concatenate(fields), *(run.stats for run in runs)),
         sum(run.seconds for run in runs),
         statistics.median(first) if first else None,
     )

@@ -56,7 +56,8 @@ def compact(tree: TokenTree) -> TokenTree:
 
 def cut(tree: TokenTree, width: int) -> TokenTree:
     """The first `width` nodes."""
-    return TokenTree(*(None if x is None else x[:, :width] for x in tree))
+    logits = None if tree.logits is None else tree.logits[:, :width]
+    return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], tree.valid[:, :width], logits)
 
 
 class Template:

@@ -91,7 +91,7 @@ class Bench:
                 group.differences[name] = list(self._differences(group, name))
 
     def _decode(self, name: str, group: Group) -> report.Run:
-        keys = measure.row_keys(self.settings.seed, [row.index for row in group.rows])
+        keys = measure.row_keys(self.settings.seed, [row.ordinal for row in group.rows])
         return measure.run_decode(self.session.target, self.drafters[name], group.ids, keys, self.options)
 
     def promise(self, name: str) -> bool | None:

@@ -90,7 +90,7 @@ class Generation:
         self.texts += streams
 
     def _stream(self, drafter: Drafter, group: list[Encoded], on_step=lambda step: None) -> report.Run:
-        keys = measure.row_keys(self.settings.seed, [row.index for row in group])
+        keys = measure.row_keys(self.settings.seed, [row.ordinal for row in group])
         rows = [row.ids for row in group]
         return measure.run_stream(self.session.target, drafter, rows, keys, self.options, on_step)
 

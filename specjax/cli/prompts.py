@@ -60,10 +60,14 @@ def read(path: Path, flag: str, *, jsonl: bool | None = None) -> tuple[list[Prom
     require(bool(numbered), f"{flag}: {path} holds no prompts; write one per line")
     if jsonl is None:
         jsonl = path.suffix in (".jsonl", ".json") or numbered[0][1].lstrip().startswith("{")
-    prompts, bad = [], []
+    prompts: list[Prompt] = []
+    bad: list[BadLine] = []
     for number, line in numbered:
         entry = _parse(number, line) if jsonl else Prompt(line.rstrip("\r"), number)
-        (prompts if isinstance(entry, Prompt) else bad).append(entry)
+        if isinstance(entry, Prompt):
+            prompts.append(entry)
+        else:
+            bad.append(entry)
     return prompts, bad
 
 
@@ -91,7 +95,7 @@ class Encoded(NamedTuple):
 
     prompt: Prompt
     ids: list[int]
-    index: int  # among all prompts: its random key
+    ordinal: int  # among all prompts: its random key
 
 
 def encode(

@@ -120,7 +120,7 @@ def use_cache(on: bool) -> None:
     """Keep compiled programs between processes, unless the user has set JAX's own cache up."""
     import jax
 
-    if not on or jax.config.jax_compilation_cache_dir:
+    if not on or jax.config.values["jax_compilation_cache_dir"]:
         return
     folder = cache_folder()
     with contextlib.suppress(OSError):  # a cache is a convenience

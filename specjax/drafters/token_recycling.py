@@ -1,14 +1,15 @@
 """Token Recycling: draft a static tree from the tokens the target lately thought likely after each token.
 
-Luo et al., Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling (ACL 2025),
-arXiv 2408.08696.
+Luo et al., Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling
+(ACL 2025), arXiv 2408.08696.
 
-Rule: a matrix M[V, k] holds, best first, the k likeliest tokens seen after each token. The child of rank r of a node with
-token t is M[t, r]. After each pass every node i of the tree, accepted or not, writes M[token_i] <- top-k of logits_i.
+Rule: a matrix M[V, k] holds, best first, the k likeliest tokens seen after each token. The child of rank r of a node
+with token t is M[t, r]. After each pass every node i of the tree, accepted or not, writes
+M[token_i] <- top-k of logits_i.
 Guarantee: distribution (a point-mass tree).
-Deviations: one matrix per row, empty at the start of a call (the authors keep one for all requests), so that a row does not
-depend on its batch; unknown successors are left out of the tree instead of drafted as token 0. Where a token occurs twice in a
-tree, accepted nodes win, then shallower ones, then earlier ones.
+Deviations: one matrix per row, empty at the start of a call (the authors keep one for all requests), so that a row does
+not depend on its batch; unknown successors are left out of the tree instead of drafted as token 0. Where a token occurs
+twice in a tree, accepted nodes win, then shallower ones, then earlier ones.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def paper_tree() -> list[tuple[int, ...]]:
 def best_paths(num_nodes: int) -> list[tuple[int, ...]]:
     """The `num_nodes` likeliest paths of the authors' tree, for passes that cannot afford 80.
 
-    A path is scored by the product over its ranks of how often that rank is the right one. ACCEPTED_RANKS was measured with
-    SmolLM2-135M-Instruct, greedy, on Spec-Bench prompts.
+    A path is scored by the product over its ranks of how often that rank is the right one. ACCEPTED_RANKS was measured
+    with SmolLM2-135M-Instruct, greedy, on Spec-Bench prompts.
     """
 
     def score(path):
@@ -98,8 +99,7 @@ def token_recycling(
             known = valid[:, parents] & (drafted >= 0) & (depth <= limit[:, None])
             tokens = tokens.at[:, start:stop].set(jnp.where(known, drafted, 0))
             valid = valid.at[:, start:stop].set(known)
-        parents = jnp.broadcast_to(template.parents, tokens.shape)
-        return compact(TokenTree(tokens, parents, valid)), matrix
+        return compact(TokenTree(tokens, jnp.broadcast_to(template.parents, tokens.shape), valid)), matrix
 
     def update(params, matrix, tree, verdict, output):
         best = jax.lax.top_k(output.logits, kept)[1].astype(jnp.int32)
@@ -117,7 +117,10 @@ def token_recycling(
 
 
 def _write(matrix: Array, tree: TokenTree, path: Array, best: Array) -> Array:
-    """Write best int32[B, N, k] to the rows of the tree's tokens; of several writers the winner is chosen beforehand."""
+    """Write best int32[B, N, k] to the rows of the tree's tokens.
+
+    Of several writers the winner is chosen beforehand.
+    """
     batch, n = tree.tokens.shape
     on_path = jnp.any(path[:, :, None] == jnp.arange(n), 1)
     order = jnp.arange(n) + jnp.where(on_path, 0, n)  # lower wins; nodes stand in order of depth

@@ -1,7 +1,8 @@
 """Exact speculative sampling over chains and over trees whose siblings were drawn without replacement.
 
 Chains: Leviathan, Kalman, Matias (2023), arXiv 2211.17192; Chen et al. (2023), arXiv 2302.01318. Trees: Jeon et al.,
-Recursive Speculative Decoding (2024), arXiv 2402.14160. A chain is the tree with one child per node, so one scan serves.
+Recursive Speculative Decoding (2024), arXiv 2402.14160. A chain is the tree with one child per node,
+so one scan serves.
 
 Rule at a node with children x_1 ... x_m in draft order, r <- p, d <- q:
   accept x_j if u_j d(x_j) < r(x_j), then r <- p, d <- q of x_j;
@@ -29,7 +30,7 @@ class Descent(NamedTuple):
     residual: Array  # float32[B, V], r
     draft: Array  # float32[B, V], d
     path: Array  # int32[B, N]
-    count: Array  # int32[B]
+    num_nodes: Array  # int32[B], of `path`
 
 
 def speculative_sampling(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
@@ -38,7 +39,7 @@ def speculative_sampling(keys: Array, tree: TokenTree, target_logits: Array) -> 
     accept = jax.vmap(jax.vmap(lambda key, node: jax.random.uniform(jax.random.fold_in(key, node))), (0, None))
     end = descend(accept(keys, jnp.arange(1, n + 1)), tree, target_logits)
     row = jnp.arange(end.node.shape[0])
-    return Verdict(end.path, end.count, draw(keys[row, end.node], jnp.log(end.residual)))
+    return Verdict(end.path, end.num_nodes, draw(keys[row, end.node], jnp.log(end.residual)))
 
 
 def descend(u: Array, tree: TokenTree, target_logits: Array) -> Descent:
@@ -67,8 +68,8 @@ def descend(u: Array, tree: TokenTree, target_logits: Array) -> Descent:
             node=jnp.where(accepted, i, s.node),
             residual=jnp.where(accepted[:, None], row(target_logits, here), residual),
             draft=jnp.where(accepted[:, None], row(tree.logits, here), draft),
-            path=jnp.where(accepted[:, None] & (jnp.arange(n) == s.count[:, None]), i, s.path),
-            count=s.count + accepted,
+            path=jnp.where(accepted[:, None] & (jnp.arange(n) == s.num_nodes[:, None]), i, s.path),
+            num_nodes=s.num_nodes + accepted,
         )
 
     root = jnp.zeros((batch,), jnp.int32)

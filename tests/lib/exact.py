@@ -1,8 +1,8 @@
 """The exact law of a verifier, by enumerating drafts and integrating its uniforms.
 
-A rule accepts node i when u_i is below a threshold that depends on the decisions before it. The threshold is found on the
-rule itself, as a black box, by bisection; so every pattern of decisions gets its exact probability, and the law of the
-emitted block, extended by the target, can be compared with the target's own joint law.
+A rule accepts node i when u_i is below a threshold that depends on the decisions before it. The threshold is found on
+the rule itself, as a black box, by bisection; so every pattern of decisions gets its exact probability, and the law of
+the emitted block, extended by the target, can be compared with the target's own joint law.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def block_law(core, tree: TokenTree, weights, target_rows: np.ndarray, depth: in
     accepted_law = np.zeros(depth + 1)
     rows = target_rows.astype(np.float64)
     for e, p in np.argwhere(probability > 0):
-        accepted = int(end.count[e, p]) - 1
+        accepted = int(end.num_nodes[e, p]) - 1
         block = tuple(tokens[e, end.path[e, p, 1 : accepted + 1]])
         weight = weights[e] * probability[e, p]
         accepted_law[accepted] += weight

@@ -141,7 +141,7 @@ def test_children_that_cover_the_vocabulary_are_always_accepted():
     drafts, _ = without_replacement(DRAFT_ROWS, 0, template((3, 3)))
     u = jax.random.uniform(jax.random.key(0), drafts.tokens.shape)
     end = descend(u, drafts, jnp.log(jnp.asarray(TARGET_ROWS))[drafts.tokens])
-    assert int(end.count.min()) == 3
+    assert int(end.num_nodes.min()) == 3
 
 
 def one_token(p, q, token, u):
@@ -151,12 +151,12 @@ def one_token(p, q, token, u):
 
 def test_edges():
     same = one_token([0.5, 0.5], [0.5, 0.5], 0, 0.999999)  # q = p: always accepted
-    assert int(same.count[0]) == 2
+    assert int(same.num_nodes[0]) == 2
     apart = one_token([1.0, 0.0], [0.0, 1.0], 1, 0.0)  # p(x) = 0 is rejected even at u = 0
-    assert int(apart.count[0]) == 1
+    assert int(apart.num_nodes[0]) == 1
     np.testing.assert_allclose(apart.residual[0], [1.0, 0.0])
     bug = one_token([0.5, 0.5], [1.0, 0.0], 1, 0.0)  # q(x) = 0: rejected, p untouched
-    assert int(bug.count[0]) == 1
+    assert int(bug.num_nodes[0]) == 1
     np.testing.assert_allclose(bug.residual[0], [0.5, 0.5])
 
 
