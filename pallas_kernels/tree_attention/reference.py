@@ -23,7 +23,7 @@ def tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scal
 
     Returns: [B, T, H, h].
     """
-    batch, t, heads, dim = q.shape
+    batch, t, heads, _ = q.shape
     kv_heads, slots = prefix_k.shape[1:3]
     group = heads // kv_heads
     # Query heads of one kv head are rows of one matrix: batched matmuls without a transposed copy of the cache.

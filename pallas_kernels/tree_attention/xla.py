@@ -9,8 +9,8 @@ from specjax.pallas_kernels.tree_attention.reference import NEG, group_queries, 
 
 BLOCK = 256
 MANY = 64
-"""From this many new tokens on (prefill chunks) the prefix is read in blocks, only as far as the longest row: SmolLM2 reads
-1,024 tokens into a buffer of 1,624 in 2.4 s otherwise. Below it, one pass over all slots has fewer operations."""
+"""From this many new tokens on (prefill chunks) the prefix is read in blocks, only as far as the longest row: SmolLM2
+reads 1,024 tokens into a buffer of 1,624 in 2.4 s otherwise. Below it, one pass over all slots has fewer operations."""
 
 
 def blocked_tree_attention(
