@@ -31,6 +31,9 @@ def first_layers(target: specjax.Target, config: LlamaConfig, layers: int) -> sp
     return specjax.Target(make_model(cut), params)
 
 
+BATCH = 8
+
+
 @jax.jit
 def last_logits(target, tokens, length):
     """float32[V]: the logits after tokens[0, :length], in one pass."""
@@ -58,6 +61,27 @@ def differences(target, prompts, ours, theirs) -> list[dict]:
             at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
             found.append({"prompt": i, "position": at, "gap": gap(target, prompt, a[:at])})
     return found
+
+
+def decode_all(target, drafter, prompts, max_new_tokens, eos) -> tuple[list[list[int]], int]:
+    """Texts of all prompts, in ragged batches of prompts of similar length, and the target passes of all rows."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    rows: list[list[int]] = [[] for _ in prompts]
+    passes = 0
+    for start in range(0, len(order), BATCH):
+        chosen = order[start : start + BATCH]
+        result = specjax.decode(
+            target,
+            drafter,
+            [prompts[i] for i in chosen],
+            key=jax.random.key(0),
+            max_new_tokens=max_new_tokens,
+            eos=eos,
+        )
+        passes += int(result.stats.target_passes.sum())
+        for i, row in zip(chosen, result.to_lists(), strict=True):
+            rows[i] = row
+    return rows, passes
 
 
 def with_transformers(target, prompts, max_new_tokens, eos) -> list[list[int]]:
@@ -118,20 +142,14 @@ def main() -> int:
     target, tokenizer = specjax.load(dtype="float32")
     with open(args.prompts) as lines:
         turns = [json.loads(line)["turns"][0] for line in lines]
-    turns = turns[:: max(1, len(turns) // args.limit)][: args.limit]
+    turns = [turns[i] for i in np.linspace(0, len(turns) - 1, min(args.limit, len(turns))).astype(int)]
     prompts = [tokenizer.chat(text) for text in turns]
     config = smollm2_135m.get_config()
     drafters = {name: specjax.make_drafter(name, target, first_layers(target, config, 8)) for name in specjax.METHODS}
     texts: dict[str, list] = {}
     report: dict[str, object] = {"prompts": len(prompts), "max_new_tokens": args.max_new_tokens}
     for name, drafter in drafters.items():
-        rows, passes = [], 0
-        for prompt in prompts:
-            result = specjax.decode(
-                target, drafter, [prompt], key=jax.random.key(0), max_new_tokens=args.max_new_tokens, eos=tokenizer.eos
-            )
-            rows += result.to_lists()
-            passes += int(result.stats.target_passes[0])
+        rows, passes = decode_all(target, drafter, prompts, args.max_new_tokens, tokenizer.eos)
         texts[name] = rows
         if args.texts and name == "autoregressive":
             with open(args.texts, "w") as file:

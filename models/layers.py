@@ -6,6 +6,7 @@ the matrix-vector products read 18 GB/s in this order and 13 GB/s as [in, out].
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,27 @@ from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.types import Array, PyTree
 
 
+def project(x: Array, weight: Array, dtype=None) -> Array:
+    """x [..., I] times the transpose of weight [O, I]: [..., O]."""
+    plain = lambda x, weight: jax.lax.dot_general(
+        x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype
+    )
+    if x.size == x.shape[-1]:  # one token
+        return plain(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=functools.partial(_project_on_cpu, dtype=dtype), default=plain)
+
+
+def _project_on_cpu(x: Array, weight: Array, dtype) -> Array:
+    """The weight as the left operand, which XLA's CPU matmul reads in place; as the right one it is repacked every time.
+
+    Measured over the MLPs of SmolLM2, 2 cores: 28 ms against 40 ms for 8 tokens, 34 against 43 for 16 (1 token: 16 ms).
+    The barriers keep the compiler from folding the transposes back.
+    """
+    columns = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)  # [I, tokens]
+    y = jax.lax.dot_general(weight, columns, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+    return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
+
+
 class Linear(nnx.Module):
     """x @ weight.T (+ bias)."""
 
@@ -25,7 +47,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((fan_out,), dtype)) if bias else None
 
     def __call__(self, x):
-        y = jax.lax.dot_general(x, self.weight[...], (((x.ndim - 1,), (1,)), ((), ())))
+        y = project(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -40,8 +62,7 @@ class Embedding(nnx.Module):
 
     def logits(self, x):
         """float32[..., V]."""
-        dims = (((x.ndim - 1,), (1,)), ((), ()))
-        return jax.lax.dot_general(x, self.weight[...], dims, preferred_element_type=jnp.float32)
+        return project(x, self.weight[...], jnp.float32)
 
 
 class RMSNorm(nnx.Module):

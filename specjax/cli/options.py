@@ -113,13 +113,20 @@ def check_methods(names: list[str], draft: str | None, budget: int | None) -> No
 
 
 def budget_option(name: str, budget: int | None) -> dict[str, int]:
-    """The factory's own name for --num-draft-tokens: {"num_tokens": n}, {"num_nodes": n} or nothing."""
+    """The factory's own name for --num-draft-tokens: {"num_tokens": n}, {"num_nodes": n} or nothing.
+
+    Without a budget: the method's defaults for CPU, if this is one.
+    """
     import inspect
 
-    from specjax import drafters
+    import jax
 
+    from specjax import METHODS, drafters
+
+    if budget is None:
+        return dict(METHODS[name].cpu_options) if jax.default_backend() == "cpu" else {}
     factory = getattr(drafters, name, None)
-    if budget is None or factory is None:
+    if factory is None:
         return {}
     parameters = inspect.signature(factory).parameters
     return {option: budget for option in ("num_tokens", "num_nodes") if option in parameters}

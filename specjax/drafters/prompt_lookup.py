@@ -7,7 +7,10 @@ Rule: let n <= max_ngram be the length of the longest suffix of the text that oc
 tokens that follow one such occurrence: the latest that has all of them, else the earliest, cut at the end of the text.
 Guarantee: distribution (a point-mass chain).
 Deviation: the original takes the earliest match with a full continuation and drafts nothing if no n has one;
-`mode="reference"` does that. The latest match follows the recent topic; the earliest of the cut ones copies most.
+`mode="reference"` does that. The latest match follows the recent topic; the earliest of the cut ones copies most. The
+original copies 10 tokens after any match, single tokens too (`num_tokens=10, min_ngram=1`). A single token that recurs says
+little: replayed on 64 greedy texts of SmolLM2 with the cost of a pass on 2 cores (8 tokens: 1.7 of one), that loses on 3 of 5
+tasks (0.86 to 1.75 times plain decoding) and the defaults here win on all (1.17 to 2.2).
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from specjax.types import Array, Drafter
 
 @functools.cache
 def prompt_lookup(
-    num_tokens: int = 10,
+    num_tokens: int = 7,
     *,
     max_ngram: int = 3,
-    min_ngram: int = 1,
+    min_ngram: int = 2,
     mode: Literal["latest", "reference"] = "latest",
 ) -> Drafter:
     """A chain of up to `num_tokens` copied tokens; an empty draft where no n-gram of at least `min_ngram` recurs.

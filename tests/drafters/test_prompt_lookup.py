@@ -13,7 +13,7 @@ from specjax.types import Context
 
 def draft(text, **options):
     """The drafted tokens for one text."""
-    drafter = prompt_lookup(**options)
+    drafter = prompt_lookup(**({"min_ngram": 1} | options))
     tokens = jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text))
     context = Context(tokens, jnp.array([len(text)]))
     tree, _ = drafter.propose((), None, (), context, jnp.array([99]))
@@ -71,7 +71,7 @@ def test_equals_plain_python(text, mode):
 
 def test_limit_and_options():
     tokens = jnp.array([[1, 2, 1, 2, 1, 2, 1, 2]])
-    tree, _ = prompt_lookup(4).propose((), None, (), Context(tokens, jnp.array([8])), jnp.array([2]))
+    tree, _ = prompt_lookup(4, min_ngram=1).propose((), None, (), Context(tokens, jnp.array([8])), jnp.array([2]))
     assert tree.valid[0].tolist() == [True, True, True, False, False]
     with pytest.raises(UsageError, match="num_tokens must be at least 1"):
         prompt_lookup(0)
