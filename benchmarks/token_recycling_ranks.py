@@ -2,8 +2,8 @@
 
     python benchmarks/token_recycling_ranks.py TEXTS.json
 
-TEXTS.json is written by real_equality.py --texts. The matrix is replayed as in decoding: after each token of the text, the
-target's 8 likeliest successors are written to the row of the token before.
+TEXTS.json is written by real_equality.py --texts. The matrix is replayed as in decoding: after each token of the text,
+the target's 8 likeliest successors are written to the row of the token before.
 """
 
 from __future__ import annotations

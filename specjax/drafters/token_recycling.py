@@ -52,8 +52,8 @@ def paper_tree() -> list[tuple[int, ...]]:
 def best_paths(num_nodes: int) -> list[tuple[int, ...]]:
     """The `num_nodes` likeliest paths of the authors' tree, for passes that cannot afford 80.
 
-    A path is scored by the product over its ranks of how often that rank names the next token, ACCEPTED_RANKS: SmolLM2-135M-
-    Instruct, greedy, 3,032 tokens after Spec-Bench prompts (benchmarks/token_recycling_ranks.py).
+    A path is scored by the product over its ranks of how often that rank names the next token, ACCEPTED_RANKS: SmolLM2-
+    135M-Instruct, greedy, 3,032 tokens after Spec-Bench prompts (benchmarks/token_recycling_ranks.py).
     """
 
     def score(path):
