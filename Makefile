@@ -46,6 +46,6 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/uv
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/uv
-	$(BIN)/python -m pip install -q torch==2.13.0
+	$(BIN)/python -m pip install -q --no-compile torch==2.13.0
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[dev]'
 	@touch $@ $(VENV)/.demo
