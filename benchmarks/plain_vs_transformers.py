@@ -2,8 +2,8 @@
 
     python benchmarks/plain_vs_transformers.py
 
-One process, both sides in turn, medians of three runs of 128 tokens. The roof is the parameter bytes over the bandwidth of
-a large matrix-vector product, measured in the same run.
+One process, both sides in turn, medians of three runs of 128 tokens. The roof is the bandwidth of a large matrix-vector
+product, measured in the same run, over the parameter bytes.
 """
 
 from __future__ import annotations
