@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 # Decode a prompt with SmolLM2 next to plain decoding, and say whether the texts are identical.
 demo: $(VENV)/.demo
-	$(BIN)/specjax generate --compare
+	$(BIN)/specjax generate "Repeat this list, then sort it: pear, apple, plum, cherry, fig, quince, medlar." --compare
 
 # Lint, types and every test that fits on a CPU.
 test: lint types check
