@@ -145,7 +145,10 @@ def main() -> int:
     turns = [turns[i] for i in np.linspace(0, len(turns) - 1, min(args.limit, len(turns))).astype(int)]
     prompts = [tokenizer.chat(text) for text in turns]
     config = smollm2_135m.get_config()
-    drafters = {name: specjax.make_drafter(name, target, first_layers(target, config, 8)) for name in specjax.METHODS}
+    drafters = {
+        name: specjax.make_drafter(name, target, first_layers(target, config, 8), **method.cpu_options)
+        for name, method in specjax.METHODS.items()
+    }
     texts: dict[str, list] = {}
     report: dict[str, object] = {"prompts": len(prompts), "max_new_tokens": args.max_new_tokens}
     for name, drafter in drafters.items():
