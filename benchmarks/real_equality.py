@@ -16,10 +16,10 @@ import json
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import specjax
+from specjax.cli.measure import next_logits
 from specjax.configs import smollm2_135m
 from specjax.models import LlamaConfig, make_model
 
@@ -34,22 +34,9 @@ def first_layers(target: specjax.Target, config: LlamaConfig, layers: int) -> sp
 BATCH = 8
 
 
-@jax.jit
-def last_logits(target, tokens, length):
-    """float32[V]: the logits after tokens[0, :length], in one pass."""
-    t = tokens.shape[1]
-    mask = jnp.tril(jnp.ones((1, t, t), bool))
-    cache = target.model.init_cache(1, 1)
-    output, _ = target.model.forward(target.params, tokens, cache, positions=jnp.arange(t)[None], mask=mask)
-    return output.logits[0, length - 1]
-
-
 def gap(target, prompt, common) -> float:
     """Distance of the two best logits after prompt + common."""
-    text = [*prompt, *common]
-    padded = np.zeros((1, -(-len(text) // 256) * 256), np.int32)
-    padded[0, : len(text)] = text
-    best = np.sort(np.asarray(last_logits(target, jnp.asarray(padded), len(text))))[-2:]
+    best = np.sort(next_logits(target, [*prompt, *common]))[-2:]
     return float(best[1] - best[0])
 
 

@@ -23,18 +23,13 @@ def tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scal
 
     Returns: [B, T, H, h].
     """
-    batch, t, heads, _ = q.shape
+    batch, t = q.shape[:2]
     kv_heads, slots = prefix_k.shape[1:3]
-    group = heads // kv_heads
     # Query heads of one kv head are rows of one matrix: batched matmuls without a transposed copy of the cache.
     q = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)
 
-    def scores(keys, visible):  # [B, K, S, h], bool[B, T, S] -> f32[B, K, G*T, S]
-        s = jax.lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-        if softcap is not None:
-            s = softcap * jnp.tanh(s / softcap)
-        s = s.reshape(batch, kv_heads, group, t, keys.shape[2])
-        return jnp.where(visible[:, None, None], s, NEG).reshape(batch, kv_heads, group * t, keys.shape[2])
+    def scores(keys, visible):
+        return masked_scores(q, keys, visible, softcap)
 
     slot = jnp.arange(slots)
     in_prefix = jnp.broadcast_to(slot < length[:, None, None], (batch, t, slots))
@@ -45,17 +40,29 @@ def tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scal
     top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
 
-    def weighted(weights, values):
-        return jax.lax.dot_general(
-            weights.astype(values.dtype),
-            values,
-            (((3,), (2,)), ((0, 1), (0, 1))),
-            preferred_element_type=jnp.float32,
-        )
-
     total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
     out = (weighted(old, prefix_v) + weighted(new, v)) / total  # f32[B, K, G*T, h]
     return ungroup_queries(out.astype(v.dtype), t)
+
+
+def masked_scores(q, keys, visible, softcap):
+    """q [B, K, G*T, h], keys [B, K, n, h], visible bool[B, T, n] -> float32[B, K, G*T, n], NEG where not seen."""
+    s = jax.lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+    if softcap is not None:
+        s = softcap * jnp.tanh(s / softcap)
+    batch, t, n = visible.shape
+    by_token = s.reshape(batch, s.shape[1], -1, t, n)
+    return jnp.where(visible[:, None, None], by_token, NEG).reshape(s.shape)
+
+
+def weighted(weights, values):
+    """float32[B, K, G*T, n] times values [B, K, n, h] -> float32[B, K, G*T, h]."""
+    return jax.lax.dot_general(
+        weights.astype(values.dtype),
+        values,
+        (((3,), (2,)), ((0, 1), (0, 1))),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def group_queries(q, kv_heads: int):

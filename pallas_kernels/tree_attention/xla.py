@@ -5,7 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.pallas_kernels.tree_attention.reference import NEG, group_queries, tree_attention, ungroup_queries
+from specjax.pallas_kernels.tree_attention.reference import (
+    NEG,
+    group_queries,
+    masked_scores,
+    tree_attention,
+    ungroup_queries,
+    weighted,
+)
 
 BLOCK = 256
 MANY = 64
@@ -23,24 +30,14 @@ def blocked_tree_attention(
     if t < many or slots <= block:
         return tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, **options)
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
-    group = grouped.shape[2] // t
 
     def add(carry, keys, values, visible):
         """Online softmax: fold keys [B, K, n, h] seen where visible bool[B, T, n] into (sum, total, top)."""
         acc, total, top = carry
-        s = jax.lax.dot_general(grouped, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-        if softcap is not None:
-            s = softcap * jnp.tanh(s / softcap)
-        s = jnp.where(visible[:, None, None], s.reshape(batch, -1, group, t, keys.shape[2]), NEG).reshape(s.shape)
+        s = masked_scores(grouped, keys, visible, softcap)
         higher = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
         weights, fade = jnp.exp(s - higher), jnp.exp(top - higher)
-        part = jax.lax.dot_general(
-            weights.astype(values.dtype),
-            values,
-            (((3,), (2,)), ((0, 1), (0, 1))),
-            preferred_element_type=jnp.float32,
-        )
-        return acc * fade + part, total * fade + jnp.sum(weights, -1, keepdims=True), higher
+        return acc * fade + weighted(weights, values), total * fade + jnp.sum(weights, -1, keepdims=True), higher
 
     def near(key_positions):
         if window is None:
