@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := Fix the spelling and print the whole text: The quick brwon fox jumps over the lazy dog. It then runs into the forrest, where it meets a wise old owl. The owl asks the fox why it is in such a hury.
 
 .PHONY: demo test lint types check format bench clean
 
 # Decode a prompt with SmolLM2 next to plain decoding, and say whether the texts are identical.
 demo: $(VENV)/.demo
-	$(BIN)/specjax generate "Repeat this list, then sort it: pear, apple, plum, cherry, fig, quince, medlar." --compare
+	$(BIN)/specjax generate "$(DEMO)" --compare
 
 # Lint, types and every test that fits on a CPU.
 test: lint types check

@@ -101,7 +101,10 @@ def _check_sizes(target: Target, draft: Target) -> None:
 
 
 def choose_dtype(dtype: str) -> str:
-    """auto: what is fastest here."""
+    """auto: on CPU the type in which texts can be compared token by token, elsewhere the usual one.
+
+    In bfloat16 SmolLM2 ran 1.4 times as fast on a CPU with AMX, but near-ties flipped in 16 of 18 texts.
+    """
     import jax
 
     if dtype != "auto":
@@ -113,7 +116,7 @@ def describe_dtype(asked: str, chosen: str) -> str:
     """The dtype and, where specjax chose it, why."""
     if asked != "auto":
         return chosen
-    return f"{chosen}: bfloat16 is slower on CPUs" if chosen == "float32" else chosen
+    return f"{chosen}: in bfloat16 near-ties may flip" if chosen == "float32" else chosen
 
 
 def use_cache(on: bool) -> None:
