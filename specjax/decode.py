@@ -15,7 +15,7 @@ from specjax.errors import UsageError
 from specjax.sampling import fold_in
 from specjax.speculative import Inputs, add_stats, buffer_size, speculative, zero_stats
 from specjax.types import Array, Controller, DecodeState, Drafter, Info, Sampling, Stats, Target, VerifyFn
-from specjax.verifiers import exact_verifier
+from specjax.verifiers import ANY, Verifier, exact_verifier, greedy
 
 PROMPT_BUCKET = 128
 """Prompt buffers are rounded up to a multiple of this, so that prompts of similar length share one program."""
@@ -75,7 +75,7 @@ def decode(
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
     eos: int | Sequence[int] | Array = (),
-    verifier: VerifyFn | None = None,
+    verifier: Verifier | VerifyFn | None = None,
     controller: Controller | None = None,
     capacity: int | None = None,
 ) -> DecodeResult:
@@ -93,7 +93,7 @@ def decode(
       temperature: a Python 0 compiles the greedy program; else a float or [B], traced, where 0 is greedy too.
       top_k, top_p: None, or a number or [B], applied to target and draft alike, after the temperature.
       eos: ids that end a row; the eos itself is the last token of the row.
-      verifier: default: the exact rule for how the drafter draws.
+      verifier: one of `specjax.verifiers`, or your own `VerifyFn`; default: the exact rule for how the drafter draws.
       controller: default: always draft as deep as possible.
       capacity: largest length of prompt plus new tokens; default: the model's own limit.
 
@@ -126,7 +126,7 @@ def stream(
     defaults = {"temperature": 0.0, "eos": ()}
     settings = [options.get(name, defaults.get(name)) for name in names]
     inputs, tokens, lengths, keys, static = _prepare(target, drafter, prompts, key, max_new_tokens, *settings)
-    decoding = {"verify": static["verify"], "controller": static["controller"]}
+    decoding = {"controller": static["controller"]}
 
     def steps():
         state = _start(inputs, tokens, lengths, keys, **static)
@@ -167,12 +167,28 @@ def _prepare(
     if not is_greedy:
         sampling = Sampling(*(None if x is None else jnp.asarray(x) for x in (temperature, top_k, top_p)))
     ids = jnp.atleast_1d(jnp.asarray(eos, jnp.int32))
+    verifier = _choose_verifier(verifier, drafter, is_greedy)
     static = {
-        "verify": verifier or exact_verifier(drafter.draws, is_greedy),
         "controller": controller or fixed(),
         "max_new_tokens": max_new_tokens,
     }
-    return Inputs(target, drafter, sampling, ids), tokens, lengths, key, static
+    return Inputs(target, drafter, verifier, sampling, ids), tokens, lengths, key, static
+
+
+def _choose_verifier(verifier: Verifier | VerifyFn | None, drafter: Drafter, is_greedy: bool) -> Verifier:
+    """The rule asked for, or the exact one; at temperature 0 every exact rule is the greedy one."""
+    if verifier is None:
+        return exact_verifier(drafter, is_greedy)
+    if not isinstance(verifier, Verifier):  # the caller's own function promises nothing
+        verifier = Verifier(getattr(verifier, "__name__", "custom"), verifier, ANY, "lossy", "the caller's own rule")
+    if is_greedy and verifier.guarantee != "lossy":
+        return greedy
+    if drafter.draws not in verifier.draws:
+        raise UsageError(
+            f"verifier {verifier.name} is not valid for drafts drawn {drafter.draws}, only for {', '.join(verifier.draws)}"
+            f"; the default for this drafter is {exact_verifier(drafter, is_greedy).name}"
+        )
+    return verifier
 
 
 def _check_range(name, value, holds, wanted):
@@ -209,12 +225,12 @@ def _pack(prompts: Prompts, max_new_tokens: int, capacity: int) -> tuple[Array, 
     return tokens, lengths
 
 
-STATIC = ("verify", "controller", "max_new_tokens")
+STATIC = ("controller", "max_new_tokens")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
-def _decode(inputs: Inputs, tokens, lengths, keys, *, verify, controller, max_new_tokens: int) -> DecodeResult:
-    decoder = speculative(verify, controller)
+def _decode(inputs: Inputs, tokens, lengths, keys, *, controller, max_new_tokens: int) -> DecodeResult:
+    decoder = speculative(controller)
     state = decoder.init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
     stats = zero_stats(tokens.shape[0], inputs.drafter.max_depth)
 
@@ -230,11 +246,11 @@ def _decode(inputs: Inputs, tokens, lengths, keys, *, verify, controller, max_ne
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
-def _start(inputs: Inputs, tokens, lengths, keys, *, verify, controller, max_new_tokens: int) -> DecodeState:
-    return speculative(verify, controller).init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
+def _start(inputs: Inputs, tokens, lengths, keys, *, controller, max_new_tokens: int) -> DecodeState:
+    return speculative(controller).init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("verify", "controller"), donate_argnames=("state",))
-def _step(inputs: Inputs, state: DecodeState, *, verify, controller) -> tuple[DecodeState, Info, Array]:
-    state, info = speculative(verify, controller).step(inputs, state)
+@functools.partial(jax.jit, static_argnames=("controller",), donate_argnames=("state",))
+def _step(inputs: Inputs, state: DecodeState, *, controller) -> tuple[DecodeState, Info, Array]:
+    state, info = speculative(controller).step(inputs, state)
     return state, info, jnp.all(state.done)

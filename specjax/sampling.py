@@ -46,6 +46,18 @@ def draw(keys: Array, logits: Array) -> Array:
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
+def node_keys(keys: Array, length: Array, depth: Array) -> Array:
+    """Keys [B, N] of the positions that the children of nodes at `depth` int32[B, N] below a text of `length` [B] take.
+
+    They are those of the target's own draws: equal whatever was drafted, in any round.
+    """
+    keys = jax.vmap(fold_in, (None, 1), 1)(keys, length[:, None] + depth)
+    return jax.vmap(fold_in, (1, None), 1)(keys, jnp.full_like(length, VERIFY))
+
+
+DRAFT, VERIFY = 0, 1  # purposes of random keys
+
+
 def fold_in(keys: Array, data: Array) -> Array:
     """`jax.random.fold_in` of keys [B] with int32[B]."""
     return jax.vmap(jax.random.fold_in)(keys, data)

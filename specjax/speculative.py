@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax import tree as trees
 from specjax.prefill import CHUNK, prefill
-from specjax.sampling import fold_in, warp
+from specjax.sampling import DRAFT, fold_in, node_keys, warp
 from specjax.types import (
     Array,
     Context,
@@ -25,17 +25,15 @@ from specjax.types import (
     Target,
     TokenTree,
     Verdict,
-    VerifyFn,
 )
-
-DRAFT, VERIFY = 0, 1  # purposes of random keys
-
+from specjax.verifiers import Verifier
 
 class Inputs(NamedTuple):
     """What stays the same from step to step. A pytree: arguments of the compiled step, never constants of it."""
 
     target: Target
     drafter: Drafter
+    verifier: Verifier
     sampling: Sampling
     eos: Array  # int32[E], ids that end a row
 
@@ -49,8 +47,8 @@ def buffer_size(prompt_buffer: int, max_new_tokens: int, drafter: Drafter) -> in
 
 
 @functools.cache
-def speculative(verify: VerifyFn, controller: Controller) -> Decoder:
-    """The decoder that drafts a tree, scores it with one pass of the target and keeps what `verify` accepts.
+def speculative(controller: Controller) -> Decoder:
+    """The decoder that drafts a tree, scores it with one pass of the target and keeps what the verifier accepts.
 
     Randomness is a function of the row's key and of positions only. The target's draws at a position use
     (key, position), so rules that sample the target directly give the same text whatever was drafted. The draft of a
@@ -84,7 +82,7 @@ def speculative(verify: VerifyFn, controller: Controller) -> Decoder:
         draft_keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
         tree, draft = drafter.propose(drafter.params, draft_keys, state.draft, context, limit)
         tree = tree._replace(valid=tree.valid & (~state.done[:, None] | (jnp.arange(drafter.num_nodes) == 0)))
-        verdict, pending, draft = _score(inputs, verify, state, tree, draft)
+        verdict, pending, draft = _score(inputs, state, tree, draft)
         emitted, count, is_eos = _emit(inputs, state, tree, verdict)
         rows = jnp.arange(state.length.shape[0])[:, None]
         place = state.length[:, None] + jnp.arange(drafter.num_nodes)
@@ -114,7 +112,7 @@ def speculative(verify: VerifyFn, controller: Controller) -> Decoder:
     return Decoder(init, step)
 
 
-def _score(inputs: Inputs, verify: VerifyFn, state: DecodeState, tree: TokenTree, draft: PyTree):
+def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
     """One target pass over the tree: its verdict, the pending cache entries and what the drafter learnt.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
@@ -132,10 +130,10 @@ def _score(inputs: Inputs, verify: VerifyFn, state: DecodeState, tree: TokenTree
         part = trees.cut(tree, width)
         depth = trees.depths(part.parents)
         output, pending = forward(part, depth)
-        keys = jax.vmap(fold_in, (None, 1), 1)(state.keys, state.length[:, None] + depth)  # [B, width]
-        keys = jax.vmap(fold_in, (1, None), 1)(keys, jnp.full_like(state.length, VERIFY))
-        logits = output.logits if inputs.sampling.temperature is None else warp(output.logits, inputs.sampling)
-        verdict = verify(keys, part, logits)
+        keys = node_keys(state.keys, state.length, depth)  # [B, width]
+        # The greedy rule needs no laws.
+        logits = output.logits if inputs.verifier.guarantee == "greedy" else warp(output.logits, inputs.sampling)
+        verdict = inputs.verifier(keys, part, logits, output.hidden)
         draft = inputs.drafter.update(inputs.drafter.params, draft, part, verdict, output)
         return verdict, pending, draft
 

@@ -60,6 +60,33 @@ def cut(tree: TokenTree, width: int) -> TokenTree:
     return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], tree.valid[:, :width], logits)
 
 
+def path_to(parents: Array, node: Array) -> tuple[Array, Array]:
+    """The nodes from the root down to `node` int32[B], then -1: int32[B, N], and how many: int32[B]."""
+    on_path = jnp.take_along_axis(ancestor_mask(parents), node[:, None, None], 1)[:, 0]  # bool[B, N]
+    order = jnp.argsort(~on_path, axis=1, stable=True).astype(jnp.int32)  # parents stand before children
+    count = jnp.sum(on_path, 1, dtype=jnp.int32)
+    return jnp.where(jnp.arange(parents.shape[1]) < count[:, None], order, -1), count
+
+
+def merge_equal_siblings(tree: TokenTree) -> TokenTree:
+    """One node for siblings of the same token, the first; it takes the children of all, in their order."""
+    n = tree.tokens.shape[1]
+
+    def body(i, carry):
+        parents, first = carry  # first: the node that stands for each
+        parent = jax.lax.dynamic_index_in_dim(parents, i, 1)  # [B, 1]
+        parent = jnp.take_along_axis(first, jnp.maximum(parent, 0), 1)
+        same = (parents == parent) & (tree.tokens == jax.lax.dynamic_index_in_dim(tree.tokens, i, 1)) & tree.valid
+        same &= (jnp.arange(n) < i) & jax.lax.dynamic_index_in_dim(tree.valid, i, 1)
+        stands = jnp.where(jnp.any(same, 1), jnp.argmax(same, 1), i).astype(first.dtype)
+        write = lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 1)
+        return write(parents, parent[:, 0]), write(first, stands)
+
+    start = tree.parents, jnp.broadcast_to(jnp.arange(n, dtype=tree.parents.dtype), tree.parents.shape)
+    parents, first = jax.lax.fori_loop(1, n, body, start)
+    return tree._replace(parents=parents, valid=tree.valid & (first == jnp.arange(n)))
+
+
 class Template:
     """A static tree given by rank paths: `(0, 2)` is the third child of the first child of the root.
 

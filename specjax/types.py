@@ -22,11 +22,13 @@ Guarantee = Literal["distribution", "greedy", "lossy"]
 temperature 0 only; `lossy`: neither.
 """
 
-Draws = Literal["point_mass", "without_replacement"]
-"""How the siblings of a tree were drawn, the static fact that picks the exact verifier.
+Draws = Literal["point_mass", "chain", "without_replacement", "with_replacement", "top_and_sampled"]
+"""How the siblings of a tree were drawn, the static fact that decides which verifiers are exact.
 
-`point_mass`: without randomness, given the past (n-grams, retrieval, top-k). `without_replacement`: one after another
-from `TokenTree.logits` of their parent, never twice the same token; a sampled chain is the case of one child.
+`point_mass`: without randomness, given the past (n-grams, retrieval, top-k). The others were drawn from
+`TokenTree.logits` of their parent. `chain`: one child per node. `without_replacement`: one after another, never twice the
+same token. `with_replacement`: independently, equal siblings kept as nodes of their own. `top_and_sampled`: the first
+sibling is sampled; the others, to which the row gives no mass, are fixed.
 """
 
 

@@ -85,5 +85,5 @@ def _functions(model: Model, num_tokens: int) -> Drafter:
         update=lambda params, cache, tree, verdict, output: cache,
         num_nodes=num_tokens + 1,
         max_depth=num_tokens,
-        draws="without_replacement",
+        draws="chain",
     )

@@ -1,15 +1,61 @@
-"""Acceptance rules, one per file. All are `VerifyFn`: (keys[B, N], tree, warped target logits) -> Verdict."""
+"""Acceptance rules, one per file. Each is a `Verifier`: (keys, tree, warped target logits) -> Verdict."""
 
-from specjax.types import Draws, VerifyFn
+from specjax.types import Drafter
+from specjax.verifiers.block import block
 from specjax.verifiers.greedy import greedy
+from specjax.verifiers.greedy_multi_draft import greedy_multi_draft
+from specjax.verifiers.multipath_block import multipath_block
+from specjax.verifiers.recursive_rejection import recursive_rejection
 from specjax.verifiers.sample_and_match import sample_and_match
-from specjax.verifiers.speculative_sampling import speculative_sampling
+from specjax.verifiers.specinfer import specinfer
+from specjax.verifiers.spectr import spectr
+from specjax.verifiers.standard import standard
+from specjax.verifiers.traversal import traversal
+from specjax.verifiers.verifier import ANY, Verifier
 
-__all__ = ["exact_verifier", "greedy", "sample_and_match", "speculative_sampling"]
+__all__ = [
+    "ANY",
+    "VERIFIERS",
+    "Verifier",
+    "block",
+    "exact_verifier",
+    "greedy",
+    "greedy_multi_draft",
+    "multipath_block",
+    "recursive_rejection",
+    "sample_and_match",
+    "specinfer",
+    "spectr",
+    "standard",
+    "traversal",
+]
+
+VERIFIERS: dict[str, Verifier] = {
+    verifier.name: verifier
+    for verifier in (
+        greedy,
+        sample_and_match,
+        standard,
+        block,
+        recursive_rejection,
+        specinfer,
+        spectr,
+        multipath_block(2),
+        greedy_multi_draft,
+        traversal,
+    )
+}
+"""Every rule by name, with what it promises; written by hand. Rules with a parameter stand here with a typical value."""
 
 
-def exact_verifier(draws: Draws, is_greedy: bool) -> VerifyFn:
-    """The rule that keeps the target's law for drafts drawn this way."""
+def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:
+    """The default rule that keeps the target's law for the way the drafter draws."""
     if is_greedy:
         return greedy
-    return {"point_mass": sample_and_match, "without_replacement": speculative_sampling}[draws]
+    return {
+        "point_mass": sample_and_match,
+        "chain": standard,
+        "without_replacement": recursive_rejection,
+        "with_replacement": specinfer,
+        "top_and_sampled": greedy_multi_draft,
+    }[drafter.draws]

@@ -12,11 +12,21 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from specjax.types import Array, TokenTree, Verdict
+from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk
 
 
-def greedy(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
-    """See the module. `keys` are not used."""
-    del keys
+def _rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
+    del keys  # nothing is drawn
     best = jnp.argmax(target_logits, -1).astype(jnp.int32)  # [B, N]
     return walk(tree, lambda node: jnp.take_along_axis(best, node[:, None], 1)[:, 0])
+
+
+greedy = Verifier(
+    "greedy",
+    _rule,
+    draws=ANY,
+    guarantee="greedy",
+    summary="follows the target's argmax through the tree",
+    paper="Leviathan et al. 2023, arXiv 2211.17192",
+)

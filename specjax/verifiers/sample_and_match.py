@@ -17,11 +17,12 @@ import jax.numpy as jnp
 
 from specjax.sampling import draw
 from specjax.types import Array, TokenTree, Verdict
+from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk
 
 
-def sample_and_match(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
-    """See the module. Draws only at the nodes it visits: accepted depth + 1 draws of V, not N."""
+def _rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
+    """Draws only at the nodes it visits: accepted depth + 1 draws of V, not N."""
 
     def choose(node):
         row = jnp.arange(node.shape[0])
@@ -29,3 +30,13 @@ def sample_and_match(keys: Array, tree: TokenTree, target_logits: Array) -> Verd
         return draw(keys[row, node], logits)
 
     return walk(tree, choose)
+
+
+sample_and_match = Verifier(
+    "sample_and_match",
+    _rule,
+    draws=ANY,
+    guarantee="distribution",
+    summary="the target draws its own token at each node and goes on while the tree holds it",
+    paper="Li et al. 2024 (EAGLE-2), arXiv 2406.16858",
+)

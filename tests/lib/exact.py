@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import tree as trees
 from specjax.types import TokenTree
 
-BISECTIONS = 32
+BISECTIONS = 26  # float32 has 24 bits
 
 
 def patterns(core, tree: TokenTree, target_logits):
     """Every accept/reject pattern of the nodes behind the root, and its probability.
 
     Args:
-      core: (u[B, N], tree, target_logits) -> Descent-like with `path`, `count`, `residual`, `node`.
+      core: (u[B, N], tree, target_logits) -> Accepted.
       tree, target_logits: batched over E drafts.
 
     Returns: probability float64[E, P], and the core's results at each pattern, leaves [E, P, ...].
@@ -71,13 +72,89 @@ def without_replacement(rows: np.ndarray, start: int, template):
             grown += [((*tokens, t), weight * law[t] / left) for t in range(vocab) if t not in taken]
         outcomes = grown
     tokens = np.array([t for t, _ in outcomes], np.int32)
-    parents = np.broadcast_to(template.parents, tokens.shape)
-    logits = np.log(rows)[tokens].astype(np.float32)
-    tree = TokenTree(jnp.asarray(tokens), jnp.asarray(parents), jnp.ones(tokens.shape, bool), jnp.asarray(logits))
-    return tree, np.array([w for _, w in outcomes])
+    return draft(rows, tokens, template.parents), np.array([w for _, w in outcomes])
 
 
-def block_law(core, tree: TokenTree, weights, target_rows: np.ndarray, depth: int):
+def leaf_first_patterns(core, tree: TokenTree, target_logits):
+    """As `patterns`, for a rule that tests nodes from the leaves up and stops at the first that it accepts.
+
+    Pattern i ends at node i: it passes its own test and every node before it, in post-order, failed.
+    """
+    drafts, n = tree.tokens.shape
+    merged = trees.merge_equal_siblings(tree)
+    parents, valid = np.asarray(merged.parents), np.asarray(merged.valid)
+    tiled = jax.tree.map(lambda x: jnp.repeat(x, n, 0), tree)
+    logits = jnp.repeat(target_logits, n, 0)
+    run = jax.jit(lambda u: core(u, tiled, logits))
+    own = np.tile(np.eye(n, dtype=bool), (drafts, 1))
+    ends = lambda end: np.asarray(end.path.max(1))  # nodes stand behind their parents
+    low, high = np.zeros(drafts * n), np.ones(drafts * n)
+    mine = np.tile(np.arange(n), drafts)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        accepted = ends(run(jnp.asarray(np.where(own, middle[:, None], 1.0), jnp.float32))) == mine
+        low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
+    threshold = np.where(high < 1e-6, 0.0, np.where(low > 1 - 1e-6, 1.0, (low + high) / 2)).reshape(drafts, n)
+    threshold[:, 0] = 1.0
+    probability = np.zeros((drafts, n))
+
+    def post_order(e, node):
+        for child in range(1, n):
+            if valid[e, child] and parents[e, child] == node:
+                yield from post_order(e, child)
+        yield node
+
+    for e in range(drafts):
+        left = 1.0
+        for node in post_order(e, 0):
+            probability[e, node] = left * threshold[e, node]
+            left *= 1 - threshold[e, node]
+    end = run(jnp.asarray(np.where(own, 0.0, 1.0), jnp.float32))
+    shape = lambda x: np.asarray(x).reshape(drafts, n, *x.shape[1:])
+    return probability, jax.tree.map(shape, end)
+
+
+def independent_paths(rows: np.ndarray, start: int, paths: int, depth: int):
+    """Every outcome of `paths` independent chains, level by level, and their probabilities, as `without_replacement`."""
+    vocab = len(rows)
+    parents = np.array([-1, *([0] * paths), *range(1, paths * (depth - 1) + 1)], np.int32)
+    tokens = np.array([(start, *t) for t in itertools.product(range(vocab), repeat=paths * depth)], np.int32)
+    weights = np.prod([rows.astype(np.float64)[tokens[:, parents[i]], tokens[:, i]] for i in range(1, len(parents))], 0)
+    return draft(rows, tokens, parents), weights
+
+
+def draft(rows, tokens, parents):
+    """TokenTree of tokens [E, N] drawn from Markov rows."""
+    with np.errstate(divide="ignore"):
+        logits = np.log(rows)[tokens].astype(np.float32)
+    everywhere = np.broadcast_to(parents, tokens.shape)
+    return TokenTree(jnp.asarray(tokens), jnp.asarray(everywhere), jnp.ones(tokens.shape, bool), jnp.asarray(logits))
+
+
+def top_and_sampled(rows: np.ndarray, start: int, template):
+    """Every outcome of drafts whose first child is sampled and whose others are the likeliest tokens of the row."""
+    outcomes, kept = [((start,), 1.0)], np.zeros_like(rows)
+    children = {int(p): int((template.parents == p).sum()) for p in template.parents}
+    fixed = lambda token, count: np.argsort(-rows[token], kind="stable")[: count - 1]
+    for token in range(len(rows)):
+        kept[token] = rows[token]
+        kept[token, fixed(token, max(children.values()))] = 0
+    kept = kept / kept.sum(1, keepdims=True)
+    for node in range(1, template.num_nodes):
+        parent, rank = int(template.parents[node]), int(template.ranks[node])
+        grown = []
+        for tokens, weight in outcomes:
+            before = tokens[parent]
+            if rank:
+                grown.append(((*tokens, int(fixed(before, children[parent])[rank - 1])), weight))
+            else:
+                grown += [((*tokens, t), weight * float(w)) for t, w in enumerate(kept[before]) if w > 0]
+        outcomes = grown
+    tokens = np.array([t for t, _ in outcomes], np.int32)
+    return draft(kept, tokens, template.parents), np.array([w for _, w in outcomes])
+
+
+def block_law(core, tree: TokenTree, weights, target_rows: np.ndarray, depth: int, patterns=patterns):
     """The law of the emitted block extended by the target to depth + 1 tokens, and of the number of accepted drafts.
 
     Returns: float64[V] * (depth + 1), float64[depth + 1].

@@ -1,0 +1,90 @@
+"""The descent shared by rules that test the children of a node one after another.
+
+Equal siblings (drafts drawn with replacement) are one context: accepting one keeps the subtrees of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, TokenTree
+from specjax.verifiers.verifier import Accepted, law, need_logits
+
+
+class Rule(NamedTuple):
+    """A rule at one node, on rows of laws [B, V]. r is what is left of the target's law, d what a child came from.
+
+    Child x is accepted if u d(x) < r(x).
+    """
+
+    enter: Callable[[Array, Array, Array], tuple[Array, Array]]  # (p, q, children [B]) -> (r, d)
+    reject: Callable[[Array, Array, Array], tuple[Array, Array]]  # (r, d, token [B]) -> (r, d)
+    rest: Callable[[Array, Array, Array], Array] = lambda r, d, children: r  # law of the next token
+    weight: Callable[[Array], Array] = lambda d: d  # of d(x); where it is 0 the child is rejected, r and d stay
+
+
+class _State(NamedTuple):
+    going: Array  # bool[B]
+    context: Array  # bool[B, N], the nodes whose children are being tested: equal siblings, usually one
+    cursor: Array  # int32[B], the last child tested
+    children: Array  # int32[B], of the context
+    r: Array  # float32[B, V]
+    d: Array  # float32[B, V]
+    path: Array  # int32[B, N]
+    num_nodes: Array  # int32[B]
+
+
+def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
+    """Apply `rule` from the root down, with uniforms float32[B, N] (u[:, 0] is not used).
+
+    One test per row and iteration, so the work is that of the longest row: at most depth x children rows of V.
+    """
+    batch, n = tree.tokens.shape
+    draft_logits = need_logits(tree)
+    index = jnp.arange(n)
+    at = lambda row, token: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
+
+    def below(context):
+        """bool[B, N]: the valid children of the context."""
+        return tree.valid & (tree.parents >= 0) & jnp.take_along_axis(context, jnp.maximum(tree.parents, 0), 1)
+
+    def enter(node, context):
+        count = jnp.sum(below(context), 1)
+        return count, *rule.enter(law(target_logits, node), law(draft_logits, node), count)
+
+    def body(s: _State) -> _State:
+        children = below(s.context)
+        ahead = children & (index > s.cursor[:, None])
+        going = s.going & jnp.any(ahead, 1)
+        i = jnp.argmax(ahead, 1).astype(jnp.int32)
+        token = at(tree.tokens, i)
+        d_x = rule.weight(at(s.d, token))
+        accepted = going & (d_x > 0) & (at(u, i) * d_x < at(s.r, token))
+        rejected = (going & (d_x > 0) & ~accepted)[:, None]
+        r, d = (jnp.where(rejected, new, old) for new, old in zip(rule.reject(s.r, s.d, token), (s.r, s.d), strict=True))
+        context = jnp.where(accepted[:, None], children & (tree.tokens == token[:, None]), s.context)
+        entered = jax.lax.cond(
+            jnp.any(accepted), lambda: enter(i, context), lambda: (s.children, s.r, s.d)
+        )  # a new context costs two rows of V, and a bisection in k-SEQ
+        pick = lambda new, old: jnp.where(accepted.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+        count, r, d = (pick(new, old) for new, old in zip(entered, (s.children, r, d), strict=True))
+        path = jnp.where(accepted[:, None] & (index == s.num_nodes[:, None]), i[:, None], s.path)
+        cursor = jnp.where(going, i, s.cursor)
+        return _State(going, context, cursor, count, r, d, path, s.num_nodes + accepted)
+
+    root = jnp.zeros((batch,), jnp.int32)
+    context = jnp.broadcast_to(index == 0, (batch, n))
+    path = jnp.where(context, 0, -1).astype(jnp.int32)
+    state = _State(jnp.ones((batch,), bool), context, root, *enter(root, context), path, root + 1)
+    if n > 1:
+        state = jax.lax.while_loop(lambda s: jnp.any(s.going), body, state)
+    return Accepted(state.path, state.num_nodes, rule.rest(state.r, state.d, state.children))
+
+
+def without(row: Array, token: Array) -> Array:
+    """`row` [B, V] with a zero at token [B]."""
+    return jnp.where(jnp.arange(row.shape[-1]) == token[:, None], 0.0, row)

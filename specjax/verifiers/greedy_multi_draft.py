@@ -1,0 +1,47 @@
+"""Greedy multi-draft: the likeliest tokens of the drafter as fixed siblings beside one sampled sibling.
+
+Hu, Zheng, Viswanathan, Chen, Rossi, Wu, Manocha, Huang: Towards Optimal Multi-draft Speculative Decoding (ICLR 2025),
+arXiv 2502.18779.
+
+Draft: T holds the n - 1 likeliest tokens under q; x is drawn from q', q without T. Rule, x first, r <- p:
+  accept x if u q'(x) < p(x), else r <- norm([p - q']+);
+  accept t in T if u < r(t), else r(t) <- 0, r <- norm(r).
+When no child is left the next token is drawn from r. Testing T in turn is the same as drawing y from r and asking
+whether y is in T.
+Guarantee: distribution; accepts P(T) + sum_{x not in T} min(p(x), q'(x)), the most possible for such drafts.
+The tree holds log q' in `logits`, so a child without mass there is a fixed one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax.verifiers.descent import Rule, descend, without
+from specjax.verifiers.verifier import Verifier, normalise, residual, with_keys
+
+
+def _reject(r, d, token):
+    sampled = jnp.take_along_axis(d, token[:, None], 1) > 0
+    fixed = without(r, token)
+    return jnp.where(sampled, residual(r, d), normalise(fixed, r)), jnp.where(sampled, 0.0, d)
+
+
+core = functools.partial(
+    descend,
+    Rule(
+        enter=lambda p, q, children: (p, q),
+        reject=_reject,
+        weight=lambda d_x: jnp.where(d_x > 0, d_x, 1.0),  # a point mass
+    ),
+)
+
+greedy_multi_draft = Verifier(
+    "greedy_multi_draft",
+    with_keys(core),
+    draws=("chain", "top_and_sampled"),
+    guarantee="distribution",
+    summary="one sampled sibling, tested first, beside the drafter's likeliest tokens as point masses",
+    paper="Hu et al. 2025, arXiv 2502.18779",
+)

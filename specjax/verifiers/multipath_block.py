@@ -1,0 +1,114 @@
+"""Greedy multi-path block verification (GBV): the best of K independent chains, verified as one block.
+
+Thomas, Pal: Greedy Multi-Path Block Verification for Faster Decoding in Speculative Sampling (2026), arXiv 2602.16961.
+
+Rule: order the tokens of a context by p/q, ties by id, and paths lexicographically; take the largest of the K drafted
+paths. With F_t = sum of q up to t in this order and rho = 1 at the root, the token of the largest path has the law
+  q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i},
+then rho <- rho q(t) / (1 - rho + rho F_t). Run block verification on that path with q' for q.
+Guarantee: distribution, because the order is strict. More paths can be worse: the choice skews q'.
+F_t needs the vocabulary sorted, once per depth of the chosen path (the loop that picks the path does not sort).
+Deviation: the recursion in rho is that of the card, equal to the paper's and without underflow.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from specjax.tree import chain
+from specjax.types import Array, TokenTree
+from specjax.verifiers.block import accept_block
+from specjax.verifiers.standard import drafted_log_probability
+from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, with_keys
+
+
+def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Accepted:
+    """The rule with its uniforms given; `tree` holds `paths` chains below the root, level by level."""
+    batch, n = tree.tokens.shape
+    depth, left_over = divmod(n - 1, paths)
+    if left_over:
+        raise ValueError(f"{n - 1} drafted nodes are not {paths} chains of one length; set `paths` as the drafter has it")
+    logits = need_logits(tree)
+    index = jnp.arange(n)
+
+    def pick(carry, level):
+        """The largest drafted token below the context, and the context it leads to."""
+        context, node = carry
+        children = tree.valid & (tree.parents >= 0) & jnp.take_along_axis(context, jnp.maximum(tree.parents, 0), 1)
+        rank = _order(law(target_logits, node), law(logits, node))  # float32[B, V]
+        rank = jnp.where(children, jnp.take_along_axis(rank, tree.tokens, 1), -jnp.inf)
+        best = jnp.max(rank, 1, keepdims=True)
+        token = jnp.max(jnp.where(children & (rank == best), tree.tokens, -1), 1)  # ties: the larger id is larger
+        context = children & (tree.tokens == token[:, None])
+        node = jnp.where(token >= 0, jnp.argmax(context, 1), node).astype(jnp.int32)
+        return (context, node), (node, token >= 0)
+
+    start = jnp.broadcast_to(index == 0, (batch, n)), jnp.zeros((batch,), jnp.int32)
+    _, (nodes, found) = jax.lax.scan(pick, start, None, length=depth)
+    nodes = jnp.concatenate([start[1][:, None], nodes.T], 1)  # int32[B, L + 1]
+    valid = jnp.concatenate([jnp.ones((batch, 1), bool), found.T], 1)
+    take = lambda x: jnp.take_along_axis(x, nodes.reshape(*nodes.shape, *(1,) * (x.ndim - 2)), 1)
+    block_p = take(target_logits)
+    skewed = _skew(take(logits), block_p, take(tree.tokens), jnp.sum(tree.valid & (tree.parents == 0), 1))
+    path = chain(take(tree.tokens), valid, skewed)
+    p, q = (drafted_log_probability(x, path) for x in (block_p, skewed))
+    ratio = jnp.where((p > -jnp.inf) & (q > -jnp.inf), p - q, -jnp.inf)
+    end = accept_block(jnp.take_along_axis(u, nodes, 1), path, ratio, block_p, lambda i: law(skewed, i))
+    chosen = jnp.where(end.path >= 0, nodes, -1)
+    return end._replace(path=jnp.pad(chosen, ((0, 0), (0, n - 1 - depth)), constant_values=-1))
+
+
+def _order(p: Array, q: Array) -> Array:
+    """log p/q of laws [..., V]; -inf where p is 0 or nothing is ever drawn."""
+    return jnp.where((q > 0) & (p > 0), jnp.log(p) - jnp.log(jnp.where(q > 0, q, 1.0)), -jnp.inf)
+
+
+def _skew(draft_logits: Array, target_logits: Array, tokens: Array, k: Array) -> Array:
+    """log q' float32[B, L + 1, V] along a path: rows of logits [B, L + 1, V], its tokens [B, L + 1], k [B] paths."""
+    vocab = draft_logits.shape[-1]
+
+    def below(draft_row, target_row):
+        """F_t of one depth: q summed over the tokens up to t in the strict order."""
+        q = law(draft_row)
+        order = jnp.lexsort((jnp.broadcast_to(jnp.arange(vocab), q.shape), _order(law(target_row), q)), axis=-1)
+        total = jnp.cumsum(jnp.take_along_axis(q, order, -1), -1)
+        place = jnp.argsort(order, -1)
+        return q, jnp.minimum(jnp.take_along_axis(total, place, -1), 1.0)
+
+    def body(rho, xs):
+        draft_row, target_row, token = xs  # token: the next one of the path
+        q, f = below(draft_row, target_row)
+        high, low = 1 - rho[:, None] * (1 - f), 1 - rho[:, None] * (1 - f + q)
+        low = jnp.maximum(low, 0.0)
+
+        def add(i, carry):
+            total, power = carry  # sum_{j<=i} high^j low^{i-j}, high^i
+            more = (i < k)[:, None]
+            power = power * high
+            return jnp.where(more, total * low + power, total), power
+
+        total, _ = jax.lax.fori_loop(1, jnp.max(k), add, (jnp.ones_like(q), jnp.ones_like(q)))
+        at = lambda row: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
+        reach = 1 - rho + rho * at(f)
+        return jnp.where(reach > 0, rho * at(q) / jnp.where(reach > 0, reach, 1.0), 0.0), jnp.log(q * total)
+
+    following = jnp.roll(tokens, -1, 1)
+    levels = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (draft_logits, target_logits, following))
+    _, skewed = jax.lax.scan(body, jnp.ones(tokens.shape[:1]), levels)
+    return jnp.moveaxis(skewed, 0, 1)
+
+
+@functools.cache
+def multipath_block(paths: int) -> Verifier:
+    """The rule for drafts of `paths` chains drawn independently, as `trees.independent_paths` makes them."""
+    return Verifier(
+        f"multipath_block({paths})",
+        with_keys(functools.partial(core, paths=paths)),
+        draws=("with_replacement", "chain") if paths == 1 else ("with_replacement",),
+        guarantee="distribution",
+        summary="picks the best of K independent chains and verifies it as a block",
+        paper="Thomas, Pal 2026, arXiv 2602.16961",
+    )

@@ -1,0 +1,36 @@
+"""Recursive rejection sampling over trees whose siblings were drawn without replacement (RSD).
+
+Jeon, Gagrani, Goel, Park, Lee, Lott: Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without
+Replacement (2024), arXiv 2402.14160. A chain is the tree with one child per node.
+
+Rule at a node with children x_1 ... x_m in draft order, r <- p, d <- q:
+  accept x_j if u_j d(x_j) < r(x_j), and descend;
+  else r <- norm([r - d]+), then d(x_j) <- 0, d <- norm(d).
+When no child is left the next token is drawn from r.
+Guarantee: distribution.
+Deviation: a drafted token with d(x) = 0 (mismatched warping) is rejected and leaves r as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from specjax.verifiers.descent import Rule, descend, without
+from specjax.verifiers.verifier import Verifier, normalise, residual, with_keys
+
+
+def _reject(r, d, token):
+    rest = without(d, token)
+    return residual(r, d), normalise(rest, rest)
+
+
+core = functools.partial(descend, Rule(enter=lambda p, q, children: (p, q), reject=_reject))
+
+recursive_rejection = Verifier(
+    "recursive_rejection",
+    with_keys(core),
+    draws=("chain", "without_replacement"),
+    guarantee="distribution",
+    summary="tests siblings in turn, each against what the ones before it left",
+    paper="Jeon et al. 2024, arXiv 2402.14160",
+)

@@ -1,0 +1,59 @@
+"""Standard speculative sampling of a chain.
+
+Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (ICML 2023), arXiv 2211.17192;
+Chen et al.: Accelerating Large Language Model Decoding with Speculative Sampling (2023), arXiv 2302.01318.
+
+Rule: accept x_i while u_i q_i(x_i) < p_i(x_i); after the first rejection the next token is drawn from
+norm([p_i - q_i]+), after the last acceptance from p.
+Guarantee: distribution. All positions are tested at once; two rows of V are read in full.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, TokenTree
+from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, residual, with_keys
+
+
+def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
+    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used). `tree` is a chain."""
+    n = tree.tokens.shape[1]
+    draft_logits = need_logits(tree)
+    p, q = (drafted_log_probability(logits, tree) for logits in (target_logits, draft_logits))
+    ok = tree.valid[:, 1:] & (jnp.log(u[:, 1:]) + q < p)
+    num_nodes = 1 + jnp.sum(jnp.cumprod(ok, 1, dtype=jnp.int32), 1)
+    last = num_nodes - 1
+    return Accepted(chain_path(num_nodes, n), num_nodes, rest_of_chain(tree, last, law(target_logits, last)))
+
+
+def drafted_log_probability(logits: Array, tree: TokenTree) -> Array:
+    """float32[B, N - 1]: the log-probability of each drafted token of a chain, -inf where it cannot be drawn."""
+    chosen = jnp.take_along_axis(logits[:, :-1], tree.tokens[:, 1:, None], 2)[:, :, 0]
+    return jnp.where(chosen > -jnp.inf, chosen - jax.nn.logsumexp(logits[:, :-1], -1), -jnp.inf)
+
+
+def chain_path(num_nodes: Array, n: int) -> Array:
+    """int32[B, N]: 0 ... num_nodes - 1, then -1."""
+    return jnp.where(jnp.arange(n) < num_nodes[:, None], jnp.arange(n, dtype=jnp.int32), -1)
+
+
+def rest_of_chain(tree: TokenTree, last: Array, p: Array) -> Array:
+    """What the next token is drawn from: p [B, V], less q of node `last` [B] if a child of it was drafted."""
+    valid = jnp.pad(tree.valid, ((0, 0), (0, 1)))
+    drafted = jnp.take_along_axis(valid, last[:, None] + 1, 1)
+    q = law(need_logits(tree), last)
+    bug = jnp.take_along_axis(jnp.pad(tree.tokens, ((0, 0), (0, 1))), last[:, None] + 1, 1)
+    seen = jnp.take_along_axis(q, bug, 1) > 0  # a drafted token without mass leaves p as it is
+    return residual(p, jnp.where(drafted & seen, q, 0.0))
+
+
+standard = Verifier(
+    "standard",
+    with_keys(core),
+    draws=("chain",),
+    guarantee="distribution",
+    summary="accepts a chain token by token with probability min(1, p/q)",
+    paper="Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
+)

@@ -1,0 +1,99 @@
+"""What every acceptance rule is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from specjax import tree as trees
+from specjax.sampling import draw, node_keys
+from specjax.types import Array, Draws, Guarantee, PyTree, TokenTree, Verdict, VerifyFn
+
+
+ANY: tuple[Draws, ...] = get_args(Draws)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Verifier:
+    """An acceptance rule and what it promises. A pytree whose only leaves are the parameters of rules that have some.
+
+    Call it as a `VerifyFn`, `verifier(keys, tree, target_logits)`; keys may also be one per row, [B].
+    """
+
+    name: str = field(metadata={"static": True})
+    rule: Callable[..., Verdict] = field(metadata={"static": True})  # VerifyFn; with params (..., hidden, params)
+    draws: tuple[Draws, ...] = field(metadata={"static": True})  # the drafts for which the guarantee holds
+    guarantee: Guarantee = field(metadata={"static": True})
+    summary: str = field(metadata={"static": True})
+    paper: str = field(metadata={"static": True}, default="")
+    params: PyTree = None
+
+    def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
+        """`hidden` [B, N, D]: the target's features, for rules that read them."""
+        if keys.ndim == 1:
+            keys = node_keys(keys, jnp.zeros_like(tree.tokens[:, 0]), trees.depths(tree.parents))
+        if self.params is None:
+            return self.rule(keys, tree, target_logits)
+        return self.rule(keys, tree, target_logits, hidden, self.params)
+
+
+class Accepted(NamedTuple):
+    """What a rule decides once its uniforms are given; the next token is still to be drawn from `residual`."""
+
+    path: Array  # int32[B, N], accepted nodes from the root down, then -1
+    num_nodes: Array  # int32[B], of `path`
+    residual: Array  # float32[B, V], the law of the next token
+
+    @property
+    def node(self) -> Array:
+        """int32[B]: the last accepted node."""
+        return jnp.take_along_axis(self.path, self.num_nodes[:, None] - 1, 1)[:, 0]
+
+
+def with_keys(core: Callable[[Array, TokenTree, Array], Accepted]) -> VerifyFn:
+    """The rule of a core that takes uniforms: `core(u[B, N], tree, target_logits) -> Accepted`.
+
+    The uniforms belong to the round (the root's position), since a rule may test positions that it does not emit; the
+    next token belongs to its own position.
+    """
+
+    def rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
+        nodes = jnp.arange(1, tree.tokens.shape[1] + 1)  # not 0: the root's own draw uses the key as it is
+        uniform = lambda key, node: jax.random.uniform(jax.random.fold_in(key, node))
+        end = core(jax.vmap(jax.vmap(uniform, (None, 0)), (0, None))(keys[:, 0], nodes), tree, target_logits)
+        last = jnp.take_along_axis(keys, end.node[:, None], 1)[:, 0]
+        return Verdict(end.path, end.num_nodes, draw(last, jnp.log(end.residual)))
+
+    return rule
+
+
+def law(logits: Array, node: Array | None = None) -> Array:
+    """Probabilities float32[B, V] of row `node` [B] of logits [B, N, V]; zeros where no token can be drawn."""
+    if node is not None:
+        logits = jnp.take_along_axis(logits, node[:, None, None], 1)[:, 0]
+    top = jnp.max(logits, -1, keepdims=True)
+    mass = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))
+    return normalise(mass, mass)
+
+
+def normalise(x: Array, fallback: Array) -> Array:
+    """x / sum(x), or `fallback` where nothing is left (p = q to rounding, or an exhausted draft)."""
+    total = jnp.sum(x, -1, keepdims=True)
+    return jnp.where(total > 0, x / jnp.where(total > 0, total, 1.0), fallback)
+
+
+def residual(p: Array, q: Array) -> Array:
+    """norm([p - q]+), or p where nothing is left."""
+    return normalise(jnp.maximum(p - q, 0.0), p)
+
+
+def need_logits(tree: TokenTree) -> Array:
+    """The draft's logits. Raises: ValueError for a point-mass tree."""
+    if tree.logits is None:
+        raise ValueError("this rule needs the draft's logits; use sample_and_match for point-mass trees")
+    return tree.logits
