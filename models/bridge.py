@@ -43,8 +43,8 @@ def make_model(config: Config) -> Model:
         c = config
         return kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, c.stacked)
 
-    def forward(params, tokens, cache, *, positions, mask, taps=()):
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
         module = nnx.merge(graphdef, nnx.State(params))
-        return module(tokens, cache, positions=positions, mask=mask, taps=taps)
+        return module(tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier)
 
     return Model(init_cache, forward, kv.commit, config.vocab_size, config.max_positions, config.name)

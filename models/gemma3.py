@@ -78,9 +78,9 @@ class Gemma3(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=()
+        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None
     ) -> tuple[Output, kv.Pending]:
-        c, step = self.config, L.Step(positions, mask, cache.length)
+        c, step = self.config, L.make_step(positions, mask, cache, earlier)
         full = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         local = L.rope_frequencies(c.head_dim, c.local_rope_base)
         is_global = jnp.array(c.is_global)
@@ -89,7 +89,7 @@ class Gemma3(nnx.Module):
         x = self.embed(tokens)
         x = x * jnp.asarray(c.width**0.5, x.dtype)
         stream, pending = L.run_layers(
-            self.layers, x, cache, (frequencies, windows),
+            self.layers, x, step, cache, (frequencies, windows),
             lambda block, x, prefix, layer: block(x, step, prefix, *layer),
         )  # fmt: skip
         hidden = self.norm(stream[-1])

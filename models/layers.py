@@ -31,8 +31,8 @@ def project(x: Array, weight: Array, dtype=None) -> Array:
 def _project_on_cpu(x: Array, weight: Array, dtype) -> Array:
     """The weight as the left operand and a float32 result, which XLA's fast CPU kernels ask for.
 
-    SmolLM2, 2 cores with AMX, 500 cached tokens, ms for 1 / 8 / 16 / 32 new tokens: float32 35 / 58 / 76 / 111, bfloat16
-    24 / 32 / 41 / 62. A bfloat16 result is computed by plain loops (about 180 ms), the weight on the right costs half
+    SmolLM2, 2 cores with AMX, 500 cached tokens, ms for 1 / 8 / 16 / 32 new tokens: float32 35 / 58 / 76 / 111,
+    bfloat16 24 / 32 / 41 / 62. A bfloat16 result is computed by plain loops (about 180 ms), the weight on the right costs half
     as much again. One bfloat16 row takes a second one along: alone it is a product with a vector, for which there is no
     kernel (190 ms). The barriers keep the compiler from folding the transpose and the conversion into the product.
     """
@@ -130,8 +130,16 @@ class Step(NamedTuple):
     """What every layer of one forward pass shares."""
 
     positions: Array  # int32[B, T]
-    mask: Array  # bool[B, T, T]
+    key_positions: Array  # int32[B, P + T], of the earlier tokens and these
+    mask: Array  # bool[B, T, P + T]
     length: Array  # int32[B]
+    earlier: kv.Pending | None
+
+
+def make_step(positions: Array, mask: Array, cache: kv.KVCache, earlier: kv.Pending | None) -> Step:
+    """From the arguments of `forward`."""
+    keys = positions if earlier is None else jnp.concatenate([earlier.positions, positions], 1)
+    return Step(positions, keys, mask, cache.length, earlier)
 
 
 class Attention(nnx.Module):
@@ -152,17 +160,23 @@ class Attention(nnx.Module):
         self.head_dim = head_dim
 
     def __call__(self, x, step: Step, prefix, frequencies, window=None):
-        """x [B, T, D], prefix (k, v) of this layer -> [B, T, D], (k, v) [B, K, T, h] of the new tokens."""
+        """x [B, T, D], prefix (k, v) of this layer, then those of earlier tokens if there are any.
+
+        Returns: [B, T, D], (k, v) [B, K, T, h] of the new tokens.
+        """
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope(q, step.positions, frequencies), rope(k, step.positions, frequencies)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        prefix_k, prefix_v = prefix
+        (prefix_k, prefix_v), earlier = prefix[:2], prefix[2:]
+        all_k, all_v = (
+            (jnp.concatenate([old, new], 2) for old, new in zip(earlier, (k, v), strict=True)) if earlier else (k, v)
+        )
         out = tree_attention(
-            q, k, v, prefix_k, prefix_v, step.length, step.positions, step.mask,
-            scale=self.scale, window=window, softcap=self.softcap,
+            q, all_k, all_v, prefix_k, prefix_v, step.length, step.positions, step.mask,
+            key_positions=step.key_positions, scale=self.scale, window=window, softcap=self.softcap,
         )  # fmt: skip
         return self.o(out.reshape(*x.shape[:2], -1)), (k, v)
 
@@ -174,8 +188,10 @@ def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):
     return nnx.List([block(rngs) for _ in range(num_layers)])
 
 
-def run_layers(layers, x: Array, cache: kv.KVCache, per_layer: PyTree, fn) -> tuple[list | Array, kv.Pending]:
-    """Run `fn(block, x, (k, v), slice) -> x, (k, v)` over the layers.
+def run_layers(
+    layers, x: Array, step: Step, cache: kv.KVCache, per_layer: PyTree, fn
+) -> tuple[list | Array, kv.Pending]:
+    """Run `fn(block, x, prefix, slice) -> x, (k, v)` over the layers; `prefix` as `Attention` takes it.
 
     Unstacked layers are unrolled; stacked ones are scanned, which compiles in constant time but copies each layer's
     weights out of the stack on CPU (SmolLM2, one token: 54 ms against 44 ms), so CPU keeps them apart.
@@ -185,14 +201,15 @@ def run_layers(layers, x: Array, cache: kv.KVCache, per_layer: PyTree, fn) -> tu
 
     Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the pending keys and values.
     """
+    prefixes = (cache.k, cache.v) if step.earlier is None else (cache.k, cache.v, step.earlier.k, step.earlier.v)
     if isinstance(layers, nnx.List):
         stream, new = [x], []
         for i, block in enumerate(layers):
-            x, kv_new = fn(block, x, (cache.k[i], cache.v[i]), jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
+            x, kv_new = fn(block, x, tuple(p[i] for p in prefixes), jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
             stream.append(x)
             new.append(kv_new)
         k, v = zip(*new, strict=True)
-        return stream, kv.Pending(k, v, kv.after(x))
+        return stream, kv.Pending(k, v, step.positions, kv.after(x))
 
     graphdef, state = nnx.split(layers)
 
@@ -201,5 +218,5 @@ def run_layers(layers, x: Array, cache: kv.KVCache, per_layer: PyTree, fn) -> tu
         x, kv_new = fn(nnx.merge(graphdef, params), x, prefix, slice_)
         return x, (x, kv_new)
 
-    last, (outputs, (k, v)) = jax.lax.scan(body, x, (state, (cache.k, cache.v), per_layer))
-    return jnp.concatenate([x[None], outputs[:-1], last[None]]), kv.Pending(k, v, kv.after(last))
+    last, (outputs, (k, v)) = jax.lax.scan(body, x, (state, prefixes, per_layer))
+    return jnp.concatenate([x[None], outputs[:-1], last[None]]), kv.Pending(k, v, step.positions, kv.after(last))

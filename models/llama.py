@@ -64,12 +64,12 @@ class Llama(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=()
+        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None
     ) -> tuple[Output, kv.Pending]:
-        c, step = self.config, L.Step(positions, mask, cache.length)
+        c, step = self.config, L.make_step(positions, mask, cache, earlier)
         frequencies = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         stream, pending = L.run_layers(
-            self.layers, self.embed(tokens), cache, (),
+            self.layers, self.embed(tokens), step, cache, (),
             lambda block, x, prefix, _: block(x, step, prefix, frequencies, c.window),
         )  # fmt: skip
         hidden = self.norm(stream[-1])

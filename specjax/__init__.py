@@ -5,16 +5,18 @@ result = specjax.decode(target, specjax.drafters.prompt_lookup(), [tokenizer.cha
 print(tokenizer.decode(result.to_lists()[0]))
 """
 
-from specjax import controllers, drafters, verifiers
+from specjax import controllers, decoders, drafters, trees, verifiers
 from specjax.decode import DecodeResult, StreamStep, decode, stream
 from specjax.errors import UsageError
 from specjax.methods import METHODS, make_drafter
 from specjax.types import Controller, Drafter, Model, Output, Target, TokenTree, Verdict
+from specjax.verifiers import VERIFIERS, Verifier
 
 __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "VERIFIERS",
     "Controller",
     "DecodeResult",
     "Drafter",
@@ -25,12 +27,15 @@ __all__ = [
     "TokenTree",
     "UsageError",
     "Verdict",
+    "Verifier",
     "controllers",
     "decode",
+    "decoders",
     "drafters",
     "load",
     "make_drafter",
     "stream",
+    "trees",
     "verifiers",
 ]
 

@@ -26,6 +26,7 @@ class Pending(NamedTuple):
 
     k: PyTree
     v: PyTree
+    positions: Array  # int32[B, T]
     after: Array  # int32[B], from `after`
 
 
@@ -75,6 +76,29 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array) -> K
 def _over(path: Array, new: Array) -> Array:
     """`path` [B, P] shaped to index axis -2 of `new`."""
     return path.reshape((1,) * (new.ndim - 4) + (path.shape[0], 1, path.shape[1], 1))
+
+
+def widen(pending: PyTree, slots: int) -> PyTree:
+    """`pending` with room for `slots` tokens, those behind its own empty."""
+    return jax.tree.map(lambda x: jnp.pad(x, _behind(x, slots - x.shape[_axis(x)])) if x.ndim > 1 else x, pending)
+
+
+def insert(pending: PyTree, new: PyTree, place: Array | int) -> PyTree:
+    """`pending` with the tokens of `new` at slot `place` and following."""
+
+    def write(old, new):
+        return new if old.ndim < 2 else jax.lax.dynamic_update_slice_in_dim(old, new, place, _axis(old))
+
+    return jax.tree.map(write, pending, new)
+
+
+def _axis(x: Array) -> int:
+    """The axis of the tokens: positions are [B, T], keys and values [..., B, K, T, h]."""
+    return 1 if x.ndim == 2 else x.ndim - 2
+
+
+def _behind(x: Array, count: int) -> list[tuple[int, int]]:
+    return [(0, count if axis == _axis(x) else 0) for axis in range(x.ndim)]
 
 
 def rewind(cache: KVCache, length: Array) -> KVCache:

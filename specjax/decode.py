@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ import numpy as np
 
 from specjax.controllers import fixed
 from specjax.errors import UsageError
-from specjax.sampling import fold_in
+from specjax.sampling import row_keys
 from specjax.speculative import Inputs, add_stats, buffer_size, speculative, zero_stats
 from specjax.types import Array, Controller, DecodeState, Drafter, Info, Sampling, Stats, Target, VerifyFn
-from specjax.verifiers import ANY, Verifier, exact_verifier, greedy
+from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
 
 PROMPT_BUCKET = 128
 """Prompt buffers are rounded up to a multiple of this, so that prompts of similar length share one program."""
@@ -75,6 +75,7 @@ def decode(
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
     eos: int | Sequence[int] | Array = (),
+    sampling: Literal["speculative", "coupled"] = "speculative",
     verifier: Verifier | VerifyFn | None = None,
     controller: Controller | None = None,
     capacity: int | None = None,
@@ -93,6 +94,9 @@ def decode(
       temperature: a Python 0 compiles the greedy program; else a float or [B], traced, where 0 is greedy too.
       top_k, top_p: None, or a number or [B], applied to target and draft alike, after the temperature.
       eos: ids that end a row; the eos itself is the last token of the row.
+      sampling: "speculative" accepts a drafted token by its p/q, as often as any rule for one token can, and keeps the
+        law of the text. "coupled" draws target and draft with the same noise, so that the text for a key is that of
+        plain sampling, whatever drafter, tree, batch or mesh; it accepts a little less.
       verifier: one of `specjax.verifiers`, or your own `VerifyFn`; default: the exact rule for how the drafter draws.
       controller: default: always draft as deep as possible.
       capacity: largest length of prompt plus new tokens; default: the model's own limit.
@@ -101,7 +105,19 @@ def decode(
     Raises: UsageError for an empty prompt, one over the capacity, or a setting outside its range, before compiling.
     """
     inputs, tokens, lengths, keys, static = _prepare(
-        target, drafter, prompts, key, max_new_tokens, temperature, top_k, top_p, eos, verifier, controller, capacity
+        target,
+        drafter,
+        prompts,
+        key,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        eos,
+        sampling,
+        verifier,
+        controller,
+        capacity,
     )
     return _decode(inputs, tokens, lengths, keys, **static)
 
@@ -119,11 +135,11 @@ def stream(
 
     The step is the one that `decode` loops. The next step is dispatched before the tokens of this one are read.
     """
-    names = ("temperature", "top_k", "top_p", "eos", "verifier", "controller", "capacity")
+    names = ("temperature", "top_k", "top_p", "eos", "sampling", "verifier", "controller", "capacity")
     unknown = set(options) - set(names)
     if unknown:
         raise TypeError(f"stream got unexpected arguments {sorted(unknown)}")
-    defaults = {"temperature": 0.0, "eos": ()}
+    defaults = {"temperature": 0.0, "eos": (), "sampling": "speculative"}
     settings = [options.get(name, defaults.get(name)) for name in names]
     inputs, tokens, lengths, keys, static = _prepare(target, drafter, prompts, key, max_new_tokens, *settings)
     decoding = {"controller": static["controller"]}
@@ -146,7 +162,19 @@ def stream(
 
 
 def _prepare(
-    target, drafter, prompts, key, max_new_tokens, temperature, top_k, top_p, eos, verifier, controller, capacity
+    target,
+    drafter,
+    prompts,
+    key,
+    max_new_tokens,
+    temperature,
+    top_k,
+    top_p,
+    eos,
+    sampling,
+    verifier,
+    controller,
+    capacity,
 ):
     """Check the arguments; returns Inputs, padded tokens int32[B, L], lengths, keys [B] and the static arguments."""
     if max_new_tokens < 1:
@@ -159,24 +187,29 @@ def _prepare(
     batch, width = tokens.shape
     size = buffer_size(width, max_new_tokens, drafter)
     tokens = jnp.pad(tokens, ((0, 0), (0, size - width)))
-    if key.ndim == 0:
-        key = fold_in(jnp.broadcast_to(key, (batch,)), jnp.arange(batch))
-    elif key.shape != (batch,):
-        raise UsageError(f"key must be one key or one per row: got shape {key.shape} for {batch} prompts")
-    sampling = Sampling()
+    warping = Sampling()
     if not is_greedy:
-        sampling = Sampling(*(None if x is None else jnp.asarray(x) for x in (temperature, top_k, top_p)))
+        warping = Sampling(*(None if x is None else jnp.asarray(x) for x in (temperature, top_k, top_p)))
     ids = jnp.atleast_1d(jnp.asarray(eos, jnp.int32))
-    verifier = _choose_verifier(verifier, drafter, is_greedy)
+    verifier = _choose_verifier(verifier, drafter, is_greedy, sampling)
     static = {
         "controller": controller or fixed(),
         "max_new_tokens": max_new_tokens,
     }
-    return Inputs(target, drafter, verifier, sampling, ids), tokens, lengths, key, static
+    inputs = Inputs(target, drafter, verifier, sampling == "coupled" and not is_greedy, warping, ids)
+    return inputs, tokens, lengths, row_keys(key, batch), static
 
 
-def _choose_verifier(verifier: Verifier | VerifyFn | None, drafter: Drafter, is_greedy: bool) -> Verifier:
+def _choose_verifier(
+    verifier: Verifier | VerifyFn | None, drafter: Drafter, is_greedy: bool, sampling: str
+) -> Verifier:
     """The rule asked for, or the exact one; at temperature 0 every exact rule is the greedy one."""
+    if sampling not in ("speculative", "coupled"):
+        raise UsageError(f'sampling must be "speculative" or "coupled", not "{sampling}"')
+    if sampling == "coupled" and verifier is not None:
+        raise UsageError('sampling="coupled" brings its own verifier, sample_and_match; leave verifier out')
+    if sampling == "coupled":
+        return greedy if is_greedy else sample_and_match
     if verifier is None:
         return exact_verifier(drafter, is_greedy)
     if not isinstance(verifier, Verifier):  # the caller's own function promises nothing
@@ -185,8 +218,8 @@ def _choose_verifier(verifier: Verifier | VerifyFn | None, drafter: Drafter, is_
         return greedy
     if drafter.draws not in verifier.draws:
         raise UsageError(
-            f"verifier {verifier.name} is not valid for drafts drawn {drafter.draws}, only for {', '.join(verifier.draws)}"
-            f"; the default for this drafter is {exact_verifier(drafter, is_greedy).name}"
+            f"verifier {verifier.name} is not valid for drafts drawn {drafter.draws}, "
+            f"only for {', '.join(verifier.draws)}; the default for this drafter is {exact_verifier(drafter, is_greedy).name}"
         )
     return verifier
 

@@ -47,6 +47,14 @@ METHODS: dict[str, Method] = {
             "Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
         ),
         Method(
+            "jacobi",
+            lambda target, draft, **options: drafters.jacobi(target.model.vocab_size, **options),
+            "distribution",
+            False,
+            "the target's last pass over a window is the draft of its next one",
+            "Teng et al. 2025, arXiv 2410.01699",
+        ),
+        Method(
             "prompt_lookup",
             lambda target, draft, **options: drafters.prompt_lookup(**options),
             "distribution",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.errors import UsageError
 from specjax.types import Array, Sampling
 
 
@@ -43,7 +44,13 @@ def warp(logits: Array, sampling: Sampling) -> Array:
 
 def draw(keys: Array, logits: Array) -> Array:
     """One token per row: int32[B] from keys [B] and warped logits float32[B, V] (a Gumbel race)."""
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    return jnp.argmax(logits + noise(keys, logits.shape[-1]), -1).astype(jnp.int32)
+
+
+def noise(keys: Array, vocab: int) -> Array:
+    """Gumbel noise float32[..., V] of keys [...]. A token's noise depends on the key and its id alone."""
+    flat = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys.reshape(-1))
+    return flat.reshape(*keys.shape, vocab)
 
 
 def node_keys(keys: Array, length: Array, depth: Array) -> Array:
@@ -56,6 +63,18 @@ def node_keys(keys: Array, length: Array, depth: Array) -> Array:
 
 
 DRAFT, VERIFY = 0, 1  # purposes of random keys
+
+
+def row_keys(key: Array, batch: int) -> Array:
+    """Keys [B]: `fold_in(key, b)` of one key, or the keys given per row.
+
+    Raises: UsageError for any other number of them.
+    """
+    if key.ndim == 0:
+        return fold_in(jnp.broadcast_to(key, (batch,)), jnp.arange(batch))
+    if key.shape != (batch,):
+        raise UsageError(f"key must be one key or one per row: got shape {key.shape} for {batch} rows")
+    return key
 
 
 def fold_in(keys: Array, data: Array) -> Array:

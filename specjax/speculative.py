@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,16 @@ from specjax.types import (
 )
 from specjax.verifiers import Verifier
 
-class Inputs(NamedTuple):
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Inputs:
     """What stays the same from step to step. A pytree: arguments of the compiled step, never constants of it."""
 
     target: Target
     drafter: Drafter
     verifier: Verifier
+    coupled: bool = field(metadata={"static": True})  # draft with the noise of the target's own draws
     sampling: Sampling
     eos: Array  # int32[E], ids that end a row
 
@@ -59,7 +63,7 @@ def speculative(controller: Controller) -> Decoder:
         """`tokens` int32[B, L] with `buffer_size` slots, `length` int32[B] of the prompts, `stop` int32[B]."""
         batch, size = tokens.shape
         target, drafter = inputs.target, inputs.drafter
-        context = Context(tokens, length, inputs.sampling)
+        context = Context(tokens, length, inputs.sampling, keys if inputs.coupled else None)
         return DecodeState(
             tokens=tokens,
             length=length,
@@ -75,7 +79,7 @@ def speculative(controller: Controller) -> Decoder:
 
     def step(inputs: Inputs, state: DecodeState) -> tuple[DecodeState, Info]:
         drafter = inputs.drafter
-        context = Context(state.tokens, state.length, inputs.sampling)
+        context = Context(state.tokens, state.length, inputs.sampling, state.keys if inputs.coupled else None)
         limit = jnp.clip(controller.limit(state.control), 0, drafter.max_depth)
         # Deeper nodes than the row may still emit are wasted.
         limit = jnp.minimum(limit, jnp.maximum(state.stop - state.length - 1, 0))

@@ -65,9 +65,10 @@ class Output(NamedTuple):
 class Model(NamedTuple):
     """A language model as pure functions. Hashable: equal hyperparameters give the same object.
 
-    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=()) -> (Output, pending)` reads the
-    cache and does not change it. `mask` is only *among the new tokens*; which slots of the cache count is the cache's
-    own `length[B]`. `pending` is what the new tokens would add.
+    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None) -> (Output, pending)`
+    reads the cache and does not change it. `mask` is only *among the new tokens*; which slots of the cache count is the cache's
+    own `length[B]`. `pending` is what the new tokens would add. Tokens may also see `earlier`, P tokens that are pending
+    still (a tree that grows level by level): the mask is then [B, T, P + T], theirs first.
 
     `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`. Prefill, plain
     decoding, chains and trees are these two calls; rolling back is committing fewer nodes.
@@ -104,6 +105,7 @@ class Context(NamedTuple):
     tokens: Array  # int32[B, L]
     length: Array  # int32[B], committed tokens
     sampling: Sampling = Sampling()
+    noise: Array | None = None  # key[B] of the target's own draws, for drafters that share them (coupled sampling)
 
 
 @jax.tree_util.register_dataclass

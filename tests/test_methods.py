@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chisquare
-from toy import DRAFT_ROWS, TARGET_ROWS, branching_drafter, joint_law, markov, tiny_llama
+from toy import DRAFT_ROWS, TARGET_ROWS, branching_drafter, chi_square, joint_law, markov, sampled_triples, tiny_llama
 
 import specjax
 from specjax import METHODS, Target, UsageError, decode, make_drafter, stream
 from specjax.sampling import draw
-from specjax.verifiers import exact_verifier, sample_and_match
+from specjax.verifiers import sample_and_match, standard
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
 PROMPT_TUPLES = tuple(map(tuple, PROMPTS))  # hashable
 OPTIONS = {
+    "jacobi": {"window": 4},
     "prompt_lookup": {"num_tokens": 4},
     "token_recycling": {"num_nodes": 7},
     "two_model": {"num_tokens": 3},
@@ -115,11 +115,11 @@ def test_second_call_compiles_nothing_and_steps_transfer_nothing(name):
     jax.block_until_ready(decode(target, rebuilt, (tokens, lengths), key=keys[1], max_new_tokens=9, temperature=0.5))
     assert compiled == []
     inputs, *arrays, static = specjax.decode.__globals__["_prepare"](
-        target, drafter, (tokens, lengths), keys[0], 9, 0.5, None, None, (), None, None, None
+        target, drafter, (tokens, lengths), keys[0], 9, 0.5, None, None, (), "speculative", None, None, None
     )
     start, step = (specjax.decode.__globals__[f] for f in ("_start", "_step"))
     state = start(inputs, *arrays, **static)
-    decoding = {k: static[k] for k in ("verify", "controller")}
+    decoding = {"controller": static["controller"]}
     state, _, _ = step(inputs, state, **decoding)
     with jax.transfer_guard("disallow"):
         step(inputs, state, **decoding)
@@ -139,34 +139,6 @@ def test_works_inside_the_callers_jit(name):
     np.testing.assert_array_equal(ours, wanted)
 
 
-def sampled_triples(drafter, rows, count=20_000, verifier=None, **options):
-    """Counts [V, V, V] of the first three sampled tokens after token 0 of a Markov target."""
-    vocab = len(rows)
-    prompts = (jnp.zeros((count, 4), jnp.int32), jnp.full((count,), 4))  # repeated zeros: n-grams recur
-    result = decode(
-        markov(rows),
-        drafter,
-        prompts,
-        key=jax.random.key(7),
-        max_new_tokens=3,
-        temperature=1.0,
-        verifier=verifier,
-        **options,
-    )
-    index = np.asarray(result.tokens) @ np.array([vocab**2, vocab, 1])
-    return np.bincount(index, minlength=vocab**3).reshape((vocab,) * 3)
-
-
-def p_value(counts, law):
-    """Chi-square of counts against a law, cells expecting fewer than 5 merged."""
-    expected = law.ravel() * counts.sum()
-    observed, small = counts.ravel(), expected < 5
-    if small.any():
-        observed = np.append(observed[~small], observed[small].sum())
-        expected = np.append(expected[~small], expected[small].sum())
-    return chisquare(observed, expected, sum_check=False).pvalue
-
-
 def toy_drafter(name):
     return make_drafter(name, markov(), markov(DRAFT_ROWS), **OPTIONS.get(name, {}))
 
@@ -174,18 +146,18 @@ def toy_drafter(name):
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS[n].guarantee == "distribution"])
 def test_sampled_text_has_the_joint_law_of_the_target(name):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS)
-    assert p_value(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 @pytest.mark.parametrize("branching", [(1, 1), (2, 2), (3, 1)])
 def test_trees_drawn_without_replacement_have_the_joint_law_of_the_target(branching):
     drafter = branching_drafter(branching).replace(params=jnp.asarray(DRAFT_ROWS))
-    assert p_value(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 def accept_all(keys, tree, logits):
     """A mutant: takes every drafted token."""
-    verdict = exact_verifier("without_replacement", False)(keys, tree, logits)
+    verdict = standard(keys, tree, logits)
     n = tree.tokens.shape[1]
     last = draw(keys[:, -1], logits[:, -1])
     return verdict._replace(
@@ -195,7 +167,7 @@ def accept_all(keys, tree, logits):
 
 def bonus_without_residual(keys, tree, logits):
     """A mutant: after a rejection draws from p instead of the residual."""
-    verdict = exact_verifier("without_replacement", False)(keys, tree, logits)
+    verdict = standard(keys, tree, logits)
     row = jnp.arange(keys.shape[0])
     node = verdict.path[row, verdict.num_nodes - 1]
     return verdict._replace(next_token=draw(keys[row, node], logits[row, node]))
@@ -212,7 +184,7 @@ def one_key_for_all_positions(keys, tree, logits):
 )
 def test_the_chi_square_catches_broken_rules(name, mutant):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS, verifier=mutant)
-    assert p_value(counts, joint_law(TARGET_ROWS, 0, 3)) < 1e-6
+    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) < 1e-6
 
 
 def test_one_key_for_all_rows_is_caught():

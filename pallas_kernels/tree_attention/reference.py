@@ -8,16 +8,20 @@ import jax.numpy as jnp
 NEG = -1e30
 
 
-def tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window=None, softcap=None):
+def tree_attention(
+    q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, scale, window=None, softcap=None
+):
     """Attend from T new tokens to a cached prefix and to each other.
 
     The two parts share one softmax and are never concatenated, so the prefix is read once, in place.
 
     Args:
-      q: [B, T, H, h]; k, v: [B, K, T, h], of the new tokens, rotated.
+      q: [B, T, H, h], of the new tokens, rotated.
+      k, v: [B, K, M, h], of the tokens outside of the cache, the new ones last (M = T unless a tree grows by levels).
       prefix_k, prefix_v: [B, K, S, h]; slot s holds position s, valid below `length` int32[B].
       positions: int32[B, T] of the new tokens.
-      mask: bool[B, T, T], which new tokens see which.
+      mask: bool[B, T, M], which of these each new token sees.
+      key_positions: int32[B, M]; None if M = T.
       scale: factor on the scores. window: see only keys less than this many positions back (None: all).
       softcap: c in c * tanh(scores / c), or None.
 
@@ -35,7 +39,8 @@ def tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scal
     in_prefix = jnp.broadcast_to(slot < length[:, None, None], (batch, t, slots))
     if window is not None:
         in_prefix &= slot > positions[:, :, None] - window
-        mask = mask & (positions[:, None, :] > positions[:, :, None] - window)
+        near = positions if key_positions is None else key_positions
+        mask = mask & (near[:, None, :] > positions[:, :, None] - window)
     old, new = scores(prefix_k, in_prefix), scores(k, mask)
     top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)

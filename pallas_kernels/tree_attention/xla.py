@@ -21,12 +21,13 @@ reads 1,024 tokens into a buffer of 1,624 in 2.4 s otherwise. Below it, one pass
 
 
 def blocked_tree_attention(
-    q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window=None, softcap=None, block=BLOCK, many=MANY
-):
+    q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, scale, window=None, softcap=None,
+    block=BLOCK, many=MANY,
+):  # fmt: skip
     """As `reference.tree_attention`; work and temporaries grow with the longest row, not with the capacity."""
     batch, t = q.shape[:2]
     slots = prefix_k.shape[2]
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    options = {"key_positions": key_positions, "scale": scale, "window": window, "softcap": softcap}
     if t < many or slots <= block:
         return tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, **options)
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
@@ -54,7 +55,7 @@ def blocked_tree_attention(
     shape = (*grouped.shape[:3], 1)
     start = jnp.zeros(grouped.shape, jnp.float32), jnp.zeros(shape), jnp.full(shape, NEG)
     # New tokens first: each sees itself, so the maximum is real before a block may be all invisible.
-    carry = add(start, k, v, mask & near(positions[:, None, :]))
+    carry = add(start, k, v, mask & near((positions if key_positions is None else key_positions)[:, None, :]))
     blocks = (jnp.max(length) + block - 1) // block
     acc, total, _ = jax.lax.fori_loop(0, blocks, body, carry)
     return ungroup_queries((acc / total).astype(v.dtype), t)

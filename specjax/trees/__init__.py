@@ -1,1 +1,23 @@
-""""""
+"""Builders of token trees: which tokens a drafter that gives logits drafts, and below which of them it looks."""
+
+from specjax.trees.beam import beam
+from specjax.trees.dyspec import dyspec, dyspec_fixed
+from specjax.trees.eagle2 import eagle2
+from specjax.trees.grow import Builder, grow
+from specjax.trees.plan import medusa, sequoia
+from specjax.trees.static import branching, chain, independent_paths, static
+
+__all__ = [
+    "Builder",
+    "beam",
+    "branching",
+    "chain",
+    "dyspec",
+    "dyspec_fixed",
+    "eagle2",
+    "grow",
+    "independent_paths",
+    "medusa",
+    "sequoia",
+    "static",
+]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Array, TokenTree
-from specjax.verifiers.verifier import Accepted, law, need_logits
+from specjax.verifiers.verifier import Accepted, law, need_logits, normalise, residual
 
 
 class Rule(NamedTuple):
@@ -25,6 +25,8 @@ class Rule(NamedTuple):
     reject: Callable[[Array, Array, Array], tuple[Array, Array]]  # (r, d, token [B]) -> (r, d)
     rest: Callable[[Array, Array, Array], Array] = lambda r, d, children: r  # law of the next token
     weight: Callable[[Array], Array] = lambda d: d  # of d(x); where it is 0 the child is rejected, r and d stay
+    relax: Callable[[Array, Array], Array] = lambda r, token: r  # (r, token [B]) -> what stands for r at this child
+    point_mass: bool = False  # the tree has no draft laws: q is 0 everywhere
 
 
 class _State(NamedTuple):
@@ -38,13 +40,14 @@ class _State(NamedTuple):
     num_nodes: Array  # int32[B]
 
 
-def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
+def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also: Array | None = None) -> Accepted:
     """Apply `rule` from the root down, with uniforms float32[B, N] (u[:, 0] is not used).
 
+    `also` bool[B, N]: children accepted even if their test fails.
     One test per row and iteration, so the work is that of the longest row: at most depth x children rows of V.
     """
     batch, n = tree.tokens.shape
-    draft_logits = need_logits(tree)
+    draft_logits = None if rule.point_mass else need_logits(tree)
     index = jnp.arange(n)
     at = lambda row, token: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
 
@@ -54,7 +57,9 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array) -> Acce
 
     def enter(node, context):
         count = jnp.sum(below(context), 1)
-        return count, *rule.enter(law(target_logits, node), law(draft_logits, node), count)
+        p = law(target_logits, node)
+        q = jnp.zeros_like(p) if draft_logits is None else law(draft_logits, node)
+        return count, *rule.enter(p, q, count)
 
     def body(s: _State) -> _State:
         children = below(s.context)
@@ -63,9 +68,13 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array) -> Acce
         i = jnp.argmax(ahead, 1).astype(jnp.int32)
         token = at(tree.tokens, i)
         d_x = rule.weight(at(s.d, token))
-        accepted = going & (d_x > 0) & (at(u, i) * d_x < at(s.r, token))
+        r_x = rule.relax(s.r, token)
+        passed = (d_x > 0) & (at(u, i) * d_x < at(r_x, token))
+        accepted = going & (passed if also is None else passed | at(also, i))
         rejected = (going & (d_x > 0) & ~accepted)[:, None]
-        r, d = (jnp.where(rejected, new, old) for new, old in zip(rule.reject(s.r, s.d, token), (s.r, s.d), strict=True))
+        r, d = (
+            jnp.where(rejected, new, old) for new, old in zip(rule.reject(r_x, s.d, token), (s.r, s.d), strict=True)
+        )
         context = jnp.where(accepted[:, None], children & (tree.tokens == token[:, None]), s.context)
         entered = jax.lax.cond(
             jnp.any(accepted), lambda: enter(i, context), lambda: (s.children, s.r, s.d)
@@ -88,3 +97,25 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array) -> Acce
 def without(row: Array, token: Array) -> Array:
     """`row` [B, V] with a zero at token [B]."""
     return jnp.where(jnp.arange(row.shape[-1]) == token[:, None], 0.0, row)
+
+
+def _reject_drawn(r, d, token):
+    rest = without(d, token)
+    return residual(r, d), normalise(rest, rest)
+
+
+WITHOUT_REPLACEMENT = Rule(enter=lambda p, q, children: (p, q), reject=_reject_drawn)
+"""Siblings drawn one after another (RSD): r <- norm([r - d]+), then d(x) <- 0, d <- norm(d)."""
+
+POINT_MASS = Rule(
+    enter=lambda p, q, children: (p, q),
+    reject=lambda r, d, token: (normalise(without(r, token), r), d),
+    weight=jnp.ones_like,
+    point_mass=True,
+)
+"""Children fixed without randomness: x is accepted if u < r(x), else r(x) <- 0, r <- norm(r)."""
+
+
+def rule_for(tree: TokenTree) -> Rule:
+    """The exact rule for a tree drawn without replacement, such as a chain, or fixed (no logits)."""
+    return POINT_MASS if tree.logits is None else WITHOUT_REPLACEMENT

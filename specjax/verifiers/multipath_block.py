@@ -30,7 +30,9 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
     batch, n = tree.tokens.shape
     depth, left_over = divmod(n - 1, paths)
     if left_over:
-        raise ValueError(f"{n - 1} drafted nodes are not {paths} chains of one length; set `paths` as the drafter has it")
+        raise ValueError(
+            f"{n - 1} drafted nodes are not {paths} chains of one length; set `paths` as the drafter has it"
+        )
     logits = need_logits(tree)
     index = jnp.arange(n)
 

@@ -22,7 +22,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     n = tree.tokens.shape[1]
     draft_logits = need_logits(tree)
     p, q = (drafted_log_probability(logits, tree) for logits in (target_logits, draft_logits))
-    ok = tree.valid[:, 1:] & (jnp.log(u[:, 1:]) + q < p)
+    ok = tree.valid[:, 1:] & (q > -jnp.inf) & (jnp.log(u[:, 1:]) + q < p)
     num_nodes = 1 + jnp.sum(jnp.cumprod(ok, 1, dtype=jnp.int32), 1)
     last = num_nodes - 1
     return Accepted(chain_path(num_nodes, n), num_nodes, rest_of_chain(tree, last, law(target_logits, last)))
@@ -30,8 +30,9 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
 
 def drafted_log_probability(logits: Array, tree: TokenTree) -> Array:
     """float32[B, N - 1]: the log-probability of each drafted token of a chain, -inf where it cannot be drawn."""
-    chosen = jnp.take_along_axis(logits[:, :-1], tree.tokens[:, 1:, None], 2)[:, :, 0]
-    return jnp.where(chosen > -jnp.inf, chosen - jax.nn.logsumexp(logits[:, :-1], -1), -jnp.inf)
+    following = jnp.roll(tree.tokens, -1, 1)[:, :, None]
+    chosen = jnp.take_along_axis(logits, following, 2)[:, :, 0]
+    return jnp.where(chosen > -jnp.inf, chosen - jax.nn.logsumexp(logits, -1), -jnp.inf)[:, :-1]
 
 
 def chain_path(num_nodes: Array, n: int) -> Array:

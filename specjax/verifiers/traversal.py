@@ -43,21 +43,26 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
         """Go down to the first child, or test the leaf and, if it fails, delete it and go up."""
         children = s.left & (tree.parents == s.node[:, None])
         inner = jnp.any(children, 1)
-        child = jnp.argmax(children, 1).astype(jnp.int32)
-        token = at(tree.tokens, child)
-        p_x, q_x = s.p[rows, s.node, token], s.q[rows, s.node, token]
-        ratio = jnp.where(q_x > 0, p_x / jnp.where(q_x > 0, q_x, 1.0), 0.0)
-        down = jnp.minimum(1.0, at(s.weight, s.node) * ratio)
-
         weight = at(s.weight, s.node)
         stop = ~inner & ((s.node == 0) | (at(u, s.node) < weight))
         fail = s.going & ~inner & ~stop
+
         above = jnp.maximum(at(tree.parents, s.node), 0)
-        p, q, up = jax.lax.cond(
+        failed = at(tree.tokens, s.node)
+        p_a, q_a, up = jax.lax.cond(
             jnp.any(fail),
-            lambda: _delete(s.p, s.q, at(s.weight, above), above, at(tree.tokens, s.node), fail),
-            lambda: (s.p, s.q, at(s.weight, above)),
-        )
+            lambda p_a, q_a, w: _delete(p_a, q_a, w, failed),
+            lambda p_a, q_a, w: (p_a, q_a, w),
+            s.p[rows, above], s.q[rows, above], at(s.weight, above),
+        )  # fmt: skip
+        # Written outside of the branch and before the next read: XLA copies the buffers otherwise.
+        place = jnp.where(fail, above, n)
+        p, q = s.p.at[rows, place].set(p_a, mode="drop"), s.q.at[rows, place].set(q_a, mode="drop")
+
+        child = jnp.argmax(children, 1).astype(jnp.int32)
+        token = at(tree.tokens, child)
+        p_x, q_x = p[rows, s.node, token], q[rows, s.node, token]
+        down = jnp.minimum(1.0, weight * jnp.where(q_x > 0, p_x / jnp.where(q_x > 0, q_x, 1.0), 0.0))
         deeper = s.going & inner
         node = jnp.where(deeper, child, jnp.where(fail, above, s.node))
         changed = jnp.where(deeper, down, jnp.where(fail, up, at(s.weight, node)))
@@ -69,25 +74,22 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
         node=jnp.zeros((batch,), jnp.int32),
         left=tree.valid,
         weight=jnp.ones((batch, n)),
-        p=jax.vmap(law, 1, 1)(target_logits),
-        q=jax.vmap(law, 1, 1)(need_logits(tree)),
+        p=law(target_logits),
+        q=law(need_logits(tree)),
     )
     end = jax.lax.while_loop(lambda s: jnp.any(s.going), step, state)
     path, num_nodes = trees.path_to(tree.parents, end.node)
     return Accepted(path, num_nodes, end.p[rows, end.node])
 
 
-def _delete(p, q, weight, node, token, where):
-    """The laws [B, N, V] once child `token` [B] of `node` [B] failed in rows `where`, and the new weight of the node."""
-    rows = jnp.arange(node.shape[0])
-    p_a, q_a = p[rows, node], q[rows, node]
-    s = jnp.maximum(weight[:, None] * p_a - q_a, 0.0)
+def _delete(p: Array, q: Array, weight: Array, token: Array):
+    """The laws [B, V] and weight [B] of a node once its child `token` [B] has failed."""
+    s = jnp.maximum(weight[:, None] * p - q, 0.0)
     total = jnp.sum(s, -1)
-    rest = without(q_a, token)
-    put = lambda x, row, old: x.at[rows, node].set(jnp.where(where[:, None], row, old))
+    rest = without(q, token)
     enough = total + 1 - weight
     up = jnp.where(total > 0, total / jnp.where(enough > 0, enough, 1.0), 0.0)
-    return put(p, normalise(s, p_a), p_a), put(q, normalise(rest, rest), q_a), up
+    return normalise(s, p), normalise(rest, rest), up
 
 
 traversal = Verifier(

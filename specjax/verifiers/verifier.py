@@ -13,7 +13,6 @@ from specjax import tree as trees
 from specjax.sampling import draw, node_keys
 from specjax.types import Array, Draws, Guarantee, PyTree, TokenTree, Verdict, VerifyFn
 
-
 ANY: tuple[Draws, ...] = get_args(Draws)
 
 
@@ -76,9 +75,8 @@ def law(logits: Array, node: Array | None = None) -> Array:
     """Probabilities float32[B, V] of row `node` [B] of logits [B, N, V]; zeros where no token can be drawn."""
     if node is not None:
         logits = jnp.take_along_axis(logits, node[:, None, None], 1)[:, 0]
-    top = jnp.max(logits, -1, keepdims=True)
-    mass = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))
-    return normalise(mass, mass)
+    total = jax.nn.logsumexp(logits, -1, keepdims=True)
+    return jnp.exp(logits - jnp.where(jnp.isfinite(total), total, 0.0))
 
 
 def normalise(x: Array, fallback: Array) -> Array:

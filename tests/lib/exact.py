@@ -114,13 +114,21 @@ def leaf_first_patterns(core, tree: TokenTree, target_logits):
     return probability, jax.tree.map(shape, end)
 
 
-def independent_paths(rows: np.ndarray, start: int, paths: int, depth: int):
-    """Every outcome of `paths` independent chains, level by level, and their probabilities, as `without_replacement`."""
+def independent_paths(rows: np.ndarray, start: int, paths: int, depth: int, sets: bool = False):
+    """Every outcome of `paths` independent chains, level by level, and its probability, as `without_replacement`.
+
+    sets: every *set* of chains, for rules whose result does not depend on the order of the paths.
+    """
     vocab = len(rows)
     parents = np.array([-1, *([0] * paths), *range(1, paths * (depth - 1) + 1)], np.int32)
-    tokens = np.array([(start, *t) for t in itertools.product(range(vocab), repeat=paths * depth)], np.int32)
+    chains = list(itertools.product(range(vocab), repeat=depth))
+    chosen = list(
+        itertools.combinations_with_replacement(chains, paths) if sets else itertools.product(chains, repeat=paths)
+    )
+    orders = [len(set(itertools.permutations(c))) if sets else 1 for c in chosen]
+    tokens = np.array([(start, *np.array(c).T.ravel()) for c in chosen], np.int32)  # level by level
     weights = np.prod([rows.astype(np.float64)[tokens[:, parents[i]], tokens[:, i]] for i in range(1, len(parents))], 0)
-    return draft(rows, tokens, parents), weights
+    return draft(rows, tokens, parents), weights * orders
 
 
 def draft(rows, tokens, parents):

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.stats import chisquare
 
-from specjax import sampling, tree
+from specjax import decode, sampling, tree
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.types import Drafter, Model, Output, Target, TokenTree
 
@@ -32,7 +33,7 @@ class Count(NamedTuple):
 def markov_model(vocab: int) -> Model:
     """A model whose next token depends on the last one alone; params: float32[V, V], rows of probabilities."""
 
-    def forward(params, tokens, cache, *, positions, mask, taps=()):
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
         return Output(jnp.log(params[tokens]), jnp.zeros((*tokens.shape, 1))), ()
 
     return Model(
@@ -51,26 +52,31 @@ def markov(rows=TARGET_ROWS) -> Target:
 
 
 @functools.cache
+def template(branching: tuple[int, ...]) -> tree.Template:
+    """`branching[d]` children for each node of depth d."""
+    paths, level = [], [()]
+    for width in branching:
+        level = [(*path, rank) for path in level for rank in range(width)]
+        paths += level
+    return tree.Template(paths)
+
+
+@functools.cache
 def branching_drafter(branching: tuple[int, ...]) -> Drafter:
     """Children drawn without replacement (Gumbel-top-k) from Markov rows given as params.
 
     `branching` is static: the number of children per depth.
     """
-    paths = [()]
-    level = [()]
-    for width in branching:
-        level = [(*path, rank) for path in level for rank in range(width)]
-        paths += level
-    template = tree.Template(paths[1:])
+    shape = template(branching)
 
     def propose(params, keys, state, context, limit):
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
-        tokens = jnp.pad(root, ((0, 0), (0, template.num_nodes - 1)))
+        tokens = jnp.pad(root, ((0, 0), (0, shape.num_nodes - 1)))
         laws = jnp.zeros((*tokens.shape, params.shape[0]))
         children = {}
-        for node in range(template.num_nodes):
+        for node in range(shape.num_nodes):
             if node:
-                parent, rank = int(template.parents[node]), int(template.ranks[node])
+                parent, rank = int(shape.parents[node]), int(shape.ranks[node])
                 tokens = tokens.at[:, node].set(children[parent][:, rank])
             law = sampling.warp(jnp.log(params[tokens[:, node]]), context.sampling)
             laws = laws.at[:, node].set(law)
@@ -78,7 +84,7 @@ def branching_drafter(branching: tuple[int, ...]) -> Drafter:
                 keys
             )
             children[node] = jax.lax.top_k(law + noise, max(branching))[1]
-        parents = jnp.broadcast_to(template.parents, tokens.shape)
+        parents = jnp.broadcast_to(shape.parents, tokens.shape)
         valid = tree.depths(parents) <= limit[:, None]
         return TokenTree(tokens, parents, valid, laws), state
 
@@ -86,7 +92,7 @@ def branching_drafter(branching: tuple[int, ...]) -> Drafter:
         init=lambda params, context: (),
         propose=propose,
         update=lambda params, state, tree, verdict, output: state,
-        num_nodes=template.num_nodes,
+        num_nodes=shape.num_nodes,
         max_depth=len(branching),
         draws="without_replacement",
     )
@@ -110,3 +116,31 @@ def joint_law(rows: np.ndarray, start: int, length: int) -> np.ndarray:
     for _ in range(length - 1):
         law = law[..., None] * rows.astype(np.float64)
     return law
+
+
+def sampled_triples(drafter, rows, count=20_000, verifier=None, **options):
+    """Counts [V, V, V] of the first three sampled tokens after token 0 of a Markov target."""
+    vocab = len(rows)
+    prompts = (jnp.zeros((count, 4), jnp.int32), jnp.full((count,), 4))  # repeated zeros: n-grams recur
+    result = decode(
+        markov(rows),
+        drafter,
+        prompts,
+        key=jax.random.key(7),
+        max_new_tokens=3,
+        temperature=1.0,
+        verifier=verifier,
+        **options,
+    )
+    index = np.asarray(result.tokens) @ np.array([vocab**2, vocab, 1])
+    return np.bincount(index, minlength=vocab**3).reshape((vocab,) * 3)
+
+
+def chi_square(counts, law):
+    """p-value of counts against a law, cells expecting fewer than 5 merged."""
+    expected = law.ravel() * counts.sum()
+    observed, small = counts.ravel(), expected < 5
+    if small.any():
+        observed = np.append(observed[~small], observed[small].sum())
+        expected = np.append(expected[~small], expected[small].sum())
+    return chisquare(observed, expected, sum_check=False).pvalue

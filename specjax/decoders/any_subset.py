@@ -1,0 +1,197 @@
+"""Any-subset speculative decoding: an any-order model fills in missing tokens and drafts for itself.
+
+Guo, Ermon: Reviving Any-Subset Autoregressive Models with Principled Parallel Sampling and Speculative Decoding (2025),
+arXiv 2504.20456.
+
+Rule: order the tokens: the given ones first, then the missing ones by position. With n tokens known,
+  1. one call draws the next k in parallel, x_j ~ q_j = p(x_j | known), each as if the others were not there;
+  2. one call with the drafts filled in gives p_j = p(x_j | known, x_<j);
+  3. accept x_j with min(1, p_j(x_j) / q_j(x_j)) up to the first rejection, which is redrawn from norm([p_j - q_j]+).
+As p_1 = q_1 the first is always accepted, and the second accepted or redrawn: never more calls than tokens. A single
+draft needs no second call. No bonus token.
+Guarantee: distribution: the model's own joint law of the missing tokens in this order.
+Deviations: the first draft is accepted by decree, since two calls may round differently. With k = 1 the second call is
+skipped, so a token costs one call. Temperature, top-k and top-p apply to p and q alike, and the mask token has no mass
+in either. Not here: drafts from a table of bigrams, and the slack added to the ratio. No cache: each call reads the
+whole sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, warp
+from specjax.tree import chain
+from specjax.types import Array, Guarantee, PyTree, Sampling
+from specjax.verifiers.standard import core as verify_chain
+
+GUARANTEE: Guarantee = "distribution"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AnySubsetModel:
+    """A two-stream model that can predict any token from any others, with its parameters as the only leaves.
+
+    `apply(params, tokens int32[B, S], content bool[B, S, S], positions int32[B, Q], query bool[B, Q, S]) -> logits
+    float32[B, Q, V]`: the law of the token at `positions[b, i]`, as seen by a query stream that knows its position but
+    not its token and reads the tokens j with `query[b, i, j]`, possibly none. What it reads of token j is the content
+    stream, in which j reads the tokens l with `content[b, j, l]`, itself included.
+    """
+
+    apply: Callable[..., Array] = field(metadata={"static": True})
+    vocab_size: int = field(metadata={"static": True})
+    mask_token: int | None = field(metadata={"static": True}, default=None)  # stands where a token is missing
+    params: PyTree = ()
+
+
+class AnySubsetResult(NamedTuple):
+    """The filled sequences and what they cost."""
+
+    tokens: Array  # int32[B, S]
+    calls: Array  # int32[B], calls of the model that the row needed
+    drafted: Array  # int32[B]
+    accepted: Array  # int32[B]
+
+
+class Order(NamedTuple):
+    """The order in which tokens become known."""
+
+    position: Array  # int32[B, S], of the token of each rank
+    rank: Array  # int32[B, S], of the token at each position
+    given: Array  # int32[B], tokens known from the start
+    stop: Array  # int32[B], tokens known at the end; ranks beyond are padding
+
+
+def any_subset(
+    model: AnySubsetModel,
+    tokens: Array,
+    missing: Array,
+    *,
+    key: Array,
+    lengths: Array | None = None,
+    window: int = 5,
+    temperature: float | Array = 1.0,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+) -> AnySubsetResult:
+    """Fill in the missing tokens: one compiled loop, in which each row goes at its own speed.
+
+    Args:
+      tokens: int32[B, S]. missing: bool[B, S], where to draw; what `tokens` holds there is not read.
+      key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B].
+      lengths: int32[B], positions of a row that exist; default: all.
+      window: tokens drafted at once, k of the rule.
+      temperature, top_k, top_p: as for `specjax.decode`; a Python 0 compiles the greedy program.
+
+    Raises: UsageError for a window below 1 or shapes that do not agree.
+    """
+    tokens, missing = jnp.asarray(tokens, jnp.int32), jnp.asarray(missing, bool)
+    if window < 1:
+        raise UsageError(f"window must be at least 1, not {window}")
+    if tokens.ndim != 2 or missing.shape != tokens.shape:
+        raise UsageError(f"tokens and missing must both be [B, S], not {tokens.shape} and {missing.shape}")
+    batch, size = tokens.shape
+    keys = row_keys(key, batch)
+    sampling = Sampling()
+    if not (isinstance(temperature, int | float) and temperature == 0):
+        sampling = Sampling(*(None if x is None else jnp.asarray(x) for x in (temperature, top_k, top_p)))
+    lengths = jnp.full((batch,), size, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    return _fill(model, tokens, missing, lengths, keys, sampling, window=window)
+
+
+def order_of(missing: Array, lengths: Array) -> Order:
+    """Given tokens, then missing ones, then padding; each by position."""
+    exists = jnp.arange(missing.shape[1]) < lengths[:, None]
+    position = jnp.argsort(jnp.where(exists, missing, 2), 1, stable=True).astype(jnp.int32)
+    rank = jnp.argsort(position, 1).astype(jnp.int32)
+    return Order(position, rank, jnp.sum(exists & ~missing, 1, dtype=jnp.int32), jnp.minimum(lengths, missing.shape[1]))
+
+
+def content_mask(order: Order) -> Array:
+    """bool[B, S, S]: a token reads those of its rank and below; given tokens read each other freely.
+
+    The same in both calls, so that what is known looks the same to both.
+    """
+    reach = jnp.maximum(order.rank, order.given[:, None] - 1)
+    return order.rank[:, None, :] <= reach[:, :, None]
+
+
+class _State(NamedTuple):
+    tokens: Array  # int32[B, S]
+    known: Array  # int32[B]
+    calls: Array
+    drafted: Array
+    accepted: Array
+
+
+@functools.partial(jax.jit, static_argnames=("window",))
+def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> AnySubsetResult:
+    batch, size = tokens.shape
+    order, row, slots = order_of(missing, lengths), jnp.arange(batch)[:, None], jnp.arange(window)
+    content = content_mask(order)
+    blank = 0 if model.mask_token is None else model.mask_token
+
+    def laws(tokens: Array, positions: Array, seen: Array) -> Array:
+        """float32[B, k, V]: warped logits at `positions`, from the tokens of rank below `seen` int32[B, k]."""
+        logits = model.apply(model.params, tokens, content, positions, order.rank[:, None, :] < seen[:, :, None])
+        if model.mask_token is not None:
+            logits = logits.at[:, :, model.mask_token].set(-jnp.inf)
+        return warp(logits, sampling)
+
+    def body(s: _State) -> _State:
+        n = s.known[:, None]
+        valid = slots < order.stop[:, None] - n  # [B, k]
+        positions = jnp.take_along_axis(order.position, jnp.minimum(n + slots, size - 1), 1)
+        round_keys = fold_in(keys, s.known)
+        purpose = lambda p: fold_in(round_keys, jnp.full_like(s.known, p))
+        q = laws(s.tokens, positions, jnp.broadcast_to(n, positions.shape))
+        drafted = jax.vmap(draw)(_keys_of_slots(purpose(DRAFT), window), q)
+        place = lambda chosen: jnp.where(chosen, positions, size)
+        filled = s.tokens.at[row, place(valid)].set(drafted, mode="drop")
+        several = jnp.sum(valid, 1) > 1
+        p = jax.lax.cond(jnp.any(several), lambda: laws(filled, positions, n + slots), lambda: q)
+        p = p.at[:, 0].set(q[:, 0])
+        count, next_token = _verify(purpose(VERIFY), drafted, valid, p, q)
+        redrawn = count < jnp.sum(valid, 1)
+        new = jnp.where(slots < count[:, None], drafted, next_token[:, None])
+        committed = count + redrawn
+        active = jnp.any(valid, 1)
+        return _State(
+            s.tokens.at[row, place(slots < committed[:, None])].set(new, mode="drop"),
+            s.known + committed,
+            s.calls + active + several,
+            s.drafted + jnp.sum(valid, 1, dtype=jnp.int32),
+            s.accepted + count,
+        )
+
+    zero = jnp.zeros((batch,), jnp.int32)
+    state = _State(jnp.where(missing, blank, tokens), order.given, zero, zero, zero)
+    state = jax.lax.while_loop(lambda s: jnp.any(s.known < order.stop), body, state)
+    return AnySubsetResult(state.tokens, state.calls, state.drafted, state.accepted)
+
+
+def _keys_of_slots(keys: Array, count: int) -> Array:
+    """Keys [B, count] from keys [B]."""
+    return jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count)))(keys)
+
+
+def _verify(keys: Array, drafted: Array, valid: Array, p: Array, q: Array) -> tuple[Array, Array]:
+    """How many of drafted int32[B, k] are accepted, and the token that replaces the first rejected one: int32[B] each.
+
+    The standard rule, on the chain whose root stands for what is known. The first draft passes whatever its uniform.
+    """
+    root = lambda x, value: jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
+    leaf = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # a bonus token's law, which is never drawn from
+    tree = chain(root(drafted, 0), root(valid, True), leaf(q))
+    split = jax.vmap(jax.random.split)(keys)
+    u = jax.vmap(lambda key: jax.random.uniform(key, (drafted.shape[1] + 1,)))(split[:, 0])
+    end = verify_chain(u.at[:, 1].set(0.0), tree, leaf(p))
+    return end.num_nodes - 1, draw(split[:, 1], jnp.log(end.residual))
