@@ -217,9 +217,10 @@ def _choose_verifier(
     if is_greedy and verifier.guarantee != "lossy":
         return greedy
     if drafter.draws not in verifier.draws:
+        default = exact_verifier(drafter, is_greedy).name
         raise UsageError(
             f"verifier {verifier.name} is not valid for drafts drawn {drafter.draws}, "
-            f"only for {', '.join(verifier.draws)}; the default for this drafter is {exact_verifier(drafter, is_greedy).name}"
+            f"only for {', '.join(verifier.draws)}; the default for this drafter is {default}"
         )
     return verifier
 

@@ -26,9 +26,9 @@ Draws = Literal["point_mass", "chain", "without_replacement", "with_replacement"
 """How the siblings of a tree were drawn, the static fact that decides which verifiers are exact.
 
 `point_mass`: without randomness, given the past (n-grams, retrieval, top-k). The others were drawn from
-`TokenTree.logits` of their parent. `chain`: one child per node. `without_replacement`: one after another, never twice the
-same token. `with_replacement`: independently, equal siblings kept as nodes of their own. `top_and_sampled`: the first
-sibling is sampled; the others, to which the row gives no mass, are fixed.
+`TokenTree.logits` of their parent. `chain`: one child per node. `without_replacement`: one after another, never twice
+the same token. `with_replacement`: independently, equal siblings kept as nodes of their own. `top_and_sampled`: the
+first sibling is sampled; the others, to which the row gives no mass, are fixed.
 """
 
 
@@ -65,10 +65,10 @@ class Output(NamedTuple):
 class Model(NamedTuple):
     """A language model as pure functions. Hashable: equal hyperparameters give the same object.
 
-    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None) -> (Output, pending)`
-    reads the cache and does not change it. `mask` is only *among the new tokens*; which slots of the cache count is the cache's
-    own `length[B]`. `pending` is what the new tokens would add. Tokens may also see `earlier`, P tokens that are pending
-    still (a tree that grows level by level): the mask is then [B, T, P + T], theirs first.
+    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None)` returns `(Output,
+    pending)`. It reads the cache and does not change it. `mask` is only *among the new tokens*; which slots of the
+    cache count is the cache's own `length[B]`. `pending` is what the new tokens would add. Tokens may also see
+    `earlier`, P tokens that are pending still (a tree that grows level by level): the mask is then [B, T, P + T].
 
     `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`. Prefill, plain
     decoding, chains and trees are these two calls; rolling back is committing fewer nodes.

@@ -3,8 +3,8 @@
 Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (2023), arXiv 2211.17192;
 Chen et al.: Accelerating Large Language Model Decoding with Speculative Sampling (2023), arXiv 2302.01318.
 
-Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p; a `specjax.trees` builder says how many
-of them, and where. One pass of the draft model per level; the nodes share one key/value cache.
+Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p; a `specjax.trees` builder says how
+many of them, and where. One pass of the draft model per level; the nodes share one key/value cache.
 Guarantee: distribution (verified with the q that was sampled).
 """
 
@@ -35,7 +35,7 @@ class _State(NamedTuple):
 
 
 def two_model(draft: Target, num_tokens: int = 4, tree: Builder | None = None) -> Drafter:
-    """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest ones).
+    """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest).
 
     State: the draft's key/value cache, and the keys and values of one tree. Raises: UsageError if num_tokens < 1.
     """

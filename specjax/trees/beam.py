@@ -1,7 +1,7 @@
 """RSD-S: the W likeliest perturbed paths, by stochastic beam search.
 
 Jeon et al.: Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement (2024),
-arXiv 2402.14160; the search is Kool, van Hoof, Welling: Stochastic Beams and Where to Find Them (2019), arXiv 1903.06059.
+arXiv 2402.14160; the search: Kool, van Hoof, Welling, Stochastic Beams and Where to Find Them (2019), arXiv 1903.06059.
 
 Rule: each beam has phi, the log-probability of its path, and psi, the same perturbed. For its children t,
 G(t) = phi + log q(t) + Gumbel, conditioned on the largest being psi: psi(t) = -log(e^-psi - e^-max G + e^-G(t)). The W

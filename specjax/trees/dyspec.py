@@ -2,10 +2,10 @@
 
 Xiong et al.: DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure (WWW 2025), arXiv 2410.11744.
 
-Rule: the value of the next draw below a node is the product of q over its ancestors and of 1 - R over the siblings drawn
-there already, R the law of a draw given those before it: the chance, if q were the acceptance rate, that the draw is
-tested at all. `dyspec` draws level by level wherever the value is at least a threshold; `dyspec_fixed` always takes the
-largest value, one draw and one pass of the drafter at a time, which is optimal for its size.
+Rule: the value of the next draw below a node is the product of q over its ancestors and of 1 - R over the siblings
+drawn there already, R the law of a draw given those before it: the chance, if q were the acceptance rate, that the
+draw is tested at all. `dyspec` draws level by level wherever the value is at least a threshold; `dyspec_fixed` always
+takes the largest value, one draw and one pass of the drafter at a time, which is optimal for its size.
 Guarantee: siblings are drawn without replacement: whether a draw happens is decided before it, and nothing drawn is
 dropped.
 Deviations: caps on draws per level and per node, applied in the order of the values; the threshold's comparison is the

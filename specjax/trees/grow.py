@@ -168,7 +168,7 @@ def _by_row(laws: Array) -> Array:
 
 
 def _laws(builder: Builder, logits: Array, keys: Array, level, depth: Array, context: Context):
-    """The law of the children of each node float32[B, F, V], the keys of their noise [B, F], and whether it is shared."""
+    """The law of each node's children float32[B, F, V], the keys of their noise [B, F], and whether it is shared."""
     is_greedy = context.sampling.temperature is None
     warped = logits if is_greedy or not builder.warped else sampling.warp(logits, context.sampling)
     log_q = jax.nn.log_softmax(warped.astype(jnp.float32), -1)

@@ -1,7 +1,7 @@
 """Trees of fixed shape: branching specs, RSD-C, Sequoia's and Medusa's shapes, and independent paths.
 
-RSD-C: Jeon et al., Recursive Speculative Decoding (2024), arXiv 2402.14160. The children of a node are the tokens with the
-largest log q + Gumbel noise: a sample without replacement, in order.
+RSD-C: Jeon et al., Recursive Speculative Decoding (2024), arXiv 2402.14160. The children of a node are the tokens with
+the largest log q + Gumbel noise: a sample without replacement, in order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
 """Acceptance rules, one per file. Each is a `Verifier`: (keys, tree, warped target logits) -> Verdict."""
 
 from specjax.types import Drafter
+from specjax.verifiers.bild import rollback
 from specjax.verifiers.block import block
 from specjax.verifiers.greedy import greedy
 from specjax.verifiers.greedy_multi_draft import greedy_multi_draft
+from specjax.verifiers.grouped import grouped, grouped_static
+from specjax.verifiers.judge import init_judge, judge
+from specjax.verifiers.lantern import lantern
 from specjax.verifiers.multipath_block import multipath_block
 from specjax.verifiers.recursive_rejection import recursive_rejection
 from specjax.verifiers.sample_and_match import sample_and_match
@@ -11,6 +15,7 @@ from specjax.verifiers.specinfer import specinfer
 from specjax.verifiers.spectr import spectr
 from specjax.verifiers.standard import standard
 from specjax.verifiers.traversal import traversal
+from specjax.verifiers.typical import typical
 from specjax.verifiers.verifier import ANY, Verifier
 
 __all__ = [
@@ -21,13 +26,20 @@ __all__ = [
     "exact_verifier",
     "greedy",
     "greedy_multi_draft",
+    "grouped",
+    "grouped_static",
+    "init_judge",
+    "judge",
+    "lantern",
     "multipath_block",
     "recursive_rejection",
+    "rollback",
     "sample_and_match",
     "specinfer",
     "spectr",
     "standard",
     "traversal",
+    "typical",
 ]
 
 VERIFIERS: dict[str, Verifier] = {
@@ -43,9 +55,11 @@ VERIFIERS: dict[str, Verifier] = {
         multipath_block(2),
         greedy_multi_draft,
         traversal,
+        typical(),
+        rollback(),
     )
 }
-"""Every rule by name, with what it promises; written by hand. Rules with a parameter stand here with a typical value."""
+"""Rules by name, written by hand. Those that take arrays are not here: `judge`, `lantern`, `grouped`, `grouped_static`."""
 
 
 def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:

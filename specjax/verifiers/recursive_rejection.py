@@ -15,16 +15,10 @@ from __future__ import annotations
 
 import functools
 
-from specjax.verifiers.descent import Rule, descend, without
-from specjax.verifiers.verifier import Verifier, normalise, residual, with_keys
+from specjax.verifiers.descent import WITHOUT_REPLACEMENT, descend
+from specjax.verifiers.verifier import Verifier, with_keys
 
-
-def _reject(r, d, token):
-    rest = without(d, token)
-    return residual(r, d), normalise(rest, rest)
-
-
-core = functools.partial(descend, Rule(enter=lambda p, q, children: (p, q), reject=_reject))
+core = functools.partial(descend, WITHOUT_REPLACEMENT)
 
 recursive_rejection = Verifier(
     "recursive_rejection",

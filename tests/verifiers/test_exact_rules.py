@@ -202,7 +202,7 @@ MUTANTS = [  # rule, mutant, draft, shape, least error of the joint law (about t
     ("recursive_rejection", sorted_siblings, "wor", (2, 2), 0.035),  # the card: 0.054
     (
         "recursive_rejection",
-        patched(module("recursive_rejection"), "without", lambda d, token: d),
+        patched(module("descent"), "without", lambda d, token: d),
         "wor",
         (2, 2),
         0.002,
