@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Generator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import checks
 from specjax.controllers import fixed
 from specjax.errors import UsageError
 from specjax.sampling import row_keys
@@ -79,6 +81,7 @@ def decode(
     verifier: Verifier | VerifyFn | None = None,
     controller: Controller | None = None,
     capacity: int | None = None,
+    debug: bool = False,
 ) -> DecodeResult:
     """Decode a batch of prompts: prefill and the whole loop in one compiled program.
 
@@ -99,6 +102,8 @@ def decode(
         plain sampling, whatever drafter, tree, batch or mesh; it accepts a little less.
       verifier: one of `specjax.verifiers`, or your own `VerifyFn`; default: the exact rule for how the drafter draws.
       controller: default: always draft as deep as possible.
+      debug: check every draft for what its verifier needs (`specjax.checks`) and raise UsageError if one lacks it;
+        inside the caller's `jit`, where nothing can be raised, look at `stats.violations`.
       capacity: largest length of prompt plus new tokens; default: the model's own limit.
 
     Returns: DecodeResult.
@@ -119,7 +124,12 @@ def decode(
         controller,
         capacity,
     )
-    return _decode(inputs, tokens, lengths, keys, **static)
+    if not debug:
+        return _decode(inputs, tokens, lengths, keys, **static)
+    result = _decode(dataclasses.replace(inputs, debug=True), tokens, lengths, keys, **static)
+    if not isinstance(result.stats.violations, jax.core.Tracer):
+        checks.refuse(result.stats.violations, drafter.draws)
+    return result
 
 
 def stream(
@@ -266,7 +276,7 @@ STATIC = ("controller", "max_new_tokens")
 def _decode(inputs: Inputs, tokens, lengths, keys, *, controller, max_new_tokens: int) -> DecodeResult:
     decoder = speculative(controller)
     state = decoder.init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
-    stats = zero_stats(tokens.shape[0], inputs.drafter.max_depth)
+    stats = zero_stats(tokens.shape[0], inputs.drafter.max_depth, inputs.debug)
 
     def body(carry):
         state, info = decoder.step(inputs, carry[0])

@@ -55,6 +55,14 @@ METHODS: dict[str, Method] = {
             "Teng et al. 2025, arXiv 2410.01699",
         ),
         Method(
+            "hierarchical",
+            lambda target, draft, **options: drafters.hierarchical(draft, drafters.prompt_lookup(), **options),
+            "distribution",
+            True,
+            "a smaller model, itself helped by prompt lookup, drafts a chain",
+            "SpecMQuant 2025, arXiv 2505.22179; Spector, Re 2023, arXiv 2308.04623",
+        ),
+        Method(
             "prompt_lookup",
             lambda target, draft, **options: drafters.prompt_lookup(**options),
             "distribution",

@@ -101,12 +101,14 @@ def acceptance_by_depth(stats: Stats) -> list[float | None]:
     return [float(a / d) if d else None for a, d in zip(accepted, drafted, strict=True)]
 
 
-def is_comparable(guarantee: Guarantee, draws: Draws, is_greedy: bool) -> bool:
-    """Whether equal keys must give the text of plain decoding: always when greedy; when sampling, for point masses.
+def is_comparable(guarantee: Guarantee, draws: Draws, is_greedy: bool, is_coupled: bool = False) -> bool:
+    """Whether equal keys must give the text of plain decoding: if greedy or coupled; when sampling, for point masses.
 
     Their verifier draws the target's token from (key, position). Sampled drafts keep the law, not the text.
     """
-    return guarantee != "lossy" and (is_greedy or (guarantee == "distribution" and draws == "point_mass"))
+    if guarantee == "lossy" or is_greedy:
+        return guarantee != "lossy"
+    return guarantee == "distribution" and (is_coupled or draws == "point_mass")
 
 
 def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import tree as trees
+from specjax.checks import violations
 from specjax.prefill import CHUNK, prefill
 from specjax.sampling import DRAFT, fold_in, node_keys, warp
 from specjax.types import (
@@ -40,6 +41,8 @@ class Inputs:
     coupled: bool = field(metadata={"static": True})  # draft with the noise of the target's own draws
     sampling: Sampling
     eos: Array  # int32[E], ids that end a row
+    debug: bool = field(default=False, metadata={"static": True})  # fill `Info.violations`
+    keep_laws: bool = field(default=False, metadata={"static": True})  # fill `Info.laws`
 
 
 def buffer_size(prompt_buffer: int, max_new_tokens: int, drafter: Drafter) -> int:
@@ -86,7 +89,7 @@ def speculative(controller: Controller) -> Decoder:
         draft_keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
         tree, draft = drafter.propose(drafter.params, draft_keys, state.draft, context, limit)
         tree = tree._replace(valid=tree.valid & (~state.done[:, None] | (jnp.arange(drafter.num_nodes) == 0)))
-        verdict, pending, draft = _score(inputs, state, tree, draft)
+        verdict, pending, draft, laws, wrong = _score(inputs, state, tree, draft)
         emitted, count, is_eos = _emit(inputs, state, tree, verdict)
         rows = jnp.arange(state.length.shape[0])[:, None]
         place = state.length[:, None] + jnp.arange(drafter.num_nodes)
@@ -101,6 +104,8 @@ def speculative(controller: Controller) -> Decoder:
             drafted_depth=depth,
             active=~state.done,
             hit_eos=is_eos,
+            laws=laws,
+            violations=wrong,
         )
         keep = jnp.minimum(verdict.num_nodes, count)
         cache = inputs.target.model.commit(state.cache, pending, verdict.path, keep)
@@ -117,7 +122,8 @@ def speculative(controller: Controller) -> Decoder:
 
 
 def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
-    """One target pass over the tree: its verdict, the pending cache entries and what the drafter learnt.
+    """One target pass over the tree: its verdict, the pending cache entries, what the drafter learnt, `Info.laws` and
+    `Info.violations`.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
     draft costs one plain step. Which width ran changes rounding, never the law. The cache is committed outside of the
@@ -139,7 +145,11 @@ def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
         logits = output.logits if inputs.verifier.guarantee == "greedy" else warp(output.logits, inputs.sampling)
         verdict = inputs.verifier(keys, part, logits, output.hidden)
         draft = inputs.drafter.update(inputs.drafter.params, draft, part, verdict, output)
-        return verdict, pending, draft
+        laws = None
+        if inputs.keep_laws:
+            laws = jnp.take_along_axis(logits, jnp.maximum(verdict.path, 0)[:, :, None], 1)
+        wrong = violations(part, inputs.drafter.draws, logits) if inputs.debug else None
+        return verdict, pending, draft, laws, wrong
 
     widths = sorted({w for w in inputs.drafter.widths if w < n} | {n})
     if len(widths) == 1:
@@ -147,9 +157,9 @@ def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
     full = jax.eval_shape(functools.partial(at_width, n), draft)  # branches must agree in shape
 
     def padded(width: int, draft: PyTree):
-        verdict, pending, draft = at_width(width, draft)
+        verdict, pending, draft, laws, wrong = at_width(width, draft)
         verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
-        return verdict, jax.tree.map(_pad_to, pending, full[1]), draft
+        return verdict, jax.tree.map(_pad_to, pending, full[1]), draft, jax.tree.map(_pad_to, laws, full[3]), wrong
 
     needed = jnp.max(jnp.sum(tree.valid, 1))
     branches = [functools.partial(padded, width) for width in widths]
@@ -181,10 +191,10 @@ def _emit(inputs: Inputs, state: DecodeState, tree: TokenTree, verdict: Verdict)
     return tokens, count.astype(jnp.int32), is_eos
 
 
-def zero_stats(batch: int, max_depth: int) -> Stats:
+def zero_stats(batch: int, max_depth: int, debug: bool = False) -> Stats:
     """Sums before the first step."""
     row, by_depth = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, max_depth), jnp.int32)
-    return Stats(row, row, row, by_depth, by_depth, jnp.zeros((batch,), bool))
+    return Stats(row, row, row, by_depth, by_depth, jnp.zeros((batch,), bool), row if debug else None)
 
 
 def add_stats(stats: Stats, info: Info) -> Stats:
@@ -197,4 +207,7 @@ def add_stats(stats: Stats, info: Info) -> Stats:
         drafted_by_depth=stats.drafted_by_depth + (below < jnp.where(info.active, info.drafted_depth, 0)[:, None]),
         accepted_by_depth=stats.accepted_by_depth + (below < info.accepted[:, None]),
         hit_eos=stats.hit_eos | info.hit_eos,
+        violations=None
+        if info.violations is None
+        else info.violations | (0 if stats.violations is None else stats.violations),
     )

@@ -160,6 +160,8 @@ class Info(NamedTuple):
     drafted_depth: Array  # int32[B], depth of the deepest valid node
     active: Array  # bool[B], rows that were not done before the step
     hit_eos: Array  # bool[B], rows that ended with an eos token in this step
+    laws: Array | None = None  # float32[B, N, V], warped logits that the added tokens were drawn from, if asked for
+    violations: Array | None = None  # int32[B], bits of `checks.VIOLATIONS`, when debugging
 
 
 class Stats(NamedTuple):
@@ -171,6 +173,7 @@ class Stats(NamedTuple):
     drafted_by_depth: Array  # int32[B, D], rounds in which a node of depth d + 1 was drafted
     accepted_by_depth: Array  # int32[B, D], rounds in which one was accepted and emitted
     hit_eos: Array  # bool[B]
+    violations: Array | None = None  # int32[B], when debugging
 
 
 class DecodeState(NamedTuple):

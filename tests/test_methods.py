@@ -17,6 +17,7 @@ from specjax.verifiers import sample_and_match, standard
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
 PROMPT_TUPLES = tuple(map(tuple, PROMPTS))  # hashable
 OPTIONS = {
+    "hierarchical": {"min_tokens": 3},
     "jacobi": {"window": 4},
     "prompt_lookup": {"num_tokens": 4},
     "token_recycling": {"num_nodes": 7},
@@ -31,7 +32,7 @@ def drafter_of(name):
 
 
 @functools.cache
-def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0):
+def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0, sampling="speculative"):
     """Lists of new tokens of a method on the tiny Llama, and the result."""
     result = decode(
         tiny_llama(),
@@ -41,6 +42,7 @@ def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0):
         max_new_tokens=new,
         temperature=temperature,
         eos=eos,
+        sampling=sampling,
     )
     return result.to_lists(), result
 
@@ -56,6 +58,12 @@ def test_every_drafter_file_is_in_the_table():
 @pytest.mark.parametrize("eos", [(), (40, 50)])
 def test_greedy_output_equals_plain_greedy_on_ragged_batches(name, eos):
     assert run(name, eos=eos)[0] == run("autoregressive", eos=eos)[0]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if METHODS[n].guarantee == "distribution"])
+def test_coupled_text_is_that_of_plain_sampling(name):
+    ours = run(name, temperature=0.8, sampling="coupled")[0]
+    assert ours == run("autoregressive", temperature=0.8)[0]
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS[n].guarantee == "distribution"])

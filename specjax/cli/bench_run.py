@@ -14,7 +14,6 @@ from specjax.cli import measure
 from specjax.cli.options import Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes
-from specjax.methods import METHODS
 from specjax.types import Drafter
 
 PLAIN = "plain decoding"
@@ -43,6 +42,7 @@ class Bench:
         settings: Settings,
         methods: list[str],
         budget: int | None,
+        tree: str | None,
         rows: list[Encoded],
         batch_size: int,
         repeats: int,
@@ -50,7 +50,7 @@ class Bench:
         self.session, self.settings, self.methods = session, settings, methods
         self.batch_size, self.repeats = batch_size, repeats
         self.drafters: dict[str, Drafter] = {PLAIN: session.drafter("autoregressive")}
-        self.drafters |= {name: session.drafter(name, budget) for name in methods}
+        self.drafters |= {name: session.drafter(name, budget, tree) for name in methods}
         self.options = settings.keywords(session.tokenizer.eos)
         self.groups = list(_groups(rows, batch_size))
         self.compile_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # by method and bucket
@@ -92,14 +92,14 @@ class Bench:
 
     def _decode(self, name: str, group: Group) -> report.Run:
         keys = measure.row_keys(self.settings.seed, [row.ordinal for row in group.rows])
-        return measure.run_decode(self.session.target, self.drafters[name], group.ids, keys, self.options)
+        options = self.options | ({"verifier": None} if name == PLAIN else {})  # it has nothing to verify
+        return measure.run_decode(self.session.target, self.drafters[name], group.ids, keys, options)
 
     def promise(self, name: str) -> bool | None:
         """True: the text must be plain decoding's. False: it may differ (lossy). None: equality means nothing here."""
-        guarantee = METHODS[name].guarantee
-        if report.is_comparable(guarantee, self.drafters[name].draws, self.settings.is_greedy):
+        if self.settings.is_comparable(name, self.drafters[name].draws):
             return True
-        return False if guarantee == "lossy" else None
+        return False if self.settings.promise(name) == "lossy" else None
 
     def _differences(self, group: Group, name: str) -> Iterable[dict]:
         for row, ours, plain in zip(group.rows, group.runs[name].tokens, group.runs[PLAIN].tokens, strict=True):
@@ -123,7 +123,7 @@ class Bench:
         shapes = {measure.bucket(group.ids) for group in groups}
         entry = report.record(
             name,
-            METHODS[name].guarantee,
+            self.settings.promise(name),
             report.merge([group.runs[name] for group in groups]),
             report.merge([group.runs[PLAIN] for group in groups]),
             identical=None if self.promise(name) is None else not differences,

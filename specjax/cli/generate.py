@@ -43,6 +43,9 @@ def generate(
         ),
     ] = None,
     num_draft_tokens: o.BudgetOption = None,
+    tree: o.TreeOption = None,
+    verifier: o.VerifierOption = None,
+    sampling: o.SamplingOption = "speculative",
     max_new_tokens: o.LengthOption = 128,
     temperature: o.TemperatureOption = 0.0,
     top_k: o.TopKOption = None,
@@ -65,10 +68,10 @@ def generate(
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
-    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed)
+    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     method = method or ("two_model" if draft else "prompt_lookup")
-    o.check_methods([method], draft, num_draft_tokens)
+    o.check_methods([method], draft, num_draft_tokens, tree)
 
     from rich.console import Console
 
@@ -85,7 +88,7 @@ def generate(
     if not rows:
         raise UsageError(p.describe(bad[0], batch_file))
     out = Console(quiet=True) if as_json else Console()
-    generation = Generation(session, settings, method, num_draft_tokens, rows, batch_size, compare)
+    generation = Generation(session, settings, method, num_draft_tokens, tree, rows, batch_size, compare)
     generation.compile(log)
     generation.run(log, out)
     if as_json:

@@ -25,13 +25,15 @@ class Generation:
         settings: Settings,
         method: str,
         budget: int | None,
+        tree: str | None,
         rows: list[Encoded],
         batch_size: int,
         compare: bool,
     ):
         self.session, self.settings, self.batch_size = session, settings, batch_size
         self.method = METHODS[method]
-        self.drafter = session.drafter(method, budget)
+        self.guarantee = settings.promise(method)
+        self.drafter = session.drafter(method, budget, tree)
         self.plain = session.drafter("autoregressive") if compare else None
         self.rows = rows
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
@@ -51,7 +53,7 @@ class Generation:
                 self.compile_seconds += measure.warm_stream(self.session.target, self.drafter, rows, self.options)
                 if self.plain:
                     self.plain_compile_seconds += measure.warm_stream(
-                        self.session.target, self.plain, rows, self.options
+                        self.session.target, self.plain, rows, self._options(self.plain)
                     )
 
     def run(self, log: Console, out: Console) -> None:
@@ -92,17 +94,21 @@ class Generation:
     def _stream(self, drafter: Drafter, group: list[Encoded], on_step=lambda step: None) -> report.Run:
         keys = measure.row_keys(self.settings.seed, [row.ordinal for row in group])
         rows = [row.ids for row in group]
-        return measure.run_stream(self.session.target, drafter, rows, keys, self.options, on_step)
+        return measure.run_stream(self.session.target, drafter, rows, keys, self._options(drafter), on_step)
+
+    def _options(self, drafter: Drafter) -> dict:
+        """Plain decoding has nothing to verify."""
+        return self.options | ({"verifier": None} if drafter is self.plain else {})
 
     @property
     def is_comparable(self) -> bool:
         """Whether plain decoding must give the same text."""
-        return report.is_comparable(self.method.guarantee, self.drafter.draws, self.settings.is_greedy)
+        return self.settings.is_comparable(self.method.name, self.drafter.draws)
 
     @property
     def identical(self) -> bool | None:
         """None: not compared, or equality is not what the method promises."""
-        if not self.plain or not (self.is_comparable or self.method.guarantee == "lossy"):
+        if not self.plain or not (self.is_comparable or self.guarantee == "lossy"):
             return None
         return report.merge(self.runs).tokens == report.merge(self.plain_runs).tokens
 
@@ -120,7 +126,7 @@ class Generation:
         """The JSON record over all prompts."""
         return report.record(
             self.method.name,
-            self.method.guarantee,
+            self.guarantee,
             report.merge(self.runs),
             report.merge(self.plain_runs) if self.plain else None,
             identical=self.identical,
@@ -188,7 +194,7 @@ def verdict(generation: Generation) -> list[str]:
     if generation.identical is None:
         return [
             "outputs: not compared; sampled drafts keep the target's distribution, not its text for a given seed"
-            if generation.method.guarantee == "distribution"
+            if generation.guarantee == "distribution"
             else "outputs: not compared; this method promises equal text at temperature 0 only"
         ]
     if generation.identical:

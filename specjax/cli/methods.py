@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated, Any
+
+import typer
 
 from specjax.cli import options as o
 
 
-def methods(as_json: o.JsonOption = False) -> None:
+def methods(
+    as_json: o.JsonOption = False,
+    rules: Annotated[bool, typer.Option("--rules", help="List the acceptance rules instead, for --verifier.")] = False,
+) -> None:
     """List the methods, what each promises about its text, and its paper.
 
     distribution: the exact law of the target at any temperature, hence equal
@@ -18,17 +24,23 @@ def methods(as_json: o.JsonOption = False) -> None:
     from rich.table import Table
 
     from specjax.methods import METHODS
+    from specjax.verifiers import ANY, VERIFIERS
 
-    fields = ("name", "guarantee", "needs_draft", "summary", "paper")
+    rows: list[Any] = list(VERIFIERS.values() if rules else METHODS.values())
+    fields = ("name", "guarantee", "draws" if rules else "needs_draft", "summary", "paper")
     if as_json:
-        print(json.dumps([{name: getattr(method, name) for name in fields} for method in METHODS.values()]))
+        print(json.dumps([{name: getattr(row, name) for name in fields} for row in rows]))
         return
-    table = Table("method", "guarantee", "draft", "what it does", "paper")
-    for column in table.columns[:3]:
+    heads = ("rule", "guarantee", "for drafts drawn") if rules else ("method", "guarantee", "draft")
+    table = Table(*heads, "what it does", "paper")
+    for column in table.columns[:2]:
         column.no_wrap = True
     table.columns[4].overflow = "fold"
-    for method in METHODS.values():
-        style = "yellow" if method.guarantee == "lossy" else ""
-        needs = "needed" if method.needs_draft else ""
-        table.add_row(method.name, method.guarantee, needs, method.summary, method.paper, style=style)
+    for row in rows:
+        if rules:
+            third = "any way" if set(row.draws) == set(ANY) else ", ".join(row.draws)
+        else:
+            third = "needed" if row.needs_draft else ""
+        style = "yellow" if row.guarantee == "lossy" else ""
+        table.add_row(row.name, row.guarantee, third, row.summary, row.paper, style=style)
     Console().print(table)

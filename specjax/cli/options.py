@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from specjax.errors import UsageError
+from specjax.types import Draws, Guarantee
 
 MODEL_HELP = "a hub id, a folder or a GGUF file"
 TargetOption = Annotated[
@@ -24,6 +25,21 @@ DraftOption = Annotated[
 BudgetOption = Annotated[
     int | None,
     typer.Option("--num-draft-tokens", help="Drafted tokens per round; default: the method's own.", show_default=False),
+]
+TreeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tree", help="Of two_model: 4x2x1, paths:3x4, beam:4x5, dyspec:16x6, eagle2:4x5x16, ...", show_default=False
+    ),
+]
+SamplingOption = Annotated[
+    str, typer.Option("--sampling", help="speculative, or coupled: the text of plain sampling for every drafter.")
+]
+VerifierOption = Annotated[
+    str | None,
+    typer.Option(
+        "--verifier", help="An acceptance rule of `specjax methods`; default: the exact one.", show_default=False
+    ),
 ]
 LengthOption = Annotated[int, typer.Option("--max-new-tokens", help="Tokens to decode at most, per prompt.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
@@ -57,6 +73,8 @@ class Settings:
     top_k: int | None
     top_p: float | None
     seed: int
+    sampling: str = "speculative"
+    verifier: str | None = None
 
     def __post_init__(self):
         require(self.max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
@@ -65,20 +83,50 @@ class Settings:
         require(self.top_k is None or self.top_k >= 1, f"--top-k must be at least 1, not {self.top_k}")
         good = self.top_p is None or 0 < self.top_p <= 1
         require(good, f"--top-p must be above 0 and at most 1, not {self.top_p}; leave it out to keep all tokens")
+        require(
+            self.sampling in ("speculative", "coupled"),
+            f'--sampling must be speculative or coupled, not "{self.sampling}"',
+        )
+        if self.verifier is not None:
+            from specjax.verifiers import VERIFIERS
+
+            require(
+                self.verifier in VERIFIERS,
+                f'--verifier: unknown rule "{self.verifier}"; choose one of {", ".join(VERIFIERS)}',
+            )
+            require(self.sampling == "speculative", "--verifier: --sampling coupled brings its own; leave one out")
         require(0 <= self.seed < 2**32, f"--seed must be from 0 to 2**32 - 1, not {self.seed}")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
+    def promise(self, method: str) -> Guarantee:
+        """What a method promises with these settings: a lossy rule makes it lossy."""
+        from specjax.methods import METHODS
+        from specjax.verifiers import VERIFIERS
+
+        lossy = self.verifier is not None and VERIFIERS[self.verifier].guarantee == "lossy"
+        return "lossy" if lossy else METHODS[method].guarantee
+
+    def is_comparable(self, method: str, draws: Draws) -> bool:
+        """Whether the text must be that of plain decoding."""
+        from specjax.report import is_comparable
+
+        return is_comparable(self.promise(method), draws, self.is_greedy, self.sampling == "coupled")
+
     def keywords(self, eos) -> dict:
         """As `decode` and `stream` want them."""
+        from specjax.verifiers import VERIFIERS
+
         return {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
             "eos": eos,
+            "sampling": self.sampling,
+            "verifier": self.verifier and VERIFIERS[self.verifier],
         }
 
 
@@ -88,8 +136,8 @@ def require(holds: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
-def check_methods(names: list[str], draft: str | None, budget: int | None) -> None:
-    """Unknown methods, a missing or useless --draft, a budget that no method takes."""
+def check_methods(names: list[str], draft: str | None, budget: int | None, tree: str | None = None) -> None:
+    """Unknown methods, a missing or useless --draft, a budget or tree that no method takes."""
     from specjax.methods import METHODS
 
     for name in names:
@@ -103,6 +151,15 @@ def check_methods(names: list[str], draft: str | None, budget: int | None) -> No
         draft is None or useful,
         f"--draft is given, but {' and '.join(names)} drafts without a model; leave it out or use --method two_model",
     )
+    if tree is not None:
+        from specjax.trees import parse
+
+        require("two_model" in names, f"--tree does not apply to method {' or '.join(names)}, only to two_model")
+        require(budget is None, "--tree and --num-draft-tokens both set the size of the draft; leave one out")
+        try:
+            parse(tree)
+        except UsageError as error:
+            raise UsageError(f"--tree: {error}") from None
     require(budget is None or budget >= 1, f"--num-draft-tokens must be at least 1, not {budget}")
     if budget is not None:
         for name in names:

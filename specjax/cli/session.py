@@ -35,12 +35,16 @@ class Session(NamedTuple):
         models = [self.target.model] + ([self.draft.model] if self.draft else [])
         return min(model.max_positions for model in models)
 
-    def drafter(self, method: str, budget: int | None = None) -> Drafter:
-        """The drafter of a method."""
+    def drafter(self, method: str, budget: int | None = None, tree: str | None = None) -> Drafter:
+        """The drafter of a method, with a tree if it is `two_model`."""
         from specjax.methods import METHODS, make_drafter
 
         draft = self.draft if METHODS[method].needs_draft else None
         options = budget_option(method, budget)
+        if tree is not None and method == "two_model":
+            from specjax.trees import parse
+
+            return make_drafter(method, self.target, draft, tree=parse(tree))
         try:
             return make_drafter(method, self.target, draft, **options)
         except UsageError as error:

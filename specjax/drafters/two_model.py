@@ -27,78 +27,91 @@ class _State(NamedTuple):
     """The draft model's memory: its cache, and what the last round left to commit to it."""
 
     cache: PyTree
-    pending: PyTree  # of the tokens fed: the two before the tree, then its inner nodes
+    pending: PyTree  # of the tokens fed: the last `lag` of the text, then the tree's inner nodes
     path: Array  # int32[B, P], the accepted ones among them
-    count: Array  # int32[B], of `path`
+    accepted: Array  # int32[B], how many of `path` count
     places: Array  # int32[B, N], of the tree's nodes, from `trees.Grown`
-    alone: Array  # bool[B], the text had one token, so that no token was before the root
+    length: Array  # int32[B], of the text
 
 
-def two_model(draft: Target, num_tokens: int = 4, tree: Builder | None = None) -> Drafter:
+def two_model(draft: Target, num_tokens: int = 4, tree: Builder | None = None, *, lag: int = 2) -> Drafter:
     """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest).
 
-    State: the draft's key/value cache, and the keys and values of one tree. Raises: UsageError if num_tokens < 1.
+    Args:
+      lag: how many of the last tokens are fed anew in each round. After full acceptance the cache lacks 2; one that is
+        the inner drafter of `hierarchical` may lack 4.
+
+    State: the draft's key/value cache, and the keys and values of one tree. Raises: UsageError for a setting below 1.
     """
     if num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
-    return _functions(draft.model, tree or trees.chain(num_tokens)).replace(params=draft.params)
+    if lag < 2:
+        raise UsageError(f"lag must be at least 2, not {lag}")
+    return _functions(draft.model, tree or trees.chain(num_tokens), lag).replace(params=draft.params)
 
 
 @functools.cache
-def _functions(model: Model, builder: Builder) -> Drafter:
-    # Fed in a round: the token before the root, which the cache lacks after full acceptance (always fed, so that rows
-    # stay in step and the work is that of one token), the root, and every node that is drafted below.
-    slots = 2 + (builder.levels - 1) * builder.frontier
-    longest = builder.max_depth + 1
+def _functions(model: Model, builder: Builder, lag: int) -> Drafter:
+    # All rows feed the same number of tokens, whatever each lacks, so that they stay in step; on accelerators that
+    # costs what one token does.
+    slots = lag + (builder.levels - 1) * builder.frontier
+    longest = builder.max_depth + lag
+
+    def start(length):
+        """How many tokens of a text the cache holds when a round begins."""
+        return jnp.maximum(length - lag, 0)
 
     def init(params, context: Context):
         batch, buffer = context.tokens.shape
         cache = model.init_cache(batch, buffer + slots)
-        cache = prefill(model, params, cache, context.tokens, jnp.maximum(context.length - 2, 0))
-        _, pending = feed_pair(params, cache, context)
+        cache = prefill(model, params, cache, context.tokens, start(context.length))
+        _, pending = feed_text(params, cache, context)
         zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.int32)
-        return _State(
-            cache, kv.widen(pending, slots), zeros(longest), zeros(), zeros(builder.num_nodes), zeros().astype(bool)
-        )
+        return _State(cache, kv.widen(pending, slots), zeros(longest), zeros(), zeros(builder.num_nodes), zeros() + lag)
 
-    def feed_pair(params, cache, context: Context):
-        """Feed the last two tokens of the text: the root's logits [B, V], and what is pending."""
-        before = jnp.maximum(context.length - 2, 0)
-        pair = jnp.stack([before, context.length - 1], 1)
-        tokens = jnp.take_along_axis(context.tokens, pair, 1)
-        alone = context.length == 1  # then the first of the pair is the root itself, seen by nobody
-        mask = jnp.tril(jnp.ones((2, 2), bool)) & ~(alone[:, None, None] & jnp.array([[False, False], [True, False]]))
-        output, pending = model.forward(params, tokens, cache, positions=pair, mask=mask)
-        return output.logits[:, 1], pending
+    def real(length):
+        """bool[B, lag]: which of the last `lag` tokens a text has."""
+        return jnp.arange(lag) >= lag - length[:, None]
+
+    def feed_text(params, cache, context: Context):
+        """Feed the last tokens of the text, the root last: its logits [B, V], and what is pending."""
+        place = jnp.maximum(context.length[:, None] - lag + jnp.arange(lag), 0)
+        tokens = jnp.take_along_axis(context.tokens, place, 1)
+        mask = jnp.tril(jnp.ones((lag, lag), bool)) & (real(context.length)[:, None, :] | jnp.eye(lag, dtype=bool))
+        output, pending = model.forward(params, tokens, cache, positions=place, mask=mask)
+        return output.logits[:, -1], pending
 
     def propose(params, keys, state: _State, context: Context, limit):
-        cache = model.commit(state.cache, state.pending, state.path, state.count)
-        cache = cache._replace(length=jnp.maximum(context.length - 2, 0))
-        logits, pending = feed_pair(params, cache, context)
-        alone = (context.length == 1)[:, None, None]
+        cache = model.commit(state.cache, state.pending, state.path, state.accepted)
+        cache = cache._replace(length=start(context.length))
+        logits, pending = feed_text(params, cache, context)
+        before_root = real(context.length)[:, None, :-1]
 
         def feed(pending, place, tokens, depth, seen):
             batch, width = tokens.shape
-            sees_before = jnp.broadcast_to(~alone, (batch, width, 1))
+            text = jnp.broadcast_to(before_root, (batch, width, lag - 1))
             among = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
             output, new = model.forward(
                 params, tokens, cache, positions=context.length[:, None] - 1 + depth,
-                mask=jnp.concatenate([sees_before, seen, among], 2), earlier=pending,
+                mask=jnp.concatenate([text, seen, among], 2), earlier=pending,
             )  # fmt: skip
-            return kv.insert(pending, new, 1 + place), output.logits
+            return kv.insert(pending, new, lag - 1 + place), output.logits
 
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)[:, 0]
         grown, pending = trees.grow(builder, feed, kv.widen(pending, slots), root, logits, keys, context, limit)
-        return grown.tree, _State(cache, pending, state.path, state.count, grown.places, context.length == 1)
+        return grown.tree, _State(cache, pending, state.path, state.accepted, grown.places, context.length)
 
     def update(params, state: _State, tree, verdict, output):
         """Note what was accepted. The next round commits it: a branch of the verify pass would copy the cache."""
-        accepted = jnp.pad(verdict.path, ((0, 0), (0, longest)))[:, :longest]
-        fed = 1 + jnp.take_along_axis(state.places, jnp.maximum(accepted, 0), 1)  # the root stands at 1
-        fed = jnp.concatenate([jnp.zeros_like(fed[:, :1]), fed], 1)
-        path = jnp.where(state.alone[:, None], fed[:, 1:], fed[:, :-1])
-        # All but the last token of the new text and the one before it: the deepest node may never have been fed.
-        return state._replace(path=jnp.maximum(path, 0), count=verdict.num_nodes - state.alone)
+        nodes = jnp.pad(verdict.path, ((0, 0), (0, longest)))[:, :longest]
+        place = lag - 1 + jnp.take_along_axis(state.places, jnp.maximum(nodes, 0), 1)  # the root stands at lag - 1
+        text = jnp.broadcast_to(jnp.arange(lag - 1), (place.shape[0], lag - 1))
+        fed = jnp.concatenate([text, place], 1)
+        skip = jnp.maximum(lag - state.length, 0)[:, None]  # tokens that a short text does not have
+        path = jnp.take_along_axis(fed, jnp.minimum(skip + jnp.arange(longest), fed.shape[1] - 1), 1)
+        # What the next round does not feed anew; the deepest node may never have been fed, and is behind that.
+        accepted = start(state.length + verdict.num_nodes) - start(state.length)
+        return state._replace(path=jnp.clip(path, 0, slots - 1), accepted=accepted)
 
     return Drafter(
         init=init,

@@ -5,9 +5,11 @@ from specjax.trees.dyspec import dyspec, dyspec_fixed
 from specjax.trees.eagle2 import eagle2
 from specjax.trees.grow import Builder, grow
 from specjax.trees.plan import medusa, sequoia
+from specjax.trees.spec import FORMS, parse
 from specjax.trees.static import branching, chain, independent_paths, static
 
 __all__ = [
+    "FORMS",
     "Builder",
     "beam",
     "branching",
@@ -18,6 +20,7 @@ __all__ = [
     "grow",
     "independent_paths",
     "medusa",
+    "parse",
     "sequoia",
     "static",
 ]

@@ -27,6 +27,7 @@ class Parents(NamedTuple):
 
     def noise(self, race: int = 0) -> Array:
         """Gumbel noise float32[B, F, V] for a draw of the children; each race is an independent draw."""
+        assert self.keys is not None
         keys = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, race)))(self.keys) if race else self.keys
         return sampling.noise(keys, self.log_q.shape[-1])
 
@@ -175,7 +176,7 @@ def _laws(builder: Builder, logits: Array, keys: Array, level, depth: Array, con
     coupled = context.noise is not None
     if is_greedy:
         return log_q, None, coupled
-    if coupled:  # the noise with which the target draws at the children's position
+    if context.noise is not None:  # the noise with which the target draws at the children's position
         return log_q, sampling.node_keys(context.noise, context.length, depth), coupled
     split = lambda key: jax.random.split(jax.random.fold_in(key, level), depth.shape[1])
     return log_q, jax.vmap(split)(keys), coupled

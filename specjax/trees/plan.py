@@ -72,7 +72,8 @@ def medusa(accuracy: Sequence[Sequence[float]], num_tokens: int) -> tuple[float,
         raise UsageError("accuracy must hold rows of chances between 0 and 1, and num_tokens must be at least 1")
     # Values fall along ranks and depths, so the best next path is a neighbour of a chosen one.
     queue: list[tuple[float, int, tuple[int, ...], float]] = [(-table[0][0], 0, (0,), 1.0)]
-    chosen, counter = [], 0
+    chosen: list[tuple[tuple[int, ...], float]] = []
+    counter = 0
     while queue and len(chosen) < num_tokens:
         negative, _, path, above = heapq.heappop(queue)
         chosen.append((path, -negative))

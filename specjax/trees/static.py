@@ -33,7 +33,8 @@ def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> 
         raise UsageError(f'a branching spec is numbers joined by x, such as 4x2x1, not "{spec}"') from None
     if not widths or min(widths) < 1:
         raise UsageError(f"a branching spec needs one number of at least 1 per level, not {spec}")
-    paths, level = [], [()]
+    paths: list[tuple[int, ...]] = []
+    level: list[tuple[int, ...]] = [()]
     for width in widths:
         level = [(*path, rank) for path in level for rank in range(width)]
         paths += level
@@ -128,9 +129,8 @@ def _tables(template: Template) -> _Tables:
     depth = template.max_depth
     w = max(stop - start for start, stop in template.levels[1:])
     f = max(1, *(len(nodes) for nodes in inner))
-    tables = _Tables(
-        *(np.zeros((depth, size), np.int32) for size in (w, w, w, f, f)), np.zeros(template.num_nodes, np.int32)
-    )
+    row, rank, valid, feed, counts = (np.zeros((depth, size), np.int32) for size in (w, w, w, f, f))
+    tables = _Tables(row, rank, valid, feed, counts, np.zeros(template.num_nodes, np.int32))
     for level, (start, stop) in enumerate(template.levels[1:]):
         for slot, node in enumerate(range(start, stop)):
             tables.row[level, slot] = inner[level].index(parents[node])

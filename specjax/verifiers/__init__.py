@@ -59,7 +59,7 @@ VERIFIERS: dict[str, Verifier] = {
         rollback(),
     )
 }
-"""Rules by name, written by hand. Those that take arrays are not here: `judge`, `lantern`, `grouped`, `grouped_static`."""
+"""Rules by name, written by hand. Those that take arrays are left out: judge, lantern, grouped, grouped_static."""
 
 
 def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:

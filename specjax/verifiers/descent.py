@@ -88,7 +88,8 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
     root = jnp.zeros((batch,), jnp.int32)
     context = jnp.broadcast_to(index == 0, (batch, n))
     path = jnp.where(context, 0, -1).astype(jnp.int32)
-    state = _State(jnp.ones((batch,), bool), context, root, *enter(root, context), path, root + 1)
+    children, r, d = enter(root, context)
+    state = _State(jnp.ones((batch,), bool), context, root, children, r, d, path, root + 1)
     if n > 1:
         state = jax.lax.while_loop(lambda s: jnp.any(s.going), body, state)
     return Accepted(state.path, state.num_nodes, rule.rest(state.r, state.d, state.children))

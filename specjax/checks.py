@@ -1,0 +1,60 @@
+"""What a draft must be for its verifier to be exact, checked on values. For debugging: `decode(..., debug=True)`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.types import Array, Draws, TokenTree
+
+VIOLATIONS = (
+    "tree.parents is not topological: every node needs a valid parent of a lower number, and the root has parent -1",
+    "tree.tokens repeats a token among siblings, which {draws} never draws",
+    "tree.logits gives a drafted token no mass (q = 0): it was not drawn from its parent's row",
+    "tree.logits holds NaN",
+    "target_logits holds NaN: check the target's parameters",
+)
+"""One sentence per bit of `violations`."""
+
+
+def violations(tree: TokenTree, draws: Draws, target_logits: Array) -> Array:
+    """int32[B]: which of `VIOLATIONS` hold, one bit each. Pure; invalid nodes do not count."""
+    n = tree.tokens.shape[1]
+    node = jnp.arange(n)
+    above = jnp.maximum(tree.parents, 0)
+    drafted = tree.valid & (node > 0)
+    orphan = drafted & ~((tree.parents >= 0) & (tree.parents < node) & jnp.take_along_axis(tree.valid, above, 1))
+    found = [jnp.any(orphan, 1) | (tree.parents[:, 0] != -1) | ~tree.valid[:, 0]]
+
+    both = drafted[:, :, None] & drafted[:, None, :] & (node[:, None] < node)
+    twins = both & (tree.parents[:, :, None] == tree.parents[:, None, :])
+    if draws in ("point_mass", "with_replacement"):  # a repeated child is wasted there, not wrong
+        repeated = jnp.zeros_like(found[0])
+    elif draws == "chain":
+        repeated = jnp.any(twins, (1, 2))
+    else:
+        repeated = jnp.any(twins & (tree.tokens[:, :, None] == tree.tokens[:, None, :]), (1, 2))
+    found.append(repeated)
+
+    no_mass = nan = jnp.zeros_like(found[0])
+    if tree.logits is not None:
+        q = tree.logits[jnp.arange(tree.tokens.shape[0])[:, None], above, tree.tokens]
+        if draws != "top_and_sampled":  # its fixed siblings have none
+            no_mass = jnp.any(drafted & (q == -jnp.inf), 1)
+        nan = jnp.any(drafted & jnp.isnan(q), 1)
+    found += [no_mass, nan, jnp.any(tree.valid & jnp.any(jnp.isnan(target_logits), -1), 1)]
+    return sum(hit.astype(jnp.int32) << bit for bit, hit in enumerate(found))
+
+
+def refuse(bits: Array | np.ndarray, draws: Draws) -> None:
+    """Raises: UsageError that names the first violation and its row, if `bits` int32[B] holds one."""
+    for row, value in enumerate(np.asarray(bits)):
+        for bit, sentence in enumerate(VIOLATIONS):
+            if value >> bit & 1:
+                raise UsageError(f"row {row}: {sentence.format(draws=f'draws={draws!r}')}")
+
+
+def check_draft(tree: TokenTree, draws: Draws, target_logits: Array) -> None:
+    """Check one draft outside of `jit`. Raises: UsageError as `refuse` does."""
+    refuse(violations(tree, draws, target_logits), draws)
