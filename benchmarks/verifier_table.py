@@ -1,6 +1,6 @@
 """Block efficiency of acceptance rules and trees at equal node budgets, on a real pair of models.
 
-    python benchmarks/verifier_table.py PROMPTS.jsonl --target TARGET --draft DRAFT [--budget 8 16] [--temperature 1.0]
+    python benchmarks/verifier_table.py HumanEval.jsonl.gz --target TARGET --draft DRAFT --budget 8 16 --temperature 1
 
 Every cell decodes the same prompts with the same keys; tokens per target pass, the bonus token included, with the
 standard error over prompts. A budget counts drafted nodes. Writes JSON and prints a Markdown table.
@@ -9,6 +9,7 @@ standard error over prompts. A budget counts drafted nodes. Writes JSON and prin
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import time
 
@@ -16,7 +17,6 @@ import jax
 
 import specjax
 from specjax import analysis, trees, verifiers
-from specjax.cli.prompts import encode, read
 
 
 def cells(n: int):
@@ -54,9 +54,9 @@ def main() -> None:
     # Stacked layers compile in seconds; only the number of passes is measured.
     target, tokenizer = specjax.load(args.target, dtype=args.dtype, stacked=True)
     draft, _ = specjax.load(args.draft, dtype=args.dtype, stacked=True)
-    rows, _ = encode(
-        read(args.prompts, "PROMPTS", jsonl=True)[0][: args.limit], tokenizer, 4096, args.max_new_tokens, False
-    )
+    with gzip.open(args.prompts, "rt") as lines:
+        problems = [json.loads(line)["prompt"] for line in lines][: args.limit]
+    prompts = [tokenizer.chat("Complete this Python function.\n```python\n" + text + "```") for text in problems]
     results = []
     print("| nodes | temperature | tree | rule | tokens per pass |\n| --- | --- | --- | --- | --- |")
     for n in args.budget:
@@ -64,7 +64,7 @@ def main() -> None:
             for tree, rule in cells(n):
                 start = time.perf_counter()
                 found = analysis.block_efficiency(
-                    rule, trees.parse(tree), target, draft, [row.ids for row in rows], key=jax.random.key(0),
+                    rule, trees.parse(tree), target, draft, prompts, key=jax.random.key(0),
                     max_new_tokens=args.max_new_tokens, temperature=temperature,
                 )  # fmt: skip
                 nodes = trees.parse(tree).num_nodes - 1

@@ -200,6 +200,7 @@ def zero_stats(batch: int, max_depth: int, debug: bool = False) -> Stats:
 def add_stats(stats: Stats, info: Info) -> Stats:
     """Sums after one more step."""
     below = jnp.arange(stats.drafted_by_depth.shape[1])
+    found = [bits for bits in (stats.violations, info.violations) if bits is not None]
     return Stats(
         target_passes=stats.target_passes + info.active,
         drafted=stats.drafted + info.drafted,
@@ -207,7 +208,5 @@ def add_stats(stats: Stats, info: Info) -> Stats:
         drafted_by_depth=stats.drafted_by_depth + (below < jnp.where(info.active, info.drafted_depth, 0)[:, None]),
         accepted_by_depth=stats.accepted_by_depth + (below < info.accepted[:, None]),
         hit_eos=stats.hit_eos | info.hit_eos,
-        violations=None
-        if info.violations is None
-        else info.violations | (0 if stats.violations is None else stats.violations),
+        violations=functools.reduce(jnp.bitwise_or, found) if found else None,
     )

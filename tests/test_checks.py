@@ -55,7 +55,7 @@ def test_decode_refuses_a_drafter_that_repeats_siblings_only_when_debugging():
         markov(), drafter, [[0]], key=jax.random.key(0), max_new_tokens=4, temperature=1.0, **options
     )
     run(mutant)
-    with pytest.raises(UsageError, match="row 0: tree.tokens repeats"):
+    with pytest.raises(UsageError, match=r"row 0: tree\.tokens repeats"):
         run(mutant, debug=True)
     np.testing.assert_array_equal(run(drafter, debug=True).tokens, run(drafter).tokens)
 

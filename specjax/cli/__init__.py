@@ -1,4 +1,4 @@
-"""The command line: `specjax generate`, `specjax bench`, `specjax methods`.
+"""The command line: `specjax generate`, `specjax bench`, `specjax compare-verifiers`, `specjax methods`.
 
 Heavy imports are inside the commands, so that `specjax --help` is quick.
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from specjax.cli import bench, generate, methods
+from specjax.cli import bench, compare_verifiers, generate, methods
 from specjax.errors import UsageError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)
+app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
 app.command("methods")(methods.methods)
 
 

@@ -18,7 +18,7 @@ def methods(
 
     distribution: the exact law of the target at any temperature, hence equal
     text at temperature 0. greedy: equal text at temperature 0 only. lossy:
-    neither.
+    neither; TV: how far its text is from the target's law, on a toy pair.
     """
     from rich.console import Console
     from rich.table import Table
@@ -42,5 +42,6 @@ def methods(
         else:
             third = "needed" if row.needs_draft else ""
         style = "yellow" if row.guarantee == "lossy" else ""
-        table.add_row(row.name, row.guarantee, third, row.summary, row.paper, style=style)
+        distance = f" (TV {row.distance:g})" if rules and row.distance is not None else ""
+        table.add_row(row.name, row.guarantee + distance, third, row.summary, row.paper, style=style)
     Console().print(table)

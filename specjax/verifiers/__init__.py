@@ -1,5 +1,7 @@
 """Acceptance rules, one per file. Each is a `Verifier`: (keys, tree, warped target logits) -> Verdict."""
 
+from dataclasses import replace
+
 from specjax.types import Drafter
 from specjax.verifiers.bild import rollback
 from specjax.verifiers.block import block
@@ -55,8 +57,8 @@ VERIFIERS: dict[str, Verifier] = {
         multipath_block(2),
         greedy_multi_draft,
         traversal,
-        typical(),
-        rollback(),
+        replace(typical(), distance=0.33),
+        replace(rollback(), distance=0.497),
     )
 }
 """Rules by name, written by hand. Those that take arrays are left out: judge, lantern, grouped, grouped_static."""

@@ -17,7 +17,7 @@ from specjax import tree as trees
 from specjax.errors import UsageError
 from specjax.sampling import draw
 from specjax.types import TokenTree
-from specjax.verifiers import greedy, recursive_rejection
+from specjax.verifiers import VERIFIERS, greedy, recursive_rejection
 from specjax.verifiers.bild import rollback
 from specjax.verifiers.grouped import grouped, grouped_static, window
 from specjax.verifiers.judge import init_judge, judge, judge_score
@@ -147,6 +147,18 @@ def test_distance_from_the_target_grows_from_zero_at_the_lossless_end(rule):
     assert distance[0] < 1e-6
     assert (np.diff(distance) >= -1e-6).all() and (np.diff(tokens) >= -1e-6).all() and distance[-1] > 0.3
     np.testing.assert_allclose([distance, tokens], golden, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, v in VERIFIERS.items() if v.guarantee == "lossy"])
+def test_the_table_tells_the_distance(name):
+    """Of the rule as it stands in the table, by its own core."""
+    defaults = {
+        "typical": {"epsilon": 0.09, "delta": 0.3},
+        "rollback": {"alpha": 5.0, "sample": False, "stop_below": 0.0},
+    }
+    core = functools.partial(module({"rollback": "bild"}.get(name, name)).core, **defaults[name])
+    distance, _ = output_tv(lambda value, *args: core(*args), [0.0])
+    np.testing.assert_allclose(distance[0], VERIFIERS[name].distance, atol=5e-4)
 
 
 def test_distance_is_not_monotone_in_every_parameter():

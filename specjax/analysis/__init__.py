@@ -1,0 +1,28 @@
+"""How good an acceptance rule is: its acceptance on given laws, the best possible one, its tokens per target pass."""
+
+from specjax.analysis.acceptance import FORMULAS, Acceptance, Comparison, Entry, acceptance, acceptance_curve, compare
+from specjax.analysis.efficiency import BlockEfficiency, block_efficiency, depth_curve, last_token_model
+from specjax.analysis.optimal import OptimalAcceptance, optimal_acceptance
+from specjax.analysis.plot import plot
+from specjax.analysis.records import Record, load_record, record, save_record
+
+__all__ = [
+    "FORMULAS",
+    "Acceptance",
+    "BlockEfficiency",
+    "Comparison",
+    "Entry",
+    "OptimalAcceptance",
+    "Record",
+    "acceptance",
+    "acceptance_curve",
+    "block_efficiency",
+    "compare",
+    "depth_curve",
+    "last_token_model",
+    "load_record",
+    "optimal_acceptance",
+    "plot",
+    "record",
+    "save_record",
+]
