@@ -110,7 +110,7 @@ def copies_of_the_cache(drafter, batch):
     """Copies of a layer's slots within the loops of the compiled program of `decode`."""
     prompts = (jnp.ones((batch, 384), jnp.int32), jnp.full((batch,), 384))
     inputs, *arrays, static = _prepare(
-        tiny_llama(), drafter, prompts, jax.random.key(0), 32, 0.0, None, None, (), None, None, None
+        tiny_llama(), drafter, prompts, jax.random.key(0), 32, 0.0, None, None, (), "speculative", None, None, None
     )
     text = _decode.lower(inputs, *arrays, **static).compile().as_text()
     shape = f"f32[{batch},2,{arrays[0].shape[1]},8]"
