@@ -24,7 +24,7 @@ types: $(VENV)/.dev
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p specjax
 
 check: $(VENV)/.dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
