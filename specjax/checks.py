@@ -44,7 +44,7 @@ def violations(tree: TokenTree, draws: Draws, target_logits: Array) -> Array:
             no_mass = jnp.any(drafted & (q == -jnp.inf), 1)
         nan = jnp.any(drafted & jnp.isnan(q), 1)
     found += [no_mass, nan, jnp.any(tree.valid & jnp.any(jnp.isnan(target_logits), -1), 1)]
-    return sum(hit.astype(jnp.int32) << bit for bit, hit in enumerate(found))
+    return jnp.sum(jnp.stack(found, 1) * (1 << jnp.arange(len(found))), 1, dtype=jnp.int32)
 
 
 def refuse(bits: Array | np.ndarray, draws: Draws) -> None:
