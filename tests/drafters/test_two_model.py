@@ -9,7 +9,7 @@ from toy import tiny_llama
 
 from specjax import UsageError, decode, sampling
 from specjax.drafters import two_model
-from specjax.types import Context, Sampling
+from specjax.types import Context, Sampling, Verdict
 
 
 @jax.jit
@@ -23,11 +23,12 @@ def last_logits(target, tokens, length):
     return output.logits[:, length - 1]
 
 
+@pytest.mark.parametrize("lag", [2, 4])
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_drafts_are_what_a_fresh_pass_predicts(length):
+def test_drafts_are_what_a_fresh_pass_predicts(length, lag):
     """After rounds that accepted all, none or one, the cache gives what a fresh pass over the text gives."""
     target = tiny_llama(seed=3)
-    drafter = two_model(target, 3)
+    drafter = two_model(target, 3, lag=lag)
     text = np.asarray(jax.random.randint(jax.random.key(0), (2, 200), 0, 64)).copy()
     propose = jax.jit(
         lambda drafter, state, context: drafter.propose(drafter.params, None, state, context, jnp.full(2, 3))
@@ -40,6 +41,9 @@ def test_drafts_are_what_a_fresh_pass_predicts(length):
             wanted = jnp.argmax(last_logits(target, jnp.asarray(grown[:, :32]), length + depth - 1), -1)
             np.testing.assert_array_equal(tree.tokens[:, depth], wanted)
             grown[:, length + depth - 1] = wanted
+        path = jnp.where(jnp.arange(4) <= accepted, jnp.arange(4), -1)
+        verdict = Verdict(jnp.stack([path, path]), jnp.full(2, accepted + 1), jnp.zeros(2, jnp.int32))
+        state = drafter.update(drafter.params, state, tree, verdict, None)
         text[:, length : length + accepted] = grown[:, length : length + accepted]
         length += accepted + 1  # and one token of the target's, here the random text's
 
