@@ -99,8 +99,8 @@ def decode(
       eos: ids that end a row; the eos itself is the last token of the row.
       sampling: "speculative" accepts a drafted token by its p/q, as often as any rule for one token can, and keeps the
         law of the text. "coupled" draws target and draft with the same noise, so that the text for a key is that of
-        plain sampling, whatever drafter, tree, batch or mesh; it accepts
-        a little less of one chain, and more of wide trees (docs/verifiers.md).
+        plain sampling, whatever drafter, tree, batch or mesh; it accepts a little less of one chain, and more of wide
+        trees (docs/verifiers.md).
       verifier: one of `specjax.verifiers`, or your own `VerifyFn`; default: the exact rule for how the drafter draws.
       controller: default: always draft as deep as possible.
       debug: check every draft for what its verifier needs (`specjax.checks`) and raise UsageError if one lacks it;

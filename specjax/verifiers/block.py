@@ -19,26 +19,21 @@ from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, nor
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
-    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used). `tree` is a chain."""
-    draft_logits = need_logits(tree)
-    p, q = (drafted_log_probability(logits, tree) for logits in (target_logits, draft_logits))
-    ratio = jnp.where(p > -jnp.inf, jnp.where(q > -jnp.inf, p - q, -jnp.inf), -jnp.inf)
-    return accept_block(u, tree, ratio, target_logits, lambda i: law(draft_logits, i))
-
-
-def accept_block(u: Array, tree: TokenTree, ratio: Array, target_logits: Array, draft_law) -> Accepted:
-    """The rule for ratios log p_i(x_i) / q_i(x_i) float32[B, L] and rows `draft_law(i [B])` float32[B, V] of q_{i+1}.
+    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used). `tree` is a chain.
 
     Rows of V are made one depth at a time, so nothing of size [L, V] is.
     """
     batch, n = tree.tokens.shape
+    draft_logits = need_logits(tree)
+    p, q = (drafted_log_probability(logits, tree) for logits in (target_logits, draft_logits))
+    ratio = jnp.where((p > -jnp.inf) & (q > -jnp.inf), p - q, -jnp.inf)  # log p_i(x_i) / q_i(x_i), [B, L]
     valid = jnp.pad(tree.valid[:, 1:], ((0, 0), (0, 1)))  # bool[B, N]: whether a child of node i was drafted
 
     def mass(i, log_w):
         """[w_i p_{i+1} - q_{i+1}]+, and w_i p_{i+1} where nothing was drafted."""
         w = jnp.exp(log_w)[:, None]
         drafted = jnp.take_along_axis(valid, i[:, None], 1)
-        return jnp.maximum(w * law(target_logits, i) - jnp.where(drafted, draft_law(i), 0.0), 0.0)
+        return jnp.maximum(w * law(target_logits, i) - jnp.where(drafted, law(draft_logits, i), 0.0), 0.0)
 
     def body(i, carry):
         log_w, tau, log_w_tau = carry

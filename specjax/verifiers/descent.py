@@ -51,18 +51,14 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
     index = jnp.arange(n)
     at = lambda row, token: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
 
-    def below(context):
-        """bool[B, N]: the valid children of the context."""
-        return tree.valid & (tree.parents >= 0) & jnp.take_along_axis(context, jnp.maximum(tree.parents, 0), 1)
-
     def enter(node, context):
-        count = jnp.sum(below(context), 1)
+        count = jnp.sum(children_of(context, tree), 1)
         p = law(target_logits, node)
         q = jnp.zeros_like(p) if draft_logits is None else law(draft_logits, node)
         return count, *rule.enter(p, q, count)
 
     def body(s: _State) -> _State:
-        children = below(s.context)
+        children = children_of(s.context, tree)
         ahead = children & (index > s.cursor[:, None])
         going = s.going & jnp.any(ahead, 1)
         i = jnp.argmax(ahead, 1).astype(jnp.int32)
@@ -93,6 +89,11 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
     if n > 1:
         state = jax.lax.while_loop(lambda s: jnp.any(s.going), body, state)
     return Accepted(state.path, state.num_nodes, rule.rest(state.r, state.d, state.children))
+
+
+def children_of(context: Array, tree: TokenTree) -> Array:
+    """bool[B, N]: the valid children of the nodes in `context` bool[B, N]."""
+    return tree.valid & (tree.parents >= 0) & jnp.take_along_axis(context, jnp.maximum(tree.parents, 0), 1)
 
 
 def without(row: Array, token: Array) -> Array:

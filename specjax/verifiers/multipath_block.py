@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from specjax.tree import chain
 from specjax.types import Array, TokenTree
-from specjax.verifiers.block import accept_block
-from specjax.verifiers.standard import drafted_log_probability
+from specjax.verifiers.block import core as verify_block
+from specjax.verifiers.descent import children_of
 from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, with_keys
 
 
@@ -39,7 +39,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
     def pick(carry, level):
         """The largest drafted token below the context, and the context it leads to."""
         context, node = carry
-        children = tree.valid & (tree.parents >= 0) & jnp.take_along_axis(context, jnp.maximum(tree.parents, 0), 1)
+        children = children_of(context, tree)
         rank = _order(law(target_logits, node), law(logits, node))  # float32[B, V]
         rank = jnp.where(children, jnp.take_along_axis(rank, tree.tokens, 1), -jnp.inf)
         best = jnp.max(rank, 1, keepdims=True)
@@ -56,9 +56,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
     block_p = take(target_logits)
     skewed = _skew(take(logits), block_p, take(tree.tokens), jnp.sum(tree.valid & (tree.parents == 0), 1))
     path = chain(take(tree.tokens), valid, skewed)
-    p, q = (drafted_log_probability(x, path) for x in (block_p, skewed))
-    ratio = jnp.where((p > -jnp.inf) & (q > -jnp.inf), p - q, -jnp.inf)
-    end = accept_block(jnp.take_along_axis(u, nodes, 1), path, ratio, block_p, lambda i: law(skewed, i))
+    end = verify_block(jnp.take_along_axis(u, nodes, 1), path, block_p)
     chosen = jnp.where(end.path >= 0, nodes, -1)
     return end._replace(path=jnp.pad(chosen, ((0, 0), (0, n - 1 - depth)), constant_values=-1))
 

@@ -67,11 +67,7 @@ def test_a_drafter_that_is_the_target_is_always_right(name):
     result = decode(tiny_llama(), drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=21)
     depth = tree.max_depth if name not in ("dyspec", "dyspec_fixed", "eagle2", "sequoia") else 2
     assert int(result.stats.target_passes.max()) <= -(-21 // (depth + 1)) + (depth < tree.max_depth)
-    assert result.to_lists() == decode_plain(21)
-
-
-def decode_plain(new):
-    return plain(new=new)
+    assert result.to_lists() == plain(new=21)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
