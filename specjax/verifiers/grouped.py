@@ -24,9 +24,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, TokenTree, Verdict
+from specjax.types import Array, TokenTree
 from specjax.verifiers.standard import chain_path, rest_of_chain
-from specjax.verifiers.verifier import Accepted, Verifier, law, normalise, with_keys
+from specjax.verifiers.verifier import Accepted, Verifier, law, normalise, with_keys_and_params
 
 
 def core(
@@ -143,17 +143,7 @@ _FACTS: dict = {
 
 @functools.cache  # equal sizes give the same rule: nothing recompiles
 def _rule(size: int):
-    return _with_params(functools.partial(core, size=size))
+    return with_keys_and_params(functools.partial(core, size=size))
 
 
-def _with_params(core):
-    def rule(keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None, params) -> Verdict:
-        del hidden
-        return with_keys(lambda u, tree, target_logits: core(u, tree, target_logits, *params))(
-            keys, tree, target_logits
-        )
-
-    return rule
-
-
-_static_rule = _with_params(core_static)
+_static_rule = with_keys_and_params(core_static)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from specjax.types import Array, TokenTree, Verdict
+from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import descend, rule_for
-from specjax.verifiers.verifier import Accepted, Verifier, with_keys
+from specjax.verifiers.verifier import Accepted, Verifier, with_keys_and_params
 
 
 def core(
@@ -77,7 +77,4 @@ def lantern(
     )
 
 
-def _rule(keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None, params) -> Verdict:
-    del hidden
-    rule = with_keys(lambda u, tree, target_logits: core(u, tree, target_logits, *params))
-    return rule(keys, tree, target_logits)
+_rule = with_keys_and_params(core)

@@ -73,6 +73,16 @@ def with_keys(core: Callable[[Array, TokenTree, Array], Accepted]) -> VerifyFn:
     return rule
 
 
+def with_keys_and_params(core: Callable[..., Accepted]) -> Callable[..., Verdict]:
+    """As `with_keys`, for a core that takes the rule's parameters too: `core(u, tree, target_logits, *params)`."""
+
+    def rule(keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None, params: tuple) -> Verdict:
+        del hidden
+        return with_keys(lambda u, tree, logits: core(u, tree, logits, *params))(keys, tree, target_logits)
+
+    return rule
+
+
 def law(logits: Array, node: Array | None = None) -> Array:
     """Probabilities float32[B, V] of row `node` [B] of logits [B, N, V]; zeros where no token can be drawn."""
     if node is not None:
