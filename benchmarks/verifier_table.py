@@ -1,81 +1,199 @@
-"""Block efficiency of acceptance rules and trees at equal node budgets, on a real pair of models.
+"""Tokens per pass and speed of acceptance rules and trees at equal node budgets, on real models.
 
-    python benchmarks/verifier_table.py HumanEval.jsonl.gz --target TARGET --draft DRAFT --budget 8 16 --temperature 1
+    python benchmarks/verifier_table.py question.jsonl --target TARGET --draft DRAFT --temperature 0 0.6 1
+    python benchmarks/verifier_table.py question.jsonl --target TARGET --token-recycling --temperature 0 0.6 1
+    python benchmarks/verifier_table.py ... --time        # afterwards, on a machine that does nothing else
 
-Every cell decodes the same prompts with the same keys; tokens per target pass, the bonus token included, with the
-standard error over prompts. A budget counts drafted nodes. Writes JSON and prints a Markdown table.
+Each cell decodes the same prompts for a few passes and says how many tokens one pass adds, the bonus token included,
+expected over the rule's draws (`specjax.analysis.expected_tokens`): the first rule of a tree decides where the next one
+is drafted, and all rules of that tree judge the same drafts. With the standard error over prompts, and the difference
+from the tree's first rule on the same drafts. A budget counts drafted nodes. `--time` adds tokens per second: a cell's
+tokens per pass over the median time of its steps at batch 1, beside plain decoding timed in the same run. Results are
+kept in a JSON file, so that a run may be stopped and taken up again; the Markdown table is printed at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
+import os
+import statistics
 import time
 
 import jax
 
 import specjax
 from specjax import analysis, trees, verifiers
+from specjax.drafters import autoregressive, token_recycling, two_model
+
+WIDE = {8: "2x1x1x1", 16: "2x2x1x1", 32: "4x2x1x1", 64: "4x2x2x1x1"}  # branching specs of at most as many nodes
 
 
-def cells(n: int):
-    """(tree, rule) at a budget of `n` drafted nodes; None: the default exact rule."""
+def two_model_cells(n: int, greedy: bool):
+    """(tree, rules) at a budget of `n` drafted nodes."""
     half = n // 2
-    yield f"{'x'.join('1' * min(n, 8))}", verifiers.standard
-    yield f"{'x'.join('1' * min(n, 8))}", verifiers.block
-    for rule in (verifiers.specinfer, verifiers.spectr, verifiers.multipath_block(2), verifiers.traversal):
-        yield f"paths:2x{half}", rule
-    yield f"beam:2x{half}", verifiers.recursive_rejection
-    yield f"beam:2x{half}", verifiers.traversal
-    wide = {8: "2x1x1x1", 16: "2x2x1x1", 32: "4x2x1x1", 64: "4x2x2x1x1"}[n]
-    yield wide, verifiers.recursive_rejection
-    yield wide, verifiers.traversal
-    yield f"mixed:{wide}", verifiers.greedy_multi_draft
-    yield f"top:{wide}", verifiers.sample_and_match
-    yield f"dyspec:{n}", verifiers.recursive_rejection
-    yield f"dyspec:{n}", verifiers.traversal
-    yield f"eagle2:4x{max(2, half // 2)}x{n}", verifiers.sample_and_match
+    chain, beam, wide = "x".join("1" * min(n, 8)), f"beam:2x{half}", WIDE[n]
+    top, dyspec, eagle2 = f"top:{wide}", f"dyspec:{n}", f"eagle2:4x{max(2, half // 2)}x{n}"
+    if greedy:  # one token is right at every node: every exact rule accepts the same path
+        for tree in (chain, beam, wide, top, dyspec, eagle2):
+            yield tree, [verifiers.greedy]
+        return
+    yield chain, [verifiers.standard, verifiers.block]
+    yield f"paths:2x{half}", [verifiers.specinfer, verifiers.spectr, verifiers.multipath_block(2), verifiers.traversal]
+    for tree in (beam, wide, dyspec):
+        yield tree, [verifiers.recursive_rejection, verifiers.traversal]
+    yield f"mixed:{wide}", [verifiers.greedy_multi_draft]
+    for tree in (top, eagle2):
+        yield tree, [verifiers.sample_and_match]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts")
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
-    parser.add_argument("--budget", type=int, nargs="+", default=[8, 16])
+    drafter = parser.add_mutually_exclusive_group(required=True)
+    drafter.add_argument("--draft")
+    drafter.add_argument("--token-recycling", action="store_true")
+    parser.add_argument("--budget", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0])
     parser.add_argument("--limit", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--passes", type=int, default=4, help="per prompt")
+    parser.add_argument("--draws", type=int, default=8, help="verdicts per tree")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--draft-dtype", default="float32")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps per cell")
     parser.add_argument("--out", default="verifier_table.json")
     args = parser.parse_args()
 
-    # Stacked layers compile in seconds; only the number of passes is measured.
-    target, tokenizer = specjax.load(args.target, dtype=args.dtype, stacked=True)
-    draft, _ = specjax.load(args.draft, dtype=args.dtype, stacked=True)
-    with gzip.open(args.prompts, "rt") as lines:
-        problems = [json.loads(line)["prompt"] for line in lines][: args.limit]
-    prompts = [tokenizer.chat("Complete this Python function.\n```python\n" + text + "```") for text in problems]
-    results = []
-    print("| nodes | temperature | tree | rule | tokens per pass |\n| --- | --- | --- | --- | --- |")
-    for n in args.budget:
-        for temperature in args.temperature:
-            for tree, rule in cells(n):
+    # Stacked layers compile in seconds; timing wants the layout that the command line uses, and stacked bfloat16 is
+    # slow on CPU (SmolLM2, 17 tokens: 284 ms against 44 ms apart and 92 ms for stacked float32).
+    layout = lambda dtype: {"dtype": dtype, "stacked": dtype == "float32" and not args.time}
+    target, tokenizer = specjax.load(args.target, **layout(args.dtype))
+    draft = specjax.load(args.draft, **layout(args.draft_dtype))[0] if args.draft else None
+    prompts = [tokenizer.chat(text) for text in read_prompts(args.prompts, args.limit)]
+    found = {}
+    if os.path.exists(args.out):
+        with open(args.out) as file:
+            found = {name(cell): cell for cell in json.load(file)}
+
+    def record(cell: dict) -> None:
+        found[name(cell)] = found.get(name(cell), {}) | cell
+        with open(args.out, "w") as file:
+            json.dump(list(found.values()), file, indent=1)
+
+    def drafter_of(tree: str, n: int):
+        if draft is None:
+            return token_recycling(target.model.vocab_size, num_nodes=n)
+        return two_model(draft, tree=trees.parse(tree))
+
+    def measure(cell: dict, drafter, rules, temperature: float) -> None:
+        counts = analysis.expected_tokens(
+            rules, target, drafter, prompts, key=jax.random.key(0), temperature=temperature, passes=args.passes,
+            draws=args.draws,
+        )  # fmt: skip
+        for rule in rules:
+            rows = counts[rule.name].mean(1)  # per prompt
+            about = {"rule": rule.name, "first": rules[0].name, "nodes": drafter.num_nodes - 1, "mean": rows.mean()}
+            record(cell | about | {"standard_error": standard_error(rows.tolist()), "rows": rows.tolist()})
+
+    def clock(cell: dict, drafter, rules, temperature: float) -> None:
+        for rule in rules:
+            verifier = rule if temperature else None
+            record(
+                cell
+                | {
+                    "rule": rule.name,
+                    "step_ms": step_ms(target, drafter, prompts[0], temperature, verifier, args.steps),
+                }
+            )
+
+    wanted, run = ("step_ms", clock) if args.time else ("rows", measure)
+    for temperature in args.temperature:
+        if args.time:
+            clock(
+                {"temperature": temperature, "budget": 0, "tree": "1"},
+                autoregressive(),
+                [verifiers.greedy],
+                temperature,
+            )
+        for n in args.budget:
+            if draft is None:
+                cells = [(f"recycling:{n}", [verifiers.sample_and_match if temperature else verifiers.greedy])]
+            else:
+                cells = list(two_model_cells(n, temperature == 0))
+            for tree, rules in cells:
+                cell = {"temperature": temperature, "budget": n, "tree": tree}
+                places = [name(cell | {"rule": rule.name}) for rule in rules]
                 start = time.perf_counter()
-                found = analysis.block_efficiency(
-                    rule, trees.parse(tree), target, draft, prompts, key=jax.random.key(0),
-                    max_new_tokens=args.max_new_tokens, temperature=temperature,
-                )  # fmt: skip
-                nodes = trees.parse(tree).num_nodes - 1
-                results.append(
-                    {"nodes": nodes, "temperature": temperature, "tree": tree, "rule": rule.name, "mean": found.mean,
-                     "standard_error": found.standard_error, "seconds": time.perf_counter() - start}
-                )  # fmt: skip
-                error = f" ± {found.standard_error:.2f}" if found.standard_error is not None else ""
-                print(f"| {nodes} | {temperature:g} | `{tree}` | {rule.name} | {found.mean:.2f}{error} |", flush=True)
-                with open(args.out, "w") as file:
-                    json.dump(results, file, indent=1)
+                if not all(wanted in found.get(place, {}) for place in places):
+                    run(cell, drafter_of(tree, n), rules, temperature)
+                seen = {place[-1]: round(found[place].get("mean", 0), 3) for place in places}
+                print(f"{temperature:g} {n} {tree} {seen} {time.perf_counter() - start:.0f} s", flush=True)
+    print(markdown(list(found.values())))
+
+
+def read_prompts(path: str, limit: int) -> list[str]:
+    """`limit` prompts from all over a JSONL file with "turns" or, as HumanEval has, "prompt"."""
+    opener = gzip.open if path.endswith(".gz") else open
+    with opener(path, "rt") as lines:
+        entries = [json.loads(line) for line in lines]
+    entries = entries[:: max(1, len(entries) // limit)][:limit]
+    return [
+        entry["turns"][0] if "turns" in entry else f"Complete this Python function.\n```python\n{entry['prompt']}```"
+        for entry in entries
+    ]
+
+
+def standard_error(rows: list[float]) -> float:
+    return statistics.stdev(rows) / len(rows) ** 0.5 if len(rows) > 1 else 0.0
+
+
+def name(cell: dict) -> tuple:
+    return cell["budget"], cell["temperature"], cell["tree"], cell["rule"]
+
+
+def step_ms(target, drafter, prompt, temperature, verifier, steps: int) -> float:
+    """Median milliseconds of `steps` steps of one row, after three that compile and settle."""
+    stream = specjax.stream(
+        target, drafter, [prompt], key=jax.random.key(0), max_new_tokens=16 * (steps + 3), temperature=temperature,
+        verifier=verifier,
+    )  # fmt: skip
+    times, last = [], time.perf_counter()
+    for _ in itertools.islice(stream, steps + 3):
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    stream.close()
+    return 1000 * statistics.median(times[3:])
+
+
+def markdown(cells: list[dict]) -> str:
+    plain = {cell["temperature"]: cell["step_ms"] for cell in cells if cell["budget"] == 0}
+    by_name = {name(cell): cell for cell in cells}
+    lines = [
+        "| temperature | budget | nodes | tree | rule | tokens per pass | less first rule | tokens/s | over plain |"
+    ]
+    lines.append("| --- " * 9 + "|")
+    for cell in cells:
+        if "rows" not in cell:
+            continue
+        rows, difference = cell["rows"], ""
+        if cell["rule"] != cell["first"]:
+            first = by_name[name(cell | {"rule": cell["first"]})]["rows"]
+            gap = [a - b for a, b in zip(rows, first, strict=True)]
+            difference = f"{statistics.mean(gap):+.2f} ± {standard_error(gap):.2f}"
+        speed = ratio = ""
+        if "step_ms" in cell:
+            speed = f"{1000 * cell['mean'] / cell['step_ms']:.2f}"
+            ratio = f"{cell['mean'] * plain[cell['temperature']] / cell['step_ms']:.2f}"
+        lines.append(
+            f"| {cell['temperature']:g} | {cell['budget']} | {cell['nodes']} | `{cell['tree']}` | {cell['rule']} | "
+            f"{cell['mean']:.2f} ± {cell['standard_error']:.2f} | {difference} | {speed} | {ratio} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

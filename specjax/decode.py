@@ -110,21 +110,10 @@ def decode(
     Returns: DecodeResult.
     Raises: UsageError for an empty prompt, one over the capacity, or a setting outside its range, before compiling.
     """
-    inputs, tokens, lengths, keys, static = _prepare(
-        target,
-        drafter,
-        prompts,
-        key,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        eos,
-        sampling,
-        verifier,
-        controller,
-        capacity,
-    )
+    inputs, tokens, lengths, keys, static = prepare(
+        target, drafter, prompts, key=key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+        top_p=top_p, eos=eos, sampling=sampling, verifier=verifier, controller=controller, capacity=capacity,
+    )  # fmt: skip
     if not debug:
         return _decode(inputs, tokens, lengths, keys, **static)
     result = _decode(dataclasses.replace(inputs, debug=True), tokens, lengths, keys, **static)
@@ -146,13 +135,9 @@ def stream(
 
     The step is the one that `decode` loops. The next step is dispatched before the tokens of this one are read.
     """
-    names = ("temperature", "top_k", "top_p", "eos", "sampling", "verifier", "controller", "capacity")
-    unknown = set(options) - set(names)
-    if unknown:
-        raise TypeError(f"stream got unexpected arguments {sorted(unknown)}")
-    defaults = {"temperature": 0.0, "eos": (), "sampling": "speculative"}
-    settings = [options.get(name, defaults.get(name)) for name in names]
-    inputs, tokens, lengths, keys, static = _prepare(target, drafter, prompts, key, max_new_tokens, *settings)
+    inputs, tokens, lengths, keys, static = prepare(
+        target, drafter, prompts, key=key, max_new_tokens=max_new_tokens, **options
+    )
     decoding = {"controller": static["controller"]}
 
     def steps():
@@ -172,22 +157,14 @@ def stream(
     return steps()
 
 
-def _prepare(
-    target,
-    drafter,
-    prompts,
-    key,
-    max_new_tokens,
-    temperature,
-    top_k,
-    top_p,
-    eos,
-    sampling,
-    verifier,
-    controller,
-    capacity,
-):
-    """Check the arguments; returns Inputs, padded tokens int32[B, L], lengths, keys [B] and the static arguments."""
+def prepare(
+    target: Target, drafter: Drafter, prompts: Prompts, *, key: Array, max_new_tokens: int, temperature=0.0, top_k=None,
+    top_p=None, eos=(), sampling="speculative", verifier=None, controller=None, capacity=None,
+) -> tuple[Inputs, Array, Array, Array, dict]:  # fmt: skip
+    """Check the arguments of `decode`.
+
+    Returns: Inputs, padded tokens int32[B, L], lengths int32[B], keys [B] and the static arguments of the program.
+    """
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     is_greedy = isinstance(temperature, int | float) and temperature == 0

@@ -22,6 +22,7 @@ from specjax.types import (
     Info,
     PyTree,
     Sampling,
+    Scored,
     Stats,
     Target,
     TokenTree,
@@ -43,6 +44,7 @@ class Inputs:
     eos: Array  # int32[E], ids that end a row
     debug: bool = field(default=False, metadata={"static": True})  # fill `Info.violations`
     keep_laws: bool = field(default=False, metadata={"static": True})  # fill `Info.laws`
+    keep_scored: bool = field(default=False, metadata={"static": True})  # fill `Info.scored`
 
 
 def buffer_size(prompt_buffer: int, max_new_tokens: int, drafter: Drafter) -> int:
@@ -89,7 +91,7 @@ def speculative(controller: Controller) -> Decoder:
         draft_keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
         tree, draft = drafter.propose(drafter.params, draft_keys, state.draft, context, limit)
         tree = tree._replace(valid=tree.valid & (~state.done[:, None] | (jnp.arange(drafter.num_nodes) == 0)))
-        verdict, pending, draft, laws, wrong = _score(inputs, state, tree, draft)
+        verdict, pending, draft, laws, wrong, scored = _score(inputs, state, tree, draft)
         emitted, count, is_eos = _emit(inputs, state, tree, verdict)
         rows = jnp.arange(state.length.shape[0])[:, None]
         place = state.length[:, None] + jnp.arange(drafter.num_nodes)
@@ -106,6 +108,7 @@ def speculative(controller: Controller) -> Decoder:
             hit_eos=is_eos,
             laws=laws,
             violations=wrong,
+            scored=scored,
         )
         keep = jnp.minimum(verdict.num_nodes, count)
         cache = inputs.target.model.commit(state.cache, pending, verdict.path, keep)
@@ -122,8 +125,8 @@ def speculative(controller: Controller) -> Decoder:
 
 
 def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
-    """One target pass over the tree: its verdict, the pending cache entries, what the drafter learnt, `Info.laws` and
-    `Info.violations`.
+    """One target pass over the tree: its verdict, the pending cache entries, what the drafter learnt, `Info.laws`,
+    `Info.violations` and `Info.scored`.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
     draft costs one plain step. Which width ran changes rounding, never the law. The cache is committed outside of the
@@ -149,17 +152,25 @@ def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
         if inputs.keep_laws:
             laws = jnp.take_along_axis(logits, jnp.maximum(verdict.path, 0)[:, :, None], 1)
         wrong = violations(part, inputs.drafter.draws, logits) if inputs.debug else None
-        return verdict, pending, draft, laws, wrong
+        scored = Scored(part, logits, output.hidden) if inputs.keep_scored else None
+        return verdict, pending, draft, laws, wrong, scored
 
     widths = sorted({w for w in inputs.drafter.widths if w < n} | {n})
-    if len(widths) == 1:
+    if len(widths) == 1 or inputs.keep_scored:
         return at_width(n, draft)
     full = jax.eval_shape(functools.partial(at_width, n), draft)  # branches must agree in shape
 
     def padded(width: int, draft: PyTree):
-        verdict, pending, draft, laws, wrong = at_width(width, draft)
+        verdict, pending, draft, laws, wrong, _ = at_width(width, draft)
         verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
-        return verdict, jax.tree.map(_pad_to, pending, full[1]), draft, jax.tree.map(_pad_to, laws, full[3]), wrong
+        return (
+            verdict,
+            jax.tree.map(_pad_to, pending, full[1]),
+            draft,
+            jax.tree.map(_pad_to, laws, full[3]),
+            wrong,
+            None,
+        )
 
     needed = jnp.max(jnp.sum(tree.valid, 1))
     branches = [functools.partial(padded, width) for width in widths]

@@ -150,6 +150,14 @@ class Controller(NamedTuple):
     update: Callable[[PyTree, Any], PyTree]  # (state, Info) -> state
 
 
+class Scored(NamedTuple):
+    """A tree after the target's pass: what a verifier judges."""
+
+    tree: TokenTree
+    logits: Array  # float32[B, N, V], warped
+    hidden: Array  # float[B, N, D]
+
+
 class Info(NamedTuple):
     """Diagnostics of one step. The next step never reads them; `accepted` is what a controller may learn from."""
 
@@ -162,6 +170,7 @@ class Info(NamedTuple):
     hit_eos: Array  # bool[B], rows that ended with an eos token in this step
     laws: Array | None = None  # float32[B, N, V], warped logits that the added tokens were drawn from, if asked for
     violations: Array | None = None  # int32[B], bits of `checks.VIOLATIONS`, when debugging
+    scored: Scored | None = None  # what the verifier saw, if asked for
 
 
 class Stats(NamedTuple):

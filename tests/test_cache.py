@@ -10,7 +10,7 @@ from toy import tiny_llama
 
 from specjax import cache as kv
 from specjax import tree as trees
-from specjax.decode import _decode, _prepare
+from specjax.decode import _decode, prepare
 from specjax.drafters import autoregressive, prompt_lookup
 from specjax.prefill import CHUNK, prefill
 
@@ -109,9 +109,7 @@ def test_prefill_in_chunks_equals_one_pass_and_rows_may_differ():
 def copies_of_the_cache(drafter, batch):
     """Copies of a layer's slots within the loops of the compiled program of `decode`."""
     prompts = (jnp.ones((batch, 384), jnp.int32), jnp.full((batch,), 384))
-    inputs, *arrays, static = _prepare(
-        tiny_llama(), drafter, prompts, jax.random.key(0), 32, 0.0, None, None, (), "speculative", None, None, None
-    )
+    inputs, *arrays, static = prepare(tiny_llama(), drafter, prompts, key=jax.random.key(0), max_new_tokens=32)
     text = _decode.lower(inputs, *arrays, **static).compile().as_text()
     shape = f"f32[{batch},2,{arrays[0].shape[1]},8]"
     loops = text.split("ENTRY")[0]

@@ -122,8 +122,8 @@ def test_second_call_compiles_nothing_and_steps_transfer_nothing(name):
     rebuilt = make_drafter(name, tiny_llama(), tiny_llama(seed=1, layers=1), **OPTIONS.get(name, {}))
     jax.block_until_ready(decode(target, rebuilt, (tokens, lengths), key=keys[1], max_new_tokens=9, temperature=0.5))
     assert compiled == []
-    inputs, *arrays, static = specjax.decode.__globals__["_prepare"](
-        target, drafter, (tokens, lengths), keys[0], 9, 0.5, None, None, (), "speculative", None, None, None
+    inputs, *arrays, static = specjax.decode.__globals__["prepare"](
+        target, drafter, (tokens, lengths), key=keys[0], max_new_tokens=9, temperature=0.5
     )
     start, step = (specjax.decode.__globals__[f] for f in ("_start", "_step"))
     state = start(inputs, *arrays, **static)

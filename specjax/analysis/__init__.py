@@ -1,7 +1,8 @@
 """How good an acceptance rule is: its acceptance on given laws, the best possible one, its tokens per target pass."""
 
 from specjax.analysis.acceptance import FORMULAS, Acceptance, Comparison, Entry, acceptance, acceptance_curve, compare
-from specjax.analysis.efficiency import BlockEfficiency, block_efficiency, depth_curve, last_token_model
+from specjax.analysis.efficiency import BlockEfficiency, block_efficiency, depth_curve, efficiency_of, last_token_model
+from specjax.analysis.one_pass import expected_tokens
 from specjax.analysis.optimal import OptimalAcceptance, optimal_acceptance
 from specjax.analysis.plot import plot
 from specjax.analysis.records import Record, load_record, record, save_record
@@ -19,6 +20,8 @@ __all__ = [
     "block_efficiency",
     "compare",
     "depth_curve",
+    "efficiency_of",
+    "expected_tokens",
     "last_token_model",
     "load_record",
     "optimal_acceptance",

@@ -68,6 +68,11 @@ def block_efficiency(
         models[0], two_model(models[1], tree=tree), [[0]] * rows if prompts is None else prompts, key=key,
         max_new_tokens=max_new_tokens, temperature=temperature, verifier=verifier, **options,
     )  # fmt: skip
+    return efficiency_of(result)
+
+
+def efficiency_of(result: DecodeResult) -> BlockEfficiency:
+    """The block efficiency that a run of `decode` had."""
     tokens = np.asarray(result.lengths, np.float64)
     passes = np.maximum(np.asarray(result.stats.target_passes, np.float64), 1)
     mean, count = tokens.sum() / passes.sum(), len(tokens)
