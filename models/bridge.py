@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 
+import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from specjax import cache as kv
 from specjax.models.gemma3 import Gemma3, Gemma3Config
+from specjax.models.layout import spread
 from specjax.models.llama import Llama, LlamaConfig
 from specjax.types import Model, PyTree
 
@@ -35,16 +38,25 @@ def init_params(config: Config, key) -> PyTree:
 
 
 @functools.cache
-def make_model(config: Config) -> Model:
-    """The `Model` of a config: the same object for equal configs, so a second `decode` compiles nothing."""
+def make_model(config: Config, mesh: Mesh | None = None) -> Model:
+    """The `Model` of a config: the same object for equal arguments, so a second `decode` compiles nothing.
+
+    With a mesh, the parameters are those of `specjax.parallel.shard`.
+    """
+    whole = config
+    layout = None
+    if mesh is not None:
+        config, layout = spread(config, mesh)
     graphdef, _ = _abstract(config)
 
     def init_cache(batch: int, capacity: int) -> kv.KVCache:
         c = config
-        return kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, c.stacked)
+        cache = kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, c.stacked)
+        return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
         module = nnx.merge(graphdef, nnx.State(params))
-        return module(tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier)
+        return module(tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layout=layout)
 
-    return Model(init_cache, forward, kv.commit, config.vocab_size, config.max_positions, config.name)
+    commit = kv.commit if layout is None else layout.commit
+    return Model(init_cache, forward, commit, config.vocab_size, config.max_positions, config.name, whole)

@@ -64,7 +64,8 @@ class Block(nnx.Module):
     def __call__(self, x, step: L.Step, prefix, frequencies, window):
         attended, new = self.attention(self.attention_norm(x), step, prefix, frequencies, window)
         x = x + self.attention_post_norm(attended)
-        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x))), new
+        fed = step.place(self.mlp(self.mlp_norm(x)), "data", None, None)
+        return x + self.mlp_post_norm(fed), new
 
 
 class Gemma3(nnx.Module):
@@ -78,22 +79,22 @@ class Gemma3(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None
+        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None, layout=None
     ) -> tuple[Output, kv.Pending]:
-        c, step = self.config, L.make_step(positions, mask, cache, earlier)
+        c, step = self.config, L.make_step(positions, mask, cache, earlier, layout)
         full = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         local = L.rope_frequencies(c.head_dim, c.local_rope_base)
         is_global = jnp.array(c.is_global)
         frequencies = jnp.where(is_global[:, None], full, local)  # [layers, h/2]
         windows = jnp.where(is_global, GLOBAL, c.window)
-        x = self.embed(tokens)
+        x = step.place(self.embed(tokens), "data", None, None)
         x = x * jnp.asarray(c.width**0.5, x.dtype)
         stream, pending = L.run_layers(
             self.layers, x, step, cache, (frequencies, windows),
             lambda block, x, prefix, layer: block(x, step, prefix, *layer),
         )  # fmt: skip
         hidden = self.norm(stream[-1])
-        logits = (self.head or self.embed).logits(hidden)
+        logits = step.place((self.head or self.embed).logits(hidden), "data", None, "vocab")
         if c.logit_softcap is not None:
             logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
         return Output(logits, hidden, tuple(stream[tap] for tap in taps)), pending

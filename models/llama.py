@@ -50,7 +50,7 @@ class Block(nnx.Module):
     def __call__(self, x, step: L.Step, prefix, frequencies, window):
         attended, new = self.attention(self.attention_norm(x), step, prefix, frequencies, window)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), new
+        return x + step.place(self.mlp(self.mlp_norm(x)), "data", None, None), new
 
 
 class Llama(nnx.Module):
@@ -64,14 +64,14 @@ class Llama(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None
+        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None, layout=None
     ) -> tuple[Output, kv.Pending]:
-        c, step = self.config, L.make_step(positions, mask, cache, earlier)
+        c, step = self.config, L.make_step(positions, mask, cache, earlier, layout)
         frequencies = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         stream, pending = L.run_layers(
-            self.layers, self.embed(tokens), step, cache, (),
+            self.layers, step.place(self.embed(tokens), "data", None, None), step, cache, (),
             lambda block, x, prefix, _: block(x, step, prefix, frequencies, c.window),
         )  # fmt: skip
         hidden = self.norm(stream[-1])
-        logits = (self.head or self.embed).logits(hidden)
+        logits = step.place((self.head or self.embed).logits(hidden), "data", None, "vocab")
         return Output(logits, hidden, tuple(stream[tap] for tap in taps)), pending

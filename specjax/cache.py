@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from specjax.types import Array, PyTree
 
 
+SLOTS = 128  # a cache has a multiple of these, as the TPU reads it in whole tiles
+
+
 class KVCache(NamedTuple):
     """Keys and values of the first `length[b]` tokens of row b; what lies beyond is never read.
 
@@ -42,8 +45,8 @@ def after(x: Array) -> Array:
 
 
 def init(batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype, stacked: bool) -> KVCache:
-    """An empty cache."""
-    shape = (batch, num_kv_heads, capacity, head_dim)
+    """An empty cache of at least `capacity` slots."""
+    shape = (batch, num_kv_heads, -(-capacity // SLOTS) * SLOTS, head_dim)
 
     def zeros():
         if stacked:

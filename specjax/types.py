@@ -80,6 +80,7 @@ class Model(NamedTuple):
     vocab_size: int
     max_positions: int
     name: str = "model"
+    config: Any = None  # what it was made from, if by `specjax.models`
 
 
 @jax.tree_util.register_dataclass

@@ -9,8 +9,9 @@ NEG = -1e30
 
 
 def tree_attention(
-    q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, scale, window=None, softcap=None
-):
+    q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
+    softcap=None,
+):  # fmt: skip
     """Attend from T new tokens to a cached prefix and to each other.
 
     The two parts share one softmax and are never concatenated, so the prefix is read once, in place.
@@ -18,7 +19,8 @@ def tree_attention(
     Args:
       q: [B, T, H, h], of the new tokens, rotated.
       k, v: [B, K, M, h], of the tokens outside of the cache, the new ones last (M = T unless a tree grows by levels).
-      prefix_k, prefix_v: [B, K, S, h]; slot s holds position s, valid below `length` int32[B].
+      prefix_k, prefix_v: [B, K, S, h]; slot s holds position s, valid below `length` int32[B]. Or [layers, B, K, S, h],
+        of which `layer` counts, so that a stacked cache need not be cut apart.
       positions: int32[B, T] of the new tokens.
       mask: bool[B, T, M], which of these each new token sees.
       key_positions: int32[B, M]; None if M = T.
@@ -27,6 +29,7 @@ def tree_attention(
 
     Returns: [B, T, H, h].
     """
+    prefix_k, prefix_v = of_layer(prefix_k, layer), of_layer(prefix_v, layer)
     batch, t = q.shape[:2]
     kv_heads, slots = prefix_k.shape[1:3]
     # Query heads of one kv head are rows of one matrix: batched matmuls without a transposed copy of the cache.
@@ -48,6 +51,11 @@ def tree_attention(
     total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
     out = (weighted(old, prefix_v) + weighted(new, v)) / total  # f32[B, K, G*T, h]
     return ungroup_queries(out.astype(v.dtype), t)
+
+
+def of_layer(prefix, layer):
+    """[B, K, S, h], cut out of a stack unless `layer` is None."""
+    return prefix if layer is None else jax.lax.dynamic_index_in_dim(prefix, layer, 0, keepdims=False)
 
 
 def masked_scores(q, keys, visible, softcap):

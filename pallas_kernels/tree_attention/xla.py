@@ -9,6 +9,7 @@ from specjax.pallas_kernels.tree_attention.reference import (
     NEG,
     group_queries,
     masked_scores,
+    of_layer,
     tree_attention,
     ungroup_queries,
     weighted,
@@ -21,11 +22,12 @@ reads 1,024 tokens into a buffer of 1,624 in 2.4 s otherwise. Below it, one pass
 
 
 def blocked_tree_attention(
-    q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, scale, window=None, softcap=None,
-    block=BLOCK, many=MANY,
+    q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
+    softcap=None, block=BLOCK, many=MANY,
 ):  # fmt: skip
     """As `reference.tree_attention`; work and temporaries grow with the longest row, not with the capacity."""
     batch, t = q.shape[:2]
+    prefix_k, prefix_v = of_layer(prefix_k, layer), of_layer(prefix_v, layer)
     slots = prefix_k.shape[2]
     options = {"key_positions": key_positions, "scale": scale, "window": window, "softcap": softcap}
     if t < many or slots <= block:

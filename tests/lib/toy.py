@@ -101,10 +101,8 @@ def branching_drafter(branching: tuple[int, ...]) -> Drafter:
 @functools.cache
 def tiny_llama(seed: int = 0, layers: int = 2, width: int = 32, vocab: int = 64, **changes) -> Target:
     """A random Llama with clear argmax gaps."""
-    config = LlamaConfig(
-        vocab_size=vocab, width=width, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=2 * width,
-        tied=False, max_positions=512, **changes,
-    )  # fmt: skip
+    shapes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "tied": False, "max_positions": 512} | changes
+    config = LlamaConfig(vocab_size=vocab, width=width, num_layers=layers, mlp_width=2 * width, **shapes)
     params = init_params(config, jax.random.key(seed))
     params["head"]["weight"] = params["head"]["weight"] * 6.0
     return Target(make_model(config), params)

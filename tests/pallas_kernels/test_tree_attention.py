@@ -74,5 +74,5 @@ def test_both_forms_equal_one_softmax(window, softcap, seed, lengths, tree):
 
 
 def test_unknown_implementation_is_refused():
-    with pytest.raises(NotImplementedError, match='"pallas_tpu"'):
-        tree_attention(*[None] * 8, implementation="pallas_tpu")
+    with pytest.raises(NotImplementedError, match='"triton"; use None, xla or pallas_tpu'):
+        tree_attention(*[None] * 8, scale=1.0, implementation="triton")

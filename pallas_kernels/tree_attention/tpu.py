@@ -1,0 +1,237 @@
+"""Tree attention for TPU: flash decoding over the cached prefix, then the tree under its mask, in one Mosaic kernel.
+
+One program per row of the batch. It holds the query rows of all kv heads (the query heads of one kv head packed
+together), folds in the new tokens first, then streams the row's own prefix from HBM block by block, all kv heads of a
+block in one copy; the copy of the next block, or of the next row's first, runs behind the arithmetic. So the time goes
+with each row's length (and window), never with the capacity, and the prefix is read once whatever the number of nodes.
+The mask among the new tokens comes as bits, 32 to a word. Slots that hold no token may hold anything, NaN included.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from specjax.pallas_kernels.tree_attention.reference import NEG, group_queries, ungroup_queries
+
+LANES = 128
+BUFFERS = 4 << 20  # bytes for two blocks of keys and two of values
+ANY_DISTANCE = 1 << 30
+MAX_ROWS = 1024  # query rows per kv head: scores of a block are [rows, block] float32
+
+
+def unsupported(q, k, prefix_k) -> str | None:
+    """Why the kernel cannot take these arguments, in a sentence; None if it can."""
+    dim, rows = q.shape[-1], q.shape[1] * (q.shape[2] // k.shape[1])
+    slots = prefix_k.shape[-2]
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or k.dtype != q.dtype or prefix_k.dtype != q.dtype:
+        return f"dtypes {q.dtype}, {k.dtype}, {prefix_k.dtype}; it takes float32 or bfloat16, one for all"
+    if dim % 64 or dim > 256:
+        return f"head_dim {dim}; it takes 64, 128, 192 and 256"
+    if slots % LANES:
+        return f"a cache of {slots} slots; it takes multiples of {LANES}"
+    if rows > MAX_ROWS:
+        return f"{rows} query rows per kv head; it takes up to {MAX_ROWS}"
+    return None
+
+
+def tree_attention(
+    q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
+    softcap=None, block=None, interpret=False,
+):  # fmt: skip
+    """As `reference.tree_attention`.
+
+    Args:
+      block: slots per copy, a multiple of 128; None: what fits into BUFFERS, at most 512.
+      interpret: True or `pltpu.InterpretParams`, to run on CPU.
+
+    Raises: NotImplementedError for what `unsupported` names.
+    """
+    reason = unsupported(q, k, prefix_k)
+    if reason:
+        raise NotImplementedError(f"the TPU tree_attention does not support {reason}")
+    batch, t, heads, dim = q.shape
+    kv_heads, slots = k.shape[1], prefix_k.shape[-2]
+    groups = heads // kv_heads
+    if layer is None:
+        layer, prefix_k, prefix_v = 0, prefix_k[None], prefix_v[None]
+    key_positions = positions if key_positions is None else key_positions
+    block = min(slots, block or _block(kv_heads, dim, q.dtype.itemsize))
+
+    sublanes = 32 // q.dtype.itemsize
+    pad_rows, pad_keys = -(groups * t) % sublanes, -k.shape[2] % sublanes
+    rows, keys = groups * t + pad_rows, k.shape[2] + pad_keys
+    grouped = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h], row g * T + t
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, pad_rows), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, pad_keys), (0, 0))) for x in (k, v))
+    by_row = lambda x: jnp.pad(jnp.tile(x, (1, groups, 1)), ((0, 0), (0, pad_rows), (0, 0)))
+    words = by_row(pack_bits(mask))  # int32[B, R, W]
+    row_positions = by_row(positions[:, :, None])
+    key_positions = jnp.pad(key_positions, ((0, 0), (0, pad_keys)))[:, None]
+
+    per_row = jnp.stack([length, jnp.min(positions, 1)]).astype(jnp.int32)
+    shared = jnp.stack([jnp.asarray(x, jnp.int32) for x in (layer, ANY_DISTANCE if window is None else window)])
+
+    whole = lambda *shape: pl.BlockSpec((None, *shape), lambda b, *_: (b, *([0] * len(shape))))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    itemsize = q.dtype.itemsize
+    out = pl.pallas_call(
+        functools.partial(_kernel, block=block, slots=slots, has_window=window is not None, softcap=softcap),
+        out_shape=jax.ShapeDtypeStruct(grouped.shape, v.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch,),
+            in_specs=[
+                whole(kv_heads, rows, dim), whole(kv_heads, keys, dim), whole(kv_heads, keys, dim),
+                whole(rows, words.shape[-1]), whole(rows, 1), whole(1, keys), in_hbm, in_hbm,
+            ],
+            out_specs=whole(kv_heads, rows, dim),
+            scratch_shapes=[
+                pltpu.VMEM((2, kv_heads, block, dim), prefix_k.dtype),
+                pltpu.VMEM((2, kv_heads, block, dim), prefix_v.dtype),
+                pltpu.VMEM((kv_heads, rows, dim), jnp.float32),
+                pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
+                pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2, 2)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=64 << 20),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * kv_heads * rows * slots * dim,
+            bytes_accessed=2 * batch * kv_heads * slots * dim * itemsize,
+            transcendentals=batch * kv_heads * rows * slots,
+        ),
+        interpret=interpret,
+        name="tree_attention",
+    )(per_row, shared, grouped, k, v, words, row_positions, key_positions, prefix_k, prefix_v)  # fmt: skip
+    return ungroup_queries(out[:, :, : groups * t], t)
+
+
+def _block(kv_heads: int, dim: int, itemsize: int) -> int:
+    """Slots per copy."""
+    size = 512
+    while size > LANES and 4 * kv_heads * size * max(dim, LANES) * itemsize > BUFFERS:
+        size //= 2
+    return size
+
+
+def pack_bits(mask):
+    """bool[B, T, M] -> int32[B, T, ceil(M / 32)]: bit m % 32 of word m // 32."""
+    batch, t, m = mask.shape
+    bits = jnp.pad(mask, ((0, 0), (0, 0), (0, -m % 32))).reshape(batch, t, -1, 32)
+    words = jnp.sum(bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), -1, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+def _kernel(
+    per_row, shared, q, new_k, new_v, words, row_positions, key_positions, prefix_k, prefix_v, out,
+    k_buffer, v_buffer, acc, top, total, copied, arrived, *, block, slots, has_window, softcap,
+):  # fmt: skip
+    """One row of the batch. q, out [K, R, h]; new_k, new_v [K, M, h]; words [R, W]; prefix_k, prefix_v in HBM."""
+    row, num_rows = pl.program_id(0), pl.num_programs(0)
+    kv_heads = q.shape[0]
+    layer, window = shared[0], shared[1]
+    length = per_row[0, row]
+
+    def blocks(row):
+        """[first, last) of a row: at least one, so that the copies of all rows form one chain."""
+        last = jnp.maximum((per_row[0, row] + block - 1) // block, 1)
+        return jnp.clip((per_row[1, row] - window + 1) // block, 0, last - 1), last
+
+    first, last = blocks(row)
+
+    def start_of(i):
+        """The last block may overlap the one before."""
+        return pl.multiple_of(jnp.minimum(i * block, slots - block), LANES)
+
+    def copies(row, i, slot):
+        here = (layer, row, slice(None), pl.ds(start_of(i), block), slice(None))
+        return (
+            pltpu.make_async_copy(prefix_k.at[here], k_buffer.at[slot], arrived.at[0, slot]),
+            pltpu.make_async_copy(prefix_v.at[here], v_buffer.at[slot], arrived.at[1, slot]),
+        )
+
+    def fetch(row, i, slot):
+        for copy in copies(row, i, slot):
+            copy.start()
+
+    @pl.when(row == 0)
+    def _():
+        copied[0] = 0
+        fetch(row, first, 0)
+
+    def near(positions):
+        """Which keys at `positions` lie within the window of each query row: bool[R, n]."""
+        return positions > row_positions[...] - window
+
+    def fold(head, keys, values, visible):
+        """Online softmax: add keys and values [n, h] where visible bool[R, n]."""
+        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+        s = jax.lax.dot_general(
+            q[head], keys, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
+        s = jnp.where(visible, s, NEG)
+        higher = jnp.maximum(top[head], jnp.max(s, -1, keepdims=True))
+        weights, fade = jnp.exp(s - higher), jnp.exp(top[head] - higher)
+        total[head] = total[head] * fade + jnp.sum(weights, -1, keepdims=True)
+        acc[head] = acc[head] * fade + jax.lax.dot_general(
+            weights.astype(values.dtype), values, (((1,), (0,)), ((), ())), precision=precision,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        top[head] = higher
+
+    # The new tokens first: each sees itself, so the maximum is real before a block may be all invisible.
+    among = unpack_bits(words[...], new_k.shape[1])
+    if has_window:
+        among &= near(key_positions[...])
+    acc[...] = jnp.zeros_like(acc)
+    total[...] = jnp.zeros_like(total)
+    top[...] = jnp.full_like(top, NEG)
+    for head in range(kv_heads):
+        fold(head, new_k[head], new_v[head], among)
+
+    def body(i, _):
+        slot = copied[0] % 2
+        copied[0] += 1
+
+        @pl.when(i + 1 < last)
+        def _():
+            fetch(row, i + 1, 1 - slot)
+
+        @pl.when((i + 1 == last) & (row + 1 < num_rows))
+        def _():
+            fetch(row + 1, blocks(row + 1)[0], 1 - slot)
+
+        for copy in copies(row, i, slot):
+            copy.wait()
+        start = start_of(i)
+        position = start + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        visible = (position < length) & (position >= i * block)
+        visible = visible & near(position) if has_window else jnp.broadcast_to(visible, (q.shape[1], block))
+        # A weight of zero does not silence a NaN.
+        is_text = start + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0) < length
+        for head in range(kv_heads):
+            values = v_buffer[slot, head]
+            fold(head, k_buffer[slot, head], jnp.where(is_text, values, jnp.zeros_like(values)), visible)
+        return 0
+
+    jax.lax.fori_loop(first, last, body, 0)
+    for head in range(kv_heads):
+        out[head] = (acc[head] / total[head]).astype(out.dtype)
+
+
+def unpack_bits(words, count: int):
+    """int32[R, W] -> bool[R, count]."""
+    key = jax.lax.broadcasted_iota(jnp.int32, (words.shape[0], count), 1)
+    seen = jnp.zeros((words.shape[0], count), jnp.int32)
+    for w in range(words.shape[1]):
+        bit = jax.lax.shift_right_logical(jnp.broadcast_to(words[:, w : w + 1], seen.shape), key & 31) & 1
+        seen = jnp.where(key >> 5 == w, bit, seen)
+    return seen == 1

@@ -1,0 +1,221 @@
+"""The TPU kernel, simulated, against the specification: races detected, fresh memory and dead slots full of NaN."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from specjax.pallas_kernels.tree_attention import reference, tpu, tree_attention
+
+SIMULATED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+SLOTS, BLOCK = 384, 128
+
+
+def ancestor_mask(parents) -> np.ndarray:
+    mask = np.eye(len(parents), dtype=bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            mask[i] |= mask[parent]
+    return mask
+
+
+def case(seed, lengths, parents, *, heads=4, kv_heads=2, dim=64, dtype=jnp.float32, dead=0.0, earlier=0):
+    """Arguments of `tree_attention`; slots that hold no token are `dead`."""
+    rng = np.random.default_rng(seed)
+    batch, t = len(lengths), len(parents)
+    length = np.asarray(lengths)
+    among = ancestor_mask(parents)
+    depth = among.sum(1) - 1
+    # Nodes of earlier levels: some are seen, some are not.
+    mask = np.concatenate([rng.random((t, earlier)) < 0.5, among], 1)
+    key_positions = np.concatenate([np.full(earlier, -1), depth]) + length[:, None]
+    values = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    prefix = [values(batch, kv_heads, SLOTS, dim) for _ in "kv"]
+    is_dead = np.arange(SLOTS)[:, None] >= length[:, None, None, None]
+    prefix = [jnp.where(is_dead, jnp.asarray(dead, dtype), x) for x in prefix]
+    new = [values(batch, kv_heads, earlier + t, dim) for _ in "kv"]
+    integers = jnp.asarray(length, jnp.int32), jnp.asarray(length[:, None] + depth, jnp.int32)
+    arrays = values(batch, t, heads, dim), *new, *prefix, *integers, jnp.broadcast_to(mask, (batch, *mask.shape))
+    return arrays, {"key_positions": jnp.asarray(key_positions, jnp.int32)}
+
+
+@functools.partial(jax.jit, static_argnames=("softcap",))
+def wanted(arrays, key_positions, window, softcap):
+    return reference.tree_attention(*arrays, key_positions=key_positions, scale=0.2, window=window, softcap=softcap)
+
+
+@functools.partial(jax.jit, static_argnames=("softcap", "block"))
+def simulated(arrays, key_positions, window, softcap, block=BLOCK):
+    return tpu.tree_attention(
+        *arrays, key_positions=key_positions, scale=0.2, window=window, softcap=softcap, block=block,
+        interpret=SIMULATED,
+    )  # fmt: skip
+
+
+def error(seed, lengths, parents, *, window=None, softcap=None, **shapes) -> float:
+    """Largest difference between the kernel, which sees NaN in dead slots, and the specification, which sees zeros."""
+    clean, options = case(seed, lengths, parents, **shapes)
+    dirty, _ = case(seed, lengths, parents, dead=np.nan, **shapes)
+    ours = simulated(dirty, **options, window=window, softcap=softcap)
+    theirs = wanted(clean, **options, window=window, softcap=softcap)
+    difference = np.abs(np.asarray(ours, np.float32) - np.asarray(theirs, np.float32)).max()
+    return float("inf") if np.isnan(difference) else float(difference)
+
+
+TREES = {
+    "one": [-1],
+    "chain": [-1, 0, 1, 2, 3, 4, 5, 6],
+    "star": [-1] + [0] * 7,
+    "ragged": [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 0],  # 11: not a whole tile
+    "wide": [-1] + [i // 2 for i in range(69)],  # three words of bits
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_trees(tree):
+    assert error(0, [0, 1, 129, 384], TREES[tree]) < 2e-6
+
+
+@pytest.mark.parametrize("heads_dim", [(4, 4, 64), (6, 1, 128), (2, 2, 256)])
+@pytest.mark.parametrize(("window", "softcap"), [(100, None), (None, 3.0), (1, 3.0)])
+def test_variants(heads_dim, window, softcap):
+    heads, kv_heads, dim = heads_dim
+    shapes = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
+    assert error(1, [5, 300], TREES["ragged"], window=window, softcap=softcap, **shapes) < 2e-6
+
+
+def test_bfloat16():
+    assert error(2, [127, 260], TREES["ragged"], dtype=jnp.bfloat16) < 0.03
+
+
+def test_nodes_of_earlier_levels():
+    assert error(3, [0, 200], TREES["star"], earlier=5) < 2e-6
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lengths=st.tuples(*[st.sampled_from([0, 1, 2, 126, 127, 128, 129, 255, 256, 257, 383, 384])] * 3),
+    parents=st.lists(st.integers(0, 7), min_size=7, max_size=7),
+    window=st.sampled_from([None, 1, 2, 127, 128, 130, 1 << 30]),
+)
+def test_any_lengths_and_trees(lengths, parents, window):
+    tree = [-1, *(min(parent, i) for i, parent in enumerate(parents))]
+    assert error(4, lengths, tree, window=window) < 2e-6
+
+
+def test_one_layer_of_a_stack():
+    arrays, options = case(5, [0, 130], TREES["chain"])
+    stack = [jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in arrays[3:5]]
+    stacked = (*arrays[:3], *stack, *arrays[5:])
+    run = jax.jit(
+        lambda arrays, layer: tpu.tree_attention(
+            *arrays, **options, layer=layer, scale=0.2, block=BLOCK, interpret=SIMULATED
+        )
+    )
+    ours = run(stacked, jnp.int32(1))
+    np.testing.assert_allclose(ours, wanted(arrays, **options, window=None, softcap=None), atol=2e-6)
+    theirs = tree_attention(*stacked, **options, layer=jnp.int32(1), scale=0.2)  # the form for other backends
+    np.testing.assert_allclose(theirs, ours, atol=2e-6)
+
+
+def test_in_a_loop_over_a_mesh():
+    """Under `shard_map` by heads, inside `while_loop`: what `decode` does."""
+    arrays, options = case(6, [0, 130], TREES["ragged"], heads=8, kv_heads=4)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "model")
+    P = jax.sharding.PartitionSpec
+    by_head, rest = P(None, "model"), P()
+
+    def local(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions):
+        def body(carry):
+            i, q = carry
+            out = tpu.tree_attention(
+                q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, scale=0.2,
+                block=BLOCK, interpret=True,
+            )  # fmt: skip
+            return i + 1, out
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 2, body, (0, q))[1]
+
+    specs = (P(None, None, "model"), by_head, by_head, by_head, by_head, rest, rest, rest, rest)
+    spread = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False))
+    once = wanted(arrays, **options, window=None, softcap=None)
+    twice = wanted((once, *arrays[1:]), **options, window=None, softcap=None)
+    np.testing.assert_allclose(spread(*arrays, options["key_positions"]), twice, atol=2e-6)
+
+
+MUTANTS = {
+    "a bit of the wrong key": (
+        "unpack_bits",
+        lambda words, count: jnp.roll(ORIGINAL["unpack_bits"](words, count), 1, 1),
+    ),
+    "all nodes see all": ("unpack_bits", lambda words, count: jnp.ones((words.shape[0], count), bool)),
+    "bits packed in reverse": ("pack_bits", lambda mask: ORIGINAL["pack_bits"](mask[..., ::-1])),
+}
+ORIGINAL = {name: getattr(tpu, name) for name, _ in MUTANTS.values()}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_of_the_mask_are_caught(name, monkeypatch):
+    simulated.clear_cache()
+    monkeypatch.setattr(tpu, *MUTANTS[name])
+    assert error(0, [1, 129], TREES["ragged"]) > 1e-2
+    simulated.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("line", "mutant"),
+    [
+        ("jnp.where(is_text, values, jnp.zeros_like(values))", "values"),  # a weight of zero does not silence a NaN
+        ("(position < length) &", "(position <= length) &"),
+        ("& (position >= i * block)", ""),  # the last block may overlap the one before
+        ("copy.wait()", "pass"),
+        ("fetch(row, i + 1, 1 - slot)", "fetch(row, i, 1 - slot)"),
+        ("acc[head] * fade +", "acc[head] +"),
+        ("- window + 1) // block", "- window + 1 + block) // block"),
+    ],
+)  # fmt: skip
+def test_mutants_of_the_kernel_are_caught(line, mutant, tmp_path):
+    """Wrong in one line, the kernel gives another result, or none."""
+    import importlib.util
+    import pathlib
+
+    source = pathlib.Path(tpu.__file__).read_text()
+    assert line in source
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(line, mutant))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    block = 256 if line.startswith("& (position") else BLOCK  # so that the last block overlaps the one before
+
+    def worst(window) -> float:
+        arrays = [case(0, [1, 250, 300], TREES["ragged"], dead=dead) for dead in (0.0, np.nan)]
+        (clean, options), (dirty, _) = arrays
+        run = functools.partial(module.tree_attention, scale=0.2, block=block, interpret=SIMULATED)
+        try:
+            ours = jax.jit(run)(*dirty, **options, window=window)
+        except Exception:  # such as a copy that was never waited for
+            return float("inf")
+        difference = np.abs(np.asarray(ours) - np.asarray(wanted(clean, **options, window=window, softcap=None)))
+        return float("inf") if np.isnan(difference).any() else float(difference.max())
+
+    assert max(worst(None), worst(100)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dim": 32}, "head_dim 32; it takes 64, 128, 192 and 256"),
+        ({"dtype": jnp.float16}, "float16"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused_by_name(change, reason):
+    arrays, options = case(0, [5], TREES["one"], **change)
+    with pytest.raises(NotImplementedError, match=reason):
+        tree_attention(*arrays, **options, scale=0.2, implementation="pallas_tpu")
+    assert tree_attention(*arrays, **options, scale=0.2).shape == arrays[0].shape  # None always works

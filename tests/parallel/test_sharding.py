@@ -1,0 +1,76 @@
+"""A sharded target gives the tokens of a whole one, and no device holds or gathers more than its part."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import tiny_llama
+
+import specjax
+from specjax import parallel, trees
+from specjax.decode import _decode, prepare
+from specjax.drafters import prompt_lookup, two_model
+from specjax.errors import UsageError
+
+PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7], [3]]
+VOCAB = 1024  # large beside everything else, so that a gathered row of logits is seen
+HEADS = {"num_heads": 8, "head_dim": 64, "vocab": VOCAB}
+
+
+# As many kv heads as devices, and fewer, which repeats them.
+@pytest.mark.parametrize(("data", "model", "kv_heads", "stacked"), [(1, 8, 8, True), (2, 4, 2, True), (4, 2, 1, False)])
+def test_mesh_equals_one_device(data, model, kv_heads, stacked):
+    target = tiny_llama(num_kv_heads=kv_heads, stacked=stacked, **HEADS)
+    draft = tiny_llama(seed=1, layers=1, num_kv_heads=8, vocab=VOCAB, num_heads=8)
+    mesh = parallel.mesh(data, model)
+    for drafter, temperature in ((prompt_lookup(3), 0.0), (two_model(draft, tree=trees.parse("2x1")), 0.9)):
+        options = {"key": jax.random.key(3), "max_new_tokens": 8, "temperature": temperature}
+        whole = specjax.decode(target, drafter, PROMPTS, **options)
+        spread = specjax.decode(parallel.shard(target, mesh), drafter, PROMPTS, **options)
+        assert spread.to_lists() == whole.to_lists()
+
+
+def test_heads_that_the_mesh_does_not_divide_stay_whole():
+    target = tiny_llama(num_heads=6, num_kv_heads=3, vocab=VOCAB)
+    options = {"key": jax.random.key(3), "max_new_tokens": 8}
+    sharded = parallel.shard(target, parallel.mesh(1, 8))
+    assert sharded.params["layers"][0]["attention"]["q"]["weight"].sharding.is_fully_replicated
+    assert not sharded.params["layers"][0]["mlp"]["up"]["weight"].sharding.is_fully_replicated
+    whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
+    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
+
+
+def test_equal_logits_on_different_devices():
+    """The smaller id wins, wherever the rows of the head lie."""
+    target = tiny_llama(num_kv_heads=8, **HEADS)
+    head = target.params["head"]["weight"]
+    twins = target.params | {"head": {"weight": jnp.concatenate([head[: VOCAB // 2]] * 2)}}
+    target = specjax.Target(target.model, twins)
+    options = {"key": jax.random.key(3), "max_new_tokens": 8}
+    sharded = specjax.decode(parallel.shard(target, parallel.mesh(1, 8)), prompt_lookup(3), PROMPTS, **options)
+    assert sharded.to_lists() == specjax.decode(target, prompt_lookup(3), PROMPTS, **options).to_lists()
+    assert max(map(max, sharded.to_lists())) < VOCAB // 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_collectives_are_those_intended(temperature):
+    """Two sums per layer and pass, and a few small ones; the cache and the logits are never gathered."""
+    target = parallel.shard(tiny_llama(num_kv_heads=8, stacked=True, **HEADS), parallel.mesh(1, 8))
+    inputs, *arrays, static = prepare(
+        target, prompt_lookup(3), PROMPTS, key=jax.random.key(0), max_new_tokens=8, temperature=temperature
+    )
+    text = _decode.lower(inputs, *arrays, **static).compile().as_text()
+    cache = jax.eval_shape(lambda: target.model.init_cache(len(PROMPTS), arrays[0].shape[1])).k
+    gathered = re.findall(r"= (?:\()?(\w+)\[([\d,]*)\]\S* all-gather\(", text)
+    sizes = [int(np.prod([int(n) for n in dims.split(",") if n])) for _, dims in gathered]
+    assert max(sizes, default=0) < min(VOCAB, cache.size // 8), gathered
+    assert "all-reduce" in text
+
+
+def test_a_mesh_that_does_not_fit_is_refused():
+    with pytest.raises(UsageError, match="needs 16 devices, but there are 8"):
+        parallel.mesh(2, 8)
+    with pytest.raises(UsageError, match='axes "data" and "model"'):
+        parallel.shard(tiny_llama(), jax.sharding.Mesh(np.array(jax.devices()[:2]), "x"))
