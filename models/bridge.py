@@ -59,4 +59,4 @@ def make_model(config: Config, mesh: Mesh | None = None) -> Model:
         return module(tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layout=layout)
 
     commit = kv.commit if layout is None else layout.commit
-    return Model(init_cache, forward, commit, config.vocab_size, config.max_positions, config.name, whole)
+    return Model(init_cache, forward, commit, config.vocab_size, config.max_positions, config.name, whole, mesh)

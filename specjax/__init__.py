@@ -28,12 +28,14 @@ __all__ = [
     "UsageError",
     "Verdict",
     "Verifier",
+    "compile_report",
     "controllers",
     "decode",
     "decoders",
     "drafters",
     "load",
     "make_drafter",
+    "plan",
     "stream",
     "trees",
     "verifiers",
@@ -46,4 +48,8 @@ def __getattr__(name: str):
         from specjax.models.loading import load
 
         return load
+    if name in ("compile_report", "plan"):
+        from specjax import planning
+
+        return getattr(planning, name)
     raise AttributeError(f"module 'specjax' has no attribute '{name}'")

@@ -65,12 +65,15 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array) -> K
 
     def write(slots, new):  # [..., B, K, S, h], [..., B, K, T, h]
         chosen = jnp.take_along_axis(new, _over(jnp.maximum(path, 0), new), axis=-2)
-        axis = slots.ndim - 4
+        chosen, start, batch = chosen.astype(slots.dtype), cache.length + pending.after, slots.shape[-4]
 
-        def row(slots, chosen, start):  # [..., K, S, h], [..., K, P, h], []
-            return jax.lax.dynamic_update_slice_in_dim(slots, chosen.astype(slots.dtype), start, axis=slots.ndim - 2)
+        # Row by row: a `vmap` of this is a scatter, for which the TPU compiler wants the cache in another layout than
+        # the attention kernel reads, and copies all of it twice per step.
+        def row(b, slots):
+            place = [0] * (slots.ndim - 4) + [b, 0, start[b], 0]
+            return jax.lax.dynamic_update_slice(slots, jax.lax.dynamic_slice_in_dim(chosen, b, 1, -4), place)
 
-        return jax.vmap(row, in_axes=(axis, axis, 0), out_axes=axis)(slots, chosen, cache.length + pending.after)
+        return jax.lax.fori_loop(0, batch, row, slots, unroll=min(batch, 8))
 
     k, v = jax.tree.map(write, (cache.k, cache.v), (pending.k, pending.v))
     return KVCache(k, v, cache.length + num_nodes)

@@ -81,6 +81,7 @@ class Model(NamedTuple):
     max_positions: int
     name: str = "model"
     config: Any = None  # what it was made from, if by `specjax.models`
+    mesh: jax.sharding.Mesh | None = None  # over which its parameters lie
 
 
 @jax.tree_util.register_dataclass

@@ -205,16 +205,16 @@ def test_one_key_for_all_rows_is_caught():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_eight_devices_equal_one(name, temperature):
-    """Rows sharded over 8 devices, parameters replicated."""
+@pytest.mark.parametrize(("temperature", "sampling"), [(0.0, "speculative"), (0.8, "speculative"), (0.8, "coupled")])
+def test_eight_devices_equal_one(name, temperature, sampling):
+    """Rows of different lengths sharded over 8 devices, parameters replicated."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), "data")
     place = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
-    prompts = [[i + 1, 2, 3, i + 1, 2] for i in range(8)]
-    tokens, lengths = jnp.array(prompts), jnp.full((8,), 5)
+    prompts = [[i + 1, 2, 3, i + 1, 2, 3, i + 1] for i in range(8)]
+    tokens, lengths = jnp.array(prompts), jnp.array([5, 1, 7, 2, 3, 6, 4, 5])  # behind the prompt: padding
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(8))
     target, drafter = tiny_llama(), drafter_of(name)
-    options = {"max_new_tokens": 16, "temperature": temperature, "eos": (3,)}
+    options = {"max_new_tokens": 16, "temperature": temperature, "eos": (3,), "sampling": sampling}
     alone = decode(target, drafter, (tokens, lengths), key=keys, **options)
     spread = decode(
         Target(target.model, place(target.params)),

@@ -1,4 +1,4 @@
-"""The command line: `specjax generate`, `specjax bench`, `specjax compare-verifiers`, `specjax methods`.
+"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan` and `methods`.
 
 Heavy imports are inside the commands, so that `specjax --help` is quick.
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from specjax.cli import bench, compare_verifiers, generate, methods
+from specjax.cli import bench, compare_verifiers, compile, generate, methods, plan
 from specjax.errors import UsageError
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)
 app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
+app.command("compile")(compile.compile_)
+app.command("plan")(plan.plan)
 app.command("methods")(methods.methods)
 
 

@@ -166,8 +166,10 @@ def show(generation: Generation, out: Console) -> None:
     table = Table(show_header=False)
     depth = [f"{x:.2f}" if x is not None else "-" for x in record["acceptance_by_depth"]]
     memory = record["peak_memory_bytes"]
+    rule = generation.options["verifier"]
+    far = f", TV {rule.distance:g} on a toy pair" if rule is not None and rule.distance is not None else ""
     lines = {
-        "method": f"{record['method']} (guarantee: {record['guarantee']})",
+        "method": f"{record['method']} (guarantee: {record['guarantee']}{far})",
         "tokens": f"{record['tokens']} in {record['seconds']:.2f} s",
         "tokens/s": f"{record['tokens_per_second']:.1f}",
         "tokens per target pass": f"{record['block_efficiency']:.2f} with the bonus token, "

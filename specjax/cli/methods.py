@@ -18,17 +18,20 @@ def methods(
 
     distribution: the exact law of the target at any temperature, hence equal
     text at temperature 0. greedy: equal text at temperature 0 only. lossy:
-    neither; TV: how far its text is from the target's law, on a toy pair.
+    neither; TV: how far three tokens of its text are from the target's law
+    (total variation) on a toy pair, where keeping every draft gives 0.33.
     """
     from rich.console import Console
     from rich.table import Table
 
     from specjax.methods import METHODS
-    from specjax.verifiers import ANY, VERIFIERS
+    from specjax.verifiers import ANY, VERIFIERS, rules_with_arrays
 
-    rows: list[Any] = list(VERIFIERS.values() if rules else METHODS.values())
-    fields = ("name", "guarantee", "draws" if rules else "needs_draft", "summary", "paper")
+    others = rules_with_arrays() if rules else {}
+    rows: list[Any] = list({**VERIFIERS, **others}.values() if rules else METHODS.values())
+    fields: tuple[str, ...] = ("name", "guarantee", "draws" if rules else "needs_draft", "summary", "paper")
     if as_json:
+        fields += ("distance", "setting") if rules else ()
         print(json.dumps([{name: getattr(row, name) for name in fields} for row in rows]))
         return
     heads = ("rule", "guarantee", "for drafts drawn") if rules else ("method", "guarantee", "draft")
@@ -42,6 +45,13 @@ def methods(
         else:
             third = "needed" if row.needs_draft else ""
         style = "yellow" if row.guarantee == "lossy" else ""
-        distance = f" (TV {row.distance:g})" if rules and row.distance is not None else ""
-        table.add_row(row.name, row.guarantee + distance, third, row.summary, row.paper, style=style)
-    Console().print(table)
+        promise, summary = row.guarantee, row.summary
+        if rules and row.distance is not None:
+            promise, summary = f"{promise} (TV {row.distance:g})", f"{summary}; TV at {row.setting}"
+        table.add_row(row.name, promise, third, summary, row.paper, style=style)
+    out = Console()
+    out.print(table)
+    if others:
+        out.print(
+            f"Not for --verifier, since they take arrays: {', '.join(others)}. See specjax.verifiers.", style="dim"
+        )

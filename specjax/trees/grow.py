@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Context, Draws, PyTree, TokenTree
 
 
@@ -31,9 +32,12 @@ class Parents(NamedTuple):
         keys = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, race)))(self.keys) if race else self.keys
         return sampling.noise(keys, self.log_q.shape[-1])
 
-    def scores(self) -> Array:
-        """float32[B, F, V]: the k largest are k children, drawn without replacement in this order (Gumbel-top-k)."""
-        return self.log_q if self.keys is None else self.log_q + self.noise()
+    def best(self, k: int, *, noisy: bool = True) -> tuple[Array, Array]:
+        """k children of each, drawn without replacement in this order (Gumbel-top-k): int32[B, F, k], and their scores.
+
+        The likeliest where there is no noise, or none is wanted. float32[B, F, k]: -inf where there is no such child.
+        """
+        return gumbel_topk(self.keys if noisy else None, self.log_q, k)
 
 
 class Level(NamedTuple):

@@ -97,8 +97,8 @@ def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tu
     if parents.keys is None or parents.coupled:
         draws = "point_mass" if draws == "point_mass" else "without_replacement"  # equal siblings would be wasted
     if draws in ("point_mass", "without_replacement"):
-        values, tokens = jax.lax.top_k(log_q if draws == "point_mass" else parents.scores(), most)
-        return tokens, values > -jnp.inf, log_q
+        tokens, scores = parents.best(most, noisy=draws != "point_mass")
+        return tokens, scores > -jnp.inf, log_q
     if draws == "with_replacement":
         tokens = jnp.stack([jnp.argmax(log_q + parents.noise(race), -1) for race in range(most)], -1)
         return tokens, jnp.ones(tokens.shape, bool), log_q

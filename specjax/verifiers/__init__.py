@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
+
 from specjax.types import Drafter
 from specjax.verifiers.bild import rollback
 from specjax.verifiers.block import block
@@ -36,6 +38,7 @@ __all__ = [
     "multipath_block",
     "recursive_rejection",
     "rollback",
+    "rules_with_arrays",
     "sample_and_match",
     "specinfer",
     "spectr",
@@ -57,11 +60,36 @@ VERIFIERS: dict[str, Verifier] = {
         multipath_block(2),
         greedy_multi_draft,
         traversal,
-        replace(typical(), distance=0.33),
-        replace(rollback(), distance=0.497),
+        replace(typical(), distance=0.33, setting="epsilon 0.09, delta 0.3"),
+        replace(rollback(), distance=0.497, setting="alpha 5"),
     )
 }
-"""Rules by name, written by hand. Those that take arrays are left out: judge, lantern, grouped, grouped_static."""
+"""Rules by name, written by hand. Those that take arrays are left out, since these belong to a vocabulary: see
+`rules_with_arrays`."""
+
+
+def rules_with_arrays() -> dict[str, Verifier]:
+    """The rules that are not in `VERIFIERS`, with arrays for the toy pair's three tokens, to say how far they go.
+
+    A function, so that importing this package makes no arrays.
+    """
+    nearest = jnp.array([[1, 2], [0, 2], [1, 0]])  # of each token, the nearest first
+    return {
+        # The toy's feature of a token is one-hot, so the weight is the token's score.
+        "judge": replace(
+            judge(jnp.array([-1.5, 0.3, 1.5])), distance=0.24, setting="threshold 0.5, scores -1.5, 0.3, 1.5"
+        ),
+        "lantern": replace(lantern(nearest, 0.3), distance=0.22, setting="delta 0.3, 2 neighbours"),
+        "lantern++": replace(
+            lantern(nearest, 2.5, relative=True),
+            name="lantern++",
+            distance=0.2,
+            setting="lambda 2.5, 2 neighbours",
+            paper="Park et al. 2025, arXiv 2502.06352",
+        ),
+        "grouped": replace(grouped(2), distance=0.144, setting="size 2"),
+        "grouped_static": replace(grouped_static(jnp.array([0, 0, 1])), distance=0.13, setting="clusters {0, 1}, {2}"),
+    }
 
 
 def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:

@@ -7,7 +7,8 @@ paths. With F_t = sum of q up to t in this order and rho = 1 at the root, the to
   q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i},
 then rho <- rho q(t) / (1 - rho + rho F_t). Run block verification on that path with q' for q.
 Guarantee: distribution, because the order is strict. More paths can be worse: the choice skews q'.
-F_t needs the vocabulary sorted, once per depth of the chosen path (the loop that picks the path does not sort).
+F_t needs the vocabulary sorted, once per drafted depth of the chosen path (the loop that picks the path does not sort).
+A threshold search gives F_t for single tokens, but block verification sums [w p - q']+ over all of them.
 Deviation: the recursion in rho is that of the card, equal to the paper's and without underflow.
 """
 
@@ -53,10 +54,10 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
     nodes = jnp.concatenate([start[1][:, None], nodes.T], 1)  # int32[B, L + 1]
     valid = jnp.concatenate([jnp.ones((batch, 1), bool), found.T], 1)
     take = lambda x: jnp.take_along_axis(x, nodes.reshape(*nodes.shape, *(1,) * (x.ndim - 2)), 1)
-    block_p = take(target_logits)
-    skewed = _skew(take(logits), block_p, take(tree.tokens), jnp.sum(tree.valid & (tree.parents == 0), 1))
-    path = chain(take(tree.tokens), valid, skewed)
-    end = verify_block(jnp.take_along_axis(u, nodes, 1), path, block_p)
+    tokens, drafted = take(tree.tokens), jnp.sum(tree.valid & (tree.parents == 0), 1)
+    skewed = _skew(logits, target_logits, nodes[:, :-1], tokens[:, 1:], drafted)
+    skewed = jnp.pad(skewed, ((0, 0), (0, 1), (0, 0)))  # nothing is drafted below the last node
+    end = verify_block(take(u), chain(tokens, valid, skewed), take(target_logits))
     chosen = jnp.where(end.path >= 0, nodes, -1)
     return end._replace(path=jnp.pad(chosen, ((0, 0), (0, n - 1 - depth)), constant_values=-1))
 
@@ -66,21 +67,23 @@ def _order(p: Array, q: Array) -> Array:
     return jnp.where((q > 0) & (p > 0), jnp.log(p) - jnp.log(jnp.where(q > 0, q, 1.0)), -jnp.inf)
 
 
-def _skew(draft_logits: Array, target_logits: Array, tokens: Array, k: Array) -> Array:
-    """log q' float32[B, L + 1, V] along a path: rows of logits [B, L + 1, V], its tokens [B, L + 1], k [B] paths."""
-    vocab = draft_logits.shape[-1]
+def _skew(draft_logits: Array, target_logits: Array, nodes: Array, following: Array, k: Array) -> Array:
+    """log q' float32[B, L, V] below nodes [B, L] of a path, with logits [B, N, V] and the token after each [B, L].
 
-    def below(draft_row, target_row):
-        """F_t of one depth: q summed over the tokens up to t in the strict order."""
-        q = law(draft_row)
-        order = jnp.lexsort((jnp.broadcast_to(jnp.arange(vocab), q.shape), _order(law(target_row), q)), axis=-1)
-        total = jnp.cumsum(jnp.take_along_axis(q, order, -1), -1)
-        place = jnp.argsort(order, -1)
-        return q, jnp.minimum(jnp.take_along_axis(total, place, -1), 1.0)
+    k: int32[B], how many paths were drafted.
+    """
+    rows = jnp.arange(nodes.shape[0])[:, None]
+
+    def below(node):
+        """q of one depth, and F_t: q summed over the tokens up to t in the strict order."""
+        p, q = law(target_logits, node), law(draft_logits, node)
+        order = jnp.argsort(_order(p, q), axis=-1, stable=True)  # ties by id
+        total = jnp.minimum(jnp.cumsum(jnp.take_along_axis(q, order, -1), -1), 1.0)
+        return q, jnp.zeros_like(q).at[rows, order].set(total, unique_indices=True)
 
     def body(rho, xs):
-        draft_row, target_row, token = xs  # token: the next one of the path
-        q, f = below(draft_row, target_row)
+        node, token = xs
+        q, f = below(node)
         high, low = 1 - rho[:, None] * (1 - f), 1 - rho[:, None] * (1 - f + q)
         low = jnp.maximum(low, 0.0)
 
@@ -95,9 +98,7 @@ def _skew(draft_logits: Array, target_logits: Array, tokens: Array, k: Array) ->
         reach = 1 - rho + rho * at(f)
         return jnp.where(reach > 0, rho * at(q) / jnp.where(reach > 0, reach, 1.0), 0.0), jnp.log(q * total)
 
-    following = jnp.roll(tokens, -1, 1)
-    levels = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (draft_logits, target_logits, following))
-    _, skewed = jax.lax.scan(body, jnp.ones(tokens.shape[:1]), levels)
+    _, skewed = jax.lax.scan(body, jnp.ones(nodes.shape[:1]), (nodes.T, following.T))
     return jnp.moveaxis(skewed, 0, 1)
 
 

@@ -31,8 +31,10 @@ class Verifier:
     summary: str = field(metadata={"static": True})
     paper: str = field(metadata={"static": True}, default="")
     params: PyTree = None
-    # Of a lossy rule: total variation of three tokens of text from the target's law, on the toy pair of the tests.
+    # Of a lossy rule: total variation of three tokens of text from the target's law, on the toy pair of the tests, and
+    # what it was measured with.
     distance: float | None = field(metadata={"static": True}, default=None)
+    setting: str = field(metadata={"static": True}, default="")
 
     def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
         """`hidden` [B, N, D]: the target's features, for rules that read them."""

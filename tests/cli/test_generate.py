@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 import specjax
-from specjax import report
+from specjax import report, verifiers
 from specjax.cli.text import DRAFTED_STYLE, TextStream
 
 KEYS = {
@@ -184,6 +185,29 @@ def test_methods(cli):
     assert [entry["name"] for entry in listed] == list(specjax.METHODS)
     out = cli("methods").out
     assert "prompt_lookup" in out and "distribution" in out and "2211.17192" in out
+
+
+def test_rules_and_how_far_the_lossy_ones_are_from_the_target(cli, monkeypatch):
+    """Every acceptance rule of the package, and none that is lossy without its distance."""
+    monkeypatch.setenv("COLUMNS", "200")
+    others = {"greedy", "exact_verifier", "init_judge", "rules_with_arrays"}
+    public = {name for name in verifiers.__all__ if name.islower()} - others
+    listed = {entry["name"]: entry for entry in json.loads(cli("methods", "--rules", "--json").out)}
+    assert public <= {name.partition("(")[0] for name in listed} and "lantern++" in listed
+    lossy = {name for name, entry in listed.items() if entry["guarantee"] == "lossy"}
+    assert lossy == {"typical", "rollback", "judge", "lantern", "lantern++", "grouped", "grouped_static"}
+    table = cli("methods", "--rules").out
+    for name, entry in listed.items():
+        row = next(line for line in table.splitlines() if name in line.split())
+        assert (entry["distance"] is not None and entry["setting"] != "") == (name in lossy)
+        assert (f"lossy (TV {entry['distance']:g})" in row) if name in lossy else ("TV" not in row)
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    row = next(line for line in readme.splitlines() if "**lossy**" in line)
+    assert all(f"`{name}`" in row and f"{listed[name]['distance']:g}" in row for name in lossy)
+
+
+def test_a_lossy_rule_says_how_far_it_is_from_the_target(cli):
+    assert "lossy, TV 0.497" in cli("generate", "abc", *SHORT, "--verifier", "rollback").out
 
 
 class Bytes:

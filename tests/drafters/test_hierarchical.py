@@ -1,5 +1,7 @@
 """Three models: golden law, limits, and the caches of the two inner ones."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from toy import (
     tiny_llama,
 )
 
-from specjax import UsageError, decode, trees
+from specjax import UsageError, decode, stream, trees
 from specjax.drafters import autoregressive, hierarchical, prompt_lookup, two_model
 
 MIDDLE_ROWS = np.array(MARKOV["mid_rows"], np.float32)
@@ -31,6 +33,73 @@ def toy(min_tokens=2):
 @pytest.mark.parametrize("min_tokens", [1, 2, 3])
 def test_sampled_text_has_the_law_of_the_target(min_tokens):
     assert chi_square(sampled_triples(toy(min_tokens), TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+
+
+def chance_of_accepted(min_tokens, own_token):
+    """float64: the chances of 0, 1, ... accepted tokens of one pass on the toy, by enumeration in numpy.
+
+    The inner draft is two children drawn without replacement.
+    own_token: the chain starts with a token of the middle model's own, as in our loop; without, as in the golden row.
+    """
+    p, m, q = (rows.astype(np.float64) for rows in (TARGET_ROWS, MIDDLE_ROWS, DRAFT_ROWS))
+    found = np.zeros(min_tokens + 2)
+
+    def target(chain, chance):
+        """The target's test of a whole chain, which begins with the last token of the text."""
+        for accepted, (before, token) in enumerate(itertools.pairwise(chain)):
+            passed = min(1.0, p[before, token] / m[before, token])
+            found[accepted] += chance * (1 - passed)
+            chance *= passed
+        found[len(chain) - 1] += chance
+
+    def middle(chain, chance):
+        """Passes of the middle model: recursive rejection of two children and one token more, until it is enough."""
+        if len(chain) > min_tokens:
+            target(chain, chance)
+            return
+        for pair in itertools.permutations(range(3), 2):
+            law, draft = m[chain[-1]], q[chain[-1]]
+            left = chance * draft[pair[0]] * draft[pair[1]] / (1 - draft[pair[0]])
+            for child in pair:
+                passed = min(1.0, law[child] / draft[child])
+                for token in range(3):
+                    middle((*chain, child, token), left * passed * m[child, token])
+                left *= 1 - passed
+                if left == 0:
+                    break
+                law = np.maximum(law - draft, 0) / np.maximum(law - draft, 0).sum()
+                draft = np.where(np.arange(3) == child, 0, draft) / (1 - draft[child])
+            for token in np.flatnonzero(law) if left else ():
+                middle((*chain, int(token)), left * law[token])
+
+    if own_token:
+        for token in range(3):
+            middle((0, token), m[0, token])
+    else:
+        middle((0,), 1.0)
+    return found
+
+
+def test_the_enumeration_is_the_golden_row():
+    golden = MARKOV["hierarchical_min2"]
+    found = chance_of_accepted(2, own_token=False)
+    np.testing.assert_allclose(found, list(golden["accepted_length_pmf"].values()), atol=2e-6)
+    np.testing.assert_allclose(found @ (1 + np.arange(4)), golden["expected_tokens_per_iteration"], atol=2e-6)
+
+
+@pytest.mark.parametrize("min_tokens", [2, 3])
+def test_tokens_per_pass_are_those_of_the_enumeration(min_tokens):
+    """No setting of our loop replays the golden row: there every token comes from verdicts of the middle model on a
+    draft, here the first is its own, without a draft (the card's option), so the chains have other lengths.
+    """
+    law, rows = chance_of_accepted(min_tokens, own_token=True), 40_000
+    prompts = (jnp.zeros((rows, 4), jnp.int32), jnp.full((rows,), 4))
+    step = next(stream(markov(), toy(min_tokens), prompts, key=jax.random.key(5), max_new_tokens=8, temperature=1.0))
+    counts = np.bincount(step.accepted, minlength=len(law))
+    error = step.accepted.std() / rows**0.5
+    assert abs(step.accepted.mean() - law @ np.arange(len(law))) < 4 * error < 0.03
+    assert chi_square(counts, law) > 1e-3
+    assert chi_square(counts, chance_of_accepted(min_tokens, own_token=False)) < 1e-6  # another loop is caught
 
 
 def test_replaced_middle_laws_are_caught():

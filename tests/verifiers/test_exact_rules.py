@@ -97,6 +97,41 @@ def test_greedy_multi_draft_accepts_everything_on_the_toy_and_is_exact_where_it_
     np.testing.assert_allclose(accepted, [0.2, 0.22, 0.58], atol=2e-6)  # n = 1: the standard rule
 
 
+def top_two_and_their_top_two():
+    """The likeliest two tokens and the likeliest two below each: equal logits to the lower id."""
+    parents = np.array([-1, 0, 0, 1, 1, 2, 2], np.int32)
+    tokens = np.zeros((1, 7), np.int32)
+    for node in range(1, 7):
+        tokens[0, node] = np.argsort(-DRAFT_ROWS[tokens[0, parents[node]]], kind="stable")[(node - 1) % 2]
+    return draft(DRAFT_ROWS, tokens, parents), np.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "outcomes"),
+    [("topk_onehot_2_2", top_two_and_their_top_two), ("nss_iid_L2_K2", lambda: drafts("paths", 2, 2))],
+)
+def test_sample_and_match_is_golden(name, outcomes):
+    """Its randomness is one draw of the target per node: every combination of draws, each as laws of one token.
+
+    It follows the first of equal siblings; in the golden row of independent paths these are one node.
+    """
+    tree, weights = outcomes()
+    tree, nodes = trees.merge_equal_siblings(tree), tree.tokens.shape[1]
+    combinations = np.array(list(np.ndindex(*[3] * nodes)))
+    logits = jnp.log(jax.nn.one_hot(jnp.asarray(combinations), 3))
+    keys = jax.random.split(jax.random.key(0), (1, nodes))  # of no consequence
+    rule = lambda tokens, parents, valid, logits: verifiers.sample_and_match(
+        keys, TokenTree(tokens[None], parents[None], valid[None]), logits[None]
+    ).num_nodes[0]
+    found = jax.jit(jax.vmap(jax.vmap(rule, (None, None, None, 0)), (0, 0, 0, None)))(*tree[:3], logits)
+    rows = TARGET_ROWS.astype(np.float64)
+    chances = np.prod(rows[np.asarray(tree.tokens)[:, None], combinations[None]], -1) * weights[:, None]
+    law = np.bincount(np.asarray(found).ravel() - 1, chances.ravel(), 3)
+    golden = MARKOV[name]
+    np.testing.assert_allclose(law, list(golden["accepted_length_pmf"].values()), atol=2e-6)
+    np.testing.assert_allclose(law @ [1, 2, 3], golden["expected_tokens_per_iteration"], atol=5e-6)
+
+
 def branching_with_replacement(children_of_duplicates):
     """Branching (2, 2), every pair of siblings drawn independently."""
     parents = np.array([-1, 0, 0, 1, 1, 2, 2], np.int32)
@@ -190,6 +225,11 @@ def first_child_of_the_largest_clamped_ratio(core):
     return patched(where, "_order", lambda p, q, original=where._order: jnp.minimum(original(p, q), 0.0))(core)
 
 
+def unskewed(draft_logits, target_logits, nodes, following, k):
+    """In place of `_skew`: the chosen path is taken for any path."""
+    return jnp.take_along_axis(draft_logits, nodes[:, :, None], 1)
+
+
 traversal_module, spectr_module = module("traversal"), module("spectr")
 MUTANTS = [  # rule, mutant, draft, shape, least error of the joint law (about two thirds of what was seen)
     ("standard", skipped_residual, "wor", (1, 1), 0.03),
@@ -219,7 +259,7 @@ MUTANTS = [  # rule, mutant, draft, shape, least error of the joint law (about t
     ("traversal", patched(traversal_module, "without", lambda q, token: q), "wor", (2, 2), 0.002),
     (2, skipped_residual, "paths", (2, 2), 0.01),
     (2, replaced_q, "paths", (2, 2), 0.003),
-    (2, patched(module("multipath_block"), "_skew", lambda q, p, t, k: q), "paths", (2, 2), 0.01),
+    (2, patched(module("multipath_block"), "_skew", unskewed), "paths", (2, 2), 0.01),
 ]
 
 
@@ -386,7 +426,8 @@ def test_skewed_laws_are_golden():
     golden = MARKOV["gbv_root_skew"]
     for k in (1, 2, 3):
         rows = lambda x: jnp.log(jnp.asarray([[x[0]]], jnp.float32))
-        skewed = module("multipath_block")._skew(rows(DRAFT_ROWS), rows(TARGET_ROWS), jnp.array([[0]]), jnp.array([k]))
+        start = jnp.array([[0]])
+        skewed = module("multipath_block")._skew(rows(DRAFT_ROWS), rows(TARGET_ROWS), start, start, jnp.array([k]))
         np.testing.assert_allclose(law(skewed[:, 0])[0], golden[f"K{k}"], atol=1e-6)
 
 

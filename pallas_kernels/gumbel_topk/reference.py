@@ -1,0 +1,55 @@
+"""The specification of Gumbel top-k, in plain jnp, and its noise token by token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import sampling
+
+ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+
+
+def gumbel_topk(keys, logits, k, *, temperature=None, valid=None):
+    """See `gumbel_topk` in the package. On TPUs XLA runs k passes over the vocabulary for it."""
+    scores = masked(logits, valid).astype(jnp.float32)
+    if temperature is not None:
+        scores = scores / jnp.asarray(temperature, jnp.float32)[..., None]
+    if keys is not None:
+        scores = scores + sampling.noise(keys, logits.shape[-1])
+    scores, ids = jax.lax.top_k(scores + 0.0, k)  # + 0.0: top_k puts 0.0 before -0.0, whatever their ids
+    return ids, scores
+
+
+def masked(logits, valid):
+    """-inf where not `valid` (None: all are)."""
+    return logits if valid is None else jnp.where(valid, logits, -jnp.inf)
+
+
+def gumbel(word0, word1, ids):
+    """`jax.random.gumbel(key, (V,), float32)[ids]`, V above all ids, from the key's two words: element-wise.
+
+    What jax does with `jax_threefry_partitionable` set, as by default: the 32 bits of element i are the two outputs of
+    Threefry-2x32 for the counter (0, i), XORed; 23 of them are the mantissa of a uniform number in [tiny, 1).
+
+    Args: word0, word1: uint32, the key. ids: int32. All broadcast to one shape.
+
+    Returns: float32.
+    """
+    mantissa = _threefry(word0, word1, ids.astype(jnp.uint32)) >> jnp.uint32(9)
+    uniform = jax.lax.bitcast_convert_type(mantissa | jnp.uint32(0x3F800000), jnp.float32) - 1.0
+    return -jnp.log(-jnp.log(uniform + np.finfo(np.float32).tiny))  # + tiny changes 0 alone
+
+
+def _threefry(word0, word1, count):
+    """Threefry-2x32 (Salmon et al. 2011), 20 rounds, of the counter (0, count): its two words, XORed; uint32."""
+    schedule = word0, word1, word0 ^ word1 ^ jnp.uint32(0x1BD11BDA)
+    x0, x1 = word0, word1 + count
+    for group in range(5):
+        for distance in ROTATIONS[group % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ ((x1 << jnp.uint32(distance)) | (x1 >> jnp.uint32(32 - distance)))
+        x0 = x0 + schedule[(group + 1) % 3]
+        x1 = x1 + (schedule[(group + 2) % 3] + jnp.uint32(group + 1))
+    return x0 ^ x1

@@ -1,0 +1,72 @@
+"""`specjax compile`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from specjax.cli import options as o
+from specjax.cli import planning as p
+
+HELP = """Compile a decode for TPUs that are not here: does it fit, how fast might it be.
+
+Needs the TPU compiler (pip install 'specjax\\[tpu-compile]'), but no TPU and no
+weights: --target and --draft are shapes only, of a built-in config
+(llama3_8b, smollm2_135m, ...), a folder with a config.json or a GGUF file.
+
+For prefill, one step and the whole loop, per device: memory as the compiler
+lays it out (args + temps + out - alias), what must move at least and what
+does, FLOPs, collectives, and the time from two sides. Roofline: bytes over
+the published HBM bandwidth, FLOPs over the peak, and collectives; a lower
+bound. Schedule: the compiler's own cycles; an upper one for programs of many
+small pieces. Neither is a measurement.
+
+What does not compile is a result (exit code 0), with the smallest changes
+that do. The table by acceptance counts the siblings of a tree as accepted
+with the same chance, one after another.
+"""
+
+
+def compile_(
+    target: p.TargetOption,
+    topology: p.TopologyOption,
+    draft: p.DraftOption = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method", help="Of `specjax methods`; default: two_model with --draft, else plain.", show_default=False
+        ),
+    ] = None,
+    tree: o.TreeOption = None,
+    num_draft_tokens: o.BudgetOption = None,
+    batch_size: o.BatchOption = 1,
+    context: p.ContextOption = 1024,
+    max_new_tokens: o.LengthOption = 128,
+    dtype: p.DtypeOption = "bfloat16",
+    temperature: o.TemperatureOption = 0.0,
+    data: p.DataOption = 1,
+    model: p.ModelOption = None,
+    as_json: o.JsonOption = False,
+    no_cache: p.NoCacheOption = False,
+) -> None:
+    from rich.console import Console
+
+    from specjax.planning import compile_report
+    from specjax.planning.report import show
+
+    log = Console(stderr=True)
+    with p.progress(log) as notify:
+        report = compile_report(
+            target, topology, draft=draft, method=method, tree=tree, num_draft_tokens=num_draft_tokens,
+            batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype, temperature=temperature,
+            data=data, model=model, cache=not no_cache, on_step=notify,
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(report.to_json(), allow_nan=False))
+    else:
+        show(report, Console())
+
+
+compile_.__doc__ = HELP

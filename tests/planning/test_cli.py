@@ -1,0 +1,115 @@
+"""`specjax compile` and `specjax plan`: bad input, before the compiler is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from specjax.cli import main
+
+GOOD = {"--target": "smollm2_135m", "--topology": "v5e:2x2"}
+
+
+@pytest.fixture
+def refused(capsys):
+    """The one line of an exit with code 2."""
+
+    def run(*arguments) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert stop.value.code == 2, captured
+        lines = [line for line in captured.err.splitlines() if line.startswith("specjax: ")]
+        assert len(lines) == 1 and "Traceback" not in captured.err
+        return lines[0]
+
+    return run
+
+
+def command(name, **changes):
+    options = GOOD | {"--" + key.replace("_", "-"): value for key, value in changes.items()}
+    return [name, *(str(part) for pair in options.items() for part in pair)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"topology": "v5e:3x3"}, ("--topology", "2x4")),
+        ({"topology": "h100:8"}, ("--topology", "v5e", "v6e")),
+        ({"target": "nothing"}, ("--target", "llama3_8b")),
+        ({"method": "nothing"}, ("--method", "two_model")),
+        ({"method": "two_model"}, ("--draft",)),
+        ({"method": "prompt_lookup", "draft": "smollm2_135m"}, ("--draft",)),
+        ({"draft": "llama3_1b"}, ("--draft", "vocabulary")),
+        ({"draft": "smollm2_135m", "tree": "nonsense"}, ("--tree",)),
+        ({"tree": "2x1"}, ("--tree", "two_model")),
+        ({"method": "jacobi", "num_draft_tokens": 0}, ("--num-draft-tokens",)),
+        ({"batch_size": 0}, ("--batch-size",)),
+        ({"batch_size": 3, "data": 2}, ("--batch-size", "--data")),
+        ({"data": 3, "batch_size": 3, "model": 2}, ("--data", "4 devices")),
+        ({"model": 8}, ("--model", "4 devices")),
+        ({"context": 0}, ("--context",)),
+        ({"context": 10**6}, ("--context", "8192")),
+        ({"dtype": "int8"}, ("--dtype",)),
+        ({"temperature": -1}, ("--temperature",)),
+    ],
+)
+def test_bad_options_of_compile(refused, changes, words):
+    line = refused(*command("compile", **changes))
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"acceptance": "much"}, ("--acceptance",)),
+        ({"acceptance": ".9,.9"}, ("--acceptance",)),
+        ({"acceptance": ".5", "widths": "a"}, ("--widths",)),
+        ({"acceptance": ".5", "widths": "1"}, ("--widths",)),
+        ({"acceptance": ".5", "topology": "v5e"}, ("--topology",)),
+        ({"acceptance": "missing.json"}, ("--acceptance", "missing.json")),
+    ],
+)
+def test_bad_options_of_plan(refused, changes, words):
+    line = refused(*command("plan", **changes))
+    assert all(word in line for word in words), line
+
+
+def test_missing_compiler(refused, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else real(name, *rest)
+    )
+    for name, more in (("compile", {}), ("plan", {"acceptance": ".5"})):
+        assert "pip install 'specjax[tpu-compile]'" in refused(*command(name, **more), "--no-cache")
+
+
+def test_import_is_light():
+    """The planner is loaded when it is first asked for."""
+    import subprocess
+    import sys
+
+    code = "import specjax, sys; assert 'specjax.planning' not in sys.modules; specjax.plan; specjax.compile_report"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_results_are_kept_and_read_back(tmp_path, monkeypatch):
+    from specjax.planning import chips, compiler, programs
+    from specjax.planning.report import Memory, ProgramReport
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = programs.Job(programs.load_config("smollm2_135m", "bfloat16"), chips.parse_topology("v5e:1x1"))
+    report = ProgramReport(
+        "step", True, memory=Memory(1, 2, 3, 1, 9), seconds={"roofline": 1.0}, findings=({"kind": "copy"},)
+    )
+    compiler._save(job, "step", None, report)
+    assert compiler._load(job, "step", None) == report
+    assert compiler._load(job, "loop", None) is None
+    assert compiler._load(dataclasses.replace(job, batch=2), "step", None) is None
+    assert compiler._load(job, "step", 8) is None
+    for file in tmp_path.rglob("*.json"):
+        file.write_text("{damaged")
+    assert compiler._load(job, "step", None) is None

@@ -1,0 +1,65 @@
+"""Every release compiles for TPUs: whole decodes of real shapes, kernels included, and what is in their programs."""
+
+import pytest
+import tpu
+
+from specjax import compile_report, plan
+
+pytestmark = pytest.mark.tpu_compile
+
+SMOLLM2 = ("smollm2_135m", None, {"method": "token_recycling", "num_draft_tokens": 63})
+GEMMA3 = ("gemma3_270m", None, {"method": "prompt_lookup"})
+LLAMA3 = ("llama3_8b", "llama3_1b", {"tree": "4x2x1", "temperature": 1.0})
+ONE_EACH = ((SMOLLM2, "v6e:2x2", 1), (GEMMA3, "v5p:2x2x1", 1), (LLAMA3, "v5e:2x2", 4))
+ALL = tuple(
+    (release, topology, model)
+    for release, model in ((SMOLLM2, 1), (GEMMA3, 1), (LLAMA3, 4))
+    for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
+)
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch, tmp_path):
+    tpu.devices()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def check(release, topology, model, **options):
+    target, draft, method = release
+    report = compile_report(target, topology, draft=draft, model=model, context=4096, **method, **options)
+    assert report.compiles, [program.reason for program in report.programs]
+    for program in report.programs:
+        assert program.memory.total < program.memory.available
+        # No vocabulary sort, no call of the host, no copy of a cache or of parameters.
+        assert not [finding for finding in program.findings if finding["kind"] != "kernel"], program.name
+        # Sums of activations, and choices among the devices; never the logits or the cache of another device.
+        for collective in program.collectives:
+            assert collective["kind"] == "all-reduce" or collective["bytes"] / collective["count"] < 100_000
+    step = report.program("plain step")
+    assert step.memory.temporaries < 0.05 * step.memory.arguments
+    return report
+
+
+@pytest.mark.parametrize(("release", "topology", "model"), ONE_EACH, ids=lambda x: x if isinstance(x, str) else "")
+def test_release(release, topology, model):
+    check(release, topology, model)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("release", "topology", "model"), ALL, ids=lambda x: x if isinstance(x, str) else "")
+def test_every_release_on_every_chip(release, topology, model):
+    check(release, topology, model)
+
+
+def test_70b_on_256_chips():
+    """16-way model parallel, with each of the 8 key/value heads twice."""
+    report = check(("llama3_70b", None, {"method": "prompt_lookup"}), "v5e:16x16", 16, batch=16, data=16)
+    assert report.program("plain step").memory.total > 0.5 * report.program("plain step").memory.available
+
+
+def test_a_tree_costs_little_more_than_a_token():
+    """64 nodes over 4096 cached tokens, against one, from both sides."""
+    found = plan("llama3_8b", "v5e:2x2", acceptance=(0.6, 0.2, 0.1), widths=(1, 64), context=4096, model=4)
+    one, many = (report.seconds for report in found.widths)
+    assert many["schedule"] <= 1.10 * one["schedule"]
+    assert many["roofline"] <= 1.10 * one["roofline"]

@@ -1,0 +1,159 @@
+"""The planner with the real TPU compiler, on programs small enough to compile in seconds."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from specjax import compile_report, plan
+from specjax.models import LlamaConfig
+from specjax.planning import chips, hlo
+from specjax.planning.report import needed_bytes
+
+pytestmark = pytest.mark.tpu_compile
+
+TINY = LlamaConfig(
+    vocab_size=2048, width=256, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, mlp_width=512,
+    max_positions=4096, dtype="bfloat16", stacked=True, name="tiny",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch, tmp_path):
+    tpu.devices()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def compiled(function, *shapes, spec=None):
+    """For the whole of v5e:2x2 (spec: of the first argument), else for one of its devices."""
+    devices = tpu.devices("v5e:2x2")
+    mesh = Mesh(np.array(devices if spec else devices[:1]), ("model",))
+    place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    arguments = [place(shape, spec if spec and not i else PartitionSpec()) for i, shape in enumerate(shapes)]
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def test_trip_counts_multiply_in_a_real_program():
+    """The cycles of a scan grow with its length, by what its body costs each time."""
+
+    def scan(length):
+        def body(x, _):
+            return jnp.tanh(x @ x), None
+
+        return lambda x: jax.lax.scan(body, x, None, length=length)[0]
+
+    cycles, flops = [], []
+    for length in (4, 8, 16):
+        module = hlo.parse(compiled(scan(length), (1024, 1024)).as_text())
+        loops = [i for _, i, _ in hlo.walk(module) if i.opcode == "while"]
+        assert [hlo.trip_count(module, module.entry, loop) for loop in loops] == [length]
+        totals = hlo.totals(module)
+        cycles.append(totals.cycles)
+        flops.append(totals.flops)
+    assert cycles[2] - cycles[1] == 2 * (cycles[1] - cycles[0]) > 0
+    assert flops[0] == pytest.approx(4 * 2 * 1024**3, rel=0.01)
+    assert flops[2] == pytest.approx(4 * flops[0], rel=1e-3)
+
+
+def test_a_loop_that_depends_on_the_data_is_asked_for():
+    def function(x, limit):
+        return jax.lax.while_loop(lambda c: c[0] < limit[0, 0], lambda c: (c[0] + 1, c[1] @ c[1]), (jnp.bfloat16(0), x))
+
+    module = hlo.parse(compiled(function, (512, 512), (1, 1)).as_text())
+    (loop,) = hlo.dynamic_loops(module)
+    assert (loop.depth, loop.index, loop.siblings, loop.trips) == (0, 0, 1, None)
+    once, often = (hlo.totals(module, lambda loop, n=n: n).flops for n in (1, 10))
+    assert often == pytest.approx(10 * once, rel=0.01)
+
+
+def test_cycles_are_those_of_the_clock():
+    """A product that keeps the matrix units busy is scheduled at most of the published peak: the clock is right."""
+    totals = hlo.totals(hlo.parse(compiled(lambda a, b: a @ b, (4096, 4096), (4096, 4096)).as_text()))
+    chip = chips.CHIPS["v5e"]
+    assert 0.6 < totals.flops / chip.peak_flops / (totals.cycles / chip.clock) < 1.0
+
+
+def test_a_sum_over_devices_is_found():
+    program = compiled(lambda w, x: x @ w, (1024, 512), (8, 1024), spec=PartitionSpec("model", None))
+    (found,) = hlo.totals(hlo.parse(program.as_text())).collectives
+    assert (found.kind, found.count, found.group) == ("all-reduce", 1, 4)
+    assert found.bytes == 8 * 512 * 2
+
+
+def test_memory_message_of_the_compiler():
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as refused:
+        compiled(lambda x: (x * 2, x * 3), (200_000, 100_000))
+    assert needed_bytes(str(refused.value)) > chips.CHIPS["v5e"].hbm_bytes
+
+
+def test_report_on_a_tiny_model():
+    names: list[str] = []
+    options = {"draft": TINY, "tree": "2x1", "context": 256, "max_new_tokens": 32}
+    report = compile_report(TINY, "v5e:2x2", on_step=names.append, **options)
+    assert names == ["plain step", "prefill", "two_model step", "loop"] == [
+        "plain step", *(p.name for p in report.programs if p.name != "plain step")
+    ]  # fmt: skip
+    assert report.compiles and report.inputs["model"] == 4 and not report.fits
+    for program in report.programs:
+        assert 0 < program.memory.total < program.memory.available
+        assert 0 < program.seconds["roofline"] < program.seconds["schedule"]
+        assert program.moved_bytes > 0 and program.flops > 0
+        assert sum(entry["count"] for entry in program.collectives) > 0
+    step, plain = report.program("two_model step"), report.program("plain step")
+    # 2 sums per layer, and some for embedding, head and choice; each pass of the draft model has its own.
+    assert plain.collectives[0]["count"] >= 2 * TINY.num_layers
+    assert sum(e["count"] for e in step.collectives) > 2 * sum(e["count"] for e in plain.collectives)
+    assert report.cost_ratio["schedule"] > 1
+    speedups = [row.schedule for row in report.speedups]
+    assert speedups == sorted(speedups)
+    assert report.speedups[0].tokens == pytest.approx(1 + 0.3 + 0.21 + 0.51 * 0.3)
+    json.dumps(report.to_json(), allow_nan=False)
+    again = compile_report(TINY, "v5e:2x2", on_step=names.append, **options)
+    assert again == report and len(names) == 4  # kept on disk
+
+
+def test_smollm2_on_one_chip():
+    """The weights and the cache must be read once per step, and the compiler moves little more."""
+    report = compile_report("smollm2_135m", "v5e:2x2", model=1, context=1024, cache=False)
+    step = report.program("step")
+    weights, cache = 134_515_008 * 2, 30 * 2 * 3 * 64 * 2
+    assert step.must_bytes == pytest.approx(weights + 1024 * cache)
+    assert step.must_bytes <= step.moved_bytes < 1.5 * step.must_bytes
+    assert step.flops >= 2 * (134_515_008 - 30 * 1216)
+    assert step.memory.aliased >= 1024 * cache  # the cache is updated in place
+    assert not step.collectives
+    assert not [f for f in step.findings if f["kind"] != "copy"]
+    loop = report.program("loop")
+    assert loop.assumed["rounds"] == 128 and loop.seconds["schedule"] > 128 * 0.8 * step.seconds["schedule"]
+
+
+def test_what_does_not_fit_is_a_result_with_what_would():
+    wide = LlamaConfig(
+        vocab_size=2048, width=8192, num_layers=10, num_heads=64, num_kv_heads=8, head_dim=128, mlp_width=65536,
+        max_positions=8192, dtype="bfloat16", stacked=True, name="wide",
+    )  # fmt: skip
+    report = compile_report(wide, "v5e:2x2", model=2, context=256, max_new_tokens=16)
+    step = report.program("step")
+    assert not step.compiles and step.needed_bytes > chips.CHIPS["v5e"].hbm_bytes
+    assert "GiB" in step.reason and step.memory is None
+    assert report.fits[0].change == "--model 4" and report.fits[0].needed_bytes < chips.CHIPS["v5e"].hbm_bytes
+
+
+def test_plan_proposes_a_tree():
+    found = plan(TINY, "v5e:2x2", acceptance=(0.6, 0.2), widths=(1, 4, 8), model=1, context=256, max_new_tokens=32)
+    assert [report.name for report in found.widths] == ["verify 1", "verify 4", "verify 8"]
+    assert [report.flops for report in found.widths] == sorted(report.flops for report in found.widths)
+    assert {choice.side for choice in found.choices} == {"schedule", "roofline"}
+    assert all(choice.num_nodes in (4, 8) and choice.speedup > 1 for choice in found.choices)
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_every_generation_has_a_compiler(topology):
+    assert len(tpu.devices(topology)) == chips.parse_topology(topology).num_devices
