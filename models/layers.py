@@ -7,6 +7,7 @@ the matrix-vector products read 18 GB/s in this order and 13 GB/s as [in, out].
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -206,7 +207,7 @@ class Attention(nnx.Module):
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         join = lambda old, new: jnp.concatenate([old, new], 2)
         all_k, all_v = map(join, prefix.earlier, (k, v)) if prefix.earlier else (k, v)
-        attend = functools.partial(tree_attention, scale=self.scale, softcap=self.softcap)
+        attend: Callable[..., Array] = functools.partial(tree_attention, scale=self.scale, softcap=self.softcap)
         if step.layout is not None:
             attend = step.layout.by_heads(attend)
         out = attend(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,7 @@ from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 
 # The last names of a parameter's path -> what its dimensions count. All families name these parts alike.
-TABLE = MappingProxyType(
+TABLE: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = MappingProxyType(
     {
         ("embed", "weight"): ("vocab", None),
         ("head", "weight"): ("vocab", None),
@@ -70,7 +70,7 @@ class Layout:
 
         def one(path, leaf):
             names = [str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)]
-            return self.sharding(leaf.shape, *TABLE.get(tuple(names[-2:]), ()))
+            return self.sharding(leaf.shape, *TABLE.get((names[-2], names[-1]) if len(names) > 1 else None, ()))
 
         return jax.tree_util.tree_map_with_path(one, params)
 
@@ -95,11 +95,18 @@ class Layout:
         def split(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window):
             arrays = [q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions]
             new, old = ("data", "heads", None, None), ("data", None, None)
-            axes = [("data", None, "heads", None), new, new, new, new, *(old[: x.ndim] for x in arrays[5:])]
+            axes: list[tuple] = [
+                ("data", None, "heads", None),
+                new,
+                new,
+                new,
+                new,
+                *(old[: x.ndim] for x in arrays[5:]),
+            ]
             specs = [self.sharding(x.shape, *a).spec for x, a in zip(arrays, axes, strict=True)]
 
-            def local(*arrays):
-                *arrays, key_positions, layer, window = arrays
+            def local(*parts):
+                *arrays, key_positions, layer, window = parts
                 return attend(*arrays, key_positions=key_positions, layer=layer, window=window)
 
             scalars = tuple(None if x is None else jnp.asarray(x, jnp.int32) for x in (layer, window))

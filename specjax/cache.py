@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from specjax.types import Array, PyTree
 
-
 SLOTS = 128  # a cache has a multiple of these, as the TPU reads it in whole tiles
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specjax.pallas_kernels.gumbel_topk import reference, tpu
 
@@ -32,23 +36,58 @@ def gumbel_topk(keys, logits, k, *, temperature=None, valid=None, implementation
     _check(keys, logits, k, temperature)
     if options and implementation != "pallas_tpu":
         raise ValueError(f'options are for implementation="pallas_tpu" only: got {sorted(options)}')
-    arguments = {"temperature": temperature, "valid": valid}
+    if implementation not in (None, "xla", "pallas_tpu"):
+        raise NotImplementedError(
+            f'gumbel_topk has no implementation "{implementation}"; use None, "xla" or "pallas_tpu"'
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if implementation is None and mesh.size > 1 and set(mesh.axis_names) == {"data", "model"} and not mesh.manual_axes:
+        return _over(mesh, keys, logits, k, temperature, valid)
+    return _on_one_device(keys, logits, k, temperature, valid, implementation, options)
+
+
+def _on_one_device(keys, logits, k, temperature, valid, implementation=None, options=MappingProxyType({}), **where):
+    """`where`: first_id, the id of the first of these logits, if they are a part of a vocabulary."""
+    arguments = {"temperature": temperature, "valid": valid, **where}
     xla = lambda: reference.gumbel_topk(keys, logits, k, **arguments)
     kernel = lambda: tpu.gumbel_topk(keys, logits, k, **arguments, **options)
     reason = tpu.unsupported(keys, logits, k)
-    if implementation is None and jax.sharding.get_abstract_mesh().size > 1:
-        reason = "is for programs on one device; the compiler splits XLA's form over a mesh by itself"
     if implementation == "xla" or (implementation is None and reason):
         return xla()
     if implementation is None:
         return jax.lax.platform_dependent(tpu=kernel, default=xla)
-    if implementation != "pallas_tpu":
-        raise NotImplementedError(
-            f'gumbel_topk has no implementation "{implementation}"; use None, "xla" or "pallas_tpu"'
-        )
     if reason:
         raise NotImplementedError(f"gumbel_topk on pallas_tpu {reason}")
     return kernel()
+
+
+def _over(mesh, keys, logits, k, temperature, valid):
+    """On a mesh with the axes "data" and "model": each device the best of its rows and of its part of the vocabulary,
+    then the best of all parts. Only ids and scores travel.
+    """
+    rows, parts = mesh.shape["data"], mesh.shape["model"]
+    batch = "data" if logits.ndim > 1 and logits.shape[0] % rows == 0 else None
+    vocab = "model" if logits.shape[-1] % parts == 0 and k <= logits.shape[-1] // parts else None
+    leading = [batch, *[None] * (logits.ndim - 2)] if logits.ndim > 1 else []
+    by_row, by_token = PartitionSpec(*leading), PartitionSpec(*leading, vocab)
+    words = None if keys is None else jax.random.key_data(keys)
+    heat = None if temperature is None else jnp.broadcast_to(temperature, logits.shape[:-1])
+    mask = None if valid is None else jnp.broadcast_to(valid, logits.shape)
+
+    def local(words, logits, heat, mask):
+        keys = None if words is None else jax.random.wrap_key_data(words)
+        if vocab is None:
+            return _on_one_device(keys, logits, k, heat, mask)
+        first = jax.lax.axis_index(vocab) * logits.shape[-1]
+        ids, scores = _on_one_device(keys, logits, k, heat, mask, first_id=first)
+        # In the order of the parts: of equal scores the lower id still comes first.
+        ids, scores = (jax.lax.all_gather(x, vocab, axis=x.ndim - 1, tiled=True) for x in (ids, scores))
+        scores, place = jax.lax.top_k(scores, k)
+        return jnp.take_along_axis(ids, place, -1), scores
+
+    specs = by_row, by_token, by_row, by_token
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(by_row, by_row), check_vma=False)
+    return run(words, logits, heat, mask)
 
 
 def _check(keys, logits, k, temperature):

@@ -11,15 +11,19 @@ from specjax import sampling
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
-def gumbel_topk(keys, logits, k, *, temperature=None, valid=None):
+def gumbel_topk(keys, logits, k, *, temperature=None, valid=None, first_id=None):
     """See `gumbel_topk` in the package. On TPUs XLA runs k passes over the vocabulary for it."""
     scores = masked(logits, valid).astype(jnp.float32)
     if temperature is not None:
         scores = scores / jnp.asarray(temperature, jnp.float32)[..., None]
     if keys is not None:
-        scores = scores + sampling.noise(keys, logits.shape[-1])
+        if first_id is None:
+            scores = scores + sampling.noise(keys, logits.shape[-1])
+        else:
+            words = jax.random.key_data(keys)[..., None]
+            scores = scores + gumbel(words[..., 0, :], words[..., 1, :], first_id + jnp.arange(logits.shape[-1]))
     scores, ids = jax.lax.top_k(scores + 0.0, k)  # + 0.0: top_k puts 0.0 before -0.0, whatever their ids
-    return ids, scores
+    return (ids if first_id is None else ids + first_id), scores
 
 
 def masked(logits, valid):

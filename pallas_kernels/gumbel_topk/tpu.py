@@ -53,7 +53,7 @@ def unsupported(keys, logits, k: int) -> str | None:
 
 
 def gumbel_topk(
-    keys, logits, k, *, temperature=None, valid=None, block=None, width=None, slots=None, device_kind=None,
+    keys, logits, k, *, temperature=None, valid=None, first_id=0, block=None, width=None, slots=None, device_kind=None,
     interpret=False,
 ):  # fmt: skip
     """See `gumbel_topk` in the package.
@@ -70,20 +70,22 @@ def gumbel_topk(
     rows, vocab = logits.shape[:-1], logits.shape[-1]
     flat = math.prod(rows)
     words = jnp.zeros((flat, 2), jnp.uint32) if keys is None else jax.random.key_data(keys).reshape(flat, 2)
+    first = jnp.broadcast_to(jnp.asarray(first_id, jnp.uint32), (flat, 1))
+    words = jnp.concatenate([words, first], 1)  # what the noise of a token depends on, besides its place in the row
     heat = jnp.broadcast_to(jnp.asarray(1.0 if temperature is None else temperature, jnp.float32), rows)
     ids, scores = _search(
         words, heat.reshape(flat, 1), masked(logits, valid).reshape(flat, vocab), k=k, noisy=keys is not None,
         heated=temperature is not None, block=block or sizes["block"], width=width or sizes["width"], slots=slots,
         interpret=interpret,
     )  # fmt: skip
-    return ids.reshape(*rows, k), scores.reshape(*rows, k)
+    return ids.reshape(*rows, k) + first_id, scores.reshape(*rows, k)
 
 
 @functools.partial(
     jax.jit, static_argnames=("k", "noisy", "heated", "block", "width", "slots", "interpret"), inline=True
 )
 def _search(words, heat, logits, *, k, noisy, heated, block, width, slots, interpret):
-    """words uint32[R, 2], heat float32[R, 1], logits [R, V] -> ids int32[R, k], scores float32[R, k]."""
+    """words uint32[R, 3], heat float32[R, 1], logits [R, V] -> ids int32[R, k], scores float32[R, k]."""
     rows = logits.shape[0]
     fold = SUBLANES // math.gcd(rows, SUBLANES) if rows < FOLDED else 1
     logits, block, width = _fold(logits, fold, block, width)
@@ -156,7 +158,7 @@ def _best(words, heat, logits, *, k, slots, block, width, fold, noisy, heated, i
     ids, scores, drained = pl.pallas_call(
         body,
         grid=(pl.cdiv(rows, SUBLANES), pl.cdiv(columns, block)),
-        in_specs=[per_row(2), per_row(1), pl.BlockSpec((SUBLANES, block), lambda row, step: (row, step))],
+        in_specs=[per_row(3), per_row(1), pl.BlockSpec((SUBLANES, block), lambda row, step: (row, step))],
         out_specs=[per_row(LANES)] * 3,
         out_shape=[out(jnp.int32), out(jnp.float32), out(jnp.int32)],
         scratch_shapes=[pltpu.VMEM((SUBLANES, slots * LANES), dtype) for dtype in (jnp.float32, jnp.int32)],
@@ -199,7 +201,7 @@ def _kernel(
         if heated:
             score = score / heat[...]
         if noisy:
-            score = score + gumbel(words[:, 0:1], words[:, 1:2], column + offset)
+            score = score + gumbel(words[:, 0:1], words[:, 1:2], column + offset + words[:, 2:3].astype(jnp.int32))
         if columns % width:
             score = jnp.where(column < columns, score, -jnp.inf)
         cut = lambda x: tuple(x[:, at : at + LANES] for at in range(0, width, LANES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 
@@ -31,7 +32,8 @@ def tree_attention(
         )
     arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
     static = {"scale": scale, "softcap": softcap}
-    on_xla, on_tpu = functools.partial(_run_xla, **static), functools.partial(_run_tpu, **static)
+    on_xla: Callable = functools.partial(_run_xla, **static)
+    on_tpu: Callable = functools.partial(_run_tpu, **static)
     if implementation == "pallas_tpu":
         return on_tpu(*arrays)
     if implementation == "xla" or _tpu().unsupported(q, k, prefix_k):

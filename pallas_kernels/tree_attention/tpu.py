@@ -161,7 +161,7 @@ def _kernel(
             copy.start()
 
     @pl.when(row == 0)
-    def _():
+    def first_of_all():
         copied[0] = 0
         fetch(row, first, 0)
 
@@ -202,11 +202,11 @@ def _kernel(
         copied[0] += 1
 
         @pl.when(i + 1 < last)
-        def _():
+        def next_block():
             fetch(row, i + 1, 1 - slot)
 
         @pl.when((i + 1 == last) & (row + 1 < num_rows))
-        def _():
+        def next_row():
             fetch(row + 1, blocks(row + 1)[0], 1 - slot)
 
         for copy in copies(row, i, slot):

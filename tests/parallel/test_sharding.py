@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from toy import tiny_llama
 
 import specjax
@@ -13,6 +14,7 @@ from specjax import parallel, trees
 from specjax.decode import _decode, prepare
 from specjax.drafters import prompt_lookup, two_model
 from specjax.errors import UsageError
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7], [3]]
 VOCAB = 1024  # large beside everything else, so that a gathered row of logits is seen
@@ -52,6 +54,27 @@ def test_equal_logits_on_different_devices():
     sharded = specjax.decode(parallel.shard(target, parallel.mesh(1, 8)), prompt_lookup(3), PROMPTS, **options)
     assert sharded.to_lists() == specjax.decode(target, prompt_lookup(3), PROMPTS, **options).to_lists()
     assert max(map(max, sharded.to_lists())) < VOCAB // 2
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_draws_over_parts_of_the_vocabulary(noisy):
+    """Bit for bit those of one device, equal scores included; only ids and scores travel."""
+    logits = jnp.round(jax.random.normal(jax.random.key(0), (4, 3, VOCAB)) * 4) / 2
+    keys = jax.random.split(jax.random.key(1), (4, 3)) if noisy else None
+    mesh = parallel.mesh(2, 4)
+    spread = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("data", None, "model")))
+
+    @jax.jit
+    def run(keys, logits):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return gumbel_topk(keys, logits, 5, temperature=jnp.full((4, 3), 0.7))
+
+    ids, scores = gumbel_topk(keys, logits, 5, temperature=0.7)
+    found = run(keys, spread)
+    np.testing.assert_array_equal(found[0], ids)
+    np.testing.assert_array_equal(found[1], scores)
+    text = run.lower(keys, spread).compile().as_text()
+    assert "all-gather" in text and f",{VOCAB}]" not in text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
