@@ -39,7 +39,8 @@ def after(x: Array) -> Array:
     Without it, XLA on CPU may write a layer's slots before they are read and copies the whole cache in every step to
     make that legal.
     """
-    bits = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1)[:, 0].astype(jnp.float32), jnp.uint32)
+    first = x[(slice(None), *(0,) * (x.ndim - 1))]
+    bits = jax.lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
     return jnp.minimum((bits >> 1).astype(jnp.int32), 0)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.pallas_kernels.gumbel_topk import reference, tpu
+from specjax.pallas_kernels.gumbel_topk import reference
 
 __all__ = ["gumbel_topk"]
 
@@ -46,10 +47,19 @@ def gumbel_topk(keys, logits, k, *, temperature=None, valid=None, implementation
     return _on_one_device(keys, logits, k, temperature, valid, implementation, options)
 
 
+@functools.cache
+def _tpu():
+    """Imported on first use: Pallas takes a moment."""
+    from specjax.pallas_kernels.gumbel_topk import tpu
+
+    return tpu
+
+
 def _on_one_device(keys, logits, k, temperature, valid, implementation=None, options=MappingProxyType({}), **where):
     """`where`: first_id, the id of the first of these logits, if they are a part of a vocabulary."""
     arguments = {"temperature": temperature, "valid": valid, **where}
     xla = lambda: reference.gumbel_topk(keys, logits, k, **arguments)
+    tpu = _tpu()
     kernel = lambda: tpu.gumbel_topk(keys, logits, k, **arguments, **options)
     reason = tpu.unsupported(keys, logits, k)
     if implementation == "xla" or (implementation is None and reason):

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.tree import Template, compact
 from specjax.types import Array, Drafter, TokenTree
 
@@ -102,7 +102,7 @@ def token_recycling(
         return compact(TokenTree(tokens, jnp.broadcast_to(template.parents, tokens.shape), valid)), matrix
 
     def update(params, matrix, tree, verdict, output):
-        best = jax.lax.top_k(output.logits, kept)[1].astype(jnp.int32)
+        best, _ = gumbel_topk(None, output.logits, kept)
         best = jnp.pad(best, ((0, 0), (0, 0), (0, RANKS - kept)), constant_values=-1)
         return _write(matrix, tree, verdict.path, best)
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.trees.grow import Builder, Level, Parents
 from specjax.types import Array
 
@@ -35,7 +36,10 @@ def beam(width: int, depth: int) -> Builder:
         psi_next = phi_next if parents.keys is None else _condition(phi_next + parents.noise(), psi)
         psi_next = jnp.where(parents.valid[:, :, None], psi_next, -jnp.inf)
         batch, _, vocab = phi_next.shape
-        kept, flat = jax.lax.top_k(psi_next.reshape(batch, -1), min(width, present * vocab))
+        # The best of all are among the best of each parent.
+        ids, best = gumbel_topk(None, psi_next, min(width, vocab))  # [B, F, w]
+        kept, place = jax.lax.top_k(best.reshape(batch, -1), min(width, best.shape[1] * best.shape[2]))
+        flat = place // best.shape[2] * vocab + jnp.take_along_axis(ids.reshape(batch, -1), place, 1)
         pad = lambda x, value: jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=value)
         kept, flat = pad(kept, -jnp.inf), pad(flat, 0)
         valid = kept > -jnp.inf

@@ -33,7 +33,7 @@ def eagle2(*, top_k: int = 10, depth: int = 8, total: int = 59) -> Builder:
         scores, frontier = state  # of all candidates [B, depth * W]; of the parents [B, k]
         batch, present, vocab = parents.log_q.shape
         k = min(top_k, vocab)
-        log_q, tokens = jax.lax.top_k(parents.log_q, k)  # [B, F, k]
+        tokens, log_q = parents.best(k, noisy=False)  # [B, F, k]
         score = frontier[:, :present, None] + jnp.where(parents.valid[:, :, None], log_q, -jnp.inf)
         fill = lambda x, value: jnp.pad(x.reshape(batch, -1), ((0, 0), (0, width - present * k)), constant_values=value)
         score, tokens = fill(score, -jnp.inf), fill(tokens, 0)

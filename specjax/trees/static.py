@@ -10,7 +10,6 @@ import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -103,7 +102,7 @@ def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tu
         tokens = jnp.stack([jnp.argmax(log_q + parents.noise(race), -1) for race in range(most)], -1)
         return tokens, jnp.ones(tokens.shape, bool), log_q
     # top_and_sampled: the counts - 1 likeliest are fixed; one is drawn from the others and comes first.
-    values, top = jax.lax.top_k(log_q, most)  # [B, F, most]
+    top, values = parents.best(most, noisy=False)  # [B, F, most]
     slot = jnp.where(jnp.arange(most) < counts[:, None] - 1, top, log_q.shape[-1])
     batch, f = top.shape[:2]
     others = log_q.at[jnp.arange(batch)[:, None, None], jnp.arange(f)[:, None], slot].set(-jnp.inf, mode="drop")
