@@ -14,6 +14,7 @@ import typer
 
 from specjax.cli import bench, compare_verifiers, compile, generate, methods, plan
 from specjax.errors import UsageError
+from specjax.libtpu import prepare_environment
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    prepare_environment()  # else libtpu, where it is installed to compile, warns of the TPU that is not there
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(args=arguments, prog_name="specjax", standalone_mode=False)

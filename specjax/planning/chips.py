@@ -10,14 +10,13 @@ it is a little less than the published capacity.
 
 from __future__ import annotations
 
-import glob
 import math
-import os
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from specjax.errors import UsageError
+from specjax.libtpu import prepare_environment
 
 GIB = 1 << 30
 HOP_SECONDS = 1e-6  # latency of one hop between neighbours: about a microsecond, How to Scale Your Model, part 2
@@ -162,20 +161,3 @@ def describe_devices(topology: Topology) -> list[Any]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"--topology: libtpu does not give {topology.name} ({reason})") from error
     return list(found.devices)
-
-
-_QUIET = {
-    "TPU_SKIP_MDS_QUERY": "1",  # ask no metadata server: off Google Cloud it answers after minutes
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any known one: else libtpu warns that it finds none
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # processes that only compile do not compete for a chip
-}
-
-
-def prepare_environment() -> None:
-    """Tell libtpu, before it is loaded, that there is no TPU to look for. On a machine with one, change nothing."""
-    if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"):
-        return
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)

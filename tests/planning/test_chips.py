@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from specjax import UsageError
@@ -49,18 +47,3 @@ def test_missing_compiler_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'specjax\[tpu-compile\]'"):
         chips.describe_devices(chips.parse_topology("v5e:2x2"))
-
-
-def test_a_real_tpu_is_left_alone(monkeypatch):
-    for name in chips._QUIET:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/accel0"])
-    chips.prepare_environment()
-    assert "TPU_SKIP_MDS_QUERY" not in os.environ
-    monkeypatch.setattr("glob.glob", lambda pattern: [])
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
-    for name in chips._QUIET.keys() - {"TPU_WORKER_HOSTNAMES"}:
-        monkeypatch.setenv(name, "")  # to be restored
-        monkeypatch.delenv(name)
-    chips.prepare_environment()
-    assert os.environ["TPU_SKIP_MDS_QUERY"] == "1" and os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
