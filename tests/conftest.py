@@ -15,11 +15,30 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def release_programs():
-    """Forget compiled programs after each file: thousands of them exhaust the memory maps of a process."""
+MAPS = 30_000  # half of what Linux gives a process by default; every compiled program takes some
+
+
+@pytest.fixture(autouse=True)
+def release_programs(request):
+    """Forget compiled programs after each file, and within one that has many: out of memory maps, a process aborts."""
     import jax  # after the flags are set
 
     yield
-    jax.clear_caches()
-    gc.collect()
+    following = getattr(request.node, "nextitem", None)
+    if memory_maps() > MAPS or following is None or following.path != request.path:
+        jax.clear_caches()
+        gc.collect()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    item.nextitem = nextitem
+
+
+def memory_maps() -> int:
+    """Of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/maps") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return 0
