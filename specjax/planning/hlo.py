@@ -563,10 +563,9 @@ def findings(
     copies: dict[tuple, list[float]] = {}
     for name, instruction, times in walk(module, trips):
         for computation, part in _parts(module, name, instruction):
-            if part.opcode == "sort" or "TopK" in part.attributes:
+            if part.opcode == "sort" and vocab_size:
                 sizes = [a for o in part.operands if o in computation for a in computation[o].arrays]
-                if vocab_size and any(vocab_size in a.dims for a in sizes) and part.opcode == "sort":
-                    sorts += times
+                sorts += times * any(vocab_size in a.dims for a in sizes)
             if _is_host_call(part):
                 host += times
         array = instruction.arrays[0] if instruction.arrays else None

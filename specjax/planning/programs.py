@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import cache as kv
-from specjax import drafters
+from specjax import drafters, parallel
 from specjax.controllers import fixed
 from specjax.decode import PROMPT_BUCKET, _decode, _start, _step
 from specjax.errors import UsageError
@@ -149,11 +149,6 @@ class Abstract(NamedTuple):
     mesh: Mesh
 
 
-def make_mesh(job: Job, devices: list) -> Mesh:
-    """Devices in the order of libtpu, "model" along neighbours."""
-    return Mesh(np.array(devices[: job.devices]).reshape(job.data, job.model), ("data", "model"))
-
-
 def abstract_target(config: Any, mesh: Mesh) -> Target:
     """Shapes of a model's parameters, spread over the mesh; on one device the plain model, as `load` gives it."""
     from specjax.models import abstract_params, make_model
@@ -169,7 +164,7 @@ def abstract_inputs(job: Job, devices: list, drafter: Drafter | None = None) -> 
 
     Rows of the batch lie over "data", parameters and caches as `specjax.models.layout` says, all else everywhere.
     """
-    mesh = make_mesh(job, devices)
+    mesh = parallel.mesh(job.data, job.model, devices)  # in libtpu's order: "model" along neighbours
     target = abstract_target(job.target, mesh)
     if drafter is None:
         drafter = drafter_of(job, target, None if job.draft is None else abstract_target(job.draft, mesh))
