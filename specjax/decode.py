@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Generator, Sequence
@@ -253,11 +252,6 @@ STATIC = ("controller", "max_new_tokens")
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def _decode(inputs: Inputs, tokens, lengths, keys, *, controller, max_new_tokens: int) -> DecodeResult:
-    with _on_mesh(inputs):
-        return _run(inputs, tokens, lengths, keys, controller, max_new_tokens)
-
-
-def _run(inputs: Inputs, tokens, lengths, keys, controller, max_new_tokens: int) -> DecodeResult:
     decoder = speculative(controller)
     state = decoder.init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
     stats = zero_stats(tokens.shape[0], inputs.drafter.max_depth, inputs.debug)
@@ -275,18 +269,10 @@ def _run(inputs: Inputs, tokens, lengths, keys, controller, max_new_tokens: int)
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def _start(inputs: Inputs, tokens, lengths, keys, *, controller, max_new_tokens: int) -> DecodeState:
-    with _on_mesh(inputs):
-        return speculative(controller).init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
+    return speculative(controller).init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("controller",), donate_argnames=("state",))
 def _step(inputs: Inputs, state: DecodeState, *, controller) -> tuple[DecodeState, Info, Array]:
-    with _on_mesh(inputs):
-        state, info = speculative(controller).step(inputs, state)
-        return state, info, jnp.all(state.done)
-
-
-def _on_mesh(inputs: Inputs):
-    """While tracing: lets kernels see that they are part of a program for several devices, which cannot split them."""
-    mesh = inputs.target.model.mesh
-    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    state, info = speculative(controller).step(inputs, state)
+    return state, info, jnp.all(state.done)

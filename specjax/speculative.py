@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, field
 
@@ -121,7 +122,19 @@ def speculative(controller: Controller) -> Decoder:
             control=controller.update(state.control, info),
         ), info
 
-    return Decoder(init, step)
+    return Decoder(_on_mesh(init), _on_mesh(step))
+
+
+def _on_mesh(function):
+    """While tracing: lets kernels see that they are part of a program for several devices, which cannot split them."""
+
+    @functools.wraps(function)
+    def traced(inputs: Inputs, *arguments):
+        mesh = inputs.target.model.mesh
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(inputs, *arguments)
+
+    return traced
 
 
 def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
