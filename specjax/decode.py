@@ -32,6 +32,7 @@ class DecodeResult(NamedTuple):
     lengths: Array  # int32[B]
     hit_eos: Array  # bool[B]
     stats: Stats
+    drafter: Drafter | None = None  # as it is after what it saw, for the next call; None if it remembers nothing
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -264,7 +265,12 @@ def _decode(inputs: Inputs, tokens, lengths, keys, *, controller, max_new_tokens
     index = jnp.arange(max_new_tokens)
     new = jnp.take_along_axis(state.tokens, lengths[:, None] + index, 1)
     count = state.length - lengths
-    return DecodeResult(jnp.where(index < count[:, None], new, -1), count, stats.hit_eos, stats)
+    drafter = inputs.drafter
+    if drafter.remember is not None:
+        drafter = drafter.replace(params=drafter.remember(drafter.params, state.draft))
+    return DecodeResult(
+        jnp.where(index < count[:, None], new, -1), count, stats.hit_eos, stats, drafter if drafter.remember else None
+    )
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)

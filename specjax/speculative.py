@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax import tree as trees
 from specjax.checks import violations
-from specjax.prefill import CHUNK, prefill
+from specjax.prefill import CHUNK, prefill_reading
 from specjax.sampling import DRAFT, fold_in, node_keys, warp
 from specjax.types import (
     Array,
@@ -70,22 +70,29 @@ def speculative(controller: Controller) -> Decoder:
         batch, size = tokens.shape
         target, drafter = inputs.target, inputs.drafter
         context = Context(tokens, length, inputs.sampling, keys if inputs.coupled else None)
+        cache = target.model.init_cache(batch, size)
+        draft = drafter.init(drafter.params, context)
+
+        def read(draft, *chunk):
+            return draft if drafter.read is None else drafter.read(drafter.params, draft, *chunk)
+
+        count = jnp.maximum(length - 1, 0)
+        cache, draft = prefill_reading(target.model, target.params, cache, tokens, count, read, draft)
         return DecodeState(
             tokens=tokens,
             length=length,
             done=length >= stop,
             keys=keys,
             stop=stop,
-            cache=prefill(
-                target.model, target.params, target.model.init_cache(batch, size), tokens, jnp.maximum(length - 1, 0)
-            ),
-            draft=drafter.init(drafter.params, context),
+            cache=cache,
+            draft=draft,
             control=controller.init(batch),
         )
 
     def step(inputs: Inputs, state: DecodeState) -> tuple[DecodeState, Info]:
         drafter = inputs.drafter
-        context = Context(state.tokens, state.length, inputs.sampling, state.keys if inputs.coupled else None)
+        noise = state.keys if inputs.coupled else None
+        context = Context(state.tokens, state.length, inputs.sampling, noise, state.cache)
         limit = jnp.clip(controller.limit(state.control), 0, drafter.max_depth)
         # Deeper nodes than the row may still emit are wasted.
         limit = jnp.minimum(limit, jnp.maximum(state.stop - state.length - 1, 0))

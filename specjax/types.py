@@ -108,6 +108,9 @@ class Context(NamedTuple):
     length: Array  # int32[B], committed tokens
     sampling: Sampling = Sampling()
     noise: Array | None = None  # key[B] of the target's own draws, for drafters that share them (coupled sampling)
+    cache: PyTree = (
+        None  # the target's, of the first length - 1 tokens, for drafters made of its own layers; not in init
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -122,6 +125,10 @@ class Drafter:
 
     `update(params, state, tree, verdict, output) -> state` learns from the round; `tree` and `output` may be cut to the
     first nodes, which are then the valid ones.
+
+    Two more, if it has use for them. `read(params, state, tokens[B, T], count[B], output) -> state` sees the target's
+    outputs for the prompt, chunk by chunk: the first `count` of these T tokens are its next ones. `remember(params,
+    state) -> params` says what a later call may start from: `DecodeResult.drafter` has it.
     """
 
     init: Callable[..., PyTree] = field(metadata={"static": True})
@@ -131,6 +138,8 @@ class Drafter:
     max_depth: int = field(metadata={"static": True})
     draws: Draws = field(metadata={"static": True}, default="point_mass")
     widths: tuple[int, ...] = field(metadata={"static": True}, default=())  # verify widths worth compiling, besides N
+    read: Callable[..., PyTree] | None = field(metadata={"static": True}, default=None)
+    remember: Callable[..., PyTree] | None = field(metadata={"static": True}, default=None)
     params: PyTree = ()
 
     replace = replace
