@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import jax
+
 from specjax import drafters
 from specjax.errors import UsageError
 from specjax.types import Drafter, Guarantee, Target
@@ -30,6 +32,16 @@ class Method(NamedTuple):
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
+        Method(
+            "auto",
+            lambda target, draft, **options: drafters.auto(
+                target.model.vocab_size, dtype=jax.tree.leaves(target.params)[0].dtype.name, **options
+            ),
+            "distribution",
+            False,
+            "suffix matches and recycled runners-up in one tree, of which only what pays is verified; often nothing",
+            "our combination of arXiv 2411.10666, 2408.08696, 2503.03434 and 2406.14066",
+        ),
         Method(
             "autoregressive",
             lambda target, draft, **options: drafters.autoregressive(**options),
@@ -71,6 +83,31 @@ METHODS: dict[str, Method] = {
             "Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding",
         ),
         Method(
+            "choice",
+            lambda target, draft, **options: _pick(target, **options),
+            "distribution",
+            False,
+            "a bandit picks prompt lookup or token recycling, their depth, or plain decoding, by what each paid",
+            "Auer et al. 2002; Garivier, Moulines 2008, arXiv 0805.3415",
+        ),
+        Method(
+            "rasd",
+            lambda target, draft, **options: drafters.rasd(draft, **options),
+            "distribution",
+            True,
+            "a smaller model's tree fused with what followed the longest earlier occurrence of the end of the text",
+            "Quan et al. 2025, arXiv 2503.03434",
+        ),
+        Method(
+            "suffix",
+            lambda target, draft, **options: drafters.suffix(**options),
+            "distribution",
+            False,
+            "copies what followed the longest earlier occurrence of the end of the text",
+            "Hu et al. 2024, arXiv 2411.10666",
+            MappingProxyType({"num_tokens": 7}),
+        ),
+        Method(
             "token_recycling",
             lambda target, draft, **options: drafters.token_recycling(target.model.vocab_size, **options),
             "distribution",
@@ -81,6 +118,11 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
+
+
+def _pick(target: Target, num_nodes: int = 7, **options) -> Drafter:
+    several = drafters.prompt_lookup(num_nodes), drafters.token_recycling(target.model.vocab_size, num_nodes=num_nodes)
+    return drafters.choice(*several, dtype=jax.tree.leaves(target.params)[0].dtype.name, **options)
 
 
 def make_drafter(name: str, target: Target, draft: Target | None = None, **options) -> Drafter:

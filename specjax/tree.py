@@ -45,19 +45,42 @@ def chain(tokens: Array, valid: Array, logits: Array | None = None) -> TokenTree
 
 def compact(tree: TokenTree) -> TokenTree:
     """Move the valid nodes to the front, in order, so that a verify pass can be cut to them."""
-    order = jnp.argsort(~tree.valid, axis=1, stable=True)  # N small integers, not a vocabulary
+    return take(tree, jnp.argsort(~tree.valid, axis=1, stable=True))  # N small integers, not a vocabulary
+
+
+def by_score(tree: TokenTree, score: Array) -> tuple[TokenTree, Array]:
+    """The valid nodes in falling order of `score` float32[B, N], so that every first part is the best of its size.
+
+    A child's score must not exceed its parent's; of equal ones the earlier node comes first. Also the scores in that
+    order, 0 for the root and behind the valid nodes.
+    """
+    drafted = tree.valid & (jnp.arange(tree.tokens.shape[1]) > 0)
+    score = jnp.where(drafted, score, 0.0)
+    key = jnp.where(drafted, -score, jnp.where(tree.valid, -jnp.inf, jnp.inf))
+    order = jnp.argsort(key, axis=1, stable=True)
+    return take(tree, order), jnp.take_along_axis(score, order, 1)
+
+
+def take(tree: TokenTree, order: Array) -> TokenTree:
+    """Nodes in another order int32[B, N], a permutation with parents before children."""
     place = jnp.argsort(order, axis=1)
     take = lambda x: jnp.take_along_axis(x, order, 1)
     parents = take(tree.parents)
     moved = jnp.where(parents < 0, -1, jnp.take_along_axis(place, jnp.maximum(parents, 0), 1))
     logits = None if tree.logits is None else jnp.take_along_axis(tree.logits, order[:, :, None], 1)
-    return TokenTree(take(tree.tokens), moved, take(tree.valid), logits)
+    return TokenTree(take(tree.tokens), moved.astype(tree.parents.dtype), take(tree.valid), logits)
 
 
 def cut(tree: TokenTree, width: int) -> TokenTree:
     """The first `width` nodes."""
     logits = None if tree.logits is None else tree.logits[:, :width]
     return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], tree.valid[:, :width], logits)
+
+
+def pad_nodes(tree: TokenTree, num_nodes: int) -> TokenTree:
+    """A point-mass tree with invalid nodes behind its own, `num_nodes` in all."""
+    more = ((0, 0), (0, num_nodes - tree.tokens.shape[1]))
+    return TokenTree(*(jnp.pad(x, more) for x in (tree.tokens, tree.parents, tree.valid)))
 
 
 def path_to(parents: Array, node: Array) -> tuple[Array, Array]:
@@ -68,23 +91,52 @@ def path_to(parents: Array, node: Array) -> tuple[Array, Array]:
     return jnp.where(jnp.arange(parents.shape[1]) < count[:, None], order, -1), count
 
 
+def first_of_path(tree: TokenTree) -> Array:
+    """int32[B, N]: of the valid nodes whose path spells the same tokens, the first; invalid nodes name themselves.
+
+    Level by level: two nodes are equal if their tokens are, and their parents.
+    """
+    node = jnp.arange(tree.tokens.shape[1])
+    depth = depths(tree.parents)
+    above = jnp.maximum(tree.parents, 0)
+    pair = tree.valid[:, :, None] & tree.valid[:, None, :] & (depth[:, :, None] == depth[:, None, :])
+    pair &= tree.tokens[:, :, None] == tree.tokens[:, None, :]
+
+    def level(d, first):
+        parent = jnp.take_along_axis(first, above, 1)
+        same = pair & (parent[:, :, None] == parent[:, None, :])
+        return jnp.where((depth == d) & tree.valid, jnp.argmax(same, 2), first).astype(first.dtype)
+
+    return jax.lax.fori_loop(1, jnp.max(depth) + 1, level, jnp.broadcast_to(node, tree.tokens.shape))
+
+
 def merge_equal_siblings(tree: TokenTree) -> TokenTree:
     """One node for siblings of the same token, the first; it takes the children of all, in their order."""
-    n = tree.tokens.shape[1]
+    return keep_first(tree, first_of_path(tree))
 
-    def body(i, carry):
-        parents, first = carry  # first: the node that stands for each
-        parent = jax.lax.dynamic_index_in_dim(parents, i, 1)  # [B, 1]
-        parent = jnp.take_along_axis(first, jnp.maximum(parent, 0), 1)
-        same = (parents == parent) & (tree.tokens == jax.lax.dynamic_index_in_dim(tree.tokens, i, 1)) & tree.valid
-        same &= (jnp.arange(n) < i) & jax.lax.dynamic_index_in_dim(tree.valid, i, 1)
-        stands = jnp.where(jnp.any(same, 1), jnp.argmax(same, 1), i).astype(first.dtype)
-        write = lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 1)
-        return write(parents, parent[:, 0]), write(first, stands)
 
-    start = tree.parents, jnp.broadcast_to(jnp.arange(n, dtype=tree.parents.dtype), tree.parents.shape)
-    parents, first = jax.lax.fori_loop(1, n, body, start)
-    return tree._replace(parents=parents, valid=tree.valid & (first == jnp.arange(n)))
+def keep_first(tree: TokenTree, first: Array) -> TokenTree:
+    """The tree of the nodes that `first` int32[B, N], from `first_of_path`, names."""
+    parents = jnp.where(tree.parents < 0, -1, jnp.take_along_axis(first, jnp.maximum(tree.parents, 0), 1))
+    return tree._replace(
+        parents=parents.astype(tree.parents.dtype), valid=tree.valid & (first == jnp.arange(first.shape[1]))
+    )
+
+
+def join(*several: TokenTree) -> TokenTree:
+    """Point-mass trees below one root, side by side: the nodes of the first, then those of the second without its root.
+
+    Equal paths stay apart; `merge_equal_siblings` makes them one, and then the tree is their union.
+    """
+    first, *others = several
+    tokens, parents, valid = [first.tokens], [first.parents], [first.valid]
+    offset = first.tokens.shape[1] - 1
+    for tree in others:
+        tokens.append(tree.tokens[:, 1:])
+        parents.append(jnp.where(tree.parents[:, 1:] > 0, tree.parents[:, 1:] + offset, 0))
+        valid.append(tree.valid[:, 1:])
+        offset += tree.tokens.shape[1] - 1
+    return TokenTree(*(jnp.concatenate(parts, 1) for parts in (tokens, parents, valid)))
 
 
 class Template:

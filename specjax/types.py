@@ -138,6 +138,7 @@ class Drafter:
     max_depth: int = field(metadata={"static": True})
     draws: Draws = field(metadata={"static": True}, default="point_mass")
     widths: tuple[int, ...] = field(metadata={"static": True}, default=())  # verify widths worth compiling, besides N
+    follows_any_tree: bool = field(metadata={"static": True}, default=False)  # `update` may get trees drafted by others
     read: Callable[..., PyTree] | None = field(metadata={"static": True}, default=None)
     remember: Callable[..., PyTree] | None = field(metadata={"static": True}, default=None)
     params: PyTree = ()

@@ -17,9 +17,13 @@ from specjax.verifiers import sample_and_match, standard
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
 PROMPT_TUPLES = tuple(map(tuple, PROMPTS))  # hashable
 OPTIONS = {
+    "auto": {"widths": (1, 3, 6), "costs": (1.0, 1.1, 1.2), "num_recycled": 7},
+    "choice": {"num_nodes": 4, "depths": (2,)},
     "hierarchical": {"min_tokens": 3},
     "jacobi": {"window": 4},
     "prompt_lookup": {"num_tokens": 4},
+    "rasd": {"tree": "top:2x1"},
+    "suffix": {"num_tokens": 5},
     "token_recycling": {"num_nodes": 7},
     "two_model": {"num_tokens": 3},
 }

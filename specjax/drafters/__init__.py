@@ -1,10 +1,25 @@
 """Drafters, one published method per file. Each factory returns a `Drafter`."""
 
+from specjax.drafters.auto import auto
 from specjax.drafters.autoregressive import autoregressive
+from specjax.drafters.choice import choice
 from specjax.drafters.hierarchical import hierarchical
 from specjax.drafters.jacobi import jacobi
 from specjax.drafters.prompt_lookup import prompt_lookup
+from specjax.drafters.rasd import rasd
+from specjax.drafters.suffix import suffix
 from specjax.drafters.token_recycling import token_recycling
 from specjax.drafters.two_model import two_model
 
-__all__ = ["autoregressive", "hierarchical", "jacobi", "prompt_lookup", "token_recycling", "two_model"]
+__all__ = [
+    "auto",
+    "autoregressive",
+    "choice",
+    "hierarchical",
+    "jacobi",
+    "prompt_lookup",
+    "rasd",
+    "suffix",
+    "token_recycling",
+    "two_model",
+]

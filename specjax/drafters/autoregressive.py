@@ -18,7 +18,7 @@ from specjax.types import Drafter
 @functools.cache
 def autoregressive() -> Drafter:
     """The drafter that drafts nothing."""
-    return Drafter(init=_init, propose=_propose, update=_update, num_nodes=1, max_depth=0)
+    return Drafter(init=_init, propose=_propose, update=_update, num_nodes=1, max_depth=0, follows_any_tree=True)
 
 
 def _init(params, context):

@@ -22,8 +22,9 @@ from typing import Literal
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.suffixes import copied_chain, match_length
 from specjax.tree import chain
-from specjax.types import Array, Drafter
+from specjax.types import Drafter
 
 
 @functools.cache
@@ -46,14 +47,9 @@ def prompt_lookup(
 
     def propose(params, keys, state, context, limit):
         tokens, length = context.tokens, context.length
-        matched = _match_length(tokens, length, max_ngram)
+        matched = match_length(tokens, length, max_ngram)
         start = find(matched, length, num_tokens, min_ngram, max_ngram)  # [B], -1: nothing found
-        root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-        index = start[:, None] + jnp.arange(num_tokens)
-        drafted = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), 1)
-        valid = (start[:, None] >= 0) & (index < length[:, None]) & (jnp.arange(num_tokens) < limit[:, None])
-        ones = jnp.ones_like(root, bool)
-        return chain(jnp.concatenate([root, drafted], 1), jnp.concatenate([ones, valid], 1)), state
+        return chain(*copied_chain(tokens, length, start, num_tokens, limit)), state
 
     return Drafter(
         init=lambda params, context: (),
@@ -62,20 +58,8 @@ def prompt_lookup(
         num_nodes=num_tokens + 1,
         max_depth=num_tokens,
         widths=(1,),
+        follows_any_tree=True,
     )
-
-
-def _match_length(tokens: Array, length: Array, longest: int) -> Array:
-    """int32[B, L]: how many tokens ending at i equal the end of the text, at most `longest`; 0 at the end itself."""
-    position = jnp.arange(tokens.shape[1])
-    running = position < length[:, None] - 1
-    total = jnp.zeros(tokens.shape, jnp.int32)
-    for j in range(longest):
-        last = jnp.take_along_axis(tokens, jnp.maximum(length[:, None] - 1 - j, 0), 1)
-        equal = (tokens == last) & (length[:, None] > j)
-        running &= jnp.roll(equal, j, axis=1) & (position >= j)
-        total += running
-    return total
 
 
 def _find_latest(matched, length, num_tokens, min_ngram, max_ngram):

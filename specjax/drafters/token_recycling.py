@@ -7,15 +7,19 @@ Rule: a matrix M[V, k] holds, best first, the k likeliest tokens seen after each
 with token t is M[t, r]. After each pass every node i of the tree, accepted or not, writes
 M[token_i] <- top-k of logits_i.
 Guarantee: distribution (a point-mass tree).
-Deviations: one matrix per row, empty at the start of a call (the authors keep one for all requests), so that a row does
-not depend on its batch; unknown successors are left out of the tree instead of drafted as token 0. Where a token occurs
-twice in a tree, accepted nodes win, then shallower ones, then earlier ones.
+Deviations: one matrix per row, so that a row does not depend on its batch; unknown successors are left out of the tree
+instead of drafted as token 0. Where a token occurs twice in a tree, accepted nodes win, then shallower ones, then
+earlier ones. The authors keep one matrix for all requests: `DecodeResult.drafter` holds it for the next call; of
+several rows the first that learnt something about a token counts. `read_prompt` fills the matrix from the prompt's
+outputs too, which the authors do not.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
@@ -68,13 +72,29 @@ def best_paths(num_nodes: int) -> list[tuple[int, ...]]:
 ACCEPTED_RANKS = (0.506, 0.095, 0.044, 0.026, 0.020, 0.019, 0.013, 0.013)
 
 
+class Recycled(NamedTuple):
+    """The matrix M, best first. As parameters without the axis B: what an earlier call learnt."""
+
+    tokens: Array  # int32[B, V, 8], -1 where unknown
+    log_p: Array | None  # float32[B, V, 8], of these tokens when they were seen; None: not kept
+
+
 @functools.cache
 def token_recycling(
-    vocab_size: int, *, num_nodes: int = 80, tree: tuple[tuple[int, ...], ...] | None = None
+    vocab_size: int,
+    *,
+    num_nodes: int = 80,
+    tree: tuple[tuple[int, ...], ...] | None = None,
+    read_prompt: bool = False,
+    keep_chances: bool = False,
 ) -> Drafter:
     """A static tree of `num_nodes` drafted tokens (at most 80), or of the rank paths `tree`, over the recycled matrix.
 
-    State: int32[B, V, 8], -1 where unknown; 32 bytes per token of the vocabulary and row.
+    Args:
+      read_prompt: learn from the target's outputs for the prompt: a head and a top-k for each of its tokens.
+      keep_chances: keep the tokens' log-probabilities too, for drafters that weigh nodes.
+
+    State: `Recycled`, 32 bytes per token of the vocabulary and row, 64 with chances.
     Raises: UsageError for a budget outside 1 ... 80 or a rank above 7.
     """
     if tree is None and not 1 <= num_nodes <= 80:
@@ -83,28 +103,37 @@ def token_recycling(
     if template.ranks.max() >= RANKS:
         raise UsageError(f"the tree asks for rank {template.ranks.max()}, but the matrix keeps ranks 0 to {RANKS - 1}")
 
-    kept = min(RANKS, vocab_size)
-
     def init(params, context):
-        return jnp.full((context.tokens.shape[0], vocab_size, RANKS), -1, jnp.int32)
+        batch = context.tokens.shape[0]
+        if params:
+            return jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), params)
+        shape = (batch, vocab_size, RANKS)
+        chances = jnp.full(shape, -jnp.inf, jnp.float32) if keep_chances else None
+        return Recycled(jnp.full(shape, -1, jnp.int32), chances)
 
-    def propose(params, keys, matrix, context, limit):
+    def propose(params, keys, matrix: Recycled, context, limit):
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
         tokens = jnp.pad(root, ((0, 0), (0, template.num_nodes - 1)))
         valid = jnp.zeros(tokens.shape, bool).at[:, 0].set(True)
         row = jnp.arange(tokens.shape[0])[:, None]
         for depth, (start, stop) in list(enumerate(template.levels))[1:]:
             parents, ranks = template.parents[start:stop], template.ranks[start:stop]
-            drafted = matrix[row, tokens[:, parents], ranks]
+            drafted = matrix.tokens[row, tokens[:, parents], ranks]
             known = valid[:, parents] & (drafted >= 0) & (depth <= limit[:, None])
             tokens = tokens.at[:, start:stop].set(jnp.where(known, drafted, 0))
             valid = valid.at[:, start:stop].set(known)
         return compact(TokenTree(tokens, jnp.broadcast_to(template.parents, tokens.shape), valid)), matrix
 
-    def update(params, matrix, tree, verdict, output):
-        best, _ = gumbel_topk(None, output.logits, kept)
-        best = jnp.pad(best, ((0, 0), (0, 0), (0, RANKS - kept)), constant_values=-1)
-        return _write(matrix, tree, verdict.path, best)
+    def update(params, matrix: Recycled, tree, verdict, output):
+        n = tree.tokens.shape[1]
+        on_path = jnp.any(verdict.path[:, :, None] == jnp.arange(n), 1)
+        order = jnp.arange(n) + jnp.where(on_path, 0, n)  # nodes stand in order of depth
+        return _write(matrix, tree.tokens, tree.valid, order, _best(output.logits, keep_chances))
+
+    def read(params, matrix: Recycled, tokens, count, output):
+        order = jnp.broadcast_to(-jnp.arange(tokens.shape[1]), tokens.shape)  # the latest wins
+        valid = jnp.arange(tokens.shape[1]) < count[:, None]
+        return _write(matrix, tokens, valid, order, _best(output.logits, keep_chances))
 
     return Drafter(
         init=init,
@@ -113,18 +142,41 @@ def token_recycling(
         num_nodes=template.num_nodes,
         max_depth=template.max_depth,
         widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes),
+        follows_any_tree=True,
+        read=read if read_prompt else None,
+        remember=_first_that_learnt,
     )
 
 
-def _write(matrix: Array, tree: TokenTree, path: Array, best: Array) -> Array:
-    """Write best int32[B, N, k] to the rows of the tree's tokens.
+def _best(logits: Array, keep_chances: bool) -> Recycled:
+    """The best tokens of each row of logits [B, N, V]: [B, N, 8]."""
+    kept = min(RANKS, logits.shape[-1])
+    best, score = gumbel_topk(None, logits, kept)
+    more = ((0, 0), (0, 0), (0, RANKS - kept))
+    best = jnp.pad(best, more, constant_values=-1)
+    if not keep_chances:
+        return Recycled(best, None)
+    log_p = score - jax.nn.logsumexp(logits, -1, keepdims=True)
+    return Recycled(best, jnp.pad(log_p, more, constant_values=-jnp.inf))
 
-    Of several writers the winner is chosen beforehand.
+
+def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Recycled) -> Recycled:
+    """Write `best` [B, N, 8] to the rows of `tokens` int32[B, N]; of equal tokens the one of lowest order wins.
+
+    The winner is chosen beforehand: of several writes to one place none is defined to be the last.
     """
-    batch, n = tree.tokens.shape
-    on_path = jnp.any(path[:, :, None] == jnp.arange(n), 1)
-    order = jnp.arange(n) + jnp.where(on_path, 0, n)  # lower wins; nodes stand in order of depth
-    same = (tree.tokens[:, :, None] == tree.tokens[:, None, :]) & tree.valid[:, None, :]
-    beaten = jnp.any(same & (order[:, None, :] < order[:, :, None]), 2)
-    target = jnp.where(tree.valid & ~beaten, tree.tokens, matrix.shape[1])
-    return matrix.at[jnp.arange(batch)[:, None], target].set(best, mode="drop")
+    batch, n = tokens.shape
+    place = jnp.broadcast_to(order, (batch, n))
+    same = (tokens[:, :, None] == tokens[:, None, :]) & valid[:, None, :]
+    beaten = jnp.any(same & (place[:, None, :] < place[:, :, None]), 2)
+    target = jnp.where(valid & ~beaten, tokens, matrix.tokens.shape[1])
+    rows = jnp.arange(batch)[:, None]
+    return jax.tree.map(lambda old, new: old.at[rows, target].set(new, mode="drop"), matrix, best)
+
+
+def _first_that_learnt(params, matrix: Recycled) -> Recycled:
+    """One matrix out of those of the rows [B, V, 8]."""
+    before = params.tokens if params else -1
+    learnt = jnp.any(matrix.tokens != before, 2)  # [B, V]
+    row = jnp.argmax(learnt, 0)  # 0 where none did: all rows hold what was there before
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, row[None, :, None], 0)[0], matrix)

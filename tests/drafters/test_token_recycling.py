@@ -8,15 +8,15 @@ from toy import markov
 
 from specjax import UsageError, decode
 from specjax.drafters import token_recycling
-from specjax.drafters.token_recycling import _write, best_paths, paper_tree
-from specjax.types import Context, TokenTree
+from specjax.drafters.token_recycling import Recycled, best_paths, paper_tree
+from specjax.types import Context, Output, TokenTree, Verdict
 
 SMALL = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 
 def test_the_cards_tree():
     drafter = token_recycling(4, tree=SMALL)
-    matrix = jnp.full((1, 4, 8), -1).at[0, :, :2].set(jnp.array([[1, 2], [3, 0], [0, 3], [2, 1]]))
+    matrix = Recycled(jnp.full((1, 4, 8), -1).at[0, :, :2].set(jnp.array([[1, 2], [3, 0], [0, 3], [2, 1]])), None)
     context = Context(jnp.array([[3, 0, 0]]), jnp.array([2]))
     tree, _ = drafter.propose((), None, matrix, context, jnp.array([9]))
     assert tree.tokens[0].tolist() == [0, 1, 2, 3, 0, 0, 2]
@@ -28,7 +28,7 @@ def test_the_cards_tree():
 
 def test_unknown_successors_are_left_out_and_the_rest_moves_up():
     drafter = token_recycling(4, tree=SMALL)
-    matrix = jnp.full((1, 4, 8), -1).at[0, 0, :2].set(jnp.array([1, 2])).at[0, 2, 0].set(3)
+    matrix = Recycled(jnp.full((1, 4, 8), -1).at[0, 0, :2].set(jnp.array([1, 2])).at[0, 2, 0].set(3), None)
     tree, _ = drafter.propose((), None, matrix, Context(jnp.array([[0]]), jnp.array([1])), jnp.array([9]))
     assert tree.valid[0].tolist() == [True] * 4 + [False] * 3
     assert tree.tokens[0, :4].tolist() == [0, 1, 2, 3]
@@ -49,21 +49,51 @@ def test_the_paper_tree_has_80_nodes_at_the_depths_of_the_authors():
         token_recycling(9, tree=((8,),))
 
 
+def recycle(tree, path):
+    """The first rank of the matrix after one round in which node i's best token was 10 + i."""
+    nodes = tree.tokens.shape[1]
+    logits = -jnp.abs(jnp.arange(20.0) - 10 - jnp.arange(nodes)[:, None])[None]
+    drafter = token_recycling(20, num_nodes=nodes - 1)
+    matrix = drafter.init((), Context(tree.tokens, jnp.array([1])))
+    verdict = Verdict(jnp.array([path]), jnp.array([1]), jnp.array([0]))
+    return drafter.update((), matrix, tree, verdict, Output(logits, None)).tokens[0, :4, 0].tolist()
+
+
 def test_duplicate_writers_have_a_defined_winner():
     tree = TokenTree(jnp.array([[1, 2, 1, 2, 2]]), jnp.array([[-1, 0, 0, 1, 2]]), jnp.array([[True] * 4 + [False]]))
-    best = jnp.broadcast_to(jnp.arange(5)[None, :, None] + 10, (1, 5, 8))
-    written = _write(jnp.zeros((1, 4, 8), jnp.int32), tree, jnp.array([[0, 2, -1, -1, -1]]), best)
-    assert written[0, :, 0].tolist() == [
-        0,
-        10,
-        11,
-        0,
-    ]  # root before node 2; node 1 before its deeper twin; 4 is invalid
-    on_path = _write(jnp.zeros((1, 4, 8), jnp.int32), tree, jnp.array([[0, 1, 3, -1, -1]]), best)
-    assert on_path[0, :, 0].tolist() == [0, 10, 11, 0]
+    # The root before node 2; node 1 before its deeper twin; 4 is invalid.
+    assert recycle(tree, [0, 2, -1, -1, -1]) == [-1, 10, 11, -1]
+    assert recycle(tree, [0, 1, 3, -1, -1]) == [-1, 10, 11, -1]
     deep = TokenTree(jnp.array([[0, 2, 1, 2]]), jnp.array([[-1, 0, 0, 2]]), jnp.ones((1, 4), bool))
-    accepted_wins = _write(jnp.zeros((1, 4, 8), jnp.int32), deep, jnp.array([[0, 2, 3, -1]]), best[:, :4])
-    assert accepted_wins[0, :, 0].tolist() == [10, 12, 13, 0]
+    assert recycle(deep, [0, 2, 3, -1]) == [10, 12, 13, -1]  # accepted nodes win
+
+
+def test_what_was_learnt_starts_the_next_call():
+    """A cycle seen by one row is known to every row of the next call, which accepts it from its first step on."""
+    rows = np.full((9, 9), 1e-6, np.float32)
+    for t in range(9):
+        rows[t, (t + 1) % 9] = 1.0
+    call = lambda drafter, prompts: decode(markov(rows), drafter, prompts, key=jax.random.key(0), max_new_tokens=14)
+    cold = call(token_recycling(9, keep_chances=True), [[0], [4]])
+    warm = call(cold.drafter, [[3], [7], [1]])
+    assert [row[:3] for row in warm.to_lists()] == [[4, 5, 6], [8, 0, 1], [2, 3, 4]]
+    assert warm.stats.target_passes.tolist() == [2, 2, 2]
+    assert cold.stats.target_passes.min() > 5
+    chances = warm.drafter.params.log_p
+    assert chances.shape == (9, 8)
+    assert (chances[:, 0] > -1e-3).all()
+
+
+def test_the_prompt_teaches_if_asked():
+    rows = np.full((9, 9), 1e-6, np.float32)
+    for t in range(9):
+        rows[t, (t + 1) % 9] = 1.0
+    prompt = [[*range(9), 0]]
+    call = lambda **options: decode(
+        markov(rows), token_recycling(9, **options), prompt, key=jax.random.key(0), max_new_tokens=14
+    )
+    assert int(call(read_prompt=True).stats.target_passes[0]) == 2
+    assert int(call().stats.target_passes[0]) > 5
 
 
 def test_a_cycle_is_accepted_to_full_depth_once_seen():

@@ -1,0 +1,240 @@
+"""Auto: several model-free drafters in one tree, of which only as much is verified as pays; often nothing.
+
+Our own combination of published parts. The tree is the union of a suffix match (SAM-Decoding, arXiv 2411.10666) and of
+recycled runners-up (Token Recycling, arXiv 2408.08696), fused as in RASD (arXiv 2503.03434); its size is that of the
+best goodput (SmartSpec, arXiv 2406.14066), with the prefix rule for one affine batch.
+
+Rule: each drafted node belongs to a class: how long the match was and how deep the node lies, or how likely the target
+once found the token and how deep it lies. How often a node of the class turned out to be the text, its parent being
+so, is its chance; a token that both drafters propose fails only if both classes fail. The chance of a path is the
+product along it. The nodes stand in falling order of it, and the pass takes the width w of `widths` with the most
+expected tokens per cost, sum over rows of (1 + the w - 1 largest chances) / costs[w]; plain decoding is the width 1.
+Chances are learnt in hindsight: a whole joined tree is kept, verified or not, until the text has passed it by. So what
+would have been accepted is known without trying, plain decoding keeps learning, and no decision reads the randomness
+of its own round.
+Guarantee: distribution (a point-mass tree). All rows of a batch take the same width, so the number of passes of a row
+depends on its batch; its text does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import costs as costs_of
+from specjax import tree as trees
+from specjax.drafters.suffix import find
+from specjax.drafters.token_recycling import Recycled, token_recycling
+from specjax.errors import UsageError
+from specjax.suffixes import copied_chain
+from specjax.types import Array, Context, Drafter, TokenTree
+
+WIDTHS = (1, 4, 8, 16)
+MATCHES = (1, 2, 3, 4, 6, 9, 16)  # lower bounds of the classes of match lengths
+DEPTHS = (1, 2, 3, 5, 9)  # of depths of copied tokens
+CHANCES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # of recycled probabilities
+LEVELS = (1, 2, 3)  # of depths of recycled tokens
+COPIED = len(MATCHES) * len(DEPTHS)
+CLASSES = COPIED + len(CHANCES) * len(LEVELS)
+
+MEMORY = 0.98
+"""How much of its counts a class keeps at each new trial: the last 50 count."""
+PRIOR = 6.0
+"""How many trials the prior chance is worth."""
+MARGIN = 1.03
+"""By how much a wider pass must promise more than plain decoding: estimates are noisy, and a loss weighs more."""
+
+
+class Counts(NamedTuple):
+    """Of the nodes whose parent was right, how many were, by class."""
+
+    hits: Array  # float32[B, CLASSES]
+    trials: Array  # float32[B, CLASSES]
+
+
+class Memory(NamedTuple):
+    """What a call may start from: the parameters."""
+
+    recycled: Recycled  # [V, 8]
+    counts: Counts  # [CLASSES]
+
+
+class Joined(NamedTuple):
+    """The drafts of one position side by side, equal paths apart."""
+
+    tree: TokenTree
+    kind: Array  # int32[B, M], the class of each node
+    start: Array  # int32[B], length of the text when it was drafted; 0: none
+
+
+class _State(NamedTuple):
+    recycled: Recycled
+    counts: Counts
+    shadow: Joined  # waits for the text to pass it by
+
+
+@functools.cache
+def auto(
+    vocab_size: int,
+    *,
+    widths: tuple[int, ...] = WIDTHS,
+    costs: tuple[float, ...] | None = None,
+    num_recycled: int = 40,
+    dtype: str = "float32",
+) -> Drafter:
+    """Draft as much as pays on this device, and nothing where nothing does.
+
+    Args:
+      widths: verify widths to choose from, rising from 1; each is compiled. costs: of a pass of each width, in passes
+        of width 1, from `specjax.costs`; None: `costs.estimated` for the batch and `dtype` of the parameters.
+      num_recycled: nodes that Token Recycling proposes.
+
+    State: 64 bytes per token of the vocabulary and row.
+    Raises: UsageError for widths that do not rise from 1, or costs that do not fit them.
+    """
+    if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
+        raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
+    if costs is not None and (len(costs) != len(widths) or min(costs) <= 0):
+        raise UsageError(f"costs must be one positive number per width ({len(widths)}), not {list(costs)}")
+    recycling = token_recycling(vocab_size, num_nodes=num_recycled, keep_chances=True)
+    copied = max(widths) - 1
+    nodes = 1 + copied + num_recycled
+    longest = max(copied, recycling.max_depth)
+
+    def init(params: Memory | tuple, context: Context) -> _State:
+        batch = context.tokens.shape[0]
+        recycled = recycling.init(params.recycled if params else (), context)
+        counts = params.counts if params else Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
+        none = jnp.zeros((batch, nodes), jnp.int32)
+        shadow = Joined(TokenTree(none, none.at[:, 0].set(-1), none > 0), none, none[:, 0])
+        return _State(recycled, jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts), shadow)
+
+    def propose(params, keys, state: _State, context: Context, limit: Array):
+        state = _learn(state, context, longest)
+        joined = _join(recycling, copied, keys, state.recycled, context, limit)
+        tree, chance = _rank(joined, state.counts, longest)
+        width = _width(chance, context)
+        tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
+        free = state.shadow.start == 0
+        pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        shadow = jax.tree.map(pick, joined, state.shadow)
+        return trees.cut(tree, max(widths)), state._replace(shadow=shadow)
+
+    def _width(chance: Array, context: Context) -> Array:
+        """int32[]: of the pass with the most expected tokens per cost."""
+        total = jnp.cumsum(chance, 1)  # [B, M], of the nodes up to here; the root has none
+        tokens = jnp.sum(1 + total[:, np.asarray(widths) - 1], 0)  # [W]
+        known = costs or tuple(costs_of.estimated(widths, chance.shape[0], dtype))
+        goodput = tokens / jnp.asarray(known)
+        goodput = goodput.at[0].multiply(MARGIN)
+        return jnp.asarray(widths)[jnp.argmax(goodput)]
+
+    def update(params, state: _State, tree, verdict, output):
+        return state._replace(recycled=recycling.update((), state.recycled, tree, verdict, output))
+
+    def remember(params, state: _State) -> Memory:
+        assert recycling.remember is not None
+        counts = jax.tree.map(lambda x: jnp.mean(x, 0), state.counts)
+        return Memory(recycling.remember(params.recycled if params else (), state.recycled), counts)
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        num_nodes=max(widths),
+        max_depth=longest,
+        widths=widths[:-1],
+        follows_any_tree=True,
+        remember=remember,
+    )
+
+
+def _join(recycling: Drafter, count: int, keys, recycled: Recycled, context: Context, limit: Array) -> Joined:
+    """The drafts for the present position."""
+    start, matched = find(context.tokens, context.length, count, MATCHES[-1], "latest")
+    copy = trees.chain(*copied_chain(context.tokens, context.length, start, count, limit))
+    runners_up, _ = recycling.propose((), keys, recycled, context, limit)
+    depth = jnp.broadcast_to(jnp.arange(1, count + 1), copy.tokens[:, 1:].shape)
+    of_copy = _class(matched[:, None], MATCHES) * len(DEPTHS) + _class(depth, DEPTHS)
+    of_rest = _class(jnp.exp(_log_chance(recycled, runners_up)), CHANCES) * len(LEVELS)
+    of_rest += _class(trees.depths(runners_up.parents), LEVELS)
+    root = jnp.zeros_like(start)[:, None]
+    return Joined(
+        trees.join(copy, runners_up), jnp.concatenate([root, of_copy, COPIED + of_rest[:, 1:]], 1), context.length
+    )
+
+
+def _class(x: Array, bounds) -> Array:
+    """int32 like x: the last class whose lower bound x reaches; 0 below all."""
+    return jnp.maximum(jnp.sum(x[..., None] >= jnp.asarray(bounds), -1) - 1, 0)
+
+
+def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
+    """float32[B, N]: how likely the target once found each node's token after its parent's."""
+    row = jnp.arange(tree.tokens.shape[0])[:, None]
+    parent = jnp.take_along_axis(tree.tokens, jnp.maximum(tree.parents, 0), 1)
+    is_token = recycled.tokens[row, parent] == tree.tokens[:, :, None]  # [B, N, 8]
+    return jnp.max(jnp.where(is_token, recycled.log_p[row, parent], -jnp.inf), 2)
+
+
+def _chance(counts: Counts, kind: Array) -> Array:
+    """float32[B, N]: that a node of this class is right where its parent is."""
+    chance = (counts.hits + PRIOR * _prior()) / (counts.trials + PRIOR)
+    return jnp.take_along_axis(chance, kind, 1)
+
+
+def _rank(joined: Joined, counts: Counts, longest: int) -> tuple[TokenTree, Array]:
+    """The union of the drafts in falling order of chance, and these float32[B, M]; 0 for the root and behind."""
+    tree = joined.tree
+    nodes = jnp.arange(tree.tokens.shape[1])
+    first = trees.first_of_path(tree)
+    miss = jnp.where(tree.valid, jnp.log1p(-_chance(counts, joined.kind)), 0.0)
+    same = first[:, None, :] == nodes[:, None]  # [B, M, M]: j proposes the path that i stands for
+    chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
+    merged = trees.keep_first(tree, first)
+    depth = trees.depths(merged.parents)
+
+    def level(d, path):
+        above = jnp.take_along_axis(path, jnp.maximum(merged.parents, 0), 1)
+        return jnp.where(depth == d, chance * above, path)
+
+    path = jax.lax.fori_loop(1, longest + 1, level, jnp.ones_like(chance))
+    return trees.by_score(merged, path)
+
+
+def _learn(state: _State, context: Context, longest: int) -> _State:
+    """Count the shadow's nodes once the text has passed it by."""
+    tree, kind, start = state.shadow
+    depth = trees.depths(tree.parents)
+    place = start[:, None] - 1 + depth
+    passed = place < context.length[:, None]
+    text = jnp.take_along_axis(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
+    agrees = tree.valid & passed & (text == tree.tokens)
+
+    def level(d, right):
+        above = jnp.take_along_axis(right, jnp.maximum(tree.parents, 0), 1)
+        return jnp.where(depth == d, agrees & above, right)
+
+    right = jax.lax.fori_loop(1, longest + 1, level, depth == 0)
+    tried = tree.valid & (depth > 0) & jnp.take_along_axis(right, jnp.maximum(tree.parents, 0), 1)
+    over = (start > 0) & ~jnp.any(tried & ~passed, 1)  # no node waits for a token that is not there yet
+    one_hot = (kind[:, :, None] == jnp.arange(CLASSES)) & (tried & over[:, None])[:, :, None]  # [B, M, CLASSES]
+    trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
+    hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
+    kept = MEMORY**trials
+    counts = Counts(state.counts.hits * kept + hits, state.counts.trials * kept + trials)
+    return state._replace(counts=counts, shadow=state.shadow._replace(start=jnp.where(over, 0, start)))
+
+
+def _prior() -> np.ndarray:
+    """float32[CLASSES]: the chance of each class before anything was seen."""
+    first = np.array([0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9])
+    later = np.array([0.5, 0.6, 0.7, 0.75, 0.8, 0.88, 0.92])
+    copied = np.stack([first] + [later] * (len(DEPTHS) - 1), 1).reshape(-1)
+    edges = np.append(CHANCES, 1.0)
+    recycled = np.repeat(0.6 * (edges[1:] + edges[:-1]) / 2, len(LEVELS))
+    return np.concatenate([copied, recycled]).astype(np.float32)

@@ -1,0 +1,83 @@
+"""The card's worked example (C4), and the controller's promises in a loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import tiny_llama
+
+from specjax import UsageError, decode
+from specjax.controllers import goodput
+from specjax.controllers.goodput import expected_tokens
+from specjax.drafters import autoregressive, prompt_lookup
+from specjax.types import Info
+
+DEPTHS = (0, 1, 2, 3, 5, 7)
+
+
+def seconds(batch, k):
+    return 1 + 0.01 * batch * (k + 1) + k * (0.2 + 0.001 * batch)
+
+
+def info(accepted, depth, batch):
+    """One round in which every row drafted `depth` tokens and accepted `accepted`."""
+    row = lambda value: jnp.full((batch,), value, jnp.int32)
+    nothing = jnp.zeros((batch, 1), jnp.int32)
+    return Info(nothing, row(accepted + 1), row(accepted), row(depth), row(depth), row(1) > 0, row(0) > 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "depth", "wanted"), [(1, 3, 1.5417), (8, 2, 10.5797), (64, 1, 42.7673), (256, 0, 71.9101)]
+)
+def test_the_cards_goodput(batch, depth, wanted):
+    tokens = expected_tokens(jnp.full((batch, 7), 0.7), DEPTHS)
+    values = np.asarray(tokens) / [seconds(batch, k) for k in DEPTHS]
+    assert DEPTHS[values.argmax()] == depth
+    assert values.max() == pytest.approx(wanted, abs=1e-4)
+    # The same choice by the controller, which backs off as the batch grows.
+    controller = goodput(DEPTHS, costs=tuple(seconds(batch, k) / seconds(batch, 0) for k in DEPTHS), smoothing=1e-9)
+    state = controller.update(controller.init(batch), info(1, 2, batch))
+    assert controller.limit(state).tolist() == [depth] * batch
+
+
+def test_limits_of_acceptance_and_cost():
+    costs = lambda per_token: tuple(1 + per_token * k for k in DEPTHS)
+    poor, free = goodput(DEPTHS, costs=costs(0.1), start=0.0), goodput(DEPTHS, costs=costs(0.0))
+    assert poor.limit(poor.update(poor.init(2), info(0, 1, 2))).tolist() == [0, 0]
+    assert free.limit(free.update(free.init(2), info(1, 2, 2))).tolist() == [7, 7]
+
+
+def test_acceptance_counts_only_positions_that_were_reached():
+    controller = goodput(DEPTHS, costs=(1.0,) * 6, smoothing=0.5, start=0.5)
+    state = controller.update(controller.init(1), info(1, 3, 1))  # the first accepted, the second not, no third try
+    np.testing.assert_allclose(state.rate, [0.75, 0.25, 0.5, 0.5, 0.5, 0.5, 0.5])
+    assert state.seen[0].tolist() == [1, 1, 0, 0, 0, 0, 0]
+
+
+def test_where_nothing_is_drafted_it_probes():
+    controller = goodput((0, 1, 4), costs=(1.0, 2.0, 3.0), start=0.0, probe_every=4)
+    state, limits = controller.init(1), []
+    for _ in range(9):
+        limits.append(int(controller.limit(state)[0]))
+        state = controller.update(state, info(0, limits[-1], 1))
+    assert limits == [1, 0, 0, 1, 0, 0, 0, 1, 0]
+
+
+def test_text_is_that_of_plain_decoding_and_dear_passes_are_not_run():
+    target, prompts = tiny_llama(), [[1, 2, 3, 1, 2, 3, 1], [5, 6]]
+    run = lambda drafter, **options: decode(
+        target, drafter, prompts, key=jax.random.key(0), max_new_tokens=24, temperature=0.8, **options
+    )
+    plain = run(autoregressive())
+    drafter = prompt_lookup(7, min_ngram=1)
+    cheap = run(drafter, controller=goodput(DEPTHS, costs=(1.0, 1.01, 1.02, 1.03, 1.04, 1.05)))
+    dear = run(drafter, controller=goodput(DEPTHS, costs=(1.0, 20.0, 30.0, 40.0, 50.0, 60.0)))
+    assert cheap.to_lists() == dear.to_lists() == plain.to_lists()
+    assert cheap.stats.drafted.sum() > 4 * dear.stats.drafted.sum()
+
+
+def test_bad_settings():
+    with pytest.raises(UsageError, match="depths must rise from 0"):
+        goodput((1, 2))
+    with pytest.raises(UsageError, match="one positive number per depth"):
+        goodput((0, 1), costs=(1.0,))

@@ -1,0 +1,48 @@
+"""A bandit over drafters: exact text, arms by what they pay, bad settings."""
+
+import jax
+import numpy as np
+import pytest
+from toy import markov, tiny_llama
+
+from specjax import UsageError, decode
+from specjax.drafters import autoregressive, choice, prompt_lookup, token_recycling, two_model
+
+
+def cycle(n):
+    """A target that goes round n tokens."""
+    rows = np.full((n, n), 1e-6, np.float32)
+    rows[np.arange(n), (np.arange(n) + 1) % n] = 1.0
+    return markov(rows)
+
+
+@pytest.mark.parametrize(("price", "most", "least"), [(1.0, 75, 0), (50.0, 300, 200)])
+def test_it_drafts_where_it_pays_and_is_plain_where_not(price, most, least):
+    several = prompt_lookup(3), token_recycling(7, num_nodes=3)
+    drafter = choice(*several, depths=(3,), costs=(1.0, price))
+    result = decode(cycle(7), drafter, [[0]], key=jax.random.key(0), max_new_tokens=210)
+    assert result.to_lists()[0] == [(t + 1) % 7 for t in range(210)]
+    assert least <= int(result.stats.target_passes[0]) <= most
+    arms = 3
+    if least:  # each arm once, then hardly ever
+        assert int(result.stats.drafted[0]) < 3 * 3 * arms
+
+
+def test_text_is_that_of_plain_sampling():
+    target = tiny_llama()
+    run = lambda drafter: decode(
+        target, drafter, [[1, 2, 1, 2], [3]], key=jax.random.key(1), max_new_tokens=20, temperature=1.0
+    ).to_lists()
+    several = prompt_lookup(3, min_ngram=1), token_recycling(64, num_nodes=3)
+    assert run(choice(*several)) == run(autoregressive())
+
+
+def test_bad_settings():
+    with pytest.raises(UsageError, match="at least one drafter"):
+        choice()
+    with pytest.raises(UsageError, match="the same drafter twice"):
+        choice(prompt_lookup(3), prompt_lookup(3))
+    with pytest.raises(UsageError, match="without a model of their own"):
+        choice(two_model(tiny_llama()))
+    with pytest.raises(UsageError, match="depths must be at least 1"):
+        choice(prompt_lookup(3), depths=(0,))
