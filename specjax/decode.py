@@ -14,6 +14,7 @@ import numpy as np
 from specjax import checks
 from specjax.controllers import fixed
 from specjax.errors import UsageError
+from specjax.methods import make_drafter
 from specjax.sampling import row_keys
 from specjax.speculative import Inputs, add_stats, buffer_size, speculative, zero_stats
 from specjax.types import Array, Controller, DecodeState, Drafter, Info, Sampling, Stats, Target, VerifyFn
@@ -69,7 +70,7 @@ class StreamStep(NamedTuple):
 
 def decode(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | str | None,
     prompts: Prompts,
     *,
     key: Array,
@@ -90,7 +91,9 @@ def decode(
     call with the same shapes compiles nothing.
 
     Args:
-      target: the model and its parameters. drafter: see `specjax.drafters`; its parameters, if any, are its leaves.
+      target: the model and its parameters.
+      drafter: see `specjax.drafters`; its parameters, if any, are its leaves. The name of a row of METHODS that needs
+        nothing else will do; None is "auto", which drafts where it pays.
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
       key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B]. A row's text depends on its
         key and prompt only, not on the batch.
@@ -119,13 +122,13 @@ def decode(
         return _decode(inputs, tokens, lengths, keys, **static)
     result = _decode(dataclasses.replace(inputs, debug=True), tokens, lengths, keys, **static)
     if not isinstance(result.stats.violations, jax.core.Tracer):
-        checks.refuse(result.stats.violations, drafter.draws)
+        checks.refuse(result.stats.violations, inputs.drafter.draws)
     return result
 
 
 def stream(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | str | None,
     prompts: Prompts,
     *,
     key: Array,
@@ -159,13 +162,16 @@ def stream(
 
 
 def prepare(
-    target: Target, drafter: Drafter, prompts: Prompts, *, key: Array, max_new_tokens: int, temperature=0.0, top_k=None,
-    top_p=None, eos=(), sampling="speculative", verifier=None, controller=None, capacity=None,
+    target: Target, drafter: Drafter | str | None, prompts: Prompts, *, key: Array, max_new_tokens: int,
+    temperature=0.0, top_k=None, top_p=None, eos=(), sampling="speculative", verifier=None, controller=None,
+    capacity=None,
 ) -> tuple[Inputs, Array, Array, Array, dict]:  # fmt: skip
     """Check the arguments of `decode`.
 
     Returns: Inputs, padded tokens int32[B, L], lengths int32[B], keys [B] and the static arguments of the program.
     """
+    if not isinstance(drafter, Drafter):
+        drafter = make_drafter(drafter or "auto", target)
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     is_greedy = isinstance(temperature, int | float) and temperature == 0

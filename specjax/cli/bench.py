@@ -41,7 +41,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--method",
-            help="May be given several times; default: prompt_lookup, or two_model with --draft.",
+            help="May be given several times; default: auto, or two_model with --draft.",
             show_default=False,
         ),
     ] = None,
@@ -71,7 +71,7 @@ def bench(
     no_cache: o.NoCacheOption = False,
 ) -> None:
     settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier)
-    names = list(dict.fromkeys(method or ["two_model" if draft else "prompt_lookup"]))
+    names = list(dict.fromkeys(method or ["two_model" if draft else "auto"]))
     for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")

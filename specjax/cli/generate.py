@@ -38,7 +38,7 @@ def generate(
         str | None,
         typer.Option(
             "--method",
-            help="See `specjax methods`; default: prompt_lookup, or two_model with --draft.",
+            help="See `specjax methods`; default: auto, or two_model with --draft.",
             show_default=False,
         ),
     ] = None,
@@ -70,7 +70,7 @@ def generate(
 ) -> None:
     settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
-    method = method or ("two_model" if draft else "prompt_lookup")
+    method = method or ("two_model" if draft else "auto")
     o.check_methods([method], draft, num_draft_tokens, tree)
 
     from rich.console import Console

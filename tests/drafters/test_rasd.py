@@ -84,7 +84,7 @@ def test_the_union_accepts_what_the_better_of_the_two_does(ours, theirs, seed):
                 path[i] = (*path[int(tree.parents[0, i])], int(tree.tokens[0, i]))
         for i, spelled in path.items():
             logits[0, i] = law[tuple((*spelled, 0, 0, 0)[:3])] + len(spelled)
-        return int(greedy(None, tree, jnp.asarray(logits)).num_nodes[0])
+        return int(greedy(jax.random.split(jax.random.key(0), 1), tree, jnp.asarray(logits)).num_nodes[0])
 
     assert accepted(fused) == max(accepted(first), accepted(second))
 

@@ -1,0 +1,131 @@
+"""What auto decides, and what it learns: by hand, and against plain decoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import markov, tiny_llama
+
+from specjax import UsageError, costs, decode
+from specjax import tree as trees
+from specjax.drafters import auto, autoregressive
+from specjax.drafters.auto import CLASSES, COPIED, MEMORY, Counts, Joined, _learn, _prior, _rank, _State
+from specjax.types import Context, TokenTree
+
+NOTHING = Counts(jnp.zeros((1, CLASSES)), jnp.zeros((1, CLASSES)))
+
+
+def joined(paths_tokens, parents, kinds, start=0):
+    tree = TokenTree(jnp.array([paths_tokens]), jnp.array([parents]), jnp.ones((1, len(parents)), bool))
+    return Joined(tree, jnp.array([kinds]), jnp.array([start]))
+
+
+def run(target, drafter, prompts=((0,),), new=120, **options):
+    return decode(target, drafter, [list(p) for p in prompts], key=jax.random.key(0), max_new_tokens=new, **options)
+
+
+def cycle(n):
+    """A target that goes round n tokens."""
+    rows = np.full((n, n), 1e-6, np.float32)
+    rows[np.arange(n), (np.arange(n) + 1) % n] = 1.0
+    return markov(rows)
+
+
+def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
+    # A copied chain 5 6 and recycled nodes 5, 7, and 6 below the recycled 5.
+    draft = joined([1, 5, 6, 5, 7, 6], [-1, 0, 1, 0, 0, 3], [0, 0, 1, COPIED, COPIED + 1, COPIED + 2])
+    tree, chance = _rank(draft, NOTHING, 3)
+    p = _prior()
+    of_5 = 1 - (1 - p[0]) * (1 - p[COPIED])
+    of_6 = of_5 * (1 - (1 - p[1]) * (1 - p[COPIED + 2]))
+    wanted = sorted([(of_5, 5), (of_6, 6), (p[COPIED + 1], 7)], reverse=True)
+    assert tree.valid.sum() == 4
+    assert tree.tokens[0, 1:4].tolist() == [token for _, token in wanted]
+    np.testing.assert_allclose(chance[0, :4], [0, *[value for value, _ in wanted]], rtol=1e-5)
+    six = tree.tokens[0].tolist().index(6)
+    assert tree.tokens[0, tree.parents[0, six]] == 5
+
+
+def test_hindsight_counts_what_would_have_been_accepted():
+    """Drafted when the text had 2 tokens: 5 is right, 6 after it is not; 7 is wrong; what follows it was not tried."""
+    shadow = joined([1, 5, 6, 7, 8], [-1, 0, 1, 0, 3], [0, 3, 4, 3, 9], start=2)
+    state = _State((), NOTHING, shadow)
+    text = jnp.array([[4, 1, 5, 9, 9, 9]])
+    waiting = _learn(state, Context(text, jnp.array([3])), 4)  # 5 is there; what follows it is not
+    assert int(waiting.shadow.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0
+    learnt = _learn(waiting, Context(text, jnp.array([4])), 4)
+    assert int(learnt.shadow.start[0]) == 0
+    assert learnt.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
+    assert learnt.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
+    again = _learn(learnt._replace(shadow=shadow), Context(text, jnp.array([4])), 4)
+    np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_is_that_of_plain_decoding(temperature):
+    target, prompts = tiny_llama(), ((1, 2, 3, 1, 2, 3, 1), (5,))
+    drafter = auto(64, widths=(1, 4, 8), costs=(1.0, 1.01, 1.02))
+    ours = run(target, drafter, prompts, 40, temperature=temperature)
+    assert ours.to_lists() == run(target, autoregressive(), prompts, 40, temperature=temperature).to_lists()
+    assert ours.stats.drafted.sum() > 0
+
+
+def test_it_drafts_where_that_pays_and_is_plain_decoding_where_not():
+    cheap = run(cycle(9), auto(9, widths=(1, 4, 8), costs=(1.0, 1.1, 1.2)))
+    assert cheap.to_lists()[0] == [(t + 1) % 9 for t in range(120)]
+    assert int(cheap.stats.target_passes[0]) < 35
+    dear = run(cycle(9), auto(9, widths=(1, 4, 8), costs=(1.0, 9.0, 9.0)))
+    assert int(dear.stats.target_passes[0]) == 120
+    assert int(dear.stats.drafted[0]) == 0
+
+
+def test_hopeless_texts_are_left_alone():
+    """A target that draws from 40 tokens alike: nothing can be foreseen, and after a while nothing is drafted."""
+    target = markov(np.full((40, 40), 1 / 40, np.float32))
+    result = run(target, auto(40, widths=(1, 4, 8), costs=(1.0, 1.3, 1.6)), new=400, temperature=1.0)
+    assert int(result.stats.target_passes[0]) > 380
+    assert int(result.stats.drafted[0]) < 100
+
+
+def test_plain_decoding_keeps_learning():
+    """At a price at which only sure drafts pay, it begins plain and speculates once the text has proved regular."""
+    drafter = auto(9, widths=(1, 8), costs=(1.0, 5.0))
+    short, long = (run(cycle(9), drafter, new=new) for new in (12, 200))
+    assert int(short.stats.drafted[0]) == 0
+    assert int(long.stats.target_passes[0]) < 60
+    warm = run(cycle(9), long.drafter, new=12)
+    assert int(warm.stats.target_passes[0]) < 8
+
+
+def test_a_batch_backs_off_as_its_passes_grow_dear():
+    known = costs.estimated((1, 4, 8, 16), 1), costs.estimated((1, 4, 8, 16), 16)
+    assert (known[1][1:] > 1.5 * known[0][1:]).all()
+    assert costs.estimated((1, 64), 1, platform="tpu")[1] < 1.15
+    drafted = [
+        int(run(cycle(9), auto(9, costs=tuple(known[k].tolist())), [(t % 9,) for t in range(rows)]).stats.drafted.max())
+        for k, rows in ((0, 1), (1, 1))
+    ]
+    assert drafted[1] < drafted[0]
+
+
+def test_a_decision_does_not_read_the_randomness_of_its_round():
+    """Another key: another text, but the first round drafts the same."""
+    drafter = auto(64, widths=(1, 4, 8), costs=(1.0, 1.01, 1.02))
+    context = Context(jnp.array([[1, 2, 3, 1, 2, 3, 1, 2]]), jnp.array([8]))
+    state = drafter.init((), context)
+    first, second = (
+        drafter.propose((), jax.random.split(jax.random.key(seed), 1), state, context, jnp.array([9]))[0]
+        for seed in (0, 1)
+    )
+    for ours, theirs in zip(first[:3], second[:3], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert trees.depths(first.parents).max() > 1
+
+
+def test_bad_settings():
+    with pytest.raises(UsageError, match="widths must rise from 1"):
+        auto(9, widths=(2, 4))
+    with pytest.raises(UsageError, match="one positive number per width"):
+        auto(9, costs=(1.0, 2.0))
+    with pytest.raises(UsageError, match="over the model's"):
+        costs.measured(tiny_llama(), (1, 4), context=1 << 20)
