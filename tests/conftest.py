@@ -30,6 +30,13 @@ def release_programs(request):
         gc.collect()
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that share programs stay in one process: those of a file or, in the conformance suite, of a method."""
+    for item in items:
+        method = item.callspec.params.get("name", "") if hasattr(item, "callspec") else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {method if item.path.stem == 'test_methods' else ''}"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     item.nextitem = nextitem
