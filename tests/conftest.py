@@ -30,11 +30,13 @@ def release_programs(request):
         gc.collect()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Tests that share programs stay in one process: those of a file or, in the conformance suite, of a method."""
     for item in items:
-        method = item.callspec.params.get("name", "") if hasattr(item, "callspec") else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {method if item.path.stem == 'test_methods' else ''}"))
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        method = params.get("name", "") if item.path.stem == "test_methods" else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}:{method}"))
 
 
 @pytest.hookimpl(tryfirst=True)
