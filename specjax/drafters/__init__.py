@@ -2,9 +2,22 @@
 
 from specjax.drafters.autoregressive import autoregressive
 from specjax.drafters.hierarchical import hierarchical
+from specjax.drafters.input_guided import input_guided
 from specjax.drafters.jacobi import jacobi
+from specjax.drafters.nar_block import nar_block
 from specjax.drafters.prompt_lookup import prompt_lookup
+from specjax.drafters.rapid import rapid
 from specjax.drafters.token_recycling import token_recycling
 from specjax.drafters.two_model import two_model
 
-__all__ = ["autoregressive", "hierarchical", "jacobi", "prompt_lookup", "token_recycling", "two_model"]
+__all__ = [
+    "autoregressive",
+    "hierarchical",
+    "input_guided",
+    "jacobi",
+    "nar_block",
+    "prompt_lookup",
+    "rapid",
+    "token_recycling",
+    "two_model",
+]

@@ -46,7 +46,7 @@ def prompt_lookup(
 
     def propose(params, keys, state, context, limit):
         tokens, length = context.tokens, context.length
-        matched = _match_length(tokens, length, max_ngram)
+        matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_ngram))
         start = find(matched, length, num_tokens, min_ngram, max_ngram)  # [B], -1: nothing found
         root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
         index = start[:, None] + jnp.arange(num_tokens)
@@ -65,15 +65,22 @@ def prompt_lookup(
     )
 
 
-def _match_length(tokens: Array, length: Array, longest: int) -> Array:
-    """int32[B, L]: how many tokens ending at i equal the end of the text, at most `longest`; 0 at the end itself."""
-    position = jnp.arange(tokens.shape[1])
-    running = position < length[:, None] - 1
-    total = jnp.zeros(tokens.shape, jnp.int32)
-    for j in range(longest):
-        last = jnp.take_along_axis(tokens, jnp.maximum(length[:, None] - 1 - j, 0), 1)
-        equal = (tokens == last) & (length[:, None] > j)
-        running &= jnp.roll(equal, j, axis=1) & (position >= j)
+def last_tokens(tokens: Array, length: Array, count: int) -> Array:
+    """int32[B, count]: the last tokens of texts, the very last first; -1 where a text has no more."""
+    place = length[:, None] - 1 - jnp.arange(count)
+    return jnp.where(place >= 0, jnp.take_along_axis(tokens, jnp.maximum(place, 0), 1), -1)
+
+
+def match_length(source: Array, size: Array, ending: Array) -> Array:
+    """int32[B, L]: how many tokens of `source` int32[B, L] that end at i are the end of a text; 0 from `size` [B] on.
+
+    `ending` int32[B, n]: from `last_tokens`; no match is longer than n.
+    """
+    position = jnp.arange(source.shape[1])
+    running = position < size[:, None]
+    total = jnp.zeros(source.shape, jnp.int32)
+    for j in range(ending.shape[1]):
+        running &= jnp.roll(source == ending[:, j : j + 1], j, axis=1) & (position >= j)
         total += running
     return total
 
