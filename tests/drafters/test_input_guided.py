@@ -13,7 +13,7 @@ A, B, C, D, E, X, Y, BOS, EOS = range(9)
 
 
 def edit(sources, outputs, **options):
-    """Target passes of a batch of edits: `outputs` is what the target writes, without the eos."""
+    """Target passes, and tokens drafted, of each edit; the target writes `outputs`, each with an eos behind it."""
     longest = max(map(len, outputs)) + 1
     script = [[BOS, *row, *[EOS] * (longest - len(row))] for row in outputs]
     result = decode(
@@ -21,23 +21,23 @@ def edit(sources, outputs, **options):
         max_new_tokens=longest, eos=EOS,
     )  # fmt: skip
     assert result.to_lists() == [[*row, EOS] for row in outputs]
-    return result.stats.target_passes.tolist()
+    return list(zip(result.stats.target_passes.tolist(), result.stats.drafted.tolist(), strict=True))
 
 
 def test_the_cards_edits():
     text = [A, B, C, D, E]
-    edits = {
-        "one word changed": (text, [A, X, C, D, E], 3),  # a x | c | d e eos
-        "nothing changed": (text, text, 1),
-        "nothing in common": (text, [X, Y, X], 4),
-        "one word left out": (text, [A, C, D, E], 2),  # a c | d e eos
-        "one word put in": (text, [A, B, X, C, D, E], 3),  # a b x | c | d e eos
-        # `b` occurs twice: nothing is copied behind it; the bigram `b c` occurs once.
-        "a repeated word": ([A, B, D, B, C, E, A], [X, B, C, E, A], 4),  # x | b | c | e a eos
-        "the end of the source": (text, [X, E, A], 4),  # nothing stands behind the `e`: not a b, but none
+    edits = {  # source, output, (target passes, tokens drafted)
+        "one word changed": (text, [A, X, C, D, E], (3, 5 + 2)),  # a x | c | d e eos
+        "nothing changed": (text, text, (1, 5)),
+        "nothing in common": (text, [X, Y, X], (4, 5)),
+        "one word left out": (text, [A, C, D, E], (2, 5 + 2)),  # a c | d e eos
+        "one word put in": (text, [A, B, X, C, D, E], (3, 5 + 2)),  # a b x | c | d e eos
+        # Nothing is copied behind `a` or `b`, which occur twice; the bigram `a b` occurs once.
+        "repeated words": ([A, B, X, B, A, X], [Y, A, B, X, B, A, X], (4, 6 + 4)),  # y | a | b | x b a x eos
+        "the end of the source": (text, [X, E, A], (4, 5 + 4)),  # nothing stands behind the `e`, but behind the `a`
     }
-    sources, outputs, passes = zip(*edits.values(), strict=True)
-    assert dict(zip(edits, edit(sources, outputs), strict=True)) == dict(zip(edits, passes, strict=True))
+    sources, outputs, costs = zip(*edits.values(), strict=True)
+    assert dict(zip(edits, edit(sources, outputs), strict=True)) == dict(zip(edits, costs, strict=True))
 
 
 def reference(source, output, num_tokens, max_ngram):
@@ -73,7 +73,7 @@ def test_equals_plain_python(num_tokens, max_ngram):
         output = [int(t) if rng.uniform() < 0.9 else int(rng.integers(0, 7)) for t in source if rng.uniform() < 0.95]
         sources.append(source)
         outputs.append(output)
-    passes = edit(sources, outputs, num_tokens=num_tokens, max_ngram=max_ngram)
+    passes = [cost[0] for cost in edit(sources, outputs, num_tokens=num_tokens, max_ngram=max_ngram)]
     wanted = [reference(s, o, num_tokens, max_ngram) for s, o in zip(sources, outputs, strict=True)]
     assert passes == wanted
     assert np.mean(passes) < 0.6 * np.mean([len(o) + 1 for o in outputs])

@@ -24,8 +24,9 @@ def marginals(params, tokens, given, positions):
     for _ in range(positions.shape[1]):
         row = jnp.dot(row, params, precision="highest")
         laws.append(row)
-    consecutive = jnp.all(positions == last[:, None] + 1 + jnp.arange(positions.shape[1]))
-    return jnp.pad(jnp.log(jnp.where(consecutive, jnp.stack(laws, 1), jnp.nan)), ((0, 0), (0, 0), (0, 1)))
+    asked_well = jnp.all(positions == last[:, None] + 1 + jnp.arange(positions.shape[1]))
+    asked_well &= jnp.all(given | (tokens == MASK))
+    return jnp.pad(jnp.log(jnp.where(asked_well, jnp.stack(laws, 1), jnp.nan)), ((0, 0), (0, 0), (0, 1)))
 
 
 drafter_of = functools.partial(nar_block, marginals, mask_token=MASK, num_tokens=3)
