@@ -116,6 +116,22 @@ METHODS: dict[str, Method] = {
             "Luo et al. 2024, arXiv 2408.08696",
             MappingProxyType({"num_nodes": 7}),  # a pass over 8 tokens costs 1.7 of one on 2 cores; over 81 it costs 5
         ),
+        Method(
+            "input_guided",
+            lambda target, draft, **options: drafters.input_guided(**options),
+            "distribution",
+            False,
+            "copies the text to be edited, or the prompt, from where the output stands in it",
+            "Ge et al. 2022, arXiv 2205.10350",
+        ),
+        Method(
+            "rapid",
+            lambda target, draft, **options: drafters.rapid(draft, **options),
+            "distribution",
+            True,
+            "a draft model that reads only the relevant chunks of a long prompt",
+            "Chen et al. 2025, arXiv 2502.20330",
+        ),
     )
 }
 

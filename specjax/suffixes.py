@@ -1,4 +1,4 @@
-"""How far the end of a text recurs within it: one vectorised compare, no automaton."""
+"""Where the end of a text occurs, in itself or in another: one vectorised compare, no automaton."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import jax.numpy as jnp
 from specjax.types import Array
 
 
-def match_length(tokens: Array, length: Array, longest: int) -> Array:
-    """int32[B, L]: how many tokens ending at i equal the end of the text, at most `longest`; 0 at the end itself.
+def last_tokens(tokens: Array, length: Array, count: int) -> Array:
+    """int32[B, count]: the last tokens of texts, the very last first; -1 where a text has no more."""
+    place = length[:, None] - 1 - jnp.arange(count)
+    return jnp.where(place >= 0, jnp.take_along_axis(tokens, jnp.maximum(place, 0), 1), -1)
 
-    `longest` times L integer compares: nothing beside a pass of a model.
+
+def match_length(source: Array, size: Array, ending: Array) -> Array:
+    """int32[B, L]: how many tokens of `source` int32[B, L] that end at i are the end of a text; 0 from `size` [B] on.
+
+    `ending` int32[B, n]: from `last_tokens`; no match is longer than n. Its n * L integer compares are nothing beside a
+    pass of a model. For matches within one text, leave its last token out of `size`.
     """
-    position = jnp.arange(tokens.shape[1])
-    running = position < length[:, None] - 1
-    total = jnp.zeros(tokens.shape, jnp.int32)
-    for j in range(longest):
-        last = jnp.take_along_axis(tokens, jnp.maximum(length[:, None] - 1 - j, 0), 1)
-        equal = (tokens == last) & (length[:, None] > j)
-        running &= jnp.roll(equal, j, axis=1) & (position >= j)
+    position = jnp.arange(source.shape[1])
+    running = position < size[:, None]
+    total = jnp.zeros(source.shape, jnp.int32)
+    for j in range(ending.shape[1]):
+        running &= jnp.roll(source == ending[:, j : j + 1], j, axis=1) & (position >= j)
         total += running
     return total
 
@@ -28,7 +33,7 @@ def copied_chain(tokens: Array, length: Array, start: Array, count: int, limit: 
 
     Valid as far as the text goes, and no deeper than `limit` int32[B].
     """
-    root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+    root = last_tokens(tokens, length, 1)
     index = start[:, None] + jnp.arange(count)
     copied = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), 1)
     valid = (start[:, None] >= 0) & (index < length[:, None]) & (jnp.arange(count) < limit[:, None])

@@ -4,8 +4,11 @@ from specjax.drafters.auto import auto
 from specjax.drafters.autoregressive import autoregressive
 from specjax.drafters.choice import choice
 from specjax.drafters.hierarchical import hierarchical
+from specjax.drafters.input_guided import input_guided
 from specjax.drafters.jacobi import jacobi
+from specjax.drafters.nar_block import nar_block
 from specjax.drafters.prompt_lookup import prompt_lookup
+from specjax.drafters.rapid import rapid
 from specjax.drafters.rasd import rasd
 from specjax.drafters.suffix import suffix
 from specjax.drafters.token_recycling import token_recycling
@@ -16,8 +19,11 @@ __all__ = [
     "autoregressive",
     "choice",
     "hierarchical",
+    "input_guided",
     "jacobi",
+    "nar_block",
     "prompt_lookup",
+    "rapid",
     "rasd",
     "suffix",
     "token_recycling",

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.controllers import fixed
+from specjax.drafters.two_model import feed_last
 from specjax.errors import UsageError
 from specjax.prefill import prefill
 from specjax.speculative import Inputs, speculative
@@ -66,14 +67,10 @@ def _functions(model: Model, shape: Drafter, min_tokens: int) -> Drafter:
         """Feed what the cache lacks: M's own next token [B], its law [B, V], and the cache with the whole text."""
         length = context.length
         cache = cache._replace(length=jnp.maximum(length - LAG, 0))
-        place = jnp.maximum(length[:, None] - LAG + jnp.arange(LAG), 0)
-        alone = (length == 1)[:, None, None]  # then the first of the two is the root itself, seen by nobody
-        mask = jnp.array([[True, False], [False, True]]) | (~alone & jnp.array([[False, False], [True, False]]))
-        tokens = jnp.take_along_axis(context.tokens, place, 1)
-        output, pending = model.forward(params[0], tokens, cache, positions=place, mask=mask)
-        path = jnp.where(length[:, None] == 1, 1, jnp.arange(LAG))
+        logits, pending = feed_last(model, params[0], cache, context, length, LAG)
+        path = jnp.where(length[:, None] == 1, 1, jnp.arange(LAG))  # a text of one token has the last of the two only
         cache = model.commit(cache, pending, path, jnp.minimum(length, LAG))
-        law = sampling.warp(output.logits[:, -1], context.sampling)
+        law = sampling.warp(logits, context.sampling)
         if context.sampling.temperature is None:
             return jnp.argmax(law, -1).astype(jnp.int32), law, cache
         if context.noise is not None:

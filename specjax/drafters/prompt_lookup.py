@@ -22,7 +22,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.suffixes import copied_chain, match_length
+from specjax.suffixes import copied_chain, last_tokens, match_length
 from specjax.tree import chain
 from specjax.types import Drafter
 
@@ -47,7 +47,7 @@ def prompt_lookup(
 
     def propose(params, keys, state, context, limit):
         tokens, length = context.tokens, context.length
-        matched = match_length(tokens, length, max_ngram)
+        matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_ngram))
         start = find(matched, length, num_tokens, min_ngram, max_ngram)  # [B], -1: nothing found
         return chain(*copied_chain(tokens, length, start, num_tokens, limit)), state
 

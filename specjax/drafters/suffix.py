@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.suffixes import copied_chain, match_length
+from specjax.suffixes import copied_chain, last_tokens, match_length
 from specjax.tree import chain, pad_nodes
 from specjax.types import Array, Drafter
 
@@ -56,7 +56,7 @@ def suffix(
 
 def find(tokens: Array, length: Array, num_tokens: int, max_match: int, occurrence: str) -> tuple[Array, Array]:
     """Where the continuation of the best match starts int32[B] (-1: none), and how long the match is int32[B]."""
-    matched = match_length(tokens, length, max_match)
+    matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_match))
     position = jnp.arange(tokens.shape[1])
     full = jnp.where(position + 1 + num_tokens <= length[:, None], matched, 0)
     # A shorter match that can be copied from in full beats a longer one at the end of the text.

@@ -11,6 +11,7 @@ Guarantee: distribution (verified with the q that was sampled).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ class _State(NamedTuple):
     path: Array  # int32[B, P], the accepted ones among them
     accepted: Array  # int32[B], how many of `path` count
     places: Array  # int32[B, N], of the tree's nodes, from `trees.Grown`
-    length: Array  # int32[B], of the text
+    length: Array  # int32[B], of the text as the draft model sees it
+    dropped: Array  # int32[B], tokens of the prompt that it does not see
 
 
 def two_model(draft: Target, num_tokens: int = 4, tree: Builder | None = None, *, lag: int = 2) -> Drafter:
@@ -47,11 +49,16 @@ def two_model(draft: Target, num_tokens: int = 4, tree: Builder | None = None, *
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     if lag < 2:
         raise UsageError(f"lag must be at least 2, not {lag}")
-    return _functions(draft.model, tree or trees.chain(num_tokens), lag).replace(params=draft.params)
+    return functions(draft.model, tree or trees.chain(num_tokens), lag).replace(params=draft.params)
 
 
 @functools.cache
-def _functions(model: Model, builder: Builder, lag: int) -> Drafter:
+def functions(model: Model, builder: Builder, lag: int, shorten: Callable[[Context], Context] | None = None) -> Drafter:
+    """The drafter, without its parameters.
+
+    `shorten`: the prompts that the draft model reads in place of the target's, equal in their last `lag` tokens. Its
+    buffer is that of the cache, so the shortened text must end within it.
+    """
     # All rows feed the same number of tokens, whatever each lacks, so that they stay in step; on accelerators that
     # costs what one token does.
     slots = lag + (builder.levels - 1) * builder.frontier
@@ -62,44 +69,42 @@ def _functions(model: Model, builder: Builder, lag: int) -> Drafter:
         return jnp.maximum(length - lag, 0)
 
     def init(params, context: Context):
-        batch, buffer = context.tokens.shape
+        seen = context if shorten is None else shorten(context)
+        batch, buffer = seen.tokens.shape
         cache = model.init_cache(batch, buffer + slots)
-        cache = prefill(model, params, cache, context.tokens, start(context.length))
-        _, pending = feed_text(params, cache, context)
+        cache = prefill(model, params, cache, seen.tokens, start(seen.length))
+        _, pending = feed_last(model, params, cache, seen, seen.length, lag)
         zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.int32)
-        return _State(cache, kv.widen(pending, slots), zeros(longest), zeros(), zeros(builder.num_nodes), zeros() + lag)
-
-    def real(length):
-        """bool[B, lag]: which of the last `lag` tokens a text has."""
-        return jnp.arange(lag) >= lag - length[:, None]
-
-    def feed_text(params, cache, context: Context):
-        """Feed the last tokens of the text, the root last: its logits [B, V], and what is pending."""
-        place = jnp.maximum(context.length[:, None] - lag + jnp.arange(lag), 0)
-        tokens = jnp.take_along_axis(context.tokens, place, 1)
-        mask = jnp.tril(jnp.ones((lag, lag), bool)) & (real(context.length)[:, None, :] | jnp.eye(lag, dtype=bool))
-        output, pending = model.forward(params, tokens, cache, positions=place, mask=mask)
-        return output.logits[:, -1], pending
+        return _State(
+            cache=cache,
+            pending=kv.widen(pending, slots),
+            path=zeros(longest),
+            accepted=zeros(),
+            places=zeros(builder.num_nodes),
+            length=zeros() + lag,
+            dropped=context.length - seen.length,
+        )
 
     def propose(params, keys, state: _State, context: Context, limit):
+        length = context.length - state.dropped
         cache = model.commit(state.cache, state.pending, state.path, state.accepted)
-        cache = cache._replace(length=start(context.length))
-        logits, pending = feed_text(params, cache, context)
-        before_root = real(context.length)[:, None, :-1]
+        cache = cache._replace(length=start(length))
+        logits, pending = feed_last(model, params, cache, context, length, lag)
+        before_root = _real(length, lag)[:, None, :-1]
 
         def feed(pending, place, tokens, depth, seen):
             batch, width = tokens.shape
             text = jnp.broadcast_to(before_root, (batch, width, lag - 1))
             among = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
             output, new = model.forward(
-                params, tokens, cache, positions=context.length[:, None] - 1 + depth,
+                params, tokens, cache, positions=length[:, None] - 1 + depth,
                 mask=jnp.concatenate([text, seen, among], 2), earlier=pending,
             )  # fmt: skip
             return kv.insert(pending, new, lag - 1 + place), output.logits
 
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)[:, 0]
         grown, pending = trees.grow(builder, feed, kv.widen(pending, slots), root, logits, keys, context, limit)
-        return grown.tree, _State(cache, pending, state.path, state.accepted, grown.places, context.length)
+        return grown.tree, _State(cache, pending, state.path, state.accepted, grown.places, length, state.dropped)
 
     def update(params, state: _State, tree, verdict, output):
         """Note what was accepted. The next round commits it: a branch of the verify pass would copy the cache."""
@@ -122,3 +127,24 @@ def _functions(model: Model, builder: Builder, lag: int) -> Drafter:
         draws=builder.draws,
         widths=builder.widths,
     )
+
+
+def feed_last(
+    model: Model, params: PyTree, cache: PyTree, context: Context, length: Array, lag: int
+) -> tuple[Array, PyTree]:
+    """Feed the last `lag` tokens of the text, the root last: its logits [B, V], and what is pending.
+
+    `length` int32[B]: of the text as this model counts it. Tokens that a shorter text does not have are fed too, and
+    seen by nobody.
+    """
+    back = jnp.arange(lag) - lag
+    tokens = jnp.take_along_axis(context.tokens, jnp.maximum(context.length[:, None] + back, 0), 1)
+    positions = jnp.maximum(length[:, None] + back, 0)
+    mask = jnp.tril(jnp.ones((lag, lag), bool)) & (_real(length, lag)[:, None, :] | jnp.eye(lag, dtype=bool))
+    output, pending = model.forward(params, tokens, cache, positions=positions, mask=mask)
+    return output.logits[:, -1], pending
+
+
+def _real(length: Array, lag: int) -> Array:
+    """bool[B, lag]: which of the last `lag` tokens a text has."""
+    return jnp.arange(lag) >= lag - length[:, None]

@@ -13,11 +13,13 @@ from specjax.verifiers.grouped import grouped, grouped_static
 from specjax.verifiers.judge import init_judge, judge
 from specjax.verifiers.lantern import lantern
 from specjax.verifiers.multipath_block import multipath_block
+from specjax.verifiers.rapid import rapid
 from specjax.verifiers.recursive_rejection import recursive_rejection
 from specjax.verifiers.sample_and_match import sample_and_match
 from specjax.verifiers.specinfer import specinfer
 from specjax.verifiers.spectr import spectr
 from specjax.verifiers.standard import standard
+from specjax.verifiers.top_beta import top_beta
 from specjax.verifiers.traversal import traversal
 from specjax.verifiers.typical import typical
 from specjax.verifiers.verifier import ANY, Verifier
@@ -36,6 +38,7 @@ __all__ = [
     "judge",
     "lantern",
     "multipath_block",
+    "rapid",
     "recursive_rejection",
     "rollback",
     "rules_with_arrays",
@@ -43,6 +46,7 @@ __all__ = [
     "specinfer",
     "spectr",
     "standard",
+    "top_beta",
     "traversal",
     "typical",
 ]
@@ -62,6 +66,8 @@ VERIFIERS: dict[str, Verifier] = {
         traversal,
         replace(typical(), distance=0.33, setting="epsilon 0.09, delta 0.3"),
         replace(rollback(), distance=0.497, setting="alpha 5"),
+        replace(top_beta(), distance=0.497, setting="beta 5, tau 3"),
+        replace(rapid(), distance=0.719, setting="eta 10, alpha 0.1"),
     )
 }
 """Rules by name, written by hand. Those that take arrays are left out, since these belong to a vocabulary: see

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Array, TokenTree
-from specjax.verifiers.standard import chain_path, rest_of_chain
+from specjax.verifiers.standard import chain_logits, chain_path, rest_of_chain
 from specjax.verifiers.verifier import Accepted, Verifier, law, normalise, with_keys_and_params
 
 
@@ -40,7 +40,7 @@ def core(
     size: int,
 ) -> Accepted:
     """The dynamic rule with its uniforms float32[B, N] given (u[:, 0] is not used). `tree` is a chain."""
-    draft_logits = _draft_logits(tree, target_logits.shape[-1])
+    draft_logits = chain_logits(tree, target_logits.shape[-1])
     ids, member = window(target_logits[:, :-1], tree.tokens[:, 1:], size)
     p, q = (_probability(x[:, :-1], ids) for x in (target_logits, draft_logits))  # float32[B, L, 2h + 1]
     x = slice(size // 2, size // 2 + 1)  # the drafted token in its window
@@ -75,7 +75,7 @@ def window(logits: Array, token: Array, size: int) -> tuple[Array, Array]:
 
 def core_static(u: Array, tree: TokenTree, target_logits: Array, clusters: Array) -> Accepted:
     """The rule of a fixed partition `clusters` int32[V] with its uniforms given. `tree` is a chain."""
-    draft_logits = _draft_logits(tree, target_logits.shape[-1])
+    draft_logits = chain_logits(tree, target_logits.shape[-1])
     same = clusters == clusters[tree.tokens[:, 1:]][:, :, None]  # bool[B, L, V]
     p, q = (jnp.sum(law(x[:, :-1]) * same, -1) for x in (target_logits, draft_logits))
     q_x = _probability(draft_logits[:, :-1], tree.tokens[:, 1:, None])[:, :, 0]
@@ -86,13 +86,6 @@ def core_static(u: Array, tree: TokenTree, target_logits: Array, clusters: Array
     p_c, q_c = (jnp.zeros_like(x).at[:, clusters].add(x) for x in (p, q))  # float32[B, V], by cluster
     share = normalise(jnp.maximum(p_c - q_c, 0.0), p_c) / jnp.where(p_c > 0, p_c, 1.0)
     return Accepted(chain_path(num_nodes, u.shape[1]), num_nodes, p * share[:, clusters])
-
-
-def _draft_logits(tree: TokenTree, vocab: int) -> Array:
-    """The chain's logits; for a greedy draft, which leaves them out, those that can only draw its tokens."""
-    if tree.logits is not None:
-        return tree.logits
-    return jnp.where(jnp.arange(vocab) == jnp.roll(tree.tokens, -1, 1)[:, :, None], 0.0, -jnp.inf)
 
 
 def _probability(logits: Array, ids: Array) -> Array:

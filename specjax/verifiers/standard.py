@@ -50,6 +50,13 @@ def rest_of_chain(tree: TokenTree, last: Array, p: Array) -> Array:
     return residual(p, jnp.where(drafted & seen, q, 0.0))
 
 
+def chain_logits(tree: TokenTree, vocab: int) -> Array:
+    """The chain's logits; for a greedy draft, which leaves them out, those that can only draw its tokens."""
+    if tree.logits is not None:
+        return tree.logits
+    return jnp.where(jnp.arange(vocab) == jnp.roll(tree.tokens, -1, 1)[:, :, None], 0.0, -jnp.inf)
+
+
 standard = Verifier(
     "standard",
     with_keys(core),

@@ -10,7 +10,7 @@ from toy import tiny_llama
 
 from specjax import UsageError, decode
 from specjax.drafters import suffix, token_recycling, two_model
-from specjax.suffixes import match_length
+from specjax.suffixes import last_tokens, match_length
 from specjax.types import Context
 
 
@@ -53,7 +53,8 @@ def test_latest_and_earliest_and_thresholds():
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
 def test_match_length_equals_plain_python(text):
     tokens = jnp.zeros((1, 32), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-    ours = match_length(tokens, jnp.array([len(text)]), 30)[0]
+    length = jnp.array([len(text)])
+    ours = match_length(tokens, length - 1, last_tokens(tokens, length, 30))[0]
     for i in range(32):
         wanted = 0
         while i < len(text) - 1 and wanted <= i and text[i - wanted] == text[len(text) - 1 - wanted]:

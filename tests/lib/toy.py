@@ -52,6 +52,23 @@ def markov(rows=TARGET_ROWS) -> Target:
 
 
 @functools.cache
+def scripted_model(vocab: int) -> Model:
+    """A model whose next token depends on the position alone; params: int32[B, S], the token at each position."""
+
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
+        following = jnp.take_along_axis(params, jnp.minimum(positions + 1, params.shape[1] - 1), 1)
+        logits = 9.0 * jax.nn.one_hot(following, vocab)
+        return Output(logits, jnp.zeros((*tokens.shape, 1))), ()
+
+    return markov_model(vocab)._replace(forward=forward, name="scripted")
+
+
+def scripted(rows, vocab: int) -> Target:
+    """A greedy target that writes row b of `rows` int[B, S], whatever it reads; the prompt counts as its beginning."""
+    return Target(scripted_model(vocab), jnp.asarray(rows, jnp.int32))
+
+
+@functools.cache
 def template(branching: tuple[int, ...]) -> tree.Template:
     """`branching[d]` children for each node of depth d."""
     paths, level = [], [()]

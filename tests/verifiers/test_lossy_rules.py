@@ -17,10 +17,12 @@ from lossy import (
     lantern_core,
     output_tv,
     random_chains,
+    rapid_core,
     rollback_core,
     rsd_core,
     standard_core,
     static_core,
+    top_beta_core,
     typical_core,
     with_head,
 )
@@ -35,6 +37,8 @@ from specjax.verifiers.bild import rollback
 from specjax.verifiers.grouped import grouped, grouped_static
 from specjax.verifiers.judge import init_judge, judge
 from specjax.verifiers.lantern import lantern
+from specjax.verifiers.rapid import rapid
+from specjax.verifiers.top_beta import top_beta
 from specjax.verifiers.typical import typical
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -79,6 +83,8 @@ TABLE = {name: rule for name, rule in {**VERIFIERS, **rules_with_arrays()}.items
 CORES_OF_TABLE = {  # with the settings that are no parameters of the Verifier
     "typical": functools.partial(typical_core, epsilon=0.09, delta=0.3),
     "rollback": functools.partial(rollback_core, alpha=5.0),
+    "top_beta": functools.partial(top_beta_core, beta=5, tau=3.0),
+    "rapid": functools.partial(rapid_core, eta=10.0),
     "judge": lambda u, tree, logits, *head: judge_core(u, tree, logits, jax.nn.one_hot(tree.tokens, 3), *head),
     "lantern": lantern_core,
     "lantern++": lantern_core,
@@ -133,8 +139,20 @@ def test_distance_on_trees_drawn_without_replacement(core, values, golden):
         functools.partial(grouped_core, max_gap=INF, size=0),
         functools.partial(grouped_core, max_gap=-1.0, size=4),
         functools.partial(static_core, clusters=jnp.arange(6)),
+        functools.partial(rapid_core, eta=0.0),
+        functools.partial(rapid_core, eta=0.0, residual="paper"),
     ],
-    ids=["judge", "lantern", "lantern_k0", "lantern_offset", "grouped", "grouped_gap", "grouped_static"],
+    ids=[
+        "judge",
+        "lantern",
+        "lantern_k0",
+        "lantern_offset",
+        "grouped",
+        "grouped_gap",
+        "grouped_static",
+        "rapid",
+        "rapid_paper",
+    ],
 )
 def test_the_lossless_end_is_the_standard_rule_with_the_same_uniforms(core):
     u, tree, logits = random_chains()
@@ -171,7 +189,8 @@ def test_temperature_zero_is_greedy_verification():
     """Oracle of typical (2) and rollback (3), and the others at, or near, their lossless ends."""
     tree, logits = one_hot_case()
     keys = jax.random.split(jax.random.key(0), tree.tokens.shape)
-    exact, close = (grouped_static(np.arange(5)), judge(*init_judge(2)), lantern(NEAREST, 0.0)), (typical(), grouped(4))
+    exact = (grouped_static(np.arange(5)), judge(*init_judge(2)), lantern(NEAREST, 0.0))
+    close = (typical(), grouped(4), top_beta(), rapid(), rapid(sample=False), rapid(residual="paper"))
     rules = {str(i): rule for i, rule in enumerate((greedy, *exact, *close, rollback(), rollback(sample=True)))}
     run = jax.jit(lambda rules: {i: r(keys, tree, logits, jnp.zeros((64, 5, 2))) for i, r in rules.items()})
     ends = run(rules)
@@ -181,7 +200,9 @@ def test_temperature_zero_is_greedy_verification():
     assert len(np.unique(ends["0"].num_nodes)) == 5
 
 
-@pytest.mark.parametrize("rule", ["judge", "lantern", "grouped", "grouped_static", "typical", "rollback"])
+@pytest.mark.parametrize(
+    "rule", ["judge", "lantern", "grouped", "grouped_static", "typical", "rollback", "top_beta", "rapid"]
+)
 def test_permuting_the_vocabulary_permutes_the_result(rule):
     u, tree, logits = random_chains(seed=3)
     permutation = np.random.default_rng(0).permutation(6)  # new id i is old id permutation[i]
@@ -194,6 +215,8 @@ def test_permuting_the_vocabulary_permutes_the_result(rule):
         "grouped_static": (lambda c, *x: static_core(*x, c), lambda new, old: jnp.array([0, 0, 1, 1, 2, 2])[old]),
         "typical": (lambda _, *x: typical_core(*x, epsilon=0.2, delta=0.4), lambda new, old: None),
         "rollback": (lambda _, *x: rollback_core(*x, alpha=1.5), lambda new, old: None),
+        "top_beta": (lambda _, *x: top_beta_core(*x, beta=3, tau=1.5), lambda new, old: None),
+        "rapid": (lambda _, *x: rapid_core(*x, eta=3.0, residual="paper"), lambda new, old: None),
     }[rule]
     core, same = jax.jit(core), jnp.arange(6)
     plain = core(params(same, same), u, tree, logits)
