@@ -4,7 +4,8 @@ from specjax.drafters.autoregressive import autoregressive
 from specjax.drafters.hierarchical import hierarchical
 from specjax.drafters.jacobi import jacobi
 from specjax.drafters.prompt_lookup import prompt_lookup
+from specjax.drafters.rest import rest
 from specjax.drafters.token_recycling import token_recycling
 from specjax.drafters.two_model import two_model
 
-__all__ = ["autoregressive", "hierarchical", "jacobi", "prompt_lookup", "token_recycling", "two_model"]
+__all__ = ["autoregressive", "hierarchical", "jacobi", "prompt_lookup", "rest", "token_recycling", "two_model"]
