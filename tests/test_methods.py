@@ -30,7 +30,7 @@ OPTIONS = {
     "hierarchical": {"min_tokens": 3},
     "jacobi": {"window": 4},
     "prompt_lookup": {"num_tokens": 4},
-    "rest": {"num_nodes": 7, "num_tokens": 4, "max_span": 4, "num_paths": 8},
+    "rest": {"num_nodes": 7, "depth": 4, "max_span": 4, "num_paths": 8},
     "token_recycling": {"num_nodes": 7},
     "two_model": {"num_tokens": 3},
 }

@@ -48,6 +48,20 @@ class Datastore:
         """Places of all shards, the documents' ends included."""
         return sum(len(shard.tokens) for shard in self.shards)
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What it is: counts, memory, and hashes of its vocabulary and its text."""
+        per_token = token_dtype(self.vocab_size).itemsize + 4
+        return {
+            "documents": self.info.get("documents"),
+            "tokens": self.num_tokens,
+            "shards": len(self.shards),
+            "bytes": self.num_tokens * per_token,
+            "vocab_size": self.vocab_size,
+            "tokenizer": self.info.get("tokenizer"),
+            "text": self.info.get("text"),
+        }
+
     def to_device(self, mesh=None):
         """The `Index` on the device, or its shards spread over the axis "model" of a mesh. See `index.to_device`."""
         from specjax.datastore.index import to_device

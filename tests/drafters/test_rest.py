@@ -13,7 +13,7 @@ from specjax.drafters import autoregressive, rest
 from specjax.types import Context
 
 CARD = [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3, 4, 6]
-TWO_TOKENS = {"num_nodes": 5, "num_tokens": 2, "max_span": 5}
+TWO_TOKENS = {"num_nodes": 5, "depth": 2, "max_span": 5}
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def test_the_cards_tree():
 
 
 def test_two_nodes_keep_the_heaviest_and_the_smaller_id():
-    two = {"num_nodes": 2, "num_tokens": 2, "max_span": 3}
+    two = {"num_nodes": 2, "depth": 2, "max_span": 3}
     assert proposed([1, 2, 3], **two) == ([3, 4, 5], [-1, 0, 0])
     assert proposed([4, 9, 1, 2, 3], **two) == ([3, 4, 5], [-1, 0, 0])  # no longer span is looked for
     assert proposed([4, 9], **two) == ([9, 1, 2], [-1, 0, 1])
@@ -64,7 +64,7 @@ def test_a_corpus_of_the_targets_own_text_is_accepted_in_blocks():
     texts = [prompt + new for prompt, new in zip(prompts, plain, strict=True)]
     ours = decode(
         target,
-        rest(from_documents(texts, 64).to_device(), num_nodes=6, num_tokens=6, max_span=4, num_paths=4),
+        rest(from_documents(texts, 64).to_device(), num_nodes=6, depth=6, max_span=4, num_paths=4),
         prompts,
         **options,
     )
@@ -73,7 +73,7 @@ def test_a_corpus_of_the_targets_own_text_is_accepted_in_blocks():
 
 
 def test_bad_settings():
-    with pytest.raises(UsageError, match="num_nodes, num_tokens and num_paths must be at least 1, not 0"):
+    with pytest.raises(UsageError, match="num_nodes, depth and num_paths must be at least 1, not 0"):
         rest(index(), num_nodes=0)
     with pytest.raises(UsageError, match="min_span must be from 1 to max_span"):
         rest(index(), min_span=17)
