@@ -96,16 +96,16 @@ def find(
     store, tokenizer = d.open_datastore(folder), _tokenizer(target)
     d.check_tokenizer(store, tokenizer, str(folder))
     match = store.search(tokenizer.encode(text, special=False), max_span, min_span=1)
-    read = min(sum(match.count), 5000)
+    read = min(sum(match.counts), 5000)
     paths = [tuple(t for t in path if t >= 0) for path in store.continuations(match, read, length).tolist()]
     best = collections.Counter(paths).most_common(limit)
     found = [{"text": tokenizer.decode(path), "token_ids": list(path), "count": count} for path, count in best]
     if as_json:
-        print(json.dumps({"span": match.span, "count": sum(match.count), "read": read, "continuations": found}))
+        print(json.dumps({"span": match.span, "count": sum(match.counts), "read": read, "continuations": found}))
         return
     out = Console()
     print_plain = lambda line: out.print(line, markup=False, highlight=False, soft_wrap=True)
-    print_plain(f"the last {match.span} tokens occur {sum(match.count)} times" if match.span else "not found")
+    print_plain(f"the last {match.span} tokens occur {sum(match.counts)} times" if match.span else "not found")
     for entry in found:
         print_plain(f"{entry['count']:6d}  {entry['text']!r}")
 

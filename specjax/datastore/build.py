@@ -51,13 +51,13 @@ def build(
 
     Returns: the datastore, opened. Raises: UsageError for bad files or options, or if `out` exists.
     """
-    files, out = [Path(file) for file in files], Path(out)
+    paths, out = [Path(file) for file in files], Path(out)
     if out.exists():
         raise UsageError(f"{out} exists already; remove it or choose another folder")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {out.absolute().parent}; create it first")
     vocab_size = len(tokenizer.vocab)
-    known = corpus.survey(corpus.read(files, fields))
+    known = corpus.survey(corpus.read(paths, fields))
     if not known.documents:
         raise UsageError("the files hold no text; give at least one document that is not blank")
     plan = {
@@ -75,7 +75,7 @@ def build(
     meta = _resume(part, plan, say)
     used, place = meta["shards"][-1]["next"] if meta["shards"] else (0, 0)
 
-    blocks = _counted(corpus.read(files, fields), known.size, progress)
+    blocks = _counted(corpus.read(paths, fields), known.size, progress)
     end = token_dtype(vocab_size).type(vocab_size)
 
     def pieces():
@@ -89,7 +89,7 @@ def build(
             checksums = []
             for file, array in zip((tokens_file, suffixes_file), shard, strict=True):
                 stored = array.astype(array.dtype.newbyteorder("<"), copy=False)
-                file.write(stored)
+                file.write(stored.data)
                 file.flush()
                 os.fsync(file.fileno())
                 checksums.append(checksum_of(stored))

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
 
@@ -86,7 +86,7 @@ def _document(line: str, fields: Sequence[str], where: str) -> str:
         raise UsageError(f"{where}: it has none of the fields {', '.join(FIELDS)}; name one with --field")
     parts: list[str] = []
     for name in wanted:
-        value = entry.get(name)
+        value: Any = entry.get(name)
         parts += value if isinstance(value, list) else [value]
         if not all(isinstance(part, str) for part in parts):
             raise UsageError(f'{where}: the field "{name}" holds no string or list of strings; choose another --field')

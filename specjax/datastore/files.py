@@ -92,7 +92,7 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
 
 def checksum_of(array: np.ndarray) -> str:
     """Of its bytes."""
-    return hashlib.blake2b(np.ascontiguousarray(array), digest_size=16).hexdigest()
+    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
 
 
 def _shards(folder: Path, meta: dict[str, Any]) -> tuple[Shard, ...]:

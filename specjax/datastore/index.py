@@ -30,7 +30,7 @@ class Matches(NamedTuple):
 
     span: Array  # int32[B]; 0: none
     first: Array  # int32[B, S]
-    count: Array  # int32[B, S]
+    counts: Array  # int32[B, S]
 
 
 def to_device(store: Datastore, mesh: jax.sharding.Mesh | None = None) -> Index:
@@ -49,11 +49,9 @@ def to_device(store: Datastore, mesh: jax.sharding.Mesh | None = None) -> Index:
     for i, shard in enumerate(store.shards):
         sizes[i] = len(shard.tokens)
         tokens[i, : sizes[i]], suffixes[i, : sizes[i]] = shard
-    arrays = tokens, suffixes, sizes
-    if mesh is None:
-        return Index(*map(jnp.asarray, arrays), store.vocab_size)
-    by_shard = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
-    return Index(*(jax.device_put(array, by_shard) for array in arrays), store.vocab_size)
+    by_shard = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+    place = lambda array: jax.device_put(array, by_shard)
+    return Index(place(tokens), place(suffixes), place(sizes), store.vocab_size)
 
 
 def search(index: Index, text: Array, length: Array, min_span: int = 2) -> Matches:
@@ -104,8 +102,8 @@ def continuations(index: Index, matches: Matches, num_paths: int, length: int) -
     All occurrences if there are at most `num_paths` (then rows of -1), else so many, evenly spread over them in the
     order of the shards and their suffix arrays: continuations come in proportion to how often they occur.
     """
-    total = jnp.sum(matches.count, 1)[:, None]
-    before = jnp.cumsum(matches.count, 1) - matches.count  # [B, S], occurrences in earlier shards
+    total = jnp.sum(matches.counts, 1)[:, None]
+    before = jnp.cumsum(matches.counts, 1) - matches.counts  # [B, S], occurrences in earlier shards
     j = jnp.arange(num_paths)
     spread = j * (total // num_paths) + j * (total % num_paths) // num_paths  # j * total // num_paths overflows
     rank = jnp.where(total <= num_paths, j, spread)  # [B, R]
@@ -117,6 +115,6 @@ def continuations(index: Index, matches: Matches, num_paths: int, length: int) -
         place = jnp.minimum(start[:, :, None] + jnp.arange(length), tokens.shape[0] - 1)
         return jnp.where(mine[:, :, None], tokens[place].astype(jnp.int32) + 1, 0)
 
-    by_shard = jax.vmap(of_shard, (0, 0, 1, 1, 1))(index.tokens, index.suffixes, matches.first, before, matches.count)
+    by_shard = jax.vmap(of_shard, (0, 0, 1, 1, 1))(index.tokens, index.suffixes, matches.first, before, matches.counts)
     paths = jnp.sum(by_shard, 0) - 1  # each belongs to one shard
     return jnp.where(jnp.cumsum(paths == index.vocab_size, 2) > 0, -1, paths)

@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
     span: int  # tokens of the text that match; 0: none
     first: list[int]  # per shard, the first rank of the suffix array that begins with them
-    count: list[int]  # per shard, how many ranks do
+    counts: list[int]  # per shard, how many ranks do
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class Datastore:
         the order of the shards and their suffix arrays: continuations come in proportion to how often they occur.
         """
         paths = np.full((num_paths, length), -1, np.int32)
-        before = np.cumsum([0, *match.count])  # occurrences in earlier shards
+        before = np.cumsum([0, *match.counts])  # occurrences in earlier shards
         total = int(before[-1])
         for j in range(min(total, num_paths)):
             rank = j if total <= num_paths else j * total // num_paths

@@ -65,17 +65,17 @@ def test_device_equals_host_equals_brute_force(documents, text, shard_tokens):
     assert all(shard.tokens[-1] == 3 and len(shard.tokens) <= shard_tokens for shard in store.shards)
     span, wanted = brute_force(store, text)
     match = store.search(text, MAX_SPAN)
-    assert (match.span, sum(match.count)) == (span, sum(wanted.values()))
+    assert (match.span, sum(match.counts)) == (span, sum(wanted.values()))
     every = store.continuations(match, 60, LENGTH)
-    assert paths_of(every[: sum(match.count)]) == wanted
+    assert paths_of(every[: sum(match.counts)]) == wanted
 
     last = np.zeros(MAX_SPAN, np.int32)
     last[-len(text[-MAX_SPAN:]) :] = text[-MAX_SPAN:]
     matches, paths = on_device(padded(store.to_device()), np.array([last]), np.array([len(text)]))
     assert int(matches.span[0]) == match.span
     shards = len(store.shards)
-    assert matches.count[0].tolist() == match.count + [0] * (SHARDS - shards)
-    for ours, theirs, count in zip(matches.first[0].tolist(), match.first, match.count, strict=False):
+    assert matches.counts[0].tolist() == match.counts + [0] * (SHARDS - shards)
+    for ours, theirs, count in zip(matches.first[0].tolist(), match.first, match.counts, strict=False):
         assert ours == theirs or not count
     np.testing.assert_array_equal(paths[0], store.continuations(match, PATHS, LENGTH))
 
@@ -95,7 +95,7 @@ def test_rows_do_not_see_each_other():
 def test_more_occurrences_than_paths_are_spread_evenly():
     store = from_documents([[1, 1, i] for i in [0] * 8 + [2] * 4], 3)
     match = store.search([1, 1])
-    assert match.count == [12]
+    assert match.counts == [12]
     assert store.continuations(match, 6, 1).ravel().tolist() == [0, 0, 0, 0, 2, 2]
 
 
