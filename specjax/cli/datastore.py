@@ -21,7 +21,7 @@ document of UTF-8 text.
 The folder appears when it is whole. A build that was interrupted goes on
 where it was when the same command is run again; after a change of the files
 or options it starts anew, and says so. One shard is in memory at a time,
-about 30 bytes per token; a token takes 6 bytes on disk and on the device (8
+20 to 50 bytes per token; a token takes 6 bytes on disk and on the device (8
 for vocabularies above 65,535).
 """
 

@@ -41,7 +41,7 @@ def build(
     """Tokenize files, sort their suffixes and write the folder `out`.
 
     The text is read twice: first to know it. A build that was interrupted goes on after its last whole shard when it is
-    started again with the same text, tokenizer and options; else it starts anew. Memory: one shard, about 30 bytes per
+    started again with the same text, tokenizer and options; else it starts anew. Memory: one shard, 20 to 50 bytes per
     token of it.
 
     Args:

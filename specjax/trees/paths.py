@@ -33,14 +33,11 @@ def from_paths(root: Array, paths: Array, weights: Array, num_nodes: int) -> Tok
     batch, count, depth = paths.shape
     weights = weights.astype(jnp.float32)
     paths, weights = _sorted(jnp.where((weights > 0)[:, :, None], paths, -1), weights)
-    real = paths >= 0
     first = _first_of_prefix(paths)  # int32[B, R, D]
-    row = jnp.arange(count)
-    member = first[:, None] == row[:, None, None]  # bool[B, leader, R, D]
-    total = jnp.sum(jnp.where(member & real[:, None], weights[:, None, :, None], 0.0), 2)  # of leaders [B, R, D]
-    # A prefix is never lighter than its extension, whatever rounding does.
-    total = jax.lax.cummin(jnp.take_along_axis(total, first, 1), axis=2)
-    total = jnp.where(real & (first == row[:, None]), total, -1.0)
+    is_member = first[:, None] == jnp.arange(count)[:, None, None]  # bool[B, leader, R, D]
+    # All sums add R numbers in the same order, some of them 0: a prefix is never lighter than its extension.
+    total = jnp.sum(jnp.where(is_member, weights[:, None, :, None], 0.0), 2)  # [B, R, D]; 0 but for leaders
+    total = jnp.where(paths >= 0, total, 0.0)
 
     k = min(num_nodes - 1, count * depth)
     by_depth = lambda x: x.swapaxes(1, 2).reshape(batch, -1)  # [B, D * R]: shorter prefixes first

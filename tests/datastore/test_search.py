@@ -26,9 +26,9 @@ def on_device(index, text, length):
 SHARDS, PLACES = 8, 30
 
 
-def padded(index: Index) -> Index:
+def padded(index: Index, places: int = PLACES) -> Index:
     """The same index in arrays of one size, so that all examples share a program."""
-    more = ((0, SHARDS - index.tokens.shape[0]), (0, PLACES - index.tokens.shape[1]))
+    more = ((0, SHARDS - index.tokens.shape[0]), (0, places - index.tokens.shape[1]))
     tokens = np.pad(np.asarray(index.tokens), more, constant_values=index.vocab_size)
     suffixes, sizes = np.pad(np.asarray(index.suffixes), more), np.pad(np.asarray(index.sizes), more[:1])
     return Index(tokens, suffixes, sizes, index.vocab_size)
@@ -93,10 +93,13 @@ def test_rows_do_not_see_each_other():
 
 
 def test_more_occurrences_than_paths_are_spread_evenly():
-    store = from_documents([[1, 1, i] for i in [0] * 8 + [2] * 4], 3)
-    match = store.search([1, 1])
+    store = from_documents([[20, 20, i] for i in range(12)], 21)
+    match = store.search([20, 20])
     assert match.counts == [12]
-    assert store.continuations(match, 6, 1).ravel().tolist() == [0, 0, 0, 0, 2, 2]
+    assert store.continuations(match, 6, 1).ravel().tolist() == [0, 2, 4, 6, 8, 10]
+    _, paths = on_device(padded(store.to_device(), 60), np.array([[0, 0, 20, 20]]), np.array([4]))
+    assert paths[0, :, 0].tolist() == [0, 2, 4, 7, 9]
+    assert (paths[0, :, 1:] == -1).all()
 
 
 def test_ids_beyond_the_vocabulary_match_nothing():
