@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 
 from specjax import drafters
+from specjax.datastore import Datastore
 from specjax.errors import UsageError
 from specjax.types import Drafter, Guarantee, Target
 
@@ -27,6 +28,7 @@ class Method(NamedTuple):
     summary: str
     paper: str
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines where wide passes are dear
+    needs_datastore: bool = False  # `make` takes `datastore=` too
 
 
 METHODS: dict[str, Method] = {
@@ -132,6 +134,16 @@ METHODS: dict[str, Method] = {
             "a draft model that reads only the relevant chunks of a long prompt",
             "Chen et al. 2025, arXiv 2502.20330",
         ),
+        Method(
+            "rest",
+            lambda target, draft, *, datastore, **options: drafters.rest(datastore.to_device(), **options),
+            "distribution",
+            False,
+            "a tree of what most often followed the current words in a corpus",
+            "He et al. 2024, arXiv 2311.08252",
+            MappingProxyType({"num_nodes": 7}),
+            needs_datastore=True,
+        ),
     )
 }
 
@@ -141,10 +153,12 @@ def _pick(target: Target, num_nodes: int = 7, **options) -> Drafter:
     return drafters.choice(*several, dtype=jax.tree.leaves(target.params)[0].dtype.name, **options)
 
 
-def make_drafter(name: str, target: Target, draft: Target | None = None, **options) -> Drafter:
+def make_drafter(
+    name: str, target: Target, draft: Target | None = None, *, datastore: Datastore | None = None, **options
+) -> Drafter:
     """The drafter of a method by name. `options` go to its factory.
 
-    Raises: UsageError for an unknown name, or a missing or mismatched draft model.
+    Raises: UsageError for an unknown name, or a missing or mismatched draft model or datastore.
     """
     if name not in METHODS:
         raise UsageError(f'unknown method "{name}"; choose one of {", ".join(METHODS)}')
@@ -157,4 +171,13 @@ def make_drafter(name: str, target: Target, draft: Target | None = None, **optio
                 f"the draft model has {draft.model.vocab_size} tokens in its vocabulary and the target "
                 f"{target.model.vocab_size}; choose a draft model of the same family"
             )
+    if method.needs_datastore:
+        if datastore is None:
+            raise UsageError(f"method {name} needs a datastore; give one with --datastore (datastore= in Python)")
+        if datastore.vocab_size > target.model.vocab_size:
+            raise UsageError(
+                f"the datastore has {datastore.vocab_size} tokens in its vocabulary and the target "
+                f"{target.model.vocab_size}; build one with the target's own tokenizer"
+            )
+        options["datastore"] = datastore
     return method.make(target, draft, **options)

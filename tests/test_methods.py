@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import DRAFT_ROWS, TARGET_ROWS, branching_drafter, chi_square, joint_law, markov, sampled_triples, tiny_llama
+from toy import (
+    DRAFT_ROWS,
+    TARGET_ROWS,
+    branching_drafter,
+    chi_square,
+    joint_law,
+    markov,
+    sampled_triples,
+    tiny_datastore,
+    tiny_llama,
+)
 
 import specjax
 from specjax import METHODS, Target, UsageError, decode, make_drafter, stream
@@ -29,6 +39,7 @@ OPTIONS = {
     "rasd": {"tree": "top:2x1"},
     "suffix": {"num_tokens": 5},
     "rapid": {"num_tokens": 3, "budget": 12, "chunk": 4, "query": 3, "max_new_tokens": 20},
+    "rest": {"num_nodes": 7, "depth": 4, "max_span": 4, "num_paths": 8},
     "token_recycling": {"num_nodes": 7},
     "two_model": {"num_tokens": 3},
 }
@@ -36,9 +47,16 @@ NAMES = sorted(METHODS)
 BATCH_WIDE = {"auto", "choice"}  # decide for the whole batch: a row's passes depend on it, its text does not
 
 
+def make(name, target, draft):
+    options = dict(OPTIONS.get(name, {}))
+    if METHODS[name].needs_datastore:
+        options["datastore"] = tiny_datastore(target.model.vocab_size)
+    return make_drafter(name, target, draft, **options)
+
+
 @functools.cache
 def drafter_of(name):
-    return make_drafter(name, tiny_llama(), tiny_llama(seed=1, layers=1), **OPTIONS.get(name, {}))
+    return make(name, tiny_llama(), tiny_llama(seed=1, layers=1))
 
 
 @functools.cache
@@ -131,7 +149,7 @@ def test_second_call_compiles_nothing_and_steps_transfer_nothing(name):
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
     )
-    rebuilt = make_drafter(name, tiny_llama(), tiny_llama(seed=1, layers=1), **OPTIONS.get(name, {}))
+    rebuilt = make(name, tiny_llama(), tiny_llama(seed=1, layers=1))
     call = {"key": jax.random.key(1), "max_new_tokens": 24, "temperature": 0.5}
     jax.random.key(1).block_until_ready()
     compiled.clear()
@@ -160,7 +178,7 @@ def test_works_inside_the_callers_jit(name):
 
 
 def toy_drafter(name):
-    return make_drafter(name, markov(), markov(DRAFT_ROWS), **OPTIONS.get(name, {}))
+    return make(name, markov(), markov(DRAFT_ROWS))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS[n].guarantee == "distribution"])
@@ -258,3 +276,7 @@ def test_unknown_and_incomplete_methods():
         make_drafter("two_model", tiny_llama())
     with pytest.raises(UsageError, match=r"64 tokens .* 3"):
         make_drafter("two_model", markov(), tiny_llama())
+    with pytest.raises(UsageError, match="needs a datastore"):
+        make_drafter("rest", tiny_llama())
+    with pytest.raises(UsageError, match=r"64 tokens .* 3"):
+        make_drafter("rest", markov(), datastore=tiny_datastore(64))

@@ -15,7 +15,7 @@ from specjax.models.loading.assembly import Checkpoint, assemble
 from specjax.models.loading.tokenizer import Tokenizer, first_difference
 from specjax.types import Target
 
-__all__ = ["Tokenizer", "first_difference", "load"]
+__all__ = ["Tokenizer", "first_difference", "load", "load_tokenizer"]
 
 DEMO = "smollm2-135m"
 DTYPES = ("float32", "bfloat16")
@@ -45,6 +45,20 @@ def load(
     try:
         checkpoint, tokenizer = _read(path, dtype=dtype, stacked=stacked, name=_name(source, path))
         return Target(make_model(checkpoint.config), assemble(checkpoint)), tokenizer
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a model, without its weights. `source`: as for `load`. Raises: UsageError, as `load` does."""
+    path = resolve(source)
+    try:
+        if path.is_dir():
+            return tokenizer_hf.from_folder(path)
+        if path.suffix == ".gguf":
+            return tokenizer_gguf.from_metadata(gguf.read_header(path)[0], str(path))
+        config = llama2c.read(path, dtype="float32", stacked=True, name=path.stem).config
+        return llama2c.read_tokenizer(path, config.vocab_size)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
 

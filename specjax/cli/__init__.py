@@ -1,4 +1,4 @@
-"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan` and `methods`.
+"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan`, `methods` and `datastore`.
 
 Heavy imports are inside the commands, so that `specjax --help` is quick.
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from specjax.cli import bench, compare_verifiers, compile, generate, methods, plan
+from specjax.cli import bench, compare_verifiers, compile, datastore, generate, methods, plan
 from specjax.errors import UsageError
 from specjax.libtpu import prepare_environment
 
@@ -29,6 +29,7 @@ app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
 app.command("compile")(compile.compile_)
 app.command("plan")(plan.plan)
 app.command("methods")(methods.methods)
+app.add_typer(datastore.app, name="datastore")
 
 
 def _show_version(wanted: bool) -> None:

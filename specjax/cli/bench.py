@@ -56,6 +56,7 @@ def bench(
     ),
     target: o.TargetOption = None,
     draft: o.DraftOption = None,
+    datastore: o.DatastoreOption = None,
     num_draft_tokens: o.BudgetOption = None,
     tree: o.TreeOption = None,
     verifier: o.VerifierOption = None,
@@ -75,7 +76,7 @@ def bench(
     for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
-    o.check_methods(names, draft, num_draft_tokens, tree)
+    o.check_methods(names, draft, num_draft_tokens, tree, datastore)
 
     from rich.console import Console
 
@@ -91,7 +92,7 @@ def bench(
     lines = first_per_task(lines, offset, limit)
     o.require(bool(lines), f"--offset {offset} passes over all prompts; lower it")
     log = Console(stderr=True)
-    session = open_session(log, target, draft, dtype, no_cache)
+    session = open_session(log, target, draft, dtype, no_cache, datastore)
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
     run = Bench(session, settings, names, num_draft_tokens, tree, rows, batch_size, repeats)

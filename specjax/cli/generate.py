@@ -34,6 +34,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)] = None,
     target: o.TargetOption = None,
     draft: o.DraftOption = None,
+    datastore: o.DatastoreOption = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +72,7 @@ def generate(
     settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     method = method or ("two_model" if draft else "auto")
-    o.check_methods([method], draft, num_draft_tokens, tree)
+    o.check_methods([method], draft, num_draft_tokens, tree, datastore)
 
     from rich.console import Console
 
@@ -82,7 +83,7 @@ def generate(
 
     inputs, bad = p.from_arguments(prompt, batch_file)
     log = Console(stderr=True)
-    session = open_session(log, target, draft, dtype, no_cache)
+    session = open_session(log, target, draft, dtype, no_cache, datastore)
     rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw)
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:

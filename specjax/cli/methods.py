@@ -31,10 +31,10 @@ def methods(
     rows: list[Any] = list({**VERIFIERS, **others}.values() if rules else METHODS.values())
     fields: tuple[str, ...] = ("name", "guarantee", "draws" if rules else "needs_draft", "summary", "paper")
     if as_json:
-        fields += ("distance", "setting") if rules else ()
+        fields += ("distance", "setting") if rules else ("needs_datastore",)
         print(json.dumps([{name: getattr(row, name) for name in fields} for row in rows]))
         return
-    heads = ("rule", "guarantee", "for drafts drawn") if rules else ("method", "guarantee", "draft")
+    heads = ("rule", "guarantee", "for drafts drawn") if rules else ("method", "guarantee", "needs")
     table = Table(*heads, "what it does", "paper")
     for column in table.columns[:2]:
         column.no_wrap = True
@@ -43,7 +43,7 @@ def methods(
         if rules:
             third = "any way" if set(row.draws) == set(ANY) else ", ".join(row.draws)
         else:
-            third = "needed" if row.needs_draft else ""
+            third = "draft" if row.needs_draft else "datastore" if row.needs_datastore else ""
         style = "yellow" if row.guarantee == "lossy" else ""
         promise, summary = row.guarantee, row.summary
         if rules and row.distance is not None:

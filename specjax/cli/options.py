@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +22,12 @@ TargetOption = Annotated[
 DraftOption = Annotated[
     str | None,
     typer.Option("--draft", help=f"The draft model of methods that need one: {MODEL_HELP}.", show_default=False),
+]
+DatastoreOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--datastore", help="The corpus of methods that retrieve; see `specjax datastore build`.", show_default=False
+    ),
 ]
 BudgetOption = Annotated[
     int | None,
@@ -136,8 +143,14 @@ def require(holds: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
-def check_methods(names: list[str], draft: str | None, budget: int | None, tree: str | None = None) -> None:
-    """Unknown methods, a missing or useless --draft, a budget or tree that no method takes."""
+def check_methods(
+    names: list[str],
+    draft: str | None,
+    budget: int | None,
+    tree: str | None = None,
+    datastore: Path | None = None,
+) -> None:
+    """Unknown methods, a missing or useless --draft or --datastore, a budget or tree that no method takes."""
     from specjax.methods import METHODS
 
     for name in names:
@@ -146,10 +159,18 @@ def check_methods(names: list[str], draft: str | None, budget: int | None, tree:
             draft is not None or not METHODS[name].needs_draft,
             f"method {name} needs a draft model; give one with --draft",
         )
+        require(
+            datastore is not None or not METHODS[name].needs_datastore,
+            f"method {name} needs a datastore; make one with `specjax datastore build`, give it with --datastore",
+        )
     useful = any(METHODS[name].needs_draft for name in names)
     require(
         draft is None or useful,
         f"--draft is given, but {' and '.join(names)} drafts without a model; leave it out or use --method two_model",
+    )
+    require(
+        datastore is None or any(METHODS[name].needs_datastore for name in names),
+        f"--datastore is given, but {' and '.join(names)} retrieves nothing; leave it out or use --method rest",
     )
     if tree is not None:
         from specjax.trees import parse

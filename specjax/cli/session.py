@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from specjax.cli.options import budget_option, require
+from specjax.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.errors import UsageError
 from specjax.types import Drafter, Target
 
@@ -28,6 +29,7 @@ class Session(NamedTuple):
     draft: Target | None
     dtype: str
     load_seconds: float
+    datastore: Datastore | None = None
 
     @property
     def capacity(self) -> int:
@@ -40,7 +42,10 @@ class Session(NamedTuple):
         from specjax.methods import METHODS, make_drafter
 
         draft = self.draft if METHODS[method].needs_draft else None
-        options = budget_option(method, budget)
+        options: dict[str, Any] = budget_option(method, budget)
+        budgets = list(options)
+        if METHODS[method].needs_datastore:
+            options["datastore"] = self.datastore
         if tree is not None and method == "two_model":
             from specjax.trees import parse
 
@@ -49,29 +54,41 @@ class Session(NamedTuple):
             return make_drafter(method, self.target, draft, **options)
         except UsageError as error:
             sentence = str(error)
-            for option in options:  # the flag, not the factory's name for it
+            for option in budgets:  # the flag, not the factory's name for it
                 sentence = sentence.replace(option, "--num-draft-tokens")
             raise UsageError(sentence) from None
 
 
-def open_session(log: Console, target: str | None, draft: str | None, dtype: str, no_cache: bool) -> Session:
+def open_session(
+    log: Console, target: str | None, draft: str | None, dtype: str, no_cache: bool, datastore: Path | None = None
+) -> Session:
     """Load the models, with a progress line on `log`.
 
-    Raises: UsageError for models that cannot be loaded or whose vocabularies differ.
+    Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
     require(dtype in ("auto", "float32", "bfloat16"), f'--dtype must be auto, float32 or bfloat16, not "{dtype}"')
     use_cache(not no_cache)
+    store = _open_datastore(datastore)
     chosen = choose_dtype(dtype)
     with stage(
         log, f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({describe_dtype(dtype, chosen)})"
     ) as clock:
         model, tokenizer = _load("--target", target, chosen)
+        if store is not None:
+            check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
         draft_model = None
         if draft is not None:
             draft_model, other = _load("--draft", draft, chosen)
             _check_vocabularies(tokenizer, other)
             _check_sizes(model, draft_model)
-    return Session(model, tokenizer, draft_model, chosen, clock.seconds)
+    return Session(model, tokenizer, draft_model, chosen, clock.seconds, store)
+
+
+def _open_datastore(folder: Path | None) -> Datastore | None:
+    try:
+        return None if folder is None else open_datastore(folder)
+    except UsageError as error:
+        raise UsageError(f"--datastore: {error}") from None
 
 
 def _load(flag: str, source: str | None, dtype: str):
@@ -188,6 +205,7 @@ def provenance(session: Session) -> dict:
         },
         "target": session.target.model.name,
         "draft": session.draft.model.name if session.draft else None,
+        "datastore": session.datastore.summary if session.datastore else None,
         "dtype": session.dtype,
         "load_seconds": session.load_seconds,
     }

@@ -57,6 +57,8 @@ def make_job(
     method = method or ("two_model" if draft is not None else "autoregressive")
     if method not in METHODS:
         raise UsageError(f'--method: unknown method "{method}"; choose one of {", ".join(METHODS)}')
+    if METHODS[method].needs_datastore:
+        raise UsageError(f"--method {method} reads a datastore, whose size is not known here; choose another method")
     if METHODS[method].needs_draft != (draft is not None):
         fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
         raise UsageError(f"--method {method} needs {'a' if draft is None else 'no'} draft model; {fix}")

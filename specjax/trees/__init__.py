@@ -4,6 +4,7 @@ from specjax.trees.beam import beam
 from specjax.trees.dyspec import dyspec, dyspec_fixed
 from specjax.trees.eagle2 import eagle2
 from specjax.trees.grow import Builder, grow
+from specjax.trees.paths import from_paths
 from specjax.trees.plan import medusa, sequoia
 from specjax.trees.spec import FORMS, parse
 from specjax.trees.static import branching, chain, independent_paths, static
@@ -17,6 +18,7 @@ __all__ = [
     "dyspec",
     "dyspec_fixed",
     "eagle2",
+    "from_paths",
     "grow",
     "independent_paths",
     "medusa",

@@ -9,7 +9,7 @@ import pytest
 
 import specjax
 from specjax.cli import main
-from specjax.models import LlamaConfig, init_params, make_model
+from specjax.models import LlamaConfig, init_params, loading, make_model
 
 
 class ByteTokenizer:
@@ -20,7 +20,7 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int = 259, odd: int | None = None):
         self.vocab = tuple(f"<{i}>" if i != odd else "<odd>" for i in range(vocab_size))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return [b + 3 for b in text.encode()]
 
     def chat(self, text: str) -> list[int]:
@@ -59,6 +59,7 @@ def tiny(monkeypatch):
         raise specjax.UsageError(f'there is no file or folder "{source}"')
 
     monkeypatch.setattr(specjax, "load", load, raising=False)
+    monkeypatch.setattr(loading, "load_tokenizer", lambda source=None: load(source)[1])
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ import numpy as np
 from scipy.stats import chisquare
 
 from specjax import decode, sampling, tree
+from specjax.datastore import Datastore, from_documents
+from specjax.drafters import autoregressive
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.types import Drafter, Model, Output, Target, TokenTree
 
@@ -123,6 +125,16 @@ def tiny_llama(seed: int = 0, layers: int = 2, width: int = 32, vocab: int = 64,
     params = init_params(config, jax.random.key(seed))
     params["head"]["weight"] = params["head"]["weight"] * 6.0
     return Target(make_model(config), params)
+
+
+@functools.cache
+def tiny_datastore(vocab: int) -> Datastore:
+    """Random documents in two shards, and the greedy text of `tiny_llama` if that is its vocabulary."""
+    documents = np.random.default_rng(0).integers(0, vocab, (8, 100)).tolist()
+    if vocab == 64:
+        key = jax.random.key(0)
+        documents += decode(tiny_llama(), autoregressive(), [[5], [7, 7, 7]], key=key, max_new_tokens=16).to_lists()
+    return from_documents(documents, vocab, shard_tokens=500)
 
 
 def joint_law(rows: np.ndarray, start: int, length: int) -> np.ndarray:
