@@ -1,5 +1,10 @@
 """How deep to draft: pure functions of the past."""
 
+from specjax.controllers.additive import additive
+from specjax.controllers.by_batch import by_batch
 from specjax.controllers.fixed import fixed
+from specjax.controllers.multiplicative import multiplicative
+from specjax.controllers.spec import FORMS, parse
+from specjax.controllers.spec_kv import spec_kv
 
-__all__ = ["fixed"]
+__all__ = ["FORMS", "additive", "by_batch", "fixed", "multiplicative", "parse", "spec_kv"]
