@@ -131,7 +131,7 @@ def grow(
     batch = root.shape[0]
     w, f, total = builder.width, builder.frontier, builder.levels * builder.width + 1
     places = 1 + (builder.levels - 1) * f
-    ids, rows = jnp.arange(total), jnp.arange(batch)[:, None]
+    rows = jnp.arange(batch)[:, None]
     coupled = context.noise is not None
     drawn = builder.draws != "point_mass"
     keep_laws = drawn and (builder.keep_laws or (context.sampling.temperature is not None and not coupled))
@@ -146,7 +146,9 @@ def grow(
             value, go_on = builder.stop.judge(take(grown.value), Fed(log_q, depth))
             below = below if builder.stop.keeps else below & go_on
             write = lambda old, new: old.at[rows, nodes].set(new)
-            grown = grown._replace(value=write(grown.value, value), go_on=write(grown.go_on, go_on))
+            grown = grown._replace(
+                value=write(grown.value, value), go_on=write(grown.go_on, go_on), below=write(grown.below, below)
+            )
         state, new, log_q = builder.expand(carry.state, level, Parents(nodes, below, log_q, noise, shared))
         laws = carry.laws
         if laws is not None:
@@ -163,9 +165,10 @@ def grow(
         fresh &= level < builder.levels - 1  # nothing is fed below the last level
         slot = jnp.argmax(new.feed[:, None, :] == jnp.arange(w)[None, :, None], 2)
         place = jnp.where(fresh, 1 + level * f + slot, -1)
-        below = new.valid & (depth < limit[:, None]) & above(grown.go_on)
+        valid = new.valid & above(grown.below)
+        below = valid & (depth < limit[:, None]) & above(grown.go_on)
         values = _Nodes(
-            new.tokens, new.parents, new.valid, depth, seen, place, below, jnp.ones_like(below), above(grown.value)
+            new.tokens, new.parents, valid, depth, seen, place, below, jnp.ones_like(below), above(grown.value)
         )
         write = lambda old, value: jax.lax.dynamic_update_slice_in_dim(old, value.astype(old.dtype), 1 + level * w, 1)
         return jax.tree.map(write, grown, values)
@@ -201,13 +204,22 @@ def grow(
     if builder.levels > 1:
         with jax.named_scope(LEVELS):
             carry = jax.lax.while_loop(is_going, pass_, carry)
-    grown = carry.grown
+    return _finish(builder, carry), carry.memory
 
+
+LEVELS = "draft_levels"
+"""Name of the loop over the passes of the drafter in a compiled program; how often it runs depends on the data."""
+
+
+def _finish(builder: Builder, carry: _Carry) -> Grown:
+    """The tree of the nodes that the builder keeps."""
+    grown = carry.grown
     chosen = builder.finish(carry.state, grown.parents, grown.valid)  # int32[B, N]
     if builder.stop is not None:
         chosen = valid_first(chosen, grown.valid)
     new_place = jnp.max(
-        jnp.where(chosen[:, :, None] == ids, jnp.arange(builder.num_nodes)[:, None], -1), 1
+        jnp.where(chosen[:, :, None] == jnp.arange(grown.tokens.shape[1]), jnp.arange(builder.num_nodes)[:, None], -1),
+        1,
     )  # of each id
     take = lambda x: jnp.take_along_axis(x, jnp.maximum(chosen, 0), 1)
     parents = jnp.take_along_axis(new_place, jnp.maximum(take(grown.parents), 0), 1)
@@ -218,13 +230,9 @@ def grow(
     if carry.laws is not None:
         # Of nodes below which nothing is drafted it depends on the other rows whether they were fed.
         fed = (place >= 0) & (take(grown.below) | first)
-        rows_of = jnp.take_along_axis(carry.laws, jnp.maximum(place, 0)[:, :, None], 1)
-        tree = tree._replace(logits=jnp.where(fed[:, :, None], rows_of, 0.0))
-    return Grown(tree, place), carry.memory
-
-
-LEVELS = "draft_levels"
-"""Name of the loop over the passes of the drafter in a compiled program; how often it runs depends on the data."""
+        laws = jnp.take_along_axis(carry.laws, jnp.maximum(place, 0)[:, :, None], 1)
+        tree = tree._replace(logits=jnp.where(fed[:, :, None], laws, 0.0))
+    return Grown(tree, place)
 
 
 def valid_first(chosen: Array, valid: Array) -> Array:
@@ -250,7 +258,7 @@ class _Nodes(NamedTuple):
     depth: Array  # int32[B, nodes]
     seen: Array  # bool[B, nodes, places]
     place: Array  # int32[B, nodes], order in which it is fed, or -1
-    below: Array  # bool[B, nodes], to draft below it, as far as is known before it is fed
+    below: Array  # bool[B, nodes], whether to draft below it, as far as is known
     go_on: Array  # bool[B, nodes], the stop rule's word on its children
     value: Array  # float32[B, nodes], the stop rule's own: of its parent until it is fed, then of its children
 
