@@ -163,6 +163,17 @@ def test_stopped_chains_are_exact(rule):
     np.testing.assert_allclose(joint, joint_law(TARGET_ROWS, 0, 5), atol=1e-6)
 
 
+def test_nodes_stop_one_by_one():
+    """Nothing below token 1, two children below the others, and no gap between the valid nodes."""
+    tree = jax.device_get(grown(trees.with_stop(trees.branching((2, 2)), stops.fallback(0.5)), 64))
+    assert (np.diff(tree.valid.astype(int), axis=1) <= 0).all()
+    for tokens, parents, valid in zip(tree.tokens, tree.parents, tree.valid, strict=True):
+        wanted = [0 if token == 1 else 2 for token in tokens[1:3]]
+        assert [int(valid[parents == node].sum()) for node in (1, 2)] == wanted
+        assert valid.sum() == 3 + sum(wanted)
+    assert len({int(valid.sum()) for valid in tree.valid}) == 2
+
+
 @pytest.mark.parametrize("tree", [trees.chain(2), trees.branching((2, 2)), trees.beam(2, 2), trees.dyspec_fixed(3)])
 def test_sampled_text_has_the_law_of_the_target(tree):
     drafter = two_model(markov(SURE), tree=tree, stop=stops.fallback(0.5))
