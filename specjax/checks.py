@@ -40,7 +40,7 @@ def violations(tree: TokenTree, draws: Draws, target_logits: Array) -> Array:
     no_mass = nan = jnp.zeros_like(found[0])
     if tree.logits is not None:
         q = tree.logits[jnp.arange(tree.tokens.shape[0])[:, None], above, tree.tokens]
-        if draws != "top_and_sampled":  # its fixed siblings have none
+        if draws not in ("top_and_sampled", "without_replacement_then_uniform"):  # some siblings there have none
             no_mass = jnp.any(drafted & (q == -jnp.inf), 1)
         nan = jnp.any(drafted & jnp.isnan(q), 1)
     found += [no_mass, nan, jnp.any(tree.valid & jnp.any(jnp.isnan(target_logits), -1), 1)]

@@ -106,7 +106,7 @@ def decode(
         plain sampling, whatever drafter, tree, batch or mesh; it accepts a little less of one chain, and more of wide
         trees (docs/verifiers.md).
       verifier: one of `specjax.verifiers`, or your own `VerifyFn`; default: the exact rule for how the drafter draws.
-      controller: default: always draft as deep as possible.
+      controller: how deep to draft, one of `specjax.controllers`; default: always as deep as possible.
       debug: check every draft for what its verifier needs (`specjax.checks`) and raise UsageError if one lacks it;
         inside the caller's `jit`, where nothing can be raised, look at `stats.violations`.
       capacity: largest length of prompt plus new tokens; default: the model's own limit.

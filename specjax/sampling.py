@@ -53,6 +53,11 @@ def noise(keys: Array, vocab: int) -> Array:
     return flat.reshape(*keys.shape, vocab)
 
 
+def entropy(log_p: Array) -> Array:
+    """Entropy in nats, float32[...], of normalised log-probabilities float32[..., V]."""
+    return -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), -1)
+
+
 def node_keys(keys: Array, length: Array, depth: Array) -> Array:
     """Keys [B, N] of the positions that the children of nodes at `depth` int32[B, N] below a text of `length` [B] take.
 

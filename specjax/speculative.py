@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from specjax import tree as trees
 from specjax.checks import violations
+from specjax.errors import UsageError
 from specjax.prefill import CHUNK, prefill_reading
-from specjax.sampling import DRAFT, fold_in, node_keys, warp
+from specjax.sampling import DRAFT, entropy, fold_in, node_keys, warp
 from specjax.types import (
     Array,
     Context,
@@ -24,6 +25,7 @@ from specjax.types import (
     PyTree,
     Sampling,
     Scored,
+    Signals,
     Stats,
     Target,
     TokenTree,
@@ -94,8 +96,8 @@ def speculative(controller: Controller) -> Decoder:
         noise = state.keys if inputs.coupled else None
         context = Context(state.tokens, state.length, inputs.sampling, noise, state.cache)
         limit = jnp.clip(controller.limit(state.control), 0, drafter.max_depth)
-        # Deeper nodes than the row may still emit are wasted.
-        limit = jnp.minimum(limit, jnp.maximum(state.stop - state.length - 1, 0))
+        # Deeper nodes than the row may still emit are wasted; a row that has ended keeps no draft loop going.
+        limit = jnp.minimum(limit, jnp.where(state.done, 0, jnp.maximum(state.stop - state.length - 1, 0)))
         draft_keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
         tree, draft = drafter.propose(drafter.params, draft_keys, state.draft, context, limit)
         tree = tree._replace(valid=tree.valid & (~state.done[:, None] | (jnp.arange(drafter.num_nodes) == 0)))
@@ -117,6 +119,7 @@ def speculative(controller: Controller) -> Decoder:
             laws=laws,
             violations=wrong,
             scored=scored,
+            signals=_signals(tree, verdict) if controller.reads_signals else None,
         )
         keep = jnp.minimum(verdict.num_nodes, count)
         cache = inputs.target.model.commit(state.cache, pending, verdict.path, keep)
@@ -142,6 +145,24 @@ def _on_mesh(function):
             return function(inputs, *arguments)
 
     return traced
+
+
+def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
+    """Raises: UsageError if the draft holds no laws."""
+    if tree.logits is None:
+        raise UsageError(
+            "the controller reads the drafter's laws, which this drafter does not hand on; "
+            "use two_model(..., keep_laws=True) or another controller"
+        )
+    node = jnp.arange(tree.tokens.shape[1])
+    log_q = jax.nn.log_softmax(tree.logits, -1)
+    has_child = jnp.any((tree.parents[:, None, :] == node[:, None]) & tree.valid[:, None, :], 2)
+    along = lambda x: jnp.take_along_axis(x, jnp.maximum(verdict.path, 0), 1)
+    return Signals(
+        confidence=along(jnp.exp(jnp.max(log_q, -1))),
+        entropy=along(entropy(log_q)),
+        judged=(node < verdict.num_nodes[:, None]) & along(has_child),
+    )
 
 
 def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):

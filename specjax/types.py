@@ -22,13 +22,21 @@ Guarantee = Literal["distribution", "greedy", "lossy"]
 temperature 0 only; `lossy`: neither.
 """
 
-Draws = Literal["point_mass", "chain", "without_replacement", "with_replacement", "top_and_sampled"]
+Draws = Literal[
+    "point_mass",
+    "chain",
+    "without_replacement",
+    "with_replacement",
+    "top_and_sampled",
+    "without_replacement_then_uniform",
+]
 """How the siblings of a tree were drawn, the static fact that decides which verifiers are exact.
 
 `point_mass`: without randomness, given the past (n-grams, retrieval, top-k). The others were drawn from
 `TokenTree.logits` of their parent. `chain`: one child per node. `without_replacement`: one after another, never twice
 the same token. `with_replacement`: independently, equal siblings kept as nodes of their own. `top_and_sampled`: the
-first sibling is sampled; the others, to which the row gives no mass, are fixed.
+first sibling is sampled; the others, to which the row gives no mass, are fixed. `without_replacement_then_uniform`:
+once the row has no token left, uniformly among those to which it gives no mass.
 """
 
 
@@ -160,6 +168,15 @@ class Controller(NamedTuple):
     init: Callable[[int], PyTree]  # (batch) -> state
     limit: Callable[[PyTree], Array]  # (state) -> int32[B]
     update: Callable[[PyTree, Any], PyTree]  # (state, Info) -> state
+    reads_signals: bool = False  # needs `Info.signals`
+
+
+class Signals(NamedTuple):
+    """What the drafter's laws said of a round, along the accepted path: entry j is of the law of its token j + 1."""
+
+    confidence: Array  # float32[B, N], largest probability
+    entropy: Array  # float32[B, N], nats
+    judged: Array  # bool[B, N], which entries there are: of the accepted tokens and of the first rejected one
 
 
 class Scored(NamedTuple):
@@ -183,6 +200,7 @@ class Info(NamedTuple):
     laws: Array | None = None  # float32[B, N, V], warped logits that the added tokens were drawn from, if asked for
     violations: Array | None = None  # int32[B], bits of `checks.VIOLATIONS`, when debugging
     scored: Scored | None = None  # what the verifier saw, if asked for
+    signals: Signals | None = None  # if the controller reads them
 
 
 class Stats(NamedTuple):

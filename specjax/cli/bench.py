@@ -59,6 +59,8 @@ def bench(
     datastore: o.DatastoreOption = None,
     num_draft_tokens: o.BudgetOption = None,
     tree: o.TreeOption = None,
+    stop: o.StopOption = None,
+    controller: o.ControllerOption = None,
     verifier: o.VerifierOption = None,
     sampling: o.SamplingOption = "speculative",
     batch_size: o.BatchOption = 1,
@@ -71,12 +73,12 @@ def bench(
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
-    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier)
+    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     names = list(dict.fromkeys(method or ["two_model" if draft else "auto"]))
     for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
-    o.check_methods(names, draft, num_draft_tokens, tree, datastore)
+    o.check_methods(names, draft, num_draft_tokens, tree, datastore, stop)
 
     from rich.console import Console
 
@@ -95,7 +97,7 @@ def bench(
     session = open_session(log, target, draft, dtype, no_cache, datastore)
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
-    run = Bench(session, settings, names, num_draft_tokens, tree, rows, batch_size, repeats)
+    run = Bench(session, settings, names, num_draft_tokens, tree, stop, rows, batch_size, repeats)
     run.run(log)
     document = bench_output.document(run, bad, skipped)
     picture = bench_output.plot(document)

@@ -43,6 +43,7 @@ class Bench:
         methods: list[str],
         budget: int | None,
         tree: str | None,
+        stop: str | None,
         rows: list[Encoded],
         batch_size: int,
         repeats: int,
@@ -50,7 +51,7 @@ class Bench:
         self.session, self.settings, self.methods = session, settings, methods
         self.batch_size, self.repeats = batch_size, repeats
         self.drafters: dict[str, Drafter] = {PLAIN: session.drafter("autoregressive")}
-        self.drafters |= {name: session.drafter(name, budget, tree) for name in methods}
+        self.drafters |= {name: session.drafter(name, budget, tree, stop) for name in methods}
         self.options = settings.keywords(session.tokenizer.eos)
         self.groups = list(_groups(rows, batch_size))
         self.compile_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # by method and bucket
@@ -92,7 +93,7 @@ class Bench:
 
     def _decode(self, name: str, group: Group) -> report.Run:
         keys = measure.row_keys(self.settings.seed, [row.ordinal for row in group.rows])
-        options = self.options | ({"verifier": None} if name == PLAIN else {})  # it has nothing to verify
+        options = self.options | ({"verifier": None, "controller": None} if name == PLAIN else {})  # it drafts nothing
         return measure.run_decode(self.session.target, self.drafters[name], group.ids, keys, options)
 
     def promise(self, name: str) -> bool | None:

@@ -45,6 +45,8 @@ def generate(
     ] = None,
     num_draft_tokens: o.BudgetOption = None,
     tree: o.TreeOption = None,
+    stop: o.StopOption = None,
+    controller: o.ControllerOption = None,
     verifier: o.VerifierOption = None,
     sampling: o.SamplingOption = "speculative",
     max_new_tokens: o.LengthOption = 128,
@@ -69,10 +71,10 @@ def generate(
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
-    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier)
+    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     method = method or ("two_model" if draft else "auto")
-    o.check_methods([method], draft, num_draft_tokens, tree, datastore)
+    o.check_methods([method], draft, num_draft_tokens, tree, datastore, stop)
 
     from rich.console import Console
 
@@ -89,7 +91,7 @@ def generate(
     if not rows:
         raise UsageError(p.describe(bad[0], batch_file))
     out = Console(quiet=True) if as_json else Console()
-    generation = Generation(session, settings, method, num_draft_tokens, tree, rows, batch_size, compare)
+    generation = Generation(session, settings, method, num_draft_tokens, tree, stop, rows, batch_size, compare)
     generation.compile(log)
     generation.run(log, out)
     if as_json:

@@ -26,6 +26,7 @@ class Generation:
         method: str,
         budget: int | None,
         tree: str | None,
+        stop: str | None,
         rows: list[Encoded],
         batch_size: int,
         compare: bool,
@@ -33,7 +34,7 @@ class Generation:
         self.session, self.settings, self.batch_size = session, settings, batch_size
         self.method = METHODS[method]
         self.guarantee = settings.promise(method)
-        self.drafter = session.drafter(method, budget, tree)
+        self.drafter = session.drafter(method, budget, tree, stop)
         self.plain = session.drafter("autoregressive") if compare else None
         self.rows = rows
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
@@ -97,8 +98,8 @@ class Generation:
         return measure.run_stream(self.session.target, drafter, rows, keys, self._options(drafter), on_step)
 
     def _options(self, drafter: Drafter) -> dict:
-        """Plain decoding has nothing to verify."""
-        return self.options | ({"verifier": None} if drafter is self.plain else {})
+        """Plain decoding has nothing to draft or verify."""
+        return self.options | ({"verifier": None, "controller": None} if drafter is self.plain else {})
 
     @property
     def is_comparable(self) -> bool:

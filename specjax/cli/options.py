@@ -39,6 +39,21 @@ TreeOption = Annotated[
         "--tree", help="Of two_model: 4x2x1, paths:3x4, beam:4x5, dyspec:16x6, eagle2:4x5x16, ...", show_default=False
     ),
 ]
+StopOption = Annotated[
+    str | None,
+    typer.Option(
+        "--stop", help="Of two_model: stop drafting by confidence:0.4, entropy:H, fallback:0.6, acceptance:0.3.",
+        show_default=False,
+    ),
+]  # fmt: skip
+ControllerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--controller",
+        help="How deep to draft: fixed:N, additive, multiplicative, by_batch; default: as deep as the method can.",
+        show_default=False,
+    ),
+]
 SamplingOption = Annotated[
     str, typer.Option("--sampling", help="speculative, or coupled: the text of plain sampling for every drafter.")
 ]
@@ -82,6 +97,7 @@ class Settings:
     seed: int
     sampling: str = "speculative"
     verifier: str | None = None
+    controller: str | None = None
 
     def __post_init__(self):
         require(self.max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
@@ -102,6 +118,10 @@ class Settings:
                 f'--verifier: unknown rule "{self.verifier}"; choose one of {", ".join(VERIFIERS)}',
             )
             require(self.sampling == "speculative", "--verifier: --sampling coupled brings its own; leave one out")
+        if self.controller is not None:
+            from specjax import controllers
+
+            _parse("--controller", controllers.parse, self.controller)
         require(0 <= self.seed < 2**32, f"--seed must be from 0 to 2**32 - 1, not {self.seed}")
 
     @property
@@ -124,6 +144,7 @@ class Settings:
 
     def keywords(self, eos) -> dict:
         """As `decode` and `stream` want them."""
+        from specjax import controllers
         from specjax.verifiers import VERIFIERS
 
         return {
@@ -134,6 +155,7 @@ class Settings:
             "eos": eos,
             "sampling": self.sampling,
             "verifier": self.verifier and VERIFIERS[self.verifier],
+            "controller": self.controller and controllers.parse(self.controller),
         }
 
 
@@ -143,14 +165,23 @@ def require(holds: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
+def _parse(flag: str, parse, spec: str):
+    """`parse(spec)`. Raises: UsageError that names the flag."""
+    try:
+        return parse(spec)
+    except UsageError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
 def check_methods(
     names: list[str],
     draft: str | None,
     budget: int | None,
     tree: str | None = None,
     datastore: Path | None = None,
+    stop: str | None = None,
 ) -> None:
-    """Unknown methods, a missing or useless --draft or --datastore, a budget or tree that no method takes."""
+    """Unknown methods; --draft or --datastore missing or useless; a budget, tree or stop rule that no method takes."""
     from specjax.methods import METHODS
 
     for name in names:
@@ -177,10 +208,12 @@ def check_methods(
 
         require("two_model" in names, f"--tree does not apply to method {' or '.join(names)}, only to two_model")
         require(budget is None, "--tree and --num-draft-tokens both set the size of the draft; leave one out")
-        try:
-            parse(tree)
-        except UsageError as error:
-            raise UsageError(f"--tree: {error}") from None
+        _parse("--tree", parse, tree)
+    if stop is not None:
+        from specjax.trees import stops
+
+        require("two_model" in names, f"--stop does not apply to method {' or '.join(names)}, only to two_model")
+        _parse("--stop", stops.parse, stop)
     require(budget is None or budget >= 1, f"--num-draft-tokens must be at least 1, not {budget}")
     if budget is not None:
         for name in names:

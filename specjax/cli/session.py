@@ -37,21 +37,23 @@ class Session(NamedTuple):
         models = [self.target.model] + ([self.draft.model] if self.draft else [])
         return min(model.max_positions for model in models)
 
-    def drafter(self, method: str, budget: int | None = None, tree: str | None = None) -> Drafter:
-        """The drafter of a method, with a tree if it is `two_model`."""
+    def drafter(
+        self, method: str, budget: int | None = None, tree: str | None = None, stop: str | None = None
+    ) -> Drafter:
+        """The drafter of a method, with a tree and a stop rule if it is `two_model`."""
         from specjax.methods import METHODS, make_drafter
 
         draft = self.draft if METHODS[method].needs_draft else None
         options: dict[str, Any] = budget_option(method, budget)
-        budgets = list(options)
+        budgets, shape = list(options), {}
         if METHODS[method].needs_datastore:
             options["datastore"] = self.datastore
-        if tree is not None and method == "two_model":
-            from specjax.trees import parse
+        if method == "two_model":
+            from specjax.trees import parse, stops
 
-            return make_drafter(method, self.target, draft, tree=parse(tree))
+            shape = {"tree": tree and parse(tree), "stop": stop and stops.parse(stop)}
         try:
-            return make_drafter(method, self.target, draft, **options)
+            return make_drafter(method, self.target, draft, **options, **shape)
         except UsageError as error:
             sentence = str(error)
             for option in budgets:  # the flag, not the factory's name for it

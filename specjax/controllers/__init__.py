@@ -1,7 +1,12 @@
 """How deep to draft, and which of several arms to pull: pure functions of the past."""
 
 from specjax.controllers import bandit
+from specjax.controllers.additive import additive
+from specjax.controllers.by_batch import by_batch
 from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
+from specjax.controllers.multiplicative import multiplicative
+from specjax.controllers.spec import FORMS, parse
+from specjax.controllers.spec_kv import spec_kv
 
-__all__ = ["bandit", "fixed", "goodput"]
+__all__ = ["FORMS", "additive", "bandit", "by_batch", "fixed", "goodput", "multiplicative", "parse", "spec_kv"]

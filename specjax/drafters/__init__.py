@@ -10,6 +10,7 @@ from specjax.drafters.nar_block import nar_block
 from specjax.drafters.prompt_lookup import prompt_lookup
 from specjax.drafters.rapid import rapid
 from specjax.drafters.rasd import rasd
+from specjax.drafters.rest import rest
 from specjax.drafters.suffix import suffix
 from specjax.drafters.token_recycling import token_recycling
 from specjax.drafters.two_model import two_model
@@ -25,6 +26,7 @@ __all__ = [
     "prompt_lookup",
     "rapid",
     "rasd",
+    "rest",
     "suffix",
     "token_recycling",
     "two_model",

@@ -4,7 +4,8 @@ Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Deco
 Chen et al.: Accelerating Large Language Model Decoding with Speculative Sampling (2023), arXiv 2302.01318.
 
 Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p; a `specjax.trees` builder says how
-many of them, and where. One pass of the draft model per level; the nodes share one key/value cache.
+many of them, and where. One pass of the draft model per level; the nodes share one key/value cache. Where no row drafts
+on, at its limit or by a `stop` rule, the remaining passes do not run; the first, which keeps the cache, always does.
 Guarantee: distribution (verified with the q that was sampled).
 """
 
@@ -20,7 +21,7 @@ from specjax import cache as kv
 from specjax import trees
 from specjax.errors import UsageError
 from specjax.prefill import prefill
-from specjax.trees import Builder
+from specjax.trees import Builder, Stop
 from specjax.types import Array, Context, Drafter, Model, PyTree, Target
 
 
@@ -36,12 +37,22 @@ class _State(NamedTuple):
     dropped: Array  # int32[B], tokens of the prompt that it does not see
 
 
-def two_model(draft: Target, num_tokens: int = 4, tree: Builder | None = None, *, lag: int = 2) -> Drafter:
+def two_model(
+    draft: Target,
+    num_tokens: int = 4,
+    tree: Builder | None = None,
+    *,
+    stop: Stop | None = None,
+    lag: int = 2,
+    keep_laws: bool = False,
+) -> Drafter:
     """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest).
 
     Args:
+      stop: when to draft no further, one of `trees.stops`.
       lag: how many of the last tokens are fed anew in each round. After full acceptance the cache lacks 2; one that is
         the inner drafter of `hierarchical` may lack 4.
+      keep_laws: hand the draft's laws on in greedy and coupled decoding too, to a controller that reads them.
 
     State: the draft's key/value cache, and the keys and values of one tree. Raises: UsageError for a setting below 1.
     """
@@ -49,7 +60,10 @@ def two_model(draft: Target, num_tokens: int = 4, tree: Builder | None = None, *
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     if lag < 2:
         raise UsageError(f"lag must be at least 2, not {lag}")
-    return functions(draft.model, tree or trees.chain(num_tokens), lag).replace(params=draft.params)
+    builder = tree or trees.chain(num_tokens)
+    if stop is not None or keep_laws:
+        builder = trees.with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
+    return functions(draft.model, builder, lag).replace(params=draft.params)
 
 
 @functools.cache

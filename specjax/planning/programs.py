@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import math
 import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from specjax.errors import UsageError
 from specjax.planning import chips, hlo
 from specjax.prefill import CHUNK
 from specjax.speculative import Inputs, buffer_size
+from specjax.trees.grow import LEVELS
 from specjax.types import Array, Drafter, PyTree, Sampling, Target, TokenTree
 from specjax.verifiers import exact_verifier
 
@@ -248,14 +250,16 @@ def build(job: Job, devices: list, *, drafter: Drafter | None = None, rounds: fl
     state = _place_state(job, state, args.mesh)
     chunks = max(1, math.ceil((job.context - 1) / CHUNK))
     blocks = math.ceil(job.context / BLOCK)
+    passes = max(args.inputs.drafter.max_depth - 1, 0)  # of the drafter, behind the root's: none stops early
     assumed = {
         "prefill_chunks": float(chunks), "rounds": float(rounds or job.max_new_tokens), "cache_blocks": float(blocks),
+        "draft_passes": float(passes),
     }  # fmt: skip
     large = frozenset(_keys_of(state.cache) | _keys_of(args.inputs.target.params))
     # As many blocks as a chunk sees on average.
     in_prefill = lambda loop: chunks if loop.depth == 0 else max(1.0, blocks / 2)
-    in_step = lambda loop: float(blocks)
-    in_loop = _in_loop(chunks, blocks, assumed["rounds"])
+    in_step = _drafting(passes, lambda loop: float(blocks))
+    in_loop = _drafting(passes, _in_loop(chunks, blocks, assumed["rounds"]))
 
     def lowering(function, *args_, **static_):
         def lower():
@@ -276,6 +280,12 @@ def build(job: Job, devices: list, *, drafter: Drafter | None = None, rounds: fl
 def _device_kind(mesh: Mesh):
     """Tells kernels which chip they are lowered for; they would ask the devices of this process."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size == 1 else contextlib.nullcontext()
+
+
+def _drafting(passes: float, others: hlo.Trips) -> hlo.Trips:
+    """Trips of the loop over the drafter's passes, by its name; of other loops, what `others` says."""
+    own = re.compile(rf'op_name="[^"]*/{LEVELS}/while"')
+    return lambda loop: float(passes) if own.search(loop.instruction.attributes) else others(loop)
 
 
 def _in_loop(chunks: float, blocks: float, rounds: float) -> hlo.Trips:

@@ -1,9 +1,10 @@
 """Builders of token trees: which tokens a drafter that gives logits drafts, and below which of them it looks."""
 
+from specjax.trees import stops
 from specjax.trees.beam import beam
 from specjax.trees.dyspec import dyspec, dyspec_fixed
 from specjax.trees.eagle2 import eagle2
-from specjax.trees.grow import Builder, grow
+from specjax.trees.grow import Builder, Stop, grow, with_stop
 from specjax.trees.paths import from_paths
 from specjax.trees.plan import medusa, sequoia
 from specjax.trees.spec import FORMS, parse
@@ -12,6 +13,7 @@ from specjax.trees.static import branching, chain, independent_paths, static
 __all__ = [
     "FORMS",
     "Builder",
+    "Stop",
     "beam",
     "branching",
     "chain",
@@ -25,4 +27,6 @@ __all__ = [
     "parse",
     "sequoia",
     "static",
+    "stops",
+    "with_stop",
 ]

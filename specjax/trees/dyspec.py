@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.trees.grow import Builder, Level, Parents
+from specjax.trees.grow import Builder, Level, Parents, valid_first
 from specjax.types import Array
 
 
@@ -60,7 +60,7 @@ def dyspec(*, threshold: float = 1 / 64, width: int = 16, depth: int = 8, childr
     return Builder(
         init=lambda batch: jnp.ones((batch, width)),
         expand=expand,
-        finish=lambda state, parents, valid: _valid_first(valid),
+        finish=lambda state, parents, valid: valid_first(jnp.broadcast_to(jnp.arange(nodes), valid.shape), valid),
         num_nodes=nodes,
         max_depth=depth,
         width=width,
@@ -83,12 +83,6 @@ def _race(parents: Parents, count: int) -> tuple[Array, Array]:
     tokens, scores = parents.best(min(count, parents.log_q.shape[-1]))
     q = jnp.exp(jnp.take_along_axis(parents.log_q, tokens, 2))
     return tokens, jnp.where(scores > -jnp.inf, q, 0.0)
-
-
-def _valid_first(valid: Array) -> Array:
-    """int32[B, N]: the numbers of the valid nodes in order, then -1, so that a verify pass can be cut to them."""
-    order = jnp.argsort(~valid, axis=1, stable=True)
-    return jnp.where(jnp.take_along_axis(valid, order, 1), order, -1)
 
 
 class _Open(NamedTuple):
@@ -114,6 +108,12 @@ def dyspec_fixed(num_tokens: int, *, children: int = 16) -> Builder:
         whole = lambda *shape: zeros(*shape, dtype=jnp.int32)
         return _Open(zeros().at[:, 0].set(1.0), zeros(), whole(), whole(), whole(races), zeros(races))
 
+    def next_draws(s: _Open):
+        """Below each node, [B, N]: the rank of the next draw, its q, and its value."""
+        rank = jnp.minimum(s.drawn, races - 1)
+        q = jnp.take_along_axis(s.q, rank[:, :, None], 2)[:, :, 0]
+        return rank, q, jnp.where((s.drawn < races) & (q > 0), s.reach * s.left, 0.0)
+
     def expand(s: _Open, level, parents: Parents):
         rows, node = jnp.arange(parents.ids.shape[0]), parents.ids[:, 0]
         tokens, q = (jnp.pad(x[:, 0], ((0, 0), (0, races - x.shape[2]))) for x in _race(parents, races))
@@ -123,9 +123,7 @@ def dyspec_fixed(num_tokens: int, *, children: int = 16) -> Builder:
             tokens=s.tokens.at[rows, node].set(tokens),
             q=s.q.at[rows, node].set(q),
         )
-        rank = jnp.minimum(s.drawn, races - 1)
-        at_rank = jnp.take_along_axis(s.q, rank[:, :, None], 2)[:, :, 0]
-        value = jnp.where((s.drawn < races) & (at_rank > 0), s.reach * s.left, 0.0)
+        rank, at_rank, value = next_draws(s)
         best = jnp.max(value, 1, keepdims=True)
         tied = value >= best * (1 - 1e-6)  # equal up to rounding
         owner = jnp.argmin(jnp.where(tied, s.since, 2 * n), 1).astype(jnp.int32)
@@ -150,4 +148,5 @@ def dyspec_fixed(num_tokens: int, *, children: int = 16) -> Builder:
         frontier=1,
         levels=num_tokens,
         draws="chain" if num_tokens == 1 else "without_replacement",
+        is_open=lambda state: jnp.any(next_draws(state)[2] > 0, 1),
     )

@@ -14,17 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.tree import Template
-from specjax.trees.grow import Builder, Level, Parents
+from specjax.trees.grow import Builder, Level, Parents, Stop, with_stop
 from specjax.types import Array
 
-How = Literal["without_replacement", "with_replacement", "top_and_sampled", "point_mass"]
+How = Literal[
+    "without_replacement", "with_replacement", "top_and_sampled", "point_mass", "without_replacement_then_uniform"
+]
+
+SUPPORT = 1e-35
+"""A token of less mass is none of the law's, for siblings that go on uniformly once those of the law are drawn."""
 
 
 def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> Builder:
     """`"4x2x1"` or (4, 2, 1): four children of the root, two of each of these, one of each of those.
 
-    draws: how siblings are drawn. Without replacement this is RSD-C; `point_mass` takes the likeliest tokens.
+    draws: how siblings are drawn. Without replacement this is RSD-C, `without_replacement_then_uniform` Sequoia's way
+      where the law has fewer tokens than there are children; `point_mass` takes the likeliest tokens.
     """
     try:
         widths = tuple(int(w) for w in spec.split("x")) if isinstance(spec, str) else tuple(spec)
@@ -40,9 +47,9 @@ def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> 
     return static(tuple(paths), draws)
 
 
-def chain(num_tokens: int) -> Builder:
-    """`num_tokens` tokens in a row."""
-    return branching((1,) * num_tokens)
+def chain(num_tokens: int, *, stop: Stop | None = None) -> Builder:
+    """`num_tokens` tokens in a row, fewer where `stop` says so."""
+    return with_stop(branching((1,) * num_tokens), stop)
 
 
 def independent_paths(paths: int, depth: int) -> Builder:
@@ -98,6 +105,8 @@ def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tu
     if draws in ("point_mass", "without_replacement"):
         tokens, scores = parents.best(most, noisy=draws != "point_mass")
         return tokens, scores > -jnp.inf, log_q
+    if draws == "without_replacement_then_uniform":
+        return *_draw_beyond_support(parents, most), log_q
     if draws == "with_replacement":
         tokens = jnp.stack([jnp.argmax(log_q + parents.noise(race), -1) for race in range(most)], -1)
         return tokens, jnp.ones(tokens.shape, bool), log_q
@@ -109,6 +118,17 @@ def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tu
     sampled = jnp.argmax(others + parents.noise(), -1)[:, :, None]
     exists = jnp.concatenate([jnp.max(others, -1, keepdims=True), values[:, :, : most - 1]], -1) > -jnp.inf
     return jnp.concatenate([sampled, top[:, :, : most - 1]], -1), exists, others
+
+
+def _draw_beyond_support(parents: Parents, most: int) -> tuple[Array, Array]:
+    """As `Parents.best`, with the tokens that have no mass behind those that have some, in random order."""
+    supported = parents.log_q > jnp.log(SUPPORT)
+    tokens, scores = gumbel_topk(parents.keys, jnp.where(supported, parents.log_q, -jnp.inf), most)
+    # The noise of these tokens was not used yet.
+    others, more = gumbel_topk(parents.keys, jnp.where(supported, -jnp.inf, 0.0), most)
+    rank = jnp.arange(most) - jnp.sum(scores > -jnp.inf, -1, keepdims=True)
+    take = lambda x: jnp.take_along_axis(x, jnp.maximum(rank, 0), -1)
+    return jnp.where(rank < 0, tokens, take(others)), (rank < 0) | (take(more) > -jnp.inf)
 
 
 class _Tables(NamedTuple):

@@ -16,6 +16,7 @@ from specjax.verifiers.multipath_block import multipath_block
 from specjax.verifiers.rapid import rapid
 from specjax.verifiers.recursive_rejection import recursive_rejection
 from specjax.verifiers.sample_and_match import sample_and_match
+from specjax.verifiers.sequoia import sequoia
 from specjax.verifiers.specinfer import specinfer
 from specjax.verifiers.spectr import spectr
 from specjax.verifiers.standard import standard
@@ -43,6 +44,7 @@ __all__ = [
     "rollback",
     "rules_with_arrays",
     "sample_and_match",
+    "sequoia",
     "specinfer",
     "spectr",
     "standard",
@@ -64,6 +66,7 @@ VERIFIERS: dict[str, Verifier] = {
         multipath_block(2),
         greedy_multi_draft,
         traversal,
+        sequoia,
         replace(typical(), distance=0.33, setting="epsilon 0.09, delta 0.3"),
         replace(rollback(), distance=0.497, setting="alpha 5"),
         replace(top_beta(), distance=0.497, setting="beta 5, tau 3"),
@@ -108,4 +111,5 @@ def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:
         "without_replacement": recursive_rejection,
         "with_replacement": specinfer,
         "top_and_sampled": greedy_multi_draft,
+        "without_replacement_then_uniform": sequoia,
     }[drafter.draws]

@@ -5,16 +5,14 @@ arXiv 2302.07863.
 
 Rule (rollback): x_i is kept while -log p_i(x_i) <= alpha; the first that is not is replaced by argmax p_i. If all are
 kept, argmax p_{L+1} is appended. With `sample` these tokens are drawn from p instead.
-Rule (fallback): draft no further below a node where max_y q(y) < stop_below.
+Rule (fallback): draft no further below a node where max_y q(y) is under a bound: the drafter's `trees.stops.fallback`.
 Guarantee: lossy. With alpha < ln 2 every kept token has p > 1/2, so it is the argmax, and the text is the greedy one of
 the target, whatever was drafted and at any temperature. With `sample` and alpha < 0 nothing is kept, which is plain
 sampling; alpha = inf keeps the whole draft.
 p is the warped law: at temperature 0 it is one-hot and the rule is greedy verification. For the relaxed rule with
 greedy text, the setting of the paper, decode at temperature 1 without `sample`.
 Deviations: on trees the longest run of kept tokens is taken (ties: the larger sum of log p), which on a chain is the
-rule of the paper. Fallback belongs to the drafter, where it saves passes; as an option of this rule it cuts the
-finished draft, to the same text. It reads the law only, not the token drawn, and q is the warped law. The official
-code's option of one more target token after a rollback is left out.
+rule of the paper. The official code's option of one more target token after a rollback is left out.
 """
 
 from __future__ import annotations
@@ -24,49 +22,31 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specjax import tree as trees
 from specjax.types import Array, TokenTree
 from specjax.verifiers.typical import longest_run, node_log_probability
-from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, need_logits, with_keys
+from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
 
 
-def core(
-    u: Array, tree: TokenTree, target_logits: Array, *, alpha: float, sample: bool = False, stop_below: float = 0.0
-) -> Accepted:
+def core(u: Array, tree: TokenTree, target_logits: Array, *, alpha: float, sample: bool = False) -> Accepted:
     """The rule; it does not read the uniforms float32[B, N]."""
     del u
-    if stop_below > 0:
-        tree = fall_back(tree, stop_below)
     log_p = node_log_probability(target_logits, tree)
     path, num_nodes, last = longest_run(tree, -log_p <= alpha, log_p)
     p = law(target_logits, last)
     return Accepted(path, num_nodes, p if sample else jax.nn.one_hot(jnp.argmax(p, -1), p.shape[-1]))
 
 
-def fall_back(tree: TokenTree, stop_below: float | Array) -> TokenTree:
-    """The tree without what was drafted below a node where the drafter's largest probability is under `stop_below`.
-
-    Lossless under an exact rule too, because it does not depend on the token drawn there.
-    """
-    logits = need_logits(tree)
-    sure = jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1) >= jnp.log(stop_below)  # bool[B, N]
-    below_sure = jnp.take_along_axis(sure, jnp.maximum(tree.parents, 0), 1) | (tree.parents < 0)
-    kept = jnp.all(~trees.ancestor_mask(tree.parents) | below_sure[:, None], -1)
-    return tree._replace(valid=tree.valid & kept)
-
-
 @functools.cache
-def rollback(alpha: float = 5.0, *, sample: bool = False, stop_below: float = 0.0) -> Verifier:
-    """The rule. The official code has alpha = 5 and stop_below = 0.6, both tuned per task.
+def rollback(alpha: float = 5.0, *, sample: bool = False) -> Verifier:
+    """The rule. The official code has alpha = 5, and 0.6 for fallback, both tuned per task.
 
     Args:
       alpha: largest -log p, in nats, of a token that is kept.
       sample: draw the target's own tokens from p instead of taking the argmax.
-      stop_below: drafter's confidence under which the rest of the draft is ignored; needs a draft with logits.
     """
     return Verifier(
         "rollback",
-        with_keys(functools.partial(core, alpha=alpha, sample=sample, stop_below=stop_below)),
+        with_keys(functools.partial(core, alpha=alpha, sample=sample)),
         draws=ANY,
         guarantee="lossy",
         summary="keeps the draft up to the first token whose surprise under the target is over a bound",

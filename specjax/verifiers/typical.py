@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import tree as trees
+from specjax.sampling import entropy
 from specjax.types import Array, TokenTree
 from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
 
@@ -37,8 +38,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, epsilon: float, del
 def _log_threshold(logits: Array, epsilon: float, delta: float) -> Array:
     """float32[B, N]: what the log-probability of a child of each node must exceed."""
     log_p = jax.nn.log_softmax(logits, -1)
-    entropy = -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), -1)
-    return jnp.minimum(jnp.log(epsilon), jnp.log(delta) - entropy)
+    return jnp.minimum(jnp.log(epsilon), jnp.log(delta) - entropy(log_p))
 
 
 def node_log_probability(logits: Array, tree: TokenTree) -> Array:

@@ -83,6 +83,13 @@ def test_compare_sampled_drafts_states_no_equality(cli):
     assert document["method"] == "two_model" and document["identical"] is None and document["speedup"] > 0
 
 
+def test_a_stop_rule_and_a_controller(cli):
+    options = ("--draft", "draft", "--stop", "confidence:0.9", "--controller", "additive:2", *SHORT, "--compare")
+    document = json.loads(cli("generate", "abc", *options, "--json").out)
+    assert document["identical"] is True
+    assert document["acceptance_by_depth"][2:] == [None, None]  # of 4, deeper than the controller's first rounds
+
+
 def test_compare_finds_a_difference(cli, monkeypatch):
     from specjax.cli import measure
 
@@ -158,6 +165,9 @@ def test_raw_has_no_template(cli):
         (["generate", "abc", "--num-draft-tokens", "0"], "--num-draft-tokens"),
         (["generate", "abc", "--method", "autoregressive", "--num-draft-tokens", "3"], "--num-draft-tokens"),
         (["generate", "abc", "--method", "token_recycling", "--num-draft-tokens", "900"], "--num-draft-tokens"),
+        (["generate", "abc", "--stop", "confidence:0.4"], "--stop does not apply to method prompt_lookup"),
+        (["generate", "abc", "--draft", "draft", "--stop", "sure:1"], '--stop: "sure:1" is not a stop rule'),
+        (["generate", "abc", "--controller", "fast"], '--controller: "fast" is not a controller'),
         (["generate", "abc", "--dtype", "int4"], "--dtype"),
         (["generate", "abc", "--seed", "-1"], "--seed"),
         (["generate", "abc", "--batch-size", "0"], "--batch-size"),

@@ -27,7 +27,7 @@ def jitted(name, core="core", static=()):
 
 standard_core, rsd_core = jitted("standard"), jitted("recursive_rejection")
 typical_core, judge_core = jitted("typical"), jitted("judge")
-rollback_core, fall_back = jitted("bild", static=("sample", "stop_below")), jitted("bild", "fall_back")
+rollback_core = jitted("bild", static=("sample",))
 top_beta_core, rapid_core = jitted("top_beta"), jitted("rapid", static=("residual", "sample"))
 grouped_core, static_core = jitted("grouped", static=("size",)), jitted("grouped", "core_static")
 lantern_jit, surrogate, longest_run = (
@@ -35,6 +35,14 @@ lantern_jit, surrogate, longest_run = (
     jitted("lantern", "surrogate"),
     jitted("typical", "longest_run"),
 )
+
+
+def fall_back(tree, stop_below):
+    """BiLD's fallback on a finished draft: without what was drafted where the largest q is under `stop_below`."""
+    sure = jnp.max(jax.nn.log_softmax(tree.logits, -1), -1) >= jnp.log(stop_below)  # bool[B, N]
+    below_sure = jnp.take_along_axis(sure, jnp.maximum(tree.parents, 0), 1) | (tree.parents < 0)
+    kept = jnp.all(~trees.ancestor_mask(tree.parents) | below_sure[:, None], -1)
+    return tree._replace(valid=tree.valid & kept)
 
 
 def lantern_core(u, tree, logits, neighbours, delta=0.0, share=0.0, offset=0):

@@ -36,7 +36,7 @@ def test_bild_trace_is_golden():
     np.testing.assert_array_equal(end.residual[0], [0, 0, 1])  # the large argmax
     sampled = rollback_core(jnp.zeros((1, 4)), kept, large, alpha=case["alpha_rb"], sample=True)
     np.testing.assert_allclose(sampled.residual[0], np.exp(large[0, 1]) / np.exp(large[0, 1]).sum(), atol=1e-6)
-    late = rollback_core(jnp.zeros((1, 4)), tree, large, alpha=7.0, stop_below=case["alpha_fb"])
+    late = rollback_core(jnp.zeros((1, 4)), kept, large, alpha=7.0)
     assert int(late.num_nodes[0]) == 3 and int(jnp.argmax(late.residual)) == 0  # cut by fallback, then one appended
     assert int(rollback_core(jnp.zeros((1, 4)), tree, large, alpha=7.0).num_nodes[0]) == 4
 

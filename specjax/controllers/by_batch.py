@@ -1,0 +1,43 @@
+"""A static ladder: the larger the batch, the less deep the draft.
+
+Rule: the depth of the first step of the ladder whose batch size is not exceeded, `above` beyond the last. The baseline
+of Liu et al.: Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (2024), arXiv 2406.14066:
+drafted tokens are nearly free while the target waits for memory, and dear once it computes.
+The size is that of the call, rows that have ended included. Since the depth changes which random numbers a sampled
+draft uses, such a text, not its law, depends on the size of the batch; greedy and coupled texts do not.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.types import Controller
+
+LADDER = ((1, 7), (4, 5), (16, 3), (32, 2), (64, 1))
+"""(largest batch, depth); a guess to start from: measure."""
+
+
+@functools.cache
+def by_batch(ladder: tuple[tuple[int, int], ...] = LADDER, *, above: int = 0) -> Controller:
+    """Depths from a ladder of (largest batch, depth).
+
+    Raises: UsageError for an empty ladder, sizes that do not rise, or a negative depth.
+    """
+    sizes = [size for size, _ in ladder]
+    if not ladder or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
+        raise UsageError(f"the batch sizes of a ladder must be at least 1 and rise, not {sizes}")
+    if min(above, *(depth for _, depth in ladder)) < 0:
+        raise UsageError(f"depths must be at least 0, not {[*(depth for _, depth in ladder), above]}")
+
+    def depth_at(batch: int) -> int:
+        return next((depth for size, depth in ladder if batch <= size), above)
+
+    return Controller(
+        init=lambda batch: jnp.full((batch,), depth_at(batch), jnp.int32),
+        limit=lambda state: state,
+        update=lambda state, info: state,
+    )

@@ -1,0 +1,35 @@
+"""Controllers from a short text, for command lines and configs."""
+
+from __future__ import annotations
+
+from specjax.controllers.additive import additive
+from specjax.controllers.by_batch import by_batch
+from specjax.controllers.fixed import fixed
+from specjax.controllers.goodput import goodput
+from specjax.controllers.multiplicative import multiplicative
+from specjax.errors import UsageError
+from specjax.types import Controller
+
+FORMS = {
+    "fixed:N": "at most N tokens deep",
+    "additive, additive:N": "starts N deep; 2 more after a round accepted whole, 1 less after a rejection",
+    "multiplicative, multiplicative:N": "starts N deep; doubles and halves",
+    "by_batch": "the larger the batch, the less deep",
+    "goodput": "the depth that emits most tokens per second, 0 if none pays",
+}
+
+
+def parse(spec: str) -> Controller:
+    """A controller from one of `FORMS`. Raises: UsageError for any other text."""
+    name, _, number = spec.partition(":")
+    makers = {
+        "fixed": fixed,
+        "additive": additive,
+        "multiplicative": multiplicative,
+        "by_batch": by_batch,
+        "goodput": goodput,
+    }
+    takes_number = name in ("fixed", "additive", "multiplicative")
+    if name not in makers or not ((number.isdecimal() and takes_number) or spec == name != "fixed"):
+        raise UsageError(f'"{spec}" is not a controller; the forms are {", ".join(FORMS)}')
+    return makers[name](int(number)) if number else makers[name]()

@@ -1,0 +1,181 @@
+"""SpecKV: a small network chooses the draft's length from what the drafter's laws looked like.
+
+SpecKV: Adaptive Speculative Decoding with Compression-Aware Gamma Selection (2026), arXiv 2605.02888.
+
+Rule: a(g) = MLP(mean entropy, mean confidence, largest entropy, smallest confidence, compression code, g) is the
+predicted share of accepted tokens of a draft of g tokens; the next draft has argmax_g a(g) g + 1 tokens. With costs the
+objective is (a(g) g + 1) / cost(g).
+Guarantee: distribution, as of every controller.
+Deviations: the paper evaluates its rule offline, on the statistics of the very draft whose length it chooses; here they
+are those of the round before, of its accepted tokens and the first rejected one, and the first round drafts `start`.
+The paper's objective takes rounds of all lengths to cost the same, so it nearly always drafts most; give `round_costs`.
+Activation (ReLU), loss (binomial) and scaling of the features are ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.types import Array, Controller, Info, Signals
+
+HIDDEN = 16
+
+
+class Weights(NamedTuple):
+    """The network: 6 features, 16 hidden units, one output."""
+
+    w1: Array  # float32[6, 16]
+    b1: Array  # float32[16]
+    w2: Array  # float32[16]
+    b2: Array  # float32[]
+
+
+def spec_kv(
+    weights: Weights,
+    *,
+    gammas: tuple[int, ...] = (2, 4, 6, 8),
+    start: int = 4,
+    code: int = 0,
+    round_costs: tuple[float, ...] | None = None,
+) -> Controller:
+    """Drafts of one of `gammas` tokens, per row. Needs a drafter that hands its laws on.
+
+    The weights become constants of the program: other weights compile another one.
+
+    Args:
+      weights: from `fit`.
+      code: of the drafter's compression: 0 float16, 1 int8, 2 nf4.
+      round_costs: of a round with each of `gammas`, draft and target, in any unit; None: the paper's objective.
+
+    Raises: UsageError for weights of other shapes, gammas below 1, or costs that are not one positive number for each.
+    """
+    shapes = [np.shape(x) for x in weights]
+    if shapes != [(6, HIDDEN), (HIDDEN,), (HIDDEN,), ()]:
+        raise UsageError(f"weights must have the shapes (6, {HIDDEN}), ({HIDDEN},), ({HIDDEN},) and (), not {shapes}")
+    if not gammas or min(*gammas, start) < 1:
+        raise UsageError(f"gammas and start must be at least 1, not {gammas} and {start}")
+    if round_costs is not None and (len(round_costs) != len(gammas) or min(round_costs) <= 0):
+        raise UsageError(f"round_costs must hold one positive number for each of {gammas}, not {round_costs}")
+    hashable = jax.tree.map(lambda x: np.asarray(x, np.float32).tobytes(), Weights(*weights))
+    return _functions(hashable, gammas, start, code, round_costs)
+
+
+@functools.cache
+def _functions(packed: Weights, gammas, start, code, round_costs) -> Controller:
+    weights = Weights(*(np.frombuffer(x, np.float32) for x in packed))
+    weights = weights._replace(w1=weights.w1.reshape(6, HIDDEN), b2=weights.b2[0])
+
+    def update(gamma: Array, info: Info) -> Array:
+        assert info.signals is not None
+        seen = jnp.any(info.signals.judged, 1)
+        x = jnp.repeat(features(info.signals, code)[:, None], len(gammas), 1)  # [B, G, 5]
+        asked = jnp.broadcast_to(jnp.asarray(gammas, jnp.float32)[:, None], (*x.shape[:2], 1))
+        best = choose(predict(weights, jnp.concatenate([x, asked], -1)), gammas, round_costs)
+        return jnp.where(info.active & seen, best, gamma)
+
+    return Controller(
+        init=lambda batch: jnp.full((batch,), start, jnp.int32),
+        limit=lambda gamma: gamma,
+        update=update,
+        reads_signals=True,
+    )
+
+
+def predict(weights: Weights, x: Array) -> Array:
+    """The predicted share of accepted tokens, float32[...], from features float32[..., 6], the last of them g."""
+    return jax.nn.sigmoid(jax.nn.relu(x @ weights.w1 + weights.b1) @ weights.w2 + weights.b2)
+
+
+def choose(acceptance: Array, gammas: Sequence[int], round_costs: Sequence[float] | None = None) -> Array:
+    """int32[...]: which of `gammas` scores best, given the acceptance float32[..., G] of each; ties: the first."""
+    return jnp.asarray(gammas, jnp.int32)[jnp.argmax(scores(acceptance, gammas, round_costs), -1)]
+
+
+def scores(acceptance: Array, gammas: Sequence[int], round_costs: Sequence[float] | None = None) -> Array:
+    """float32[..., G]: expected tokens of a round, or, with costs, per unit of cost."""
+    tokens = acceptance * jnp.asarray(gammas, jnp.float32) + 1
+    return tokens if round_costs is None else tokens / jnp.asarray(round_costs, jnp.float32)
+
+
+def features(signals: Signals, code: int = 0) -> Array:
+    """float32[B, 5]: mean entropy, mean confidence, largest entropy, smallest confidence, code; of a round."""
+    judged = signals.judged
+    count = jnp.maximum(jnp.sum(judged, 1), 1)
+    mean = lambda x: jnp.sum(jnp.where(judged, x, 0.0), 1) / count
+    return jnp.stack(
+        [
+            mean(signals.entropy),
+            mean(signals.confidence),
+            jnp.max(jnp.where(judged, signals.entropy, 0.0), 1),
+            jnp.min(jnp.where(judged, signals.confidence, 1.0), 1),
+            jnp.full(count.shape, code, jnp.float32),
+        ],
+        1,
+    )
+
+
+def records(rounds: Iterable[Info], code: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `fit` learns from, out of the `info` of successive steps of `stream` with a controller that reads signals.
+
+    Such as `fixed(g)._replace(reads_signals=True)`, for every g. Each row's round counts with the features of its round
+    before. Returns: features float32[R, 5], gamma float32[R] and accepted tokens float32[R].
+    """
+    found: list[tuple] = []
+    before, known = None, None
+    for info in rounds:
+        drafted, accepted = np.asarray(info.drafted_depth), np.asarray(info.accepted)
+        if before is not None:
+            use = known & np.asarray(info.active) & (drafted > 0)
+            found += zip(before[use], drafted[use], accepted[use], strict=True)
+        now, seen = np.asarray(features(info.signals, code)), np.asarray(info.signals.judged).any(1)
+        before = now if before is None else np.where(seen[:, None], now, before)
+        known = seen if known is None else known | seen
+    x, gamma, accepted = zip(*found, strict=True) if found else ((), (), ())
+    return np.array(x, np.float32).reshape(-1, 5), np.array(gamma, np.float32), np.array(accepted, np.float32)
+
+
+def fit(
+    x: np.ndarray, gamma: np.ndarray, accepted: np.ndarray, *, key: Array, steps: int = 500, learning_rate: float = 0.02
+) -> Weights:
+    """Train the network on logged rounds: features float32[R, 5], drafted gamma [R] and accepted tokens [R].
+
+    Full-batch Adam on the binomial log-likelihood of `accepted` out of `gamma`.
+    Raises: UsageError for no rounds, or arrays of different lengths.
+    """
+    if not len(x) or not len(x) == len(gamma) == len(accepted):
+        raise UsageError(f"fit needs as many gammas and accepted counts as features: {len(x)}, {len(gamma)} and "
+                         f"{len(accepted)}")  # fmt: skip
+    rows = np.concatenate([np.asarray(x, np.float32), np.asarray(gamma, np.float32)[:, None]], 1)
+    mean, scale = rows.mean(0), rows.std(0)
+    scale = np.where(scale > 1e-6, scale, 1.0)
+    start = Weights(
+        jax.random.normal(key, (6, HIDDEN)) * (2 / 6) ** 0.5, jnp.zeros(HIDDEN), jnp.zeros(HIDDEN), jnp.zeros(())
+    )
+    trained = _train((rows - mean) / scale, gamma, accepted, start, learning_rate, steps)
+    w1 = trained.w1 / scale[:, None]
+    return trained._replace(w1=w1, b1=trained.b1 - mean @ w1)
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def _train(rows, gamma, accepted, start: Weights, learning_rate, steps: int) -> Weights:
+    import optax  # needed by nothing else that decodes
+
+    optimiser = optax.adam(learning_rate)
+
+    def loss(weights: Weights) -> Array:
+        a = jnp.clip(predict(weights, rows), 1e-6, 1 - 1e-6)
+        return -jnp.sum(accepted * jnp.log(a) + (gamma - accepted) * jnp.log1p(-a)) / jnp.sum(gamma)
+
+    def step(carry, _):
+        weights, state = carry
+        updates, state = optimiser.update(jax.grad(loss)(weights), state)
+        return (optax.apply_updates(weights, updates), state), None
+
+    return jax.lax.scan(step, (start, optimiser.init(start)), None, steps)[0][0]

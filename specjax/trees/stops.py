@@ -1,0 +1,113 @@
+"""When to stop drafting: rules that look at the drafter's laws while a chain or tree grows, so that passes are saved.
+
+`confidence`, `entropy`: Kangaroo (Liu et al. 2024, arXiv 2404.18911) stops at a largest probability below 0.6, assisted
+generation (DISCO; Mamou et al. 2024, arXiv 2405.04304) below 0.4. `fallback`: BiLD (Kim et al. 2023, arXiv 2302.07863).
+`acceptance`: SpecDec++ (Huang, Guo, Wang 2024, arXiv 2405.19715), which shows that the best rule is a threshold on the
+chance that a candidate will be rejected.
+
+Guarantee: distribution, greedy and lossy rules keep what they promise: a rule never looks at a token before it decides
+whether that token is drafted.
+Deviations: q is the law that is sampled (warped; the drafter's own in greedy decoding). A drafter does not know eos,
+so none of them stops there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from specjax import sampling
+from specjax.errors import UsageError
+from specjax.trees.grow import Fed, Stop
+from specjax.types import Array
+
+FORMS = {
+    "confidence:P": "keep the token drawn where the largest q is below P, and stop (0.4: assisted generation)",
+    "entropy:H": "the same where the entropy of q is above H nats",
+    "fallback:P": "do not even draw there (0.6: BiLD)",
+    "acceptance:T": "stop once the chance of a rejection is above T, if tokens are accepted as often as the largest q",
+}
+
+
+def parse(spec: str) -> Stop:
+    """A rule from one of `FORMS`. Raises: UsageError for any other text."""
+    name, _, number = spec.partition(":")
+    rules = {"confidence": confidence, "entropy": entropy, "fallback": fallback, "acceptance": acceptance}
+    try:
+        threshold = float(number)
+    except ValueError:
+        threshold = float("nan")
+    if name not in rules or threshold != threshold:
+        raise UsageError(f'"{spec}" is not a stop rule; the forms are {", ".join(FORMS)}')
+    return rules[name](threshold)
+
+
+@functools.cache
+def confidence(threshold: float = 0.4) -> Stop:
+    """Stop after a token whose law's largest probability is below `threshold`; the token stays.
+
+    0 never stops, above 1 there is one token. Raises: UsageError if it is negative.
+    """
+    _check(threshold)
+    return Stop(lambda value, fed: (value, top_probability(fed) >= threshold))
+
+
+def kangaroo(threshold: float = 0.6) -> Stop:
+    """`confidence` with the threshold of Kangaroo, which drafts at most 6 tokens."""
+    return confidence(threshold)
+
+
+@functools.cache
+def entropy(threshold: float) -> Stop:
+    """Stop after a token whose law's entropy is above `threshold` nats; the token stays. Raises: UsageError if < 0."""
+    _check(threshold)
+    return Stop(lambda value, fed: (value, sampling.entropy(fed.log_q) <= threshold))
+
+
+@functools.cache
+def fallback(threshold: float = 0.6) -> Stop:
+    """BiLD's fallback: draw nothing where the largest probability is below `threshold`, and leave it to the target.
+
+    Above 1 every token is the target's. Raises: UsageError if it is negative.
+    """
+    _check(threshold)
+    return confidence(threshold)._replace(keeps=False)
+
+
+def top_probability(fed: Fed) -> Array:
+    """float32[B, F]: the largest q of the children; how often they are accepted if the drafter is as right as sure."""
+    return jnp.exp(jnp.max(fed.log_q, -1))
+
+
+@functools.cache
+def acceptance(
+    threshold: float = 0.3, *, least: int = 2, lag: bool = True, predict: Callable[[Fed], Array] = top_probability
+) -> Stop:
+    """SpecDec++'s policy: stop when 1 - prod_i s_i > threshold, s_i the predicted acceptance of candidate i.
+
+    Args:
+      threshold: at 1 or above it never stops, below 0 there are `least` tokens. The longest draft is the tree's depth.
+      least: tokens drafted in any case.
+      lag: the newest token is not judged yet, as in the paper, whose head reads the state behind it. False: it is,
+        which saves a pass and which predictions from q allow.
+      predict: (Fed) -> s float32[B, F] of the children of these nodes; a module-level function, since settings are
+        compared by identity. The trained head of the paper is not here; the largest q stands in.
+
+    Raises: UsageError if least < 1.
+    """
+    if least < 1:
+        raise UsageError(f"least must be at least 1, not {least}")
+
+    def judge(value, fed: Fed):
+        children = value * predict(fed)
+        judged = value if lag else children
+        return children, (1 - judged <= threshold) | (fed.depth + 1 < least)
+
+    return Stop(judge, start=1.0)
+
+
+def _check(threshold: float) -> None:
+    if not threshold >= 0:
+        raise UsageError(f"the threshold of a stop rule must be at least 0, not {threshold}")

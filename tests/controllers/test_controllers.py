@@ -1,0 +1,189 @@
+"""Controllers: their traces, what they must not read, and exact text under a controller that tries to do harm."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, markov, sampled_triples, tiny_llama
+
+from specjax import UsageError, controllers, decode, trees
+from specjax.controllers.spec_kv import HIDDEN, Weights
+from specjax.decode import _start, prepare
+from specjax.drafters import autoregressive, hierarchical, two_model
+from specjax.speculative import speculative
+from specjax.trees import stops
+from specjax.types import Controller
+
+
+def trace(controller, rounds):
+    """The limits after rounds of (drafted depth, accepted) of one row, the first before any."""
+    state = controller.init(1)
+    limits = [int(controller.limit(state)[0])]
+    for drafted, accepted in rounds:
+        info = SimpleNamespace(
+            drafted_depth=jnp.array([drafted]), accepted=jnp.array([accepted]), active=jnp.array([True])
+        )
+        state = controller.update(state, info)
+        limits.append(int(controller.limit(state)[0]))
+    return limits
+
+
+def test_additive_is_the_heuristic_of_assisted_generation():
+    """Start 5; 2 more after a fully accepted round, 1 less otherwise, never below 1."""
+    rounds = [(5, 5), (7, 7), (9, 8), (8, 0), (7, 7), (9, 1)]
+    assert trace(controllers.additive(), rounds) == [5, 7, 9, 8, 7, 9, 8]
+    assert trace(controllers.additive(2), [(2, 0), (1, 0), (1, 0)]) == [2, 1, 1, 1]
+    assert trace(controllers.additive(19), [(19, 19)]) == [19, 20]
+
+
+def test_multiplicative_doubles_and_halves():
+    rounds = [(4, 4), (8, 8), (16, 16), (16, 3), (8, 0), (4, 0), (2, 0), (1, 0), (1, 1)]
+    assert trace(controllers.multiplicative(), rounds) == [4, 8, 16, 16, 8, 4, 2, 1, 1, 2]
+
+
+@pytest.mark.parametrize("controller", [controllers.additive(4), controllers.multiplicative(4)])
+def test_a_draft_that_ended_early_does_not_raise_the_limit(controller):
+    """By a stop rule, or as the drafter's tree is no deeper: else the limit would run away from what is drafted."""
+    before, after, lowered, empty = trace(controller, [(2, 2), (3, 1), (0, 0)])
+    assert before == after == 4 and lowered < 4 and empty == lowered
+
+
+def test_rows_that_have_ended_keep_their_limit():
+    controller = controllers.additive()
+    info = SimpleNamespace(drafted_depth=jnp.array([5, 5]), accepted=jnp.array([5, 5]), active=jnp.array([True, False]))
+    assert controller.update(controller.init(2), info).tolist() == [7, 5]
+
+
+def test_the_ladder_by_batch():
+    controller = controllers.by_batch(((1, 5), (4, 3), (16, 1)))
+    depth = {batch: controller.limit(controller.init(batch)).tolist() for batch in (1, 2, 4, 5, 16, 17)}
+    assert {batch: limits[0] for batch, limits in depth.items()} == {1: 5, 2: 3, 4: 3, 5: 1, 16: 1, 17: 0}
+    assert all(limits == [limits[0]] * batch for batch, limits in depth.items())
+
+
+# ------------------------------------------------------------------------------------------------------ losslessness
+
+# A limit that jumps about between 0 and 4, differently in every row and with everything that happened before.
+ADVERSARY = Controller(
+    init=lambda batch: jnp.arange(batch, dtype=jnp.uint32) * 7919 + 11,
+    limit=lambda state: ((state >> 7) % 5).astype(jnp.int32),
+    update=lambda state, info: (state + info.accepted.astype(jnp.uint32)) * 1664525 + 1013904223,
+)
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7]]
+TOYS = {
+    "chain": lambda: two_model(markov(DRAFT_ROWS), 3),
+    "stopping beams": lambda: two_model(markov(DRAFT_ROWS), tree=trees.beam(2, 3), stop=stops.fallback(0.5)),
+    "hierarchical": lambda: hierarchical(
+        markov(DRAFT_ROWS), two_model(markov(TARGET_ROWS[::-1].copy()), 2, lag=4), min_tokens=2
+    ),
+}
+
+
+def test_the_adversary_drafts_nothing_now_and_then():
+    state, limits = ADVERSARY.init(4), []
+    for _ in range(8):
+        limits.append(ADVERSARY.limit(state).tolist())
+        state = ADVERSARY.update(state, SimpleNamespace(accepted=jnp.array([0, 1, 2, 0])))
+    assert {limit for row in limits for limit in row} == {0, 1, 2, 3, 4}
+    assert any(len(set(row)) > 2 for row in limits)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_sampled_text_keeps_its_law_under_the_adversary(name):
+    counts = sampled_triples(TOYS[name](), TARGET_ROWS, controller=ADVERSARY)
+    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+
+
+def test_a_limit_that_reads_the_draft_is_caught():
+    """A mutant of what a controller is: the draft is cut before a token by what the token is."""
+    drafter = two_model(markov(DRAFT_ROWS), 2)
+
+    def propose(params, keys, state, context, limit):
+        tree, state = drafter.propose(params, keys, state, context, limit)
+        limit = jnp.where(tree.tokens[:, 1] == 2, 0, limit)
+        return tree._replace(valid=jnp.arange(3) <= limit[:, None]), state
+
+    counts = sampled_triples(drafter.replace(propose=propose), TARGET_ROWS)
+    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) < 1e-6
+
+
+def test_greedy_text_is_the_targets_under_the_adversary():
+    """With a draft model that is the target, too: what was drafted after rounds without a draft is all accepted."""
+    run = lambda drafter, **options: decode(
+        tiny_llama(), drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=20, **options
+    )
+    ours = run(two_model(tiny_llama(), 4, stop=stops.confidence(0.7)), controller=ADVERSARY)
+    assert ours.to_lists() == run(autoregressive()).to_lists()
+    assert ours.stats.accepted.tolist() == ours.stats.drafted.tolist()
+
+
+_one = np.eye(1, HIDDEN)[0]  # only the first hidden unit is used: g - 20 (mean confidence) + 8
+WEIGHTS = Weights(np.array([0, -20, 0, 0, 0, 1])[:, None] * _one, 8 * _one, -2 * _one, 2.0)  # longer where q is sure
+ALL = {
+    "fixed": controllers.fixed(3),
+    "additive": controllers.additive(2),
+    "multiplicative": controllers.multiplicative(2),
+    "by_batch": controllers.by_batch(),
+    "spec_kv": controllers.spec_kv(WEIGHTS, gammas=(1, 2, 4), start=2),
+}
+
+
+def test_every_controller_is_tested():
+    others = {"FORMS", "parse"}
+    assert set(ALL) == set(controllers.__all__) - others
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_limit_does_not_depend_on_the_randomness_of_its_round(name):
+    """The same past and another key: other drafts and verdicts, the same depth."""
+    controller, drafter = ALL[name], two_model(markov(DRAFT_ROWS), 8)
+    prompts = (jnp.zeros((64, 4), jnp.int32), jnp.full((64,), 4))
+    inputs, *arrays, static = prepare(
+        markov(), drafter, prompts, key=jax.random.key(0), max_new_tokens=40, temperature=1.0, controller=controller
+    )
+    state = _start(inputs, *arrays, **static)
+    step = jax.jit(speculative(controller).step)
+    for _ in range(2):
+        state, _ = step(inputs, state)
+    others = state._replace(keys=jax.random.split(jax.random.key(9), 64))
+    (_, ours), (_, theirs) = step(inputs, state), step(inputs, others)
+    np.testing.assert_array_equal(ours.drafted_depth, theirs.drafted_depth)
+    np.testing.assert_array_equal(ours.drafted_depth, np.minimum(controller.limit(state.control), 8))
+    assert (ours.accepted != theirs.accepted).any()
+    if name not in ("fixed", "by_batch"):
+        assert len(set(ours.drafted_depth.tolist())) > 1
+
+
+# ------------------------------------------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: controllers.additive(0), "1 <= least <= start <= most, not 1, 0 and 20"),
+        (lambda: controllers.multiplicative(4, least=0), "1 <= least <= start <= most, not 0, 4 and 16"),
+        (lambda: controllers.additive(up=-1), "up and down must be at least 0"),
+        (lambda: controllers.by_batch(()), "sizes of a ladder must be at least 1 and rise"),
+        (
+            lambda: controllers.by_batch(((4, 1), (2, 3))),
+            r"sizes of a ladder must be at least 1 and rise, not \[4, 2\]",
+        ),
+        (lambda: controllers.by_batch(((4, -1),)), "depths must be at least 0"),
+        (lambda: controllers.parse("fixed"), '"fixed" is not a controller; the forms are fixed:N'),
+        (lambda: controllers.parse("additive:"), "is not a controller"),
+        (lambda: controllers.parse("by_batch:3"), "is not a controller"),
+        (lambda: controllers.parse("goodness:3"), "is not a controller"),
+    ],
+)
+def test_bad_settings(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_specs():
+    assert controllers.parse("fixed:3") is controllers.fixed(3)
+    assert controllers.parse("additive") is controllers.additive()
+    assert controllers.parse("multiplicative:2") is controllers.multiplicative(2)
+    assert controllers.parse("by_batch") is controllers.by_batch()
