@@ -31,10 +31,10 @@ HIDDEN = 16
 class Weights(NamedTuple):
     """The network: 6 features, 16 hidden units, one output."""
 
-    w1: Array  # float32[6, 16]
-    b1: Array  # float32[16]
-    w2: Array  # float32[16]
-    b2: Array  # float32[]
+    w1: Array | np.ndarray  # float32[6, 16]
+    b1: Array | np.ndarray  # float32[16]
+    w2: Array | np.ndarray  # float32[16]
+    b2: Array | np.ndarray  # float32[]
 
 
 def spec_kv(
@@ -63,14 +63,14 @@ def spec_kv(
         raise UsageError(f"gammas and start must be at least 1, not {gammas} and {start}")
     if round_costs is not None and (len(round_costs) != len(gammas) or min(round_costs) <= 0):
         raise UsageError(f"round_costs must hold one positive number for each of {gammas}, not {round_costs}")
-    hashable = jax.tree.map(lambda x: np.asarray(x, np.float32).tobytes(), Weights(*weights))
-    return _functions(hashable, gammas, start, code, round_costs)
+    packed = tuple(np.asarray(x, np.float32).tobytes() for x in weights)
+    return _functions(packed, gammas, start, code, round_costs)
 
 
 @functools.cache
-def _functions(packed: Weights, gammas, start, code, round_costs) -> Controller:
-    weights = Weights(*(np.frombuffer(x, np.float32) for x in packed))
-    weights = weights._replace(w1=weights.w1.reshape(6, HIDDEN), b2=weights.b2[0])
+def _functions(packed: tuple[bytes, ...], gammas, start, code, round_costs) -> Controller:
+    w1, b1, w2, b2 = (np.frombuffer(x, np.float32) for x in packed)
+    weights = Weights(w1.reshape(6, HIDDEN), b1, w2, b2[0])
 
     def update(gamma: Array, info: Info) -> Array:
         assert info.signals is not None
@@ -128,17 +128,20 @@ def records(rounds: Iterable[Info], code: int = 0) -> tuple[np.ndarray, np.ndarr
     before. Returns: features float32[R, 5], gamma float32[R] and accepted tokens float32[R].
     """
     found: list[tuple] = []
-    before, known = None, None
+    before = known = None
     for info in rounds:
-        drafted, accepted = np.asarray(info.drafted_depth), np.asarray(info.accepted)
-        if before is not None:
-            use = known & np.asarray(info.active) & (drafted > 0)
-            found += zip(before[use], drafted[use], accepted[use], strict=True)
-        now, seen = np.asarray(features(info.signals, code)), np.asarray(info.signals.judged).any(1)
-        before = now if before is None else np.where(seen[:, None], now, before)
-        known = seen if known is None else known | seen
-    x, gamma, accepted = zip(*found, strict=True) if found else ((), (), ())
-    return np.array(x, np.float32).reshape(-1, 5), np.array(gamma, np.float32), np.array(accepted, np.float32)
+        assert info.signals is not None
+        drafted, accepted, active = (np.asarray(x) for x in (info.drafted_depth, info.accepted, info.active))
+        now, seen = np.asarray(features(info.signals, code)), np.asarray(jnp.any(info.signals.judged, 1))
+        if before is None or known is None:
+            before, known = now, seen
+            continue
+        use = known & active & (drafted > 0)
+        found += zip(before[use], drafted[use], accepted[use], strict=True)
+        before, known = np.where(seen[:, None], now, before), known | seen
+    columns = zip(*found, strict=True) if found else ((), (), ())
+    x, gamma, taken = (np.array(column, np.float32) for column in columns)
+    return x.reshape(-1, 5), gamma, taken
 
 
 def fit(
