@@ -17,9 +17,12 @@ from specjax.verifiers import sample_and_match, standard
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
 PROMPT_TUPLES = tuple(map(tuple, PROMPTS))  # hashable
 OPTIONS = {
+    "dynamic_exit": {"num_tokens": 4},
+    "early_exit": {"exit_layer": 1, "num_tokens": 3},
     "hierarchical": {"min_tokens": 3},
     "jacobi": {"window": 4},
     "prompt_lookup": {"num_tokens": 4},
+    "swift": {"num_tokens": 4, "layers": (0, 1), "ratio": 0.5, "window": 4, "stop": 0.1},
     "token_recycling": {"num_nodes": 7},
     "two_model": {"num_tokens": 3},
 }

@@ -1,6 +1,7 @@
 """Builders of token trees: which tokens a drafter that gives logits drafts, and below which of them it looks."""
 
 from specjax.trees.beam import beam
+from specjax.trees.chain_with_siblings import chain_with_siblings
 from specjax.trees.dyspec import dyspec, dyspec_fixed
 from specjax.trees.eagle2 import eagle2
 from specjax.trees.grow import Builder, grow
@@ -14,6 +15,7 @@ __all__ = [
     "beam",
     "branching",
     "chain",
+    "chain_with_siblings",
     "dyspec",
     "dyspec_fixed",
     "eagle2",

@@ -31,10 +31,19 @@ class Count(NamedTuple):
 
 @functools.cache
 def markov_model(vocab: int) -> Model:
-    """A model whose next token depends on the last one alone; params: float32[V, V], rows of probabilities."""
+    """A model whose next token depends on the last one alone; params: float32[V, V], rows of probabilities.
 
-    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
-        return Output(jnp.log(params[tokens]), jnp.zeros((*tokens.shape, 1))), ()
+    Two layers: each that runs, attention and MLP by half, takes it from the uniform law towards that of the row.
+    """
+
+    def law(params, tokens, share):
+        """The stream after a share of the layers: log probabilities, which the head leaves as they are."""
+        return jnp.log(jnp.where(share < 1, share * params[tokens] + (1 - share) / vocab, params[tokens]))
+
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None):
+        share = 1.0 if layers is None else jnp.mean((layers.attention + 0.0 + layers.mlp) / 2, 1)[:, None, None]
+        streams = tuple(law(params, tokens, tap / 2) for tap in taps)
+        return Output(law(params, tokens, share), jnp.zeros((*tokens.shape, 1)), streams), ()
 
     return Model(
         init_cache=lambda batch, capacity: Count(jnp.zeros((batch,), jnp.int32)),
@@ -43,6 +52,8 @@ def markov_model(vocab: int) -> Model:
         vocab_size=vocab,
         max_positions=1 << 20,
         name="markov",
+        num_layers=2,
+        head=lambda params, stream: stream,
     )
 
 
