@@ -17,7 +17,7 @@ from flax import nnx
 from specjax import cache as kv
 from specjax.models.layout import Layout
 from specjax.pallas_kernels.tree_attention import tree_attention
-from specjax.types import Array, PyTree, Sublayers
+from specjax.types import Array, Mixture, PyTree, Sublayers
 
 TILE_ROWS = 8
 
@@ -81,8 +81,12 @@ class Embedding(nnx.Module):
     def __init__(self, vocab: int, width: int, *, dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (vocab, width), dtype) * width**-0.5)
 
-    def __call__(self, tokens):
-        return self.weight[...][tokens]
+    def __call__(self, tokens: Array | Mixture):
+        table = self.weight[...]
+        if not isinstance(tokens, Mixture):
+            return table[tokens]
+        rows = table[tokens.ids].astype(jnp.float32)  # [B, T, K, D]
+        return jnp.sum(rows * tokens.weights[..., None], -2).astype(table.dtype)
 
     def logits(self, x):
         """float32[..., V]."""

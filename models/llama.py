@@ -8,7 +8,7 @@ from flax import nnx
 
 from specjax import cache as kv
 from specjax.models import layers as L
-from specjax.types import Array, Output
+from specjax.types import Array, Mixture, Output
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Llama(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None, layers=None,
-        layout=None,
+        self, tokens: Array | Mixture, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
+        layers=None, layout=None,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
         frequencies = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)

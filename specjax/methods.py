@@ -103,6 +103,14 @@ METHODS: dict[str, Method] = {
             "the target's own first layers draft; how many of them, and how far, is chosen each round",
             "Zarch et al. 2025, arXiv 2504.05598",
         ),
+        Method(
+            "superposed",
+            lambda target, draft, **options: drafters.superposed(target, **options),
+            "distribution",
+            False,
+            "the target's own first layers draft several chains at once, from a mixture of their tokens",
+            "Shen et al. 2024, arXiv 2405.18400",
+        ),
     )
 }
 

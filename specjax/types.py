@@ -62,6 +62,13 @@ class Output(NamedTuple):
     taps: tuple[Array, ...] = ()  # [B, T, D] each, the residual stream after the layers asked for (0: the embedding)
 
 
+class Mixture(NamedTuple):
+    """Tokens in superposition, where a model takes tokens: the weighted sum of their embeddings stands for each."""
+
+    ids: Array  # int32[B, T, K]
+    weights: Array  # float32[B, T, K]
+
+
 class Sublayers(NamedTuple):
     """Which sublayers of a model run, per row. The others leave the residual stream as it is.
 
@@ -79,7 +86,7 @@ class Model(NamedTuple):
     returns `(Output, pending)`. It reads the cache and does not change it. `mask` is only *among the new tokens*; which
     slots of the cache count is the cache's own `length[B]`. `pending` is what the new tokens would add. Tokens may also
     see `earlier`, P tokens that are pending still (a tree that grows level by level): the mask is then [B, T, P + T].
-    `layers` are the `Sublayers` to run, None: all; what is pending of the others is zeros.
+    `layers` are the `Sublayers` to run, None: all; what is pending of the others is zeros. Tokens may be a `Mixture`.
 
     `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`. Prefill, plain
     decoding, chains and trees are these two calls; rolling back is committing fewer nodes.

@@ -22,6 +22,7 @@ OPTIONS = {
     "hierarchical": {"min_tokens": 3},
     "jacobi": {"window": 4},
     "prompt_lookup": {"num_tokens": 4},
+    "superposed": {"exit_layer": 1, "num_tokens": 3, "drafts": 2},
     "swift": {"num_tokens": 4, "layers": (0, 1), "ratio": 0.5, "window": 4, "stop": 0.1},
     "token_recycling": {"num_nodes": 7},
     "two_model": {"num_tokens": 3},

@@ -6,6 +6,7 @@ from specjax.drafters.early_exit import early_exit
 from specjax.drafters.hierarchical import hierarchical
 from specjax.drafters.jacobi import jacobi
 from specjax.drafters.prompt_lookup import prompt_lookup
+from specjax.drafters.superposed import superposed
 from specjax.drafters.swift import swift
 from specjax.drafters.token_recycling import token_recycling
 from specjax.drafters.two_model import two_model
@@ -17,6 +18,7 @@ __all__ = [
     "hierarchical",
     "jacobi",
     "prompt_lookup",
+    "superposed",
     "swift",
     "token_recycling",
     "two_model",

@@ -25,7 +25,7 @@ from specjax import trees
 from specjax.errors import UsageError
 from specjax.tree import depths
 from specjax.trees import Builder
-from specjax.types import Array, Context, Drafter, Model, PyTree, Sublayers, Target, TokenTree
+from specjax.types import Array, Context, Drafter, Mixture, Model, PyTree, Sublayers, Target, TokenTree
 
 
 def early_exit(
@@ -91,20 +91,7 @@ def self_draft(
     row that may draft no deeper runs no layers, and a pass that no row needs is left out.
     """
     slots = 1 + (builder.levels - 1) * builder.frontier
-
-    def look(tokens, depth, limit, **attention):
-        """Logits below tokens int32[B, F] and what is pending; zeros if all of them stand at their row's limit."""
-        drafting = jnp.any(depth < limit[:, None], 1)
-
-        def run():
-            output, pending = model.forward(
-                params, tokens, context.cache, positions=context.length[:, None] - 1 + depth,
-                layers=jax.tree.map(lambda runs: runs & drafting[:, None], layers), **attention,
-            )  # fmt: skip
-            return output.logits, pending
-
-        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
-        return jax.lax.cond(jnp.any(drafting), run, zeros)
+    look = functools.partial(look_below, model, params, context, layers)
 
     def judge(limit, seen, depth, logits):
         if stop is None:
@@ -126,6 +113,35 @@ def self_draft(
     grown, (_, limit, _) = trees.grow(builder, feed, memory, root[:, 0], logits[:, 0], keys, context, limit)
     tree = grown.tree
     return tree._replace(valid=tree.valid & (depths(tree.parents) <= limit[:, None]))
+
+
+def look_below(
+    model: Model,
+    params: PyTree,
+    context: Context,
+    layers: Sublayers,
+    tokens: Array | Mixture,
+    depth: Array,
+    limit: Array,
+    *,
+    mask: Array,
+    earlier: PyTree = None,
+) -> tuple[Array, PyTree]:
+    """Logits [B, F, V] below F nodes at `depth` int32[B, F] of a draft, by a part of the model, and what is pending.
+
+    Zeros, and nothing runs, if all of them stand at their row's `limit` int32[B].
+    """
+    drafting = jnp.any(depth < limit[:, None], 1)
+
+    def run():
+        output, pending = model.forward(
+            params, tokens, context.cache, positions=context.length[:, None] - 1 + depth, mask=mask, earlier=earlier,
+            layers=jax.tree.map(lambda runs: runs & drafting[:, None], layers),
+        )  # fmt: skip
+        return output.logits, pending
+
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
+    return jax.lax.cond(jnp.any(drafting), run, zeros)
 
 
 def first_layers(model: Model, count: Array) -> Sublayers:

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 
 from specjax import decode, sampling, tree
 from specjax.models import LlamaConfig, init_params, make_model
-from specjax.types import Drafter, Model, Output, Target, TokenTree
+from specjax.types import Drafter, Mixture, Model, Output, Target, TokenTree
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 MARKOV = json.loads((DATA / "verification_joint_markov.json").read_text())
@@ -38,12 +38,16 @@ def markov_model(vocab: int) -> Model:
 
     def law(params, tokens, share):
         """The stream after a share of the layers: log probabilities, which the head leaves as they are."""
-        return jnp.log(jnp.where(share < 1, share * params[tokens] + (1 - share) / vocab, params[tokens]))
+        if isinstance(tokens, Mixture):
+            rows = jnp.sum(params[tokens.ids] * tokens.weights[..., None], 2)
+        else:
+            rows = params[tokens]
+        return jnp.log(jnp.where(share < 1, share * rows + (1 - share) / vocab, rows))
 
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None):
         share = 1.0 if layers is None else jnp.mean((layers.attention + 0.0 + layers.mlp) / 2, 1)[:, None, None]
         streams = tuple(law(params, tokens, tap / 2) for tap in taps)
-        return Output(law(params, tokens, share), jnp.zeros((*tokens.shape, 1)), streams), ()
+        return Output(law(params, tokens, share), jnp.zeros((*positions.shape, 1)), streams), ()
 
     return Model(
         init_cache=lambda batch, capacity: Count(jnp.zeros((batch,), jnp.int32)),
