@@ -54,9 +54,18 @@ def make_model(config: Config, mesh: Mesh | None = None) -> Model:
         cache = kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, c.stacked)
         return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
-    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None):
         module = nnx.merge(graphdef, nnx.State(params))
-        return module(tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layout=layout)
+        return module(
+            tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layers=layers, layout=layout
+        )
+
+    def head(params, stream):
+        module = nnx.merge(graphdef, nnx.State(params))
+        return module.predict(module.norm(stream), layout)
 
     commit = kv.commit if layout is None else layout.commit
-    return Model(init_cache, forward, commit, config.vocab_size, config.max_positions, config.name, whole, mesh)
+    return Model(
+        init_cache, forward, commit, config.vocab_size, config.max_positions, config.name, whole, mesh,
+        config.num_layers, head,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from flax import nnx
 
 from specjax import cache as kv
 from specjax.models import layers as L
-from specjax.types import Array, Output
+from specjax.types import Array, Mixture, Output
 
 GLOBAL = 1 << 30  # a window wider than any text
 
@@ -61,11 +61,13 @@ class Block(nnx.Module):
         gelu = functools.partial(jax.nn.gelu, approximate=True)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, gelu, dtype=c.dtype, rngs=rngs)
 
-    def __call__(self, x, step: L.Step, prefix, frequencies, window):
+    def attend(self, x, step: L.Step, prefix, frequencies, window):
         attended, new = self.attention(self.attention_norm(x), step, prefix, frequencies, window)
-        x = x + self.attention_post_norm(attended)
+        return x + self.attention_post_norm(attended), new
+
+    def feed(self, x, step: L.Step):
         fed = step.place(self.mlp(self.mlp_norm(x)), "data", None, None)
-        return x + self.mlp_post_norm(fed), new
+        return x + self.mlp_post_norm(fed)
 
 
 class Gemma3(nnx.Module):
@@ -79,9 +81,10 @@ class Gemma3(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None, layout=None
-    ) -> tuple[Output, kv.Pending]:
-        c, step = self.config, L.make_step(positions, mask, cache, earlier, layout)
+        self, tokens: Array | Mixture, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
+        layers=None, layout=None,
+    ) -> tuple[Output, kv.Pending]:  # fmt: skip
+        c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
         full = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         local = L.rope_frequencies(c.head_dim, c.local_rope_base)
         is_global = jnp.array(c.is_global)
@@ -91,10 +94,14 @@ class Gemma3(nnx.Module):
         x = x * jnp.asarray(c.width**0.5, x.dtype)
         stream, pending = L.run_layers(
             self.layers, x, step, cache, (frequencies, windows),
-            lambda block, x, prefix, layer: block(x, step, prefix, *layer),
+            lambda block, x, prefix, layer: block.attend(x, step, prefix, *layer),
+            lambda block, x: block.feed(x, step),
         )  # fmt: skip
         hidden = self.norm(stream[-1])
-        logits = step.place((self.head or self.embed).logits(hidden), "data", None, "vocab")
-        if c.logit_softcap is not None:
-            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        return Output(logits, hidden, tuple(stream[tap] for tap in taps)), pending
+        return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
+
+    def predict(self, hidden: Array, layout=None) -> Array:
+        """Logits of normed states."""
+        c, logits = self.config, (self.head or self.embed).logits(hidden)
+        logits = logits if layout is None else layout.place(logits, "data", None, "vocab")
+        return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)

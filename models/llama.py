@@ -8,7 +8,7 @@ from flax import nnx
 
 from specjax import cache as kv
 from specjax.models import layers as L
-from specjax.types import Array, Output
+from specjax.types import Array, Mixture, Output
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,12 @@ class Block(nnx.Module):
         self.mlp_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
 
-    def __call__(self, x, step: L.Step, prefix, frequencies, window):
+    def attend(self, x, step: L.Step, prefix, frequencies, window):
         attended, new = self.attention(self.attention_norm(x), step, prefix, frequencies, window)
-        x = x + attended
-        return x + step.place(self.mlp(self.mlp_norm(x)), "data", None, None), new
+        return x + attended, new
+
+    def feed(self, x, step: L.Step):
+        return x + step.place(self.mlp(self.mlp_norm(x)), "data", None, None)
 
 
 class Llama(nnx.Module):
@@ -64,14 +66,20 @@ class Llama(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None, layout=None
-    ) -> tuple[Output, kv.Pending]:
-        c, step = self.config, L.make_step(positions, mask, cache, earlier, layout)
+        self, tokens: Array | Mixture, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
+        layers=None, layout=None,
+    ) -> tuple[Output, kv.Pending]:  # fmt: skip
+        c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
         frequencies = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         stream, pending = L.run_layers(
             self.layers, step.place(self.embed(tokens), "data", None, None), step, cache, (),
-            lambda block, x, prefix, _: block(x, step, prefix, frequencies, c.window),
+            lambda block, x, prefix, _: block.attend(x, step, prefix, frequencies, c.window),
+            lambda block, x: block.feed(x, step),
         )  # fmt: skip
         hidden = self.norm(stream[-1])
-        logits = step.place((self.head or self.embed).logits(hidden), "data", None, "vocab")
-        return Output(logits, hidden, tuple(stream[tap] for tap in taps)), pending
+        return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
+
+    def predict(self, hidden: Array, layout=None) -> Array:
+        """Logits of normed states."""
+        logits = (self.head or self.embed).logits(hidden)
+        return logits if layout is None else layout.place(logits, "data", None, "vocab")

@@ -144,6 +144,38 @@ METHODS: dict[str, Method] = {
             MappingProxyType({"num_nodes": 7}),
             needs_datastore=True,
         ),
+        Method(
+            "early_exit",
+            lambda target, draft, **options: drafters.early_exit(target, **options),
+            "distribution",
+            False,
+            "the target's own first layers draft a chain",
+            "Elhoushi et al. 2024, arXiv 2404.16710",
+        ),
+        Method(
+            "swift",
+            lambda target, draft, **options: drafters.swift(target, **options),
+            "distribution",
+            False,
+            "the target drafts with sublayers skipped, and searches for the best ones to skip",
+            "Xia et al. 2024, arXiv 2410.06916",
+        ),
+        Method(
+            "dynamic_exit",
+            lambda target, draft, **options: drafters.dynamic_exit(target, **options),
+            "distribution",
+            False,
+            "the target's own first layers draft; how many of them, and how far, is chosen each round",
+            "Zarch et al. 2025, arXiv 2504.05598",
+        ),
+        Method(
+            "superposed",
+            lambda target, draft, **options: drafters.superposed(target, **options),
+            "distribution",
+            False,
+            "the target's own first layers draft several chains at once, from a mixture of their tokens",
+            "Shen et al. 2024, arXiv 2405.18400",
+        ),
     )
 }
 

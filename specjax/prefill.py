@@ -30,11 +30,13 @@ def prefill_reading(
     count: Array,
     read: Callable[[PyTree, Array, Array, Output], PyTree],
     seen: PyTree,
+    *,
+    taps: tuple[int, ...] = (),
 ) -> tuple[PyTree, PyTree]:
     """`prefill` that shows every chunk to `read(seen, tokens[B, T], count[B], output) -> seen`: (cache, seen).
 
-    `count` says how many of the T tokens belong to the row. Runs only as many chunks as the longest row needs, so
-    padding of the buffer costs nothing.
+    `count` says how many of the T tokens belong to the row; `output` has the `taps`. Runs only as many
+    chunks as the longest row needs, so padding of the buffer costs nothing.
     """
     batch = tokens.shape[0]
     offset = jnp.arange(CHUNK)
@@ -45,7 +47,7 @@ def prefill_reading(
         start, cache, seen = carry
         window = jnp.take(tokens, start + offset, axis=1, mode="clip")
         positions = jnp.broadcast_to(start + offset, (batch, CHUNK))
-        output, pending = model.forward(params, window, cache, positions=positions, mask=mask)
+        output, pending = model.forward(params, window, cache, positions=positions, mask=mask, taps=taps)
         here = jnp.clip(count - start, 0, CHUNK)
         return start + CHUNK, model.commit(cache, pending, path, here), read(seen, window, here, output)
 

@@ -79,7 +79,9 @@ def speculative(controller: Controller) -> Decoder:
             return draft if drafter.read is None else drafter.read(drafter.params, draft, *chunk)
 
         count = jnp.maximum(length - 1, 0)
-        cache, draft = prefill_reading(target.model, target.params, cache, tokens, count, read, draft)
+        cache, draft = prefill_reading(
+            target.model, target.params, cache, tokens, count, read, draft, taps=drafter.taps
+        )
         return DecodeState(
             tokens=tokens,
             length=length,
@@ -178,7 +180,8 @@ def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
 
     def forward(part: TokenTree, depth: Array):
         mask = trees.ancestor_mask(part.parents, part.valid)
-        return model.forward(params, part.tokens, state.cache, positions=state.length[:, None] - 1 + depth, mask=mask)
+        positions = state.length[:, None] - 1 + depth
+        return model.forward(params, part.tokens, state.cache, positions=positions, mask=mask, taps=inputs.drafter.taps)
 
     def at_width(width: int, draft: PyTree):
         part = trees.cut(tree, width)

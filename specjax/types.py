@@ -70,16 +70,37 @@ class Output(NamedTuple):
     taps: tuple[Array, ...] = ()  # [B, T, D] each, the residual stream after the layers asked for (0: the embedding)
 
 
+class Mixture(NamedTuple):
+    """Tokens in superposition, where a model takes tokens: the weighted sum of their embeddings stands for each."""
+
+    ids: Array  # int32[B, T, K]
+    weights: Array  # float32[B, T, K]
+
+
+class Sublayers(NamedTuple):
+    """Which sublayers of a model run, per row. The others leave the residual stream as it is.
+
+    A sublayer that no row runs costs no time; one that some rows run costs what it costs all of them.
+    """
+
+    attention: Array  # bool[B, layers]
+    mlp: Array  # bool[B, layers]
+
+
 class Model(NamedTuple):
     """A language model as pure functions. Hashable: equal hyperparameters give the same object.
 
-    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None)` returns `(Output,
-    pending)`. It reads the cache and does not change it. `mask` is only *among the new tokens*; which slots of the
-    cache count is the cache's own `length[B]`. `pending` is what the new tokens would add. Tokens may also see
-    `earlier`, P tokens that are pending still (a tree that grows level by level): the mask is then [B, T, P + T].
+    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None, layers=None)`
+    returns `(Output, pending)`. It reads the cache and does not change it. `mask` is only *among the new tokens*; which
+    slots of the cache count is the cache's own `length[B]`. `pending` is what the new tokens would add. Tokens may also
+    see `earlier`, P tokens that are pending still (a tree that grows level by level): the mask is then [B, T, P + T].
+    `layers` are the `Sublayers` to run, None: all; what is pending of the others is zeros. Tokens may be a `Mixture`.
 
     `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`. Prefill, plain
     decoding, chains and trees are these two calls; rolling back is committing fewer nodes.
+
+    `head(params, stream[B, T, D]) -> float32[B, T, V]`: the final norm and the head on a residual stream, such as one
+    of `Output.taps`: what the model would predict if it ended there.
     """
 
     init_cache: Callable[..., PyTree]  # (batch, capacity) -> cache
@@ -90,6 +111,8 @@ class Model(NamedTuple):
     name: str = "model"
     config: Any = None  # what it was made from, if by `specjax.models`
     mesh: jax.sharding.Mesh | None = None  # over which its parameters lie
+    num_layers: int = 0  # 0: it has none that could be tapped or skipped
+    head: Callable[[PyTree, Array], Array] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +155,7 @@ class Drafter:
     deeper than `limit`.
 
     `update(params, state, tree, verdict, output) -> state` learns from the round; `tree` and `output` may be cut to the
-    first nodes, which are then the valid ones.
+    first nodes, which are then the valid ones. `output.taps` has the layers that `taps` names, here and in `read`.
 
     Two more, if it has use for them. `read(params, state, tokens[B, T], count[B], output) -> state` sees the target's
     outputs for the prompt, chunk by chunk: the first `count` of these T tokens are its next ones. `remember(params,
@@ -149,6 +172,7 @@ class Drafter:
     follows_any_tree: bool = field(metadata={"static": True}, default=False)  # `update` may get trees drafted by others
     read: Callable[..., PyTree] | None = field(metadata={"static": True}, default=None)
     remember: Callable[..., PyTree] | None = field(metadata={"static": True}, default=None)
+    taps: tuple[int, ...] = field(metadata={"static": True}, default=())  # the target's streams that it reads
     params: PyTree = ()
 
     replace = replace

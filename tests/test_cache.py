@@ -11,7 +11,7 @@ from toy import tiny_llama
 from specjax import cache as kv
 from specjax import tree as trees
 from specjax.decode import _decode, prepare
-from specjax.drafters import autoregressive, prompt_lookup
+from specjax.drafters import autoregressive, prompt_lookup, swift
 from specjax.prefill import CHUNK, prefill
 
 NODES, CAPACITY = 6, 2 * CHUNK + 64
@@ -120,7 +120,8 @@ def copies_of_the_cache(drafter, batch):
 
 
 def test_steps_do_not_copy_the_cache(monkeypatch):
-    for drafter in (autoregressive(), prompt_lookup(3)):
+    own = swift(tiny_llama(head_dim=64), 2, layers=(0, 1), window=4)  # reads the target's cache in branches
+    for drafter in (autoregressive(), prompt_lookup(3), own):
         assert copies_of_the_cache(drafter, 8) == []
     monkeypatch.setattr(kv, "after", lambda x: jnp.zeros(x.shape[0], jnp.int32))
     assert copies_of_the_cache(autoregressive(), 7)  # the test can fail: this is what `after` prevents

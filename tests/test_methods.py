@@ -32,6 +32,8 @@ PROMPT_TUPLES = tuple(map(tuple, PROMPTS))  # hashable
 OPTIONS = {
     "auto": {"widths": (1, 3, 6), "costs": (1.0, 1.1, 1.2), "num_recycled": 7},
     "choice": {"num_nodes": 4, "depths": (2,)},
+    "dynamic_exit": {"num_tokens": 4},
+    "early_exit": {"exit_layer": 1, "num_tokens": 3},
     "hierarchical": {"min_tokens": 3},
     "input_guided": {"num_tokens": 6},
     "jacobi": {"window": 4},
@@ -40,6 +42,8 @@ OPTIONS = {
     "suffix": {"num_tokens": 5},
     "rapid": {"num_tokens": 3, "budget": 12, "chunk": 4, "query": 3, "max_new_tokens": 20},
     "rest": {"num_nodes": 7, "depth": 4, "max_span": 4, "num_paths": 8},
+    "superposed": {"exit_layer": 1, "num_tokens": 3, "drafts": 2},
+    "swift": {"num_tokens": 4, "layers": (0, 1), "ratio": 0.5, "window": 4, "stop": 0.1},
     "token_recycling": {"num_nodes": 7},
     "two_model": {"num_tokens": 3},
 }

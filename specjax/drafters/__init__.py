@@ -3,6 +3,8 @@
 from specjax.drafters.auto import auto
 from specjax.drafters.autoregressive import autoregressive
 from specjax.drafters.choice import choice
+from specjax.drafters.dynamic_exit import dynamic_exit
+from specjax.drafters.early_exit import early_exit
 from specjax.drafters.hierarchical import hierarchical
 from specjax.drafters.input_guided import input_guided
 from specjax.drafters.jacobi import jacobi
@@ -12,6 +14,8 @@ from specjax.drafters.rapid import rapid
 from specjax.drafters.rasd import rasd
 from specjax.drafters.rest import rest
 from specjax.drafters.suffix import suffix
+from specjax.drafters.superposed import superposed
+from specjax.drafters.swift import swift
 from specjax.drafters.token_recycling import token_recycling
 from specjax.drafters.two_model import two_model
 
@@ -19,6 +23,8 @@ __all__ = [
     "auto",
     "autoregressive",
     "choice",
+    "dynamic_exit",
+    "early_exit",
     "hierarchical",
     "input_guided",
     "jacobi",
@@ -28,6 +34,8 @@ __all__ = [
     "rasd",
     "rest",
     "suffix",
+    "superposed",
+    "swift",
     "token_recycling",
     "two_model",
 ]

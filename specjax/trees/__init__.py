@@ -2,6 +2,7 @@
 
 from specjax.trees import stops
 from specjax.trees.beam import beam
+from specjax.trees.chain_with_siblings import chain_with_siblings
 from specjax.trees.dyspec import dyspec, dyspec_fixed
 from specjax.trees.eagle2 import eagle2
 from specjax.trees.grow import Builder, Stop, grow, with_stop
@@ -17,6 +18,7 @@ __all__ = [
     "beam",
     "branching",
     "chain",
+    "chain_with_siblings",
     "dyspec",
     "dyspec_fixed",
     "eagle2",

@@ -16,7 +16,7 @@ from specjax import decode, sampling, tree
 from specjax.datastore import Datastore, from_documents
 from specjax.drafters import autoregressive
 from specjax.models import LlamaConfig, init_params, make_model
-from specjax.types import Drafter, Model, Output, Target, TokenTree
+from specjax.types import Drafter, Mixture, Model, Output, Target, TokenTree
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 MARKOV = json.loads((DATA / "verification_joint_markov.json").read_text())
@@ -33,10 +33,23 @@ class Count(NamedTuple):
 
 @functools.cache
 def markov_model(vocab: int) -> Model:
-    """A model whose next token depends on the last one alone; params: float32[V, V], rows of probabilities."""
+    """A model whose next token depends on the last one alone; params: float32[V, V], rows of probabilities.
 
-    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
-        return Output(jnp.log(params[tokens]), jnp.zeros((*tokens.shape, 1))), ()
+    Two layers: each that runs, attention and MLP by half, takes it from the uniform law towards that of the row.
+    """
+
+    def law(params, tokens, share):
+        """The stream after a share of the layers: log probabilities, which the head leaves as they are."""
+        if isinstance(tokens, Mixture):
+            rows = jnp.sum(params[tokens.ids] * tokens.weights[..., None], 2)
+        else:
+            rows = params[tokens]
+        return jnp.log(jnp.where(share < 1, share * rows + (1 - share) / vocab, rows))
+
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None):
+        share = 1.0 if layers is None else jnp.mean((layers.attention + 0.0 + layers.mlp) / 2, 1)[:, None, None]
+        streams = tuple(law(params, tokens, tap / 2) for tap in taps)
+        return Output(law(params, tokens, share), jnp.zeros((*positions.shape, 1)), streams), ()
 
     return Model(
         init_cache=lambda batch, capacity: Count(jnp.zeros((batch,), jnp.int32)),
@@ -45,6 +58,8 @@ def markov_model(vocab: int) -> Model:
         vocab_size=vocab,
         max_positions=1 << 20,
         name="markov",
+        num_layers=2,
+        head=lambda params, stream: stream,
     )
 
 
