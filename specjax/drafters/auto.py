@@ -114,9 +114,9 @@ def auto(
         return _State(recycled, jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts), shadow)
 
     def propose(params, keys, state: _State, context: Context, limit: Array):
-        state = _learn(state, context, longest)
+        state = _learn(state, context)
         joined = _join(recycling, copied, keys, state.recycled, context, limit)
-        tree, chance = _rank(joined, state.counts, longest)
+        tree, chance = _rank(joined, state.counts)
         width = _width(chance, context)
         tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
         free = state.shadow.start == 0
@@ -187,7 +187,7 @@ def _chance(counts: Counts, kind: Array) -> Array:
     return jnp.take_along_axis(chance, kind, 1)
 
 
-def _rank(joined: Joined, counts: Counts, longest: int) -> tuple[TokenTree, Array]:
+def _rank(joined: Joined, counts: Counts) -> tuple[TokenTree, Array]:
     """The union of the drafts in falling order of chance, and these float32[B, M]; 0 for the root and behind."""
     tree = joined.tree
     nodes = jnp.arange(tree.tokens.shape[1])
@@ -196,30 +196,20 @@ def _rank(joined: Joined, counts: Counts, longest: int) -> tuple[TokenTree, Arra
     same = first[:, None, :] == nodes[:, None]  # [B, M, M]: j proposes the path that i stands for
     chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
     merged = trees.keep_first(tree, first)
-    depth = trees.depths(merged.parents)
-
-    def level(d, path):
-        above = jnp.take_along_axis(path, jnp.maximum(merged.parents, 0), 1)
-        return jnp.where(depth == d, chance * above, path)
-
-    path = jax.lax.fori_loop(1, longest + 1, level, jnp.ones_like(chance))
+    above = trees.ancestor_mask(merged.parents)
+    path = jnp.prod(jnp.where(above, jnp.where(nodes == 0, 1.0, chance)[:, None, :], 1.0), 2)
     return trees.by_score(merged, path)
 
 
-def _learn(state: _State, context: Context, longest: int) -> _State:
+def _learn(state: _State, context: Context) -> _State:
     """Count the shadow's nodes once the text has passed it by."""
     tree, kind, start = state.shadow
     depth = trees.depths(tree.parents)
     place = start[:, None] - 1 + depth
     passed = place < context.length[:, None]
     text = jnp.take_along_axis(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
-    agrees = tree.valid & passed & (text == tree.tokens)
-
-    def level(d, right):
-        above = jnp.take_along_axis(right, jnp.maximum(tree.parents, 0), 1)
-        return jnp.where(depth == d, agrees & above, right)
-
-    right = jax.lax.fori_loop(1, longest + 1, level, depth == 0)
+    agrees = tree.valid & passed & (text == tree.tokens) | (depth == 0)
+    right = jnp.all(agrees[:, None, :] | ~trees.ancestor_mask(tree.parents), 2)  # the whole path
     tried = tree.valid & (depth > 0) & jnp.take_along_axis(right, jnp.maximum(tree.parents, 0), 1)
     over = (start > 0) & ~jnp.any(tried & ~passed, 1)  # no node waits for a token that is not there yet
     one_hot = (kind[:, :, None] == jnp.arange(CLASSES)) & (tried & over[:, None])[:, :, None]  # [B, M, CLASSES]
