@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import compile_report, plan
 from specjax.models import LlamaConfig
-from specjax.planning import chips, hlo
+from specjax.planning import chips, compiler, hlo
 from specjax.planning.report import needed_bytes
 
 pytestmark = pytest.mark.tpu_compile
@@ -25,7 +25,7 @@ TINY = LlamaConfig(
 
 
 @pytest.fixture(autouse=True)
-def compiler(monkeypatch, tmp_path):
+def libtpu(monkeypatch, tmp_path):
     tpu.devices()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -131,6 +131,19 @@ def test_smollm2_on_one_chip():
     assert not [f for f in step.findings if f["kind"] != "copy"]
     loop = report.program("loop")
     assert loop.assumed["rounds"] == 128 and loop.seconds["schedule"] > 128 * 0.8 * step.seconds["schedule"]
+
+
+def test_int8_cache_moves_and_holds_half():
+    """One chip, a batch and a context at which the cache counts; no slot is copied."""
+    options = {"model": 1, "batch": 8, "context": 3072, "max_new_tokens": 32}
+    jobs = [compiler.make_job(TINY, "v5e:2x2", cache_dtype=dtype, **options) for dtype in (None, "int8")]
+    (plain,), (int8,) = (compiler.compile_programs(job, False, lambda _: None, only=("step",)) for job in jobs)
+    vectors = 8 * 3072 * TINY.num_layers * 2 * TINY.num_kv_heads
+    saved = vectors * (2 * TINY.head_dim - (TINY.head_dim + 4))
+    assert plain.must_bytes - int8.must_bytes == pytest.approx(saved)
+    assert plain.memory.arguments - int8.memory.arguments >= saved
+    assert int8.kernel_calls == plain.kernel_calls == TINY.num_layers
+    assert not [f for f in int8.findings if f["bytes"] > 1 << 20], int8.findings
 
 
 def test_what_does_not_fit_is_a_result_with_what_would():
