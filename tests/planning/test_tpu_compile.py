@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -134,16 +135,17 @@ def test_smollm2_on_one_chip():
 
 
 def test_int8_cache_moves_and_holds_half():
-    """One chip, a batch and a context at which the cache counts; no slot is copied."""
+    """One chip, a batch and a context at which the cache counts; its slots are not copied."""
+    config = dataclasses.replace(TINY, head_dim=128)  # narrower heads are laid out anew where a lone step begins
     options = {"model": 1, "batch": 8, "context": 3072, "max_new_tokens": 32}
-    jobs = [compiler.make_job(TINY, "v5e:2x2", cache_dtype=dtype, **options) for dtype in (None, "int8")]
+    jobs = [compiler.make_job(config, "v5e:2x2", cache_dtype=dtype, **options) for dtype in (None, "int8")]
     (plain,), (int8,) = (compiler.compile_programs(job, False, lambda _: None, only=("step",)) for job in jobs)
-    vectors = 8 * 3072 * TINY.num_layers * 2 * TINY.num_kv_heads
-    saved = vectors * (2 * TINY.head_dim - (TINY.head_dim + 4))
+    vectors = 8 * 3072 * config.num_layers * 2 * config.num_kv_heads
+    saved = vectors * (2 * config.head_dim - (config.head_dim + 4))
     assert plain.must_bytes - int8.must_bytes == pytest.approx(saved)
     assert plain.memory.arguments - int8.memory.arguments >= saved
-    assert int8.kernel_calls == plain.kernel_calls == TINY.num_layers
-    assert not [f for f in int8.findings if f["bytes"] > 1 << 20], int8.findings
+    assert int8.kernel_calls == plain.kernel_calls == config.num_layers
+    assert not int8.findings
 
 
 def test_what_does_not_fit_is_a_result_with_what_would():
