@@ -205,9 +205,9 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope(q, step.positions, frequencies), rope(k, step.positions, frequencies)
-        k, v = kv.as_kept(k.swapaxes(1, 2), prefix.k), kv.as_kept(v.swapaxes(1, 2), prefix.v)
+        new = kv.as_kept(k.swapaxes(1, 2), prefix.k), kv.as_kept(v.swapaxes(1, 2), prefix.v)
         join = lambda old, new: jnp.concatenate([old, new], 2)
-        all_k, all_v = jax.tree.map(join, prefix.earlier, (k, v)) if prefix.earlier else (k, v)
+        all_k, all_v = jax.tree.map(join, prefix.earlier, new) if prefix.earlier else new
         attend: Callable[..., Array] = functools.partial(tree_attention, scale=self.scale, softcap=self.softcap)
         if step.layout is not None:
             attend = step.layout.by_heads(attend)
@@ -215,7 +215,7 @@ class Attention(nnx.Module):
             q, all_k, all_v, prefix.k, prefix.v, step.length, step.positions, step.mask,
             key_positions=step.key_positions, layer=prefix.layer, window=window,
         )  # fmt: skip
-        return step.place(self.o(out.reshape(*x.shape[:2], -1)), "data", None, None), (k, v)
+        return step.place(self.o(out.reshape(*x.shape[:2], -1)), "data", None, None), new
 
 
 def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):

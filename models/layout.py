@@ -78,9 +78,10 @@ class Layout:
     def cache(self, cache: PyTree) -> PyTree:
         """Shardings of a `KVCache`, a `Pending` or a part of one: rows over "data", heads as in attention."""
 
-        def one(x):
+        def one(x) -> Any:
             if isinstance(x, Quantized):
-                return Quantized(one(x.values), self.sharding(x.scale.shape, "data", "heads", None))
+                scale: Any = self.sharding(x.scale.shape, "data", "heads", None)
+                return Quantized(one(x.values), scale)
             return self.sharding(x.shape, *(("data", "heads", None, None) if x.ndim > 2 else ("data", None)[: x.ndim]))
 
         return jax.tree.map(one, cache, is_leaf=lambda x: isinstance(x, Quantized))
