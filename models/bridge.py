@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from specjax import cache as kv
+from specjax.errors import UsageError
 from specjax.models.gemma3 import Gemma3, Gemma3Config
 from specjax.models.layout import spread
 from specjax.models.llama import Llama, LlamaConfig
@@ -37,12 +38,21 @@ def init_params(config: Config, key) -> PyTree:
     return nnx.to_pure_dict(nnx.split(module)[1])
 
 
+def check_cache_dtype(cache_dtype: str | None, name: str = "cache_dtype") -> None:
+    """Raises: UsageError, with the setting's name, for one that is not None or "int8"."""
+    if cache_dtype not in (None, "int8"):
+        raise UsageError(f'{name} must be "int8", or left out for that of the model, not "{cache_dtype}"')
+
+
 @functools.cache
 def make_model(config: Config, mesh: Mesh | None = None) -> Model:
     """The `Model` of a config: the same object for equal arguments, so a second `decode` compiles nothing.
 
     With a mesh, the parameters are those of `specjax.parallel.shard`.
+
+    Raises: UsageError for a `cache_dtype` other than None or "int8".
     """
+    check_cache_dtype(config.cache_dtype)
     whole = config
     layout = None
     if mesh is not None:
@@ -51,7 +61,7 @@ def make_model(config: Config, mesh: Mesh | None = None) -> Model:
 
     def init_cache(batch: int, capacity: int) -> kv.KVCache:
         c = config
-        cache = kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, c.stacked)
+        cache = kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.cache_dtype or c.dtype, c.stacked)
         return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None):

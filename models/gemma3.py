@@ -39,6 +39,7 @@ class Gemma3Config:
     logit_softcap: float | None = None
     max_positions: int = 32768
     dtype: str = "float32"
+    cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
     stacked: bool = False
     name: str = "gemma3"
 

@@ -17,6 +17,7 @@ from flax import nnx
 from specjax import cache as kv
 from specjax.models.layout import Layout
 from specjax.pallas_kernels.tree_attention import tree_attention
+from specjax.quantization import Quantized
 from specjax.types import Array, Mixture, PyTree, Sublayers
 
 TILE_ROWS = 8
@@ -182,10 +183,10 @@ def make_step(
 class Prefix(NamedTuple):
     """What one layer knows of the tokens before: its cache, and what is pending still."""
 
-    k: Array  # [B, K, S, h], or those of all layers
-    v: Array
+    k: Array | Quantized  # [B, K, S, h], or those of all layers
+    v: Array | Quantized
     layer: Array | None = None  # int32[], which of them
-    earlier: tuple[Array, ...] = ()  # (k, v) [B, K, P, h]
+    earlier: tuple[Array | Quantized, ...] = ()  # (k, v) [B, K, P, h]
 
 
 class Attention(nnx.Module):
@@ -206,7 +207,7 @@ class Attention(nnx.Module):
         self.head_dim = head_dim
 
     def __call__(self, x, step: Step, prefix: Prefix, frequencies, window=None):
-        """x [B, T, D] -> [B, T, D], (k, v) [B, K, T, h] of the new tokens."""
+        """x [B, T, D] -> [B, T, D], (k, v) [B, K, T, h] of the new tokens, as the cache keeps them."""
         heads = lambda y: step.place(y.reshape(*y.shape[:2], -1, self.head_dim), "data", None, "heads", None)
         # The barrier keeps what follows out of the products, for which the TPU compiler would cut the weights out of
         # their stack first (Llama 3 8B over four v5e chips, 64 tokens: 90,000 cycles per layer against 46,000).
@@ -214,9 +215,9 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope(q, step.positions, frequencies), rope(k, step.positions, frequencies)
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        new = kv.as_kept(k.swapaxes(1, 2), prefix.k), kv.as_kept(v.swapaxes(1, 2), prefix.v)
         join = lambda old, new: jnp.concatenate([old, new], 2)
-        all_k, all_v = map(join, prefix.earlier, (k, v)) if prefix.earlier else (k, v)
+        all_k, all_v = jax.tree.map(join, prefix.earlier, new) if prefix.earlier else new
         attend: Callable[..., Array] = functools.partial(tree_attention, scale=self.scale, softcap=self.softcap)
         if step.layout is not None:
             attend = step.layout.by_heads(attend)
@@ -224,7 +225,7 @@ class Attention(nnx.Module):
             q, all_k, all_v, prefix.k, prefix.v, step.length, step.positions, step.mask,
             key_positions=step.key_positions, layer=prefix.layer, window=window,
         )  # fmt: skip
-        return step.place(self.o(out.reshape(*x.shape[:2], -1)), "data", None, None), (k, v)
+        return step.place(self.o(out.reshape(*x.shape[:2], -1)), "data", None, None), new
 
 
 def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import cache as kv
 from specjax.errors import UsageError
+from specjax.quantization import Quantized
 from specjax.types import Array, PyTree
 
 # The last names of a parameter's path -> what its dimensions count. All families name these parts alike.
@@ -75,13 +76,15 @@ class Layout:
         return jax.tree_util.tree_map_with_path(one, params)
 
     def cache(self, cache: PyTree) -> PyTree:
-        """Shardings of a `KVCache` or a `Pending`: rows over "data", heads as in attention."""
-        return jax.tree.map(
-            lambda x: self.sharding(
-                x.shape, *(("data", "heads", None, None) if x.ndim > 2 else ("data", None)[: x.ndim])
-            ),
-            cache,
-        )
+        """Shardings of a `KVCache`, a `Pending` or a part of one: rows over "data", heads as in attention."""
+
+        def one(x) -> Any:
+            if isinstance(x, Quantized):
+                scale: Any = self.sharding(x.scale.shape, "data", "heads", None)
+                return Quantized(one(x.values), scale)
+            return self.sharding(x.shape, *(("data", "heads", None, None) if x.ndim > 2 else ("data", None)[: x.ndim]))
+
+        return jax.tree.map(one, cache, is_leaf=lambda x: isinstance(x, Quantized))
 
     def commit(self, cache: kv.KVCache, pending: kv.Pending, path: Array, num_nodes: Array) -> kv.KVCache:
         """`cache.commit`, each device its own part: left to itself, the compiler gathers what it cannot split."""
@@ -93,17 +96,14 @@ class Layout:
         """`tree_attention` with each device attending by its own heads; a kernel is opaque to the compiler."""
 
         def split(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window):
-            arrays = [q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions]
-            new, old = ("data", "heads", None, None), ("data", None, None)
-            axes: list[tuple] = [
-                ("data", None, "heads", None),
-                new,
-                new,
-                new,
-                new,
-                *(old[: x.ndim] for x in arrays[5:]),
-            ]
-            specs = [self.sharding(x.shape, *a).spec for x, a in zip(arrays, axes, strict=True)]
+            tokens = k, v, prefix_k, prefix_v
+            rows = length, positions, mask, key_positions
+            shardings = (
+                self.sharding(q.shape, "data", None, "heads", None),
+                *self.cache(tokens),
+                *(self.sharding(x.shape, *("data", None, None)[: x.ndim]) for x in rows),
+            )
+            specs = jax.tree.map(lambda s: s.spec, shardings)
 
             def local(*parts):
                 *arrays, key_positions, layer, window = parts
@@ -113,7 +113,7 @@ class Layout:
             everywhere = tuple(None if x is None else PartitionSpec() for x in scalars)
             return jax.shard_map(
                 local, mesh=self.mesh, in_specs=(*specs, *everywhere), out_specs=specs[0], check_vma=False
-            )(*arrays, *scalars)
+            )(q, *tokens, *rows, *scalars)
 
         return split
 

@@ -31,6 +31,7 @@ class LlamaConfig:
     window: int | None = None  # sliding-window attention in every layer
     max_positions: int = 8192
     dtype: str = "float32"
+    cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
     stacked: bool = False  # layers stacked and scanned, not unrolled
     name: str = "llama"
 

@@ -16,9 +16,10 @@ import numpy as np
 
 from specjax.types import Draws, Guarantee, Stats
 
-NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25}
+NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0}
 """By how much the better of two logits may lead for a flip between programs to count as rounding. In bfloat16, logits
-of 16 to 32, which is where the best ones are, lie 0.125 apart."""
+of 16 to 32, which is where the best ones are, lie 0.125 apart. int8: of the cache, which magnifies rounding; passes of
+two widths were up to 0.7 apart in one logit (SmolLM2)."""
 
 
 class Run(NamedTuple):
@@ -52,6 +53,12 @@ def merge(runs: Sequence[Run]) -> Run:
         sum(run.seconds for run in runs),
         statistics.median(first) if first else None,
     )
+
+
+def dtypes(record: dict) -> str:
+    """ "bfloat16", or "bfloat16, int8 cache": of what was run, from its record."""
+    cache = record.get("cache_dtype")
+    return record["dtype"] + (f", {cache} cache" if cache else "")
 
 
 def tokens_per_second(run: Run) -> float:

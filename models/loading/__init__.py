@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from specjax.errors import UsageError
-from specjax.models.bridge import make_model
+from specjax.models.bridge import check_cache_dtype, make_model
 from specjax.models.loading import gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
 from specjax.models.loading.assembly import Checkpoint, assemble
 from specjax.models.loading.tokenizer import Tokenizer, first_difference
@@ -22,7 +22,11 @@ DTYPES = ("float32", "bfloat16")
 
 
 def load(
-    source: str | Path | None = None, *, dtype: str = "float32", stacked: bool | None = None
+    source: str | Path | None = None,
+    *,
+    dtype: str = "float32",
+    stacked: bool | None = None,
+    cache_dtype: str | None = None,
 ) -> tuple[Target, Tokenizer]:
     """A model with its weights, and its tokenizer.
 
@@ -33,17 +37,22 @@ def load(
       dtype: "float32" or "bfloat16", of weights and activations.
       stacked: layers in one array each and scanned (small programs), or apart and unrolled (faster on CPU). None: apart
         on CPU, stacked elsewhere.
+      cache_dtype: "int8": keys and values rounded to int8, with a scale per token and head: half the memory of
+        bfloat16. Another model than without, though nearly: methods keep their guarantees towards it. None: dtype.
 
     Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
     """
     dtype = str(dtype)
     if dtype not in DTYPES:
         raise UsageError(f'dtype must be "float32" or "bfloat16", not "{dtype}"')
+    check_cache_dtype(cache_dtype)
     if stacked is None:
         stacked = jax.default_backend() != "cpu"
     path = resolve(source)
     try:
-        checkpoint, tokenizer = _read(path, dtype=dtype, stacked=stacked, name=_name(source, path))
+        checkpoint, tokenizer = _read(
+            path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, name=_name(source, path)
+        )
         return Target(make_model(checkpoint.config), assemble(checkpoint)), tokenizer
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.quantization import Quantized
+
 NEG = -1e30
 
 
@@ -20,7 +22,8 @@ def tree_attention(
       q: [B, T, H, h], of the new tokens, rotated.
       k, v: [B, K, M, h], of the tokens outside of the cache, the new ones last (M = T unless a tree grows by levels).
       prefix_k, prefix_v: [B, K, S, h]; slot s holds position s, valid below `length` int32[B]. Or [layers, B, K, S, h],
-        of which `layer` counts, so that a stacked cache need not be cut apart.
+        of which `layer` counts, so that a stacked cache need not be cut apart. All four may be `Quantized`; then their
+        int8 values are multiplied as they are, and the scales go to the scores and to the weights.
       positions: int32[B, T] of the new tokens.
       mask: bool[B, T, M], which of these each new token sees.
       key_positions: int32[B, M]; None if M = T.
@@ -49,18 +52,27 @@ def tree_attention(
     old, new = jnp.exp(old - top), jnp.exp(new - top)
 
     total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
-    out = (weighted(old, prefix_v) + weighted(new, v)) / total  # f32[B, K, G*T, h]
-    return ungroup_queries(out.astype(v.dtype), t)
+    out = (weighted(old, prefix_v, q.dtype) + weighted(new, v, q.dtype)) / total  # f32[B, K, G*T, h]
+    return ungroup_queries(out.astype(q.dtype), t)
 
 
 def of_layer(prefix, layer):
     """[B, K, S, h], cut out of a stack unless `layer` is None."""
-    return prefix if layer is None else jax.lax.dynamic_index_in_dim(prefix, layer, 0, keepdims=False)
+    if layer is None:
+        return prefix
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), prefix)
+
+
+def factors(x, dtype):
+    """What stands for keys or values x [..., n, h] in a product: an array of `dtype`, and scales [..., 1, n] of it."""
+    return (x.values.astype(dtype), x.scale[..., None, :]) if isinstance(x, Quantized) else (x, None)
 
 
 def masked_scores(q, keys, visible, softcap):
     """q [B, K, G*T, h], keys [B, K, n, h], visible bool[B, T, n] -> float32[B, K, G*T, n], NEG where not seen."""
+    keys, scales = factors(keys, q.dtype)
     s = jax.lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+    s = s if scales is None else s * scales
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
     batch, t, n = visible.shape
@@ -68,8 +80,10 @@ def masked_scores(q, keys, visible, softcap):
     return jnp.where(visible[:, None, None], by_token, NEG).reshape(s.shape)
 
 
-def weighted(weights, values):
-    """float32[B, K, G*T, n] times values [B, K, n, h] -> float32[B, K, G*T, h]."""
+def weighted(weights, values, dtype):
+    """float32[B, K, G*T, n] times values [B, K, n, h] -> float32[B, K, G*T, h], a product in `dtype`."""
+    values, scales = factors(values, dtype)
+    weights = weights if scales is None else weights * scales
     return jax.lax.dot_general(
         weights.astype(values.dtype),
         values,

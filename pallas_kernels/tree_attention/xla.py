@@ -40,7 +40,11 @@ def blocked_tree_attention(
         s = masked_scores(grouped, keys, visible, softcap)
         higher = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
         weights, fade = jnp.exp(s - higher), jnp.exp(top - higher)
-        return acc * fade + weighted(weights, values), total * fade + jnp.sum(weights, -1, keepdims=True), higher
+        return (
+            acc * fade + weighted(weights, values, q.dtype),
+            total * fade + jnp.sum(weights, -1, keepdims=True),
+            higher,
+        )
 
     def near(key_positions):
         if window is None:
@@ -52,7 +56,8 @@ def blocked_tree_attention(
         slot = start + jnp.arange(block)
         visible = (slot < length[:, None, None]) & (slot >= i * block) & near(slot)
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, 2)
-        return add(carry, cut(prefix_k), cut(prefix_v), jnp.broadcast_to(visible, (batch, t, block)))
+        keys, values = jax.tree.map(cut, (prefix_k, prefix_v))
+        return add(carry, keys, values, jnp.broadcast_to(visible, (batch, t, block)))
 
     shape = (*grouped.shape[:3], 1)
     start = jnp.zeros(grouped.shape, jnp.float32), jnp.zeros(shape), jnp.full(shape, NEG)
@@ -60,4 +65,4 @@ def blocked_tree_attention(
     carry = add(start, k, v, mask & near((positions if key_positions is None else key_positions)[:, None, :]))
     blocks = (jnp.max(length) + block - 1) // block
     acc, total, _ = jax.lax.fori_loop(0, blocks, body, carry)
-    return ungroup_queries((acc / total).astype(v.dtype), t)
+    return ungroup_queries((acc / total).astype(q.dtype), t)

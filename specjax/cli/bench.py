@@ -27,8 +27,8 @@ tokens per target pass, the bonus token included; mean_accepted excludes it.
 Texts that should equal those of plain decoding and do not are a refusal: no
 speed-up is stated and the exit code is 1. One exception is listed instead: a
 near-tie, where both tokens are within 1e-3 of the largest logit (0.25 in
-bfloat16), which rounding may decide either way; the text then counts as not
-identical, but the speed-up is kept.
+bfloat16, 1 with an int8 cache), which rounding may decide either way; the
+text then counts as not identical, but the speed-up is kept.
 
 Prompts that do not fit the model are skipped and listed. Bad lines are listed
 with their numbers, the good ones run, and the exit code is 2.
@@ -70,6 +70,7 @@ def bench(
     seed: o.SeedOption = 0,
     raw: o.RawOption = False,
     dtype: o.DtypeOption = "auto",
+    cache_dtype: o.CacheDtypeOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
@@ -94,7 +95,7 @@ def bench(
     lines = first_per_task(lines, offset, limit)
     o.require(bool(lines), f"--offset {offset} passes over all prompts; lower it")
     log = Console(stderr=True)
-    session = open_session(log, target, draft, dtype, no_cache, datastore)
+    session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype)
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
     run = Bench(session, settings, names, num_draft_tokens, tree, stop, rows, batch_size, repeats)

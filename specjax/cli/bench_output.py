@@ -11,7 +11,7 @@ from rich.table import Table
 from specjax.cli.bench_run import PLAIN, Bench
 from specjax.cli.prompts import BadLine
 from specjax.cli.session import provenance
-from specjax.report import tokens_per_second
+from specjax.report import dtypes, tokens_per_second
 
 
 def document(bench: Bench, bad: list[BadLine], skipped: list[BadLine]) -> dict:
@@ -107,7 +107,7 @@ def plot(document: dict) -> bytes:
     axes.set_xticks(range(len(groups)), [task.replace("_", "\n") for task in groups])
     axes.set_ylabel("tokens/s, relative to plain decoding")
     axes.margins(y=0.15)
-    where = f"{document['target']}, {document['dtype']}, {document['machine']['device_kind']}"
+    where = f"{document['target']}, {dtypes(document)}, {document['machine']['device_kind']}"
     axes.set_title(f"{where}\nabove the bars: tokens per target pass, bonus token included", fontsize=9)
     figure.legend(loc="outside lower center", ncols=min(len(methods), 4), frameon=False)
     for side in ("top", "right"):

@@ -104,7 +104,7 @@ class Bench:
 
     def _differences(self, group: Group, name: str) -> Iterable[dict]:
         for row, ours, plain in zip(group.rows, group.runs[name].tokens, group.runs[PLAIN].tokens, strict=True):
-            found = measure.difference(self.session.target, row.ids, ours, plain, self.session.dtype)
+            found = measure.difference(self.session.target, row.ids, ours, plain, self.session.coarsest)
             if found is not None:
                 where = {"method": name, "task": group.task, "line": row.prompt.line}
                 yield measure.difference_record(

@@ -69,6 +69,7 @@ def compare_verifiers(
     ),
     raw: o.RawOption = False,
     dtype: o.DtypeOption = "auto",
+    cache_dtype: o.CacheDtypeOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
@@ -97,7 +98,9 @@ def compare_verifiers(
         laws, about = analysis.load_record(record), {"record": str(record)}
     else:
         assert prompts is not None
-        laws, about, bad = _record(log, prompts, target, draft, limit, settings, raw, dtype, no_cache)
+        laws, about, bad = _record(
+            log, prompts, target, draft, limit, settings, raw, dtype, no_cache, cache_dtype=cache_dtype
+        )
     if save_record is not None:
         files.write_atomically(save_record, lambda file: analysis.save_record(file, laws))
     with stage(log, "comparing", f"compared on {len(laws.p)} positions"):
@@ -141,7 +144,7 @@ def _check_sources(prompts, target, draft, record, save_record) -> None:
     o.require(not extra, f"--record brings its own laws; leave {' and '.join(extra)} out")
 
 
-def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dtype, no_cache):
+def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dtype, no_cache, cache_dtype=cache_dtype):
     """Load the models and record: (Record, where it is from, bad lines)."""
     import jax
     from rich.progress import Progress
@@ -152,7 +155,7 @@ def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dt
 
     lines, bad = p.read(path, "PROMPTS", jsonl=True)
     o.require(bool(lines), f"PROMPTS: {p.describe(bad[0], path)}; no line is good" if bad else "")
-    session = open_session(log, target, draft, dtype, no_cache)
+    session = open_session(log, target, draft, dtype, no_cache, cache_dtype=cache_dtype)
     rows, skipped = p.encode(lines[:limit], session.tokenizer, session.capacity, settings.max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], path)}" if skipped else "")
     assert session.draft is not None

@@ -45,6 +45,7 @@ def compile_(
     context: p.ContextOption = 1024,
     max_new_tokens: o.LengthOption = 128,
     dtype: p.DtypeOption = "bfloat16",
+    cache_dtype: o.CacheDtypeOption = None,
     temperature: o.TemperatureOption = 0.0,
     data: p.DataOption = 1,
     model: p.ModelOption = None,
@@ -60,8 +61,8 @@ def compile_(
     with p.progress(log) as notify:
         report = compile_report(
             target, topology, draft=draft, method=method, tree=tree, num_draft_tokens=num_draft_tokens,
-            batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype, temperature=temperature,
-            data=data, model=model, cache=not no_cache, on_step=notify,
+            batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype, cache_dtype=cache_dtype,
+            temperature=temperature, data=data, model=model, cache=not no_cache, on_step=notify,
         )  # fmt: skip
     if as_json:
         print(json.dumps(report.to_json(), allow_nan=False))

@@ -65,6 +65,7 @@ def generate(
     ] = None,
     batch_size: o.BatchOption = 1,
     dtype: o.DtypeOption = "auto",
+    cache_dtype: o.CacheDtypeOption = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding too; compare texts and speed.")
     ] = False,
@@ -85,7 +86,7 @@ def generate(
 
     inputs, bad = p.from_arguments(prompt, batch_file)
     log = Console(stderr=True)
-    session = open_session(log, target, draft, dtype, no_cache, datastore)
+    session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype)
     rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw)
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:

@@ -118,7 +118,7 @@ class Generation:
             return
         pairs = zip(self.rows, report.merge(self.runs).tokens, report.merge(self.plain_runs).tokens, strict=True)
         for number, (row, ours, plain) in enumerate(pairs):
-            found = measure.difference(self.session.target, row.ids, ours, plain, self.session.dtype)
+            found = measure.difference(self.session.target, row.ids, ours, plain, self.session.coarsest)
             if found is not None:
                 where = {"prompt": number, "line": row.prompt.line}
                 self.differences.append(measure.difference_record(found, self.session.tokenizer, **where))

@@ -76,6 +76,15 @@ RawOption = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto, float32 or bfloat16; auto: float32 on CPU, bfloat16 elsewhere.")
 ]
+CacheDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-dtype",
+        help="int8: keys and values of all models in half the memory, rounded; texts are compared with plain decoding "
+        "over the same cache. Default: that of the model.",
+        show_default=False,
+    ),
+]
 BatchOption = Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout; all else goes to stderr.")]
 NoCacheOption = Annotated[

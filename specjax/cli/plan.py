@@ -36,6 +36,7 @@ def plan(
     batch_size: o.BatchOption = 1,
     context: p.ContextOption = 1024,
     dtype: p.DtypeOption = "bfloat16",
+    cache_dtype: o.CacheDtypeOption = None,
     data: p.DataOption = 1,
     model: p.ModelOption = None,
     as_json: o.JsonOption = False,
@@ -55,7 +56,7 @@ def plan(
     with p.progress(log) as notify:
         found = planning.plan(
             target, topology, acceptance=acceptance, widths=sizes, draft=draft, batch=batch_size, context=context,
-            dtype=dtype, data=data, model=model, cache=not no_cache, on_step=notify,
+            dtype=dtype, cache_dtype=cache_dtype, data=data, model=model, cache=not no_cache, on_step=notify,
         )  # fmt: skip
     if as_json:
         print(json.dumps(found.to_json(), allow_nan=False))

@@ -30,6 +30,12 @@ class Session(NamedTuple):
     dtype: str
     load_seconds: float
     datastore: Datastore | None = None
+    cache_dtype: str | None = None  # of both models; None: dtype
+
+    @property
+    def coarsest(self) -> str:
+        """The dtype that decides how near a near-tie is."""
+        return self.cache_dtype or self.dtype
 
     @property
     def capacity(self) -> int:
@@ -62,28 +68,35 @@ class Session(NamedTuple):
 
 
 def open_session(
-    log: Console, target: str | None, draft: str | None, dtype: str, no_cache: bool, datastore: Path | None = None
+    log: Console,
+    target: str | None,
+    draft: str | None,
+    dtype: str,
+    no_cache: bool,
+    datastore: Path | None = None,
+    cache_dtype: str | None = None,
 ) -> Session:
     """Load the models, with a progress line on `log`.
 
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
     require(dtype in ("auto", "float32", "bfloat16"), f'--dtype must be auto, float32 or bfloat16, not "{dtype}"')
+    require(cache_dtype in (None, "int8"), f'--cache-dtype must be int8 or left out, not "{cache_dtype}"')
     use_cache(not no_cache)
     store = _open_datastore(datastore)
     chosen = choose_dtype(dtype)
     with stage(
         log, f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({describe_dtype(dtype, chosen)})"
     ) as clock:
-        model, tokenizer = _load("--target", target, chosen)
+        model, tokenizer = _load("--target", target, chosen, cache_dtype)
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
         draft_model = None
         if draft is not None:
-            draft_model, other = _load("--draft", draft, chosen)
+            draft_model, other = _load("--draft", draft, chosen, cache_dtype)
             _check_vocabularies(tokenizer, other)
             _check_sizes(model, draft_model)
-    return Session(model, tokenizer, draft_model, chosen, clock.seconds, store)
+    return Session(model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype)
 
 
 def _open_datastore(folder: Path | None) -> Datastore | None:
@@ -93,11 +106,11 @@ def _open_datastore(folder: Path | None) -> Datastore | None:
         raise UsageError(f"--datastore: {error}") from None
 
 
-def _load(flag: str, source: str | None, dtype: str):
+def _load(flag: str, source: str | None, dtype: str, cache_dtype: str | None):
     import specjax
 
     try:
-        return specjax.load(source, dtype=dtype)
+        return specjax.load(source, dtype=dtype, cache_dtype=cache_dtype)
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
 
@@ -209,6 +222,7 @@ def provenance(session: Session) -> dict:
         "draft": session.draft.model.name if session.draft else None,
         "datastore": session.datastore.summary if session.datastore else None,
         "dtype": session.dtype,
+        "cache_dtype": session.cache_dtype,
         "load_seconds": session.load_seconds,
     }
 

@@ -43,16 +43,22 @@ def make_job(
     context: int = 1024,
     max_new_tokens: int = 128,
     dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
     temperature: float = 0.0,
     data: int = 1,
     model: int | None = None,
 ) -> Job:
     """Check what is asked for, before anything is compiled.
 
+    Args:
+      cache_dtype: "int8" for both models' caches; None: as their configs say, else their dtype.
+
     Raises: UsageError that names the option at fault.
     """
     from specjax.methods import METHODS
+    from specjax.models.bridge import check_cache_dtype
 
+    check_cache_dtype(cache_dtype, "--cache-dtype")
     slice_ = chips.parse_topology(topology)
     method = method or ("two_model" if draft is not None else "autoregressive")
     if method not in METHODS:
@@ -85,7 +91,11 @@ def make_job(
         raise UsageError(
             f"--data {data} times --model {model} is more than the {slice_.num_devices} devices of {slice_.name}"
         )
-    load = lambda source, flag: programs.load_config(source, dtype, flag) if isinstance(source, str | Path) else source
+
+    def load(source, flag: str):
+        config = programs.load_config(source, dtype, flag) if isinstance(source, str | Path) else source
+        return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
+
     target_config = load(target, "--target")
     draft_config = None if draft is None else load(draft, "--draft")
     if draft_config is not None and draft_config.vocab_size != target_config.vocab_size:
@@ -111,8 +121,8 @@ def compile_report(
       target: a built-in config name, a Hugging Face folder or a GGUF file (no weights are read), or a config.
       topology: a slice of chips such as "v5e:2x4".
       cache: keep results on disk. on_step: told what is about to be compiled.
-      options: of `make_job`: draft, method, tree, num_draft_tokens, batch, context, max_new_tokens, dtype, temperature,
-        data, model.
+      options: of `make_job`: draft, method, tree, num_draft_tokens, batch, context, max_new_tokens, dtype, cache_dtype,
+        temperature, data, model.
 
     Raises: UsageError for bad options or a missing compiler. A program that does not compile is a result.
     """
@@ -166,6 +176,7 @@ def describe(job: Job) -> dict[str, Any]:
         "draft": job.draft.name if job.draft else None,
         "draft_params": programs.num_params(job.draft) if job.draft else None,
         "dtype": str(job.target.dtype),
+        "cache_dtype": job.target.cache_dtype,
         "topology": job.topology.name,
         "devices": job.devices,
         **{name: getattr(job, name) for name in names},

@@ -234,13 +234,13 @@ def show(found: Plan, out) -> None:
     from rich import box
     from rich.table import Table
 
-    from specjax.planning.report import milliseconds
+    from specjax.planning.report import dtypes, milliseconds
 
     say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
     inputs = found.inputs
     models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
     say(
-        f"{models}; batch {inputs['batch']}, {inputs['context']} cached tokens, {inputs['dtype']}; "
+        f"{models}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}; "
         f"{inputs['topology']}, mesh {inputs['data']} x {inputs['model']}"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -318,7 +318,7 @@ def _item_bytes(dtype) -> int:
 
 def _keys_of(tree: PyTree) -> set[tuple]:
     """(dtype, sorted dims) of the arrays of over a megabyte that one device holds."""
-    names = {"bfloat16": "bf16", "float32": "f32"}
+    names = {"bfloat16": "bf16", "float32": "f32", "int8": "s8"}
     leaves = [leaf for leaf in jax.tree.leaves(tree) if str(leaf.dtype) in names]
     return {
         (names[str(leaf.dtype)], tuple(sorted(_local(leaf))))

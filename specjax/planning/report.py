@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.planning.chips import GIB
+from specjax.report import dtypes
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def show(report: Report, out) -> None:
     models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
     what = " ".join(filter(None, (inputs["method"], inputs["tree"])))
     say(
-        f"{models}; {what}; batch {inputs['batch']}, {inputs['context']} cached tokens, {inputs['dtype']}\n"
+        f"{models}; {what}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}\n"
         f"{inputs['topology']}, mesh {inputs['data']} x {inputs['model']} (data x model), per device:"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

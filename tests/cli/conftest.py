@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import jax
@@ -48,14 +49,15 @@ def tiny(monkeypatch):
     monkeypatch.setenv("SPECJAX_NO_CACHE", "1")
     monkeypatch.setenv("COLUMNS", "100")
 
-    def load(source=None, *, dtype="float32", stacked=None):
+    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None):
         assert dtype in ("float32", "bfloat16")
+        config = dataclasses.replace(CONFIG, cache_dtype=cache_dtype)
         if source in (None, "target"):
-            return make_target(), ByteTokenizer()
+            return make_target(config), ByteTokenizer()
         if source == "draft":
-            return make_target(seed=1), ByteTokenizer()
+            return make_target(config, seed=1), ByteTokenizer()
         if source == "odd":
-            return make_target(), ByteTokenizer(odd=7)
+            return make_target(config), ByteTokenizer(odd=7)
         raise specjax.UsageError(f'there is no file or folder "{source}"')
 
     monkeypatch.setattr(specjax, "load", load, raising=False)

@@ -51,6 +51,12 @@ def test_json_is_all_of_stdout(cli):
     assert document["machine"]["jax"] and document["dtype"] and document["date"] and document["command"]
 
 
+def test_int8_cache(cli):
+    document = json.loads(cli("generate", "abcabcabc", *SHORT, "--json", "--compare", "--cache-dtype", "int8").out)
+    assert document["identical"] is True and document["cache_dtype"] == "int8"
+    assert report.dtypes(document) == "float32, int8 cache"
+
+
 def test_json_without_comparison(cli):
     document = json.loads(cli("generate", "abc", *SHORT, "--json").out)
     assert [document[key] for key in ("identical", "speedup", "baseline_tokens_per_second")] == [None] * 3
@@ -169,6 +175,7 @@ def test_raw_has_no_template(cli):
         (["generate", "abc", "--draft", "draft", "--stop", "sure:1"], '--stop: "sure:1" is not a stop rule'),
         (["generate", "abc", "--controller", "fast"], '--controller: "fast" is not a controller'),
         (["generate", "abc", "--dtype", "int4"], "--dtype"),
+        (["generate", "abc", "--cache-dtype", "int4"], "--cache-dtype"),
         (["generate", "abc", "--seed", "-1"], "--seed"),
         (["generate", "abc", "--batch-size", "0"], "--batch-size"),
         (["generate", "--batch-file", "nowhere.txt"], "--batch-file"),

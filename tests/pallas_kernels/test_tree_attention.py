@@ -1,5 +1,7 @@
 """Tree attention against attention written out with one softmax, and its blocked form against it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention
+from specjax.quantization import dequantize, quantize
 
 BATCH, HEADS, KV, DIM, SLOTS = 2, 4, 2, 8, 40
 BLOCKED = jax.jit(blocked_tree_attention, static_argnames=("scale", "window", "softcap", "block", "many"))
@@ -71,6 +74,20 @@ def test_both_forms_equal_one_softmax(window, softcap, seed, lengths, tree):
     arrays = [jnp.asarray(x) for x in arrays]
     np.testing.assert_allclose(reference(*arrays, **options), wanted, atol=2e-5)
     np.testing.assert_allclose(BLOCKED(*arrays, **options, block=16, many=1), wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 2.0)])
+def test_quantised_keys_and_values_stand_for_what_they_round_to(window, softcap, layer):
+    q, *kept, length, positions, mask = case(np.random.default_rng(3), 6, [0, 23], "random")
+    kept = [quantize(jnp.asarray(x)) for x in kept]
+    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    wanted = plain(q, *(np.asarray(dequantize(x)) for x in kept), length, positions, mask, **options)
+    if layer is not None:
+        kept[2:] = [jax.tree.map(lambda x: jnp.stack([x + 1, x]), x) for x in kept[2:]]
+    arrays = [jnp.asarray(q), *kept, *(jnp.asarray(x) for x in (length, positions, mask))]
+    for run in (reference, functools.partial(BLOCKED, block=16, many=1), tree_attention):
+        np.testing.assert_allclose(run(*arrays, layer=layer, **options), wanted, atol=2e-5)
 
 
 def test_unknown_implementation_is_refused():

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from tpu import devices
 
 from specjax.pallas_kernels.tree_attention import reference, tpu, tree_attention
+from specjax.quantization import Quantized, quantize
 
 SIMULATED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 SLOTS, BLOCK = 384, 128
@@ -24,8 +26,8 @@ def ancestor_mask(parents) -> np.ndarray:
     return mask
 
 
-def case(seed, lengths, parents, *, heads=4, kv_heads=2, dim=64, dtype=jnp.float32, dead=0.0, earlier=0):
-    """Arguments of `tree_attention`; slots that hold no token are `dead`."""
+def case(seed, lengths, parents, *, heads=4, kv_heads=2, dim=64, dtype=jnp.float32, dead=0.0, earlier=0, int8=False):
+    """Arguments of `tree_attention`; slots that hold no token are `dead`, if int8 their scales."""
     rng = np.random.default_rng(seed)
     batch, t = len(lengths), len(parents)
     length = np.asarray(lengths)
@@ -37,8 +39,12 @@ def case(seed, lengths, parents, *, heads=4, kv_heads=2, dim=64, dtype=jnp.float
     values = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
     prefix = [values(batch, kv_heads, SLOTS, dim) for _ in "kv"]
     is_dead = np.arange(SLOTS)[:, None] >= length[:, None, None, None]
-    prefix = [jnp.where(is_dead, jnp.asarray(dead, dtype), x) for x in prefix]
     new = [values(batch, kv_heads, earlier + t, dim) for _ in "kv"]
+    if int8:
+        new, prefix = ([quantize(x) for x in pair] for pair in (new, prefix))
+        prefix = [Quantized(x.values, jnp.where(is_dead[..., 0], dead, x.scale)) for x in prefix]
+    else:
+        prefix = [jnp.where(is_dead, jnp.asarray(dead, dtype), x) for x in prefix]
     integers = jnp.asarray(length, jnp.int32), jnp.asarray(length[:, None] + depth, jnp.int32)
     arrays = values(batch, t, heads, dim), *new, *prefix, *integers, jnp.broadcast_to(mask, (batch, *mask.shape))
     return arrays, {"key_positions": jnp.asarray(key_positions, jnp.int32)}
@@ -76,25 +82,30 @@ TREES = {
 }
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("tree", TREES)
-def test_trees(tree):
-    assert error(0, [0, 1, 129, 384], TREES[tree]) < 2e-6
+def test_trees(tree, int8):
+    assert error(0, [0, 1, 129, 384], TREES[tree], int8=int8) < 2e-6
 
 
 @pytest.mark.parametrize("heads_dim", [(4, 4, 64), (6, 1, 128), (2, 2, 256)])
-@pytest.mark.parametrize(("window", "softcap"), [(100, None), (None, 3.0), (1, 3.0)])
-def test_variants(heads_dim, window, softcap):
+@pytest.mark.parametrize(
+    ("window", "softcap", "int8"), [(100, None, False), (None, 3.0, False), (1, 3.0, False), (100, 3.0, True)]
+)
+def test_variants(heads_dim, window, softcap, int8):
     heads, kv_heads, dim = heads_dim
-    shapes = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
+    shapes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "int8": int8}
     assert error(1, [5, 300], TREES["ragged"], window=window, softcap=softcap, **shapes) < 2e-6
 
 
-def test_bfloat16():
-    assert error(2, [127, 260], TREES["ragged"], dtype=jnp.bfloat16) < 0.03
+@pytest.mark.parametrize("int8", [False, True])
+def test_bfloat16(int8):
+    assert error(2, [127, 260], TREES["ragged"], dtype=jnp.bfloat16, int8=int8) < 0.03
 
 
-def test_nodes_of_earlier_levels():
-    assert error(3, [0, 200], TREES["star"], earlier=5) < 2e-6
+@pytest.mark.parametrize("int8", [False, True])
+def test_nodes_of_earlier_levels(int8):
+    assert error(3, [0, 200], TREES["star"], earlier=5, int8=int8) < 2e-6
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -102,15 +113,18 @@ def test_nodes_of_earlier_levels():
     lengths=st.tuples(*[st.sampled_from([0, 1, 2, 126, 127, 128, 129, 255, 256, 257, 383, 384])] * 3),
     parents=st.lists(st.integers(0, 7), min_size=7, max_size=7),
     window=st.sampled_from([None, 1, 2, 127, 128, 130, 1 << 30]),
+    int8=st.booleans(),
 )
-def test_any_lengths_and_trees(lengths, parents, window):
+def test_any_lengths_and_trees(lengths, parents, window, int8):
     tree = [-1, *(min(parent, i) for i, parent in enumerate(parents))]
-    assert error(4, lengths, tree, window=window) < 2e-6
+    assert error(4, lengths, tree, window=window, int8=int8) < 2e-6
 
 
-def test_one_layer_of_a_stack():
-    arrays, options = case(5, [0, 130], TREES["chain"])
-    stack = [jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in arrays[3:5]]
+@pytest.mark.parametrize("int8", [False, True])
+def test_one_layer_of_a_stack(int8):
+    arrays, options = case(5, [0, 130], TREES["chain"], int8=int8)
+    other = lambda x: jnp.full_like(x, 99 if x.dtype == jnp.int8 else jnp.nan)
+    stack = [jax.tree.map(lambda x: jnp.stack([other(x), x]), x) for x in arrays[3:5]]
     stacked = (*arrays[:3], *stack, *arrays[5:])
     run = jax.jit(
         lambda arrays, layer: tpu.tree_attention(
@@ -170,6 +184,11 @@ def test_mutants_of_the_mask_are_caught(name, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "mutant"),
     [
+        ("jnp.where(position < length, scales, 0.0)", "scales"),
+        ("s if key_scales is None else s * key_scales", "s"),
+        ("weights if value_scales is None else weights * value_scales", "weights"),
+        ("x.scale[*first, pl.ds(head, 1)]", "x.scale[*first, pl.ds(0, 1)]"),
+        ("enumerate(pairs)", "enumerate(list(pairs)[:3])"),  # one copy less
         ("jnp.where(is_text, values, jnp.zeros_like(values))", "values"),  # a weight of zero does not silence a NaN
         ("(position < length) &", "(position <= length) &"),
         ("& (position >= i * block)", ""),  # the last block may overlap the one before
@@ -191,10 +210,11 @@ def test_mutants_of_the_kernel_are_caught(line, mutant, tmp_path):
     spec = importlib.util.spec_from_file_location("mutant", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    int8 = "scale" in line or "pairs" in line
     block = 256 if line.startswith("& (position") else BLOCK  # so that the last block overlaps the one before
 
     def worst(window) -> float:
-        arrays = [case(0, [1, 250, 300], TREES["ragged"], dead=dead) for dead in (0.0, np.nan)]
+        arrays = [case(0, [1, 250, 300], TREES["ragged"], dead=dead, int8=int8) for dead in (0.0, np.nan)]
         (clean, options), (dirty, _) = arrays
         run = functools.partial(module.tree_attention, scale=0.2, block=block, interpret=SIMULATED)
         try:
@@ -205,6 +225,29 @@ def test_mutants_of_the_kernel_are_caught(line, mutant, tmp_path):
         return float("inf") if np.isnan(difference).any() else float(difference.max())
 
     assert max(worst(None), worst(100)) > 1e-3
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("heads_dim", [(9, 3, 64), (8, 2, 128), (4, 1, 256)])
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_compiler_takes_it(topology, heads_dim, int8):
+    """Stacked, in bfloat16, with one node and with many."""
+    heads, kv_heads, dim = heads_dim
+    mesh = jax.sharding.Mesh(np.array(devices(topology)[:1]), "x")
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for tree in ("one", "wide"):
+        shapes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": jnp.bfloat16, "int8": int8}
+        arrays, options = jax.eval_shape(lambda tree=tree, shapes=shapes: case(0, [5, 300], TREES[tree], **shapes))
+        stack = [jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), x) for x in arrays[3:5]]
+        arguments = (*arrays[:3], *stack, *arrays[5:]), options, jax.ShapeDtypeStruct((), jnp.int32)
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+        run = lambda arrays, options, layer: tree_attention(
+            *arrays, **options, layer=layer, scale=0.2, window=100, implementation="pallas_tpu"
+        )
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            text = jax.jit(run).lower(*jax.tree.map(place, arguments)).compile().as_text()
+        assert "tpu_custom_call" in text
 
 
 @pytest.mark.parametrize(

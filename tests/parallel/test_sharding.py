@@ -34,6 +34,18 @@ def test_mesh_equals_one_device(data, model, kv_heads, stacked):
         assert spread.to_lists() == whole.to_lists()
 
 
+@pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 2), (1, 8, 8)])
+def test_int8_cache_is_spread_like_any_other(data, model, kv_heads):
+    target = tiny_llama(num_kv_heads=kv_heads, stacked=True, cache_dtype="int8", **HEADS)
+    options = {"key": jax.random.key(3), "max_new_tokens": 8}
+    sharded = parallel.shard(target, parallel.mesh(data, model))
+    cache = jax.jit(lambda: sharded.model.init_cache(4, 128))()
+    parts = {leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves((cache.k, cache.v))}
+    assert parts == {8} and cache.k.scale.dtype == jnp.float32
+    whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
+    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
+
+
 def test_heads_that_the_mesh_does_not_divide_stay_whole():
     target = tiny_llama(num_heads=6, num_kv_heads=3, vocab=VOCAB)
     options = {"key": jax.random.key(3), "max_new_tokens": 8}

@@ -52,6 +52,7 @@ def command(name, **changes):
         ({"context": 0}, ("--context",)),
         ({"context": 10**6}, ("--context", "8192")),
         ({"dtype": "int8"}, ("--dtype",)),
+        ({"cache_dtype": "int4"}, ("--cache-dtype", "int8")),
         ({"temperature": -1}, ("--temperature",)),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import compile_report, plan
 from specjax.models import LlamaConfig
-from specjax.planning import chips, hlo
+from specjax.planning import chips, compiler, hlo
 from specjax.planning.report import needed_bytes
 
 pytestmark = pytest.mark.tpu_compile
@@ -25,7 +26,7 @@ TINY = LlamaConfig(
 
 
 @pytest.fixture(autouse=True)
-def compiler(monkeypatch, tmp_path):
+def libtpu(monkeypatch, tmp_path):
     tpu.devices()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -131,6 +132,20 @@ def test_smollm2_on_one_chip():
     assert not [f for f in step.findings if f["kind"] != "copy"]
     loop = report.program("loop")
     assert loop.assumed["rounds"] == 128 and loop.seconds["schedule"] > 128 * 0.8 * step.seconds["schedule"]
+
+
+def test_int8_cache_moves_and_holds_half():
+    """One chip, a batch and a context at which the cache counts; its slots are not copied."""
+    config = dataclasses.replace(TINY, head_dim=128)  # narrower heads are laid out anew where a lone step begins
+    options = {"model": 1, "batch": 8, "context": 3072, "max_new_tokens": 32}
+    jobs = [compiler.make_job(config, "v5e:2x2", cache_dtype=dtype, **options) for dtype in (None, "int8")]
+    (plain,), (int8,) = (compiler.compile_programs(job, False, lambda _: None, only=("step",)) for job in jobs)
+    vectors = 8 * 3072 * config.num_layers * 2 * config.num_kv_heads
+    saved = vectors * (2 * config.head_dim - (config.head_dim + 4))
+    assert plain.must_bytes - int8.must_bytes == pytest.approx(saved)
+    assert plain.memory.arguments - int8.memory.arguments >= saved
+    assert int8.kernel_calls == plain.kernel_calls == config.num_layers
+    assert not int8.findings
 
 
 def test_what_does_not_fit_is_a_result_with_what_would():

@@ -1,0 +1,57 @@
+"""Vectors as int8 with one float32 scale each: x is about values * scale, symmetric, by the largest element.
+
+Each element is off by at most half a step, 1/254 of the largest. Absmax quantisation by vectors, as in Dettmers et al.:
+LLM.int8() (2022), arXiv 2208.07339, but without its outliers kept apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array
+
+LEVELS = 127
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized:
+    """An array [..., n, h] as n vectors of h elements. Its shape, length and leading indices are those of `values`."""
+
+    values: Array  # int8[..., n, h]
+    scale: Array  # float32[..., n]; h is left out so that n lies in the lanes of a TPU
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self):
+        return self.values.dtype
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index) -> Quantized:
+        """By leading axes, such as the layers of a stack."""
+        return Quantized(self.values[index], self.scale[index])
+
+
+def quantize(x: Array) -> Quantized:
+    """x [..., h], rounded to the nearest of 255 steps between minus and plus its largest element; zero stays zero."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), -1) / LEVELS
+    step = jnp.where(scale > 0, scale, 1.0)[..., None]
+    return Quantized(jnp.round(x / step).astype(jnp.int8), scale)
+
+
+def dequantize(x: Quantized) -> Array:
+    """float32, of the shape of `x`."""
+    return x.values.astype(jnp.float32) * x.scale[..., None]
