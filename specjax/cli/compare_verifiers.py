@@ -144,7 +144,7 @@ def _check_sources(prompts, target, draft, record, save_record) -> None:
     o.require(not extra, f"--record brings its own laws; leave {' and '.join(extra)} out")
 
 
-def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dtype, no_cache, cache_dtype=cache_dtype):
+def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dtype, no_cache, cache_dtype):
     """Load the models and record: (Record, where it is from, bad lines)."""
     import jax
     from rich.progress import Progress
