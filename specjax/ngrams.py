@@ -20,7 +20,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 
-CHUNK = 128
+CHUNK = 32
 """N-grams of a text that are written at once; the work of a write grows with their square."""
 
 
@@ -34,9 +34,9 @@ class Table(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The bucket of each of M prefixes."""
+    """The bucket of each of M n-grams or beginnings."""
 
-    hit: Array  # bool[B, M, A], which of its n-grams begin with the prefix
+    hit: Array  # bool[B, M, A], which of its n-grams begin so
     grams: Array  # int32[B, M, A, n]
     ages: Array  # int32[B, M, A]
     values: PyTree  # [B, M, A, ...]
@@ -68,13 +68,16 @@ def bucket(prefix, buckets: int):
     return ((total * np.uint32(0x9E3779B1)) >> np.uint32(shift)).astype(np.int32)
 
 
-def find(table: Table, prefix: Array) -> Found:
-    """The buckets of prefixes int32[B, M, h]. A table of one row serves all rows."""
+def find(table: Table, tokens: Array, *, prefix: int | None = None) -> Found:
+    """The buckets of n-grams or their beginnings int32[B, M, h]. A table of one row serves all rows.
+
+    prefix: how many tokens chose the bucket when the n-grams were written; None: all h.
+    """
     rows, buckets = table.ages.shape[:2]
     row = jnp.arange(rows)[:, None]
-    here = bucket(prefix, buckets)
+    here = bucket(tokens[..., :prefix], buckets)
     grams, ages = table.grams[row, here], table.ages[row, here]
-    hit = jnp.all(grams[..., : prefix.shape[-1]] == prefix[:, :, None], -1) & (ages > 0)
+    hit = jnp.all(grams[..., : tokens.shape[-1]] == tokens[:, :, None], -1) & (ages > 0)
     return Found(hit, grams, ages, jax.tree.map(lambda x: x[row, here], table.values))
 
 
@@ -89,16 +92,16 @@ def write(table: Table, grams: Array, values: PyTree, wanted: Array, *, prefix: 
     """
     batch, buckets, ways = table.ages.shape
     m = grams.shape[1]
-    found = find(table, grams[..., :prefix])
-    hit = jnp.all(found.grams == grams[:, :, None], -1) & (found.ages > 0)  # [B, M, A]
+    hit, _, old_ages, _ = find(table, grams, prefix=prefix)  # [B, M, A]
     after = jnp.arange(m)[:, None] < jnp.arange(m)
     wins = wanted & ~jnp.any(equal(grams) & wanted[:, None, :] & after, 2)
     here = bucket(grams[..., :prefix], buckets)
     shares = (here[:, :, None] == here[:, None, :]) & wins[:, None, :]  # [B, M, M]: writer j goes to i's bucket
     known = jnp.any(hit, 2)
     rank = jnp.sum(shares & ~known[:, None, :] & after, 2)  # among the new ones of a bucket, from the last
-    kept = jnp.any(shares[..., None] & hit[:, None], 2)  # [B, M, A]: places of this bucket that keep their n-gram
-    oldest = jnp.argsort(jnp.where(kept, np.iinfo(np.int32).max, found.ages), axis=2, stable=True)
+    # Places of this bucket that keep their n-gram, [B, M, A]; a matrix product, for M x M x A would be large.
+    kept = jnp.einsum("bij,bja->bia", shares.astype(jnp.float32), hit.astype(jnp.float32)) > 0
+    oldest = jnp.argsort(jnp.where(kept, np.iinfo(np.int32).max, old_ages), axis=2, stable=True)
     fits = rank < ways - jnp.sum(kept, 2)
     new = jnp.take_along_axis(oldest, jnp.minimum(rank, ways - 1)[..., None], 2)[..., 0]
     way = jnp.where(known, jnp.argmax(hit, 2), new)

@@ -17,12 +17,12 @@ from specjax.verifiers import sample_and_match, standard
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
 PROMPT_TUPLES = tuple(map(tuple, PROMPTS))  # hashable
 OPTIONS = {
-    "aded": {"num_nodes": 7, "depth": 3, "buckets": 64},
+    "aded": {"num_nodes": 7, "depth": 3, "buckets": 8},
     "hierarchical": {"min_tokens": 3},
     "jacobi": {"window": 4},
-    "lookahead": {"ngram": 3, "window": 3, "guesses": 2, "buckets": 64},
+    "lookahead": {"ngram": 3, "window": 3, "guesses": 2, "buckets": 16},
     "prompt_lookup": {"num_tokens": 4},
-    "stand": {"tree": ((0,), (1,), (0, 0)), "buckets": 64},
+    "stand": {"tree": ((0,), (1,), (0, 0)), "buckets": 4},
     "token_recycling": {"num_nodes": 7},
     "two_model": {"num_tokens": 3},
 }

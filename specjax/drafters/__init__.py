@@ -1,6 +1,6 @@
 """Drafters, one published method per file. Each factory returns a `Drafter`."""
 
-from specjax.drafters.aded import aded
+from specjax.drafters.aded import aded, corpus_table
 from specjax.drafters.autoregressive import autoregressive
 from specjax.drafters.hierarchical import hierarchical
 from specjax.drafters.jacobi import jacobi
@@ -13,6 +13,7 @@ from specjax.drafters.two_model import two_model
 __all__ = [
     "aded",
     "autoregressive",
+    "corpus_table",
     "hierarchical",
     "jacobi",
     "lookahead",

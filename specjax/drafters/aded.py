@@ -168,7 +168,7 @@ def _rank_within(group: np.ndarray) -> np.ndarray:
 
 def _teach(table: ngrams.Table, grams: Array, wanted: Array) -> ngrams.Table:
     """One bonus for each tri-gram int32[B, M, 3] as often as it is wanted."""
-    found = ngrams.find(table, grams)
+    found = ngrams.find(table, grams, prefix=2)
     old = jnp.sum(jnp.where(found.hit, found.values, 0.0), 2)
     times = jnp.sum(ngrams.equal(grams) & wanted[:, None, :], 2)
     return ngrams.write(table, grams, jnp.minimum(old + BONUS * times, CAP), wanted, prefix=2)

@@ -5,8 +5,8 @@ arXiv 2402.02057.
 
 Rule: the window w[N - 1, W] holds guesses; w[0, 0] is the last token, at position p, and w[r, i] a guess for position
 p + i + r, seen after row 0 up to column i and then down column i. The target's argmax y_i below column i makes the
-n-gram (w[0, i], ..., w[N - 2, i], y_i) for the pool, where it is found by its first token. The n-grams found by the last
-token are the candidates. After a tokens are added to the text, w'[r, i] = w[r + 1, i + a - 1] and
+n-gram (w[0, i], ..., w[N - 2, i], y_i) for the pool, where it is found by its first token. Those that the last token
+finds are the candidates. After a tokens are added to the text, w'[r, i] = w[r + 1, i + a - 1] and
 w'[N - 2, i] = y_{i + a - 1}. Columns that are missing, and at first all of row 0, are random tokens of the text; at
 first each pass adds one row.
 Candidates and window are one token tree: all of them hang off the last token, and positions are depths.
@@ -51,8 +51,8 @@ def lookahead(
 
     Args:
       ngram: N. window: W. guesses: G, candidates per pass and places of a bucket.
-      seed_pool: put the n-grams of the prompt into the pool, and each round the last one of the text. buckets: of the
-        pool, per row.
+      seed_pool: put the n-grams of the text into the pool too, of the prompt and of what is added to it. buckets: of
+        the pool, per row.
 
     State: LookaheadState; the pool takes 4 x buckets x G (N + 1) bytes per row (688 kB by default).
     Raises: UsageError for a setting outside its range.
@@ -97,7 +97,8 @@ def lookahead(
         if guesses:
             grams, wanted = state.grams, state.found
             if seed_pool:
-                last, inside = ngrams.windows(context.tokens, context.length, context.length - ngram, 1, ngram)
+                start = context.length - 2 * ngram + 1  # all that end in the last N tokens
+                last, inside = ngrams.windows(context.tokens, context.length, start, ngram, ngram)
                 grams, wanted = jnp.concatenate([grams, last], 1), jnp.concatenate([wanted, inside], 1)
             state = state._replace(pool=learn(state.pool, grams, wanted))
             parts.append(_trie(*_candidates(ngrams.find(state.pool, root[:, :, None]))))
