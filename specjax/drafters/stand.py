@@ -45,8 +45,8 @@ _PATHS = """
 """
 
 ACCEPTED = tuple(tuple(map(int, path)) for path in _PATHS.split())
-"""Rank paths, the one accepted most often first: 48 greedy texts of SmolLM2-135M-Instruct after Spec-Bench prompts, each
-with tables of its own (benchmarks/stand_tree.py)."""
+"""Rank paths, the one accepted most often first: 48 greedy texts of SmolLM2-135M-Instruct after Spec-Bench prompts,
+each with tables of its own (benchmarks/stand_tree.py)."""
 
 
 class Entry(NamedTuple):

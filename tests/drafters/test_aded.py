@@ -1,7 +1,4 @@
-"""The card's examples of ADED (A5): bonuses, the search by hand, best-first search against enumeration."""
-
-import functools
-import itertools
+"""The card's examples of ADED (A5); those of its search are in tests/trees/test_search.py."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +8,7 @@ from toy import TARGET_ROWS, markov
 
 from specjax import UsageError, decode, ngrams
 from specjax.drafters import aded, autoregressive, corpus_table
-from specjax.drafters.aded import CAP, _best_first, _grow_search, _successors, _teach
+from specjax.drafters.aded import CAP, _successors, _teach
 from specjax.types import Context
 
 CARD = [[8, 1, 2, 4]] * 7 + [[8, 1, 3, 5]] * 3  # (8, 1) -> {2: .7, 3: .3}, (1, 2) -> 4, (1, 3) -> 5
@@ -43,24 +40,6 @@ def test_a_corpus_gives_shares():
     assert float(jnp.sum(corpus_table([[1, 2]]).ages)) == 0
 
 
-@pytest.mark.parametrize(("iterations", "visits"), [(1, (0, 1)), (2, (1, 1)), (5, (4, 1)), (6, (4, 2))])
-def test_the_search_goes_where_the_card_goes(iterations, visits):
-    """3, 2, 2, 2, 2, 3 with horizon 3, the root included, and the sum of P as reward."""
-    table = corpus_table(CARD, buckets=16)
-
-    @jax.jit
-    def search(table, key):
-        successors = lambda pairs: (x[0] for x in _successors((), table, pairs[None]))
-        return _grow_search(successors, jnp.array([8, 1]), key, iterations, 2, "sum")
-
-    s = search(table, jax.random.key(0))
-    assert s.pairs[1:3, 1].tolist() == [2, 3]
-    assert s.visits[1:3].tolist() == list(visits)
-    assert float(s.visits[0]) == iterations
-    expected = visits[0] * 2.7 + visits[1] * 2.3  # 1 + .7 + 1 and 1 + .3 + 1
-    assert float(s.rewards[0]) == pytest.approx(expected, abs=1e-4)
-
-
 def test_bonuses_add_up_and_are_capped():
     teach = jax.jit(_teach)
     start = ngrams.empty(1, 4, 12, 3, np.float32(0))
@@ -76,31 +55,6 @@ def test_bonuses_add_up_and_are_capped():
     assert shares(table, [1, 2]) == pytest.approx({3: CAP, 4: 2.4}, abs=1e-4)
     both = teach(start, jnp.array([[[1, 2, 3], [1, 2, 3]]]), jnp.array([[True, True]]))  # twice in one text
     assert shares(both, [1, 2]) == pytest.approx({3: 0.08})
-
-
-def test_best_first_is_the_best_of_all_paths():
-    rng = np.random.default_rng(0)
-    table = corpus_table([rng.integers(0, 4, 200)], buckets=64)
-    share = {pair: shares(table, list(pair)) for pair in itertools.product(range(4), repeat=2)}
-
-    def value(path):
-        text, product = (0, 1, *path), 1.0
-        for i in range(len(path)):
-            known = share[text[i : i + 2]]
-            product *= known.get(text[i + 2], 0.0) / sum(known.values())
-        return product
-
-    search = jax.jit(
-        lambda table, limit: _best_first(
-            functools.partial(_successors, (), table), jnp.array([[0, 1]]), limit, num_nodes=20, depth=4
-        )
-    )
-    for limit in (4, 2, 0):
-        every = [p for d in range(1, limit + 1) for p in itertools.product(range(4), repeat=d)]
-        best = sorted(map(value, every), reverse=True)[:20]
-        ours = paths_of(search(table, jnp.array([limit])))
-        assert len(set(ours)) == len(ours)
-        assert sorted(map(value, ours), reverse=True) == pytest.approx([v for v in best if v > 0])
 
 
 @pytest.mark.parametrize("search", ["best_first", "mcts"])
