@@ -176,6 +176,33 @@ METHODS: dict[str, Method] = {
             "the target's own first layers draft several chains at once, from a mixture of their tokens",
             "Shen et al. 2024, arXiv 2405.18400",
         ),
+        Method(
+            "lookahead",
+            lambda target, draft, **options: drafters.lookahead(**options),
+            "distribution",
+            False,
+            "n-grams from Jacobi iterations on a window of guesses",
+            "Fu et al. 2024, arXiv 2402.02057",
+            MappingProxyType({"ngram": 4, "window": 3, "guesses": 2}),
+        ),
+        Method(
+            "aded",
+            lambda target, draft, **options: drafters.aded(**options),
+            "distribution",
+            False,
+            "a tree searched in a tri-gram table that adapts to the text",
+            "Liu et al. 2024, arXiv 2407.12021",
+            MappingProxyType({"num_nodes": 7}),
+        ),
+        Method(
+            "stand",
+            lambda target, draft, **options: drafters.stand(target.model.vocab_size, **options),
+            "distribution",
+            False,
+            "a tree drawn from tables of the target's laws after the last 4, 3 or 2 tokens",
+            "Song et al. 2025, arXiv 2506.04708",
+            MappingProxyType({"num_nodes": 7}),
+        ),
     )
 }
 

@@ -1,0 +1,98 @@
+"""Which nodes of an unlimited STAND tree would be accepted: the source of the default tree.
+
+    python benchmarks/stand_tree.py TEXTS.json OUT.json [COUNT]
+
+TEXTS.json is written by real_equality.py --texts. The rounds are replayed as in decoding: the target's laws up to the
+last token are known, and the ranks of the tokens that follow, as long as entries are found and hold them, are the path
+accepted. Takes the first COUNT texts. Writes the 80 best paths and prints how long the accepted
+paths are, with and without the laws of the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from specjax.drafters.stand import KEPT, ORDERS, best_paths
+
+DEEPEST, LONGEST = 8, 256  # tokens of a path; of prompt and text
+
+
+@jax.jit
+def likeliest(target, cache, tokens):
+    """int32[T, 10] and float32[T, 10]: the likeliest successors at each position of tokens [1, T]."""
+    t = tokens.shape[1]
+    mask = jnp.tril(jnp.ones((1, t, t), bool))
+    output, _ = target.model.forward(target.params, tokens, cache, positions=jnp.arange(t)[None], mask=mask)
+    best, ids = jax.lax.top_k(jax.nn.log_softmax(output.logits[0]), KEPT)
+    return ids, jnp.exp(best)
+
+
+def replay(prompt, text, ids, probs, read_prompt):
+    """The rank paths accepted, one per round."""
+    tables = {n: {} for n in ORDERS}
+    whole = prompt + text
+
+    def learn(at):
+        law = dict(zip(ids[at].tolist(), probs[at].tolist(), strict=True))
+        for n, table in tables.items():
+            if at + 1 >= n:
+                context = tuple(whole[at + 1 - n : at + 1])
+                old, m = table.get(context, ({}, 0))
+                mean = {t: (m * old.get(t, 0) + law.get(t, 0)) / (m + 1) for t in {*old, *law}}
+                best = sorted(mean, key=lambda t: (-mean[t], t))[:KEPT]
+                table[context] = {t: mean[t] for t in best}, m + 1
+
+    def path(start):
+        ranks = []
+        for at in range(start, min(start + DEEPEST, len(whole) - 1)):
+            found = (tables[n].get(tuple(whole[at + 1 - n : at + 1])) for n in ORDERS)
+            entry = next((x for x in found if x), None)
+            ranked = list(entry[0]) if entry else []
+            if whole[at + 1] not in ranked:
+                break
+            ranks.append(ranked.index(whole[at + 1]))
+        return tuple(ranks)
+
+    for at in range(len(prompt) - 1 if read_prompt else 0):
+        learn(at)
+    at = len(prompt) - 1
+    while at < len(whole) - 1:
+        accepted = path(at)
+        yield accepted
+        for new in range(at, at + len(accepted) + 1):
+            learn(new)
+        at += len(accepted) + 1
+
+
+def main(texts: str, out: str, count: str = "64") -> None:
+    target, _ = specjax.load()
+    with open(texts) as file:
+        data = json.load(file)
+    pairs = [x for x in zip(data["prompts"], data["texts"], strict=True) if sum(map(len, x)) <= LONGEST][: int(count)]
+    laws, cache = [], target.model.init_cache(1, 1)
+    for prompt, text in pairs:
+        padded = np.zeros((1, LONGEST), np.int32)
+        padded[0, : len(prompt) + len(text)] = prompt + text
+        laws.append([np.asarray(x) for x in likeliest(target, cache, jnp.asarray(padded))])
+    for read_prompt in (True, False):
+        paths = [p for pair, law in zip(pairs, laws, strict=True) for p in replay(*pair, *law, read_prompt)]
+        lengths = np.array([len(path) for path in paths])
+        print(f"{len(paths)} rounds of {len(pairs)} texts, the prompt {'read' if read_prompt else 'not read'}:")
+        print(f"  accepted {lengths.mean():.3f} on average, nothing at {np.mean(lengths == 0):.3f}")
+        best = best_paths(paths, 80)
+        for n in (7, 15, 32, 80):
+            chosen = set(best[:n])
+            held = [sum(path[: d + 1] in chosen for d in range(len(path))) for path in paths]
+            print(f"  the best {n} nodes: {np.mean(held):.3f}")
+    with open(out, "w") as file:
+        json.dump(best, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,327 @@
+"""STAND: draw a tree from tables of what the target thought after the last 4, 3 or 2 tokens.
+
+Song, Kim, Kim, Lee, Choi: Accelerated Test-Time Scaling with Model-Free Speculative Sampling (2025), arXiv 2506.04708.
+
+Rule: three tables hold, for contexts of 4, 3 and 2 tokens, the 10 likeliest next tokens with their probabilities P, and
+a count m. After each pass, at every token added to the text with law p: P <- (m P + p) / (m + 1), m <- m + 1; the 10
+largest stay. The children of a node of a static tree are drawn without replacement (Gumbel-top-k) from the entry of the
+longest context found; a node without one has no children.
+Guarantee: distribution, by either verification.
+  sample_and_match: the drawn tree does not depend on the noise of the target's draws, so it is a point mass to it.
+  recursive_rejection: the drawn children are tested against the law they came from. It takes B N V floats for the laws.
+Deviations: laws are stored as the target gives them and warped (temperature, top-k, top-p) when drawn from. The tables
+are per row, with those remembered from earlier calls beside them: an entry of both is the mean by their counts. Where a
+context occurs twice in one round the later law counts. The paper's rule of verification could not be confirmed; its
+tree of 80 nodes is not published, so the default is measured: see ACCEPTED.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import ngrams, sampling
+from specjax.errors import UsageError
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk
+from specjax.tree import Template, compact
+from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
+
+ORDERS = 4, 3, 2  # lengths of contexts, the first that is found counts
+KEPT = 10  # tokens of an entry
+WAYS = 2  # places of a bucket
+
+
+_PATHS = """
+0 00 000 0000 00000 000000 0000000 00000000 1 01 2 001 0001 02 3 00001 10 000001 4 100 002 010 5 0000001
+0002 0100 03 1000 10000 00000001 04 05 100000 01000 010000 003 0010 0100000 1000000 10000000 00002 00100
+000002 01000000 6 7 11 8 9 20 004 001000 0010000 005 00010 000100 0001000 00010000 00100000 011 0003 0004
+0000002 00000002 30 0005 0011 00003 00004 00005 00011 000010 0000100 00001000 06 07 08 09 020 200
+"""
+
+ACCEPTED = tuple(tuple(map(int, path)) for path in _PATHS.split())
+"""Rank paths, the one accepted most often first: 48 greedy texts of SmolLM2-135M-Instruct after Spec-Bench prompts,
+each with tables of its own (benchmarks/stand_tree.py)."""
+
+
+class Entry(NamedTuple):
+    """What followed a context, the likeliest first."""
+
+    tokens: Array  # int32[..., k]; -1: none
+    probs: Array  # float32[..., k]
+    count: Array  # int32[...], laws it is the mean of; 0: none
+
+
+class StandState(NamedTuple):
+    """The tables of this call, and what the last round has to teach them."""
+
+    tables: tuple[ngrams.Table, ...]  # of ORDERS; values Entry
+    tail: Array  # int32[B, 4], the end of the text; -1 before its beginning
+    length: Array  # int32[B], of the text at the last draft
+    contexts: Array  # int32[B, D + 1, 4], of the last round's laws
+    laws: Entry  # [B, D + 1]; count 1, or 0 for none
+
+
+@functools.cache
+def stand(
+    vocab_size: int,
+    *,
+    num_nodes: int = 32,
+    tree: tuple[tuple[int, ...], ...] | None = None,
+    draw: Literal["sampled", "likeliest"] = "sampled",
+    verify: Literal["sample_and_match", "recursive_rejection"] = "sample_and_match",
+    read_prompt: bool = False,
+    buckets: int = 4096,
+) -> Drafter:
+    """A static tree of `num_nodes` drafted tokens, or of the rank paths `tree`, filled from n-gram tables.
+
+    Args:
+      num_nodes: the first of ACCEPTED. tree: see `best_paths`.
+      draw: "likeliest" takes the most probable tokens at any temperature, as temperature 0 always does.
+      verify: which rule is to judge the draft. read_prompt: learn the target's laws in the prompt too; its head then
+        works on the whole prompt. buckets: of each table, per row; two contexts each.
+
+    Params: () or what an earlier call remembered (`DecodeResult.drafter`): the rows' entries, averaged by their counts.
+    State: StandState; the tables take 660 x buckets bytes per row (2.7 MB by default).
+    Raises: UsageError for a setting outside its range.
+    """
+    if tree is None and not 1 <= num_nodes <= len(ACCEPTED):
+        raise UsageError(f"num_nodes must be from 1 to {len(ACCEPTED)}, not {num_nodes}; for more nodes give a tree")
+    if verify not in ("sample_and_match", "recursive_rejection"):
+        raise UsageError(f'verify must be "sample_and_match" or "recursive_rejection", not "{verify}"')
+    if draw not in ("sampled", "likeliest"):
+        raise UsageError(f'draw must be "sampled" or "likeliest", not "{draw}"')
+    if (verify, draw) == ("recursive_rejection", "likeliest"):
+        raise UsageError('verify="recursive_rejection" is for drawn trees; leave draw at "sampled"')
+    ngrams.check_buckets(buckets)
+    template = Template(ACCEPTED[:num_nodes] if tree is None else tree)
+    kept = min(KEPT, vocab_size)
+    chosen = set(ACCEPTED[:num_nodes] if tree is None else tree)
+    for path in chosen:
+        if path[-1] and (*path[:-1], path[-1] - 1) not in chosen:
+            raise UsageError(f"the tree has {path} without its earlier sibling; add {(*path[:-1], path[-1] - 1)}")
+    if template.ranks.max() >= kept:
+        raise UsageError(f"the tree asks for rank {template.ranks.max()}, but entries keep ranks 0 to {kept - 1}")
+    longest, rounds = max(ORDERS), template.max_depth + 1
+    exact = verify == "recursive_rejection"
+
+    def tables(batch: int) -> tuple[ngrams.Table, ...]:
+        none = Entry(np.full((kept,), -1, np.int32), np.zeros((kept,), np.float32), np.int32(0))
+        return tuple(ngrams.empty(batch, buckets, WAYS, n, none) for n in ORDERS)
+
+    def init(params, context: Context) -> StandState:
+        batch = context.tokens.shape[0]
+        if params and params[0].ages.shape[1] != buckets:
+            raise UsageError(f"buckets must be that of the tables remembered, {params[0].ages.shape[1]}, not {buckets}")
+        laws = Entry(
+            jnp.full((batch, rounds, kept), -1, jnp.int32),
+            jnp.zeros((batch, rounds, kept), jnp.float32),
+            jnp.zeros((batch, rounds), jnp.int32),
+        )
+        tail = jnp.full((batch, longest), -1, jnp.int32)
+        contexts = jnp.full((batch, rounds, longest), -1, jnp.int32)
+        return StandState(tables(batch), tail, jnp.zeros((batch,), jnp.int32), contexts, laws)
+
+    def read(params, state: StandState, tokens: Array, count: Array, output: Output) -> StandState:
+        text = jnp.concatenate([state.tail, tokens], 1)
+        t = tokens.shape[1]
+        contexts = text[:, 1 + jnp.arange(t)[:, None] + jnp.arange(longest)]
+        laws = _laws(output.logits, jnp.arange(t) < count[:, None], kept)
+        tail = jnp.take_along_axis(text, count[:, None] + jnp.arange(longest), 1)
+        return state._replace(tables=_learn(state.tables, contexts, laws), tail=tail)
+
+    def propose(params, keys: Array, state: StandState, context: Context, limit: Array):
+        grown = context.length > state.length  # a row that is done teaches nothing more
+        laws = state.laws._replace(count=jnp.where(grown[:, None], state.laws.count, 0))
+        learned = _learn(state.tables, state.contexts, laws)
+        place = context.length[:, None] - longest + jnp.arange(longest)
+        tail = jnp.take_along_axis(context.tokens, jnp.maximum(place, 0), 1)
+        tail = jnp.where(place >= 0, tail, -1)
+        state = state._replace(tables=learned, tail=tail, length=context.length)
+        find = functools.partial(_find, params, learned)
+        return compact(_draw(template, find, tail, keys, context, limit)), state
+
+    def _draw(template: Template, find, tail: Array, keys: Array, context: Context, limit: Array) -> TokenTree:
+        """The tree below the end of the text int32[B, 4], level by level."""
+        batch = tail.shape[0]
+        contexts, valid = tail[:, None], jnp.ones((batch, 1), bool)  # of the level above
+        nodes, real, rows = [contexts[..., -1]], [valid], []
+        for depth, (start, stop) in list(enumerate(template.levels))[1:]:
+            entry = find(contexts)  # [B, F]
+            law = _warp(entry, context.sampling)
+            rows.append((entry, law))
+            place = template.parents[start:stop] - template.levels[depth - 1][0]
+            noise = _noise(entry.tokens, depth, keys, context, vocab_size) if draw == "sampled" else 0.0
+            best, order = jax.lax.top_k(law + noise, int(template.ranks[start:stop].max()) + 1)
+            ranks = template.ranks[start:stop]
+            drawn = jnp.take_along_axis(entry.tokens, order, 2)[:, place, ranks]
+            valid = valid[:, place] & (best[:, place, ranks] > -jnp.inf) & (depth <= limit[:, None])
+            drawn = jnp.where(valid, drawn, 0)
+            contexts = jnp.concatenate([contexts[:, place, 1:], drawn[:, :, None]], 2)
+            nodes.append(drawn)
+            real.append(valid)
+        tree = TokenTree(
+            jnp.concatenate(nodes, 1),
+            jnp.broadcast_to(template.parents, (batch, template.num_nodes)),
+            jnp.concatenate(real, 1),
+        )
+        if exact and context.sampling.temperature is not None and context.noise is None:
+            entries, laws = zip(*rows, strict=True)
+            tokens, laws = jnp.concatenate([e.tokens for e in entries], 1), jnp.concatenate(laws, 1)
+            last = template.num_nodes - tokens.shape[1]  # leaves of the last level have no law
+            tree = tree._replace(logits=jnp.pad(_whole(tokens, laws, vocab_size), ((0, 0), (0, last), (0, 0))))
+        return tree
+
+    def update(params, state: StandState, tree: TokenTree, verdict: Verdict, output: Output) -> StandState:
+        # The tables are written by the next `propose`: XLA would copy them here, in a branch of the verify pass.
+        path = verdict.path[:, :rounds]
+        node = jnp.maximum(path, 0)
+        text = jnp.concatenate([state.tail, jnp.take_along_axis(tree.tokens, node, 1)[:, 1:]], 1)
+        contexts = text[:, jnp.arange(path.shape[1])[:, None] + jnp.arange(longest)]
+        laws = _laws(jnp.take_along_axis(output.logits, node[:, :, None], 1), path >= 0, kept)
+        fill = lambda x, value: jnp.pad(
+            x, ((0, 0), (0, rounds - x.shape[1]), *[(0, 0)] * (x.ndim - 2)), constant_values=value
+        )
+        return state._replace(
+            contexts=fill(contexts, -1), laws=Entry(fill(laws.tokens, -1), fill(laws.probs, 0), fill(laws.count, 0))
+        )
+
+    def remember(params, state: StandState) -> tuple[ngrams.Table, ...]:
+        learned = _learn(state.tables, state.contexts, state.laws)
+        return tuple(map(functools.partial(ngrams.merge, combine=mix), params or tables(1), learned))
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        num_nodes=template.num_nodes,
+        max_depth=template.max_depth,
+        draws="without_replacement" if exact else "point_mass",
+        widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes),
+        read=read if read_prompt else None,
+        remember=remember,
+    )
+
+
+def best_paths(accepted: Iterable[Sequence[int]], num_nodes: int) -> tuple[tuple[int, ...], ...]:
+    """The `num_nodes` nodes that lay on accepted paths most often, best first: a `tree` made of calibration results.
+
+    accepted: one rank path per round, as `accepted_path` gives it; may be empty. Fewer nodes if fewer were accepted.
+    A node counts at least as much as its later siblings, which are drawn after it; of equal counts the shorter path
+    comes first. So every node stands behind its parent and its earlier siblings.
+    """
+    counts = Counter(tuple(path[:depth]) for path in accepted for depth in range(1, len(path) + 1))
+    weights: dict[tuple[int, ...], int] = {}
+    for path, count in counts.items():
+        for rank in range(path[-1] + 1):
+            earlier = (*path[:-1], rank)
+            weights[earlier] = max(weights.get(earlier, 0), count)
+    return tuple(sorted(weights, key=lambda path: (-weights[path], len(path), path))[:num_nodes])
+
+
+def accepted_path(tree: TokenTree, row: int, tokens: Sequence[int]) -> tuple[int, ...]:
+    """The rank path along which a draft holds the first of `tokens`, those that its round added to a row."""
+    drafted, parents, valid = (np.asarray(x)[row] for x in tree[:3])
+    node, path = 0, []
+    for token in tokens:
+        children = np.flatnonzero(valid & (parents == node))
+        rank = np.flatnonzero(drafted[children] == token)
+        if not len(rank):
+            break
+        path.append(int(rank[0]))
+        node = children[rank[0]]
+    return tuple(path)
+
+
+def mix(a: Entry, b: Entry) -> Entry:
+    """The mean of two entries by their counts, over the tokens of both; the k largest, of equal ones the lower ids."""
+    total = a.count + b.count
+    share = lambda x: (x.count / jnp.maximum(total, 1))[..., None] * x.probs
+    ours, theirs = share(a), share(b)
+    same = (a.tokens[..., :, None] == b.tokens[..., None, :]) & (a.tokens >= 0)[..., :, None]
+    ours += jnp.sum(jnp.where(same, theirs[..., None, :], 0.0), -1)
+    rest = jnp.where(jnp.any(same, -2), -1, b.tokens)
+    tokens = jnp.concatenate([a.tokens, rest], -1)
+    probs = jnp.where(tokens >= 0, jnp.concatenate([ours, theirs], -1), -1.0)
+    order = -probs, jnp.where(tokens >= 0, tokens, np.iinfo(np.int32).max)
+    negative, tokens = (x[..., : a.tokens.shape[-1]] for x in jax.lax.sort(order, num_keys=2))
+    known = negative <= 0
+    return Entry(jnp.where(known, tokens, -1), jnp.where(known, -negative, 0.0), total)
+
+
+def _laws(logits: Array, wanted: Array, kept: int) -> Entry:
+    """The likeliest tokens of logits float32[B, M, V] with their probabilities, as entries of count 1."""
+    tokens, best = gumbel_topk(None, logits, kept)
+    total = jax.nn.logsumexp(logits.astype(jnp.float32), -1, keepdims=True)
+    return Entry(tokens, jnp.exp(best - total), wanted.astype(jnp.int32))
+
+
+def _entry(table: ngrams.Table, contexts: Array) -> Entry:
+    """What a table holds about contexts int32[B, M, n]."""
+    found = ngrams.find(table, contexts)
+    way = jnp.argmax(found.hit, 2)
+    take = lambda x: jnp.take_along_axis(x, way.reshape(way.shape + (1,) * (x.ndim - 2)), 2)[:, :, 0]
+    entry, known = jax.tree.map(take, found.values), jnp.any(found.hit, 2)
+    return Entry(jnp.where(known[:, :, None], entry.tokens, -1), entry.probs, jnp.where(known, entry.count, 0))
+
+
+def _learn(tables: Sequence[ngrams.Table], contexts: Array, laws: Entry) -> tuple[ngrams.Table, ...]:
+    """Mix laws [B, M] into the entries of their contexts int32[B, M, 4], in every table."""
+    learned = []
+    for n, table in zip(ORDERS, tables, strict=True):
+        grams = contexts[:, :, -n:]
+        wanted = (laws.count > 0) & jnp.all(grams >= 0, 2)
+        learned.append(ngrams.write(table, grams, mix(_entry(table, grams), laws), wanted, prefix=n))
+    return tuple(learned)
+
+
+def _find(params: PyTree, tables: Sequence[ngrams.Table], contexts: Array) -> Entry:
+    """The entries [B, M] of the longest contexts known; count 0 where none is."""
+    longest = None
+    for i, n in enumerate(ORDERS):
+        entry = _entry(tables[i], contexts[:, :, -n:])
+        if params:
+            entry = mix(_entry(params[i], contexts[:, :, -n:]), entry)
+        if longest is None:
+            longest = entry
+        else:
+            pick = lambda x, y, found=longest.count > 0: jnp.where(
+                found.reshape(found.shape + (1,) * (x.ndim - 2)), x, y
+            )
+            longest = jax.tree.map(pick, longest, entry)
+    assert longest is not None
+    return longest
+
+
+def _warp(entry: Entry, settings) -> Array:
+    """The law that an entry's tokens are drawn from: float32[B, M, k], -inf where there is none."""
+    there = (entry.count > 0)[..., None] & (entry.tokens >= 0) & (entry.probs > 0)
+    law = jnp.where(there, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
+    return law if settings.temperature is None else jnp.where(there, sampling.warp(law, settings), -jnp.inf)
+
+
+def _noise(tokens: Array, depth: int, keys: Array, context: Context, vocab_size: int) -> Array | float:
+    """Gumbel noise of tokens [B, M, k] that are to stand at `depth`: that of the target's own draw if it is shared."""
+    if context.sampling.temperature is None:
+        return 0.0
+    batch, m, k = tokens.shape
+    if context.noise is None:
+        level = sampling.fold_in(keys, jnp.full((batch,), depth))
+        return sampling.noise(level, m * k).reshape(batch, m, k)
+    key = sampling.node_keys(context.noise, context.length, jnp.full((batch, 1), depth - 1))  # one per position
+    return jnp.take_along_axis(sampling.noise(key, vocab_size), jnp.maximum(tokens, 0), 2)
+
+
+def _whole(tokens: Array, laws: Array, vocab_size: int) -> Array:
+    """Laws over the vocabulary float32[B, M, V] from laws float32[B, M, k] of some tokens; uniform where none is."""
+    batch, m, _ = tokens.shape
+    none = jnp.all(laws == -jnp.inf, -1)[..., None]
+    at = jnp.where(tokens >= 0, tokens, vocab_size)
+    row, node = jnp.arange(batch)[:, None, None], jnp.arange(m)[:, None]
+    whole = jnp.full((batch, m, vocab_size), -jnp.inf).at[row, node, at].set(laws, mode="drop")
+    return jnp.where(none, 0.0, whole)
