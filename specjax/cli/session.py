@@ -51,15 +51,15 @@ class Session(NamedTuple):
 
         draft = self.draft if METHODS[method].needs_draft else None
         options: dict[str, Any] = budget_option(method, budget)
-        budgets, shape = list(options), {}
+        budgets = list(options)
         if METHODS[method].needs_datastore:
             options["datastore"] = self.datastore
         if method == "two_model":
             from specjax.trees import parse, stops
 
-            shape = {"tree": tree and parse(tree), "stop": stop and stops.parse(stop)}
+            options |= {"tree": tree and parse(tree), "stop": stop and stops.parse(stop)}
         try:
-            return make_drafter(method, self.target, draft, **options, **shape)
+            return make_drafter(method, self.target, draft, **options)
         except UsageError as error:
             sentence = str(error)
             for option in budgets:  # the flag, not the factory's name for it

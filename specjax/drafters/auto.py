@@ -105,7 +105,7 @@ def auto(
     nodes = 1 + copied + num_recycled
     longest = max(copied, recycling.max_depth)
 
-    def init(params: Memory | tuple, context: Context) -> _State:
+    def init(params, context: Context) -> _State:
         batch = context.tokens.shape[0]
         recycled = recycling.init(params.recycled if params else (), context)
         counts = params.counts if params else Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
@@ -177,6 +177,7 @@ def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
     """float32[B, N]: how likely the target once found each node's token after its parent's."""
     row = jnp.arange(tree.tokens.shape[0])[:, None]
     parent = jnp.take_along_axis(tree.tokens, jnp.maximum(tree.parents, 0), 1)
+    assert recycled.log_p is not None
     is_token = recycled.tokens[row, parent] == tree.tokens[:, :, None]  # [B, N, 8]
     return jnp.max(jnp.where(is_token, recycled.log_p[row, parent], -jnp.inf), 2)
 

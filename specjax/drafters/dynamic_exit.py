@@ -97,6 +97,7 @@ def _functions(model: Model, num_tokens: int, exits: tuple[int, ...], decay: flo
         return add(state, jax.lax.cond(jnp.any(state.watching), matching, lambda: zeros), valid, decay)
 
     def read(params, state: Counts, tokens, count, output: Output) -> Counts:
+        assert model.head is not None
         # Evenly spread over the row's part of the chunk; all of it if it is short.
         place = jnp.arange(PROMPT_SAMPLES) * jnp.maximum(count, PROMPT_SAMPLES)[:, None] // PROMPT_SAMPLES
         valid = place < count[:, None]
@@ -152,6 +153,7 @@ def falling(layer: Array, num_layers: int) -> Stop:
 
 def matches(model: Model, params: PyTree, taps, wanted: Array, valid: Array) -> Array:
     """float32[B, E]: at how many `valid` positions the shadow token of each tap [B, T, D] is `wanted` int32[B, T]."""
+    assert model.head is not None
     shadow = jnp.argmax(model.head(params, jnp.concatenate(taps, 1)), -1)
     shadow = shadow.reshape(wanted.shape[0], len(taps), -1)
     return jnp.sum((shadow == wanted[:, None]) & valid[:, None], -1, dtype=jnp.float32)

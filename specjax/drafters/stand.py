@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
     tokens: Array  # int32[..., k]; -1: none
     probs: Array  # float32[..., k]
-    count: Array  # int32[...], laws it is the mean of; 0: none
+    seen: Array  # int32[...], laws it is the mean of; 0: none
 
 
 class StandState(NamedTuple):
@@ -111,7 +111,7 @@ def stand(
     exact = verify == "recursive_rejection"
 
     def tables(batch: int) -> tuple[ngrams.Table, ...]:
-        none = Entry(np.full((kept,), -1, np.int32), np.zeros((kept,), np.float32), np.int32(0))
+        none = Entry(*map(jnp.asarray, (np.full((kept,), -1, np.int32), np.zeros((kept,), np.float32), np.int32(0))))
         return tuple(ngrams.empty(batch, buckets, WAYS, n, none) for n in ORDERS)
 
     def init(params, context: Context) -> StandState:
@@ -137,7 +137,7 @@ def stand(
 
     def propose(params, keys: Array, state: StandState, context: Context, limit: Array):
         grown = context.length > state.length  # a row that is done teaches nothing more
-        laws = state.laws._replace(count=jnp.where(grown[:, None], state.laws.count, 0))
+        laws = state.laws._replace(seen=jnp.where(grown[:, None], state.laws.seen, 0))
         learned = _learn(state.tables, state.contexts, laws)
         place = context.length[:, None] - longest + jnp.arange(longest)
         tail = jnp.take_along_axis(context.tokens, jnp.maximum(place, 0), 1)
@@ -172,9 +172,9 @@ def stand(
         )
         if exact and context.sampling.temperature is not None and context.noise is None:
             entries, laws = zip(*rows, strict=True)
-            tokens, laws = jnp.concatenate([e.tokens for e in entries], 1), jnp.concatenate(laws, 1)
+            tokens, log_q = jnp.concatenate([e.tokens for e in entries], 1), jnp.concatenate(laws, 1)
             last = template.num_nodes - tokens.shape[1]  # leaves of the last level have no law
-            tree = tree._replace(logits=jnp.pad(_whole(tokens, laws, vocab_size), ((0, 0), (0, last), (0, 0))))
+            tree = tree._replace(logits=jnp.pad(_whole(tokens, log_q, vocab_size), ((0, 0), (0, last), (0, 0))))
         return tree
 
     def update(params, state: StandState, tree: TokenTree, verdict: Verdict, output: Output) -> StandState:
@@ -188,7 +188,7 @@ def stand(
             x, ((0, 0), (0, rounds - x.shape[1]), *[(0, 0)] * (x.ndim - 2)), constant_values=value
         )
         return state._replace(
-            contexts=fill(contexts, -1), laws=Entry(fill(laws.tokens, -1), fill(laws.probs, 0), fill(laws.count, 0))
+            contexts=fill(contexts, -1), laws=Entry(fill(laws.tokens, -1), fill(laws.probs, 0), fill(laws.seen, 0))
         )
 
     def remember(params, state: StandState) -> tuple[ngrams.Table, ...]:
@@ -240,8 +240,8 @@ def accepted_path(tree: TokenTree, row: int, tokens: Sequence[int]) -> tuple[int
 
 def mix(a: Entry, b: Entry) -> Entry:
     """The mean of two entries by their counts, over the tokens of both; the k largest, of equal ones the lower ids."""
-    total = a.count + b.count
-    share = lambda x: (x.count / jnp.maximum(total, 1))[..., None] * x.probs
+    total = a.seen + b.seen
+    share = lambda x: (x.seen / jnp.maximum(total, 1))[..., None] * x.probs
     ours, theirs = share(a), share(b)
     same = (a.tokens[..., :, None] == b.tokens[..., None, :]) & (a.tokens >= 0)[..., :, None]
     ours += jnp.sum(jnp.where(same, theirs[..., None, :], 0.0), -1)
@@ -267,7 +267,7 @@ def _entry(table: ngrams.Table, contexts: Array) -> Entry:
     way = jnp.argmax(found.hit, 2)
     take = lambda x: jnp.take_along_axis(x, way.reshape(way.shape + (1,) * (x.ndim - 2)), 2)[:, :, 0]
     entry, known = jax.tree.map(take, found.values), jnp.any(found.hit, 2)
-    return Entry(jnp.where(known[:, :, None], entry.tokens, -1), entry.probs, jnp.where(known, entry.count, 0))
+    return Entry(jnp.where(known[:, :, None], entry.tokens, -1), entry.probs, jnp.where(known, entry.seen, 0))
 
 
 def _learn(tables: Sequence[ngrams.Table], contexts: Array, laws: Entry) -> tuple[ngrams.Table, ...]:
@@ -275,7 +275,7 @@ def _learn(tables: Sequence[ngrams.Table], contexts: Array, laws: Entry) -> tupl
     learned = []
     for n, table in zip(ORDERS, tables, strict=True):
         grams = contexts[:, :, -n:]
-        wanted = (laws.count > 0) & jnp.all(grams >= 0, 2)
+        wanted = (laws.seen > 0) & jnp.all(grams >= 0, 2)
         learned.append(ngrams.write(table, grams, mix(_entry(table, grams), laws), wanted, prefix=n))
     return tuple(learned)
 
@@ -290,7 +290,7 @@ def _find(params: PyTree, tables: Sequence[ngrams.Table], contexts: Array) -> En
         if longest is None:
             longest = entry
         else:
-            pick = lambda x, y, found=longest.count > 0: jnp.where(
+            pick = lambda x, y, found=longest.seen > 0: jnp.where(
                 found.reshape(found.shape + (1,) * (x.ndim - 2)), x, y
             )
             longest = jax.tree.map(pick, longest, entry)
@@ -300,7 +300,7 @@ def _find(params: PyTree, tables: Sequence[ngrams.Table], contexts: Array) -> En
 
 def _warp(entry: Entry, settings) -> Array:
     """The law that an entry's tokens are drawn from: float32[B, M, k], -inf where there is none."""
-    there = (entry.count > 0)[..., None] & (entry.tokens >= 0) & (entry.probs > 0)
+    there = (entry.seen > 0)[..., None] & (entry.tokens >= 0) & (entry.probs > 0)
     law = jnp.where(there, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
     return law if settings.temperature is None else jnp.where(there, sampling.warp(law, settings), -jnp.inf)
 

@@ -55,7 +55,7 @@ def core(
     if residual == "phat":
         return end
     last = end.num_nodes - 1
-    p, q, p_hat = (law(logits, last) for logits in (target_logits, tree.logits, adjusted))
+    p, q, p_hat = (law(logits, last) for logits in (target_logits, need_logits(tree), adjusted))
     rest = normalise(jnp.maximum(p - jnp.minimum(q, p_hat), 0.0), p)  # p - min(q, p^) = max(p - q, p - p^)
     drafted = end.num_nodes < jnp.sum(tree.valid, 1)
     return end._replace(residual=jnp.where(drafted[:, None], rest, p))
