@@ -4,8 +4,8 @@
 
 TEXTS.json is written by real_equality.py --texts. The rounds are replayed as in decoding: the target's laws up to the
 last token are known, and the ranks of the tokens that follow, as long as entries are found and hold them, are the path
-accepted. Takes the first COUNT texts. Writes the 80 best paths and prints how long the accepted
-paths are, with and without the laws of the prompt.
+accepted. Takes the first COUNT texts. Prints how long the accepted paths are, without and with the laws of the prompt,
+and writes the 80 best paths of the latter.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(texts: str, out: str, count: str = "64") -> None:
         padded = np.zeros((1, LONGEST), np.int32)
         padded[0, : len(prompt) + len(text)] = prompt + text
         laws.append([np.asarray(x) for x in likeliest(target, cache, jnp.asarray(padded))])
-    for read_prompt in (True, False):
+    for read_prompt in (False, True):
         paths = [p for pair, law in zip(pairs, laws, strict=True) for p in replay(*pair, *law, read_prompt)]
         lengths = np.array([len(path) for path in paths])
         print(f"{len(paths)} rounds of {len(pairs)} texts, the prompt {'read' if read_prompt else 'not read'}:")

@@ -175,3 +175,17 @@ def learn_text(
 
     longest = jnp.max(length)
     return jax.lax.while_loop(lambda carry: carry[0] + size <= longest, body, (jnp.int32(0), table))[1]
+
+
+def by_chunks(learn: Callable[..., PyTree], state: PyTree, *arrays: PyTree) -> PyTree:
+    """`learn(state, *arrays)` for arrays [B, M, ...], CHUNK of the M at a time; the last chunk is padded with zeros."""
+    batch, m = jax.tree.leaves(arrays)[0].shape[:2]
+    if m <= CHUNK:
+        return learn(state, *arrays)
+    chunks = -(-m // CHUNK)
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, chunks * CHUNK - m), *[(0, 0)] * (x.ndim - 2)))
+        return x.reshape(batch, chunks, CHUNK, *x.shape[2:]).swapaxes(0, 1)
+
+    return jax.lax.scan(lambda state, part: (learn(state, *part), None), state, jax.tree.map(split, arrays))[0]

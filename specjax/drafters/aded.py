@@ -135,8 +135,8 @@ def corpus_table(texts: Sequence[Sequence[int]], *, buckets: int = 4096) -> ngra
     """
     ngrams.check_buckets(buckets)
     parts = [np.asarray(text, np.int32) for text in texts]
-    windows = [np.stack([x[:-2], x[1:-1], x[2:]], 1) for x in parts if len(x) > 2] or [np.zeros((0, 3), np.int32)]
-    grams, counts = np.unique(np.concatenate(windows), axis=0, return_counts=True)
+    every = [np.stack([x[:-2], x[1:-1], x[2:]], 1) for x in parts if len(x) > 2] or [np.zeros((0, 3), np.int32)]
+    grams, counts = np.unique(np.concatenate(every), axis=0, return_counts=True)
     order = np.argsort(-counts, kind="stable")  # of equal counts the lower ids first
     grams, counts = grams[order], counts[order]
     _, pair = np.unique(grams[:, :2], axis=0, return_inverse=True)
@@ -148,11 +148,10 @@ def corpus_table(texts: Sequence[Sequence[int]], *, buckets: int = 4096) -> ngra
     way = _rank_within(here)
     fits = way < WAYS
     place = 0, here[fits], way[fits]
-    slots = 1, buckets, WAYS
-    known = np.full((*slots, 3), -1, np.int32)
-    ages, values = np.zeros(slots, np.int32), np.zeros(slots, np.float32)
-    known[place], ages[place], values[place] = grams[fits], 1, shares[fits]
-    return ngrams.Table(*map(jnp.asarray, (known, ages, values, np.ones((1,), np.int32))))
+    held = np.full((1, buckets, WAYS, 3), -1, np.int32)
+    ages, values = np.zeros((1, buckets, WAYS), np.int32), np.zeros((1, buckets, WAYS), np.float32)
+    held[place], ages[place], values[place] = grams[fits], 1, shares[fits]
+    return ngrams.Table(*map(jnp.asarray, (held, ages, values, np.ones((1,), np.int32))))
 
 
 def _rank_within(group: np.ndarray) -> np.ndarray:

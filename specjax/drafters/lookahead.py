@@ -103,8 +103,7 @@ def lookahead(
             state = state._replace(pool=learn(state.pool, grams, wanted))
             parts.append(_trie(*_candidates(ngrams.find(state.pool, root[:, :, None]))))
         above = jnp.broadcast_to(shape.window_parents, (batch, rows * window - 1))
-        filled = jnp.asarray(shape.window_row) < state.rows[:, None]
-        parts.append((guessed.reshape(batch, -1)[:, 1:], above, filled))
+        parts.append((guessed.reshape(batch, -1)[:, 1:], above, jnp.less(shape.window_row, state.rows[:, None])))
         tokens, parents, valid = (jnp.concatenate(part, 1) for part in zip(*parts, strict=True))
         valid &= shape.depth <= limit[:, None]
         bottom = shape.node(state.rows[:, None] - 1, jnp.arange(window))

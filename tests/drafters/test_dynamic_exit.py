@@ -78,7 +78,8 @@ def test_a_draft_is_the_beginning_of_that_of_early_exit():
     hopeful = Counts(jnp.array([[90.0, 0.0]]), jnp.array([90.0]), jnp.array([True]))
     limit = jnp.array([6])
     wanted, _ = fixed.propose(fixed.params, None, (), context, limit)
-    tree, _ = ours.propose(ours.params, None, hopeful, context, limit)
+    tree, state = ours.propose(ours.params, None, hopeful, context, limit)
+    assert state.watching.tolist() == [True]  # a round with a draft is learnt from
     kept = int(tree.valid.sum())
     assert kept > 1
     np.testing.assert_array_equal(tree.tokens[0, :kept], wanted.tokens[0, :kept])

@@ -19,10 +19,10 @@ CHAIN = tuple((0,) * d for d in range(1, 5))
 SMALL = ((0,), (1,), (0, 0))
 
 
-def entry(count=1, **probs):
+def entry(seen=1, **probs):
     """An entry of three tokens."""
     tokens = [globals()[name] for name in probs] + [-1] * (3 - len(probs))
-    return Entry(jnp.array(tokens), jnp.array([*probs.values()] + [0.0] * (3 - len(probs))), jnp.array(count))
+    return Entry(jnp.array(tokens), jnp.array([*probs.values()] + [0.0] * (3 - len(probs))), jnp.array(seen))
 
 
 def law(x):
@@ -37,8 +37,8 @@ def test_the_cards_means():
     second = mix(first, entry(A=0.1, B=0.8, D=0.1))
     assert list(law(second))[:2] == [B, A]
     assert list(law(second).values()) == pytest.approx([1.6 / 3, 1.1 / 3, 0.1 / 3])
-    assert law(mix(entry(count=0), entry(B=0.5))) == {B: 0.5}
-    assert law(mix(entry(count=3, B=0.5), entry(count=0))) == {B: 0.5}
+    assert law(mix(entry(seen=0), entry(B=0.5))) == {B: 0.5}
+    assert law(mix(entry(seen=3, B=0.5), entry(seen=0))) == {B: 0.5}
 
 
 def read_in_parts(drafter, context, logits, *parts):
@@ -55,7 +55,7 @@ def test_the_prompt_is_read_in_chunks():
     tokens = jnp.array([[0, 1, 2, 3, 1, 2, 0, 0], [3, 2, 1, 0, 0, 0, 0, 0]])
     context = Context(tokens, jnp.array([6, 3]))
     logits = jax.random.normal(jax.random.key(0), (2, 8, 4))
-    drafter = stand(4, tree=SMALL, read_prompt=True, buckets=16)
+    drafter = stand(4, tree=SMALL, buckets=16)
     whole = read_in_parts(drafter, context, logits, (0, 8))
     parts = read_in_parts(drafter, context, logits, (0, 3), (3, 6))
     contexts = jnp.array([[[0, 1, 2, 3], [9, 9, 0, 1], [9, 9, 2, 0]], [[9, 9, 3, 2], [9, 9, 2, 1], [9, 9, 9, 9]]])
@@ -70,7 +70,7 @@ def test_the_prompt_is_read_in_chunks():
 def test_children_are_drawn_without_replacement_from_the_stored_law(verify):
     """At temperature 2, from squares; one draw per row, 20,000 of the 1e5 of the card."""
     rows, p = 20_000, np.array([0.25, 0.04, 0.36])
-    drafter = stand(3, tree=SMALL, read_prompt=True, buckets=2, verify=verify)
+    drafter = stand(3, tree=SMALL, buckets=2, verify=verify)
     one = Context(jnp.array([[0, 1, 0, 1]]), jnp.array([4]))
     known = read_in_parts(drafter, one, jnp.log(jnp.asarray(p / p.sum()))[None, None].repeat(4, 1), (0, 4))
 
@@ -97,7 +97,7 @@ def test_children_are_drawn_without_replacement_from_the_stored_law(verify):
 @functools.cache
 def taught(verify):
     """A drafter that remembers the laws of the toy: 60 tokens hold every context of two."""
-    drafter = stand(3, tree=((0,), (1,), (0, 0), (0, 1)), verify=verify, buckets=4)
+    drafter = stand(3, tree=((0,), (1,), (0, 0), (0, 1)), verify=verify, read_prompt=False, buckets=4)
     settings = {"key": jax.random.key(9), "max_new_tokens": 60, "temperature": 1.0}
     return decode(markov(TARGET_ROWS), drafter, [[0]], **settings).drafter
 
@@ -129,7 +129,7 @@ def counting(n=16):
 
 def test_a_trajectory_replayed_is_accepted_to_full_depth():
     settings = {"key": jax.random.key(0), "max_new_tokens": 12}
-    first = decode(counting(), stand(16, tree=CHAIN, buckets=64), [[0], [0]], **settings)
+    first = decode(counting(), stand(16, tree=CHAIN, read_prompt=False, buckets=64), [[0], [0]], **settings)
     again = decode(counting(), first.drafter, [[0], [0]], **settings)
     assert again.to_lists() == first.to_lists() == [list(range(1, 13))] * 2
     assert first.stats.target_passes.tolist() == [12, 12]
