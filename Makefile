@@ -24,7 +24,7 @@ types: $(VENV)/.dev
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p specjax
 
 check: $(VENV)/.dev
-	$(BIN)/pytest -n auto --dist loadgroup -m "not exhaustive"
+	$(BIN)/pytest -n auto --dist loadfile -m "not exhaustive"
 
 # Compile for TPUs that are not here; needs libtpu, no TPU: pip install -e '.[tpu-compile]'.
 test-tpu-compile: $(VENV)/.dev

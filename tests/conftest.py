@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 
 import pytest
 
@@ -30,13 +31,17 @@ def release_programs(request):
         gc.collect()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
     """Tests that share programs stay in one process: those of a file or, in the conformance suite, of a method."""
-    for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        method = params.get("name", "") if item.path.stem == "test_methods" else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}:{method}"))
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySharedPrograms(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            method = re.search(r"test_methods\.py::.*\[([a-z_]+)", nodeid)
+            return nodeid.split("::")[0] + (method.group(1) if method else "")
+
+    return BySharedPrograms(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

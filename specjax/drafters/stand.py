@@ -47,7 +47,8 @@ _PATHS = """
 
 ACCEPTED = tuple(tuple(map(int, path)) for path in _PATHS.split())
 """Rank paths, the one accepted most often first: 48 greedy texts of SmolLM2-135M-Instruct after Spec-Bench prompts,
-each with tables of its own (benchmarks/stand_tree.py)."""
+each with tables of its own and a draft from every position of it, the prompt not read (benchmarks/stand_tree.py replays
+the rounds of a decoder instead, which favours siblings a little earlier)."""
 
 
 class Entry(NamedTuple):

@@ -91,7 +91,7 @@ def test_table_plot_and_json(cli, prompts, tmp_path, monkeypatch):
 def test_json_on_stdout_and_limit(cli, prompts, tmp_path):
     result = cli("bench", prompts, *SHORT, "--limit", 1, "--out", tmp_path / "out.json", "--json")
     document = json.loads(result.out)
-    assert document["overall"]["prompt_lookup"]["prompts"] == 2
+    assert document["overall"]["auto"]["prompts"] == 2
     assert document == json.loads((tmp_path / "out.json").read_text())
     assert [group["lines"] for group in document["prompts"]] == [[1], [3]]
 
@@ -111,8 +111,8 @@ def test_refuses_outputs_that_differ(cli, prompts, tmp_path, monkeypatch):
     assert result.code == 1 and "refused" in result.err and "refused" in result.out
     assert "line 3 (qa) first at new token 2" in result.err
     document = json.loads(out.read_text())
-    assert document["tasks"]["mt_bench"]["prompt_lookup"]["identical"] is True
-    for record in (document["tasks"]["qa"]["prompt_lookup"], document["overall"]["prompt_lookup"]):
+    assert document["tasks"]["mt_bench"]["auto"]["identical"] is True
+    for record in (document["tasks"]["qa"]["auto"], document["overall"]["auto"]):
         assert record["identical"] is False and record["speedup"] is None
 
     def near_tie(*arguments):
@@ -123,7 +123,7 @@ def test_refuses_outputs_that_differ(cli, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "difference", near_tie)
     result = cli("bench", prompts, *SHORT, "--out", out)
     assert result.code == 0 and "near-tie" in result.err
-    record = json.loads(out.read_text())["overall"]["prompt_lookup"]
+    record = json.loads(out.read_text())["overall"]["auto"]
     assert record["identical"] is False and record["speedup"] > 0
 
 
@@ -138,7 +138,7 @@ def test_bad_lines_and_long_prompts(cli, tmp_path):
     document = json.loads(out.read_text())
     assert [entry["line"] for entry in document["errors"]] == [2, 4, 5]
     assert [entry["line"] for entry in document["skipped"]] == [3]
-    assert document["overall"]["prompt_lookup"]["prompts"] == 1
+    assert document["overall"]["auto"]["prompts"] == 1
 
 
 @pytest.mark.parametrize(

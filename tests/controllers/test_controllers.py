@@ -127,11 +127,12 @@ ALL = {
     "multiplicative": controllers.multiplicative(2),
     "by_batch": controllers.by_batch(),
     "spec_kv": controllers.spec_kv(WEIGHTS, gammas=(1, 2, 4), start=2),
+    "goodput": controllers.goodput((0, 1, 2, 4), costs=(1.0, 1.1, 1.2, 1.4)),
 }
 
 
 def test_every_controller_is_tested():
-    others = {"FORMS", "parse"}
+    others = {"FORMS", "bandit", "parse"}
     assert set(ALL) == set(controllers.__all__) - others
 
 
@@ -152,7 +153,7 @@ def test_the_limit_does_not_depend_on_the_randomness_of_its_round(name):
     np.testing.assert_array_equal(ours.drafted_depth, theirs.drafted_depth)
     np.testing.assert_array_equal(ours.drafted_depth, np.minimum(controller.limit(state.control), 8))
     assert (ours.accepted != theirs.accepted).any()
-    if name not in ("fixed", "by_batch"):
+    if name not in ("fixed", "by_batch", "goodput"):
         assert len(set(ours.drafted_depth.tolist())) > 1
 
 
