@@ -117,17 +117,17 @@ def auto(
         state = _learn(state, context)
         joined = _join(recycling, copied, keys, state.recycled, context, limit)
         tree, chance = _rank(joined, state.counts)
-        width = _width(chance, context)
+        width = _width(chance, limit)
         tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
         free = state.shadow.start == 0
         pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         shadow = jax.tree.map(pick, joined, state.shadow)
         return trees.cut(tree, max(widths)), state._replace(shadow=shadow)
 
-    def _width(chance: Array, context: Context) -> Array:
-        """int32[]: of the pass with the most expected tokens per cost."""
+    def _width(chance: Array, limit: Array) -> Array:
+        """int32[]: of the pass with the most expected tokens per cost. Rows without a limit have ended."""
         total = jnp.cumsum(chance, 1)  # [B, M], of the nodes up to here; the root has none
-        tokens = jnp.sum(1 + total[:, np.asarray(widths) - 1], 0)  # [W]
+        tokens = jnp.sum((limit > 0)[:, None] * (1 + total[:, np.asarray(widths) - 1]), 0)  # [W]
         known = costs or tuple(costs_of.estimated(widths, chance.shape[0], dtype))
         goodput = tokens / jnp.asarray(known)
         goodput = goodput.at[0].multiply(MARGIN)
