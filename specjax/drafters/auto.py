@@ -33,7 +33,9 @@ from specjax.errors import UsageError
 from specjax.suffixes import copied_chain
 from specjax.types import Array, Context, Drafter, TokenTree
 
-WIDTHS = (1, 4, 8, 16)
+CPU_WIDTHS = (1, 4, 8, 16)
+WIDTHS = (1, 16, 32, 64)
+"""Where the weights are read once for dozens of tokens, so that narrow passes are hardly cheaper."""
 MATCHES = (1, 2, 3, 4, 6, 9, 16)  # lower bounds of the classes of match lengths
 DEPTHS = (1, 2, 3, 5, 9)  # of depths of copied tokens
 CHANCES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # of recycled probabilities
@@ -81,21 +83,25 @@ class _State(NamedTuple):
 def auto(
     vocab_size: int,
     *,
-    widths: tuple[int, ...] = WIDTHS,
+    widths: tuple[int, ...] | None = None,
     costs: tuple[float, ...] | None = None,
-    num_recycled: int = 40,
+    num_recycled: int | None = None,
     dtype: str = "float32",
 ) -> Drafter:
     """Draft as much as pays on this device, and nothing where nothing does.
 
     Args:
-      widths: verify widths to choose from, rising from 1; each is compiled. costs: of a pass of each width, in passes
-        of width 1, from `specjax.costs`; None: `costs.estimated` for the batch and `dtype` of the parameters.
-      num_recycled: nodes that Token Recycling proposes.
+      widths: verify widths to choose from, rising from 1; each is compiled. Default: CPU_WIDTHS or WIDTHS, by the
+        platform that JAX runs on. costs: of a pass of each width, in passes of width 1, from `specjax.costs`; None:
+        `costs.estimated` for the batch and `dtype` of the parameters.
+      num_recycled: nodes that Token Recycling proposes, 80 at most; default: 40 on CPU, else 80.
 
     State: 64 bytes per token of the vocabulary and row.
     Raises: UsageError for widths that do not rise from 1, or costs that do not fit them.
     """
+    on_cpu = jax.default_backend() == "cpu"
+    widths = widths or (CPU_WIDTHS if on_cpu else WIDTHS)
+    num_recycled = num_recycled or (40 if on_cpu else 80)
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
         raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
     if costs is not None and (len(costs) != len(widths) or min(costs) <= 0):
