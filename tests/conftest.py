@@ -4,6 +4,7 @@ import gc
 import os
 import re
 
+import hypothesis
 import pytest
 
 FLAGS = (
@@ -15,6 +16,10 @@ FLAGS = (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 
+
+# The same examples in every run; HYPOTHESIS_PROFILE=default looks for new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 MAPS = 30_000  # half of what Linux gives a process by default; every compiled program takes some
 

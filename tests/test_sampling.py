@@ -26,7 +26,8 @@ def reference(logits, temperature, k, top_p):
     p = p / p.sum()
     order = np.argsort(-p, kind="stable")
     before = np.cumsum(p[order]) - p[order]
-    keep[order[before >= top_p]] = False
+    if top_p < 1:  # a sum that rounds to 1 before the last token would drop it
+        keep[order[before >= top_p]] = False
     return np.where(keep, x, -np.inf)
 
 
