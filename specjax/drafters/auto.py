@@ -28,7 +28,7 @@ import numpy as np
 from specjax import costs as costs_of
 from specjax import tree as trees
 from specjax.drafters.suffix import find
-from specjax.drafters.token_recycling import Recycled, token_recycling
+from specjax.drafters.token_recycling import Recycled, RecyclingState, token_recycling
 from specjax.errors import UsageError
 from specjax.suffixes import copied_chain
 from specjax.types import Array, Context, Drafter, TokenTree
@@ -74,7 +74,7 @@ class Joined(NamedTuple):
 
 
 class _State(NamedTuple):
-    recycled: Recycled
+    recycled: RecyclingState
     counts: Counts
     shadow: Joined  # waits for the text to pass it by
 
@@ -121,14 +121,15 @@ def auto(
 
     def propose(params, keys, state: _State, context: Context, limit: Array):
         state = _learn(state, context)
-        joined = _join(recycling, copied, keys, state.recycled, context, limit)
+        runners_up, recycled = recycling.propose((), keys, state.recycled, context, limit)
+        joined = _join(runners_up, recycled.matrix, copied, context, limit)
         tree, chance = _rank(joined, state.counts)
         width = _width(chance, limit)
         tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
         free = state.shadow.start == 0
         pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         shadow = jax.tree.map(pick, joined, state.shadow)
-        return trees.cut(tree, max(widths)), state._replace(shadow=shadow)
+        return trees.cut(tree, max(widths)), state._replace(recycled=recycled, shadow=shadow)
 
     def _width(chance: Array, limit: Array) -> Array:
         """int32[]: of the pass with the most expected tokens per cost. Rows without a limit have ended."""
@@ -159,11 +160,10 @@ def auto(
     )
 
 
-def _join(recycling: Drafter, count: int, keys, recycled: Recycled, context: Context, limit: Array) -> Joined:
-    """The drafts for the present position."""
+def _join(runners_up: TokenTree, recycled: Recycled, count: int, context: Context, limit: Array) -> Joined:
+    """The drafts for the present position: `count` copied tokens, then the recycled ones."""
     start, matched = find(context.tokens, context.length, count, MATCHES[-1], "latest")
     copy = trees.chain(*copied_chain(context.tokens, context.length, start, count, limit))
-    runners_up, _ = recycling.propose((), keys, recycled, context, limit)
     depth = jnp.broadcast_to(jnp.arange(1, count + 1), copy.tokens[:, 1:].shape)
     of_copy = _class(matched[:, None], MATCHES) * len(DEPTHS) + _class(depth, DEPTHS)
     of_rest = _class(jnp.exp(_log_chance(recycled, runners_up)), CHANCES) * len(LEVELS)

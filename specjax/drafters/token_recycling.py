@@ -79,6 +79,22 @@ class Recycled(NamedTuple):
     log_p: Array | None  # float32[B, V, 8], of these tokens when they were seen; None: not kept
 
 
+class Noted(NamedTuple):
+    """What the last pass showed. `propose` writes it: in `update`, a branch of the verify pass, XLA would copy M."""
+
+    tokens: Array  # int32[B, N], the rows of M to write
+    valid: Array  # bool[B, N]
+    order: Array  # int32[B, N], of equal tokens the lowest wins
+    best: Recycled  # [B, N, 8]
+
+
+class RecyclingState(NamedTuple):
+    """M, and what is to be written to it."""
+
+    matrix: Recycled
+    noted: Noted
+
+
 @functools.cache
 def token_recycling(
     vocab_size: int,
@@ -94,7 +110,7 @@ def token_recycling(
       read_prompt: learn from the target's outputs for the prompt: a head and a top-k for each of its tokens.
       keep_chances: keep the tokens' log-probabilities too, for drafters that weigh nodes.
 
-    State: `Recycled`, 32 bytes per token of the vocabulary and row, 64 with chances.
+    State: `RecyclingState`, 32 bytes per token of the vocabulary and row, 64 with chances.
     Raises: UsageError for a budget outside 1 ... 80 or a rank above 7.
     """
     if tree is None and not 1 <= num_nodes <= 80:
@@ -105,13 +121,17 @@ def token_recycling(
 
     def init(params, context):
         batch = context.tokens.shape[0]
-        if params:
-            return jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), params)
-        shape = (batch, vocab_size, RANKS)
+        matrix = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), params) if params else unknown(batch, vocab_size)
+        slots = jnp.zeros((batch, template.num_nodes), jnp.int32)
+        return RecyclingState(matrix, Noted(slots, slots > 0, slots, unknown(batch, template.num_nodes)))
+
+    def unknown(batch: int, rows: int) -> Recycled:
+        shape = (batch, rows, RANKS)
         chances = jnp.full(shape, -jnp.inf, jnp.float32) if keep_chances else None
         return Recycled(jnp.full(shape, -1, jnp.int32), chances)
 
-    def propose(params, keys, matrix: Recycled, context, limit):
+    def propose(params, keys, state: RecyclingState, context, limit):
+        matrix = _write(state.matrix, *state.noted)
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
         tokens = jnp.pad(root, ((0, 0), (0, template.num_nodes - 1)))
         valid = jnp.zeros(tokens.shape, bool).at[:, 0].set(True)
@@ -122,18 +142,23 @@ def token_recycling(
             known = valid[:, parents] & (drafted >= 0) & (depth <= limit[:, None])
             tokens = tokens.at[:, start:stop].set(jnp.where(known, drafted, 0))
             valid = valid.at[:, start:stop].set(known)
-        return compact(TokenTree(tokens, jnp.broadcast_to(template.parents, tokens.shape), valid)), matrix
+        tree = TokenTree(tokens, jnp.broadcast_to(template.parents, tokens.shape), valid)
+        return compact(tree), state._replace(matrix=matrix)
 
-    def update(params, matrix: Recycled, tree, verdict, output):
-        n = tree.tokens.shape[1]
+    def update(params, state: RecyclingState, tree, verdict, output):
+        n = min(tree.tokens.shape[1], template.num_nodes)  # the tree may be another drafter's
         on_path = jnp.any(verdict.path[:, :, None] == jnp.arange(n), 1)
         order = jnp.arange(n) + jnp.where(on_path, 0, n)  # nodes stand in order of depth
-        return _write(matrix, tree.tokens, tree.valid, order, _best(output.logits, keep_chances))
+        seen = Noted(tree.tokens[:, :n], tree.valid[:, :n], order, _best(output.logits[:, :n], keep_chances))
+        write = lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim)
+        empty = state.noted._replace(valid=jnp.zeros_like(state.noted.valid))
+        return state._replace(noted=jax.tree.map(write, empty, seen))
 
-    def read(params, matrix: Recycled, tokens, count, output):
+    def read(params, state: RecyclingState, tokens, count, output):
         order = jnp.broadcast_to(-jnp.arange(tokens.shape[1]), tokens.shape)  # the latest wins
         valid = jnp.arange(tokens.shape[1]) < count[:, None]
-        return _write(matrix, tokens, valid, order, _best(output.logits, keep_chances))
+        best = _best(output.logits, keep_chances)
+        return state._replace(matrix=_write(state.matrix, tokens, valid, order, best))
 
     return Drafter(
         init=init,
@@ -174,8 +199,9 @@ def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Re
     return jax.tree.map(lambda old, new: old.at[rows, target].set(new, mode="drop"), matrix, best)
 
 
-def _first_that_learnt(params, matrix: Recycled) -> Recycled:
+def _first_that_learnt(params, state: RecyclingState) -> Recycled:
     """One matrix out of those of the rows [B, V, 8]."""
+    matrix = _write(state.matrix, *state.noted)
     before = params.tokens if params else -1
     learnt = jnp.any(matrix.tokens != before, 2)  # [B, V]
     row = jnp.argmax(learnt, 0)  # 0 where none did: all rows hold what was there before

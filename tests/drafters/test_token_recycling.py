@@ -16,20 +16,22 @@ SMALL = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 def test_the_cards_tree():
     drafter = token_recycling(4, tree=SMALL)
-    matrix = Recycled(jnp.full((1, 4, 8), -1).at[0, :, :2].set(jnp.array([[1, 2], [3, 0], [0, 3], [2, 1]])), None)
+    matrix = Recycled(jnp.full((4, 8), -1).at[:, :2].set(jnp.array([[1, 2], [3, 0], [0, 3], [2, 1]])), None)
     context = Context(jnp.array([[3, 0, 0]]), jnp.array([2]))
-    tree, _ = drafter.propose((), None, matrix, context, jnp.array([9]))
+    state = drafter.init(matrix, context)
+    tree, _ = drafter.propose((), None, state, context, jnp.array([9]))
     assert tree.tokens[0].tolist() == [0, 1, 2, 3, 0, 0, 2]
     assert tree.parents[0].tolist() == [-1, 0, 0, 1, 1, 2, 3]
     assert tree.valid.all()
-    cut, _ = drafter.propose((), None, matrix, context, jnp.array([1]))
+    cut, _ = drafter.propose((), None, state, context, jnp.array([1]))
     assert cut.valid[0].tolist() == [True] * 3 + [False] * 4
 
 
 def test_unknown_successors_are_left_out_and_the_rest_moves_up():
     drafter = token_recycling(4, tree=SMALL)
-    matrix = Recycled(jnp.full((1, 4, 8), -1).at[0, 0, :2].set(jnp.array([1, 2])).at[0, 2, 0].set(3), None)
-    tree, _ = drafter.propose((), None, matrix, Context(jnp.array([[0]]), jnp.array([1])), jnp.array([9]))
+    matrix = Recycled(jnp.full((4, 8), -1).at[0, :2].set(jnp.array([1, 2])).at[2, 0].set(3), None)
+    context = Context(jnp.array([[0]]), jnp.array([1]))
+    tree, _ = drafter.propose((), None, drafter.init(matrix, context), context, jnp.array([9]))
     assert tree.valid[0].tolist() == [True] * 4 + [False] * 3
     assert tree.tokens[0, :4].tolist() == [0, 1, 2, 3]
     assert tree.parents[0, :4].tolist() == [-1, 0, 0, 2]
@@ -54,9 +56,10 @@ def recycle(tree, path):
     nodes = tree.tokens.shape[1]
     logits = -jnp.abs(jnp.arange(20.0) - 10 - jnp.arange(nodes)[:, None])[None]
     drafter = token_recycling(20, num_nodes=nodes - 1)
-    matrix = drafter.init((), Context(tree.tokens, jnp.array([1])))
+    state = drafter.init((), Context(tree.tokens, jnp.array([1])))
     verdict = Verdict(jnp.array([path]), jnp.array([1]), jnp.array([0]))
-    return drafter.update((), matrix, tree, verdict, Output(logits, None)).tokens[0, :4, 0].tolist()
+    state = drafter.update((), state, tree, verdict, Output(logits, None))
+    return drafter.remember((), state).tokens[:4, 0].tolist()
 
 
 def test_duplicate_writers_have_a_defined_winner():
