@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from specjax.types import Array
+from specjax.tree import chain
+from specjax.types import Array, TokenTree
 
 
 def last_tokens(tokens: Array, length: Array, count: int) -> Array:
@@ -28,13 +29,12 @@ def match_length(source: Array, size: Array, ending: Array) -> Array:
     return total
 
 
-def copied_chain(tokens: Array, length: Array, start: Array, count: int, limit: Array) -> tuple[Array, Array]:
-    """The root and `count` tokens of the text from `start` int32[B] (-1: none): tokens and valid [B, 1 + count].
+def copied_chain(root: Array, source: Array, size: Array, start: Array, count: int, limit: Array) -> TokenTree:
+    """The chain of `root` int32[B, 1] and `count` tokens of `source` int32[B, L] from `start` int32[B] (-1: none).
 
-    Valid as far as the text goes, and no deeper than `limit` int32[B].
+    Valid as far as the first size[b] tokens go, and no deeper than `limit` int32[B].
     """
-    root = last_tokens(tokens, length, 1)
     index = start[:, None] + jnp.arange(count)
-    copied = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), 1)
-    valid = (start[:, None] >= 0) & (index < length[:, None]) & (jnp.arange(count) < limit[:, None])
-    return jnp.concatenate([root, copied], 1), jnp.concatenate([jnp.ones_like(root, bool), valid], 1)
+    copied = jnp.take_along_axis(source, jnp.clip(index, 0, source.shape[1] - 1), 1)
+    valid = (start[:, None] >= 0) & (index < size[:, None]) & (jnp.arange(count) < limit[:, None])
+    return chain(jnp.concatenate([root, copied], 1), jnp.concatenate([jnp.ones_like(root, bool), valid], 1))

@@ -30,7 +30,7 @@ from specjax import tree as trees
 from specjax.drafters.suffix import find
 from specjax.drafters.token_recycling import Recycled, RecyclingState, token_recycling
 from specjax.errors import UsageError
-from specjax.suffixes import copied_chain
+from specjax.suffixes import copied_chain, last_tokens
 from specjax.types import Array, Context, Drafter, TokenTree
 
 CPU_WIDTHS = (1, 4, 8, 16)
@@ -163,15 +163,14 @@ def auto(
 def _join(runners_up: TokenTree, recycled: Recycled, count: int, context: Context, limit: Array) -> Joined:
     """The drafts for the present position: `count` copied tokens, then the recycled ones."""
     start, matched = find(context.tokens, context.length, count, MATCHES[-1], "latest")
-    copy = trees.chain(*copied_chain(context.tokens, context.length, start, count, limit))
+    root = last_tokens(context.tokens, context.length, 1)
+    copy = copied_chain(root, context.tokens, context.length, start, count, limit)
     depth = jnp.broadcast_to(jnp.arange(1, count + 1), copy.tokens[:, 1:].shape)
     of_copy = _class(matched[:, None], MATCHES) * len(DEPTHS) + _class(depth, DEPTHS)
     of_rest = _class(jnp.exp(_log_chance(recycled, runners_up)), CHANCES) * len(LEVELS)
     of_rest += _class(trees.depths(runners_up.parents), LEVELS)
-    root = jnp.zeros_like(start)[:, None]
-    return Joined(
-        trees.join(copy, runners_up), jnp.concatenate([root, of_copy, COPIED + of_rest[:, 1:]], 1), context.length
-    )
+    kind = jnp.concatenate([jnp.zeros_like(root), of_copy, COPIED + of_rest[:, 1:]], 1)
+    return Joined(trees.join(copy, runners_up), kind, context.length)
 
 
 def _class(x: Array, bounds) -> Array:

@@ -38,10 +38,7 @@ def early_exit(
 
     State: none; the cache is the target's. Raises: UsageError for an exit that the model does not have.
     """
-    most = layers_of(target)
-    exit_layer = max(1, most // 4) if exit_layer is None else exit_layer
-    if not 1 <= exit_layer <= most:
-        raise UsageError(f"exit_layer must be from 1 to {most}, the number of layers of the model, not {exit_layer}")
+    exit_layer = chosen_exit(target, exit_layer)
     if num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     return _functions(target.model, tree or trees.chain(num_tokens), exit_layer).replace(params=target.params)
@@ -153,6 +150,15 @@ def first_layers(model: Model, count: Array) -> Sublayers:
 def confidence(logits: Array) -> Array:
     """float32[B]: the largest probability that logits [B, F, V] give any token, at temperature 1."""
     return jnp.exp(jnp.max(jax.nn.log_softmax(logits.astype(jnp.float32), -1), (1, 2)))
+
+
+def chosen_exit(target: Target, exit_layer: int | None) -> int:
+    """The exit layer, by default after a quarter of the layers. Raises: UsageError if the model does not have it."""
+    most = layers_of(target)
+    exit_layer = max(1, most // 4) if exit_layer is None else exit_layer
+    if not 1 <= exit_layer <= most:
+        raise UsageError(f"exit_layer must be from 1 to {most}, the number of layers of the model, not {exit_layer}")
+    return exit_layer
 
 
 def layers_of(target: Target) -> int:

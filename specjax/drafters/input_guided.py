@@ -27,8 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.suffixes import last_tokens, match_length
-from specjax.tree import chain
+from specjax.suffixes import copied_chain, last_tokens, match_length
 from specjax.types import Array, Context, Drafter
 
 BUCKET = 128
@@ -74,16 +73,13 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
     def propose(params, keys, state: _State, context: Context, limit):
         tokens, length = context.tokens, context.length
         source, size = params or (tokens, state.prompt)
-        place = _follow(state, source, size, last_tokens(tokens, length, 1), length)
+        root = last_tokens(tokens, length, 1)
+        place = _follow(state, source, size, root, length)
         ending = last_tokens(tokens, length, max_ngram)
         ending = jnp.where(jnp.arange(max_ngram) < (length - state.prompt)[:, None], ending, -1)  # of the output
         place = jnp.where(place >= 0, place, _search(source, size, ending))
-        index = place[:, None] + jnp.arange(num_tokens)
-        drafted = jnp.take_along_axis(source, jnp.clip(index, 0, source.shape[1] - 1), 1)
-        valid = (place[:, None] >= 0) & (index < size[:, None]) & (jnp.arange(num_tokens) < limit[:, None])
-        root = last_tokens(tokens, length, 1)
-        nodes = jnp.concatenate([root, drafted], 1), jnp.concatenate([jnp.ones_like(root, bool), valid], 1)
-        return chain(*nodes), _State(place, state.prompt, length)
+        tree = copied_chain(root, source, size, place, num_tokens, limit)
+        return tree, _State(place, state.prompt, length)
 
     return Drafter(
         init=init,

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.suffixes import copied_chain, last_tokens, match_length
-from specjax.tree import chain
 from specjax.types import Drafter
 
 
@@ -49,7 +48,7 @@ def prompt_lookup(
         tokens, length = context.tokens, context.length
         matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_ngram))
         start = find(matched, length, num_tokens, min_ngram, max_ngram)  # [B], -1: nothing found
-        return chain(*copied_chain(tokens, length, start, num_tokens, limit)), state
+        return copied_chain(last_tokens(tokens, length, 1), tokens, length, start, num_tokens, limit), state
 
     return Drafter(
         init=lambda params, context: (),

@@ -20,9 +20,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from specjax.drafters.autoregressive import autoregressive
 from specjax.errors import UsageError
 from specjax.suffixes import copied_chain, last_tokens, match_length
-from specjax.tree import chain, pad_nodes
+from specjax.tree import pad_nodes
 from specjax.types import Array, Drafter
 
 
@@ -46,12 +47,11 @@ def suffix(
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     if not 1 <= min_match <= max_match:
         raise UsageError(f"min_match must be from 1 to max_match ({max_match}), not {min_match}")
-    if fallback is None:
-        return _alone(num_tokens, max_match, min_match, occurrence)
+    fallback = fallback or autoregressive()
     if fallback.draws != "point_mass" or not fallback.follows_any_tree:
         raise UsageError("fallback must be a drafter without randomness and without a model, such as token_recycling")
     bare = fallback.replace(params=())
-    return _with_fallback(bare, num_tokens, max_match, min_match, occurrence).replace(params=fallback.params)
+    return _functions(bare, num_tokens, max_match, min_match, occurrence).replace(params=fallback.params)
 
 
 def find(tokens: Array, length: Array, num_tokens: int, max_match: int, occurrence: str) -> tuple[Array, Array]:
@@ -71,30 +71,13 @@ def find(tokens: Array, length: Array, num_tokens: int, max_match: int, occurren
 
 
 @functools.cache
-def _alone(num_tokens: int, max_match: int, min_match: int, occurrence: str) -> Drafter:
-    def propose(params, keys, state, context, limit):
-        start, matched = find(context.tokens, context.length, num_tokens, max_match, occurrence)
-        start = jnp.where(matched >= min_match, start, -1)
-        return chain(*copied_chain(context.tokens, context.length, start, num_tokens, limit)), state
-
-    return Drafter(
-        init=lambda params, context: (),
-        propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
-        num_nodes=num_tokens + 1,
-        max_depth=num_tokens,
-        widths=tuple(w for w in (1, 4, 8) if w < num_tokens + 1),
-        follows_any_tree=True,
-    )
-
-
-@functools.cache
-def _with_fallback(other: Drafter, num_tokens: int, max_match: int, min_match: int, occurrence: str) -> Drafter:
+def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, occurrence: str) -> Drafter:
     nodes = max(num_tokens + 1, other.num_nodes)
 
     def propose(params, keys, state, context, limit):
         start, matched = find(context.tokens, context.length, num_tokens, max_match, occurrence)
-        copied = pad_nodes(chain(*copied_chain(context.tokens, context.length, start, num_tokens, limit)), nodes)
+        root = last_tokens(context.tokens, context.length, 1)
+        copied = pad_nodes(copied_chain(root, context.tokens, context.length, start, num_tokens, limit), nodes)
         drafted, state = other.propose(params, keys, state, context, limit)
         copies = (matched >= min_match)[:, None]
         pick = lambda ours, theirs: jnp.where(copies, ours, theirs)

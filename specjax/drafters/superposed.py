@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import cache as kv
-from specjax.drafters.early_exit import first_layers, layers_of, look_below
+from specjax.drafters.early_exit import chosen_exit, first_layers, look_below
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Context, Drafter, Mixture, Model, Target, TokenTree
@@ -43,10 +43,7 @@ def superposed(
 
     State: none; the cache is the target's. Raises: UsageError for a setting outside its range.
     """
-    most = layers_of(target)
-    exit_layer = max(1, most // 4) if exit_layer is None else exit_layer
-    if not 1 <= exit_layer <= most:
-        raise UsageError(f"exit_layer must be from 1 to {most}, the number of layers of the model, not {exit_layer}")
+    exit_layer = chosen_exit(target, exit_layer)
     if min(num_tokens, drafts) < 1:
         raise UsageError(f"num_tokens and drafts must be at least 1, not {num_tokens} and {drafts}")
     if candidates < drafts:
