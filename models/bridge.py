@@ -45,18 +45,18 @@ def check_cache_dtype(cache_dtype: str | None, name: str = "cache_dtype") -> Non
 
 
 @functools.cache
-def make_model(config: Config, mesh: Mesh | None = None) -> Model:
+def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> Model:
     """The `Model` of a config: the same object for equal arguments, so a second `decode` compiles nothing.
 
-    With a mesh, the parameters are those of `specjax.parallel.shard`.
+    With a mesh, the parameters are those of `specjax.shard`; `over` as there.
 
-    Raises: UsageError for a `cache_dtype` other than None or "int8".
+    Raises: UsageError for a `cache_dtype` other than None or "int8", and for a mesh that does not fit.
     """
     check_cache_dtype(config.cache_dtype)
     whole = config
     layout = None
     if mesh is not None:
-        config, layout = spread(config, mesh)
+        config, layout = spread(config, mesh, over)
     graphdef, _ = _abstract(config)
 
     def init_cache(batch: int, capacity: int) -> kv.KVCache:

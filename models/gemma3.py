@@ -64,11 +64,11 @@ class Block(nnx.Module):
 
     def attend(self, x, step: L.Step, prefix, frequencies, window):
         attended, new = self.attention(self.attention_norm(x), step, prefix, frequencies, window)
-        return x + self.attention_post_norm(attended), new
+        return self.attention_post_norm(attended), new
 
     def feed(self, x, step: L.Step):
         fed = step.place(self.mlp(self.mlp_norm(x)), "data", None, None)
-        return x + self.mlp_post_norm(fed)
+        return self.mlp_post_norm(fed)
 
 
 class Gemma3(nnx.Module):

@@ -1,9 +1,13 @@
-"""How a model is spread over a mesh with the axes "data" (rows of the batch) and "model" (parts of the weights).
+"""How a model is spread over a mesh.
 
-Megatron's split (Shoeybi et al. 2019, arXiv 1909.08053): attention by heads, the MLP by its inner width,
-embedding and head by vocabulary; two sums over "model" per layer. What a mesh does not divide stays whole on every
-device. Where there are fewer key/value heads than devices, each is repeated, so that every device owns the head that
-its query heads read.
+The axes of a mesh: "data" splits the rows of the batch, the others the work on a row. Megatron's split (Shoeybi et al.
+2019, arXiv 1909.08053): attention by heads over "layer" and "model", the MLP by its inner width and embedding and head
+by vocabulary over all three; two sums per layer. The slots of the cache go over "sequence", for contexts that one
+device cannot hold. "layer" is where a layer-parallel drafter puts its layers; to all other models it is more of
+"model".
+
+A vocabulary or an MLP that the mesh does not divide stays whole on every device. Where there are fewer key/value heads
+than devices, each is repeated, so that every device owns the head that its query heads read.
 """
 
 from __future__ import annotations
@@ -43,28 +47,49 @@ TABLE: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = MappingProxyTyp
 )
 
 
+AXES = ("data", "layer", "sequence", "model")
+"""Of a mesh; it may lack some, which then count as 1."""
+
+SPLIT = MappingProxyType(
+    {
+        "data": ("data",),
+        "heads": ("layer", "model"),
+        "mlp": ("layer", "sequence", "model"),
+        "vocab": ("layer", "sequence", "model"),
+        "slots": ("sequence",),
+    }
+)
+"""What the dimensions of a model's arrays may count -> the axes of the mesh that it is split over."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Which parts of a model are split over the mesh axis "model"."""
+    """Where the parts of a model lie: split over some axes of a mesh, equal along the others."""
 
     mesh: Mesh
-    heads: bool
-    mlp: bool
-    vocab: bool
+    over: tuple[str, ...]
 
-    def sharding(self, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
-        """Of an array whose last dimensions count `axes`: "data", "heads", "mlp", "vocab" or None."""
-        names = {
-            "data": "data",
-            **{part: "model" if getattr(self, part) else None for part in ("heads", "mlp", "vocab")},
-        }
-        spec = [None] * (len(shape) - len(axes)) + [names.get(axis) if axis else None for axis in axes]
-        fits = (name and size % self.mesh.shape[name] == 0 for name, size in zip(spec, shape, strict=True))
-        return NamedSharding(self.mesh, PartitionSpec(*(n if fit else None for n, fit in zip(spec, fits, strict=True))))
+    def axes(self, part: str | None) -> tuple[str, ...]:
+        """The axes of the mesh that split `part`, one of SPLIT."""
+        return tuple(axis for axis in SPLIT.get(part or "", ()) if axis in self.over and self.mesh.shape[axis] > 1)
 
-    def place(self, x: Array, *axes: str | None) -> Array:
+    def parts(self, part: str) -> int:
+        """Into how many."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes(part))
+
+    def sharding(self, shape: tuple[int, ...], *parts: str | None) -> NamedSharding:
+        """Of an array whose last dimensions count `parts`: names in SPLIT, or None."""
+
+        def one(size: int, part: str | None):
+            fits = part is not None and size % self.parts(part) == 0
+            return (self.axes(part) or None) if fits else None
+
+        counted = (*[None] * (len(shape) - len(parts)), *parts)
+        return NamedSharding(self.mesh, PartitionSpec(*(one(n, part) for n, part in zip(shape, counted, strict=True))))
+
+    def place(self, x: Array, *parts: str | None) -> Array:
         """`x` with that sharding, inside of `jit`."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(x.shape, *axes))
+        return jax.lax.with_sharding_constraint(x, self.sharding(x.shape, *parts))
 
     def params(self, params: PyTree) -> PyTree:
         """Shardings of parameters, or of their shapes."""
@@ -118,20 +143,37 @@ class Layout:
         return split
 
 
-def spread(config: Any, mesh: Mesh) -> tuple[Any, Layout]:
+def spread(config: Any, mesh: Mesh, over: tuple[str, ...] | None = None) -> tuple[Any, Layout]:
     """The config of a model on a mesh, with as many key/value heads as that takes, and its layout.
 
-    Raises: UsageError for a mesh without the axes "data" and "model".
+    over: the axes that split it, besides "data"; None: all. Along the others every device has the same, so that a small
+    draft model may be split less than its target.
+
+    Raises: UsageError for a mesh with other axes, or one that does not divide the heads.
     """
-    if set(mesh.axis_names) != {"data", "model"}:
+    if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
         raise UsageError(
-            f'the mesh needs the axes "data" and "model", not {mesh.axis_names}; see specjax.parallel.mesh'
+            f'the mesh has the axes {", ".join(mesh.axis_names)}; it needs "data" and may have '
+            '"layer", "sequence" and "model"; see specjax.mesh'
         )
-    parts = mesh.shape["model"]
-    kv_heads = config.num_kv_heads * copies_of_kv_heads(config, parts)
-    heads = config.num_heads % parts == 0 and kv_heads % parts == 0
-    layout = Layout(mesh, heads, config.mlp_width % parts == 0, config.vocab_size % parts == 0)
-    return dataclasses.replace(config, num_kv_heads=kv_heads), layout
+    missing = set(over or ()) - set(mesh.axis_names)
+    if missing:
+        raise UsageError(f"over names {', '.join(sorted(missing))}, but the mesh has {', '.join(mesh.axis_names)}")
+    layout = Layout(mesh, mesh.axis_names if over is None else ("data", *over))
+    parts = layout.parts("heads")
+    if not fits_heads(config, parts):
+        counts = [n for n in range(1, parts + 1) if fits_heads(config, n)]
+        raise UsageError(
+            f"the mesh splits attention into {parts} parts (axes {', '.join(layout.axes('heads'))}), which does not "
+            f"divide the {config.num_heads} query and {config.num_kv_heads} key/value heads of {config.name}; "
+            f"choose {' or '.join(map(str, counts))}"
+        )
+    return dataclasses.replace(config, num_kv_heads=config.num_kv_heads * copies_of_kv_heads(config, parts)), layout
+
+
+def fits_heads(config: Any, parts: int) -> bool:
+    """Whether attention can be split into so many parts, with key/value heads repeated where that helps."""
+    return config.num_heads % parts == 0 and config.num_kv_heads * copies_of_kv_heads(config, parts) % parts == 0
 
 
 def copies_of_kv_heads(config: Any, parts: int) -> int:

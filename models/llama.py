@@ -37,7 +37,7 @@ class LlamaConfig:
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the stream."""
+    """Attention and MLP, each behind a norm: what they add to the stream."""
 
     def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
         self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
@@ -49,11 +49,10 @@ class Block(nnx.Module):
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
 
     def attend(self, x, step: L.Step, prefix, frequencies, window):
-        attended, new = self.attention(self.attention_norm(x), step, prefix, frequencies, window)
-        return x + attended, new
+        return self.attention(self.attention_norm(x), step, prefix, frequencies, window)
 
     def feed(self, x, step: L.Step):
-        return x + step.place(self.mlp(self.mlp_norm(x)), "data", None, None)
+        return step.place(self.mlp(self.mlp_norm(x)), "data", None, None)
 
 
 class Llama(nnx.Module):

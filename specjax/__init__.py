@@ -9,6 +9,7 @@ from specjax import controllers, decoders, drafters, trees, verifiers
 from specjax.decode import DecodeResult, StreamStep, decode, stream
 from specjax.errors import UsageError
 from specjax.methods import METHODS, make_drafter
+from specjax.parallel import mesh, shard
 from specjax.types import Controller, Drafter, Model, Output, Target, TokenTree, Verdict
 from specjax.verifiers import VERIFIERS, Verifier
 
@@ -35,7 +36,9 @@ __all__ = [
     "drafters",
     "load",
     "make_drafter",
+    "mesh",
     "plan",
+    "shard",
     "stream",
     "trees",
     "verifiers",

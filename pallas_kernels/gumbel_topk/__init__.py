@@ -42,7 +42,7 @@ def gumbel_topk(keys, logits, k, *, temperature=None, valid=None, implementation
             f'gumbel_topk has no implementation "{implementation}"; use None, "xla" or "pallas_tpu"'
         )
     mesh = jax.sharding.get_abstract_mesh()
-    if implementation is None and mesh.size > 1 and set(mesh.axis_names) == {"data", "model"} and not mesh.manual_axes:
+    if implementation is None and mesh.size > 1 and "data" in mesh.axis_names and not mesh.manual_axes:
         return _over(mesh, keys, logits, k, temperature, valid)
     return _on_one_device(keys, logits, k, temperature, valid, implementation, options)
 
@@ -72,12 +72,13 @@ def _on_one_device(keys, logits, k, temperature, valid, implementation=None, opt
 
 
 def _over(mesh, keys, logits, k, temperature, valid):
-    """On a mesh with the axes "data" and "model": each device the best of its rows and of its part of the vocabulary,
-    then the best of all parts. Only ids and scores travel.
+    """On a mesh with "data" for the rows and other axes for the vocabulary: each device the best of its rows and of its
+    part of the vocabulary, then the best of all parts. Only ids and scores travel.
     """
-    rows, parts = mesh.shape["data"], mesh.shape["model"]
+    rows, others = mesh.shape["data"], tuple(axis for axis in mesh.axis_names if axis != "data")
+    parts = mesh.size // rows
     batch = "data" if logits.ndim > 1 and logits.shape[0] % rows == 0 else None
-    vocab = "model" if logits.shape[-1] % parts == 0 and k <= logits.shape[-1] // parts else None
+    vocab = others if others and logits.shape[-1] % parts == 0 and k <= logits.shape[-1] // parts else None
     leading = [batch, *[None] * (logits.ndim - 2)] if logits.ndim > 1 else []
     by_row, by_token = PartitionSpec(*leading), PartitionSpec(*leading, vocab)
     words = None if keys is None else jax.random.key_data(keys)

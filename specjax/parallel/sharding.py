@@ -1,4 +1,4 @@
-"""Spread a model over a mesh: rows of the batch over the axis "data", weights over the axis "model".
+"""Spread a model over a mesh: rows of the batch over the axis "data", the work on a row over the others.
 
 `shard` places a target; `decode` then runs as before, and its results do not depend on the mesh (rounding aside). The
 split itself is `specjax.models.layout`.
@@ -6,6 +6,7 @@ split itself is `specjax.models.layout`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -16,43 +17,60 @@ from specjax.errors import UsageError
 from specjax.types import Target
 
 
-def mesh(data: int = 1, model: int | None = None, devices: Sequence | None = None) -> Mesh:
-    """A mesh of `data` x `model` devices; model None: all that are left.
+def mesh(
+    data: int = 1, model: int | None = None, *, layer: int = 1, sequence: int = 1, devices: Sequence | None = None
+) -> Mesh:
+    """A mesh of `data` x `layer` x `sequence` x `model` devices, neighbours along "model".
+
+    Args:
+      data: parts of the batch. model: parts of the weights and of the heads; None: all devices that are left.
+      layer: layers that a layer-parallel drafter runs at once; other models are split over it as over "model".
+      sequence: parts of the cache's slots, for long contexts.
+      devices: default: all, of all hosts.
 
     Raises: UsageError if there are not that many.
     """
     devices = jax.devices() if devices is None else devices
-    model = len(devices) // data if model is None else model
-    if data < 1 or model < 1 or data * model > len(devices):
-        raise UsageError(f"a mesh of {data} x {model} needs {data * model} devices, but there are {len(devices)}")
-    return Mesh(np.array(devices[: data * model]).reshape(data, model), ("data", "model"))
+    others = data * layer * sequence
+    if model is None:
+        model = max(len(devices) // max(others, 1), 1)
+    shape = data, layer, sequence, model
+    if min(shape) < 1 or math.prod(shape) > len(devices):
+        raise UsageError(
+            f"a mesh of {' x '.join(map(str, shape))} (data, layer, sequence, model) needs {math.prod(shape)} devices, "
+            f"but there are {len(devices)}"
+        )
+    return Mesh(np.array(devices[: math.prod(shape)]).reshape(shape), ("data", "layer", "sequence", "model"))
 
 
-def shard(target: Target, mesh: Mesh) -> Target:
+def shard(target: Target, mesh: Mesh, over: tuple[str, ...] | None = None) -> Target:
     """The same model with its parameters spread over `mesh`.
 
-    Raises: UsageError for a model that is not one of `specjax.models`.
+    over: the axes that split it, besides "data"; None: all. `over=()` gives every device the whole model, as suits a
+    small draft model.
+
+    Raises: UsageError for a model that is not one of `specjax.models`, or a mesh that does not divide its heads.
     """
     from specjax.models import make_model
     from specjax.models.layout import repeat_kv_heads, spread
 
     config = _config(target)
-    wide, layout = spread(config, mesh)
+    wide, layout = spread(config, mesh, over)
     params = repeat_kv_heads(target.params, config.head_dim, wide.num_kv_heads // config.num_kv_heads)
-    return Target(make_model(config, mesh), jax.device_put(params, layout.params(params)))
+    return Target(make_model(config, mesh, over), jax.device_put(params, layout.params(params)))
 
 
-def abstract_target(config, mesh: Mesh) -> Target:
+def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> Target:
     """Shapes of what `shard` returns, as `jax.ShapeDtypeStruct` with shardings: to compile without weights."""
     from specjax.models import abstract_params, make_model
     from specjax.models.layout import spread
 
-    wide, layout = spread(config, mesh)
+    wide, layout = spread(config, mesh, over)
     params = abstract_params(wide)
     shapes = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params, layout.params(params)
     )
-    return Target(make_model(config, mesh), shapes)
+    return Target(make_model(config, mesh, over), shapes)
 
 
 def _config(target: Target):

@@ -46,14 +46,28 @@ def test_int8_cache_is_spread_like_any_other(data, model, kv_heads):
     assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
 
 
-def test_heads_that_the_mesh_does_not_divide_stay_whole():
-    target = tiny_llama(num_heads=6, num_kv_heads=3, vocab=VOCAB)
+def test_a_vocabulary_that_the_mesh_does_not_divide_stays_whole():
+    target = tiny_llama(num_heads=8, num_kv_heads=8, head_dim=64, vocab=VOCAB + 3)
     options = {"key": jax.random.key(3), "max_new_tokens": 8}
-    sharded = parallel.shard(target, parallel.mesh(1, 8))
-    assert sharded.params["layers"][0]["attention"]["q"]["weight"].sharding.is_fully_replicated
+    sharded = specjax.shard(target, specjax.mesh(1, 8))
+    assert sharded.params["head"]["weight"].sharding.is_fully_replicated
     assert not sharded.params["layers"][0]["mlp"]["up"]["weight"].sharding.is_fully_replicated
     whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
     assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
+
+
+@pytest.mark.parametrize("over", [(), ("model",), ("layer",)])
+def test_a_draft_model_on_fewer_devices_than_its_target(over):
+    target, draft = tiny_llama(num_kv_heads=8, **HEADS), tiny_llama(seed=1, layers=1, num_kv_heads=2, vocab=VOCAB)
+    mesh = specjax.mesh(1, 4, layer=2)
+    options = {"key": jax.random.key(3), "max_new_tokens": 8}
+    whole = specjax.decode(target, two_model(draft, 2), PROMPTS, **options)
+    small = specjax.shard(draft, mesh, over=over)
+    parts = {leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(small.params)}
+    assert max(parts) == {(): 1, ("model",): 4, ("layer",): 2}[over]
+    assert specjax.decode(specjax.shard(target, mesh), two_model(small, 2), PROMPTS, **options).to_lists() == (
+        whole.to_lists()
+    )
 
 
 def test_equal_logits_on_different_devices():
@@ -106,6 +120,10 @@ def test_collectives_are_those_intended(temperature):
 
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(UsageError, match="needs 16 devices, but there are 8"):
-        parallel.mesh(2, 8)
-    with pytest.raises(UsageError, match='axes "data" and "model"'):
-        parallel.shard(tiny_llama(), jax.sharding.Mesh(np.array(jax.devices()[:2]), "x"))
+        specjax.mesh(2, 8)
+    with pytest.raises(UsageError, match='axes x; it needs "data"'):
+        specjax.shard(tiny_llama(), jax.sharding.Mesh(np.array(jax.devices()[:2]), "x"))
+    with pytest.raises(UsageError, match=r"8 parts .* 6 query and 3 key/value heads of .*; choose 1 or 2 or 3 or 6"):
+        specjax.shard(tiny_llama(num_heads=6, num_kv_heads=3), specjax.mesh(1, 8))
+    with pytest.raises(UsageError, match="over names pipeline"):
+        specjax.shard(tiny_llama(), specjax.mesh(1, 2), over=("pipeline",))
