@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import cache as kv
 from specjax.errors import UsageError
+from specjax.pallas_kernels.tree_attention import over_slots
 from specjax.quantization import Quantized
 from specjax.types import Array, PyTree
 
@@ -102,30 +103,48 @@ class Layout:
 
     def cache(self, cache: PyTree) -> PyTree:
         """Shardings of a `KVCache`, a `Pending` or a part of one: rows over "data", heads as in attention."""
+        tokens = "slots" if isinstance(cache, kv.KVCache) else None
 
-        def one(x) -> Any:
-            if isinstance(x, Quantized):
-                scale: Any = self.sharding(x.scale.shape, "data", "heads", None)
-                return Quantized(one(x.values), scale)
-            return self.sharding(x.shape, *(("data", "heads", None, None) if x.ndim > 2 else ("data", None)[: x.ndim]))
+        def one(x):
+            return self.keys(x, tokens) if x.ndim > 2 else self.sharding(x.shape, *("data", None)[: x.ndim])
 
         return jax.tree.map(one, cache, is_leaf=lambda x: isinstance(x, Quantized))
+
+    def keys(self, x: Array | Quantized, tokens: str | None) -> Any:
+        """Sharding of keys or values [..., B, K, n, h]; `tokens`: what n counts, "slots" or None."""
+        if isinstance(x, Quantized):
+            return Quantized(self.keys(x.values, tokens), self.sharding(x.scale.shape, "data", "heads", tokens))
+        return self.sharding(x.shape, "data", "heads", tokens, None)
+
+    def capacity(self, slots: int) -> int:
+        """At least so many slots, so that every device's part of the cache is one that kernels take."""
+        return -(-slots // (kv.SLOTS * self.parts("slots"))) * kv.SLOTS * self.parts("slots")
 
     def commit(self, cache: kv.KVCache, pending: kv.Pending, path: Array, num_nodes: Array) -> kv.KVCache:
         """`cache.commit`, each device its own part: left to itself, the compiler gathers what it cannot split."""
         args = cache, pending, path, num_nodes
         specs = tuple(jax.tree.map(lambda s: s.spec, self.cache(arg)) for arg in args)
-        return jax.shard_map(kv.commit, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
+        axes = self.axes("slots")
+
+        def local(cache, *rest):
+            first = jax.lax.axis_index(axes) * kv.num_slots(cache) if axes else None
+            return kv.commit(cache, *rest, first_slot=first)
+
+        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
 
     def by_heads(self, attend: Callable[..., Array]) -> Callable[..., Array]:
-        """`tree_attention` with each device attending by its own heads; a kernel is opaque to the compiler."""
+        """`tree_attention` with each device attending by its own heads, to its own slots; a kernel is opaque to the
+        compiler.
+        """
+        slots = self.axes("slots")
+        attend = over_slots(attend, slots) if slots else attend
 
         def split(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window):
-            tokens = k, v, prefix_k, prefix_v
             rows = length, positions, mask, key_positions
             shardings = (
                 self.sharding(q.shape, "data", None, "heads", None),
-                *self.cache(tokens),
+                *(self.keys(x, None) for x in (k, v)),
+                *(self.keys(x, "slots") for x in (prefix_k, prefix_v)),
                 *(self.sharding(x.shape, *("data", None, None)[: x.ndim]) for x in rows),
             )
             specs = jax.tree.map(lambda s: s.spec, shardings)
@@ -138,7 +157,7 @@ class Layout:
             everywhere = tuple(None if x is None else PartitionSpec() for x in scalars)
             return jax.shard_map(
                 local, mesh=self.mesh, in_specs=(*specs, *everywhere), out_specs=specs[0], check_vma=False
-            )(q, *tokens, *rows, *scalars)
+            )(q, k, v, prefix_k, prefix_v, *rows, *scalars)
 
         return split
 

@@ -71,16 +71,25 @@ def init(batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim
     return KVCache(zeros(), zeros(), jnp.zeros((batch,), jnp.int32))
 
 
+def num_slots(cache: KVCache) -> int:
+    """Slots of a cache, or of the part of it that a device holds."""
+    first = jax.tree.leaves(cache.k, is_leaf=lambda x: isinstance(x, Quantized))[0]
+    return first.shape[-2]
+
+
 def as_kept(x: Array, slots: Array | Quantized) -> Array | Quantized:
     """Keys or values x [B, K, T, h] as a cache with these slots keeps them."""
     return quantize(x) if isinstance(slots, Quantized) else x
 
 
-def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array) -> KVCache:
+def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, first_slot: Array | None = None) -> KVCache:
     """Append nodes `path[b, :num_nodes[b]]` of `pending` to row b.
 
     A whole window of P slots is written from `length[b]` on; entries past `num_nodes` land beyond the new length, where
     they are never read. So the capacity must exceed the longest text by P (slices clamp silently otherwise).
+
+    first_slot: int32[], the position of the first of these slots, if the cache is a part, of at least P slots, of one
+    over several devices.
     """
 
     def write(axis, slots, new):  # [..., B, K, S, h], [..., B, K, T, h]; of scales [..., B, K, S], [..., B, K, T]
@@ -96,12 +105,29 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array) -> K
         def row(b, slots):
             place = [0] * slots.ndim
             place[rows], place[axis] = b, start[b]
-            return jax.lax.dynamic_update_slice(slots, jax.lax.dynamic_slice_in_dim(chosen, b, 1, rows), place)
+            new = jax.lax.dynamic_slice_in_dim(chosen, b, 1, rows)
+            if first_slot is not None:
+                place, new = _within(slots, new, place, axis, start[b] - first_slot)
+            return jax.lax.dynamic_update_slice(slots, new, place)
 
         return jax.lax.fori_loop(0, batch, row, slots, unroll=min(batch, 8))
 
     k, v = _along_tokens(write, (cache.k, cache.v), (pending.k, pending.v))
     return KVCache(k, v, cache.length + num_nodes)
+
+
+def _within(slots: Array, new: Array, place: list, axis: int, start: Array) -> tuple[list, Array]:
+    """Where and what to write if only some of the window, or nothing of it, lies in these slots: the rest as it is."""
+    count = new.shape[axis]
+    inside = jnp.clip(start, 0, slots.shape[axis] - count)
+    place = [*place]
+    place[axis] = inside
+    source = inside + jnp.arange(count) - start  # which new token belongs to each slot of the window
+    shape = [1] * new.ndim
+    shape[axis] = count
+    belongs = ((source >= 0) & (source < count)).reshape(shape)
+    moved = jnp.take(new, source, axis=axis, mode="clip")
+    return place, jnp.where(belongs, moved, jax.lax.dynamic_slice(slots, place, new.shape))
 
 
 def widen(pending: PyTree, slots: int) -> PyTree:

@@ -7,16 +7,17 @@ from collections.abc import Callable
 
 import jax
 
+from specjax.pallas_kernels.tree_attention.over_slots import over_slots
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as _xla
 
-__all__ = ["tree_attention"]
+__all__ = ["over_slots", "tree_attention"]
 
 IMPLEMENTATIONS = ("xla", "pallas_tpu")
 
 
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, implementation=None,
+    softcap=None, with_total=False, implementation=None,
 ):  # fmt: skip
     """See `reference.tree_attention`.
 
@@ -31,7 +32,7 @@ def tree_attention(
             f'tree_attention has no implementation "{implementation}"; use None, {" or ".join(IMPLEMENTATIONS)}'
         )
     arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
-    static = {"scale": scale, "softcap": softcap}
+    static = {"scale": scale, "softcap": softcap, "with_total": with_total}
     on_xla: Callable = functools.partial(_run_xla, **static)
     on_tpu: Callable = functools.partial(_run_tpu, **static)
     if implementation == "pallas_tpu":
@@ -57,7 +58,7 @@ def _run_xla(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions
 
 
 # Under `jit` so that equal layers share one trace: 27 ms against 0.6 ms.
-@functools.partial(jax.jit, static_argnames=("scale", "softcap"))
+@functools.partial(jax.jit, static_argnames=("scale", "softcap", "with_total"))
 def _run_tpu(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
     return _tpu().tree_attention(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,

@@ -12,7 +12,7 @@ NEG = -1e30
 
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None,
+    softcap=None, with_total=False,
 ):  # fmt: skip
     """Attend from T new tokens to a cached prefix and to each other.
 
@@ -29,6 +29,9 @@ def tree_attention(
       key_positions: int32[B, M]; None if M = T.
       scale: factor on the scores. window: see only keys less than this many positions back (None: all).
       softcap: c in c * tanh(scores / c), or None.
+      with_total: also return the logarithm of the sum of the exponentiated scores, float32[B, T, H], by which results
+        over parts of the prefix are put together; the output is float32 then. A token that sees nothing has about
+        -1e30, and any finite output.
 
     Returns: [B, T, H, h].
     """
@@ -53,7 +56,14 @@ def tree_attention(
 
     total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
     out = (weighted(old, prefix_v, q.dtype) + weighted(new, v, q.dtype)) / total  # f32[B, K, G*T, h]
-    return ungroup_queries(out.astype(q.dtype), t)
+    return finish(out, top, total, t, q.dtype, with_total)
+
+
+def finish(out, top, total, t: int, dtype, with_total: bool):
+    """What `tree_attention` returns, from float32[B, K, G*T, h] and the softmax's maxima and sums [B, K, G*T, 1]."""
+    if not with_total:
+        return ungroup_queries(out.astype(dtype), t)
+    return ungroup_queries(out, t), ungroup_queries(top + jnp.log(total), t)[..., 0]
 
 
 def of_layer(prefix, layer):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specjax.pallas_kernels.tree_attention.reference import NEG, group_queries, ungroup_queries
+from specjax.pallas_kernels.tree_attention.reference import NEG, finish, group_queries, ungroup_queries
 from specjax.quantization import Quantized
 
 LANES = 128
@@ -50,7 +50,7 @@ def unsupported(q, k, prefix_k) -> str | None:
 
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, block=None, interpret=False,
+    softcap=None, with_total=False, block=None, interpret=False,
 ):  # fmt: skip
     """As `reference.tree_attention`.
 
@@ -89,9 +89,12 @@ def tree_attention(
     whole = lambda *shape: pl.BlockSpec((None, *shape), lambda b, *_: (b, *([0] * len(shape))))
     whole_of = lambda tree: jax.tree.map(lambda x: whole(*x.shape[1:]), tree)
     two_blocks = lambda x: pltpu.VMEM((2, kv_heads, block, *x.shape[4:]), x.dtype)
-    out = pl.pallas_call(
+    results = [jax.ShapeDtypeStruct(grouped.shape, jnp.float32 if with_total else q.dtype)]
+    if with_total:
+        results += [jax.ShapeDtypeStruct((*grouped.shape[:3], 1), jnp.float32)] * 2
+    found = pl.pallas_call(
         functools.partial(_kernel, block=block, slots=slots, has_window=window is not None, softcap=softcap),
-        out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype),
+        out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch,),
@@ -99,7 +102,7 @@ def tree_attention(
                 *whole_of((grouped, new, words, row_positions, key_positions)),
                 jax.tree.map(lambda x: pl.BlockSpec(memory_space=pl.ANY), prefix),
             ],
-            out_specs=whole(kv_heads, rows, dim),
+            out_specs=whole_of(results),
             scratch_shapes=[
                 jax.tree.map(two_blocks, prefix),
                 pltpu.VMEM((kv_heads, rows, dim), jnp.float32),
@@ -118,7 +121,8 @@ def tree_attention(
         interpret=interpret,
         name="tree_attention",
     )(per_row, shared, grouped, new, words, row_positions, key_positions, prefix)
-    return ungroup_queries(out[:, :, : groups * t], t)
+    found = [x[:, :, : groups * t] for x in found]
+    return finish(*found, t, q.dtype, True) if with_total else ungroup_queries(found[0], t)
 
 
 def _block(kv_heads: int, dim: int, itemsize: int, slots: int) -> int:
@@ -143,12 +147,12 @@ def pack_bits(mask):
 
 
 def _kernel(
-    per_row, shared, q, new, words, row_positions, key_positions, prefix, out,
-    buffers, acc, top, total, copied, arrived, *, block, slots, has_window, softcap,
+    per_row, shared, q, new, words, row_positions, key_positions, prefix, out, *rest, block, slots, has_window, softcap,
 ):  # fmt: skip
     """One row of the batch. q, out [K, R, h]; words [R, W]; keys and values: new [K, M, h], prefix in HBM, buffers of
-    two blocks; if quantised, with scales.
+    two blocks; if quantised, with scales. Among the rest the softmax's maxima and sums [K, R, 1], if they are results.
     """
+    *totals, buffers, acc, top, total, copied, arrived = rest
     row, num_rows = pl.program_id(0), pl.num_programs(0)
     kv_heads = q.shape[0]
     layer, window = shared[0], shared[1]
@@ -258,6 +262,8 @@ def _kernel(
     jax.lax.fori_loop(first, last, body, 0)
     for head in range(kv_heads):
         out[head] = (acc[head] / total[head]).astype(out.dtype)
+    for result, value in zip(totals, (top, total), strict=False):  # none, or both
+        result[...] = value[...]
 
 
 def unpack_bits(words, count: int):

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from specjax.pallas_kernels.tree_attention.reference import (
     NEG,
+    finish,
     group_queries,
     masked_scores,
     of_layer,
     tree_attention,
-    ungroup_queries,
     weighted,
 )
 
@@ -23,15 +23,17 @@ reads 1,024 tokens into a buffer of 1,624 in 2.4 s otherwise. Below it, one pass
 
 def blocked_tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, block=BLOCK, many=MANY,
+    softcap=None, with_total=False, block=BLOCK, many=MANY,
 ):  # fmt: skip
     """As `reference.tree_attention`; work and temporaries grow with the longest row, not with the capacity."""
     batch, t = q.shape[:2]
     prefix_k, prefix_v = of_layer(prefix_k, layer), of_layer(prefix_v, layer)
     slots = prefix_k.shape[2]
-    options = {"key_positions": key_positions, "scale": scale, "window": window, "softcap": softcap}
     if t < many or slots <= block:
-        return tree_attention(q, k, v, prefix_k, prefix_v, length, positions, mask, **options)
+        return tree_attention(
+            q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, scale=scale,
+            window=window, softcap=softcap, with_total=with_total,
+        )  # fmt: skip
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
 
     def add(carry, keys, values, visible):
@@ -64,5 +66,5 @@ def blocked_tree_attention(
     # New tokens first: each sees itself, so the maximum is real before a block may be all invisible.
     carry = add(start, k, v, mask & near((positions if key_positions is None else key_positions)[:, None, :]))
     blocks = (jnp.max(length) + block - 1) // block
-    acc, total, _ = jax.lax.fori_loop(0, blocks, body, carry)
-    return ungroup_queries((acc / total).astype(q.dtype), t)
+    acc, total, top = jax.lax.fori_loop(0, blocks, body, carry)
+    return finish(acc / total, top, total, t, q.dtype, with_total)

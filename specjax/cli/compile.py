@@ -49,6 +49,8 @@ def compile_(
     temperature: o.TemperatureOption = 0.0,
     data: p.DataOption = 1,
     model: p.ModelOption = None,
+    layer: p.LayerOption = 1,
+    sequence: p.SequenceOption = 1,
     as_json: o.JsonOption = False,
     no_cache: p.NoCacheOption = False,
 ) -> None:
@@ -62,7 +64,8 @@ def compile_(
         report = compile_report(
             target, topology, draft=draft, method=method, tree=tree, num_draft_tokens=num_draft_tokens,
             batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype, cache_dtype=cache_dtype,
-            temperature=temperature, data=data, model=model, cache=not no_cache, on_step=notify,
+            temperature=temperature, data=data, model=model, layer=layer, sequence=sequence,
+            cache=not no_cache, on_step=notify,
         )  # fmt: skip
     if as_json:
         print(json.dumps(report.to_json(), allow_nan=False))

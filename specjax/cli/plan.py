@@ -39,6 +39,8 @@ def plan(
     cache_dtype: o.CacheDtypeOption = None,
     data: p.DataOption = 1,
     model: p.ModelOption = None,
+    layer: p.LayerOption = 1,
+    sequence: p.SequenceOption = 1,
     as_json: o.JsonOption = False,
     no_cache: p.NoCacheOption = False,
 ) -> None:
@@ -56,7 +58,8 @@ def plan(
     with p.progress(log) as notify:
         found = planning.plan(
             target, topology, acceptance=acceptance, widths=sizes, draft=draft, batch=batch_size, context=context,
-            dtype=dtype, cache_dtype=cache_dtype, data=data, model=model, cache=not no_cache, on_step=notify,
+            dtype=dtype, cache_dtype=cache_dtype, data=data, model=model, layer=layer,
+            sequence=sequence, cache=not no_cache, on_step=notify,
         )  # fmt: skip
     if as_json:
         print(json.dumps(found.to_json(), allow_nan=False))

@@ -20,8 +20,10 @@ DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16 or float32."
 DataOption = Annotated[int, typer.Option("--data", help="Devices that the batch is split over.")]
 ModelOption = Annotated[
     int | None,
-    typer.Option("--model", help="Devices that the weights are split over; default: all.", show_default=False),
+    typer.Option("--model", help="Devices that weights and heads are split over; default: all.", show_default=False),
 ]
+LayerOption = Annotated[int, typer.Option("--layer", help="Layers that a layer-parallel drafter runs at once.")]
+SequenceOption = Annotated[int, typer.Option("--sequence", help="Devices that the cache's slots are split over.")]
 NoCacheOption = Annotated[
     bool,
     typer.Option("--no-cache", envvar="SPECJAX_NO_CACHE", help="Compile anew; keep nothing in the cache folder."),

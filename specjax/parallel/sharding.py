@@ -73,6 +73,18 @@ def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> 
     return Target(make_model(config, mesh, over), shapes)
 
 
+def over_that_fits(config, mesh: Mesh) -> tuple[str, ...]:
+    """The most axes of `mesh` over which a model with this config can be split: `over` of `shard`, for draft models."""
+    from specjax.models.layout import fits_heads
+
+    split = [axis for axis in mesh.axis_names if axis != "data"]
+    for axes in (split, [axis for axis in split if axis != "layer"], ["layer", "sequence"], ["sequence"]):
+        kept = tuple(axis for axis in axes if axis in split)
+        if fits_heads(config, math.prod(mesh.shape[axis] for axis in kept if axis != "sequence")):
+            return kept
+    return ()
+
+
 def _config(target: Target):
     if target.model.config is None:
         raise UsageError(f"{target.model.name} cannot be sharded: it is not one of specjax.models")

@@ -47,10 +47,14 @@ def make_job(
     temperature: float = 0.0,
     data: int = 1,
     model: int | None = None,
+    layer: int = 1,
+    sequence: int = 1,
 ) -> Job:
     """Check what is asked for, before anything is compiled.
 
     Args:
+      data, layer, sequence, model: axes of the mesh, as of `specjax.mesh`; model None: as many as there are and the
+        target's heads can be split over.
       cache_dtype: "int8" for both models' caches; None: as their configs say, else their dtype.
 
     Raises: UsageError that names the option at fault.
@@ -78,7 +82,8 @@ def make_job(
         except UsageError as error:
             raise UsageError(f"--tree: {error}") from None
     for flag, value in (("--batch-size", batch), ("--context", context), ("--max-new-tokens", max_new_tokens),
-                        ("--data", data), ("--num-draft-tokens", 1 if num_draft_tokens is None else num_draft_tokens),
+                        ("--data", data), ("--layer", layer), ("--sequence", sequence),
+                        ("--num-draft-tokens", 1 if num_draft_tokens is None else num_draft_tokens),
                         ("--model", 1 if model is None else model)):  # fmt: skip
         if value < 1:
             raise UsageError(f"{flag} must be at least 1, not {value}")
@@ -86,11 +91,6 @@ def make_job(
         raise UsageError(f"--temperature must be at least 0, not {temperature:g}; 0 is greedy")
     if batch % data:
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
-    model = max(1, slice_.num_devices // data) if model is None else model
-    if data * model > slice_.num_devices:
-        raise UsageError(
-            f"--data {data} times --model {model} is more than the {slice_.num_devices} devices of {slice_.name}"
-        )
 
     def load(source, flag: str):
         config = programs.load_config(source, dtype, flag) if isinstance(source, str | Path) else source
@@ -106,10 +106,32 @@ def make_job(
     most = min(c.max_positions for c in (target_config, draft_config) if c is not None)
     if context + max_new_tokens > most:
         raise UsageError(f"--context plus --max-new-tokens is {context + max_new_tokens}, over the models' {most}")
+    model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)
     return Job(
         target_config, slice_, draft_config, method, tree, num_draft_tokens, batch, context, max_new_tokens,
-        float(temperature), data, model,
+        float(temperature), data, model, layer, sequence,
     )  # fmt: skip
+
+
+def _model_axis(config: Any, slice_: chips.Topology, others: dict[str, int], model: int | None) -> int:
+    """The size of the axis "model". Raises: UsageError for too many devices, or heads that they do not divide."""
+    from specjax.models.layout import fits_heads
+
+    left, layer = slice_.num_devices // math.prod(others.values()), others["--layer"]
+    if left < (model or 1):
+        asked = " times ".join(f"{flag} {n}" for flag, n in (others | {"--model": model or 1}).items() if n > 1)
+        raise UsageError(f"{asked} is more than the {slice_.num_devices} devices of {slice_.name}")
+    fitting = [n for n in range(1, left + 1) if fits_heads(config, layer * n)]
+    if model is None and fitting:
+        return fitting[-1]
+    if model not in fitting:
+        what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads of {config.name}"
+        flags = (
+            f"--layer {layer}" if model is None else f"--model {model}" + (f" x --layer {layer}" if layer > 1 else "")
+        )
+        fix = f"--model {' or '.join(map(str, fitting))}" if fitting else "a lower --layer"
+        raise UsageError(f"{flags} does not divide the {what}; choose {fix}")
+    return model
 
 
 def compile_report(
@@ -122,7 +144,7 @@ def compile_report(
       topology: a slice of chips such as "v5e:2x4".
       cache: keep results on disk. on_step: told what is about to be compiled.
       options: of `make_job`: draft, method, tree, num_draft_tokens, batch, context, max_new_tokens, dtype, cache_dtype,
-        temperature, data, model.
+        temperature, data, model, layer, sequence.
 
     Raises: UsageError for bad options or a missing compiler. A program that does not compile is a result.
     """
@@ -169,7 +191,10 @@ def _drafter_shape(job: Job) -> Drafter:
 
 def describe(job: Job) -> dict[str, Any]:
     """What was asked for, as JSON."""
-    names = ("method", "tree", "num_draft_tokens", "batch", "context", "max_new_tokens", "temperature", "data", "model")
+    names = (
+        "method", "tree", "num_draft_tokens", "batch", "context", "max_new_tokens", "temperature", "data", "layer",
+        "sequence", "model",
+    )  # fmt: skip
     return {
         "target": job.target.name,
         "target_params": programs.num_params(job.target),
@@ -297,13 +322,16 @@ def suggest(job: Job, found: list[ProgramReport], cache: bool, notify: Notify) -
 def _more_devices(job: Job) -> list[tuple[str, Job]]:
     """The same slice with all of its devices, then larger slices; what the model cannot be split over is left out."""
     changes = []
-    model, topology = job.model, job.topology
-    while job.data * model * 2 <= topology.num_devices:
+    from specjax.models.layout import fits_heads
+
+    model, topology, others = job.model, job.topology, job.devices // job.model
+    fits = lambda model: fits_heads(job.target, job.layer * model)
+    while others * model * 2 <= topology.num_devices and fits(model * 2):
         model *= 2
         changes.append((f"--model {model}", dataclasses.replace(job, model=model)))
     while (bigger := chips.larger(topology)) is not None:
-        topology, model = bigger, bigger.num_devices // job.data
-        if job.target.num_heads % model or job.target.mlp_width % model:
+        topology, model = bigger, bigger.num_devices // others
+        if not fits(model) or job.target.mlp_width % model:
             break
         changes.append((f"--topology {topology.name}", dataclasses.replace(job, topology=topology, model=model)))
     return changes

@@ -234,14 +234,14 @@ def show(found: Plan, out) -> None:
     from rich import box
     from rich.table import Table
 
-    from specjax.planning.report import dtypes, milliseconds
+    from specjax.planning.report import dtypes, mesh_of, milliseconds
 
     say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
     inputs = found.inputs
     models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
     say(
         f"{models}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}; "
-        f"{inputs['topology']}, mesh {inputs['data']} x {inputs['model']}"
+        f"{inputs['topology']}, {mesh_of(inputs)}"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("program", no_wrap=True)

@@ -54,10 +54,16 @@ class Job:
     temperature: float = 0.0
     data: int = 1
     model: int = 1
+    layer: int = 1
+    sequence: int = 1
 
     @property
     def devices(self) -> int:
-        return self.data * self.model
+        return self.data * self.layer * self.sequence * self.model
+
+    def mesh(self, devices: list) -> Mesh:
+        """In libtpu's order of the devices: "model" along neighbours."""
+        return parallel.mesh(self.data, self.model, layer=self.layer, sequence=self.sequence, devices=devices)
 
 
 class Programs(NamedTuple):
@@ -152,12 +158,14 @@ class Abstract(NamedTuple):
 
 
 def abstract_target(config: Any, mesh: Mesh) -> Target:
-    """Shapes of a model's parameters, spread over the mesh; on one device the plain model, as `load` gives it."""
+    """Shapes of a model's parameters, spread over as much of the mesh as divides it; on one device the plain model, as
+    `load` gives it.
+    """
     from specjax.models import abstract_params, make_model
     from specjax.parallel import sharding
 
     if mesh.size > 1:
-        return sharding.abstract_target(config, mesh)
+        return sharding.abstract_target(config, mesh, parallel.over_that_fits(config, mesh))
     return Target(make_model(config), _place(abstract_params(config), lambda leaf: PartitionSpec(), mesh))
 
 
@@ -166,7 +174,7 @@ def abstract_inputs(job: Job, devices: list, drafter: Drafter | None = None) -> 
 
     Rows of the batch lie over "data", parameters and caches as `specjax.models.layout` says, all else everywhere.
     """
-    mesh = parallel.mesh(job.data, job.model, devices)  # in libtpu's order: "model" along neighbours
+    mesh = job.mesh(devices)
     target = abstract_target(job.target, mesh)
     if drafter is None:
         drafter = drafter_of(job, target, None if job.draft is None else abstract_target(job.draft, mesh))
@@ -225,7 +233,7 @@ def _place_state(job: Job, state: PyTree, mesh: Mesh) -> PyTree:
         def one(part):
             if not is_cache(part) or mesh.size == 1 or config is None:
                 return _place(part, _by_rows(job), mesh)
-            shardings = spread(config, mesh)[1].cache(part)
+            shardings = spread(config, mesh, parallel.over_that_fits(config, mesh))[1].cache(part)
             return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), part, shardings)
 
         return jax.tree.map(one, tree, is_leaf=is_cache)

@@ -123,6 +123,12 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 10 else f"{seconds * 1e3:.0f}"
 
 
+def mesh_of(inputs: dict[str, Any]) -> str:
+    """The axes of a job's mesh that split anything."""
+    axes = [f"{name} {inputs[name]}" for name in ("data", "layer", "sequence", "model") if inputs[name] > 1]
+    return f"mesh {' x '.join(axes)}" if axes else "one device"
+
+
 def warnings(report: Report) -> list[str]:
     """One sentence each: what does not compile, what would, and what the HLO shows."""
     lines = [f"{p.name} does not compile: {p.reason}" for p in report.programs if not p.compiles]
@@ -154,7 +160,7 @@ def show(report: Report, out) -> None:
     what = " ".join(filter(None, (inputs["method"], inputs["tree"])))
     say(
         f"{models}; {what}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}\n"
-        f"{inputs['topology']}, mesh {inputs['data']} x {inputs['model']} (data x model), per device:"
+        f"{inputs['topology']}, {mesh_of(inputs)}, per device:"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("program", no_wrap=True)

@@ -137,6 +137,22 @@ def test_one_layer_of_a_stack(int8):
     np.testing.assert_allclose(theirs, ours, atol=2e-6)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_sum_by_which_parts_of_a_prefix_are_put_together(int8):
+    """Also where a part holds nothing to be seen."""
+    clean, options = case(7, [0, 130, 384], TREES["ragged"], int8=int8)
+    dirty, _ = case(7, [0, 130, 384], TREES["ragged"], int8=int8, dead=np.nan)
+    sees_new = jnp.array([False, False, True])[:, None, None]
+    other = {"scale": 0.2, "softcap": 3.0, "with_total": True}
+    masked = lambda arrays: (*arrays[:-1], arrays[-1] & sees_new)
+    kernel = jax.jit(lambda arrays: tpu.tree_attention(*arrays, **options, **other, block=BLOCK, interpret=SIMULATED))
+    out, total = kernel(masked(dirty))
+    wanted_out, wanted_total = reference.tree_attention(*masked(clean), **options, **other)
+    np.testing.assert_allclose(out[1:], wanted_out[1:], atol=2e-6)
+    np.testing.assert_allclose(total[1:], wanted_total[1:], atol=2e-6)
+    assert np.isfinite(out[0]).all() and (total[0] < -1e29).all()
+
+
 def test_in_a_loop_over_a_mesh():
     """Under `shard_map` by heads, inside `while_loop`: what `decode` does."""
     arrays, options = case(6, [0, 130], TREES["ragged"], heads=8, kv_heads=4)

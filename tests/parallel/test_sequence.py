@@ -1,0 +1,102 @@
+"""A cache whose slots lie on several devices: attention and commits are those of one device."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from toy import tiny_llama
+
+import specjax
+from specjax import cache as kv
+from specjax import trees
+from specjax.decode import _start, _step, prepare
+from specjax.drafters import prompt_lookup, two_model
+from specjax.pallas_kernels.tree_attention import over_slots, tree_attention
+from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
+
+NEW = 12
+RANDOM = np.random.default_rng(0)
+PROMPTS = [RANDOM.integers(0, 64, n).tolist() for n in (3, 121, 130, 250)]  # within, across and behind a device's part
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({"data": 1, "model": 2, "sequence": 4}, {"stacked": True}),
+        ({"data": 2, "model": 1, "sequence": 4}, {"window": 100}),
+        ({"data": 1, "model": 2, "sequence": 2}, {"stacked": True, "cache_dtype": "int8"}),
+    ],
+)
+def test_sequence_sharded_cache_equals_one_device(mesh, changes):
+    target = tiny_llama(vocab=64, **changes)
+    spread = specjax.shard(target, specjax.mesh(**mesh))
+    for drafter, temperature in ((prompt_lookup(4), 0.0), (two_model(tiny_llama(1, 1), tree=trees.parse("2x1")), 0.9)):
+        options = {"key": jax.random.key(3), "max_new_tokens": NEW, "temperature": temperature}
+        whole = specjax.decode(target, drafter, PROMPTS, **options)
+        assert specjax.decode(spread, drafter, PROMPTS, **options).to_lists() == whole.to_lists()
+
+
+def test_no_device_holds_or_gathers_the_whole_cache():
+    target = specjax.shard(tiny_llama(stacked=True, num_kv_heads=4), specjax.mesh(1, 2, sequence=4))
+    inputs, *arrays, static = prepare(target, prompt_lookup(3), PROMPTS, key=jax.random.key(0), max_new_tokens=NEW)
+    state = jax.eval_shape(lambda *args: _start(*args, **static), inputs, *arrays)
+    cache = jax.jit(lambda: target.model.init_cache(len(PROMPTS), arrays[0].shape[1]))()
+    assert cache.k.size // cache.k.addressable_shards[0].data.size == 8
+    assert cache.k.shape[-2] % (4 * kv.SLOTS) == 0 and cache.k.shape == state.cache.k.shape
+    state = _start(inputs, *arrays, **static)
+    text = _step.lower(inputs, state, controller=static["controller"]).compile().as_text()
+    gathered = re.findall(r"= (?:\()?\w+\[([\d,]*)\]\S* all-gather\(", text)
+    assert max((np.prod([int(n) for n in dims.split(",") if n]) for dims in gathered), default=0) < cache.k.size // 8
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("length", [0, 64, 65, 255])
+def test_attention_over_parts_of_the_prefix(length, window):
+    """A tree over a prefix on four devices; what lies behind the length may be anything."""
+    batch, t, heads, kv_heads, slots, dim = 2, 5, 4, 2, 256, 16
+    keys = jax.random.split(jax.random.key(length), 5)
+    q = jax.random.normal(keys[0], (batch, t, heads, dim))
+    k, v = (jax.random.normal(key, (batch, kv_heads, t, dim)) for key in keys[1:3])
+    lengths = jnp.array([length, max(length - 40, 0)])
+    held = jnp.arange(slots)[:, None] < lengths[:, None, None, None]
+    prefix = [jnp.where(held, jax.random.normal(key, (batch, kv_heads, slots, dim)), 50.0) for key in keys[3:]]
+    parents = jnp.array([[-1, 0, 0, 1, 1]] * batch)
+    mask = specjax.tree.ancestor_mask(parents, jnp.ones_like(parents, bool))
+    positions = lengths[:, None] + specjax.tree.depths(parents)
+    arrays = q, k, v, *prefix, lengths, positions, mask
+    options = {"scale": dim**-0.5, "softcap": 30.0}
+    wanted = reference(*arrays, window=window, **options)
+
+    def attend(*args, **where):
+        return tree_attention(*args, **where, **options, implementation="xla")
+
+    def local(*args):
+        return over_slots(attend, ("sequence",))(*args, key_positions=positions, layer=None, window=window)
+
+    mesh = specjax.mesh(1, 1, sequence=4)
+    cut = PartitionSpec(None, None, "sequence")
+    specs = (*[PartitionSpec()] * 3, cut, cut, *[PartitionSpec()] * 3)
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))(
+        *arrays
+    )
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("start", [0, 5, 7, 8, 13, 20])
+def test_commit_to_the_part_that_a_device_holds(start):
+    """Windows that lie in one part, across two, or outside."""
+    random = np.random.default_rng(start)
+    make = lambda n: (jnp.asarray(random.normal(size=(1, 2, n, 3)), jnp.float32),)
+    cache = kv.KVCache(make(24), make(24), jnp.array([start]))
+    pending = kv.Pending(make(4), make(4), jnp.zeros((1, 4), jnp.int32), jnp.zeros((1,), jnp.int32))
+    path, count = jnp.array([[0, 2, 3, -1]]), jnp.array([3])
+    whole = kv.commit(cache, pending, path, count)
+    for first in (0, 8, 16):
+        cut = lambda x, first=first: jax.tree.map(lambda leaf: leaf[:, :, first : first + 8], x)
+        part = kv.commit(cache._replace(k=cut(cache.k), v=cut(cache.v)), pending, path, count, jnp.int32(first))
+        np.testing.assert_array_equal(part.k[0], cut(whole.k)[0])
+        np.testing.assert_array_equal(part.v[0], cut(whole.v)[0])
+        np.testing.assert_array_equal(part.length, whole.length)
