@@ -117,8 +117,9 @@ class Layout:
         return self.sharding(x.shape, "data", "heads", tokens, None)
 
     def capacity(self, slots: int) -> int:
-        """At least so many slots, so that every device's part of the cache is one that kernels take."""
-        return -(-slots // (kv.SLOTS * self.parts("slots"))) * kv.SLOTS * self.parts("slots")
+        """Slots of a cache for `slots` tokens; every part of one that is split has some more (`cache.commit`)."""
+        parts = self.parts("slots")
+        return slots if parts == 1 else parts * (-(-slots // (kv.SLOTS * parts)) + 1) * kv.SLOTS
 
     def commit(self, cache: kv.KVCache, pending: kv.Pending, path: Array, num_nodes: Array) -> kv.KVCache:
         """`cache.commit`, each device its own part: left to itself, the compiler gathers what it cannot split."""
@@ -127,8 +128,10 @@ class Layout:
         axes = self.axes("slots")
 
         def local(cache, *rest):
-            first = jax.lax.axis_index(axes) * kv.num_slots(cache) if axes else None
-            return kv.commit(cache, *rest, first_slot=first)
+            if not axes:
+                return kv.commit(cache, *rest)
+            one = jax.tree.leaves(cache.k, is_leaf=lambda x: isinstance(x, Quantized))[0]
+            return kv.commit(cache, *rest, first_slot=jax.lax.axis_index(axes) * kv.slots_of_part(one))
 
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
 
@@ -137,7 +140,7 @@ class Layout:
         compiler.
         """
         slots = self.axes("slots")
-        attend = over_slots(attend, slots) if slots else attend
+        attend = over_slots(attend, slots, kv.slots_of_part) if slots else attend
 
         def split(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window):
             rows = length, positions, mask, key_positions

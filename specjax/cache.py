@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.errors import UsageError
 from specjax.quantization import Quantized, quantize
 from specjax.types import Array, PyTree
 
@@ -71,10 +72,9 @@ def init(batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim
     return KVCache(zeros(), zeros(), jnp.zeros((batch,), jnp.int32))
 
 
-def num_slots(cache: KVCache) -> int:
-    """Slots of a cache, or of the part of it that a device holds."""
-    first = jax.tree.leaves(cache.k, is_leaf=lambda x: isinstance(x, Quantized))[0]
-    return first.shape[-2]
+def slots_of_part(x: Array | Quantized) -> int:
+    """Slots that a device holds of keys or values [..., n, h] split over their slots."""
+    return x.shape[-2] - SLOTS
 
 
 def as_kept(x: Array, slots: Array | Quantized) -> Array | Quantized:
@@ -88,9 +88,11 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, firs
     A whole window of P slots is written from `length[b]` on; entries past `num_nodes` land beyond the new length, where
     they are never read. So the capacity must exceed the longest text by P (slices clamp silently otherwise).
 
-    first_slot: int32[], the position of the first of these slots, if the cache is a part, of at least P slots, of one
-    over several devices.
+    first_slot: int32[], the position of the first of these slots, if they are a part of a cache over several devices.
+    Such a part has SLOTS slots more, behind those it holds, for what is not its own.
     """
+    if first_slot is not None and path.shape[1] > SLOTS:
+        raise UsageError(f"a cache split over its slots takes drafts of at most {SLOTS} nodes, not {path.shape[1]}")
 
     def write(axis, slots, new):  # [..., B, K, S, h], [..., B, K, T, h]; of scales [..., B, K, S], [..., B, K, T]
         rows = axis - 2
@@ -107,7 +109,7 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, firs
             place[rows], place[axis] = b, start[b]
             new = jax.lax.dynamic_slice_in_dim(chosen, b, 1, rows)
             if first_slot is not None:
-                place, new = _within(slots, new, place, axis, start[b] - first_slot)
+                new, place[axis] = _within(new, start[b] - first_slot, slots.shape[axis] - SLOTS, axis)
             return jax.lax.dynamic_update_slice(slots, new, place)
 
         return jax.lax.fori_loop(0, batch, row, slots, unroll=min(batch, 8))
@@ -116,18 +118,15 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, firs
     return KVCache(k, v, cache.length + num_nodes)
 
 
-def _within(slots: Array, new: Array, place: list, axis: int, start: Array) -> tuple[list, Array]:
-    """Where and what to write if only some of the window, or nothing of it, lies in these slots: the rest as it is."""
+def _within(new: Array, start: Array, held: int, axis: int) -> tuple[Array, Array]:
+    """The tokens of a window at slot `start` that a part of `held` slots is to write, and where; others go behind it.
+
+    What lies before the part falls away, what then follows the window's own tokens lies past the text.
+    """
     count = new.shape[axis]
-    inside = jnp.clip(start, 0, slots.shape[axis] - count)
-    place = [*place]
-    place[axis] = inside
-    source = inside + jnp.arange(count) - start  # which new token belongs to each slot of the window
-    shape = [1] * new.ndim
-    shape[axis] = count
-    belongs = ((source >= 0) & (source < count)).reshape(shape)
-    moved = jnp.take(new, source, axis=axis, mode="clip")
-    return place, jnp.where(belongs, moved, jax.lax.dynamic_slice(slots, place, new.shape))
+    start = jnp.clip(start, -count, held)
+    behind = jnp.pad(new, [(0, count if n == axis % new.ndim else 0) for n in range(new.ndim)])
+    return jax.lax.dynamic_slice_in_dim(behind, jnp.maximum(-start, 0), count, axis), jnp.maximum(start, 0)
 
 
 def widen(pending: PyTree, slots: int) -> PyTree:

@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 
 
-def over_slots(attend: Callable, axes: tuple[str, ...]) -> Callable:
+def over_slots(attend: Callable, axes: tuple[str, ...], held: Callable = lambda x: x.shape[-2]) -> Callable:
     """`tree_attention` inside of `shard_map`, where device i along `axes` holds the i-th part of the prefix's slots.
 
     All other arguments are whole on every device. The new tokens count once, on the first.
+
+    held: how many slots count of a part [..., S, h] of the keys; what lies behind is not read.
     """
 
     def run(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window):
-        slots = prefix_k.shape[-2]
+        slots = held(prefix_k)
         part = jax.lax.axis_index(axes)
         first = part * slots  # what follows only compares positions, so it may count from there
         out, total = attend(

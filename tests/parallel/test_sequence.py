@@ -14,6 +14,7 @@ from specjax import cache as kv
 from specjax import trees
 from specjax.decode import _start, _step, prepare
 from specjax.drafters import prompt_lookup, two_model
+from specjax.errors import UsageError
 from specjax.pallas_kernels.tree_attention import over_slots, tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
 
@@ -46,6 +47,7 @@ def test_no_device_holds_or_gathers_the_whole_cache():
     cache = jax.jit(lambda: target.model.init_cache(len(PROMPTS), arrays[0].shape[1]))()
     assert cache.k.size // cache.k.addressable_shards[0].data.size == 8
     assert cache.k.shape[-2] % (4 * kv.SLOTS) == 0 and cache.k.shape == state.cache.k.shape
+    assert 4 * kv.slots_of_part(cache.k.addressable_shards[0].data) >= arrays[0].shape[1]
     state = _start(inputs, *arrays, **static)
     text = _step.lower(inputs, state, controller=static["controller"]).compile().as_text()
     gathered = re.findall(r"= (?:\()?\w+\[([\d,]*)\]\S* all-gather\(", text)
@@ -94,9 +96,16 @@ def test_commit_to_the_part_that_a_device_holds(start):
     pending = kv.Pending(make(4), make(4), jnp.zeros((1, 4), jnp.int32), jnp.zeros((1,), jnp.int32))
     path, count = jnp.array([[0, 2, 3, -1]]), jnp.array([3])
     whole = kv.commit(cache, pending, path, count)
+    behind = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, kv.SLOTS), (0, 0)))
     for first in (0, 8, 16):
-        cut = lambda x, first=first: jax.tree.map(lambda leaf: leaf[:, :, first : first + 8], x)
+        cut = lambda x, first=first: jax.tree.map(lambda leaf: behind(leaf[:, :, first : first + 8]), x)
         part = kv.commit(cache._replace(k=cut(cache.k), v=cut(cache.v)), pending, path, count, jnp.int32(first))
-        np.testing.assert_array_equal(part.k[0], cut(whole.k)[0])
-        np.testing.assert_array_equal(part.v[0], cut(whole.v)[0])
+        text = np.clip(start + 3 - first, 0, 8)  # slots past the text are never read
+        for ours, theirs in zip((part.k, part.v), (whole.k, whole.v), strict=True):
+            np.testing.assert_array_equal(ours[0][:, :, :text], cut(theirs)[0][:, :, :text])
         np.testing.assert_array_equal(part.length, whole.length)
+
+
+def test_a_draft_wider_than_what_a_part_takes():
+    with pytest.raises(UsageError, match="at most 128 nodes, not 129"):
+        kv.commit(None, None, jnp.zeros((1, 129), jnp.int32), jnp.array([1]), jnp.int32(0))
