@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from specjax.errors import UsageError
 from specjax.models.bridge import check_cache_dtype, make_model
@@ -27,6 +28,8 @@ def load(
     dtype: str = "float32",
     stacked: bool | None = None,
     cache_dtype: str | None = None,
+    mesh: Mesh | None = None,
+    over: tuple[str, ...] | None = None,
 ) -> tuple[Target, Tokenizer]:
     """A model with its weights, and its tokenizer.
 
@@ -39,6 +42,8 @@ def load(
         on CPU, stacked elsewhere.
       cache_dtype: "int8": keys and values rounded to int8, with a scale per token and head: half the memory of
         bfloat16. Another model than without, though nearly: methods keep their guarantees towards it. None: dtype.
+      mesh, over: read each device's part of the weights straight to it, as `specjax.shard` would place them; of several
+        hosts each reads only what its own devices hold.
 
     Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
     """
@@ -53,7 +58,7 @@ def load(
         checkpoint, tokenizer = _read(
             path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, name=_name(source, path)
         )
-        return Target(make_model(checkpoint.config), assemble(checkpoint)), tokenizer
+        return Target(make_model(checkpoint.config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
 

@@ -1,23 +1,26 @@
 """From a table of stored tensors to the parameters of a model, one tensor at a time.
 
 The largest come first, so that the scratch memory of the biggest is never on top of a full model. On CPU the arrays
-that are filled here *become* the parameters (jax aliases aligned memory), so no weight exists twice.
+that are filled here *become* the parameters (jax aliases aligned memory), so no weight exists twice. With a mesh each
+process fills only the parts of its own devices, from the rows that these need: no process holds or reads a whole model.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax.errors import UsageError
 from specjax.models.bridge import Config, abstract_params
+from specjax.models.layout import spread
 from specjax.models.loading.tensors import Tensor, read_rows
 from specjax.types import PyTree
 
@@ -60,33 +63,54 @@ class Leaf(NamedTuple):
     dtype: np.dtype
     parts: tuple[Stored, ...]
     stacked: bool
+    sharding: Any = None  # None: of the default device
+    copies: int = 1  # of each key/value head, which the file has once
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of one stored tensor, as the file must have it."""
+        shape = self.shape[1:] if self.stacked else self.shape
+        return (shape[0] // self.copies, *shape[1:])
 
 
-def assemble(checkpoint: Checkpoint) -> PyTree:
-    """The parameters of `checkpoint.config`.
+class Piece(NamedTuple):
+    """What one device, or several that hold the same, get of a parameter."""
+
+    where: tuple[slice, ...]  # of the parameter
+    values: np.ndarray
+    devices: tuple[jax.Device | None, ...]
+
+
+def assemble(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> PyTree:
+    """The parameters of `checkpoint.config`; with a mesh those of `specjax.shard`, each device's part alone.
 
     Raises: UsageError that lists every tensor that is missing, superfluous or wrongly shaped.
     """
-    leaves = list(_leaves(checkpoint))
+    leaves = list(_leaves(checkpoint, mesh, over))
     _check(checkpoint, leaves)
     params: dict = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for leaf in sorted(leaves, key=lambda leaf: -math.prod(leaf.shape)):
-            _insert(params, leaf.keys, jax.device_put(_fill(leaf, checkpoint.tensors, pool)))
+            _insert(params, leaf.keys, _fill(leaf, checkpoint, pool))
     return params
 
 
-def _leaves(checkpoint: Checkpoint) -> Iterator[Leaf]:
+def _leaves(checkpoint: Checkpoint, mesh: Mesh | None, over: tuple[str, ...] | None) -> Iterator[Leaf]:
     """The parameters that the model wants, with the names of their tensors in the file."""
-    stacked = checkpoint.config.stacked
-    for path, struct in jax.tree_util.tree_flatten_with_path(abstract_params(checkpoint.config))[0]:
+    config = checkpoint.config
+    wide, layout = (config, None) if mesh is None else spread(config, mesh, over)
+    shapes = abstract_params(wide)
+    shardings = jax.tree.map(lambda x: None, shapes) if layout is None else layout.params(shapes)
+    flat = jax.tree_util.tree_flatten_with_path(shapes)[0]
+    for (path, struct), sharding in zip(flat, jax.tree.leaves(shardings, is_leaf=lambda x: x is None), strict=True):
         keys = tuple(entry.key for entry in path)
-        in_stack = stacked and keys[0] == "layers"
+        in_stack = config.stacked and keys[0] == "layers"
         layers = range(struct.shape[0]) if in_stack else [k for k in keys if isinstance(k, int)] or [0]
         names = ["*" if isinstance(key, int) else key for key in keys]
         stored = checkpoint.stored[".".join(["layers", "*", *names[1:]] if in_stack else names)]
         parts = tuple(stored._replace(name=stored.name.replace("*", str(layer))) for layer in layers)
-        yield Leaf(keys, struct.shape, struct.dtype, parts, in_stack)
+        copies = wide.num_kv_heads // config.num_kv_heads if keys[-2] in ("k", "v") else 1
+        yield Leaf(keys, struct.shape, struct.dtype, parts, in_stack, sharding, copies)
 
 
 def _check(checkpoint: Checkpoint, leaves: list[Leaf]) -> None:
@@ -94,7 +118,7 @@ def _check(checkpoint: Checkpoint, leaves: list[Leaf]) -> None:
     tensors, missing, wrong = checkpoint.tensors, [], []
     needed = set()
     for leaf in leaves:
-        want = leaf.shape[1:] if leaf.stacked else leaf.shape
+        want = leaf.row_shape
         for part in leaf.parts:
             needed.add(part.name)
             if part.name not in tensors:
@@ -116,34 +140,78 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _fill(leaf: Leaf, tensors: dict[str, Tensor], pool: ThreadPoolExecutor) -> np.ndarray:
+def _fill(leaf: Leaf, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> jax.Array:
     """Read, convert and place all parts of one parameter, a chunk of rows per task."""
-    out = _aligned(leaf.shape, leaf.dtype)
+    pieces = _pieces(leaf)
     tasks = []
-    for part, slot in zip(leaf.parts, out if leaf.stacked else [out], strict=True):
-        tensor = tensors[part.name]
-        order = _half_split_rows(tensor.shape[0], part.heads) if part.heads else None
-        rows = max(1, CHUNK // math.prod(tensor.shape[1:]))
-        for start in range(0, tensor.shape[0], rows):
-            stop = min(start + rows, tensor.shape[0])
-            tasks.append(pool.submit(_place, slot, tensor, start, stop, part.add, order))
+    for layer, part in enumerate(leaf.parts):
+        tensor = checkpoint.tensors[part.name]
+        source = _source_rows(leaf, part, checkpoint.config.head_dim)
+        slots = [
+            (piece.where[leaf.stacked :], piece.values[layer] if leaf.stacked else piece.values) for piece in pieces
+        ]
+        step = max(1, CHUNK // math.prod(tensor.shape[1:]))
+        for start in range(0, tensor.shape[0], step):
+            stop = min(start + step, tensor.shape[0])
+            tasks.append(pool.submit(_place, slots, tensor, start, stop, part.add, source))
     for task in tasks:
         task.result()
-    return out
+    placed = [jax.device_put(piece.values, device) for piece in pieces for device in piece.devices]
+    if leaf.sharding is None:
+        return placed[0]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
 
 
-def _place(slot: np.ndarray, tensor: Tensor, start: int, stop: int, add: float, order: np.ndarray | None) -> None:
-    """Rows `start:stop` of a tensor into the parameter. What is added is added in float32, before rounding."""
-    rows = read_rows(tensor, start, stop)
-    slot[slice(start, stop) if order is None else order[start:stop]] = rows + np.float32(add) if add else rows
+def _pieces(leaf: Leaf) -> list[Piece]:
+    """Of the devices of this process."""
+    whole = tuple(slice(0, size) for size in leaf.shape)
+    found: dict[tuple, list] = {}
+    if leaf.sharding is None:
+        found[tuple((s.start, s.stop) for s in whole)] = [None]
+    else:
+        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+            bounds = (part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+            found.setdefault(tuple(bounds), []).append(device)
+    return [
+        Piece(tuple(slice(*pair) for pair in where), _aligned([b - a for a, b in where], leaf.dtype), tuple(devices))
+        for where, devices in found.items()
+    ]
 
 
-def _half_split_rows(num_rows: int, heads: int) -> np.ndarray:
-    """int[num_rows]: where each stored row goes. Stored pairs (2i, 2i + 1) of a head become rows i and i + h/2."""
-    return np.arange(num_rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+def _source_rows(leaf: Leaf, part: Stored, head_dim: int) -> np.ndarray | None:
+    """int[rows]: the stored row of each row of the parameter; None if they are the same."""
+    if not part.heads and leaf.copies == 1:
+        return None
+    rows = np.arange(leaf.row_shape[0])
+    if part.heads:  # stored pairs (2i, 2i + 1) of a head are rows i and i + h/2
+        rows = rows.reshape(part.heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return np.repeat(rows.reshape(-1, head_dim), leaf.copies, 0).reshape(-1)
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _place(slots: list, tensor: Tensor, start: int, stop: int, add: float, source: np.ndarray | None) -> None:
+    """Stored rows `start:stop` to where they belong. What is added is added in float32, before rounding."""
+    wanted = []
+    for (rows, *others), values in slots:
+        if source is None:
+            low, high = max(start, rows.start), min(stop, rows.stop)
+            if low < high:
+                wanted.append(
+                    (values, slice(low - rows.start, high - rows.start), slice(low - start, high - start), others)
+                )
+        else:
+            here = source[rows]
+            places = np.flatnonzero((here >= start) & (here < stop))
+            if places.size:
+                wanted.append((values, places, here[places] - start, others))
+    if not wanted:
+        return
+    read = read_rows(tensor, start, stop)
+    read = read + np.float32(add) if add else read
+    for values, places, chosen, others in wanted:
+        values[places] = read[(chosen, *others)]
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An uninitialised array whose memory jax can adopt."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
