@@ -165,7 +165,7 @@ def report_on(job: Job, cache: bool, notify: Notify) -> Report:
         steps = found[0], next(p for p in found if p.name == f"{job.method} step")
         if all(p.compiles for p in steps):
             ratio = {side: steps[1].seconds[side] / steps[0].seconds[side] for side in ("roofline", "schedule")}
-            tokens = _tokens_of(job)
+            tokens = tokens_of(job)
             for rate in cost.ACCEPTANCE_RATES:
                 e = tokens(rate)
                 speedups.append(SpeedUp(rate, e, e / ratio["roofline"], e / ratio["schedule"]))
@@ -173,7 +173,7 @@ def report_on(job: Job, cache: bool, notify: Notify) -> Report:
     return Report(describe(job), _chip(job), versions(), tuple(found), tuple(speedups), ratio, tuple(fits))
 
 
-def _tokens_of(job: Job) -> Callable[[float], float]:
+def tokens_of(job: Job) -> Callable[[float], float]:
     """Expected tokens per pass of the job's drafter, by acceptance rate."""
     drafter = _drafter_shape(job)
     return cost.draft_shape(job, drafter.num_nodes, drafter.max_depth)
@@ -235,7 +235,7 @@ def compile_programs(
     if missing:
         devices = chips.describe_devices(job.topology)
         drafter = None if nodes is None else programs.probe(nodes)
-        rounds = math.ceil(job.max_new_tokens / (_tokens_of(job)(ROUNDS_AT) if nodes is None else 1.0))
+        rounds = math.ceil(job.max_new_tokens / (tokens_of(job)(ROUNDS_AT) if nodes is None else 1.0))
         built = programs.build(job, devices, drafter=drafter, rounds=rounds)
         passes = 0 if nodes is not None else cost.draft_passes(job, _drafter_shape(job).max_depth)
         needed = cost.must_bytes(job, built.arguments, built.state, passes, rounds)
