@@ -107,7 +107,8 @@ def plot(found: list[dict], args: argparse.Namespace) -> None:
         for kind, color in (("plain", "tab:gray"), ("tree", "tab:green")):
             low, high = ([row[f"{kind} {side}"][index] for row in good] for side in SIDES)
             axes.fill_between([row["chips"] for row in good], low, high, color=color, alpha=0.35, label=kind)
-        axes.set(xscale="log", yscale="log", xlabel=f"chips ({args.chip})", ylabel=what)
+        axes.set(xscale="log", ylim=(0, 1.05 * max(row[f"plain {SIDES[1]}"][index] for row in good)), ylabel=what)
+        axes.set_xlabel(f"chips ({args.chip})")
         axes.set_xticks([row["chips"] for row in good], [str(row["chips"]) for row in good])
         axes.minorticks_off()
         axes.legend(title="roofline to schedule")
