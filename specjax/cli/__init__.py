@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -46,7 +47,7 @@ def _specjax(
 ) -> None:
     """Speculative and parallel decoding in JAX.
 
-    Exit codes: 0 done, 1 refused comparison, 2 bad input, 130 interrupted.
+    Exit codes: 0 done, 1 refused comparison, 2 bad input, 3 another host failed, 130 interrupted.
     """
 
 
@@ -63,12 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UsageError as error:
         code = _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
+        code = _tell_hosts("interrupted", 130)
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+        code = _tell_hosts("the reader of its output went away", 1)
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of the argument parser's
+            _break_off(error)
             raise
         code = _complain(error.format_message()) if error.format_message() else 2
     raise SystemExit(code if isinstance(code, int) else 0)
@@ -76,4 +78,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _complain(sentence: str) -> int:
     print(f"specjax: {' '.join(sentence.split())}", file=sys.stderr)
-    return 2
+    return _tell_hosts(sentence, 2)
+
+
+def _tell_hosts(sentence: str, code: int) -> int:
+    """On several hosts, end the others too; does not return there."""
+    from specjax.parallel import hosts
+
+    hosts.fail(sentence, code)
+    return code
+
+
+def _break_off(error: Exception) -> None:
+    """On several hosts: an unforeseen error of this one, or a collective that another one left."""
+    from specjax.parallel import hosts
+
+    if not hosts.is_distributed():
+        return
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if "Gloo" in reason or "UNAVAILABLE" in reason or "NCCL" in reason:
+        sentence = f"a collective failed, as it does when another host stops ({reason[:200]})"
+        print(f"specjax: {sentence}", file=sys.stderr)
+        hosts.fail(sentence, hosts.FAILED)
+    traceback.print_exception(error)
+    hosts.fail(reason, 1)

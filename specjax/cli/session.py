@@ -59,7 +59,9 @@ class Session(NamedTuple):
 
             options |= {"tree": tree and parse(tree), "stop": stop and stops.parse(stop)}
         try:
-            return make_drafter(method, self.target, draft, **options)
+            drafter = make_drafter(method, self.target, draft, **options)
+            mesh = self.target.model.mesh
+            return drafter if mesh is None else _on_mesh(drafter, mesh)
         except UsageError as error:
             sentence = str(error)
             for option in budgets:  # the flag, not the factory's name for it
@@ -75,8 +77,9 @@ def open_session(
     no_cache: bool,
     datastore: Path | None = None,
     cache_dtype: str | None = None,
+    mesh=None,
 ) -> Session:
-    """Load the models, with a progress line on `log`.
+    """Load the models, spread over the mesh if there is one, with a progress line on `log`.
 
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
@@ -96,7 +99,30 @@ def open_session(
             draft_model, other = _load("--draft", draft, chosen, cache_dtype)
             _check_vocabularies(tokenizer, other)
             _check_sizes(model, draft_model)
+        if mesh is not None:
+            model, draft_model = _spread(model, draft_model, mesh)
     return Session(model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype)
+
+
+def _spread(target: Target, draft: Target | None, mesh) -> tuple[Target, Target | None]:
+    """The target over all of the mesh, a draft model whole on every device."""
+    from specjax.parallel import shard
+
+    try:
+        target = shard(target, mesh)
+    except UsageError as error:
+        raise UsageError(f"--model: {error}") from None
+    return target, draft and shard(draft, mesh, over=())
+
+
+def _on_mesh(drafter: Drafter, mesh) -> Drafter:
+    """Its own arrays, whole on every device; those that it shares with a model lie on the mesh already."""
+    import jax
+
+    from specjax.parallel import place
+
+    here = lambda x: isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+    return drafter.replace(params=jax.tree.map(lambda x: x if here(x) else place(x, mesh), drafter.params))
 
 
 def _open_datastore(folder: Path | None) -> Datastore | None:
@@ -217,6 +243,7 @@ def provenance(session: Session) -> dict:
             "backend": jax.default_backend(),
             "device_kind": device.device_kind,
             "device_count": jax.device_count(),
+            "hosts": jax.process_count(),
         },
         "target": session.target.model.name,
         "draft": session.draft.model.name if session.draft else None,
