@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,8 +38,10 @@ DataOption = Annotated[
 ]
 ModelOption = Annotated[
     int | None,
-    typer.Option("--model", help="Devices that the weights are split over; default: all that are left.", show_default=False),
-]  # fmt: skip
+    typer.Option(
+        "--model", help="Devices that the weights are split over; default: all that are left.", show_default=False
+    ),
+]
 CheckpointOption = Annotated[
     Path | None,
     typer.Option(
@@ -70,6 +74,7 @@ def join(arguments: dict[str, Any]) -> None:
         require(arguments[name] >= 1, f"{flag} must be at least 1 second, not {arguments[name]:g}")
     from specjax.parallel import hosts
 
+    _keep_stdout()
     try:
         hosts.initialize(
             *(arguments[name] for name in names),
@@ -84,6 +89,14 @@ def join(arguments: dict[str, Any]) -> None:
     hosts.check_same(hosts.versions(), "versions of specjax or jax")
     settings = {name: value for name, value in arguments.items() if name not in OF_ONE_HOST}
     hosts.check_same(settings, "options")
+
+
+def _keep_stdout() -> None:
+    """Only what this program prints goes to stdout; what libraries print there, such as gloo, to stderr."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors="replace", buffering=1)
 
 
 def is_first() -> bool:

@@ -25,6 +25,7 @@ FAILED = 3
 
 _KEYS = "specjax/hosts"
 _ended = threading.Event()
+_gave_up = threading.Event()
 
 
 def initialize(
@@ -69,6 +70,8 @@ def initialize(
     thread.start()
     thread.join(max(deadline - time.monotonic(), 1))
     if thread.is_alive():
+        _gave_up.set()
+        atexit.register(_leave, 1)
         wanted = f"{num_processes} processes" if num_processes else "all processes"
         where = f" at {coordinator}" if coordinator else ""
         raise UsageError(
@@ -121,18 +124,25 @@ def fail(sentence: str, code: int) -> None:
 
     A process that only raised would wait for the others, and they for it, in a collective that it never joins.
     """
+    if _gave_up.is_set():
+        _leave(code)
     client = _client()
     if client is None:
         return
     _ended.set()
-    sys.stdout.flush()
-    sys.stderr.flush()
     try:
         client.key_value_set(f"{_KEYS}/{jax.process_index()}", f"!{sentence}", allow_overwrite=True)
         if jax.process_index() == 0:  # it is the one that they ask
             time.sleep(2 * _Watch.period + _Watch.grace)
     except Exception:  # the coordinator is gone
         pass
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """Exit without goodbye: JAX would wait for the other processes, or abort this one while it still connects."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
