@@ -160,11 +160,9 @@ def stream(
     )
     decoding = {"controller": static["controller"]}
 
-    def steps():
+    def steps(kept: _Kept | None):
         state = _start(inputs, tokens, lengths, keys, **static)
-        kept = None
-        if checkpoint is not None:
-            kept = _Kept(checkpoint, (inputs, tokens, lengths, keys, static))
+        if kept is not None:
             state, so_far = kept.resume(state)
             if so_far is not None:
                 yield so_far
@@ -180,10 +178,20 @@ def stream(
             info, over = jax.device_get((info, over))
             yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info)
             ahead = None if over else following
-        if kept is not None:
-            kept.running.close()
 
-    return steps()
+    if checkpoint is None:
+        return steps(None)
+    return _closing(steps, _Kept(checkpoint, (inputs, tokens, lengths, keys, static)))
+
+
+def _closing(steps, kept: _Kept) -> Generator[StreamStep, None, None]:
+    """The steps; at their end, or when the caller leaves, what is being written is finished."""
+    try:
+        yield from steps(kept)
+    except GeneratorExit:
+        kept.running.close()
+        raise
+    kept.running.close()
 
 
 def _rows(tokens: np.ndarray, count: np.ndarray) -> list[list[int]]:

@@ -112,7 +112,8 @@ def save_for_ever(folder: str) -> None:
     running = Running(parallel.Checkpoints(folder, 1), {"prompts": "a"})
     for step in range(10**9):
         rows = np.full((4,), step, np.int32)
-        state = DecodeState(np.full((4, 8), step), rows, rows < 0, rows, rows, np.full((1 << 20,), step), (), ())
+        tokens, cache = np.full((4, 8), step, np.int32), np.full((1 << 20,), step, np.int32)
+        state = DecodeState(tokens, rows, rows < 0, rows, rows, cache, (), ())
         running.save(step, state, rows)
         print("saved", step, flush=True)
 

@@ -124,7 +124,8 @@ def test_killed_while_it_writes(tmp_path):
     assert os.listdir(tmp_path)
     rows = np.zeros((4,), np.int32)
     where = lambda x: jax.device_put(x, jax.devices()[0])
-    state = where(DecodeState(np.zeros((4, 8), int), rows, rows < 0, rows, rows, np.zeros((1 << 20,), int), (), ()))
+    tokens, cache = np.zeros((4, 8), np.int32), np.zeros((1 << 20,), np.int32)
+    state = where(DecodeState(tokens, rows, rows < 0, rows, rows, cache, (), ()))
     step, state, stats = Running(parallel.Checkpoints(tmp_path, 1), {"prompts": "a"}).resume(state, where(rows))
     assert step >= 3
     assert all((leaf == step).all() for leaf in (state.tokens, state.length, state.cache, stats))
