@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -70,7 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _tell_hosts("the reader of its output went away", 1)
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of the argument parser's
-            _break_off(error)
             raise
         code = _complain(error.format_message()) if error.format_message() else 2
     raise SystemExit(code if isinstance(code, int) else 0)
@@ -87,18 +85,3 @@ def _tell_hosts(sentence: str, code: int) -> int:
 
     hosts.fail(sentence, code)
     return code
-
-
-def _break_off(error: Exception) -> None:
-    """On several hosts: an unforeseen error of this one, or a collective that another one left."""
-    from specjax.parallel import hosts
-
-    if not hosts.is_distributed():
-        return
-    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    if "Gloo" in reason or "UNAVAILABLE" in reason or "NCCL" in reason:
-        sentence = f"a collective failed, as it does when another host stops ({reason[:200]})"
-        print(f"specjax: {sentence}", file=sys.stderr)
-        hosts.fail(sentence, hosts.FAILED)
-    traceback.print_exception(error)
-    hosts.fail(reason, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -33,7 +31,7 @@ class Generation:
         rows: list[Encoded],
         batch_size: int,
         compare: bool,
-        checkpoint: Path | None = None,
+        checkpoint: str | None = None,
         checkpoint_every: int = 64,
     ):
         self.session, self.settings, self.batch_size = session, settings, batch_size
@@ -80,7 +78,7 @@ class Generation:
         """Each batch has a folder; that of a finished one holds its text."""
         if self.checkpoint is None:
             return None
-        return Checkpoints(self.checkpoint / f"batch-{number:05d}", self.checkpoint_every)
+        return Checkpoints(f"{self.checkpoint.rstrip('/')}/batch-{number:05d}", self.checkpoint_every)
 
     def _run_group(
         self, group: list[Encoded], out: Console, log: Console, checkpoint: Checkpoints | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -43,7 +42,7 @@ ModelOption = Annotated[
     ),
 ]
 CheckpointOption = Annotated[
-    Path | None,
+    str | None,  # not a Path, which would spoil gs://
     typer.Option(
         "--checkpoint",
         help="A folder, seen by all hosts, for the state of the run: the same command continues from it.",

@@ -88,9 +88,8 @@ def open_session(
     use_cache(not no_cache)
     store = _open_datastore(datastore)
     chosen = choose_dtype(dtype)
-    with stage(
-        log, f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({describe_dtype(dtype, chosen)})"
-    ) as clock:
+    doing, done = f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({describe_dtype(dtype, chosen)})"
+    with stage(log, doing, done) as clock, _first_in_host_memory(mesh):
         model, tokenizer = _load("--target", target, chosen, cache_dtype)
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
@@ -102,6 +101,18 @@ def open_session(
         if mesh is not None:
             model, draft_model = _spread(model, draft_model, mesh)
     return Session(model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype)
+
+
+def _first_in_host_memory(mesh) -> contextlib.AbstractContextManager:
+    """What is split over a mesh need not fit on its first device."""
+    import jax
+
+    if mesh is None or jax.default_backend() == "cpu":
+        return contextlib.nullcontext()
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS leaves CPU out
+        return contextlib.nullcontext()
 
 
 def _spread(target: Target, draft: Target | None, mesh) -> tuple[Target, Target | None]:

@@ -24,6 +24,7 @@ FAILED = 3
 """Exit code of a host that ends because another one did."""
 
 _KEYS = "specjax/hosts"
+_COLLECTIVES = ("Gloo", "NCCL", "UNAVAILABLE")
 _ended = threading.Event()
 _gave_up = threading.Event()
 
@@ -122,6 +123,7 @@ def versions() -> dict[str, str]:
 def fail(sentence: str, code: int) -> None:
     """End this process at once, and the others soon with the sentence. Does nothing in a program of one process.
 
+    `initialize` sees to it that an exception that nobody catches ends here.
     A process that only raised would wait for the others, and they for it, in a collective that it never joins.
     """
     if _gave_up.is_set():
@@ -258,6 +260,22 @@ def _start_watch(heartbeat: float) -> None:
 
     thread.start()
     atexit.register(end)  # runs before JAX leaves the cluster
+    sys.excepthook = _tell_after(sys.excepthook)
+
+
+def _tell_after(show):
+    """An excepthook that ends the other hosts too."""
+
+    def hook(kind, error, trace):
+        show(kind, error, trace)
+        lines = str(error).strip().splitlines() or [""]
+        sentence, code = f"{kind.__name__}: {lines[0]}", 1
+        if any(word in sentence for word in _COLLECTIVES):
+            sentence, code = f"a collective failed, as it does when another host stops ({sentence[:200]})", FAILED
+            _say(sentence)
+        fail(sentence, code)
+
+    return hook
 
 
 def _say(sentence: str) -> None:

@@ -63,8 +63,8 @@ def methods(address: str, count: str, host: str, *names: str) -> None:
         print(json.dumps({"name": name, "texts": texts, "streamed": streamed}), flush=True)
 
 
-def rounds(address: str, count: str, host: str) -> None:
-    """Decode for ever."""
+def rounds(address: str, count: str, host: str, failing: str = "none") -> None:
+    """Decode for ever, or until one host raises."""
     parallel = join(address, count, host, heartbeat=6)
     from toy import tiny_llama
 
@@ -78,6 +78,8 @@ def rounds(address: str, count: str, host: str) -> None:
         result = specjax.decode(target, "autoregressive", rows, key=keys, max_new_tokens=200)
         parallel.gather(result)
         print("round", number, flush=True)
+        if number == 2 and host == failing:
+            raise ValueError("this host has no room left")
 
 
 def cli(*arguments: str) -> None:

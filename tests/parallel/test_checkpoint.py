@@ -24,7 +24,7 @@ OPTIONS = {"key": jax.random.key(0), "max_new_tokens": 24, "temperature": 0.8}
 
 
 def spread(data, model):
-    return parallel.shard(tiny_llama(num_heads=8, num_kv_heads=4), parallel.mesh(data, model))
+    return parallel.shard(tiny_llama(layers=1, num_heads=8, num_kv_heads=4), parallel.mesh(data, model))
 
 
 def run(target, drafter, folder, stop=None, every=4, **changes):
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):
 
 
 def test_fingerprints_do_not_depend_on_the_mesh_or_the_process():
-    whole = tiny_llama(num_heads=8, num_kv_heads=4)
+    whole = tiny_llama(layers=1, num_heads=8, num_kv_heads=4)
     assert fingerprint.of_model(whole) == fingerprint.of_model(spread(2, 4)) != fingerprint.of_model(tiny_llama())
     assert fingerprint.of_model(tiny_llama()) != fingerprint.of_model(tiny_llama(seed=1))
     assert " at 0x" not in repr(fingerprint.describe(token_recycling(64)))
@@ -131,6 +131,7 @@ def test_killed_while_it_writes(tmp_path):
     assert all((leaf == step).all() for leaf in (state.tokens, state.length, state.cache, stats))
 
 
+@pytest.mark.slow
 def test_generate_continues_on_two_hosts(tmp_path):
     """Killed in the middle; started again, both hosts go on, and host 0 prints the whole text once."""
     flags = ("--distributed", "--coordinator", "ADDRESS", "--num-processes", "COUNT", "--process-id", "HOST")

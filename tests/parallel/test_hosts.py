@@ -27,8 +27,8 @@ def alone(name):
 @pytest.mark.parametrize(
     ("count", "names"),
     [
-        (2, ("prompt_lookup", "two_model")),
-        pytest.param(4, ("token_recycling", "auto"), marks=pytest.mark.slow),
+        (2, ("prompt_lookup",)),
+        pytest.param(4, ("token_recycling", "auto", "two_model"), marks=pytest.mark.slow),
         pytest.param(2, sorted(METHODS), marks=pytest.mark.exhaustive),
     ],
 )
@@ -62,6 +62,16 @@ def test_a_dead_host_ends_the_other(victim):
     assert any(words in survivor.err for words in ("stopped sending heartbeats", "Socket closed", "Gloo")), survivor.err
     if victim == 1:
         assert "host 1 has been silent for" in survivor.err or "Gloo" in survivor.err
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_on_one_host_ends_the_other(failing):
+    with Hosts(2, "rounds", *ADDRESS, str(failing)) as running:
+        ended = running.wait(timeout=120)
+    assert ended[failing].code == 1 and "Traceback" in ended[failing].err
+    other = ended[1 - failing]
+    assert other.code == hosts.FAILED
+    assert f"host {failing} failed: ValueError: this host has no room left" in other.err or "Gloo" in other.err
 
 
 def test_generate_on_two_hosts(tmp_path, monkeypatch):
