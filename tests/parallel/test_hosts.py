@@ -28,7 +28,8 @@ def alone(name):
     ("count", "names"),
     [
         (2, ("prompt_lookup",)),
-        pytest.param(4, ("token_recycling", "auto", "two_model"), marks=pytest.mark.slow),
+        pytest.param(4, ("token_recycling",), marks=pytest.mark.slow),
+        pytest.param(2, ("auto", "jacobi", "two_model"), marks=pytest.mark.slow),
         pytest.param(2, sorted(METHODS), marks=pytest.mark.exhaustive),
     ],
 )
@@ -71,7 +72,7 @@ def test_an_exception_on_one_host_ends_the_other(failing):
     assert ended[failing].code == 1 and "Traceback" in ended[failing].err
     other = ended[1 - failing]
     assert other.code == hosts.FAILED
-    assert f"host {failing} failed: ValueError: this host has no room left" in other.err or "Gloo" in other.err
+    assert f"host {failing} failed: ValueError: this host has no room left" in other.err
 
 
 def test_generate_on_two_hosts(tmp_path, monkeypatch):
