@@ -131,13 +131,20 @@ def fail(sentence: str, code: int) -> None:
     client = _client()
     if client is None:
         return
+    if _ended.is_set():  # the watch is about to leave, for another host's reason
+        time.sleep(30)
     _ended.set()
     try:
         client.key_value_set(f"{_KEYS}/{jax.process_index()}", f"!{sentence}", allow_overwrite=True)
-        time.sleep(2 * _Watch.period + _Watch.grace)  # till they have read it, before a collective breaks off
+        _linger(jax.process_index())
     except Exception:  # the coordinator is gone
         pass
     _leave(code)
+
+
+def _linger(process_id: int) -> None:
+    """Stay until the others have read why, before a collective breaks off; longest where they ask."""
+    time.sleep(2 * _Watch.period + _Watch.grace + (process_id == 0))
 
 
 def _leave(code: int) -> None:
@@ -235,7 +242,10 @@ class _Watch:
                 continue
             if value.startswith("!"):
                 if not _ended.wait(self.grace):
+                    _ended.set()
                     _say(f"host {host} failed: {value[1:]}")
+                    if self.me == "0":
+                        _linger(0)
                     os._exit(FAILED)
                 return
             if self.last.get(host, ("", 0.0))[0] != value:
@@ -266,6 +276,8 @@ def _tell_after(show):
     """An excepthook that ends the other hosts too."""
 
     def hook(kind, error, trace):
+        if _ended.is_set():
+            fail("", FAILED)
         show(kind, error, trace)
         lines = str(error).strip().splitlines() or [""]
         sentence, code = f"{kind.__name__}: {lines[0]}", 1
