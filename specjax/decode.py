@@ -15,6 +15,8 @@ from specjax import checks
 from specjax.controllers import fixed
 from specjax.errors import UsageError
 from specjax.methods import make_drafter
+from specjax.parallel.arrays import gather, is_far, place_one, replicate
+from specjax.parallel.checkpoint import Checkpoints
 from specjax.sampling import row_keys
 from specjax.speculative import Inputs, add_stats, buffer_size, speculative, zero_stats
 from specjax.types import Array, Controller, DecodeState, Drafter, Info, Sampling, Stats, Target, VerifyFn
@@ -38,7 +40,7 @@ class DecodeResult(NamedTuple):
     @property
     def finish_reasons(self) -> list[str]:
         """Per row "eos" or "length"."""
-        return ["eos" if eos else "length" for eos in np.asarray(self.hit_eos)]
+        return ["eos" if eos else "length" for eos in _here(self.hit_eos)]
 
     @property
     def block_efficiency(self) -> Array:
@@ -57,7 +59,13 @@ class DecodeResult(NamedTuple):
 
     def to_lists(self) -> list[list[int]]:
         """The decoded tokens of each row, without padding."""
-        return [row[:n].tolist() for row, n in zip(np.asarray(self.tokens), np.asarray(self.lengths), strict=True)]
+        return [row[:n].tolist() for row, n in zip(_here(self.tokens), _here(self.lengths), strict=True)]
+
+
+def _here(x) -> np.ndarray:
+    if is_far(x):
+        raise UsageError("some rows are on other hosts; call specjax.parallel.gather(result) on every host first")
+    return np.asarray(x)
 
 
 class StreamStep(NamedTuple):
@@ -66,6 +74,7 @@ class StreamStep(NamedTuple):
     tokens: list[list[int]]  # per row
     accepted: np.ndarray  # int32[B], how many of them, from the front, were drafted; the rest are the target's own
     info: Info
+    earlier: Stats | None = None  # of the first step after a restart, which has the text so far: the sums until then
 
 
 def decode(
@@ -122,7 +131,7 @@ def decode(
         return _decode(inputs, tokens, lengths, keys, **static)
     result = _decode(dataclasses.replace(inputs, debug=True), tokens, lengths, keys, **static)
     if not isinstance(result.stats.violations, jax.core.Tracer):
-        checks.refuse(result.stats.violations, inputs.drafter.draws)
+        checks.refuse(gather(result.stats.violations), inputs.drafter.draws)
     return result
 
 
@@ -133,32 +142,100 @@ def stream(
     *,
     key: Array,
     max_new_tokens: int,
+    checkpoint: Checkpoints | None = None,
     **options: Any,
 ) -> Generator[StreamStep, None, None]:
     """Like `decode`, with the same arguments, but yields what each step added, as soon as it is known.
 
     The step is the one that `decode` loops. The next step is dispatched before the tokens of this one are read.
+
+    On several hosts each must run through all steps; every one sees all rows.
+
+    checkpoint: `specjax.parallel.Checkpoints`, to survive a restart. A run that finds its own state in the folder
+    yields the text so far as its first step, without saying which of it was drafted, and goes on from there: together
+    the tokens of an uninterrupted run. One that finds that of another run raises UsageError.
     """
     inputs, tokens, lengths, keys, static = prepare(
         target, drafter, prompts, key=key, max_new_tokens=max_new_tokens, **options
     )
     decoding = {"controller": static["controller"]}
 
-    def steps():
+    def steps(kept: _Kept | None):
         state = _start(inputs, tokens, lengths, keys, **static)
+        if kept is not None:
+            state, so_far = kept.resume(state)
+            if so_far is not None:
+                yield so_far
         done = bool(jnp.all(state.done))
         ahead = None if done else _step(inputs, state, **decoding)
         while ahead is not None:
             state, info, over = ahead
+            info, over = replicate((info, over))  # before the next step, or it would have to wait for that
+            if kept is not None:
+                kept.add(state, info, over)
             # Dispatched on the chance that rows are left: the device need not wait for this host.
             following = _step(inputs, state, **decoding)
             info, over = jax.device_get((info, over))
-            yield StreamStep(
-                [row[:n].tolist() for row, n in zip(info.tokens, info.emitted, strict=True)], info.accepted, info
-            )
+            yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info)
             ahead = None if over else following
 
-    return steps()
+    if checkpoint is None:
+        return steps(None)
+    return _closing(steps, _Kept(checkpoint, (inputs, tokens, lengths, keys, static)))
+
+
+def _closing(steps, kept: _Kept) -> Generator[StreamStep, None, None]:
+    """The steps; at their end, or when the caller leaves, what is being written is finished."""
+    try:
+        yield from steps(kept)
+    except GeneratorExit:
+        kept.running.close()
+        raise
+    kept.running.close()
+
+
+def _rows(tokens: np.ndarray, count: np.ndarray) -> list[list[int]]:
+    return [row[:n].tolist() for row, n in zip(tokens, count, strict=True)]
+
+
+class _Kept:
+    """What `stream` writes down of its run: the state and the sums of the steps."""
+
+    def __init__(self, checkpoint: Checkpoints, prepared: tuple):
+        from specjax.parallel import fingerprint
+        from specjax.parallel.checkpoint import Running
+
+        inputs, _, self.prompt_lengths, *_ = prepared
+        self.stats = zero_stats(len(self.prompt_lengths), inputs.drafter.max_depth, inputs.debug)
+        self.steps, self.every = 0, checkpoint.every
+        self.running = Running(checkpoint, fingerprint.of_run(*prepared))
+
+    def resume(self, state: DecodeState) -> tuple[DecodeState, StreamStep | None]:
+        """The state to go on from and, if it is an earlier run's, its text."""
+        # Where the sums after a step lie.
+        self.stats = jax.tree.map(lambda x: place_one(x, state.length.sharding), self.stats)
+        found = self.running.resume(state, self.stats)
+        if found is None:
+            return state, None
+        self.steps, state, self.stats = found
+        tokens, length, before, stats = gather((state.tokens, state.length, self.prompt_lengths, self.stats))
+        new = [row[start:end].tolist() for row, start, end in zip(tokens, before, length, strict=True)]
+        padded = np.zeros((len(new), max(map(len, new))), np.int32)
+        for place, row in zip(padded, new, strict=True):
+            place[: len(row)] = row
+        none = np.zeros_like(length)
+        info = Info(padded, length - before, none, none, none, none.astype(bool), stats.hit_eos)
+        return state, StreamStep(new, none, info, stats)
+
+    def add(self, state: DecodeState, info: Info, over: Array) -> None:
+        """After a step, and before the next one takes the state's place."""
+        self.stats = _add_stats(self.stats, info)
+        self.steps += 1
+        if self.steps % self.every == 0 or over:
+            self.running.save(self.steps, state, self.stats, over=bool(over))
+
+
+_add_stats = jax.jit(add_stats)
 
 
 def prepare(
@@ -223,7 +300,7 @@ def _choose_verifier(
 def _check_range(name, value, holds, wanted):
     if value is None or isinstance(value, jax.core.Tracer):
         return
-    if not np.all(holds(np.asarray(value))):
+    if not np.all(holds(np.asarray(gather(value)))):
         raise UsageError(f"{name} must be {wanted}, not {value}")
 
 
@@ -243,7 +320,7 @@ def _pack(prompts: Prompts, max_new_tokens: int, capacity: int) -> tuple[Array, 
             place[: len(prompt)] = prompt
         tokens, lengths = jnp.asarray(padded), jnp.asarray([len(row) for row in prompts], jnp.int32)
     if not isinstance(lengths, jax.core.Tracer):
-        for row, length in enumerate(np.asarray(lengths)):
+        for row, length in enumerate(gather(lengths)):
             if length < 1:
                 raise UsageError(f"prompt {row} is empty; a prompt needs at least one token (such as bos)")
             if length + max_new_tokens > capacity:

@@ -30,6 +30,7 @@ class Run(NamedTuple):
     stats: Stats  # numpy, [B] and [B, D]
     seconds: float
     first_token_seconds: float | None = None  # None: not measured
+    resumed: int = 0  # tokens that an earlier process had decoded, in no part of the clock
 
 
 class Difference(NamedTuple):
@@ -52,6 +53,7 @@ def merge(runs: Sequence[Run]) -> Run:
         jax.tree.map(lambda *fields: np.concatenate(fields), *(run.stats for run in runs)),
         sum(run.seconds for run in runs),
         statistics.median(first) if first else None,
+        sum(run.resumed for run in runs),
     )
 
 
@@ -63,7 +65,7 @@ def dtypes(record: dict) -> str:
 
 def tokens_per_second(run: Run) -> float:
     """All new tokens of all rows over the wall time."""
-    return sum(map(len, run.tokens)) / run.seconds
+    return (sum(map(len, run.tokens)) - run.resumed) / run.seconds
 
 
 def record(
@@ -86,9 +88,9 @@ def record(
         "prompts": len(run.tokens),
         "tokens": tokens,
         "seconds": run.seconds,
-        "tokens_per_second": tokens / run.seconds,
+        "tokens_per_second": tokens_per_second(run),
         "baseline_tokens_per_second": plain,
-        "speedup": tokens / run.seconds / plain if plain and not refused else None,
+        "speedup": tokens_per_second(run) / plain if plain and not refused else None,
         "identical": identical,
         "block_efficiency": tokens / max(passes, 1),
         "mean_accepted": int(run.stats.accepted.sum()) / max(passes, 1),

@@ -46,7 +46,7 @@ def _specjax(
 ) -> None:
     """Speculative and parallel decoding in JAX.
 
-    Exit codes: 0 done, 1 refused comparison, 2 bad input, 130 interrupted.
+    Exit codes: 0 done, 1 refused comparison, 2 bad input, 3 another host failed, 130 interrupted.
     """
 
 
@@ -63,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UsageError as error:
         code = _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
+        code = _tell_hosts("interrupted", 130)
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+        code = _tell_hosts("the reader of its output went away", 1)
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of the argument parser's
             raise
@@ -76,4 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _complain(sentence: str) -> int:
     print(f"specjax: {' '.join(sentence.split())}", file=sys.stderr)
-    return 2
+    return _tell_hosts(sentence, 2)
+
+
+def _tell_hosts(sentence: str, code: int) -> int:
+    """On several hosts, end the others too; does not return there."""
+    from specjax.parallel import hosts
+
+    hosts.fail(sentence, code)
+    return code

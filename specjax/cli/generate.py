@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specjax.cli import hosts
 from specjax.cli import options as o
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ the same random keys. At temperature 0, and at any temperature for drafts made
 without randomness, its text must be equal; where it is not, the position and
 the gap of the two largest logits there are stated. Drafts that were sampled
 keep the target's distribution, not its text for a given seed.
+
+With --distributed the same command runs on every host: the batch is split
+over --data devices, the weights over --model. The texts are those of one
+host. With --checkpoint a run that was ended continues, and prints its whole
+text.
 """
 
 
@@ -71,11 +77,24 @@ def generate(
     ] = False,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
+    distributed: hosts.DistributedOption = False,
+    coordinator: hosts.CoordinatorOption = None,
+    num_processes: hosts.NumProcessesOption = None,
+    process_id: hosts.ProcessIdOption = None,
+    connect_timeout: hosts.ConnectOption = 300,
+    heartbeat: hosts.HeartbeatOption = 30,
+    data: hosts.DataOption = None,
+    model: hosts.ModelOption = None,
+    checkpoint: hosts.CheckpointOption = None,
+    checkpoint_every: hosts.EveryOption = 64,
 ) -> None:
+    arguments = dict(locals())
     settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     method = method or ("two_model" if draft else "auto")
     o.check_methods([method], draft, num_draft_tokens, tree, datastore, stop)
+    o.require(checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {checkpoint_every}")
+    hosts.join(arguments)
 
     from rich.console import Console
 
@@ -83,21 +102,28 @@ def generate(
     from specjax.cli.generation import Generation, show
     from specjax.cli.session import open_session
     from specjax.errors import UsageError
+    from specjax.parallel import check_same
 
     inputs, bad = p.from_arguments(prompt, batch_file)
-    log = Console(stderr=True)
-    session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype)
+    first = hosts.is_first()
+    log = Console(stderr=True, quiet=not first)
+    mesh = hosts.make_mesh(distributed, data, model)
+    session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh)
+    hosts.check_models(session.target, session.draft)
     rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw)
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:
         raise UsageError(p.describe(bad[0], batch_file))
-    out = Console(quiet=True) if as_json else Console()
-    generation = Generation(session, settings, method, num_draft_tokens, tree, stop, rows, batch_size, compare)
+    check_same([(row.ids, row.ordinal) for row in rows], "prompts")
+    out = Console(quiet=as_json or not first)
+    generation = Generation(
+        session, settings, method, num_draft_tokens, tree, stop, rows, batch_size, compare, checkpoint, checkpoint_every
+    )
     generation.compile(log)
     generation.run(log, out)
-    if as_json:
+    if as_json and first:
         print(json.dumps(_document(generation, bad), allow_nan=False, ensure_ascii=False))
-    else:
+    elif first:
         show(generation, out)
     if bad:
         raise UsageError("; ".join(p.describe(entry, batch_file) for entry in bad))

@@ -13,6 +13,7 @@ from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import DRAFTED_STYLE, TextStream
 from specjax.methods import METHODS
+from specjax.parallel import Checkpoints
 from specjax.types import Drafter
 
 
@@ -30,6 +31,8 @@ class Generation:
         rows: list[Encoded],
         batch_size: int,
         compare: bool,
+        checkpoint: str | None = None,
+        checkpoint_every: int = 64,
     ):
         self.session, self.settings, self.batch_size = session, settings, batch_size
         self.method = METHODS[method]
@@ -39,6 +42,7 @@ class Generation:
         self.rows = rows
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
         self.options = settings.keywords(session.tokenizer.eos)
+        self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
         self.runs: list[report.Run] = []
         self.plain_runs: list[report.Run] = []
         self.compile_seconds, self.plain_compile_seconds = 0.0, 0.0
@@ -61,8 +65,8 @@ class Generation:
         """Decode everything, printing text to `out`."""
         if out.color_system and not out.quiet:
             log.print(f"[{DRAFTED_STYLE}]drafted and accepted[/], plain: the target's own")
-        for group in self.groups:
-            self._run_group(group, out)
+        for number, group in enumerate(self.groups):
+            self._run_group(group, out, log, self._checkpoints(number))
         if self.plain:
             columns = (TextColumn("plain decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:
@@ -70,11 +74,22 @@ class Generation:
                     self.plain_runs.append(self._stream(self.plain, group))
             self._compare()
 
-    def _run_group(self, group: list[Encoded], out: Console) -> None:
+    def _checkpoints(self, number: int) -> Checkpoints | None:
+        """Each batch has a folder; that of a finished one holds its text."""
+        if self.checkpoint is None:
+            return None
+        return Checkpoints(f"{self.checkpoint.rstrip('/')}/batch-{number:05d}", self.checkpoint_every)
+
+    def _run_group(
+        self, group: list[Encoded], out: Console, log: Console, checkpoint: Checkpoints | None = None
+    ) -> None:
         streams = [TextStream(self.session.tokenizer, self.options["eos"]) for _ in group]
         live = len(group) == 1
 
         def on_step(step):
+            if step.earlier is not None:
+                found = sum(map(len, step.tokens))
+                log.print(f"continuing after {found} tokens", style="dim", highlight=False, markup=False)
             for row, stream in enumerate(streams):
                 new = stream.push_step(step, row)
                 if live:
@@ -82,7 +97,7 @@ class Generation:
 
         if live:
             _heading(group[0], out)
-        self.runs.append(self._stream(self.drafter, group, on_step))
+        self.runs.append(self._stream(self.drafter, group, on_step, checkpoint))
         for row, stream in zip(group, streams, strict=True):
             rest = stream.flush()
             if live:
@@ -92,10 +107,13 @@ class Generation:
                 out.print(stream.text, soft_wrap=True)
         self.texts += streams
 
-    def _stream(self, drafter: Drafter, group: list[Encoded], on_step=lambda step: None) -> report.Run:
+    def _stream(
+        self, drafter: Drafter, group: list[Encoded], on_step=lambda step: None, checkpoint: Checkpoints | None = None
+    ) -> report.Run:
         keys = measure.row_keys(self.settings.seed, [row.ordinal for row in group])
         rows = [row.ids for row in group]
-        return measure.run_stream(self.session.target, drafter, rows, keys, self._options(drafter), on_step)
+        options = self._options(drafter) | ({"checkpoint": checkpoint} if checkpoint else {})
+        return measure.run_stream(self.session.target, drafter, rows, keys, options, on_step)
 
     def _options(self, drafter: Drafter) -> dict:
         """Plain decoding has nothing to draft or verify."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import parallel
 from specjax.decode import PROMPT_BUCKET, StreamStep, decode, stream
 from specjax.prefill import CHUNK, prefill
 from specjax.report import NEAR_TIE, Difference, Run, first_difference
@@ -46,6 +47,18 @@ def pack(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.asarray([len(row) for row in rows], np.int32)
 
 
+def spread(target: Target, arrays: tuple, keys: Array) -> tuple[tuple, Array]:
+    """Packed prompts and their keys over the mesh of the target; its last rows may be copies."""
+    mesh = target.model.mesh
+    return (arrays, keys) if mesh is None else parallel.spread_rows(mesh, *arrays, keys)
+
+
+def _cut(step: StreamStep, batch: int) -> StreamStep:
+    """Without the copies."""
+    accepted, info, earlier = jax.tree.map(lambda x: x[:batch], (step.accepted, step.info, step.earlier))
+    return StreamStep(step.tokens[:batch], accepted, info, earlier)
+
+
 def run_decode(target: Target, drafter: Drafter, rows: Rows, keys: Array, options: dict) -> Run:
     """The loop on the device, as `decode` runs it."""
     start = time.perf_counter()
@@ -65,17 +78,23 @@ def run_stream(
 ) -> Run:
     """The same step driven from Python, as `stream` runs it; `on_step` is called with each as soon as it is known."""
     tokens: list[list[int]] = [[] for _ in rows]
+    total, resumed = zero_stats(len(rows), drafter.max_depth), 0
     infos, first, start = [], None, time.perf_counter()
-    for step in stream(target, drafter, pack(rows), key=keys, **options):
-        if first is None:
+    arrays, keys = spread(target, pack(rows), keys)
+    for step in stream(target, drafter, arrays, key=keys, **options):
+        step = _cut(step, len(rows))
+        if step.earlier is not None:
+            total, resumed = step.earlier, sum(map(len, step.tokens))
+        elif first is None:
             first = time.perf_counter() - start
-        infos.append(step.info)
+        if step.earlier is None:
+            infos.append(step.info)
         for row, new in zip(tokens, step.tokens, strict=True):
             row.extend(new)
         on_step(step)
     seconds = time.perf_counter() - start
-    stats = jax.device_get(functools.reduce(jax.jit(add_stats), infos, zero_stats(len(rows), drafter.max_depth)))
-    return Run(tokens, stats.hit_eos, stats, seconds, first)
+    stats = jax.device_get(functools.reduce(jax.jit(add_stats), infos, total))
+    return Run(tokens, stats.hit_eos, stats, seconds, first, resumed)
 
 
 def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
@@ -87,7 +106,8 @@ def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> 
     length = min(2, max(map(len, rows)))
     stand_ins = np.full(bucket(rows), rows[0][0], np.int32), np.full((len(rows),), length, np.int32)
     start = time.perf_counter()
-    steps = stream(target, drafter, stand_ins, key=row_keys(0, range(len(rows))), **options)
+    arrays, keys = spread(target, stand_ins, row_keys(0, range(len(rows))))
+    steps = stream(target, drafter, arrays, key=keys, **options)
     for _ in itertools.islice(steps, 4):
         pass
     steps.close()
@@ -99,7 +119,7 @@ def next_logits(target: Target, ids: Sequence[int]) -> np.ndarray:
     size = -(-len(ids) // CHUNK) * CHUNK
     tokens = np.zeros((1, size + CHUNK + 1), np.int32)
     tokens[0, : len(ids)] = ids
-    return np.asarray(_next_logits(target, jnp.asarray(tokens), jnp.asarray([len(ids)], jnp.int32)))
+    return parallel.gather(_next_logits(target, jnp.asarray(tokens), jnp.asarray([len(ids)], jnp.int32)))
 
 
 @jax.jit

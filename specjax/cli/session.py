@@ -59,7 +59,9 @@ class Session(NamedTuple):
 
             options |= {"tree": tree and parse(tree), "stop": stop and stops.parse(stop)}
         try:
-            return make_drafter(method, self.target, draft, **options)
+            drafter = make_drafter(method, self.target, draft, **options)
+            mesh = self.target.model.mesh
+            return drafter if mesh is None else _on_mesh(drafter, mesh)
         except UsageError as error:
             sentence = str(error)
             for option in budgets:  # the flag, not the factory's name for it
@@ -75,8 +77,9 @@ def open_session(
     no_cache: bool,
     datastore: Path | None = None,
     cache_dtype: str | None = None,
+    mesh=None,
 ) -> Session:
-    """Load the models, with a progress line on `log`.
+    """Load the models, spread over the mesh if there is one, with a progress line on `log`.
 
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
@@ -85,18 +88,27 @@ def open_session(
     use_cache(not no_cache)
     store = _open_datastore(datastore)
     chosen = choose_dtype(dtype)
-    with stage(
-        log, f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({describe_dtype(dtype, chosen)})"
-    ) as clock:
-        model, tokenizer = _load("--target", target, chosen, cache_dtype)
+    doing, done = f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({describe_dtype(dtype, chosen)})"
+    with stage(log, doing, done) as clock:
+        model, tokenizer = _load("--target", target, chosen, cache_dtype, mesh)
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
         draft_model = None
         if draft is not None:
-            draft_model, other = _load("--draft", draft, chosen, cache_dtype)
+            draft_model, other = _load("--draft", draft, chosen, cache_dtype, mesh, over=())  # whole on every device
             _check_vocabularies(tokenizer, other)
             _check_sizes(model, draft_model)
     return Session(model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype)
+
+
+def _on_mesh(drafter: Drafter, mesh) -> Drafter:
+    """Its own arrays, whole on every device; those that it shares with a model lie on the mesh already."""
+    import jax
+
+    from specjax.parallel import place
+
+    here = lambda x: isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+    return drafter.replace(params=jax.tree.map(lambda x: x if here(x) else place(x, mesh), drafter.params))
 
 
 def _open_datastore(folder: Path | None) -> Datastore | None:
@@ -106,11 +118,11 @@ def _open_datastore(folder: Path | None) -> Datastore | None:
         raise UsageError(f"--datastore: {error}") from None
 
 
-def _load(flag: str, source: str | None, dtype: str, cache_dtype: str | None):
+def _load(flag: str, source: str | None, dtype: str, cache_dtype: str | None, mesh, over=None):
     import specjax
 
     try:
-        return specjax.load(source, dtype=dtype, cache_dtype=cache_dtype)
+        return specjax.load(source, dtype=dtype, cache_dtype=cache_dtype, mesh=mesh, over=over)
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
 
@@ -217,6 +229,7 @@ def provenance(session: Session) -> dict:
             "backend": jax.default_backend(),
             "device_kind": device.device_kind,
             "device_count": jax.device_count(),
+            "hosts": jax.process_count(),
         },
         "target": session.target.model.name,
         "draft": session.draft.model.name if session.draft else None,

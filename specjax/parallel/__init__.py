@@ -1,5 +1,21 @@
-"""Models over several devices."""
+"""Models over several devices and hosts."""
 
+from specjax.parallel.arrays import gather, place, spread_rows
+from specjax.parallel.checkpoint import Checkpoints, restore, save
+from specjax.parallel.hosts import check_same, initialize
 from specjax.parallel.sharding import abstract_target, mesh, over_that_fits, shard
 
-__all__ = ["abstract_target", "mesh", "over_that_fits", "shard"]
+__all__ = [
+    "Checkpoints",
+    "abstract_target",
+    "check_same",
+    "gather",
+    "initialize",
+    "mesh",
+    "over_that_fits",
+    "place",
+    "restore",
+    "save",
+    "shard",
+    "spread_rows",
+]

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.errors import UsageError
+from specjax.parallel.arrays import place_one
 from specjax.types import Target
 
 
@@ -57,7 +58,8 @@ def shard(target: Target, mesh: Mesh, over: tuple[str, ...] | None = None) -> Ta
     config = _config(target)
     wide, layout = spread(config, mesh, over)
     params = repeat_kv_heads(target.params, config.head_dim, wide.num_kv_heads // config.num_kv_heads)
-    return Target(make_model(config, mesh, over), jax.device_put(params, layout.params(params)))
+    params = jax.tree.map(place_one, params, layout.params(params))
+    return Target(make_model(config, mesh, over), params)
 
 
 def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> Target:

@@ -1,0 +1,116 @@
+"""Short digests of what decides a text: prompts, keys, settings and models.
+
+Two runs with equal digests decode the same text: hosts compare them before they start, and a checkpoint knows from them
+to which run it belongs. They do not depend on the mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from specjax.parallel.arrays import gather
+from specjax.types import Model, PyTree
+
+SAMPLE = 16
+"""Of every parameter so many values are read."""
+
+
+def digest(value: Any) -> str:
+    """Hexadecimal; of bytes, or of anything by its `repr`."""
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def of_run(inputs, tokens, lengths, keys, static: dict) -> dict[str, str]:
+    """Digests of what `specjax.decode.prepare` returns, under the names that a message may use.
+
+    On several hosts every host must call it.
+    """
+    tokens, lengths = gather((tokens, lengths))
+    tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+    settings = [inputs.verifier, inputs.coupled, inputs.debug, static, gather((inputs.sampling, inputs.eos))]
+    drafter = dataclasses.replace(inputs.drafter, params=())
+    return {
+        "prompts": digest(tokens.tobytes() + lengths.tobytes() + repr(tokens.shape).encode()),
+        "random keys": digest(np.asarray(gather(jax.random.key_data(keys))).tobytes()),
+        "settings": digest(describe(settings)),
+        "target": of_model(inputs.target),
+        "drafter": digest((describe(drafter), _samples(inputs.drafter.params))),
+    }
+
+
+def of_model(target) -> str:
+    """Of a target: its shape, and some values of every parameter."""
+    return digest((describe(target.model), _samples(target.params)))
+
+
+def _samples(params: PyTree) -> list:
+    """(path, dtype, first values) of the leaves; the values are those of the first row, wherever it lies."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    values = gather(_first([leaf for _, leaf in leaves]))
+    return [
+        (jax.tree_util.keystr(path), str(leaf.dtype), digest(np.asarray(value).tobytes()))
+        for (path, leaf), value in zip(leaves, values, strict=True)
+    ]
+
+
+@jax.jit
+def _first(leaves: list) -> list:
+    def first(leaf):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return leaf[(0,) * (leaf.ndim - 1)][:SAMPLE] if leaf.ndim else leaf
+
+    return [first(leaf) for leaf in leaves if leaf is not None]
+
+
+def describe(value: Any, seen: tuple = ()) -> Any:
+    """Settings as nested tuples of plain values, the same in every process: functions by name and what they close over.
+
+    Where arrays and models lie is left out.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return value
+    if isinstance(value, Mesh | Sharding):
+        return "placed"
+    if id(value) in seen:
+        return "again"
+    seen = (*seen, id(value))
+    inner = functools.partial(describe, seen=seen)
+    if isinstance(value, Model):
+        return "model", value.name, value.vocab_size, value.max_positions, inner(value.config)
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        data = value.tobytes() if isinstance(value, np.ndarray | np.generic) else b""
+        return "array", value.shape, str(value.dtype), digest(data)
+    if isinstance(value, functools.partial):
+        return "partial", inner(value.func), inner(value.args), inner(value.keywords)
+    if isinstance(value, dict):
+        return tuple(sorted(((str(key), inner(item)) for key, item in value.items()), key=str))
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, *map(inner, value))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(map(repr, map(inner, value))))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return (type(value).__qualname__, *map(inner, fields))
+    function = inspect.unwrap(value) if callable(value) else value
+    if inspect.isfunction(function):
+        cells = [_content(cell) for cell in function.__closure__ or ()]
+        return function.__module__, function.__qualname__, inner(cells), inner(function.__defaults__)
+    return type(value).__qualname__, re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _content(cell) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None

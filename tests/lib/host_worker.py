@@ -1,0 +1,141 @@
+"""What the processes of tests/parallel run: `host_worker.py MODE ...`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent.parent)]
+
+ROWS = [[i + 1, 2, 3, i + 1, 2, 3, i + 1][:n] for i, n in enumerate((5, 1, 7, 2, 3, 6, 4))]  # uneven: 7 rows
+OPTIONS = {"max_new_tokens": 12, "temperature": 0.8, "eos": (3,), "sampling": "coupled"}
+
+
+def arrays():
+    """(tokens, lengths), keys, whole."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    tokens = np.zeros((len(ROWS), 7), np.int32)
+    for place, row in zip(tokens, ROWS, strict=True):
+        place[: len(row)] = row
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(len(ROWS)))
+    return (tokens, np.array([len(row) for row in ROWS], np.int32)), keys
+
+
+def drafter_of(name: str):
+    """A method with the options of the conformance suite."""
+    import test_methods
+
+    return test_methods.drafter_of(name)
+
+
+def methods(address: str, count: str, host: str, *names: str) -> None:
+    """Text and sums of methods, of `decode` and (of the first) of `stream`."""
+    parallel = join(address, count, host)
+    from toy import tiny_llama
+
+    import specjax
+
+    mesh = parallel.mesh(2 * int(count), 1)
+    target = tiny_llama()
+    target = specjax.Target(target.model, parallel.place(target.params, mesh))
+    whole, keys = arrays()
+    rows, keys = parallel.spread_rows(mesh, *whole, keys)
+    for name in names:
+        drafter = drafter_of(name)
+        drafter = drafter.replace(params=parallel.place(drafter.params, mesh))
+        result = specjax.decode(target, drafter, rows, key=keys, **OPTIONS)
+        texts = parallel.gather(result).to_lists()
+        streamed = None
+        if name == names[0]:
+            streamed = [[] for _ in texts]
+            for step in specjax.stream(target, drafter, rows, key=keys, **OPTIONS):
+                for row, new in zip(streamed, step.tokens, strict=True):
+                    row += new
+            try:
+                result.to_lists()
+            except specjax.UsageError as error:
+                print("refused:", error)
+        print(json.dumps({"name": name, "texts": texts, "streamed": streamed}), flush=True)
+
+
+def rounds(address: str, count: str, host: str, failing: str = "none") -> None:
+    """Decode for ever, or until one host raises."""
+    parallel = join(address, count, host, heartbeat=6)
+    from toy import tiny_llama
+
+    import specjax
+
+    mesh = parallel.mesh(2 * int(count), 1)
+    target = specjax.shard(tiny_llama(), mesh)
+    whole, keys = arrays()
+    rows, keys = parallel.spread_rows(mesh, *whole, keys)
+    for number in range(10**9):
+        result = specjax.decode(target, "autoregressive", rows, key=keys, max_new_tokens=200)
+        parallel.gather(result)
+        print("round", number, flush=True)
+        if number == 2 and host == failing:
+            raise ValueError("this host has no room left")
+
+
+def cli(*arguments: str) -> None:
+    """The command line on the tiny model of tests/cli."""
+    import jax
+
+    import specjax
+    from specjax.cli import main
+
+    conftest = load_conftest()
+
+    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None):
+        config = dataclasses.replace(conftest.CONFIG, cache_dtype=cache_dtype)
+        if source == "missing":
+            if jax.process_index() == 1:
+                raise specjax.UsageError("there is no such file on this host")
+            source = None
+        return conftest.make_target(config, seed=int(source == "draft")), conftest.ByteTokenizer()
+
+    specjax.load = load
+    main(arguments)
+
+
+def save_for_ever(folder: str) -> None:
+    """Checkpoints of a run, one after the other: to be killed while it writes."""
+    import numpy as np
+
+    from specjax import parallel
+    from specjax.parallel.checkpoint import Running
+    from specjax.types import DecodeState
+
+    running = Running(parallel.Checkpoints(folder, 1), {"prompts": "a"})
+    for step in range(10**9):
+        rows = np.full((4,), step, np.int32)
+        tokens, cache = np.full((4, 8), step, np.int32), np.full((1 << 20,), step, np.int32)
+        state = DecodeState(tokens, rows, rows < 0, rows, rows, cache, (), ())
+        running.save(step, state, rows)
+        print("saved", step, flush=True)
+
+
+def load_conftest():
+    import importlib.util
+
+    path = pathlib.Path(__file__).parent.parent / "cli" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("cli_conftest", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def join(address: str, count: str, host: str, heartbeat: float = 30):
+    from specjax import parallel
+
+    parallel.initialize(address, int(count), int(host), timeout=60, heartbeat=heartbeat)
+    return parallel
+
+
+if __name__ == "__main__":
+    {"methods": methods, "rounds": rounds, "cli": cli, "save_for_ever": save_for_ever}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,136 @@
+"""Two and four real processes decode what one does, and end together."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from host_worker import OPTIONS, arrays, drafter_of
+from processes import Hosts, free_port
+from toy import tiny_llama
+
+import specjax
+from specjax import METHODS, parallel
+from specjax.parallel import hosts
+
+ADDRESS = ("ADDRESS", "COUNT", "HOST")
+FLAGS = ("--distributed", "--coordinator", "ADDRESS", "--num-processes", "COUNT", "--process-id", "HOST")
+SHORT = ("--max-new-tokens", "8", "--temperature", "0.7", "--method", "prompt_lookup")
+
+
+def alone(name):
+    rows, keys = arrays()
+    return specjax.decode(tiny_llama(), drafter_of(name), rows, key=keys, **OPTIONS).to_lists()
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (2, ("prompt_lookup",)),
+        pytest.param(4, ("token_recycling",), marks=pytest.mark.slow),
+        pytest.param(2, ("auto", "jacobi", "two_model"), marks=pytest.mark.slow),
+        pytest.param(2, sorted(METHODS), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_texts_are_those_of_one_process(count, names):
+    """Seven rows over the devices of all hosts; every host gets them all."""
+    with Hosts(count, "methods", *ADDRESS, *names) as running:
+        ended = running.wait(timeout=240 + 90 * len(names))
+    assert [process.code for process in ended] == [0] * count, ended
+    found = [[line for line in process.out.splitlines() if line.startswith("{")] for process in ended]
+    assert all(lines == found[0] for lines in found)
+    assert "call specjax.parallel.gather(result) on every host" in ended[0].out
+    records = [json.loads(line) for line in found[0]]
+    assert [record["name"] for record in records] == list(names)
+    for record in records:
+        assert record["texts"][:7] == alone(record["name"])
+        assert record["texts"][7] == record["texts"][0]  # the copy that fills the batch
+        assert record["streamed"] in (None, record["texts"])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_host_ends_the_other(victim):
+    """With heartbeats of 6 s: within 20 s, with a message that says why."""
+    with Hosts(2, "rounds", *ADDRESS) as running:
+        running.wait_for(1 - victim, "round 2")
+        running.kill(victim)
+        start = time.monotonic()
+        survivor = running.wait(timeout=60)[1 - victim]
+    assert time.monotonic() - start < 20
+    assert survivor.code not in (0, None)
+    # JAX's own words or, where a collective notices first, those of gloo.
+    assert any(words in survivor.err for words in ("stopped sending heartbeats", "Socket closed", "Gloo")), survivor.err
+    if victim == 1:
+        assert "host 1 has been silent for" in survivor.err or "Gloo" in survivor.err
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_on_one_host_ends_the_other(failing):
+    with Hosts(2, "rounds", *ADDRESS, str(failing)) as running:
+        ended = running.wait(timeout=120)
+    assert ended[failing].code == 1 and "Traceback" in ended[failing].err
+    other = ended[1 - failing]
+    assert other.code == hosts.FAILED
+    assert f"host {failing} failed: ValueError: this host has no room left" in other.err
+
+
+def test_generate_on_two_hosts(tmp_path, monkeypatch):
+    """Host 0 prints what one process does; the other is silent."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("abcabcabc\nhello\nxyz\n")
+    command = ("cli", "generate", "--batch-file", file, "--batch-size", "3", *SHORT, "--json")
+    with Hosts(1, *command) as one, Hosts(2, *command, *FLAGS, "--data", "4", "--model", "1") as two:
+        [single], [first, second] = one.wait(), two.wait()
+    assert (single.code, first.code, second.code) == (0, 0, 0), (single.err, first.err, second.err)
+    assert second.out == "" and "loaded" not in second.err
+    wanted, found = json.loads(single.out), json.loads(first.out)
+    assert found["results"] == wanted["results"] and len(found["results"]) == 3
+    assert found["machine"]["hosts"] == 2 and found["target_passes"] == wanted["target_passes"]
+
+
+def test_hosts_with_different_prompts_say_so():
+    with Hosts(2, "cli", "generate", *SHORT, *FLAGS, per_host=lambda host: (f"prompt {host}",)) as running:
+        ended = running.wait()
+    for process in ended:
+        assert process.code == 2, process
+        assert "of host 1 differ from those of host 0; start all hosts with the same" in process.err
+        assert process.out == ""
+
+
+def test_a_host_that_fails_ends_the_others():
+    with Hosts(2, "cli", "generate", "abc", *SHORT, *FLAGS, "--target", "missing") as running:
+        first, second = running.wait()
+    assert second.code == 2 and "specjax: --target: there is no such file on this host" in second.err
+    assert first.code == hosts.FAILED
+    assert "specjax: host 1 failed: --target: there is no such file on this host" in first.err
+
+
+@pytest.mark.parametrize(("host", "words"), [(1, "did not answer within 3 s"), (0, "waited 3 s")])
+def test_nobody_else_comes(host, words):
+    port = free_port()
+    arguments = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", str(host))
+    start = time.monotonic()
+    with Hosts(1, "cli", "generate", "abc", "--distributed", *arguments, "--connect-timeout", "3") as running:
+        [ended] = running.wait(timeout=90)
+    assert ended.code == 2 and words in ended.err and "Traceback" not in ended.err
+    assert time.monotonic() - start < 60  # nearly all of it imports
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("somewhere", 2, 0), 'coordinator must be HOST:PORT, not "somewhere"'),
+        (("h:1", 0, 0), "num_processes must be at least 1"),
+        (("h:1", 2, -1), "process_id must be at least 0"),
+        (("h:1", 2, 2), "process_id must be below num_processes, from 0 to 1, not 2"),
+    ],
+)
+def test_settings_that_do_not_fit(arguments, words):
+    with pytest.raises(specjax.UsageError, match=words):
+        parallel.initialize(*arguments, timeout=1)
+
+
+def test_without_other_hosts_nothing_is_compared():
+    parallel.check_same(object(), "objects")
+    assert not hosts.is_distributed()
