@@ -134,17 +134,18 @@ def speculative(controller: Controller) -> Decoder:
             control=controller.update(state.control, info),
         ), info
 
-    return Decoder(_on_mesh(init), _on_mesh(step))
+    return Decoder(on_mesh(init), on_mesh(step))
 
 
-def _on_mesh(function):
-    """While tracing: lets kernels see that they are part of a program for several devices, which cannot split them."""
+def on_mesh(function):
+    """Of a function whose first argument has a `target`, while it is traced: lets kernels see that they are part of a
+    program for several devices, which cannot split them."""
 
     @functools.wraps(function)
-    def traced(inputs: Inputs, *arguments):
+    def traced(inputs, *arguments, **static):
         mesh = inputs.target.model.mesh
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return function(inputs, *arguments)
+            return function(inputs, *arguments, **static)
 
     return traced
 
