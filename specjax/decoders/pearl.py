@@ -166,9 +166,7 @@ def _run(roles, caches, start: _Text, eos: np.ndarray, gamma: int, max_new_token
     while not text.done.all():
         # Both are under way before either is read.
         picks, cache = _verify(judge, cache, text.window(text.verified - 1, gamma), text.verified)
-        drafts, drafted_cache = _draft(
-            writer, drafted_cache, text.window(text.length - 1, 1), text.length, gamma=gamma
-        )
+        drafts, drafted_cache = _draft(writer, drafted_cache, text.window(text.length - 1, 1), text.length, gamma=gamma)
         after, accepted = join(text, *jax.device_get((drafts, picks)), eos)
         stats = _add(stats, text, after, accepted)
         text = after
@@ -202,9 +200,7 @@ def join(text: _Text, drafts: np.ndarray, picks: np.ndarray, eos: np.ndarray) ->
     ends = np.isin(picks, eos) & alive
     hit_eos = ends.any(1)
     count = np.where(hit_eos, np.argmax(ends, 1) + 1, alive.sum(1)).astype(np.int32)
-    np.put_along_axis(
-        tokens, text.verified[:, None] + place, np.where(place < count[:, None], picks, claimed), 1
-    )
+    np.put_along_axis(tokens, text.verified[:, None] + place, np.where(place < count[:, None], picks, claimed), 1)
     verified = text.verified + count
     over = text.done | hit_eos | (verified >= text.stop)
     goes_on = passed & ~over
@@ -282,9 +278,7 @@ def _next(role: _Role, cache: PyTree, tokens: Array, length: Array) -> tuple[Arr
     batch, width = tokens.shape
     place = jnp.broadcast_to(jnp.arange(width), (batch, width))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
-    output, pending = model.forward(
-        role.target.params, tokens, cache, positions=length[:, None] - 1 + place, mask=mask
-    )
+    output, pending = model.forward(role.target.params, tokens, cache, positions=length[:, None] - 1 + place, mask=mask)
     cache = model.commit(cache, pending, place, jnp.full((batch,), width, jnp.int32))
     logits = warp(output.logits, role.sampling)
     if role.sampling.temperature is None:

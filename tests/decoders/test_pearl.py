@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ import specjax
 from specjax import UsageError
 from specjax.decoders import pearl
 from specjax.decoders.pearl import _draft, _place, _read, _Role, _Text, _verify, join
-from specjax.types import Sampling
+from specjax.types import Sampling, Target
 
 VOCAB = 16
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7], [3]]
@@ -124,9 +125,7 @@ def test_the_draft_model_forgets_what_failed():
     result = pearl(on(tiny_llama(), 1), on(alike(), 2), PROMPTS, num_tokens=3, **OPTIONS)
     post, verified = result.trace.post, result.trace.verified
     texts = [prompt + new for prompt, new in zip(PROMPTS, result.to_lists(), strict=True)]
-    steps = [
-        (s, b) for s in range(1, len(post)) for b in range(4) if not post[s - 1, b] and verified[s - 1, b] < 19
-    ]
+    steps = [(s, b) for s in range(1, len(post)) for b in range(4) if not post[s - 1, b] and verified[s - 1, b] < 19]
     before = [texts[b][: len(PROMPTS[b]) + verified[s - 1, b]] for s, b in steps]
     says = specjax.decode(alike(), "autoregressive", before, key=OPTIONS["key"], max_new_tokens=1).to_lists()
     right = [texts[b][len(old)] == token for (s, b), old, (token,) in zip(steps, before, says, strict=True)]
@@ -213,3 +212,32 @@ def test_bad_settings_are_named(change, message):
     arguments = {"draft": on(tiny_llama(seed=1), 2), "num_tokens": 2, **OPTIONS, **change}
     with pytest.raises(UsageError, match=message):
         pearl(on(tiny_llama(), 1), arguments.pop("draft"), PROMPTS, **arguments)
+
+
+def slow(target, rounds):
+    """The same model with work that nobody needs in every pass."""
+    forward = target.model.forward
+
+    def slowly(params, tokens, cache, **options):
+        output, pending = forward(params, tokens, cache, **options)
+        x = jnp.broadcast_to(cache.length[0].astype(jnp.float32), (200, 200))
+        work = jax.lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x), x)
+        return output._replace(logits=output.logits + 1e-9 * work[0, 0]), pending
+
+    return Target(target.model._replace(forward=slowly), target.params)
+
+
+def test_the_draft_runs_while_the_target_does(monkeypatch):
+    """The target, dispatched first, takes about 30 times as long: drafts that waited for it would be ready after it."""
+    read, target_running = jax.device_get, []
+
+    def first_drafts(arrays):
+        drafts, picks = arrays
+        drafts.block_until_ready()
+        target_running.append(not picks.is_ready())
+        return read(arrays)
+
+    monkeypatch.setattr(jax, "device_get", first_drafts)
+    target, draft = slow(on(scripted([RIGHT], VOCAB), 1), 300), slow(on(scripted([RIGHT], VOCAB), 2), 3)
+    pearl(target, draft, [RIGHT[:1]], key=jax.random.key(0), max_new_tokens=13, num_tokens=3)
+    assert target_running[1:] == [True] * 4  # in the first step the draft's program is compiled meanwhile
