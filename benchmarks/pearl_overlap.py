@@ -2,9 +2,9 @@
 
     python benchmarks/pearl_overlap.py [GAMMA]
 
-Random Llamas on two devices (CPU: two fake ones): one target pass and GAMMA draft passes, alone, one after the other, and
-dispatched together as `pearl` does. Full overlap takes the time of the slower; none, the sum. Fake CPU devices share the
-cores: what they could gain is at most what two processes would.
+Random Llamas on two devices (CPU: two fake ones): one target pass and GAMMA draft passes, alone, one after the other,
+and dispatched together as `pearl` does. Full overlap takes the time of the slower; none, the sum. Fake CPU devices
+share the cores: what they could gain is at most what two processes would.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
 Liu, Li, Lv, Liu, Zhu, Hu: PEARL: Parallel Speculative Decoding with Adaptive Draft Length (2024), arXiv 2408.11850.
 
-Rule: in each step the draft model appends gamma tokens d_1 ... d_gamma to the text while the target reads the end of the
-same text; then they join.
-  PRE (nothing of the text is unverified): the target's law at the next position tests d_1 alone. If it passes, all gamma
-    drafts are appended, unverified but for the first, and the row goes to POST; else the target's token is.
+Rule: in each step the draft model appends gamma tokens d_1 ... d_gamma to the text while the target reads the end of
+the same text; then they join.
+  PRE (nothing of the text is unverified): the target's law at the next position tests d_1 alone. If it passes, all
+    gamma drafts are appended, unverified but for the first, and the row goes to POST; else the target's token is.
   POST (the last gamma - 1 tokens are unverified): these and then d_1 are tested in order. If all pass, the gamma drafts
     are appended; at the first failure the text is cut there, the target's token appended, and the row goes to PRE.
-A step takes as long as the slower of the two and verifies one token in PRE, up to gamma in POST: how far ahead is drafted
-follows the acceptance. A test passes if the draft is the target's own draw, argmax_v (log p(v) + G(row key, position, v))
-with Gumbel noise G; the draft model draws with the same noise, which makes them agree more often.
+A step takes as long as the slower of the two and verifies one token in PRE, up to gamma in POST: so how far ahead is
+drafted follows the acceptance. A test passes if the draft is the target's own draw, argmax_v (log p(v) + G(row key,
+position, v)) with Gumbel noise G; the draft model draws with the same noise, which makes them agree more often.
 Guarantee: distribution; more, the text for a key is that of plain decoding, whatever the draft model.
-Deviations: sample and match in place of the ratio test, so that only token ids move between the two. The mode is a row's
-own. A target pass is gamma tokens wide in PRE too.
+Deviations: sample and match in place of the ratio test, so that only token ids move between the two. The mode is a
+row's own. A target pass is gamma tokens wide in PRE too. No bonus token, in the paper neither: the next draft is it.
 
 Not one program of `decode`: two programs are dispatched before either is read, and the host joins them, once per step.
 """
@@ -84,10 +84,10 @@ def pearl(
     A second call with the same shapes compiles nothing, if `num_tokens` is given.
 
     Args:
-      target, draft: models of one vocabulary on disjoint devices: placed by `jax.device_put`, or by `specjax.shard` over
-        meshes of some `devices` each. Over several hosts, each mesh has devices of every host.
-      num_tokens: gamma, how many tokens are drafted per step. None: the time of a target pass over that of a draft pass,
-        rounded, as measured before the first step. Clocks differ: give it on several hosts.
+      target, draft: models of one vocabulary on disjoint devices: placed by `jax.device_put`, or by `specjax.shard`
+        over meshes of some `devices` each. Over several hosts, each mesh has devices of every host.
+      num_tokens: gamma, how many tokens are drafted per step. None: the time of a target pass over that of a draft
+        pass, rounded, as measured before the first step; clocks differ, so give it on several hosts.
       The others are those of `specjax.decode`.
 
     Raises: UsageError for models that share a device, differ in vocabulary, or a setting outside its range.
