@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from toy import tiny_llama
 
-from specjax import decode, drafters, stream, trees
+from specjax import decode, drafters, mesh, shard, stream, trees
 from specjax.sampling import warp
 from specjax.types import Sampling
 
@@ -98,6 +98,15 @@ def _equations(jaxpr):
         yield eqn
         for inner in jax.core.jaxprs_in_params(eqn.params):
             yield from _equations(inner)
+
+
+def test_a_mesh_that_splits_the_vocabulary_gives_the_same():
+    target = tiny_llama(num_heads=8, num_kv_heads=8)
+    options = {"key": jax.random.key(1), "max_new_tokens": NEW, "logprobs": True, **WARPING}
+    whole = decode(target, DRAFTERS["plain"](), PROMPTS, **options)
+    split = decode(shard(target, mesh(1, 8)), DRAFTERS["plain"](), PROMPTS, **options)
+    assert split.to_lists() == whole.to_lists()
+    np.testing.assert_allclose(split.logprobs, whole.logprobs, atol=1e-4)
 
 
 def test_gradients_flow_through_the_models_own_pass():

@@ -55,8 +55,7 @@ class Trace(NamedTuple):
 class PearlResult(NamedTuple):
     """What was decoded, and how."""
 
-    decoded: DecodeResult
-    """On the host. In its `stats`, depth d is the place in a draft: every step drafts all of them."""
+    decoded: DecodeResult  # in its `stats`, a depth is a place in the draft; every step drafts all gamma
     trace: Trace
     num_tokens: int  # gamma
 
@@ -106,12 +105,7 @@ def pearl(
         )
     if num_tokens is None and jax.process_count() > 1:
         raise UsageError("num_tokens is measured on one host only; give it on several hosts")
-    shared = devices_of(target) & devices_of(draft)
-    if shared:
-        raise UsageError(
-            f"target and draft share {min(shared, key=lambda device: device.id)}, and would wait for each other; place "
-            "them on devices of their own, with jax.device_put or with specjax.shard and specjax.mesh(devices=...)"
-        )
+    _check_apart(devices_of(target), devices_of(draft))
     start = _Text.of(np.asarray(tokens), np.asarray(lengths), max_new_tokens, num_tokens or LONGEST)
     roles = [_place(_Role(model, inputs.sampling, keys)) for model in (draft, target)]
     caches = [_read(role, start.tokens, start.length - 1) for role in roles]  # both prompts at the same time, too
@@ -121,7 +115,19 @@ def pearl(
 
 def devices_of(model: Target) -> set[jax.Device]:
     """Where its parameters lie."""
-    return {device for leaf in jax.tree.leaves(model.params) for device in leaf.devices()}
+    arrays = [leaf for leaf in jax.tree.leaves(model.params) if isinstance(leaf, jax.Array)]
+    return {device for leaf in arrays for device in leaf.devices()}
+
+
+def _check_apart(target: set[jax.Device], draft: set[jax.Device]) -> None:
+    place = "with jax.device_put or with specjax.shard and specjax.mesh(devices=...)"
+    if not target or not draft:
+        raise UsageError(f"the {'draft' if target else 'target'} is on no device; place its parameters, {place}")
+    if target & draft:
+        one = min(target & draft, key=lambda device: device.id)
+        raise UsageError(
+            f"target and draft share {one}, and would wait for each other; place them on devices of their own, {place}"
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -162,19 +168,20 @@ class _Text(NamedTuple):
 
 def _run(roles, caches, start: _Text, eos: np.ndarray, gamma: int, max_new_tokens: int) -> PearlResult:
     (writer, judge), (drafted_cache, cache) = roles, caches
-    text, stats, trace = start, _no_stats(start, gamma), []
+    text, counts, trace = start, _Counts.zero(len(start.tokens), gamma), []
     while not text.done.all():
         # Both are under way before either is read.
         picks, cache = _verify(judge, cache, text.window(text.verified - 1, gamma), text.verified)
         drafts, drafted_cache = _draft(writer, drafted_cache, text.window(text.length - 1, 1), text.length, gamma=gamma)
-        after, accepted = join(text, *jax.device_get((drafts, picks)), eos)
-        stats = _add(stats, text, after, accepted)
-        text = after
+        drafts, picks = jax.device_get((drafts, picks))
+        active = ~text.done
+        text, accepted = join(text, drafts, picks, eos)
+        counts = counts.add(active, accepted)
         trace.append((text.post, text.length - start.length, text.verified - start.length))
-    lengths = text.verified - start.length
-    index = np.arange(max_new_tokens)
-    tokens = np.where(index < lengths[:, None], text.window(start.length, max_new_tokens), -1)
-    decoded = DecodeResult(tokens, lengths, text.hit_eos, stats._replace(hit_eos=text.hit_eos))
+    count = text.verified - start.length
+    tokens = np.where(np.arange(max_new_tokens) < count[:, None], text.window(start.length, max_new_tokens), -1)
+    stats = Stats(*map(jnp.asarray, (*counts, text.hit_eos)))
+    decoded = DecodeResult(jnp.asarray(tokens), jnp.asarray(count), stats.hit_eos, stats)
     return PearlResult(decoded, Trace(*map(np.stack, zip(*trace, strict=True))), gamma)
 
 
@@ -215,26 +222,30 @@ def join(text: _Text, drafts: np.ndarray, picks: np.ndarray, eos: np.ndarray) ->
     return after, np.where(text.post[:, None], np.roll(accepted, 1, 1), accepted)
 
 
-def _no_stats(text: _Text, gamma: int) -> Stats:
-    row = np.zeros(text.length.shape, np.int32)
-    by_depth = np.zeros((*row.shape, gamma), np.int32)
-    return Stats(row, row, row, by_depth, by_depth, row > 0)
+class _Counts(NamedTuple):
+    """The sums of `Stats`, on the host."""
 
+    target_passes: np.ndarray  # int32[B]
+    drafted: np.ndarray
+    accepted: np.ndarray
+    drafted_by_depth: np.ndarray  # int32[B, gamma]
+    accepted_by_depth: np.ndarray
 
-def _add(stats: Stats, before: _Text, after: _Text, accepted: np.ndarray) -> Stats:
-    active, gamma = ~before.done, accepted.shape[1]
-    return stats._replace(
-        target_passes=stats.target_passes + active,
-        drafted=stats.drafted + np.int32(gamma) * active,
-        accepted=stats.accepted + accepted.sum(1, dtype=np.int32),
-        drafted_by_depth=stats.drafted_by_depth + active[:, None],
-        accepted_by_depth=stats.accepted_by_depth + accepted,
-    )
+    @classmethod
+    def zero(cls, batch: int, gamma: int) -> _Counts:
+        row, by_depth = np.zeros((batch,), np.int32), np.zeros((batch, gamma), np.int32)
+        return cls(row, row, row, by_depth, by_depth)
+
+    def add(self, active: np.ndarray, accepted: np.ndarray) -> _Counts:
+        """One more step of the `active` rows bool[B], and what it `accepted`, from `join`."""
+        drafted = np.broadcast_to(active[:, None], accepted.shape)
+        new = active, drafted.sum(1), accepted.sum(1), drafted, accepted
+        return _Counts(*(old + x.astype(np.int32) for old, x in zip(self, new, strict=True)))
 
 
 def _place(role: _Role) -> _Role:
     """The small arrays of a role beside its parameters."""
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(role.target.params)]
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(role.target.params) if isinstance(leaf, jax.Array)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else shardings[0]
     return _Role(role.target, *jax.device_put((role.sampling, role.keys), everywhere))

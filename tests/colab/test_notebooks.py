@@ -13,8 +13,12 @@ pytest.importorskip("ipykernel")
 FOLDER = pathlib.Path(__file__).parents[2] / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 PLOTS = {"first_decode": 1, "your_own_drafter": 1, "compare_verifiers": 2}
-TABLES = {"first_decode": "tokens per pass", "your_own_drafter": "tokens per pass", "compare_verifiers": "best possible"}
-SAYS = {"first_decode": "cat", "your_own_drafter": "Monday", "compare_verifiers": "24 positions"}
+TABLES = {
+    "first_decode": "tokens per pass",
+    "your_own_drafter": "tokens per pass",
+    "compare_verifiers": "best possible",
+}
+SAYS = {"first_decode": "fox", "your_own_drafter": "Monday", "compare_verifiers": "24 positions"}
 
 
 def test_every_notebook_is_tested():
