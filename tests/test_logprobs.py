@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import tiny_llama
+from toy import tiny_llama, tiny_llama_alike
 
 from specjax import decode, drafters, mesh, shard, stream, trees
 from specjax.sampling import warp
@@ -15,14 +15,10 @@ NEW = 16
 WARPING = {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
 
 
-def draft():
-    return tiny_llama(seed=1, layers=1)
-
-
 DRAFTERS = {
     "plain": drafters.autoregressive,
-    "chain": lambda: drafters.two_model(draft(), 3),
-    "tree": lambda: drafters.two_model(draft(), tree=trees.branching("3x2x1")),
+    "chain": lambda: drafters.two_model(tiny_llama_alike(), 3),
+    "tree": lambda: drafters.two_model(tiny_llama_alike(), tree=trees.branching("3x2x1")),
     "n-grams, several widths": lambda: drafters.prompt_lookup(6),
 }
 
@@ -109,8 +105,10 @@ def test_a_mesh_that_splits_the_vocabulary_gives_the_same():
     np.testing.assert_allclose(split.logprobs, whole.logprobs, atol=1e-4)
 
 
-def test_gradients_flow_through_the_models_own_pass():
-    target = tiny_llama()
+# Heads of 64 are those that the TPU kernel takes.
+@pytest.mark.parametrize(("head_dim", "stacked"), [(8, False), (64, False), (64, True)])
+def test_gradients_flow_through_the_models_own_pass(head_dim, stacked):
+    target = tiny_llama(head_dim=head_dim, stacked=stacked)
     tokens = jnp.array([[1, 2, 3, 1, 2, 5]])
 
     def loss(params):

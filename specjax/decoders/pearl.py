@@ -167,12 +167,14 @@ class _Text(NamedTuple):
 
 
 def _run(roles, caches, start: _Text, eos: np.ndarray, gamma: int, max_new_tokens: int) -> PearlResult:
-    (writer, judge), (drafted_cache, cache) = roles, caches
+    (draft_side, target_side), (drafted_cache, cache) = roles, caches
     text, counts, trace = start, _Counts.zero(len(start.tokens), gamma), []
     while not text.done.all():
         # Both are under way before either is read.
-        picks, cache = _verify(judge, cache, text.window(text.verified - 1, gamma), text.verified)
-        drafts, drafted_cache = _draft(writer, drafted_cache, text.window(text.length - 1, 1), text.length, gamma=gamma)
+        picks, cache = _verify(target_side, cache, text.window(text.verified - 1, gamma), text.verified)
+        drafts, drafted_cache = _draft(
+            draft_side, drafted_cache, text.window(text.length - 1, 1), text.length, gamma=gamma
+        )
         drafts, picks = jax.device_get((drafts, picks))
         active = ~text.done
         text, accepted = join(text, drafts, picks, eos)
@@ -305,7 +307,7 @@ def _whole(role: _Role, ids: Array) -> Array:
 
 def _measure(roles, caches, text: _Text) -> tuple[int, list]:
     """Tokens that the draft model writes during a pass of the target, and the caches, which keep their tokens."""
-    (writer, judge), (drafted_cache, cache) = roles, caches
+    (draft_side, target_side), (drafted_cache, cache) = roles, caches
 
     def seconds(run, cache):
         times = []
@@ -316,6 +318,6 @@ def _measure(roles, caches, text: _Text) -> tuple[int, list]:
         return min(times[1:]), cache
 
     last = text.window(text.length - 1, 1)
-    draft_time, drafted_cache = seconds(lambda c: _draft(writer, c, last, text.length, gamma=1), drafted_cache)
-    target_time, cache = seconds(lambda c: _verify(judge, c, last, text.length), cache)
+    draft_time, drafted_cache = seconds(lambda c: _draft(draft_side, c, last, text.length, gamma=1), drafted_cache)
+    target_time, cache = seconds(lambda c: _verify(target_side, c, last, text.length), cache)
     return int(np.clip(round(target_time / draft_time), 1, LONGEST)), [drafted_cache, cache]

@@ -1,14 +1,12 @@
 """The card's traces on scripted models; the text of plain decoding, whatever drafts; both sides at the same time."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import markov, scripted, tiny_llama
+from toy import markov, scripted, tiny_llama, tiny_llama_alike
 
 import specjax
 from specjax import UsageError
@@ -24,13 +22,6 @@ RIGHT = [i % 7 + 1 for i in range(40)]  # by position, the prompt of one token i
 
 def on(model, device):
     return jax.device_put(model, jax.devices()[device])
-
-
-@functools.cache
-def alike():
-    """The tiny model with noise on its weights: it errs now and then."""
-    target, rng = tiny_llama(), np.random.default_rng(0)
-    return jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), target)
 
 
 def run_scripts(wrong, **options):
@@ -104,7 +95,7 @@ def test_steps_are_those_of_the_card(gamma, wrong, limit, data):
 @pytest.mark.parametrize("draft", ["alike", "itself"])
 def test_text_of_plain_decoding_on_ragged_rows_with_eos(draft, temperature):
     target = tiny_llama()
-    other = tiny_llama() if draft == "itself" else alike()
+    other = tiny_llama() if draft == "itself" else tiny_llama_alike()
     plain = specjax.decode(target, "autoregressive", PROMPTS, temperature=temperature, **OPTIONS)
     eos = plain.to_lists()[1][7]
     plain = specjax.decode(target, "autoregressive", PROMPTS, temperature=temperature, eos=eos, **OPTIONS)
@@ -122,12 +113,12 @@ def test_text_of_plain_decoding_on_ragged_rows_with_eos(draft, temperature):
 
 def test_the_draft_model_forgets_what_failed():
     """In PRE the text is final: whether its first draft passes is what the draft model says of that text alone."""
-    result = pearl(on(tiny_llama(), 1), on(alike(), 2), PROMPTS, num_tokens=3, **OPTIONS)
+    result = pearl(on(tiny_llama(), 1), on(tiny_llama_alike(), 2), PROMPTS, num_tokens=3, **OPTIONS)
     post, verified = result.trace.post, result.trace.verified
     texts = [prompt + new for prompt, new in zip(PROMPTS, result.to_lists(), strict=True)]
     steps = [(s, b) for s in range(1, len(post)) for b in range(4) if not post[s - 1, b] and verified[s - 1, b] < 19]
     before = [texts[b][: len(PROMPTS[b]) + verified[s - 1, b]] for s, b in steps]
-    says = specjax.decode(alike(), "autoregressive", before, key=OPTIONS["key"], max_new_tokens=1).to_lists()
+    says = specjax.decode(tiny_llama_alike(), "autoregressive", before, key=OPTIONS["key"], max_new_tokens=1).to_lists()
     right = [texts[b][len(old)] == token for (s, b), old, (token,) in zip(steps, before, says, strict=True)]
     assert right == [bool(post[s, b]) for s, b in steps]
     assert len(set(right)) == 2
