@@ -36,6 +36,7 @@ class DecodeResult(NamedTuple):
     hit_eos: Array  # bool[B]
     stats: Stats
     drafter: Drafter | None = None  # as it is after what it saw, for the next call; None if it remembers nothing
+    logprobs: Array | None = None  # float32[B, max_new_tokens], 0 behind the end; if asked for
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -92,6 +93,7 @@ def decode(
     verifier: Verifier | VerifyFn | None = None,
     controller: Controller | None = None,
     capacity: int | None = None,
+    logprobs: bool = False,
     debug: bool = False,
 ) -> DecodeResult:
     """Decode a batch of prompts: prefill and the whole loop in one compiled program.
@@ -119,6 +121,8 @@ def decode(
       debug: check every draft for what its verifier needs (`specjax.checks`) and raise UsageError if one lacks it;
         inside the caller's `jit`, where nothing can be raised, look at `stats.violations`.
       capacity: largest length of prompt plus new tokens; default: the model's own limit.
+      logprobs: also return the log-probability of each token under the target's law it was drawn from: after
+        temperature, top-k and top-p, so 0 for a greedy token and -inf for one that only a lossy rule lets through.
 
     Returns: DecodeResult.
     Raises: UsageError for an empty prompt, one over the capacity, or a setting outside its range, before compiling.
@@ -126,6 +130,7 @@ def decode(
     inputs, tokens, lengths, keys, static = prepare(
         target, drafter, prompts, key=key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
         top_p=top_p, eos=eos, sampling=sampling, verifier=verifier, controller=controller, capacity=capacity,
+        logprobs=logprobs,
     )  # fmt: skip
     if not debug:
         return _decode(inputs, tokens, lengths, keys, **static)
@@ -241,7 +246,7 @@ _add_stats = jax.jit(add_stats)
 def prepare(
     target: Target, drafter: Drafter | str | None, prompts: Prompts, *, key: Array, max_new_tokens: int,
     temperature=0.0, top_k=None, top_p=None, eos=(), sampling="speculative", verifier=None, controller=None,
-    capacity=None,
+    capacity=None, logprobs=False,
 ) -> tuple[Inputs, Array, Array, Array, dict]:  # fmt: skip
     """Check the arguments of `decode`.
 
@@ -268,7 +273,8 @@ def prepare(
         "controller": controller or fixed(),
         "max_new_tokens": max_new_tokens,
     }
-    inputs = Inputs(target, drafter, verifier, sampling == "coupled" and not is_greedy, warping, ids)
+    coupled = sampling == "coupled" and not is_greedy
+    inputs = Inputs(target, drafter, verifier, coupled, warping, ids, keep_logprobs=logprobs)
     return inputs, tokens, lengths, row_keys(key, batch), static
 
 
@@ -340,19 +346,31 @@ def _decode(inputs: Inputs, tokens, lengths, keys, *, controller, max_new_tokens
     state = decoder.init(inputs, tokens, lengths, keys, lengths + max_new_tokens)
     stats = zero_stats(tokens.shape[0], inputs.drafter.max_depth, inputs.debug)
 
-    def body(carry):
-        state, info = decoder.step(inputs, carry[0])
-        return state, add_stats(carry[1], info)
-
-    state, stats = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, stats))
     index = jnp.arange(max_new_tokens)
+
+    def body(carry):
+        before, stats, logprobs = carry
+        state, info = decoder.step(inputs, before)
+        if logprobs is not None:
+            place = (before.length - lengths)[:, None] + jnp.arange(info.tokens.shape[1])
+            place = jnp.where(place < (state.length - lengths)[:, None], place, max_new_tokens)
+            logprobs = logprobs.at[jnp.arange(place.shape[0])[:, None], place].set(info.logprobs, mode="drop")
+        return state, add_stats(stats, info), logprobs
+
+    logprobs = jnp.zeros((tokens.shape[0], max_new_tokens)) if inputs.keep_logprobs else None
+    state, stats, logprobs = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, stats, logprobs))
     new = jnp.take_along_axis(state.tokens, lengths[:, None] + index, 1)
     count = state.length - lengths
     drafter = inputs.drafter
     if drafter.remember is not None:
         drafter = drafter.replace(params=drafter.remember(drafter.params, state.draft))
     return DecodeResult(
-        jnp.where(index < count[:, None], new, -1), count, stats.hit_eos, stats, drafter if drafter.remember else None
+        jnp.where(index < count[:, None], new, -1),
+        count,
+        stats.hit_eos,
+        stats,
+        drafter if drafter.remember else None,
+        logprobs,
     )
 
 

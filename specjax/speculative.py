@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,7 @@ class Inputs:
     eos: Array  # int32[E], ids that end a row
     debug: bool = field(default=False, metadata={"static": True})  # fill `Info.violations`
     keep_laws: bool = field(default=False, metadata={"static": True})  # fill `Info.laws`
+    keep_logprobs: bool = field(default=False, metadata={"static": True})  # fill `Info.logprobs`
     keep_scored: bool = field(default=False, metadata={"static": True})  # fill `Info.scored`
 
 
@@ -103,7 +105,7 @@ def speculative(controller: Controller) -> Decoder:
         draft_keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
         tree, draft = drafter.propose(drafter.params, draft_keys, state.draft, context, limit)
         tree = tree._replace(valid=tree.valid & (~state.done[:, None] | (jnp.arange(drafter.num_nodes) == 0)))
-        verdict, pending, draft, laws, wrong, scored = _score(inputs, state, tree, draft)
+        verdict, pending, draft, kept, scored = _score(inputs, state, tree, draft)
         emitted, count, is_eos = _emit(inputs, state, tree, verdict)
         rows = jnp.arange(state.length.shape[0])[:, None]
         place = state.length[:, None] + jnp.arange(drafter.num_nodes)
@@ -118,8 +120,9 @@ def speculative(controller: Controller) -> Decoder:
             drafted_depth=depth,
             active=~state.done,
             hit_eos=is_eos,
-            laws=laws,
-            violations=wrong,
+            laws=kept.laws,
+            logprobs=kept.logprobs,
+            violations=kept.violations,
             scored=scored,
             signals=_signals(tree, verdict) if controller.reads_signals else None,
         )
@@ -134,17 +137,18 @@ def speculative(controller: Controller) -> Decoder:
             control=controller.update(state.control, info),
         ), info
 
-    return Decoder(_on_mesh(init), _on_mesh(step))
+    return Decoder(on_mesh(init), on_mesh(step))
 
 
-def _on_mesh(function):
-    """While tracing: lets kernels see that they are part of a program for several devices, which cannot split them."""
+def on_mesh(function):
+    """Of a function whose first argument has a `target`, while it is traced: lets kernels see that they are part of a
+    program for several devices, which cannot split them."""
 
     @functools.wraps(function)
-    def traced(inputs: Inputs, *arguments):
+    def traced(inputs, *arguments, **static):
         mesh = inputs.target.model.mesh
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return function(inputs, *arguments)
+            return function(inputs, *arguments, **static)
 
     return traced
 
@@ -167,9 +171,17 @@ def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
     )
 
 
+class _Kept(NamedTuple):
+    """Fields of `Info` that need the target's logits."""
+
+    laws: Array | None
+    logprobs: Array | None
+    violations: Array | None
+
+
 def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
-    """One target pass over the tree: its verdict, the pending cache entries, what the drafter learnt, `Info.laws`,
-    `Info.violations` and `Info.scored`.
+    """One target pass over the tree: its verdict, the pending cache entries, what the drafter learnt, `_Kept` and
+    `Info.scored`.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
     draft costs one plain step. Which width ran changes rounding, never the law. The cache is committed outside of the
@@ -192,12 +204,14 @@ def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
         logits = output.logits if inputs.verifier.guarantee == "greedy" else warp(output.logits, inputs.sampling)
         verdict = inputs.verifier(keys, part, logits, output.hidden)
         draft = inputs.drafter.update(inputs.drafter.params, draft, part, verdict, output)
-        laws = None
-        if inputs.keep_laws:
-            laws = jnp.take_along_axis(logits, jnp.maximum(verdict.path, 0)[:, :, None], 1)
-        wrong = violations(part, inputs.drafter.draws, logits) if inputs.debug else None
+        along_path = jnp.maximum(verdict.path, 0)[:, :, None]
+        kept = _Kept(
+            laws=jnp.take_along_axis(logits, along_path, 1) if inputs.keep_laws else None,
+            logprobs=_logprobs(inputs, part, verdict, logits) if inputs.keep_logprobs else None,
+            violations=violations(part, inputs.drafter.draws, logits) if inputs.debug else None,
+        )
         scored = Scored(part, logits, output.hidden) if inputs.keep_scored else None
-        return verdict, pending, draft, laws, wrong, scored
+        return verdict, pending, draft, kept, scored
 
     widths = sorted({w for w in inputs.drafter.widths if w < n} | {n})
     if len(widths) == 1 or inputs.keep_scored:
@@ -205,16 +219,9 @@ def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
     full = jax.eval_shape(functools.partial(at_width, n), draft)  # branches must agree in shape
 
     def padded(width: int, draft: PyTree):
-        verdict, pending, draft, laws, wrong, _ = at_width(width, draft)
+        verdict, pending, draft, kept, _ = at_width(width, draft)
         verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
-        return (
-            verdict,
-            jax.tree.map(_pad_to, pending, full[1]),
-            draft,
-            jax.tree.map(_pad_to, laws, full[3]),
-            wrong,
-            None,
-        )
+        return verdict, jax.tree.map(_pad_to, pending, full[1]), draft, jax.tree.map(_pad_to, kept, full[3]), None
 
     needed = jnp.max(jnp.sum(tree.valid, 1))
     branches = [functools.partial(padded, width) for width in widths]
@@ -225,6 +232,29 @@ def _pad_to(x: Array, like: jax.ShapeDtypeStruct) -> Array:
     return jnp.pad(x, [(0, big - small) for small, big in zip(x.shape, like.shape, strict=True)])
 
 
+def _logprobs(inputs: Inputs, tree: TokenTree, verdict: Verdict, logits: Array) -> Array:
+    """float32[B, N]: log p of each token of the verdict under the law [B, N, V] that it was drawn from, then zeros."""
+    n = tree.tokens.shape[1]
+    index = jnp.arange(n)
+    if inputs.verifier.guarantee == "greedy":  # its law has one token
+        return jnp.zeros(tree.tokens.shape)
+    # By reductions over the vocabulary, which a mesh may split.
+    place = jnp.where(index < verdict.num_nodes[:, None], verdict.path, n)
+    rows = jnp.arange(place.shape[0])[:, None]
+    following = jnp.zeros(tree.tokens.shape, jnp.int32).at[rows, place].set(_tokens(tree, verdict), mode="drop")
+    is_token = jnp.arange(logits.shape[-1]) == following[:, :, None]
+    log_p = jnp.max(jnp.where(is_token, logits, -jnp.inf), -1) - jax.nn.logsumexp(logits, -1)
+    return jnp.where(place < n, jnp.take_along_axis(log_p, jnp.minimum(place, n - 1), 1), 0.0)
+
+
+def _tokens(tree: TokenTree, verdict: Verdict) -> Array:
+    """int32[B, N]: the accepted drafts, without the root, and the target's own token; then padding."""
+    following = jnp.roll(verdict.path, -1, 1)
+    drafted = jnp.take_along_axis(tree.tokens, jnp.maximum(following, 0), 1)
+    accepted = verdict.num_nodes[:, None] - 1
+    return jnp.where(jnp.arange(tree.tokens.shape[1]) < accepted, drafted, verdict.next_token[:, None])
+
+
 def _emit(inputs: Inputs, state: DecodeState, tree: TokenTree, verdict: Verdict) -> tuple[Array, Array, Array]:
     """The tokens of a verdict, cut at the first eos and at the row's limit.
 
@@ -233,12 +263,9 @@ def _emit(inputs: Inputs, state: DecodeState, tree: TokenTree, verdict: Verdict)
     """
     n = tree.tokens.shape[1]
     index = jnp.arange(n)
-    following = jnp.roll(verdict.path, -1, 1)  # accepted drafts, without the root
-    drafted = jnp.take_along_axis(tree.tokens, jnp.maximum(following, 0), 1)
-    accepted = verdict.num_nodes[:, None] - 1
-    tokens = jnp.where(index < accepted, drafted, verdict.next_token[:, None])
+    tokens = _tokens(tree, verdict)
     room = jnp.where(state.done, 0, state.stop - state.length)[:, None]
-    alive = index < jnp.minimum(accepted + 1, room)
+    alive = index < jnp.minimum(verdict.num_nodes[:, None], room)
     ends = jnp.any(tokens[:, :, None] == inputs.eos, -1) & alive
     first = jnp.argmax(ends, 1)
     is_eos = jnp.any(ends, 1)

@@ -222,6 +222,7 @@ class Info(NamedTuple):
     active: Array  # bool[B], rows that were not done before the step
     hit_eos: Array  # bool[B], rows that ended with an eos token in this step
     laws: Array | None = None  # float32[B, N, V], warped logits that the added tokens were drawn from, if asked for
+    logprobs: Array | None = None  # float32[B, N], of the added tokens under these laws, if asked for
     violations: Array | None = None  # int32[B], bits of `checks.VIOLATIONS`, when debugging
     scored: Scored | None = None  # what the verifier saw, if asked for
     signals: Signals | None = None  # if the controller reads them

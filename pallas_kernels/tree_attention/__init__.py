@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 
 from specjax.pallas_kernels.tree_attention.over_slots import over_slots
+from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as _xla
 
 __all__ = ["over_slots", "tree_attention"]
@@ -19,7 +20,7 @@ def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, implementation=None,
 ):  # fmt: skip
-    """See `reference.tree_attention`.
+    """See `reference.tree_attention`, which also gives the derivatives: kernel and loop over blocks have none.
 
     Args:
       implementation: "xla" runs everywhere, "pallas_tpu" on TPU. None: the TPU kernel where the program is lowered for
@@ -35,11 +36,32 @@ def tree_attention(
     static = {"scale": scale, "softcap": softcap, "with_total": with_total}
     on_xla: Callable = functools.partial(_run_xla, **static)
     on_tpu: Callable = functools.partial(_run_tpu, **static)
+    run: Callable
     if implementation == "pallas_tpu":
-        return on_tpu(*arrays)
-    if implementation == "xla" or _tpu().unsupported(q, k, prefix_k):
-        return on_xla(*arrays)
-    return jax.lax.platform_dependent(*arrays, tpu=on_tpu, default=on_xla)
+        run = on_tpu
+    elif implementation == "xla" or _tpu().unsupported(q, k, prefix_k):
+        run = on_xla
+    else:
+        run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, default=on_xla)
+    return _differentiable(run, functools.partial(_run_reference, **static), *arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _differentiable(run: Callable, same: Callable, *arrays):
+    """`run(*arrays)`, with the derivatives of `same`."""
+    return run(*arrays)
+
+
+@_differentiable.defjvp
+def _differentiate(run, same, primals, tangents):
+    return _differentiable(run, same, *primals), jax.jvp(same, primals, tangents)[1]
+
+
+def _run_reference(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
+    return _reference(
+        q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
+        **static,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -2,12 +2,15 @@
 
 from specjax.decoders.any_subset import AnySubsetModel, AnySubsetResult, any_subset
 from specjax.decoders.continuous import ContinuousModel, ContinuousResult, continuous
+from specjax.decoders.pearl import PearlResult, pearl
 
 __all__ = [
     "AnySubsetModel",
     "AnySubsetResult",
     "ContinuousModel",
     "ContinuousResult",
+    "PearlResult",
     "any_subset",
     "continuous",
+    "pearl",
 ]

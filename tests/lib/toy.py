@@ -143,6 +143,13 @@ def tiny_llama(seed: int = 0, layers: int = 2, width: int = 32, vocab: int = 64,
 
 
 @functools.cache
+def tiny_llama_alike() -> Target:
+    """The random Llama with noise on its weights, a draft model that errs now and then."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), tiny_llama())
+
+
+@functools.cache
 def tiny_datastore(vocab: int) -> Datastore:
     """Random documents in two shards, and the greedy text of `tiny_llama` if that is its vocabulary."""
     documents = np.random.default_rng(0).integers(0, vocab, (8, 100)).tolist()

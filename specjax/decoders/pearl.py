@@ -1,0 +1,323 @@
+"""PEARL: draft and target decode at the same time, each on devices of its own.
+
+Liu, Li, Lv, Liu, Zhu, Hu: PEARL: Parallel Speculative Decoding with Adaptive Draft Length (2024), arXiv 2408.11850.
+
+Rule: in each step the draft model appends gamma tokens d_1 ... d_gamma to the text while the target reads the end of
+the same text; then they join.
+  PRE (nothing of the text is unverified): the target's law at the next position tests d_1 alone. If it passes, all
+    gamma drafts are appended, unverified but for the first, and the row goes to POST; else the target's token is.
+  POST (the last gamma - 1 tokens are unverified): these and then d_1 are tested in order. If all pass, the gamma drafts
+    are appended; at the first failure the text is cut there, the target's token appended, and the row goes to PRE.
+A step takes as long as the slower of the two and verifies one token in PRE, up to gamma in POST: so how far ahead is
+drafted follows the acceptance. A test passes if the draft is the target's own draw, argmax_v (log p(v) + G(row key,
+position, v)) with Gumbel noise G; the draft model draws with the same noise, which makes them agree more often.
+Guarantee: distribution; more, the text for a key is that of plain decoding, whatever the draft model.
+Deviations: sample and match in place of the ratio test, so that only token ids move between the two. The mode is a
+row's own. A target pass is gamma tokens wide in PRE too. No bonus token, in the paper neither: the next draft is it.
+
+Not one program of `decode`: two programs are dispatched before either is read, and the host joins them, once per step.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from specjax.decode import DecodeResult, Prompts, prepare
+from specjax.drafters import autoregressive
+from specjax.errors import UsageError
+from specjax.prefill import CHUNK, prefill
+from specjax.sampling import draw, node_keys, warp
+from specjax.speculative import on_mesh
+from specjax.types import Array, Guarantee, PyTree, Sampling, Stats, Target
+
+GUARANTEE: Guarantee = "distribution"
+
+LONGEST = 32
+"""Tokens of a draft, where their number is measured."""
+
+
+class Trace(NamedTuple):
+    """Per step, after it. A row that has ended stays as it is."""
+
+    post: np.ndarray  # bool[steps, B], the mode: False is PRE
+    lengths: np.ndarray  # int32[steps, B], new tokens, the unverified ones included
+    verified: np.ndarray  # int32[steps, B], new tokens
+
+
+class PearlResult(NamedTuple):
+    """What was decoded, and how."""
+
+    decoded: DecodeResult  # in its `stats`, a depth is a place in the draft; every step drafts all gamma
+    trace: Trace
+    num_tokens: int  # gamma
+
+    def to_lists(self) -> list[list[int]]:
+        """The decoded tokens of each row, without padding."""
+        return self.decoded.to_lists()
+
+
+def pearl(
+    target: Target,
+    draft: Target,
+    prompts: Prompts,
+    *,
+    key: Array,
+    max_new_tokens: int,
+    num_tokens: int | None = None,
+    temperature: float | Array = 0.0,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    eos=(),
+    capacity: int | None = None,
+) -> PearlResult:
+    """Decode a batch; each row goes at its own speed. Not for the caller's own `jit`.
+
+    A second call with the same shapes compiles nothing, if `num_tokens` is given.
+
+    Args:
+      target, draft: models of one vocabulary on disjoint devices: placed by `jax.device_put`, or by `specjax.shard`
+        over meshes of some `devices` each. Over several hosts, each mesh has devices of every host.
+      num_tokens: gamma, how many tokens are drafted per step. None: the time of a target pass over that of a draft
+        pass, rounded, as measured before the first step; clocks differ, so give it on several hosts.
+      The others are those of `specjax.decode`.
+
+    Raises: UsageError for models that share a device, differ in vocabulary, or a setting outside its range.
+    """
+    # `prepare` checks what a decode would; the draft is not a drafter of one program, so none takes its place.
+    inputs, tokens, lengths, keys, _ = prepare(
+        target, autoregressive(), prompts, key=key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+        top_p=top_p, eos=eos, capacity=capacity,
+    )  # fmt: skip
+    if num_tokens is not None and num_tokens < 1:
+        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+    if target.model.vocab_size != draft.model.vocab_size:
+        raise UsageError(
+            f"the draft model has {draft.model.vocab_size} tokens and the target {target.model.vocab_size}; "
+            "choose a draft model of the same vocabulary"
+        )
+    if num_tokens is None and jax.process_count() > 1:
+        raise UsageError("num_tokens is measured on one host only; give it on several hosts")
+    _check_apart(devices_of(target), devices_of(draft))
+    start = _Text.of(np.asarray(tokens), np.asarray(lengths), max_new_tokens, num_tokens or LONGEST)
+    roles = [_place(_Role(model, inputs.sampling, keys)) for model in (draft, target)]
+    caches = [_read(role, start.tokens, start.length - 1) for role in roles]  # both prompts at the same time, too
+    gamma, caches = (num_tokens, caches) if num_tokens else _measure(roles, caches, start)
+    return _run(roles, caches, start, np.asarray(inputs.eos), gamma, max_new_tokens)
+
+
+def devices_of(model: Target) -> set[jax.Device]:
+    """Where its parameters lie."""
+    arrays = [leaf for leaf in jax.tree.leaves(model.params) if isinstance(leaf, jax.Array)]
+    return {device for leaf in arrays for device in leaf.devices()}
+
+
+def _check_apart(target: set[jax.Device], draft: set[jax.Device]) -> None:
+    place = "with jax.device_put or with specjax.shard and specjax.mesh(devices=...)"
+    if not target or not draft:
+        raise UsageError(f"the {'draft' if target else 'target'} is on no device; place its parameters, {place}")
+    if target & draft:
+        one = min(target & draft, key=lambda device: device.id)
+        raise UsageError(
+            f"target and draft share {one}, and would wait for each other; place them on devices of their own, {place}"
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Role:
+    """What one side needs in every step, on its devices."""
+
+    target: Target  # the model of this side
+    sampling: Sampling
+    keys: Array  # key[B]
+
+
+class _Text(NamedTuple):
+    """The rows, on the host."""
+
+    tokens: np.ndarray  # int32[B, S]
+    verified: np.ndarray  # int32[B], tokens that are final
+    length: np.ndarray  # int32[B], with those that are not
+    post: np.ndarray  # bool[B]
+    stop: np.ndarray  # int32[B], length at which the row is full
+    hit_eos: np.ndarray  # bool[B]
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, lengths: np.ndarray, max_new_tokens: int, gamma: int) -> _Text:
+        """Before the first step, with room for what may lie behind the end: drafts of two steps, or a prefill chunk."""
+        behind = max(2 * gamma, CHUNK)
+        none = np.zeros(lengths.shape, bool)
+        return cls(np.pad(tokens, ((0, 0), (0, behind))), lengths, lengths, none, lengths + max_new_tokens, none)
+
+    @property
+    def done(self) -> np.ndarray:
+        return self.hit_eos | (self.verified >= self.stop)
+
+    def window(self, start: np.ndarray, width: int) -> np.ndarray:
+        """int32[B, width]: the tokens from `start` int32[B] on."""
+        return np.take_along_axis(self.tokens, start[:, None] + np.arange(width), 1)
+
+
+def _run(roles, caches, start: _Text, eos: np.ndarray, gamma: int, max_new_tokens: int) -> PearlResult:
+    (draft_side, target_side), (drafted_cache, cache) = roles, caches
+    text, counts, trace = start, _Counts.zero(len(start.tokens), gamma), []
+    while not text.done.all():
+        # Both are under way before either is read.
+        picks, cache = _verify(target_side, cache, text.window(text.verified - 1, gamma), text.verified)
+        drafts, drafted_cache = _draft(
+            draft_side, drafted_cache, text.window(text.length - 1, 1), text.length, gamma=gamma
+        )
+        drafts, picks = jax.device_get((drafts, picks))
+        active = ~text.done
+        text, accepted = join(text, drafts, picks, eos)
+        counts = counts.add(active, accepted)
+        trace.append((text.post, text.length - start.length, text.verified - start.length))
+    count = text.verified - start.length
+    tokens = np.where(np.arange(max_new_tokens) < count[:, None], text.window(start.length, max_new_tokens), -1)
+    stats = Stats(*map(jnp.asarray, (*counts, text.hit_eos)))
+    decoded = DecodeResult(jnp.asarray(tokens), jnp.asarray(count), stats.hit_eos, stats)
+    return PearlResult(decoded, Trace(*map(np.stack, zip(*trace, strict=True))), gamma)
+
+
+def join(text: _Text, drafts: np.ndarray, picks: np.ndarray, eos: np.ndarray) -> tuple[_Text, np.ndarray]:
+    """The two sides of a step: drafts int32[B, gamma] behind the text, the target's own draws picks int32[B, gamma] for
+    the positions from `text.verified` on.
+
+    Every final token is one of the picks: of those that the drafts equal, and of the first that they do not.
+
+    Returns: the text, and accepted bool[B, gamma]: by place in their draft, which tokens became final.
+    """
+    gamma = drafts.shape[1]
+    place = np.arange(gamma)
+    tokens = text.tokens.copy()
+    np.put_along_axis(tokens, text.length[:, None] + place, drafts, 1)
+    claimed = text._replace(tokens=tokens).window(text.verified, gamma)
+    tests = np.where(text.post, gamma, 1)
+    matched = np.sum(np.cumprod((claimed == picks) & (place < tests[:, None]), 1), 1)
+    passed = matched == tests
+    # Cut at the first eos and at the row's limit.
+    room = np.where(text.done, 0, text.stop - text.verified)
+    alive = place < np.minimum(np.where(passed, tests, matched + 1), room)[:, None]
+    ends = np.isin(picks, eos) & alive
+    hit_eos = ends.any(1)
+    count = np.where(hit_eos, np.argmax(ends, 1) + 1, alive.sum(1)).astype(np.int32)
+    np.put_along_axis(tokens, text.verified[:, None] + place, np.where(place < count[:, None], picks, claimed), 1)
+    verified = text.verified + count
+    over = text.done | hit_eos | (verified >= text.stop)
+    goes_on = passed & ~over
+    after = text._replace(
+        tokens=tokens,
+        verified=verified,
+        length=np.where(goes_on, text.length + gamma, verified).astype(np.int32),
+        post=goes_on,
+        hit_eos=text.hit_eos | hit_eos,
+    )
+    accepted = place < np.minimum(matched, count)[:, None]  # in the order of the tests, in which d_1 is the last
+    return after, np.where(text.post[:, None], np.roll(accepted, 1, 1), accepted)
+
+
+class _Counts(NamedTuple):
+    """The sums of `Stats`, on the host."""
+
+    target_passes: np.ndarray  # int32[B]
+    drafted: np.ndarray
+    accepted: np.ndarray
+    drafted_by_depth: np.ndarray  # int32[B, gamma]
+    accepted_by_depth: np.ndarray
+
+    @classmethod
+    def zero(cls, batch: int, gamma: int) -> _Counts:
+        row, by_depth = np.zeros((batch,), np.int32), np.zeros((batch, gamma), np.int32)
+        return cls(row, row, row, by_depth, by_depth)
+
+    def add(self, active: np.ndarray, accepted: np.ndarray) -> _Counts:
+        """One more step of the `active` rows bool[B], and what it `accepted`, from `join`."""
+        drafted = np.broadcast_to(active[:, None], accepted.shape)
+        new = active, drafted.sum(1), accepted.sum(1), drafted, accepted
+        return _Counts(*(old + x.astype(np.int32) for old, x in zip(self, new, strict=True)))
+
+
+def _place(role: _Role) -> _Role:
+    """The small arrays of a role beside its parameters."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(role.target.params) if isinstance(leaf, jax.Array)]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else shardings[0]
+    return _Role(role.target, *jax.device_put((role.sampling, role.keys), everywhere))
+
+
+@jax.jit
+@on_mesh
+def _read(role: _Role, tokens: Array, count: Array) -> PyTree:
+    """The cache of the first `count` int32[B] of tokens int32[B, S]."""
+    model, params = role.target.model, role.target.params
+    return prefill(model, params, model.init_cache(*tokens.shape), tokens, count)
+
+
+@functools.partial(jax.jit, static_argnames=("gamma",), donate_argnames=("cache",))
+@on_mesh
+def _draft(role: _Role, cache: PyTree, last: Array, length: Array, *, gamma: int) -> tuple[Array, PyTree]:
+    """Drafts int32[B, gamma] behind a text of `length` int32[B] that ends with `last` int32[B, 1]."""
+
+    def one(carry, depth):
+        cache, token = carry
+        picks, cache = _next(role, cache, token, length + depth)
+        return (cache, picks), picks[:, 0]
+
+    # Rolled back to what the two sides agree on. The text has grown by no more than what was fed.
+    (cache, _), drafts = jax.lax.scan(one, (cache._replace(length=length - 1), last), jnp.arange(gamma))
+    return _whole(role, drafts.T), cache
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+@on_mesh
+def _verify(role: _Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
+    """The target's draws int32[B, gamma] behind each token of `window` int32[B, gamma], which begins with the last
+    verified token. Drafts in it that fail are forgotten by the next step."""
+    picks, cache = _next(role, cache._replace(length=verified - 1), window, verified)
+    return _whole(role, picks), cache
+
+
+def _next(role: _Role, cache: PyTree, tokens: Array, length: Array) -> tuple[Array, PyTree]:
+    """Draws int32[B, T] behind each of tokens int32[B, T], all committed; `length` counts the text with the first."""
+    model = role.target.model
+    batch, width = tokens.shape
+    place = jnp.broadcast_to(jnp.arange(width), (batch, width))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
+    output, pending = model.forward(role.target.params, tokens, cache, positions=length[:, None] - 1 + place, mask=mask)
+    cache = model.commit(cache, pending, place, jnp.full((batch,), width, jnp.int32))
+    logits = warp(output.logits, role.sampling)
+    if role.sampling.temperature is None:
+        return jnp.argmax(logits, -1).astype(jnp.int32), cache
+    return jax.vmap(draw, 1, 1)(node_keys(role.keys, length, place), logits), cache
+
+
+def _whole(role: _Role, ids: Array) -> Array:
+    """Token ids whole on every device, so that every host can read them."""
+    mesh = role.target.model.mesh
+    return ids if mesh is None else jax.lax.with_sharding_constraint(ids, NamedSharding(mesh, PartitionSpec()))
+
+
+def _measure(roles, caches, text: _Text) -> tuple[int, list]:
+    """Tokens that the draft model writes during a pass of the target, and the caches, which keep their tokens."""
+    (draft_side, target_side), (drafted_cache, cache) = roles, caches
+
+    def seconds(run, cache):
+        times = []
+        for _ in range(4):  # the first compiles
+            start = time.perf_counter()
+            cache = jax.block_until_ready(run(cache)[1])
+            times.append(time.perf_counter() - start)
+        return min(times[1:]), cache
+
+    last = text.window(text.length - 1, 1)
+    draft_time, drafted_cache = seconds(lambda c: _draft(draft_side, c, last, text.length, gamma=1), drafted_cache)
+    target_time, cache = seconds(lambda c: _verify(target_side, c, last, text.length), cache)
+    return int(np.clip(round(target_time / draft_time), 1, LONGEST)), [drafted_cache, cache]
