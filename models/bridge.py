@@ -20,11 +20,15 @@ FAMILIES = {LlamaConfig: Llama, Gemma3Config: Gemma3}
 Config = LlamaConfig | Gemma3Config
 
 
+def abstract_module(config: Config) -> nnx.Module:
+    """The module of `config` with shapes for parameters; nothing is allocated."""
+    return nnx.eval_shape(lambda: FAMILIES[type(config)](config, rngs=nnx.Rngs(0)))
+
+
 @functools.cache
 def _abstract(config: Config):
-    """(graphdef, pure dict of ShapeDtypeStructs) of the module of `config`; nothing is allocated."""
-    module = nnx.eval_shape(lambda: FAMILIES[type(config)](config, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(module)
+    """(graphdef, pure dict of ShapeDtypeStructs) of the module of `config`."""
+    graphdef, state = nnx.split(abstract_module(config))
     return graphdef, nnx.to_pure_dict(state)
 
 
