@@ -4,9 +4,9 @@ Wu et al.: EasySpec: Layer-Parallel Speculative Decoding for Efficient Multi-GPU
 
 Rule: the draft model's first and last layer run as usual, those between in groups of G consecutive ones. With h the
 stream before a group, a_i = Attn_i(norm_i(h)) for all i at once, then z = h and, layer by layer, z <- z + a_i,
-z <- z + MLP_i(norm'_i(z)). Keys and values come from the same h. What these approximate passes leave lives for one round
-only: the next one feeds every newly committed token anew, exactly, to the exact cache (the paper's bonus calibration),
-and the last logits of that pass are its first draft law. All other things are `two_model`'s, trees included.
+z <- z + MLP_i(norm'_i(z)). Keys and values come from the same h. What these approximate passes leave lives for one
+round only: the next one feeds every newly committed token anew, exactly, to an exact cache (the paper's bonus
+calibration), and the last logits of that pass are its first draft law. All else is `two_model`'s, trees included.
 
 The G attentions are worth running at once where each layer has a device of its own: see
 `specjax.parallel.layer_parallel`. On one device the drafts are the same, and no faster.
@@ -51,9 +51,7 @@ def easyspec(
     if stop is not None or keep_laws:
         builder = trees.with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
     lag = builder.max_depth + 1  # as many tokens as a round can add, the target's own included
-    return two_model_functions(draft.model, builder, lag, group=_group(draft.model, group)).replace(
-        params=draft.params
-    )
+    return two_model_functions(draft.model, builder, lag, group=_group(draft.model, group)).replace(params=draft.params)
 
 
 def _group(model: Model, group: int | None) -> int:
