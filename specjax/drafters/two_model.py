@@ -63,7 +63,7 @@ def two_model(
     builder = tree or trees.chain(num_tokens)
     if stop is not None or keep_laws:
         builder = trees.with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
-    return functions(draft.model, builder, lag).replace(params=draft.params)
+    return functions(draft.model, builder, lag, group=1).replace(params=draft.params)
 
 
 @functools.cache

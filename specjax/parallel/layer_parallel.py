@@ -43,7 +43,8 @@ def place(draft: Target, mesh: Mesh, group: int | None = None) -> Target:
     """`draft` with groups of `group` layers side by side along the axis "layer" of `mesh`.
 
     group: as many as the mesh has devices there, or None. The draft model is for a target that `specjax.shard` spreads
-    over the same mesh. Any drafter may use it, `easyspec` gains by it. Its `forward` takes `group=1`, exact, or that of the mesh.
+    over the same mesh. Any drafter may use it, `easyspec` gains by it. Its `forward` takes `group=1`, exact, or that of
+    the mesh.
 
     Raises: UsageError for a model that is not one of `specjax.models` or is sharded already, and for a mesh, a group
     and a model that do not fit each other.
