@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=4, help="prompts, from all over the file")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file, as they come")
     args = parser.parse_args()
 
     # Stacked layers compile in seconds, and of the target only the text is of interest.
@@ -77,10 +77,11 @@ def main() -> None:
                     "acceptance": int(stats.accepted.sum()) / int(stats.drafted_by_depth.sum()),
                 }
             )
-            print(f"{shape}, group {group}: {time.perf_counter() - start:.0f} s", flush=True)
+            print(f"{found[-1]}, {time.perf_counter() - start:.0f} s", flush=True)
+            if args.json:
+                document = {"prompts": len(rows), "dtype": args.dtype, "results": found}
+                args.json.write_text(json.dumps(document, indent=1))
     show(found)
-    if args.json:
-        args.json.write_text(json.dumps({"prompts": len(rows), "dtype": args.dtype, "results": found}, indent=1))
 
 
 def recited(prompts: list[list[int]], texts: list[list[int]], vocab: int) -> Target:
