@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from specjax import cache as kv
 from specjax.errors import UsageError
 from specjax.models.gemma3 import Gemma3, Gemma3Config
+from specjax.models.layers import run_layers
 from specjax.models.layout import spread
 from specjax.models.llama import Llama, LlamaConfig
 from specjax.types import Model, PyTree
@@ -19,11 +20,15 @@ FAMILIES = {LlamaConfig: Llama, Gemma3Config: Gemma3}
 Config = LlamaConfig | Gemma3Config
 
 
+def abstract_module(config: Config) -> nnx.Module:
+    """The module of `config` with shapes for parameters; nothing is allocated."""
+    return nnx.eval_shape(lambda: FAMILIES[type(config)](config, rngs=nnx.Rngs(0)))
+
+
 @functools.cache
 def _abstract(config: Config):
-    """(graphdef, pure dict of ShapeDtypeStructs) of the module of `config`; nothing is allocated."""
-    module = nnx.eval_shape(lambda: FAMILIES[type(config)](config, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(module)
+    """(graphdef, pure dict of ShapeDtypeStructs) of the module of `config`."""
+    graphdef, state = nnx.split(abstract_module(config))
     return graphdef, nnx.to_pure_dict(state)
 
 
@@ -65,11 +70,12 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
         cache = kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.cache_dtype or c.dtype, c.stacked)
         return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
-    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None):
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1):
         module = nnx.merge(graphdef, nnx.State(params))
         return module(
-            tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layers=layers, layout=layout
-        )
+            tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layers=layers, layout=layout,
+            run_layers=functools.partial(run_layers, group=group),
+        )  # fmt: skip
 
     def head(params, stream):
         module = nnx.merge(graphdef, nnx.State(params))

@@ -67,8 +67,7 @@ class Block(nnx.Module):
         return self.attention_post_norm(attended), new
 
     def feed(self, x, step: L.Step):
-        fed = step.place(self.mlp(self.mlp_norm(x)), "data", None, None)
-        return self.mlp_post_norm(fed)
+        return self.mlp_post_norm(step.sum(self.mlp(self.mlp_norm(x)), "mlp"))
 
 
 class Gemma3(nnx.Module):
@@ -83,7 +82,7 @@ class Gemma3(nnx.Module):
 
     def __call__(
         self, tokens: Array | Mixture, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
-        layers=None, layout=None,
+        layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
         full = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
@@ -93,10 +92,10 @@ class Gemma3(nnx.Module):
         windows = jnp.where(is_global, GLOBAL, c.window)
         x = step.place(self.embed(tokens), "data", None, None)
         x = x * jnp.asarray(c.width**0.5, x.dtype)
-        stream, pending = L.run_layers(
+        stream, pending = run_layers(
             self.layers, x, step, cache, (frequencies, windows),
-            lambda block, x, prefix, layer: block.attend(x, step, prefix, *layer),
-            lambda block, x: block.feed(x, step),
+            lambda block, x, step, prefix, layer: block.attend(x, step, prefix, *layer),
+            lambda block, x, step: block.feed(x, step),
         )  # fmt: skip
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending

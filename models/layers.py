@@ -176,6 +176,10 @@ class Step(NamedTuple):
         """`x`, laid out over the mesh by these axes of it; as it is without a mesh."""
         return x if self.layout is None else self.layout.place(x, *axes)
 
+    def sum(self, x: Array, part: str) -> Array:
+        """x [B, T, D], whose terms lie where the mesh splits `part`, in full on each of these devices."""
+        return x if self.layout is None else self.layout.sum(x, part)
+
 
 def make_step(
     positions: Array,
@@ -235,7 +239,7 @@ class Attention(nnx.Module):
             q, all_k, all_v, prefix.k, prefix.v, step.length, step.positions, step.mask,
             key_positions=step.key_positions, layer=prefix.layer, window=window,
         )  # fmt: skip
-        return step.place(self.o(out.reshape(*x.shape[:2], -1)), "data", None, None), new
+        return step.sum(self.o(out.reshape(*x.shape[:2], -1)), "heads"), new
 
 
 def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):
@@ -245,19 +249,49 @@ def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):
     return nnx.List([block(rngs) for _ in range(num_layers)])
 
 
+def segments(num_layers: int, group: int) -> list[tuple[int, int, int]]:
+    """(first layer, layers per group, groups): in order, all layers of a model.
+
+    The first and the last layer, the most sensitive, are alone; a last group of those between may be smaller.
+    """
+    if group == 1 or num_layers < 3:
+        return [(0, 1, num_layers)]
+    full, rest = divmod(num_layers - 2, group)
+    middle = [(1, group, full), (1 + full * group, rest, 1)]
+    return [(0, 1, 1), *((start, size, count) for start, size, count in middle if size * count), (num_layers - 1, 1, 1)]
+
+
+def take_turns(x: Array, attended, feed) -> list[Array]:
+    """The stream after each layer of a group, of whose input all of them have read the attention.
+
+    attended: [B, T, D] each, what attention adds; feed: (i, stream) -> what the i-th MLP adds: one after another.
+    """
+    stream = []
+    for i, y in enumerate(attended):
+        x = x + y
+        x = x + feed(i, x)
+        stream.append(x)
+    return stream
+
+
 def run_layers(
-    layers, x: Array, step: Step, cache: kv.KVCache, per_layer: PyTree, attend, feed
+    layers, x: Array, step: Step, cache: kv.KVCache, per_layer: PyTree, attend, feed, *, group: int = 1
 ) -> tuple[list | Array, kv.Pending]:
-    """Add `attend(block, x, Prefix, slice) -> y, (k, v)` and `feed(block, x) -> y` to the stream, layer by layer.
+    """Add `attend(block, x, step, Prefix, slice) -> y, (k, v)` and `feed(block, x, step) -> y` to the stream, layer by
+    layer.
 
     Unstacked layers are unrolled; stacked ones are scanned, which compiles in constant time but copies each layer's
     weights out of the stack on CPU (SmolLM2, one token: 54 ms against 44 ms), so CPU keeps them apart.
 
     Args:
       layers: from `make_layers`. x: [B, T, D]. per_layer: pytree with a leading layer axis.
+      group: consecutive layers, of those in the middle, whose attention reads one stream, that before the group
+        (EasySpec). Not together with `step.layers`.
 
     Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the pending keys and values.
     """
+    if group > 1:
+        return _run_groups(layers, x, step, cache, per_layer, attend, feed, group)
     earlier = () if step.earlier is None else (step.earlier.k, step.earlier.v)
     if isinstance(layers, nnx.List):
         stream, new = [x], []
@@ -265,7 +299,7 @@ def run_layers(
             prefix = Prefix(cache.k[i], cache.v[i], earlier=tuple(x[i] for x in earlier))
             slice_ = jax.tree.map(lambda leaf, i=i: leaf[i], per_layer)
             runs = jax.tree.map(lambda leaf, i=i: leaf[:, i], step.layers)
-            x, kv_new = _run_layer(lambda block=block: block, runs, x, prefix, slice_, attend, feed)
+            x, kv_new = _run_layer(lambda block=block: block, runs, x, step, prefix, slice_, attend, feed)
             stream.append(x)
             new.append(kv_new)
         k, v = zip(*new, strict=True)
@@ -285,7 +319,7 @@ def run_layers(
             return nnx.merge(graphdef, own)
 
         runs = jax.tree.map(lambda leaf: at(leaf, 1), step.layers)
-        x, kv_new = _run_layer(block, runs, x, prefix, slice_, attend, feed)
+        x, kv_new = _run_layer(block, runs, x, step, prefix, slice_, attend, feed)
         return x, (x, kv_new)
 
     sliced = state if step.layers is None else None
@@ -293,13 +327,13 @@ def run_layers(
     return jnp.concatenate([x[None], outputs[:-1], last[None]]), kv.Pending(k, v, step.positions, kv.after(last))
 
 
-def _run_layer(block, runs: Sublayers | None, x: Array, prefix: Prefix, slice_: PyTree, attend, feed):
+def _run_layer(block, runs: Sublayers | None, x: Array, step: Step, prefix: Prefix, slice_: PyTree, attend, feed):
     """One layer, or of it what `runs` bool[B] says: x, (k, v). `block()` gives its module."""
     if runs is None:
         module = block()
-        y, new = attend(module, x, prefix, slice_)
+        y, new = attend(module, x, step, prefix, slice_)
         x = x + y
-        return x + feed(module, x), new
+        return x + feed(module, x, step), new
 
     def run_if(rows: Array, sublayer, x: Array):
         def run(x):
@@ -310,6 +344,51 @@ def _run_layer(block, runs: Sublayers | None, x: Array, prefix: Prefix, slice_: 
         skip = lambda x: (x, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
         return jax.lax.cond(jnp.any(rows), run, skip, x)
 
-    x, new = run_if(runs.attention, lambda block, x: attend(block, x, prefix, slice_), x)
-    x, _ = run_if(runs.mlp, lambda block, x: (feed(block, x), ()), x)
+    x, new = run_if(runs.attention, lambda block, x: attend(block, x, step, prefix, slice_), x)
+    x, _ = run_if(runs.mlp, lambda block, x: (feed(block, x, step), ()), x)
     return x, new
+
+
+def _run_groups(layers, x: Array, step: Step, cache: kv.KVCache, per_layer: PyTree, attend, feed, group: int):
+    """`run_layers` by groups."""
+    earlier = () if step.earlier is None else (step.earlier.k, step.earlier.v)
+    is_stacked = not isinstance(layers, nnx.List)
+    graphdef, state = nnx.split(layers)
+
+    def at(tree: PyTree, layer):
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), tree)
+
+    def layer_of(i):
+        if is_stacked:
+            return nnx.merge(graphdef, at(state, i)), Prefix(cache.k, cache.v, i, at(earlier, i)), at(per_layer, i)
+        prefix = Prefix(cache.k[i], cache.v[i], earlier=tuple(x[i] for x in earlier))
+        return layers[i], prefix, jax.tree.map(lambda leaf: leaf[i], per_layer)
+
+    def run(x, numbers):
+        members = [layer_of(i) for i in numbers]
+        attended, new = zip(*(attend(block, x, step, *rest) for block, *rest in members), strict=True)
+        return take_turns(x, attended, lambda i, x: feed(members[i][0], x, step)), new
+
+    if not is_stacked:
+        stream, new = [x], []
+        for start, size, count in segments(len(layers), group):
+            for first in range(start, start + size * count, size):
+                outputs, kv_new = run(stream[-1], range(first, first + size))
+                stream += outputs
+                new += kv_new
+        k, v = zip(*new, strict=True)
+        return stream, kv.Pending(k, v, step.positions, kv.after(stream[-1]))
+
+    flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
+    stream, new = [x[None]], []
+    for start, size, count in segments(len(cache.k), group):
+
+        def body(x, first, size=size):
+            outputs, kv_new = run(x, [first + i for i in range(size)])
+            return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *kv_new))
+
+        x, (outputs, kv_new) = jax.lax.scan(body, x, start + size * jnp.arange(count))
+        stream.append(flat(outputs))
+        new.append(jax.tree.map(flat, kv_new))
+    k, v = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *new)
+    return jnp.concatenate(stream), kv.Pending(k, v, step.positions, kv.after(x))

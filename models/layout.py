@@ -92,6 +92,10 @@ class Layout:
         """`x` with that sharding, inside of `jit`."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape, *parts))
 
+    def sum(self, x: Array, part: str) -> Array:
+        """x [B, T, D], whose terms lie where the mesh splits `part`, in full everywhere: the compiler adds them."""
+        return self.place(x, "data", None, None)
+
     def params(self, params: PyTree) -> PyTree:
         """Shardings of parameters, or of their shapes."""
 

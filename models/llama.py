@@ -52,7 +52,7 @@ class Block(nnx.Module):
         return self.attention(self.attention_norm(x), step, prefix, frequencies, window)
 
     def feed(self, x, step: L.Step):
-        return step.place(self.mlp(self.mlp_norm(x)), "data", None, None)
+        return step.sum(self.mlp(self.mlp_norm(x)), "mlp")
 
 
 class Llama(nnx.Module):
@@ -67,14 +67,14 @@ class Llama(nnx.Module):
 
     def __call__(
         self, tokens: Array | Mixture, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
-        layers=None, layout=None,
+        layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
         frequencies = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
-        stream, pending = L.run_layers(
+        stream, pending = run_layers(
             self.layers, step.place(self.embed(tokens), "data", None, None), step, cache, (),
-            lambda block, x, prefix, _: block.attend(x, step, prefix, frequencies, c.window),
-            lambda block, x: block.feed(x, step),
+            lambda block, x, step, prefix, _: block.attend(x, step, prefix, frequencies, c.window),
+            lambda block, x, step: block.feed(x, step),
         )  # fmt: skip
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending

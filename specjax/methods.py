@@ -61,6 +61,14 @@ METHODS: dict[str, Method] = {
             "Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
         ),
         Method(
+            "easyspec",
+            lambda target, draft, **options: drafters.easyspec(draft, **options),
+            "distribution",
+            True,
+            "a smaller model drafts a chain, the attention of several of its layers at once",
+            "Wu et al. 2025, arXiv 2502.02493",
+        ),
+        Method(
             "hierarchical",
             lambda target, draft, **options: drafters.hierarchical(draft, drafters.prompt_lookup(), **options),
             "distribution",

@@ -90,11 +90,13 @@ class Sublayers(NamedTuple):
 class Model(NamedTuple):
     """A language model as pure functions. Hashable: equal hyperparameters give the same object.
 
-    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None, layers=None)`
-    returns `(Output, pending)`. It reads the cache and does not change it. `mask` is only *among the new tokens*; which
-    slots of the cache count is the cache's own `length[B]`. `pending` is what the new tokens would add. Tokens may also
-    see `earlier`, P tokens that are pending still (a tree that grows level by level): the mask is then [B, T, P + T].
-    `layers` are the `Sublayers` to run, None: all; what is pending of the others is zeros. Tokens may be a `Mixture`.
+    `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None, layers=None,
+    group=1)` returns `(Output, pending)`. It reads the cache and does not change it. `mask` is only *among the new
+    tokens*; which slots of the cache count is the cache's own `length[B]`. `pending` is what the new tokens would add.
+    Tokens may also see `earlier`, P tokens that are pending still (a tree that grows level by level): the mask is then
+    [B, T, P + T]. `layers` are the `Sublayers` to run, None: all; what is pending of the others is zeros. Tokens may be
+    a `Mixture`. With a `group` above 1 the pass is approximate: of the middle layers, the attention of so many in a row
+    reads one stream, that before them, so that it can run at once. It is never asked of models of less than 4 layers.
 
     `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`. Prefill, plain
     decoding, chains and trees are these two calls; rolling back is committing fewer nodes.
@@ -113,6 +115,7 @@ class Model(NamedTuple):
     mesh: jax.sharding.Mesh | None = None  # over which its parameters lie
     num_layers: int = 0  # 0: it has none that could be tapped or skipped
     head: Callable[[PyTree, Array], Array] | None = None
+    group: int | None = None  # if its layers lie on devices of their own: the `group` it takes, besides 1; None: any
 
 
 @jax.tree_util.register_dataclass

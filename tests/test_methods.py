@@ -34,6 +34,7 @@ OPTIONS = {
     "choice": {"num_nodes": 4, "depths": (2,)},
     "dynamic_exit": {"num_tokens": 4},
     "early_exit": {"exit_layer": 1, "num_tokens": 3},
+    "easyspec": {"num_tokens": 3, "group": 2},
     "aded": {"num_nodes": 7, "depth": 3, "buckets": 8},
     "hierarchical": {"min_tokens": 3},
     "input_guided": {"num_tokens": 6},
@@ -66,7 +67,11 @@ def make(name, target, draft):
 
 @functools.cache
 def drafter_of(name):
-    return make(name, tiny_llama(), tiny_llama(seed=1, layers=1))
+    return make(name, tiny_llama(), draft_of(name))
+
+
+def draft_of(name):
+    return tiny_llama(seed=1, layers=5 if name == "easyspec" else 1)  # middle layers to group
 
 
 @functools.cache
@@ -159,7 +164,7 @@ def test_second_call_compiles_nothing_and_steps_transfer_nothing(name):
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
     )
-    rebuilt = make(name, tiny_llama(), tiny_llama(seed=1, layers=1))
+    rebuilt = make(name, tiny_llama(), draft_of(name))
     call = {"key": jax.random.key(1), "max_new_tokens": 24, "temperature": 0.5}
     jax.random.key(1).block_until_ready()
     compiled.clear()

@@ -6,6 +6,7 @@ from specjax.drafters.autoregressive import autoregressive
 from specjax.drafters.choice import choice
 from specjax.drafters.dynamic_exit import dynamic_exit
 from specjax.drafters.early_exit import early_exit
+from specjax.drafters.easyspec import easyspec
 from specjax.drafters.hierarchical import hierarchical
 from specjax.drafters.input_guided import input_guided
 from specjax.drafters.jacobi import jacobi
@@ -30,6 +31,7 @@ __all__ = [
     "corpus_table",
     "dynamic_exit",
     "early_exit",
+    "easyspec",
     "hierarchical",
     "input_guided",
     "jacobi",

@@ -63,16 +63,22 @@ def two_model(
     builder = tree or trees.chain(num_tokens)
     if stop is not None or keep_laws:
         builder = trees.with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
-    return functions(draft.model, builder, lag).replace(params=draft.params)
+    return functions(draft.model, builder, lag, group=1).replace(params=draft.params)
 
 
 @functools.cache
-def functions(model: Model, builder: Builder, lag: int, shorten: Callable[[Context], Context] | None = None) -> Drafter:
+def functions(
+    model: Model, builder: Builder, lag: int, shorten: Callable[[Context], Context] | None = None, group: int = 1
+) -> Drafter:
     """The drafter, without its parameters.
 
     `shorten`: the prompts that the draft model reads in place of the target's, equal in their last `lag` tokens. Its
     buffer is that of the cache, so the shortened text must end within it.
+
+    `group`: of the passes below the root (`Model.forward`); the text is always fed exactly. A `lag` above the deepest
+    level keeps what they leave out of the cache.
     """
+    approximately = {} if group == 1 else {"group": group}
     # All rows feed the same number of tokens, whatever each lacks, so that they stay in step; on accelerators that
     # costs what one token does.
     slots = lag + (builder.levels - 1) * builder.frontier
@@ -112,7 +118,7 @@ def functions(model: Model, builder: Builder, lag: int, shorten: Callable[[Conte
             among = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
             output, new = model.forward(
                 params, tokens, cache, positions=length[:, None] - 1 + depth,
-                mask=jnp.concatenate([text, seen, among], 2), earlier=pending,
+                mask=jnp.concatenate([text, seen, among], 2), earlier=pending, **approximately,
             )  # fmt: skip
             return kv.insert(pending, new, lag - 1 + place), output.logits
 

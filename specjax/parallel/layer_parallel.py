@@ -1,0 +1,201 @@
+"""Layer-parallel models: the attention of several layers at once, each layer on a device of its own.
+
+Wu et al.: EasySpec: Layer-Parallel Speculative Decoding for Efficient Multi-GPU Utilization (2025), arXiv 2502.02493;
+the drafter that uses them is `specjax.drafters.easyspec`.
+
+Rule: of every group of G middle layers (G: the devices along the axis "layer") device i has the attention of layer i,
+split over "model" by heads, and its keys and values. MLPs are split over "layer" and "model", embedding and head by
+vocabulary over all axes but "data". The first and the last layer have their attention on every device of "layer".
+Collectives of a group: a pass with `group=G` computes its G attentions at once and passes them round by one all-gather
+(along "model" too: one sum), then each MLP is one sum: G + 1, where exact tensor parallelism needs 2 G. An exact pass
+uses the same weights in sequence: G times, all devices run their layer on the stream of that moment, and a sum that is
+masked to one of them passes its result round: 2 G.
+Guarantee: the logits of the model on one device, rounding aside.
+Deviations from the card: the first and last layer's MLP is split as all others; along "model" one sum of G slots in
+place of a sum and a gather.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specjax import cache as kv
+from specjax.errors import UsageError
+from specjax.models.bridge import abstract_module, abstract_params
+from specjax.models.layers import Step, segments
+from specjax.models.layout import AXES, Layout, copies_of_kv_heads, fits_heads, repeat_kv_heads
+from specjax.parallel.layer_pass import Parts, Pass
+from specjax.types import Model, PyTree, Target
+
+OWN = ("attention_norm", "attention")
+"""The parts of a block that only the layer's own device has."""
+
+
+def place(draft: Target, mesh: Mesh, group: int | None = None) -> Target:
+    """`draft` with groups of `group` layers side by side along the axis "layer" of `mesh`.
+
+    group: as many as the mesh has devices there, or None. The draft model is for a target that `specjax.shard` spreads
+    over the same mesh. Any drafter may use it, `easyspec` gains by it. Its `forward` takes `group=1`, exact, or that of
+    the mesh.
+
+    Raises: UsageError for a model that is not one of `specjax.models` or is sharded already, and for a mesh, a group
+    and a model that do not fit each other.
+    """
+    config = draft.model.config
+    if config is None or draft.model.mesh is not None:
+        reason = "not one of specjax.models" if config is None else "sharded already"
+        raise UsageError(f"{draft.model.name} cannot be made layer-parallel: it is {reason}")
+    check(config, mesh, group)
+    params = jax.jit(lambda params: _arrange(config, mesh, params))(draft.params)
+    return Target(_model(config, mesh), jax.device_put(params, _shardings(config, mesh, params)))
+
+
+def abstract_target(config: Any, mesh: Mesh) -> Target:
+    """Shapes of what `place` returns, as `jax.ShapeDtypeStruct` with shardings: to compile without weights."""
+    check(config, mesh)
+    params = jax.eval_shape(lambda params: _arrange(config, mesh, params), abstract_params(config))
+    shapes = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        params,
+        _shardings(config, mesh, params),
+    )
+    return Target(_model(config, mesh), shapes)
+
+
+def check(config: Any, mesh: Mesh, group: int | None = None) -> None:
+    """Raises: UsageError for a mesh, a group and a model that do not fit each other."""
+    if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
+        raise UsageError(f"the mesh has the axes {', '.join(mesh.axis_names)}; make it with specjax.mesh")
+    size, model = mesh.shape.get("layer", 1), mesh.shape.get("model", 1)
+    if group is not None and group < 1:
+        raise UsageError(f"group must be at least 1, not {group}")
+    if size < 2:
+        raise UsageError('a layer-parallel model needs a mesh with 2 or more devices along "layer", or specjax.shard')
+    if group not in (None, size):
+        raise UsageError(f'group is {group}, but the mesh has {size} devices along "layer"; make the two equal')
+    if config.num_layers < size + 2:
+        raise UsageError(
+            f"{config.name} has {config.num_layers} layers, too few for a group of {size} between the first and the "
+            'last; choose a mesh with fewer devices along "layer", or specjax.shard'
+        )
+    if not fits_heads(config, model):
+        raise UsageError(
+            f"the mesh splits attention into {model} parts (axis model), which does not divide the {config.num_heads} "
+            f"query and {config.num_kv_heads} key/value heads of {config.name}"
+        )
+
+
+def _arrange(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
+    """Parameters with their layers as {first, last, own, rest}.
+
+    own, rest: per segment of groups, the parts that only the layer's device has [groups, G, ..], with zeros for the
+    layers that a smaller group lacks, and the others [groups, layers of each, ..].
+    """
+    copies = copies_of_kv_heads(config, mesh.shape.get("model", 1))
+    params = repeat_kv_heads(params, config.head_dim, copies)
+    group, layers = mesh.shape["layer"], params["layers"]
+    take = lambda i: jax.tree.map(lambda leaf: leaf[i], layers) if config.stacked else layers[i]
+    own, rest = [], []
+    for start, size, count in segments(config.num_layers, group)[1:-1]:
+        members = [take(i) for i in range(start, start + size * count)]
+        stack = lambda *leaves, shape=(count, size): jnp.stack(leaves).reshape(*shape, *leaves[0].shape)
+        fill = lambda leaf, lacking=group - size: jnp.pad(leaf, ((0, 0), (0, lacking), *[(0, 0)] * (leaf.ndim - 2)))
+        groups = jax.tree.map(stack, *members)
+        own.append({name: jax.tree.map(fill, part) for name, part in groups.items() if name in OWN})
+        rest.append({name: part for name, part in groups.items() if name not in OWN})
+    arranged = {"first": take(0), "last": take(config.num_layers - 1), "own": tuple(own), "rest": tuple(rest)}
+    return params | {"layers": arranged}
+
+
+def _shardings(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
+    """Of arranged parameters, or of their shapes."""
+    others = {name: part for name, part in params.items() if name != "layers"}
+    layers = jax.tree.map(lambda spec: NamedSharding(mesh, spec), Parts(config, mesh).layers(params["layers"]))
+    return Layout(mesh, mesh.axis_names).params(others) | {"layers": layers}
+
+
+@functools.cache
+def _model(config: Any, mesh: Mesh) -> Model:
+    """The `Model` of parameters from `_arrange`."""
+    copies = copies_of_kv_heads(config, mesh.shape.get("model", 1))
+    wide = dataclasses.replace(config, num_kv_heads=config.num_kv_heads * copies)
+    parts, layout = Parts(config, mesh), Layout(mesh, mesh.axis_names)
+    middle = segments(config.num_layers, parts.group)[1:-1]
+    # All but the layers, which are not those of the module.
+    outside, _ = nnx.split(abstract_module(dataclasses.replace(wide, num_layers=0, stacked=False)))
+    block, _ = nnx.split(abstract_module(dataclasses.replace(wide, num_layers=1, stacked=False)).layers[0])
+
+    def specs_of_cache(batch: int) -> kv.KVCache:
+        keys = parts.kv(batch, len(middle))
+        return kv.KVCache(keys, keys, P(parts.rows(batch)))
+
+    def specs_of_pending(batch: int) -> kv.Pending:
+        keys = parts.kv(batch, len(middle))
+        return kv.Pending(keys, keys, P(parts.rows(batch)), P(parts.rows(batch)))
+
+    def init_cache(batch: int, capacity: int) -> kv.KVCache:
+        one = kv.init(batch, capacity, 1, wide.num_kv_heads, wide.head_dim, wide.cache_dtype or wide.dtype, False).k[0]
+        zeros = lambda *leading: jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), one)
+        groups = lambda: tuple(zeros(count, parts.group) for _, _, count in middle)
+        keys = lambda: {"first": zeros(), "last": zeros(), "groups": groups()}
+        cache = kv.KVCache(keys(), keys(), jnp.zeros((batch,), jnp.int32))
+        specs = jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs_of_cache(batch), cache
+        )
+        return jax.lax.with_sharding_constraint(cache, specs)
+
+    def commit(cache, pending, path, num_nodes):
+        batch = path.shape[0]
+        rows, of_cache = P(parts.rows(batch)), specs_of_cache(batch)
+        return jax.shard_map(
+            kv.commit, mesh=mesh, in_specs=(of_cache, specs_of_pending(batch), rows, rows), out_specs=of_cache,
+            check_vma=False,
+        )(cache, pending, path, num_nodes)  # fmt: skip
+
+    def run_layers(at_once: int, params, _, x, step: Step, cache, per_layer, attend, feed):
+        """`layers.run_layers` on the arranged layers."""
+        batch = x.shape[0]
+        rows, of_cache, of_pending = P(parts.rows(batch)), specs_of_cache(batch), specs_of_pending(batch)
+        earlier = () if step.earlier is None else (step.earlier.k, step.earlier.v)
+        bare = step._replace(earlier=None, layout=None)
+        of_step = jax.tree.map(lambda _: rows, bare)
+
+        def local(params, x, step, cache, earlier, per_layer):
+            one = Pass(block, parts, step, cache, earlier, per_layer, attend, feed)
+            return one.run(params, x, middle, at_once)
+
+        return jax.shard_map(
+            local, mesh=mesh,
+            in_specs=(parts.layers(params), rows, of_step, of_cache, (of_pending.k,) * len(earlier), P()),
+            out_specs=(P(None, *rows), of_pending), check_vma=False,
+        )(params, x, bare, cache, earlier, per_layer)  # fmt: skip
+
+    def module_of(params):
+        return nnx.merge(outside, nnx.State({name: part for name, part in params.items() if name != "layers"}))
+
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1):
+        if layers is not None:
+            raise UsageError(f"{config.name} is layer-parallel and cannot skip layers; use specjax.shard for it")
+        if group not in (1, parts.group):
+            raise UsageError(f"{config.name} takes groups of 1 or {parts.group} layers, not {group}")
+        return module_of(params)(
+            tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layout=layout,
+            run_layers=functools.partial(run_layers, group, params["layers"]),
+        )  # fmt: skip
+
+    def head(params, stream):
+        module = module_of(params)
+        return module.predict(module.norm(stream), layout)
+
+    return Model(
+        init_cache, forward, commit, config.vocab_size, config.max_positions, config.name, config, mesh,
+        config.num_layers, head, parts.group,
+    )  # fmt: skip

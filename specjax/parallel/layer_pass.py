@@ -1,0 +1,181 @@
+"""One pass over the layers of a layer-parallel model, as each device of the mesh runs it: the body of a `shard_map`.
+
+`specjax.parallel.layer_parallel` says what lies where, and which sums are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from specjax import cache as kv
+from specjax.models.layers import Prefix, Step, take_turns
+from specjax.models.layout import TABLE
+from specjax.types import Array, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Which axes of the mesh split what, as `PartitionSpec`s."""
+
+    config: Any
+    mesh: Mesh
+
+    @property
+    def group(self) -> int:
+        """G, the layers side by side."""
+        return self.mesh.shape["layer"]
+
+    def axes(self, part: str) -> tuple[str, ...]:
+        """Those that split "data", "heads" or "mlp"."""
+        names = {"data": ("data",), "heads": ("model",), "mlp": ("layer", "model")}[part]
+        names = tuple(name for name in names if self.mesh.shape.get(name, 1) > 1)
+        whole = part == "mlp" and self.config.mlp_width % math.prod(self.mesh.shape[name] for name in names)
+        return () if whole else names
+
+    def rows(self, batch: int) -> tuple[str, ...] | None:
+        """The axes of a dimension of so many rows."""
+        axes = self.axes("data")
+        return axes if axes and batch % self.mesh.shape["data"] == 0 else None
+
+    def layers(self, params: PyTree) -> PyTree:
+        """Of the arranged layers, or of their shapes."""
+
+        def one(path, leaf):
+            names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
+            counted = TABLE.get((names[-2], names[-1]), ())
+            spec = [None] * (leaf.ndim - len(counted)) + [part and (self.axes(part) or None) for part in counted]
+            if names[0] == "own":
+                spec[1] = "layer"
+            return P(*spec)
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
+    def kv(self, batch: int, num_segments: int) -> PyTree:
+        """Of keys or values, in the cache or pending: {first, last: [B, K, ..], groups: [groups, G, B, K, ..] each}."""
+        rows, heads = self.rows(batch), self.axes("heads") or None
+        grouped = P(None, "layer", rows, heads)
+        return {"first": P(rows, heads), "last": P(rows, heads), "groups": (grouped,) * num_segments}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Within:
+    """The `Layout` of a pass over what one device has: all places are its own, only sums reach others."""
+
+    sums: dict[str, Callable[[Array], Array]]
+
+    def place(self, x: Array, *parts: str | None) -> Array:
+        return x
+
+    def by_heads(self, attend: Callable[..., Array]) -> Callable[..., Array]:
+        return attend
+
+    def sum(self, x: Array, part: str) -> Array:
+        return self.sums[part](x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One pass over the layers, as one device of the mesh sees it."""
+
+    block: Any  # graphdef
+    parts: Parts
+    step: Step
+    cache: kv.KVCache
+    earlier: tuple  # (k, v), like the cache's
+    per_layer: PyTree
+    attend: Callable
+    feed: Callable
+
+    def run(self, params: PyTree, x: Array, middle, at_once: int) -> tuple[Array, kv.Pending]:
+        """The residual stream [layers + 1, B, T, D], and what is pending. middle: `segments` without its ends."""
+        run_group = self._at_once if at_once > 1 else self._in_turn
+        first, new_first = self._alone(params["first"], x, "first", 0)
+        stream, news = [x[None], first[None]], []
+        x = first
+        for segment, (start, size, count) in enumerate(middle):
+
+            def body(x, xs, segment=segment, start=start, size=size):
+                own, rest, earlier, i = xs
+                # The whole cache, not a slice of it, as in `layers.run_layers`; here [groups, 1, B, K, S, h].
+                k, v = (jax.tree.map(lambda leaf: leaf[:, 0], part["groups"][segment]) for part in self.cache[:2])
+                prefix = Prefix(k, v, i, jax.tree.map(lambda leaf: leaf[0], earlier))
+                me = jax.lax.axis_index("layer")
+                slice_ = self._at(self.per_layer, start + i * size + jnp.minimum(me, size - 1))
+                outputs, new = run_group(jax.tree.map(lambda leaf: leaf[0], own), rest, x, prefix, slice_)
+                return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda leaf: leaf[None], new))
+
+            earlier = tuple(part["groups"][segment] for part in self.earlier)
+            xs = params["own"][segment], params["rest"][segment], earlier, jnp.arange(count)
+            x, (outputs, new) = jax.lax.scan(body, x, xs)
+            stream.append(outputs.reshape(-1, *x.shape))
+            news.append(new)
+        x, new_last = self._alone(params["last"], x, "last", -1)
+        k, v = (
+            {"first": a, "last": b, "groups": tuple(c)} for a, b, *c in zip(new_first, new_last, *news, strict=True)
+        )
+        return jnp.concatenate([*stream, x[None]]), kv.Pending(k, v, self.step.positions, kv.after(x))
+
+    def _alone(self, params: PyTree, x: Array, name: str, layer: int):
+        """The first or the last layer."""
+        prefix = Prefix(self.cache.k[name], self.cache.v[name], earlier=tuple(part[name] for part in self.earlier))
+        block, step = nnx.merge(self.block, nnx.State(params)), self._step(self._sum("heads"))
+        y, new = self.attend(block, x, step, prefix, jax.tree.map(lambda leaf: leaf[layer], self.per_layer))
+        x = x + y
+        return x + self.feed(block, x, step), new
+
+    def _at_once(self, own: PyTree, rest: PyTree, x: Array, prefix: Prefix, slice_: PyTree):
+        """A group, all layers reading x: the stream after each of them, and (k, v) of this device's layer."""
+        size = len(jax.tree.leaves(rest)[0])
+        # A norm behind the sum is that of all layers, as the sum brings what all of them add: [size, B, T, D].
+        behind = {
+            name: jax.tree.map(lambda leaf: leaf[:, None, None], part) if name.startswith("attention") else part
+            for name, part in rest.items()
+        }
+        block, step = nnx.merge(self.block, nnx.State(own | behind)), self._step(lambda y: self._gather(y)[:size])
+        attended, new = self.attend(block, x, step, prefix, slice_)
+        return take_turns(x, list(attended), lambda i, x: self.feed(self._block(own, rest, i), x, step)), new
+
+    def _in_turn(self, own: PyTree, rest: PyTree, x: Array, prefix: Prefix, slice_: PyTree):
+        """The same, exact: each layer reads the stream after the one before."""
+        me, size = jax.lax.axis_index("layer"), len(jax.tree.leaves(rest)[0])
+        stream, new = [], None
+        for i in range(size):
+            mine = lambda y, i=i: jax.lax.psum(jnp.where(me == i, y, 0), ("layer", *self.parts.axes("heads")))
+            block, step = self._block(own, rest, i), self._step(mine)
+            y, found = self.attend(block, x, step, prefix, slice_)
+            new = found if new is None else jax.tree.map(lambda a, b, i=i: jnp.where(me == i, a, b), found, new)
+            x = x + y
+            x = x + self.feed(block, x, step)
+            stream.append(x)
+        return stream, new
+
+    def _block(self, own: PyTree, rest: PyTree, i: int):
+        """This device's attention with the MLP of the i-th layer of the group."""
+        return nnx.merge(self.block, nnx.State(own | self._at(rest, i)))
+
+    def _step(self, heads: Callable[[Array], Array]) -> Step:
+        return self.step._replace(layout=_Within({"heads": heads, "mlp": self._sum("mlp")}))
+
+    def _sum(self, part: str) -> Callable[[Array], Array]:
+        axes = self.parts.axes(part)
+        return lambda y: jax.lax.psum(y, axes) if axes else y
+
+    def _gather(self, y: Array) -> Array:
+        """[B, T, D] of each device along "layer", its heads' part -> [G, B, T, D]."""
+        if not self.parts.axes("heads"):
+            return jax.lax.all_gather(y, "layer")
+        mine = jax.lax.axis_index("layer") == jnp.arange(self.parts.group)
+        return jax.lax.psum(jnp.where(mine[:, None, None, None], y, 0), ("layer", "model"))
+
+    @staticmethod
+    def _at(tree: PyTree, i) -> PyTree:
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), tree)
