@@ -117,7 +117,8 @@ class Layout:
     def keys(self, x: Array | Quantized, tokens: str | None) -> Any:
         """Sharding of keys or values [..., B, K, n, h]; `tokens`: what n counts, "slots" or None."""
         if isinstance(x, Quantized):
-            return Quantized(self.keys(x.values, tokens), self.sharding(x.scale.shape, "data", "heads", tokens))
+            scale: Any = self.sharding(x.scale.shape, "data", "heads", tokens)
+            return Quantized(self.keys(x.values, tokens), scale)
         return self.sharding(x.shape, "data", "heads", tokens, None)
 
     def capacity(self, slots: int) -> int:
@@ -131,11 +132,12 @@ class Layout:
         specs = tuple(jax.tree.map(lambda s: s.spec, self.cache(arg)) for arg in args)
         axes = self.axes("slots")
 
-        def local(cache, *rest):
+        def local(cache, pending, path, num_nodes):
             if not axes:
-                return kv.commit(cache, *rest)
+                return kv.commit(cache, pending, path, num_nodes)
             one = jax.tree.leaves(cache.k, is_leaf=lambda x: isinstance(x, Quantized))[0]
-            return kv.commit(cache, *rest, first_slot=jax.lax.axis_index(axes) * kv.slots_of_part(one))
+            first = jax.lax.axis_index(axes) * kv.slots_of_part(one)
+            return kv.commit(cache, pending, path, num_nodes, first)
 
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
 

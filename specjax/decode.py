@@ -15,7 +15,7 @@ from specjax import checks
 from specjax.controllers import fixed
 from specjax.errors import UsageError
 from specjax.methods import make_drafter
-from specjax.parallel.arrays import gather, is_far, place_one, replicate
+from specjax.parallel.arrays import gather, is_far, replicate
 from specjax.parallel.checkpoint import Checkpoints
 from specjax.sampling import row_keys
 from specjax.speculative import Inputs, add_stats, buffer_size, speculative, zero_stats
@@ -73,7 +73,9 @@ class StreamStep(NamedTuple):
     """What one step added, as numpy."""
 
     tokens: list[list[int]]  # per row
-    accepted: np.ndarray  # int32[B], how many of them, from the front, were drafted; the rest are the target's own
+    accepted: (
+        np.ndarray | Array
+    )  # int32[B], how many of them, from the front, were drafted; the others are the target's
     info: Info
     earlier: Stats | None = None  # of the first step after a restart, which has the text so far: the sums until then
 
@@ -165,82 +167,37 @@ def stream(
     )
     decoding = {"controller": static["controller"]}
 
-    def steps(kept: _Kept | None):
+    def steps(kept: Kept | None):
         state = _start(inputs, tokens, lengths, keys, **static)
         if kept is not None:
-            state, so_far = kept.resume(state)
-            if so_far is not None:
-                yield so_far
+            state, info, earlier = kept.resume(state)
+            if info is not None:
+                yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info, earlier)
         done = bool(jnp.all(state.done))
         ahead = None if done else _step(inputs, state, **decoding)
         while ahead is not None:
             state, info, over = ahead
             info, over = replicate((info, over))  # before the next step, or it would have to wait for that
             if kept is not None:
-                kept.add(state, info, over)
+                kept.add(state, info)
             # Dispatched on the chance that rows are left: the device need not wait for this host.
             following = _step(inputs, state, **decoding)
             info, over = jax.device_get((info, over))
+            if kept is not None and over:
+                kept.finish(following[0])  # a step of rows that have ended changes nothing
             yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info)
             ahead = None if over else following
 
     if checkpoint is None:
         return steps(None)
-    return _closing(steps, _Kept(checkpoint, (inputs, tokens, lengths, keys, static)))
+    from specjax.parallel.resuming import Kept
+
+    kept = Kept(checkpoint, (inputs, tokens, lengths, keys, static))
+    return kept.closing(steps(kept))
 
 
-def _closing(steps, kept: _Kept) -> Generator[StreamStep, None, None]:
-    """The steps; at their end, or when the caller leaves, what is being written is finished."""
-    try:
-        yield from steps(kept)
-    except GeneratorExit:
-        kept.running.close()
-        raise
-    kept.running.close()
-
-
-def _rows(tokens: np.ndarray, count: np.ndarray) -> list[list[int]]:
+def _rows(tokens, count) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(tokens, count, strict=True)]
-
-
-class _Kept:
-    """What `stream` writes down of its run: the state and the sums of the steps."""
-
-    def __init__(self, checkpoint: Checkpoints, prepared: tuple):
-        from specjax.parallel import fingerprint
-        from specjax.parallel.checkpoint import Running
-
-        inputs, _, self.prompt_lengths, *_ = prepared
-        self.stats = zero_stats(len(self.prompt_lengths), inputs.drafter.max_depth, inputs.debug)
-        self.steps, self.every = 0, checkpoint.every
-        self.running = Running(checkpoint, fingerprint.of_run(*prepared))
-
-    def resume(self, state: DecodeState) -> tuple[DecodeState, StreamStep | None]:
-        """The state to go on from and, if it is an earlier run's, its text."""
-        # Where the sums after a step lie.
-        self.stats = jax.tree.map(lambda x: place_one(x, state.length.sharding), self.stats)
-        found = self.running.resume(state, self.stats)
-        if found is None:
-            return state, None
-        self.steps, state, self.stats = found
-        tokens, length, before, stats = gather((state.tokens, state.length, self.prompt_lengths, self.stats))
-        new = [row[start:end].tolist() for row, start, end in zip(tokens, before, length, strict=True)]
-        padded = np.zeros((len(new), max(map(len, new))), np.int32)
-        for place, row in zip(padded, new, strict=True):
-            place[: len(row)] = row
-        none = np.zeros_like(length)
-        info = Info(padded, length - before, none, none, none, none.astype(bool), stats.hit_eos)
-        return state, StreamStep(new, none, info, stats)
-
-    def add(self, state: DecodeState, info: Info, over: Array) -> None:
-        """After a step, and before the next one takes the state's place."""
-        self.stats = _add_stats(self.stats, info)
-        self.steps += 1
-        if self.steps % self.every == 0 or over:
-            self.running.save(self.steps, state, self.stats, over=bool(over))
-
-
-_add_stats = jax.jit(add_stats)
 
 
 def prepare(

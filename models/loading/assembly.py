@@ -190,7 +190,7 @@ def _source_rows(leaf: Leaf, part: Stored, head_dim: int) -> np.ndarray | None:
 
 def _place(slots: list, tensor: Tensor, start: int, stop: int, add: float, source: np.ndarray | None) -> None:
     """Stored rows `start:stop` to where they belong. What is added is added in float32, before rounding."""
-    wanted = []
+    wanted: list[tuple] = []
     for (rows, *others), values in slots:
         if source is None:
             low, high = max(start, rows.start), min(stop, rows.stop)

@@ -122,7 +122,10 @@ def tree_attention(
         name="tree_attention",
     )(per_row, shared, grouped, new, words, row_positions, key_positions, prefix)
     found = [x[:, :, : groups * t] for x in found]
-    return finish(*found, t, q.dtype, True) if with_total else ungroup_queries(found[0], t)
+    if not with_total:
+        return ungroup_queries(found[0], t)
+    out, top, total = found
+    return finish(out, top, total, t, q.dtype, True)
 
 
 def _block(kv_heads: int, dim: int, itemsize: int, slots: int) -> int:

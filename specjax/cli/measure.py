@@ -47,7 +47,7 @@ def pack(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.asarray([len(row) for row in rows], np.int32)
 
 
-def spread(target: Target, arrays: tuple, keys: Array) -> tuple[tuple, Array]:
+def spread(target: Target, arrays: tuple[np.ndarray, np.ndarray], keys: Array) -> tuple[tuple, Array]:
     """Packed prompts and their keys over the mesh of the target; its last rows may be copies."""
     mesh = target.model.mesh
     return (arrays, keys) if mesh is None else parallel.spread_rows(mesh, *arrays, keys)

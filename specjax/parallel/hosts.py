@@ -163,7 +163,7 @@ def _check(coordinator: str | None, num_processes: int | None, process_id: int |
         raise UsageError(f"num_processes must be at least 1, not {num_processes}")
     if process_id is not None and process_id < 0:
         raise UsageError(f"process_id must be at least 0, not {process_id}")
-    if None not in (num_processes, process_id) and process_id >= num_processes:
+    if num_processes is not None and process_id is not None and process_id >= num_processes:
         raise UsageError(
             f"process_id must be below num_processes, from 0 to {num_processes - 1}, not {process_id}; "
             "the first process is 0"

@@ -131,15 +131,16 @@ def _model(config: Any, mesh: Mesh) -> Model:
     middle = segments(config.num_layers, parts.group)[1:-1]
     # All but the layers, which are not those of the module.
     outside, _ = nnx.split(abstract_module(dataclasses.replace(wide, num_layers=0, stacked=False)))
-    block, _ = nnx.split(abstract_module(dataclasses.replace(wide, num_layers=1, stacked=False)).layers[0])
+    one_layer: Any = abstract_module(dataclasses.replace(wide, num_layers=1, stacked=False))
+    block, _ = nnx.split(one_layer.layers[0])
 
-    def specs_of_cache(batch: int) -> kv.KVCache:
-        keys = parts.kv(batch, len(middle))
-        return kv.KVCache(keys, keys, P(parts.rows(batch)))
+    def specs_of_cache(batch: int) -> Any:
+        keys, rows = parts.kv(batch, len(middle)), P(parts.rows(batch))
+        return kv.KVCache(keys, keys, rows)  # type: ignore[arg-type]
 
-    def specs_of_pending(batch: int) -> kv.Pending:
-        keys = parts.kv(batch, len(middle))
-        return kv.Pending(keys, keys, P(parts.rows(batch)), P(parts.rows(batch)))
+    def specs_of_pending(batch: int) -> Any:
+        keys, rows = parts.kv(batch, len(middle)), P(parts.rows(batch))
+        return kv.Pending(keys, keys, rows, rows)  # type: ignore[arg-type]
 
     def init_cache(batch: int, capacity: int) -> kv.KVCache:
         one = kv.init(batch, capacity, 1, wide.num_kv_heads, wide.head_dim, wide.cache_dtype or wide.dtype, False).k[0]

@@ -52,7 +52,7 @@ class Parts:
         def one(path, leaf):
             names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
             counted = TABLE.get((names[-2], names[-1]), ())
-            spec = [None] * (leaf.ndim - len(counted)) + [part and (self.axes(part) or None) for part in counted]
+            spec: list = [None] * (leaf.ndim - len(counted)) + [part and (self.axes(part) or None) for part in counted]
             if names[0] == "own":
                 spec[1] = "layer"
             return P(*spec)
@@ -163,7 +163,8 @@ class Pass:
         return nnx.merge(self.block, nnx.State(own | self._at(rest, i)))
 
     def _step(self, heads: Callable[[Array], Array]) -> Step:
-        return self.step._replace(layout=_Within({"heads": heads, "mlp": self._sum("mlp")}))
+        within: Any = _Within({"heads": heads, "mlp": self._sum("mlp")})
+        return self.step._replace(layout=within)
 
     def _sum(self, part: str) -> Callable[[Array], Array]:
         axes = self.parts.axes(part)

@@ -1,0 +1,70 @@
+"""What `stream` writes down of its run, and reads when it is started again."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.parallel import fingerprint
+from specjax.parallel.arrays import gather, place_one
+from specjax.parallel.checkpoint import Checkpoints, Running
+from specjax.speculative import add_stats, zero_stats
+from specjax.types import DecodeState, Info, Stats
+
+
+class Kept:
+    """The state of a run and the sums of its steps, written every so many steps.
+
+    prepared: from `decode.prepare`, by which the run is known again.
+    """
+
+    def __init__(self, checkpoint: Checkpoints, prepared: tuple):
+        inputs, _, self.prompt_lengths, *_ = prepared
+        self.stats = zero_stats(len(self.prompt_lengths), inputs.drafter.max_depth, inputs.debug)
+        self.steps, self.every = 0, checkpoint.every
+        self.running = Running(checkpoint, fingerprint.of_run(*prepared))
+
+    def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
+        """The state to go on from and, if it is an earlier run's, its text, as if one step had added it, and its sums.
+
+        state: of a run that begins.
+        """
+        # Where the sums after a step lie.
+        self.stats = jax.tree.map(lambda x: place_one(x, state.length.sharding), self.stats)
+        found = self.running.resume(state, self.stats)
+        if found is None:
+            return state, None, None
+        self.steps, state, self.stats = found
+        tokens, length, before, stats = gather((state.tokens, state.length, self.prompt_lengths, self.stats))
+        count = length - before
+        place = before[:, None] + np.arange(max(count.max(), 1))
+        new: Any = np.take_along_axis(tokens, np.minimum(place, tokens.shape[1] - 1), 1)
+        none = np.zeros_like(length)
+        return state, Info(new, count, none, none, none, none.astype(bool), stats.hit_eos), stats
+
+    def add(self, state: DecodeState, info: Info) -> None:
+        """After a step, and before the next one takes the state's place."""
+        self.stats = _add_stats(self.stats, info)
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.running.save(self.steps, state, self.stats, over=False)
+
+    def finish(self, state: DecodeState) -> None:
+        """After the last step."""
+        if self.steps % self.every:
+            self.running.save(self.steps, state, self.stats, over=True)
+
+    def closing(self, steps: Generator) -> Generator:
+        """The steps; at their end, or when the caller leaves, what is being written is finished."""
+        try:
+            yield from steps
+        except GeneratorExit:
+            self.running.close()
+            raise
+        self.running.close()
+
+
+_add_stats = jax.jit(add_stats)
