@@ -73,9 +73,7 @@ class StreamStep(NamedTuple):
     """What one step added, as numpy."""
 
     tokens: list[list[int]]  # per row
-    accepted: (
-        np.ndarray | Array
-    )  # int32[B], how many of them, from the front, were drafted; the others are the target's
+    accepted: np.ndarray | Array  # int32[B], how many of them, from the front, were drafted; the rest are not
     info: Info
     earlier: Stats | None = None  # of the first step after a restart, which has the text so far: the sums until then
 

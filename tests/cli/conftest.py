@@ -49,15 +49,13 @@ def tiny(monkeypatch):
     monkeypatch.setenv("SPECJAX_NO_CACHE", "1")
     monkeypatch.setenv("COLUMNS", "100")
 
-    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None):
+    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None, mesh=None, over=None):
         assert dtype in ("float32", "bfloat16")
         config = dataclasses.replace(CONFIG, cache_dtype=cache_dtype)
-        if source in (None, "target"):
-            return make_target(config), ByteTokenizer()
-        if source == "draft":
-            return make_target(config, seed=1), ByteTokenizer()
-        if source == "odd":
-            return make_target(config), ByteTokenizer(odd=7)
+        if source in (None, "target", "draft", "odd"):
+            target = make_target(config, seed=int(source == "draft"))
+            spread = target if mesh is None else specjax.shard(target, mesh, over)
+            return spread, ByteTokenizer(odd=7) if source == "odd" else ByteTokenizer()
         raise specjax.UsageError(f'there is no file or folder "{source}"')
 
     monkeypatch.setattr(specjax, "load", load, raising=False)

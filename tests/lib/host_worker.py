@@ -91,13 +91,14 @@ def cli(*arguments: str) -> None:
 
     conftest = load_conftest()
 
-    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None):
+    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None, mesh=None, over=None):
         config = dataclasses.replace(conftest.CONFIG, cache_dtype=cache_dtype)
         if source == "missing":
             if jax.process_index() == 1:
                 raise specjax.UsageError("there is no such file on this host")
             source = None
-        return conftest.make_target(config, seed=int(source == "draft")), conftest.ByteTokenizer()
+        target = conftest.make_target(config, seed=int(source == "draft"))
+        return target if mesh is None else specjax.shard(target, mesh, over), conftest.ByteTokenizer()
 
     specjax.load = load
     main(arguments)
