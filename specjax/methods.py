@@ -29,6 +29,7 @@ class Method(NamedTuple):
     paper: str
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines where wide passes are dear
     needs_datastore: bool = False  # `make` takes `datastore=` too
+    takes_tree: bool = False  # and `tree=`, a `trees.Builder`, and `stop=`, a `trees.Stop`
 
 
 METHODS: dict[str, Method] = {
@@ -59,6 +60,7 @@ METHODS: dict[str, Method] = {
             True,
             "a smaller model drafts a chain, verified with its true q",
             "Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
+            takes_tree=True,
         ),
         Method(
             "easyspec",
@@ -67,6 +69,7 @@ METHODS: dict[str, Method] = {
             True,
             "a smaller model drafts a chain, the attention of several of its layers at once",
             "Wu et al. 2025, arXiv 2502.02493",
+            takes_tree=True,
         ),
         Method(
             "hierarchical",

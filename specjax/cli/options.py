@@ -182,6 +182,16 @@ def _parse(flag: str, parse, spec: str):
         raise UsageError(f"{flag}: {error}") from None
 
 
+def _require_tree(flag: str, names: list[str]) -> None:
+    from specjax.methods import METHODS
+
+    grown = [name for name, method in METHODS.items() if method.takes_tree]
+    require(
+        any(name in grown for name in names),
+        f"{flag} does not apply to method {' or '.join(names)}, only to {' and '.join(grown)}",
+    )
+
+
 def check_methods(
     names: list[str],
     draft: str | None,
@@ -215,13 +225,13 @@ def check_methods(
     if tree is not None:
         from specjax.trees import parse
 
-        require("two_model" in names, f"--tree does not apply to method {' or '.join(names)}, only to two_model")
+        _require_tree("--tree", names)
         require(budget is None, "--tree and --num-draft-tokens both set the size of the draft; leave one out")
         _parse("--tree", parse, tree)
     if stop is not None:
         from specjax.trees import stops
 
-        require("two_model" in names, f"--stop does not apply to method {' or '.join(names)}, only to two_model")
+        _require_tree("--stop", names)
         _parse("--stop", stops.parse, stop)
     require(budget is None or budget >= 1, f"--num-draft-tokens must be at least 1, not {budget}")
     if budget is not None:

@@ -46,7 +46,7 @@ class Session(NamedTuple):
     def drafter(
         self, method: str, budget: int | None = None, tree: str | None = None, stop: str | None = None
     ) -> Drafter:
-        """The drafter of a method, with a tree and a stop rule if it is `two_model`."""
+        """The drafter of a method, with a tree and a stop rule if it takes them."""
         from specjax.methods import METHODS, make_drafter
 
         draft = self.draft if METHODS[method].needs_draft else None
@@ -54,7 +54,7 @@ class Session(NamedTuple):
         budgets = list(options)
         if METHODS[method].needs_datastore:
             options["datastore"] = self.datastore
-        if method == "two_model":
+        if METHODS[method].takes_tree:
             from specjax.trees import parse, stops
 
             options |= {"tree": tree and parse(tree), "stop": stop and stops.parse(stop)}

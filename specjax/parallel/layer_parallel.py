@@ -122,6 +122,19 @@ def _shardings(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
     return Layout(mesh, mesh.axis_names).params(others) | {"layers": layers}
 
 
+def cache_shardings(config: Any, mesh: Mesh, cache: kv.KVCache | kv.Pending) -> PyTree:
+    """Of the cache of such a model, or of what is pending; shapes will do."""
+    batch = (cache.length if isinstance(cache, kv.KVCache) else cache.after).shape[0]
+    specs = _specs(Parts(config, mesh), type(cache), batch)
+    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs, cache)
+
+
+def _specs(parts: Parts, kind: type, batch: int) -> Any:
+    """`PartitionSpec`s of a `KVCache` or a `Pending`, in the form of one with an array per segment and field."""
+    keys, rows = parts.kv(batch, len(segments(parts.config.num_layers, parts.group)) - 2), P(parts.rows(batch))
+    return kind(keys, keys, *[rows] * (len(kind._fields) - 2))  # type: ignore[attr-defined]
+
+
 @functools.cache
 def _model(config: Any, mesh: Mesh) -> Model:
     """The `Model` of parameters from `_arrange`."""
@@ -134,13 +147,8 @@ def _model(config: Any, mesh: Mesh) -> Model:
     one_layer: Any = abstract_module(dataclasses.replace(wide, num_layers=1, stacked=False))
     block, _ = nnx.split(one_layer.layers[0])
 
-    def specs_of_cache(batch: int) -> Any:
-        keys, rows = parts.kv(batch, len(middle)), P(parts.rows(batch))
-        return kv.KVCache(keys, keys, rows)  # type: ignore[arg-type]
-
-    def specs_of_pending(batch: int) -> Any:
-        keys, rows = parts.kv(batch, len(middle)), P(parts.rows(batch))
-        return kv.Pending(keys, keys, rows, rows)  # type: ignore[arg-type]
+    specs_of_cache = functools.partial(_specs, parts, kv.KVCache)
+    specs_of_pending = functools.partial(_specs, parts, kv.Pending)
 
     def init_cache(batch: int, capacity: int) -> kv.KVCache:
         one = kv.init(batch, capacity, 1, wide.num_kv_heads, wide.head_dim, wide.cache_dtype or wide.dtype, False).k[0]
@@ -148,10 +156,7 @@ def _model(config: Any, mesh: Mesh) -> Model:
         groups = lambda: tuple(zeros(count, parts.group) for _, _, count in middle)
         keys = lambda: {"first": zeros(), "last": zeros(), "groups": groups()}
         cache = kv.KVCache(keys(), keys(), jnp.zeros((batch,), jnp.int32))
-        specs = jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs_of_cache(batch), cache
-        )
-        return jax.lax.with_sharding_constraint(cache, specs)
+        return jax.lax.with_sharding_constraint(cache, cache_shardings(config, mesh, cache))
 
     def commit(cache, pending, path, num_nodes):
         batch = path.shape[0]

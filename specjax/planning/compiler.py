@@ -75,8 +75,9 @@ def make_job(
     if tree is not None:
         from specjax import trees
 
-        if method != "two_model" or num_draft_tokens is not None:
-            raise UsageError("--tree applies to two_model, and without --num-draft-tokens, which sets the size too")
+        if not METHODS[method].takes_tree or num_draft_tokens is not None:
+            grown = " and ".join(name for name, row in METHODS.items() if row.takes_tree)
+            raise UsageError(f"--tree applies to {grown}, and without --num-draft-tokens, which sets the size too")
         try:
             trees.parse(tree)
         except UsageError as error:
@@ -106,11 +107,22 @@ def make_job(
     most = min(c.max_positions for c in (target_config, draft_config) if c is not None)
     if context + max_new_tokens > most:
         raise UsageError(f"--context plus --max-new-tokens is {context + max_new_tokens}, over the models' {most}")
+    if method == "easyspec" and layer > 1:
+        _check_layers(draft_config, layer)
     model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)
     return Job(
         target_config, slice_, draft_config, method, tree, num_draft_tokens, batch, context, max_new_tokens,
         float(temperature), data, model, layer, sequence,
     )  # fmt: skip
+
+
+def _check_layers(draft: Any, layer: int) -> None:
+    """Raises: UsageError for a draft model with too few layers for a group of `layer`."""
+    if draft.num_layers < layer + 2:
+        raise UsageError(
+            f"--layer {layer}: {draft.name} has {draft.num_layers} layers, too few for such a group between the first "
+            "and the last; lower it"
+        )
 
 
 def _model_axis(config: Any, slice_: chips.Topology, others: dict[str, int], model: int | None) -> int:

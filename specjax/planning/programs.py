@@ -61,6 +61,11 @@ class Job:
     def devices(self) -> int:
         return self.data * self.layer * self.sequence * self.model
 
+    @property
+    def is_layer_parallel(self) -> bool:
+        """Whether the draft model's layers lie side by side."""
+        return self.method == "easyspec" and self.layer > 1
+
     def mesh(self, devices: list) -> Mesh:
         """In libtpu's order of the devices: "model" along neighbours."""
         return parallel.mesh(self.data, self.model, layer=self.layer, sequence=self.sequence, devices=devices)
@@ -177,7 +182,7 @@ def abstract_inputs(job: Job, devices: list, drafter: Drafter | None = None) -> 
     mesh = job.mesh(devices)
     target = abstract_target(job.target, mesh)
     if drafter is None:
-        drafter = drafter_of(job, target, None if job.draft is None else abstract_target(job.draft, mesh))
+        drafter = drafter_of(job, target, None if job.draft is None else _abstract_draft(job, mesh))
     size = buffer_size(-(-job.context // PROMPT_BUCKET) * PROMPT_BUCKET, job.max_new_tokens, drafter)
     is_greedy = job.temperature == 0
     scalar = _place(jax.ShapeDtypeStruct((), jnp.float32), lambda leaf: PartitionSpec(), mesh)
@@ -189,6 +194,14 @@ def abstract_inputs(job: Job, devices: list, drafter: Drafter | None = None) -> 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), job.batch))
     tokens, rows, keys = _place((tokens, rows, keys), _by_rows(job), mesh)
     return Abstract(inputs, tokens, rows, keys, mesh)
+
+
+def _abstract_draft(job: Job, mesh: Mesh) -> Target:
+    from specjax.parallel import layer_parallel
+
+    if job.is_layer_parallel:
+        return layer_parallel.abstract_target(job.draft, mesh)
+    return abstract_target(job.draft, mesh)
 
 
 def drafter_of(job: Job, target: Target, draft: Target | None) -> Drafter:
@@ -226,20 +239,24 @@ def _place(tree: PyTree, spec: Callable[[Any], PartitionSpec], mesh: Mesh) -> Py
 def _place_state(job: Job, state: PyTree, mesh: Mesh) -> PyTree:
     """The state between two steps: caches as their models have them."""
     from specjax.models.layout import spread
+    from specjax.parallel import layer_parallel
 
     is_cache = lambda x: isinstance(x, kv.KVCache | kv.Pending)
 
-    def place(tree, config):
+    def place(tree, config, by_layer=False):
         def one(part):
             if not is_cache(part) or mesh.size == 1 or config is None:
                 return _place(part, _by_rows(job), mesh)
-            shardings = spread(config, mesh, parallel.over_that_fits(config, mesh))[1].cache(part)
+            if by_layer:
+                shardings = layer_parallel.cache_shardings(config, mesh, part)
+            else:
+                shardings = spread(config, mesh, parallel.over_that_fits(config, mesh))[1].cache(part)
             return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), part, shardings)
 
         return jax.tree.map(one, tree, is_leaf=is_cache)
 
     placed = place(state, job.target)
-    return placed._replace(draft=place(state.draft, job.draft))
+    return placed._replace(draft=place(state.draft, job.draft, job.is_layer_parallel))
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
