@@ -43,7 +43,7 @@ def load(
       cache_dtype: "int8": keys and values rounded to int8, with a scale per token and head: half the memory of
         bfloat16. Another model than without, though nearly: methods keep their guarantees towards it. None: dtype.
       mesh, over: read each device's part of the weights straight to it, as `specjax.shard` would place them; of several
-        hosts each reads only what its own devices hold.
+        hosts each holds only its own devices' parts, and reads only the rows of the file that these have a part in.
 
     Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
     """
@@ -51,6 +51,10 @@ def load(
     if dtype not in DTYPES:
         raise UsageError(f'dtype must be "float32" or "bfloat16", not "{dtype}"')
     check_cache_dtype(cache_dtype)
+    if over is not None and mesh is None:
+        raise UsageError(
+            "over says which axes of a mesh split the model, but there is no mesh; give one or leave it out"
+        )
     if stacked is None:
         stacked = jax.default_backend() != "cpu"
     path = resolve(source)

@@ -28,7 +28,8 @@ def over_slots(attend: Callable, axes: tuple[str, ...], held: Callable = lambda 
             q, k, v, prefix_k, prefix_v, jnp.clip(length - first, 0, slots), positions - first, mask & (part == 0),
             key_positions=key_positions - first, layer=layer, window=window, with_total=True,
         )  # fmt: skip
-        weight = jnp.exp(total - jax.lax.pmax(total, axes))[..., None]  # [B, T, H, 1]; 0 where a part sees nothing
+        top = jax.lax.pmax(jax.lax.stop_gradient(total), axes)  # cancels in the quotient, and has no derivative
+        weight = jnp.exp(total - top)[..., None]  # [B, T, H, 1]; 0 where a part sees nothing
         return (jax.lax.psum(out * weight, axes) / jax.lax.psum(weight, axes)).astype(q.dtype)
 
     return run

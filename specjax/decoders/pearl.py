@@ -89,8 +89,12 @@ def pearl(
         pass, rounded, as measured before the first step; clocks differ, so give it on several hosts.
       The others are those of `specjax.decode`.
 
-    Raises: UsageError for models that share a device, differ in vocabulary, or a setting outside its range.
+    Raises: UsageError for models that share a device or differ in vocabulary, a setting outside its range, or a text
+      longer than one of the models takes.
     """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target, draft, prompts, key))):
+        raise UsageError("pearl runs two programs and cannot be part of your own jit; call it outside, or use decode")
+    capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
     # `prepare` checks what a decode would; the draft is not a drafter of one program, so none takes its place.
     inputs, tokens, lengths, keys, _ = prepare(
         target, autoregressive(), prompts, key=key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,

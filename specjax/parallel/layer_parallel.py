@@ -17,6 +17,7 @@ place of a sum and a gather.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -32,6 +33,7 @@ from specjax.errors import UsageError
 from specjax.models.bridge import abstract_module, abstract_params
 from specjax.models.layers import Step, segments
 from specjax.models.layout import AXES, Layout, copies_of_kv_heads, fits_heads, repeat_kv_heads
+from specjax.parallel.arrays import place_one
 from specjax.parallel.layer_pass import Parts, Pass
 from specjax.types import Model, PyTree, Target
 
@@ -54,8 +56,9 @@ def place(draft: Target, mesh: Mesh, group: int | None = None) -> Target:
         reason = "not one of specjax.models" if config is None else "sharded already"
         raise UsageError(f"{draft.model.name} cannot be made layer-parallel: it is {reason}")
     check(config, mesh, group)
-    params = jax.jit(lambda params: _arrange(config, mesh, params))(draft.params)
-    return Target(_model(config, mesh), jax.device_put(params, _shardings(config, mesh, params)))
+    with _in_host_memory():
+        params = _arranged(config, mesh, jax.device_get(draft.params))
+    return Target(_model(config, mesh), jax.tree.map(place_one, params, _shardings(config, mesh, params)))
 
 
 def abstract_target(config: Any, mesh: Mesh) -> Target:
@@ -113,6 +116,17 @@ def _arrange(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
         rest.append({name: part for name, part in groups.items() if name not in OWN})
     arranged = {"first": take(0), "last": take(config.num_layers - 1), "own": tuple(own), "rest": tuple(rest)}
     return params | {"layers": arranged}
+
+
+_arranged = jax.jit(_arrange, static_argnums=(0, 1))
+
+
+def _in_host_memory() -> contextlib.AbstractContextManager:
+    """The whole model need not fit on one of the devices that it is spread over."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS leaves CPU out
+        return contextlib.nullcontext()
 
 
 def _shardings(config: Any, mesh: Mesh, params: PyTree) -> PyTree:

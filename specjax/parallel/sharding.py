@@ -21,7 +21,8 @@ from specjax.types import Target
 def mesh(
     data: int = 1, model: int | None = None, *, layer: int = 1, sequence: int = 1, devices: Sequence | None = None
 ) -> Mesh:
-    """A mesh of `data` x `layer` x `sequence` x `model` devices, neighbours along "model".
+    """A mesh of `data` x `layer` x `sequence` x `model` devices, in their own order: "model" changes fastest, and stays
+    within a host if it divides the host's devices.
 
     Args:
       data: parts of the batch. model: parts of the weights and of the heads; None: all devices that are left.
@@ -50,7 +51,8 @@ def shard(target: Target, mesh: Mesh, over: tuple[str, ...] | None = None) -> Ta
     over: the axes that split it, besides "data"; None: all. `over=()` gives every device the whole model, as suits a
     small draft model.
 
-    Raises: UsageError for a model that is not one of `specjax.models`, or a mesh that does not divide its heads.
+    Raises: UsageError for a model that is not one of `specjax.models` or is sharded already, and for a mesh that does
+      not divide its heads.
     """
     from specjax.models import make_model
     from specjax.models.layout import repeat_kv_heads, spread
@@ -90,4 +92,6 @@ def over_that_fits(config, mesh: Mesh) -> tuple[str, ...]:
 def _config(target: Target):
     if target.model.config is None:
         raise UsageError(f"{target.model.name} cannot be sharded: it is not one of specjax.models")
+    if target.model.mesh is not None:
+        raise UsageError(f"{target.model.name} is sharded already; shard the model as it was loaded without a mesh")
     return target.model.config

@@ -206,6 +206,14 @@ def test_bad_settings_are_named(change, message):
         pearl(on(tiny_llama(), 1), arguments.pop("draft"), PROMPTS, **arguments)
 
 
+def test_what_it_cannot_do_is_named():
+    target = on(tiny_llama(), 1)
+    with pytest.raises(UsageError, match="cannot be part of your own jit"):
+        jax.jit(lambda draft: pearl(target, draft, PROMPTS, num_tokens=2, **OPTIONS))(tiny_llama(seed=1))
+    with pytest.raises(UsageError, match="over the capacity of 8"):
+        pearl(target, on(tiny_llama(seed=1, max_positions=8), 2), PROMPTS, num_tokens=2, **OPTIONS)
+
+
 def slow(target, rounds):
     """The same model with work that nobody needs in every pass."""
     forward = target.model.forward

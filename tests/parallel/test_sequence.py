@@ -1,5 +1,6 @@
 """A cache whose slots lie on several devices: attention and commits are those of one device."""
 
+import functools
 import re
 
 import jax
@@ -85,6 +86,23 @@ def test_attention_over_parts_of_the_prefix(length, window):
         *arrays
     )
     np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
+def test_derivatives_over_parts_of_the_prefix():
+    target = tiny_llama(num_heads=4, num_kv_heads=4, stacked=True)
+    spread = specjax.shard(target, specjax.mesh(1, 2, sequence=2))
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 6)), jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def loss(model, params):
+        positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((6, 6), bool)), (2, 6, 6))
+        output, _ = model.forward(params, tokens, model.init_cache(2, 16), positions=positions, mask=mask)
+        return jnp.mean(jax.nn.logsumexp(output.logits, -1))
+
+    wanted, found = (jax.grad(loss, 1)(one.model, one.params) for one in (target, spread))
+    for a, b in zip(*map(jax.tree.leaves, (wanted, found)), strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=1e-5)
 
 
 @pytest.mark.parametrize("start", [0, 5, 7, 8, 13, 20])
