@@ -2,6 +2,8 @@
 
 Sorting 150,000 logits per node is the classic hidden cost of sampled decoding. The k-th largest value and the nucleus
 threshold are found instead by fixing the bits of a float from the top: 32 counting passes, whatever the vocabulary.
+Where only some of the tokens at the threshold may stay, a bisection over ids finds the last of them. Every pass is a
+sum, so a vocabulary that is spread over devices stays where it is.
 """
 
 from __future__ import annotations
@@ -108,26 +110,46 @@ def _ordered(x: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _rank_among(tied: Array) -> Array:
-    """How many tied tokens have a lower id: int32[..., V]."""
-    return jnp.cumsum(tied, -1, dtype=jnp.int32) - 1
+def _total(values: Array, dtype=None) -> Array:
+    """Sums over the vocabulary, [..., 1]."""
+    return jnp.sum(values, -1, keepdims=True, dtype=dtype)
+
+
+def _first(tied: Array, fits) -> Array:
+    """As many of the tied tokens as `fits`, lower ids first: bool[..., V].
+
+    Args:
+      tied: bool[..., V]. fits: whether int32[..., 1] of them may stay; once it fails it never returns.
+    """
+    # Bisection over ids: a cumulative sum would gather a vocabulary that is spread over devices.
+    ids = jnp.arange(tied.shape[-1], dtype=jnp.int32)
+    below = lambda end: fits(_total(tied & (ids < end), jnp.int32))
+
+    def body(ends):
+        low, high = ends
+        middle = (low + high) // 2
+        fit = below(middle)
+        return jnp.where(fit, middle, low), jnp.where(fit, high, middle)
+
+    high = jnp.full((*tied.shape[:-1], 1), tied.shape[-1], jnp.int32)
+    low = jnp.where(below(high), high, 0)  # mostly all fit, and no pass is needed
+    end, _ = jax.lax.while_loop(lambda ends: jnp.any(ends[1] - ends[0] > 1), body, (low, high))
+    return tied & (ids < end)
 
 
 def _top_k_mask(logits: Array, k: Array) -> Array:
     x = _ordered(logits)
-    count = lambda chosen: jnp.sum(chosen, -1, keepdims=True, dtype=jnp.int32)
-    shape = (*logits.shape[:-1], 1)
-    kth = _largest(lambda t: count(x >= t) >= k, shape)
-    tied = x == kth
-    return (x > kth) | (tied & (_rank_among(tied) < k - count(x > kth)))
+    count = lambda chosen: _total(chosen, jnp.int32)
+    kth = _largest(lambda t: count(x >= t) >= k, (*logits.shape[:-1], 1))
+    more = k - count(x > kth)
+    return (x > kth) | _first(x == kth, lambda number: number <= more)
 
 
 def _top_p_mask(logits: Array, top_p: Array) -> Array:
     p = jax.nn.softmax(logits, -1)
     x = _ordered(p)
-    mass = lambda chosen: jnp.sum(jnp.where(chosen, p, 0.0), -1, keepdims=True)
-    shape = (*logits.shape[:-1], 1)
-    crossing = _largest(lambda t: mass(x >= t) >= top_p, shape)
+    mass = lambda chosen: _total(jnp.where(chosen, p, 0.0))
+    crossing = _largest(lambda t: mass(x >= t) >= top_p, (*logits.shape[:-1], 1))
     tied = x == crossing
-    before = mass(x > crossing) + _rank_among(tied) * p
-    return (x > crossing) | (tied & (before < top_p)) | (top_p >= 1.0)
+    above, each = mass(x > crossing), jnp.max(jnp.where(tied, p, 0.0), -1, keepdims=True)
+    return (x > crossing) | _first(tied, lambda number: above + (number - 1) * each < top_p) | (top_p >= 1.0)

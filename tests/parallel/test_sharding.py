@@ -118,6 +118,28 @@ def test_collectives_are_those_intended(temperature):
     assert "all-reduce" in text
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_top_k_and_top_p_over_parts_of_the_vocabulary(ties):
+    """The tokens of one device, ties at the threshold included; nothing as large as the vocabulary travels."""
+    target = tiny_llama(num_kv_heads=8, **HEADS)
+    if ties:  # four equal logits, each on a device of its own
+        head = target.params["head"]["weight"]
+        twins = target.params | {"head": {"weight": jnp.concatenate([head[: VOCAB // 4]] * 4)}}
+        target = specjax.Target(target.model, twins)
+    options = {"key": jax.random.key(3), "max_new_tokens": 8, "temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    sharded = parallel.shard(target, parallel.mesh(2, 4))
+    whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
+    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
+
+    inputs, *arrays, static = prepare(sharded, prompt_lookup(3), PROMPTS, **options)
+    text = _decode.lower(inputs, *arrays, **static).compile().as_text()
+    sent = re.findall(r"= (.*) (?:all-\w+|reduce-scatter|collective-[a-z]+)(?:-start)?\(", text)
+    shapes = {tuple(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w\[([\d,]*)\]", " ".join(sent))}
+    width = target.params["embed"]["weight"].shape[1]
+    assert any(width in shape for shape in shapes), "the sums of the layers, [B, T, width]"
+    assert all(VOCAB not in shape and (width in shape or np.prod(shape) < VOCAB) for shape in shapes), shapes
+
+
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(UsageError, match="needs 16 devices, but there are 8"):
         specjax.mesh(2, 8)
