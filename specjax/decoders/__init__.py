@@ -3,6 +3,7 @@
 from specjax.decoders.any_subset import AnySubsetModel, AnySubsetResult, any_subset
 from specjax.decoders.continuous import ContinuousModel, ContinuousResult, continuous
 from specjax.decoders.pearl import PearlResult, pearl
+from specjax.decoders.pearl_in_one_program import pearl_in_one_program
 
 __all__ = [
     "AnySubsetModel",
@@ -13,4 +14,5 @@ __all__ = [
     "any_subset",
     "continuous",
     "pearl",
+    "pearl_in_one_program",
 ]

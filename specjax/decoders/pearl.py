@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ from specjax.speculative import on_mesh
 from specjax.types import Array, Guarantee, PyTree, Sampling, Stats, Target
 
 GUARANTEE: Guarantee = "distribution"
+
+AnyArray = Any  # of numpy or JAX
 
 LONGEST = 32
 """Tokens of a draft, where their number is measured."""
@@ -78,7 +80,7 @@ def pearl(
     eos=(),
     capacity: int | None = None,
 ) -> PearlResult:
-    """Decode a batch; each row goes at its own speed. Not for the caller's own `jit`.
+    """Decode a batch; each row goes at its own speed. Not for the caller's own `jit`: see `pearl_in_one_program`.
 
     A second call with the same shapes compiles nothing, if `num_tokens` is given.
 
@@ -93,13 +95,26 @@ def pearl(
       longer than one of the models takes.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target, draft, prompts, key))):
-        raise UsageError("pearl runs two programs and cannot be part of your own jit; call it outside, or use decode")
+        raise UsageError("pearl runs two programs and cannot be part of your own jit; pearl_in_one_program can")
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
     # `prepare` checks what a decode would; the draft is not a drafter of one program, so none takes its place.
     inputs, tokens, lengths, keys, _ = prepare(
         target, autoregressive(), prompts, key=key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
         top_p=top_p, eos=eos, capacity=capacity,
     )  # fmt: skip
+    check_pair(target, draft, num_tokens)
+    if num_tokens is None and jax.process_count() > 1:
+        raise UsageError("num_tokens is measured on one host only; give it on several hosts")
+    _check_apart(devices_of(target), devices_of(draft))
+    start = Text.of(np.asarray(tokens), np.asarray(lengths), max_new_tokens, num_tokens or LONGEST)
+    roles = [_place(Role(model, inputs.sampling, keys)) for model in (draft, target)]
+    caches = [_read(role, start.tokens, start.length - 1) for role in roles]  # both prompts at the same time, too
+    gamma, caches = (num_tokens, caches) if num_tokens else _measure(roles, caches, start)
+    return _run(roles, caches, start, np.asarray(inputs.eos), gamma, max_new_tokens)
+
+
+def check_pair(target: Target, draft: Target, num_tokens: int | None) -> None:
+    """Raises: UsageError for a draft of no tokens, or models of different vocabularies."""
     if num_tokens is not None and num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     if target.model.vocab_size != draft.model.vocab_size:
@@ -107,14 +122,6 @@ def pearl(
             f"the draft model has {draft.model.vocab_size} tokens and the target {target.model.vocab_size}; "
             "choose a draft model of the same vocabulary"
         )
-    if num_tokens is None and jax.process_count() > 1:
-        raise UsageError("num_tokens is measured on one host only; give it on several hosts")
-    _check_apart(devices_of(target), devices_of(draft))
-    start = _Text.of(np.asarray(tokens), np.asarray(lengths), max_new_tokens, num_tokens or LONGEST)
-    roles = [_place(_Role(model, inputs.sampling, keys)) for model in (draft, target)]
-    caches = [_read(role, start.tokens, start.length - 1) for role in roles]  # both prompts at the same time, too
-    gamma, caches = (num_tokens, caches) if num_tokens else _measure(roles, caches, start)
-    return _run(roles, caches, start, np.asarray(inputs.eos), gamma, max_new_tokens)
 
 
 def devices_of(model: Target) -> set[jax.Device]:
@@ -136,7 +143,7 @@ def _check_apart(target: set[jax.Device], draft: set[jax.Device]) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Role:
+class Role:
     """What one side needs in every step, on its devices."""
 
     target: Target  # the model of this side
@@ -144,35 +151,50 @@ class _Role:
     keys: Array  # key[B]
 
 
-class _Text(NamedTuple):
-    """The rows, on the host."""
+class Text(NamedTuple):
+    """The rows: numpy where the host joins the two sides, arrays of the device where a program does."""
 
-    tokens: np.ndarray  # int32[B, S]
-    verified: np.ndarray  # int32[B], tokens that are final
-    length: np.ndarray  # int32[B], with those that are not
-    post: np.ndarray  # bool[B]
-    stop: np.ndarray  # int32[B], length at which the row is full
-    hit_eos: np.ndarray  # bool[B]
+    tokens: AnyArray  # int32[B, S]
+    verified: AnyArray  # int32[B], tokens that are final
+    length: AnyArray  # int32[B], with those that are not
+    post: AnyArray  # bool[B]
+    stop: AnyArray  # int32[B], length at which the row is full
+    hit_eos: AnyArray  # bool[B]
 
     @classmethod
-    def of(cls, tokens: np.ndarray, lengths: np.ndarray, max_new_tokens: int, gamma: int) -> _Text:
+    def of(cls, tokens: AnyArray, lengths: AnyArray, max_new_tokens: int, gamma: int) -> Text:
         """Before the first step, with room for what may lie behind the end: drafts of two steps, or a prefill chunk."""
         behind = max(2 * gamma, CHUNK)
-        none = np.zeros(lengths.shape, bool)
-        return cls(np.pad(tokens, ((0, 0), (0, behind))), lengths, lengths, none, lengths + max_new_tokens, none)
+        none = lengths < 0
+        padded = _numpy_of(tokens).pad(tokens, ((0, 0), (0, behind)))
+        return cls(padded, lengths, lengths, none, lengths + max_new_tokens, none)
 
     @property
-    def done(self) -> np.ndarray:
+    def done(self) -> AnyArray:
         return self.hit_eos | (self.verified >= self.stop)
 
-    def window(self, start: np.ndarray, width: int) -> np.ndarray:
+    def window(self, start: AnyArray, width: int) -> AnyArray:
         """int32[B, width]: the tokens from `start` int32[B] on."""
-        return np.take_along_axis(self.tokens, start[:, None] + np.arange(width), 1)
+        return _numpy_of(self.tokens).take_along_axis(self.tokens, start[:, None] + np.arange(width), 1)
+
+    def write(self, start: AnyArray, values: AnyArray) -> Text:
+        """With int32[B, W] from `start` int32[B] on."""
+        place = start[:, None] + np.arange(values.shape[1])
+        if isinstance(self.tokens, jax.Array):
+            return self._replace(tokens=self.tokens.at[np.arange(len(values))[:, None], place].set(values))
+        tokens = self.tokens.copy()
+        np.put_along_axis(tokens, place, values, 1)
+        return self._replace(tokens=tokens)
 
 
-def _run(roles, caches, start: _Text, eos: np.ndarray, gamma: int, max_new_tokens: int) -> PearlResult:
+def _numpy_of(x: AnyArray) -> Any:
+    """The functions for it."""
+    return jnp if isinstance(x, jax.Array) else np
+
+
+def _run(roles, caches, start: Text, eos: np.ndarray, gamma: int, max_new_tokens: int) -> PearlResult:
     (draft_side, target_side), (drafted_cache, cache) = roles, caches
-    text, counts, trace = start, _Counts.zero(len(start.tokens), gamma), []
+    text, counts, trace = start, Counts.zero(len(start.tokens), gamma), []
     while not text.done.all():
         # Both are under way before either is read.
         picks, cache = _verify(target_side, cache, text.window(text.verified - 1, gamma), text.verified)
@@ -191,7 +213,7 @@ def _run(roles, caches, start: _Text, eos: np.ndarray, gamma: int, max_new_token
     return PearlResult(decoded, Trace(*map(np.stack, zip(*trace, strict=True))), gamma)
 
 
-def join(text: _Text, drafts: np.ndarray, picks: np.ndarray, eos: np.ndarray) -> tuple[_Text, np.ndarray]:
+def join(text: Text, drafts: AnyArray, picks: AnyArray, eos: AnyArray) -> tuple[Text, AnyArray]:
     """The two sides of a step: drafts int32[B, gamma] behind the text, the target's own draws picks int32[B, gamma] for
     the positions from `text.verified` on.
 
@@ -199,67 +221,64 @@ def join(text: _Text, drafts: np.ndarray, picks: np.ndarray, eos: np.ndarray) ->
 
     Returns: the text, and accepted bool[B, gamma]: by place in their draft, which tokens became final.
     """
-    gamma = drafts.shape[1]
+    xp, gamma = _numpy_of(drafts), drafts.shape[1]
     place = np.arange(gamma)
-    tokens = text.tokens.copy()
-    np.put_along_axis(tokens, text.length[:, None] + place, drafts, 1)
-    claimed = text._replace(tokens=tokens).window(text.verified, gamma)
-    tests = np.where(text.post, gamma, 1)
-    matched = np.sum(np.cumprod((claimed == picks) & (place < tests[:, None]), 1), 1)
+    longer = text.write(text.length, drafts)
+    claimed = longer.window(text.verified, gamma)
+    tests = xp.where(text.post, gamma, 1)
+    matched = xp.sum(xp.cumprod((claimed == picks) & (place < tests[:, None]), 1), 1)
     passed = matched == tests
     # Cut at the first eos and at the row's limit.
-    room = np.where(text.done, 0, text.stop - text.verified)
-    alive = place < np.minimum(np.where(passed, tests, matched + 1), room)[:, None]
-    ends = np.isin(picks, eos) & alive
+    room = xp.where(text.done, 0, text.stop - text.verified)
+    alive = place < xp.minimum(xp.where(passed, tests, matched + 1), room)[:, None]
+    ends = xp.isin(picks, eos) & alive
     hit_eos = ends.any(1)
-    count = np.where(hit_eos, np.argmax(ends, 1) + 1, alive.sum(1)).astype(np.int32)
-    np.put_along_axis(tokens, text.verified[:, None] + place, np.where(place < count[:, None], picks, claimed), 1)
+    count = xp.where(hit_eos, xp.argmax(ends, 1) + 1, alive.sum(1)).astype(np.int32)
     verified = text.verified + count
     over = text.done | hit_eos | (verified >= text.stop)
     goes_on = passed & ~over
-    after = text._replace(
-        tokens=tokens,
+    after = longer.write(text.verified, xp.where(place < count[:, None], picks, claimed))._replace(
         verified=verified,
-        length=np.where(goes_on, text.length + gamma, verified).astype(np.int32),
+        length=xp.where(goes_on, text.length + gamma, verified).astype(np.int32),
         post=goes_on,
         hit_eos=text.hit_eos | hit_eos,
     )
-    accepted = place < np.minimum(matched, count)[:, None]  # in the order of the tests, in which d_1 is the last
-    return after, np.where(text.post[:, None], np.roll(accepted, 1, 1), accepted)
+    accepted = place < xp.minimum(matched, count)[:, None]  # in the order of the tests, in which d_1 is the last
+    return after, xp.where(text.post[:, None], xp.roll(accepted, 1, 1), accepted)
 
 
-class _Counts(NamedTuple):
-    """The sums of `Stats`, on the host."""
+class Counts(NamedTuple):
+    """The sums of `Stats`, but for who ended."""
 
-    target_passes: np.ndarray  # int32[B]
-    drafted: np.ndarray
-    accepted: np.ndarray
-    drafted_by_depth: np.ndarray  # int32[B, gamma]
-    accepted_by_depth: np.ndarray
+    target_passes: AnyArray  # int32[B]
+    drafted: AnyArray
+    accepted: AnyArray
+    drafted_by_depth: AnyArray  # int32[B, gamma]
+    accepted_by_depth: AnyArray
 
     @classmethod
-    def zero(cls, batch: int, gamma: int) -> _Counts:
+    def zero(cls, batch: int, gamma: int) -> Counts:
         row, by_depth = np.zeros((batch,), np.int32), np.zeros((batch, gamma), np.int32)
         return cls(row, row, row, by_depth, by_depth)
 
-    def add(self, active: np.ndarray, accepted: np.ndarray) -> _Counts:
+    def add(self, active: AnyArray, accepted: AnyArray) -> Counts:
         """One more step of the `active` rows bool[B], and what it `accepted`, from `join`."""
-        drafted = np.broadcast_to(active[:, None], accepted.shape)
+        drafted = active[:, None] & (accepted | True)
         new = active, drafted.sum(1), accepted.sum(1), drafted, accepted
-        return _Counts(*(old + x.astype(np.int32) for old, x in zip(self, new, strict=True)))
+        return Counts(*(old + x.astype(np.int32) for old, x in zip(self, new, strict=True)))
 
 
-def _place(role: _Role) -> _Role:
+def _place(role: Role) -> Role:
     """The small arrays of a role beside its parameters."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(role.target.params) if isinstance(leaf, jax.Array)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else shardings[0]
-    return _Role(role.target, *jax.device_put((role.sampling, role.keys), everywhere))
+    return Role(role.target, *jax.device_put((role.sampling, role.keys), everywhere))
 
 
 @jax.jit
 @on_mesh
-def _read(role: _Role, tokens: Array, count: Array) -> PyTree:
+def _read(role: Role, tokens: Array, count: Array) -> PyTree:
     """The cache of the first `count` int32[B] of tokens int32[B, S]."""
     model, params = role.target.model, role.target.params
     return prefill(model, params, model.init_cache(*tokens.shape), tokens, count)
@@ -267,7 +286,7 @@ def _read(role: _Role, tokens: Array, count: Array) -> PyTree:
 
 @functools.partial(jax.jit, static_argnames=("gamma",), donate_argnames=("cache",))
 @on_mesh
-def _draft(role: _Role, cache: PyTree, last: Array, length: Array, *, gamma: int) -> tuple[Array, PyTree]:
+def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int) -> tuple[Array, PyTree]:
     """Drafts int32[B, gamma] behind a text of `length` int32[B] that ends with `last` int32[B, 1]."""
 
     def one(carry, depth):
@@ -282,34 +301,50 @@ def _draft(role: _Role, cache: PyTree, last: Array, length: Array, *, gamma: int
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 @on_mesh
-def _verify(role: _Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
+def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
     """The target's draws int32[B, gamma] behind each token of `window` int32[B, gamma], which begins with the last
     verified token. Drafts in it that fail are forgotten by the next step."""
     picks, cache = _next(role, cache._replace(length=verified - 1), window, verified)
     return _whole(role, picks), cache
 
 
-def _next(role: _Role, cache: PyTree, tokens: Array, length: Array) -> tuple[Array, PyTree]:
+def _next(role: Role, cache: PyTree, tokens: Array, length: Array) -> tuple[Array, PyTree]:
     """Draws int32[B, T] behind each of tokens int32[B, T], all committed; `length` counts the text with the first."""
-    model = role.target.model
     batch, width = tokens.shape
-    place = jnp.broadcast_to(jnp.arange(width), (batch, width))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
-    output, pending = model.forward(role.target.params, tokens, cache, positions=length[:, None] - 1 + place, mask=mask)
-    cache = model.commit(cache, pending, place, jnp.full((batch,), width, jnp.int32))
+    picks, pending = draws(role, cache, tokens, length, mask)
+    return picks, commit_all(role, cache, pending, tokens)
+
+
+def draws(
+    role: Role, cache: PyTree, tokens: Array, length: Array, mask: Array, earlier: PyTree = None
+) -> tuple[Array, PyTree]:
+    """Draws int32[B, T] behind each of tokens int32[B, T], and what is pending of these; `length` counts the text with
+    the first of them. mask, earlier: as of `Model.forward`.
+    """
+    place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    positions, (model, params) = length[:, None] - 1 + place, (role.target.model, role.target.params)
+    output, pending = model.forward(params, tokens, cache, positions=positions, mask=mask, earlier=earlier)
     logits = warp(output.logits, role.sampling)
     if role.sampling.temperature is None:
-        return jnp.argmax(logits, -1).astype(jnp.int32), cache
-    return jax.vmap(draw, 1, 1)(node_keys(role.keys, length, place), logits), cache
+        return jnp.argmax(logits, -1).astype(jnp.int32), pending
+    return jax.vmap(draw, 1, 1)(node_keys(role.keys, length, place), logits), pending
 
 
-def _whole(role: _Role, ids: Array) -> Array:
+def commit_all(role: Role, cache: PyTree, pending: PyTree, tokens: Array) -> PyTree:
+    """The cache with all of tokens int32[B, T]."""
+    batch, width = tokens.shape
+    path = jnp.broadcast_to(jnp.arange(width), (batch, width))
+    return role.target.model.commit(cache, pending, path, jnp.full((batch,), width, jnp.int32))
+
+
+def _whole(role: Role, ids: Array) -> Array:
     """Token ids whole on every device, so that every host can read them."""
     mesh = role.target.model.mesh
     return ids if mesh is None else jax.lax.with_sharding_constraint(ids, NamedSharding(mesh, PartitionSpec()))
 
 
-def _measure(roles, caches, text: _Text) -> tuple[int, list]:
+def _measure(roles, caches, text: Text) -> tuple[int, list]:
     """Tokens that the draft model writes during a pass of the target, and the caches, which keep their tokens."""
     (draft_side, target_side), (drafted_cache, cache) = roles, caches
 

@@ -1,5 +1,8 @@
 """The card's traces on scripted models; the text of plain decoding, whatever drafts; both sides at the same time."""
 
+import importlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +13,12 @@ from toy import markov, scripted, tiny_llama, tiny_llama_alike
 
 import specjax
 from specjax import UsageError
-from specjax.decoders import pearl
-from specjax.decoders.pearl import _draft, _place, _read, _Role, _Text, _verify, join
+from specjax.decode import prepare
+from specjax.decoders import pearl, pearl_in_one_program
+from specjax.decoders.pearl import Role, Text, _draft, _place, _read, _verify, join
 from specjax.types import Sampling, Target
+
+in_one = importlib.import_module("specjax.decoders.pearl_in_one_program")  # the function has its name
 
 VOCAB = 16
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7], [3]]
@@ -64,7 +70,7 @@ def test_steps_are_those_of_the_card(gamma, wrong, limit, data):
     right = np.where(np.arange(80) == eos_at, 1, 2)
     rows = len(wrong)
     drafts = np.array([[3 if i in mistakes else right[i] for i in range(80)] for mistakes in wrong])
-    text = _Text.of(np.zeros((rows, 40), np.int32), np.full((rows,), 5, np.int32), limit, gamma)
+    text = Text.of(np.zeros((rows, 40), np.int32), np.full((rows,), 5, np.int32), limit, gamma)
     expected = [[0, False] for _ in wrong]  # length without the prompt, POST
     end = min(limit, eos_at + 1)
     while not text.done.all():
@@ -164,7 +170,7 @@ def test_gamma_is_measured():
 
 
 def test_a_step_copies_no_cache():
-    role = _place(_Role(on(tiny_llama(), 1), Sampling(), jax.random.split(jax.random.key(0), 4)))
+    role = _place(Role(on(tiny_llama(), 1), Sampling(), jax.random.split(jax.random.key(0), 4)))
     tokens, length = np.ones((4, 2000), np.int32), np.array([5, 9, 7, 1], np.int32)
     cache = _read(role, tokens, length)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
@@ -206,10 +212,51 @@ def test_bad_settings_are_named(change, message):
         pearl(on(tiny_llama(), 1), arguments.pop("draft"), PROMPTS, **arguments)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_one_program_gives_the_same_steps(temperature):
+    """Text and sums of the two programs, on ragged rows with eos; inside of the caller's `jit` too."""
+    target, draft = tiny_llama(), tiny_llama_alike()
+    options = {"temperature": temperature, "num_tokens": 3, **OPTIONS}
+    plain = specjax.decode(target, "autoregressive", PROMPTS, temperature=temperature, **OPTIONS)
+    options["eos"] = plain.to_lists()[1][7]
+    two = pearl(on(target, 1), on(draft, 2), PROMPTS, **options).decoded
+    one = pearl_in_one_program(target, draft, PROMPTS, devices=jax.devices()[3:5], **options)
+    assert one.to_lists() == two.to_lists() and 0 < int(one.hit_eos.sum()) < len(PROMPTS)
+    for ours, theirs in zip(*map(jax.tree.leaves, (one.stats, two.stats)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+    @jax.jit
+    def program(target, draft):
+        return pearl_in_one_program(target, draft, PROMPTS, **options).tokens
+
+    np.testing.assert_array_equal(program(target, draft), one.tokens)
+
+
+def test_one_program_has_no_collective_in_its_branches_and_copies_no_cache():
+    target, draft = tiny_llama(), tiny_llama_alike()
+    inputs, tokens, lengths, keys, _ = prepare(target, "autoregressive", PROMPTS, **OPTIONS)
+    roles = Role(draft, inputs.sampling, keys), Role(target, inputs.sampling, keys)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("role",))
+    lowered = in_one._run.lower(roles, tokens, lengths, inputs.eos, mesh=mesh, gamma=3, max_new_tokens=20)
+    text = lowered.compile().as_text()
+    assert "conditional(" in text
+    slots = draft.model.init_cache(4, tokens.shape[1] + 128).k[0].shape
+    cache = "f32[" + ",".join(map(str, slots)) + "]"
+    # Copies of zeros are the empty caches.
+    assert cache in text and not re.findall(rf"= {re.escape(cache)}\S* copy\(%(?!\w*broadcast)", text)
+    exchanges = [part for part in text.split("\n\n") if re.search(r" all-(reduce|gather)(-start)?\(", part)]
+    assert len(exchanges) == 1 and " conditional(" in exchanges[0]  # in the body of the loop, beside the branches
+
+
 def test_what_it_cannot_do_is_named():
     target = on(tiny_llama(), 1)
     with pytest.raises(UsageError, match="cannot be part of your own jit"):
         jax.jit(lambda draft: pearl(target, draft, PROMPTS, num_tokens=2, **OPTIONS))(tiny_llama(seed=1))
+    with pytest.raises(UsageError, match="runs on two devices, but there are 1"):
+        pearl_in_one_program(tiny_llama(), tiny_llama(), PROMPTS, num_tokens=2, devices=jax.devices()[:1], **OPTIONS)
+    with pytest.raises(UsageError, match="is sharded, but here each role has one device"):
+        sharded = specjax.shard(tiny_llama(), specjax.mesh(1, 2))
+        pearl_in_one_program(sharded, tiny_llama(), PROMPTS, num_tokens=2, **OPTIONS)
     with pytest.raises(UsageError, match="over the capacity of 8"):
         pearl(target, on(tiny_llama(seed=1, max_positions=8), 2), PROMPTS, num_tokens=2, **OPTIONS)
 

@@ -1,0 +1,148 @@
+"""PEARL in one program: the two roles under one `shard_map`, each on a device of its own.
+
+The method, its rule and its guarantee are those of `specjax.decoders.pearl`. Here no host joins the sides: the whole
+loop is compiled, and may be part of the caller's own `jit`. In every step device 0 of the axis "role" drafts while
+device 1 reads the end of the text; the branches hold no collectives, then token ids are exchanged and both join them.
+Price: the arrays of a program have one shape on all of its devices, so both hold both models and both caches, though
+each only reads its own. Two programs do without that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specjax import cache as kv
+from specjax.decode import DecodeResult, Prompts, prepare
+from specjax.decoders.pearl import Counts, Role, Text, check_pair, commit_all, draws, join
+from specjax.drafters import autoregressive
+from specjax.errors import UsageError
+from specjax.prefill import prefill
+from specjax.types import Array, PyTree, Stats, Target
+
+
+def pearl_in_one_program(
+    target: Target,
+    draft: Target,
+    prompts: Prompts,
+    *,
+    key: Array,
+    max_new_tokens: int,
+    num_tokens: int,
+    devices: Sequence[jax.Device] | None = None,
+    temperature: float | Array = 0.0,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    eos=(),
+    capacity: int | None = None,
+) -> DecodeResult:
+    """Decode a batch. A second call with the same shapes compiles nothing.
+
+    Args:
+      target, draft: models of one vocabulary, not sharded; both are copied to both devices.
+      num_tokens: gamma, how many tokens are drafted per step.
+      devices: two, of the draft and of the target; default: the first two.
+      The others are those of `specjax.decode`.
+
+    Returns: DecodeResult, in whose `stats` a depth is a place in the draft; every step drafts all gamma.
+    Raises: UsageError for fewer than two devices, models that are sharded or differ in vocabulary, or a setting outside
+      its range.
+    """
+    check_pair(target, draft, num_tokens)
+    devices = jax.devices()[:2] if devices is None else devices
+    if len(set(devices)) != 2:
+        raise UsageError(f"pearl_in_one_program runs on two devices, but there are {len(set(devices))}")
+    for model in (target.model, draft.model):
+        if model.mesh is not None:
+            raise UsageError(f"{model.name} is sharded, but here each role has one device; pearl takes meshes")
+    inputs, tokens, lengths, keys, _ = prepare(
+        target, autoregressive(), prompts, key=key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+        top_p=top_p, eos=eos, capacity=min(capacity or target.model.max_positions, draft.model.max_positions),
+    )  # fmt: skip
+    mesh = Mesh(np.array(devices), ("role",))
+    roles = Role(draft, inputs.sampling, keys), Role(target, inputs.sampling, keys)
+    arguments = roles, tokens, lengths, inputs.eos
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+        arguments = jax.device_put(arguments, NamedSharding(mesh, P()))
+    return _run(*arguments, mesh=mesh, gamma=num_tokens, max_new_tokens=max_new_tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "gamma", "max_new_tokens"))
+def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, max_new_tokens: int) -> DecodeResult:
+    start = Text.of(tokens, lengths, max_new_tokens, gamma)
+    loop = functools.partial(_loop, gamma=gamma)
+    # Every device ends with the same, which the compiler cannot see.
+    spread = jax.shard_map(loop, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    text, counts = spread(roles, start, eos)
+    count = text.verified - lengths
+    new = jnp.where(np.arange(max_new_tokens) < count[:, None], text.window(lengths, max_new_tokens), -1)
+    return DecodeResult(new, count, text.hit_eos, Stats(*counts, text.hit_eos))
+
+
+def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> tuple[Text, Counts]:
+    """What each of the two devices runs."""
+    drafts_here = jax.lax.axis_index("role") == 0
+    drafter, target = roles
+
+    def of_both(draft, verify):
+        """What one of the two gives here, zeros for the other."""
+        zeros = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)) for run in (draft, verify)]
+        return jax.lax.cond(drafts_here, lambda: (draft(), zeros[1]), lambda: (zeros[0], verify()))
+
+    def body(carry):
+        text, counts, (drafted, cache) = carry
+        drafted, cache = drafted._replace(length=text.length - 1), cache._replace(length=text.verified - 1)
+        last, window = text.window(text.length - 1, 1), text.window(text.verified - 1, gamma)
+        (drafts, new), (picks, pending) = of_both(
+            lambda: _draft(drafter, drafted, last, text.length, gamma),
+            lambda: draws(target, cache, window, text.verified, _triangle(window)),
+        )
+        # Outside of the branches, which would copy the caches that they give back.
+        caches = commit_all(drafter, drafted, new, drafts), commit_all(target, cache, pending, window)
+        drafts, picks = jax.lax.psum((drafts, picks), "role")
+        text, accepted = join(text, drafts, picks, eos)
+        return text, counts.add(~carry[0].done, accepted), caches
+
+    batch = start.tokens.shape[0]
+    caches = of_both(lambda: _read(drafter, start), lambda: _read(target, start))
+    counts = jax.tree.map(jnp.asarray, Counts.zero(batch, gamma))
+    going = lambda carry: ~jnp.all(carry[0].done)
+    return jax.lax.while_loop(going, body, (start, counts, caches))[:2]
+
+
+def _read(role: Role, text: Text) -> PyTree:
+    """The cache of the prompts but their last tokens."""
+    model = role.target.model
+    return prefill(model, role.target.params, model.init_cache(*text.tokens.shape), text.tokens, text.length - 1)
+
+
+def _draft(role: Role, cache: PyTree, last: Array, length: Array, gamma: int) -> tuple[Array, PyTree]:
+    """Drafts int32[B, gamma] behind a text of `length` int32[B] that ends with `last` int32[B, 1], and what is pending
+    of that token and of all drafts but the last.
+    """
+    batch = last.shape[0]
+    wide = jnp.zeros((batch, gamma), jnp.int32)
+    shapes = jax.eval_shape(lambda: draws(role, cache, wide, length, _triangle(wide))[1])
+
+    def one(carry, depth):
+        pending, token = carry
+        seen = jnp.append(jnp.arange(gamma) < depth, True)
+        mask = jnp.broadcast_to(seen, (batch, 1, gamma + 1))
+        picks, new = draws(role, cache, token, length + depth, mask, pending)
+        return (kv.insert(pending, new, depth), picks), picks[:, 0]
+
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (pending, _), drafts = jax.lax.scan(one, (none, last), jnp.arange(gamma))
+    return drafts.T, pending
+
+
+def _triangle(tokens: Array) -> Array:
+    """bool[B, T, T]: each token sees itself and those before."""
+    batch, width = tokens.shape
+    return jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
