@@ -158,7 +158,8 @@ def stream(
 
     checkpoint: `specjax.parallel.Checkpoints`, to survive a restart. A run that finds its own state in the folder
     yields the text so far as its first step, without saying which of it was drafted, and goes on from there: together
-    the tokens of an uninterrupted run. One that finds that of another run raises UsageError.
+    the tokens of an uninterrupted run. One that finds that of another run raises UsageError. Not with `logprobs`, which
+    it does not keep.
     """
     inputs, tokens, lengths, keys, static = prepare(
         target, drafter, prompts, key=key, max_new_tokens=max_new_tokens, **options
@@ -188,6 +189,8 @@ def stream(
 
     if checkpoint is None:
         return steps(None)
+    if inputs.keep_logprobs:
+        raise UsageError("a checkpoint does not keep log-probabilities; leave logprobs or checkpoint out")
     from specjax.parallel.resuming import Kept
 
     kept = Kept(checkpoint, (inputs, tokens, lengths, keys, static))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax.sampling import row_keys
 from specjax.types import Array, PyTree
 
 
@@ -40,10 +41,11 @@ def spread_rows(mesh: Mesh, tokens, lengths, keys) -> tuple[tuple[Array, Array],
     A batch that the axis does not divide gets copies of its first row at the end. A copy ends when the row does, so it
     costs no steps; drop what is decoded for it.
 
-    Args: tokens int[B, P], lengths int[B] and keys [B], whole on every host.
+    Args: tokens int[B, P], lengths int[B] and keys, one or [B] as in `decode`, whole on every host.
     Returns: ((tokens [B', P], lengths [B']), keys [B']), B' a multiple of the axis.
     """
     batch = len(lengths)
+    keys = row_keys(keys, batch)  # before the copies: row b has fold_in(key, b)
     parts = mesh.shape.get("data", 1)
     row = np.arange(-(-batch // parts) * parts)
     row = np.where(row < batch, row, 0)

@@ -6,6 +6,8 @@ several hosts the folder must be one that all of them see, such as a bucket; eve
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import logging
 import os
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.parallel import hosts
 from specjax.parallel.arrays import gather
 from specjax.types import DecodeState, PyTree, Stats
 
@@ -31,12 +34,19 @@ class Checkpoints(NamedTuple):
 
 
 def save(folder: str | os.PathLike, tree: PyTree) -> None:
-    """Write arrays, such as `target.params`, sharded or not; what was in the folder is replaced.
+    """Write arrays, such as `target.params`, sharded or not; a checkpoint in the folder is replaced.
 
     Typed keys are written as their data.
+
+    Raises: UsageError if the folder cannot be written, or holds something else than a checkpoint.
     """
     ocp = _orbax()
-    with ocp.StandardCheckpointer() as checkpointer:
+    _make(folder)
+    free = _is_free(folder)
+    hosts.check_same(free, f"contents of {folder}")  # nobody replaces it before all have looked
+    if not free:
+        raise UsageError(f"{folder} holds something else than a checkpoint, which would be deleted; give a new folder")
+    with _explained(folder), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(_absolute(folder), _flat(tree), force=True)
 
 
@@ -57,7 +67,7 @@ def restore(folder: str | os.PathLike, like: PyTree) -> PyTree:
                 raise FileNotFoundError
             _check_shapes(folder, dict(metadata), _abstract(like))
             found = checkpointer.restore(_absolute(folder), _abstract(like))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"there is no checkpoint in {folder}; check the path, which save wrote") from None
     return _unflat(found, like)
 
@@ -76,6 +86,7 @@ class Running:
             "text": ocp.StandardCheckpointHandler(),
             "rest": ocp.StandardCheckpointHandler(),
         }
+        _make(self.folder)
         self.manager = ocp.CheckpointManager(_absolute(self.folder), options=options, item_handlers=handlers)
 
     def resume(self, state: DecodeState, stats: Stats) -> tuple[int, DecodeState, Stats] | None:
@@ -85,10 +96,11 @@ class Running:
         Raises: UsageError if the checkpoint belongs to another run or does not fit on this mesh.
         """
         args = _orbax().args
-        step = self.manager.latest_step()
+        step = self.manager.latest_step()  # from this host's own listing of the folder
+        hosts.check_same(step, f"newest checkpoints in {self.folder}")
         if step is None:
             return None
-        about = self.manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
+        about = self._read(step, about=args.JsonRestore())
         other = [name for name, value in self.about.items() if about["run"].get(name) != value]
         if other:
             raise UsageError(
@@ -101,15 +113,25 @@ class Running:
                 "batch or the heads in other ways make them; use the mesh it was written on, or another folder"
             )
         text, rest = _parts(state, stats)
-        found = self.manager.restore(step, args=args.Composite(text=args.StandardRestore(_abstract(text))))["text"]
+        found = self._read(step, text=args.StandardRestore(_abstract(text)))
         tokens, length, done, stats = _unflat(found, text)
         if not gather(done).all():
             rest = _abstract(rest), rest
             jax.tree.map(lambda x: x.delete(), state.cache)
-            found = self.manager.restore(step, args=args.Composite(rest=args.StandardRestore(rest[0])))["rest"]
+            found = self._read(step, rest=args.StandardRestore(rest[0]))
             cache, draft, control = _unflat(found, rest[1])
             state = state._replace(cache=cache, draft=draft, control=control)
         return step, state._replace(tokens=tokens, length=length, done=done), stats
+
+    def _read(self, step: int, **item):
+        [name] = item
+        try:
+            return self.manager.restore(step, args=_orbax().args.Composite(**item))[name]
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"step {step} in {self.folder} is not a whole checkpoint of stream; remove that step, or give another "
+                "folder"
+            ) from error
 
     def save(self, step: int, state: DecodeState, stats: Stats, *, over: bool = False) -> None:
         """Begin to write; when it returns, the state may be donated. `over`: only the text is still needed."""
@@ -119,12 +141,44 @@ class Running:
         items = {"about": args.JsonSave(about), "text": args.StandardSave(_flat(text))}
         if not over:
             items["rest"] = args.StandardSave(_flat(rest))
-        self.manager.save(step, args=args.Composite(**items), force=True)
+        with _explained(self.folder):
+            self.manager.save(step, args=args.Composite(**items), force=True)
 
     def close(self) -> None:
         """Wait until all is written."""
-        self.manager.wait_until_finished()
-        self.manager.close()
+        with _explained(self.folder):
+            self.manager.wait_until_finished()
+            self.manager.close()
+
+
+@contextlib.contextmanager
+def _explained(folder):
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"{folder} cannot be written ({reason}); give a folder that can be") from error
+
+
+def _make(folder) -> None:
+    """Before Orbax does, whose threads would wait for minutes for a folder that they could not make."""
+    with _explained(folder):
+        path = _path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        if "://" not in _absolute(folder) and not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _is_free(folder) -> bool:
+    """Whether a folder is empty, or a checkpoint."""
+    names = {path.name for path in _path(folder).iterdir()}
+    return not names or bool(names & {"_METADATA", "_CHECKPOINT_METADATA"})
+
+
+def _path(folder):
+    from etils import epath  # with Orbax
+
+    return epath.Path(_absolute(folder))
 
 
 def _parts(state: DecodeState, stats: Stats) -> tuple[tuple, tuple]:

@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
@@ -21,7 +22,7 @@ from specjax.parallel.arrays import gather
 from specjax.types import Model, PyTree
 
 SAMPLE = 16
-"""Of every parameter so many values are read."""
+"""Of every parameter so many values are read at the start, in the middle and at the end."""
 
 
 def digest(value: Any) -> str:
@@ -37,7 +38,14 @@ def of_run(inputs, tokens, lengths, keys, static: dict) -> dict[str, str]:
     """
     tokens, lengths = gather((tokens, lengths))
     tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
-    settings = [inputs.verifier, inputs.coupled, inputs.debug, static, gather((inputs.sampling, inputs.eos))]
+    settings = [
+        inputs.verifier,
+        inputs.coupled,
+        inputs.debug,
+        inputs.keep_logprobs,
+        static,
+        gather((inputs.sampling, inputs.eos)),
+    ]
     drafter = dataclasses.replace(inputs.drafter, params=())
     return {
         "prompts": digest(tokens.tobytes() + lengths.tobytes() + repr(tokens.shape).encode()),
@@ -54,9 +62,9 @@ def of_model(target) -> str:
 
 
 def _samples(params: PyTree) -> list:
-    """(path, dtype, first values) of the leaves; the values are those of the first row, wherever it lies."""
+    """(path, dtype, some values) of the leaves: of the first, middle and last row (of the stacked layers), wherever."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    values = gather(_first([leaf for _, leaf in leaves]))
+    values = gather(_some([leaf for _, leaf in leaves]))
     return [
         (jax.tree_util.keystr(path), str(leaf.dtype), digest(np.asarray(value).tobytes()))
         for (path, leaf), value in zip(leaves, values, strict=True)
@@ -64,13 +72,19 @@ def _samples(params: PyTree) -> list:
 
 
 @jax.jit
-def _first(leaves: list) -> list:
-    def first(leaf):
+def _some(leaves: list) -> list:
+    def some(leaf):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        return leaf[(0,) * (leaf.ndim - 1)][:SAMPLE] if leaf.ndim else leaf
+        if not leaf.ndim or not leaf.size:
+            return leaf
+        *rows, width = leaf.shape
+        middle = max(width - SAMPLE, 0) // 2
+        first, last = leaf[(0,) * len(rows)], leaf[(-1,) * len(rows)]
+        between = leaf[tuple(n // 2 for n in rows)]
+        return jnp.concatenate([first[:SAMPLE], between[middle : middle + SAMPLE], last[-SAMPLE:]])
 
-    return [first(leaf) for leaf in leaves if leaf is not None]
+    return [some(leaf) for leaf in leaves if leaf is not None]
 
 
 def describe(value: Any, seen: tuple = ()) -> Any:

@@ -8,6 +8,7 @@ sentence, hosts that were started with different inputs, and word of a host that
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import socket
@@ -23,7 +24,9 @@ from specjax.errors import UsageError
 FAILED = 3
 """Exit code of a host that ends because another one did."""
 
-_KEYS = "specjax/hosts"
+_SIGNS = "specjax/hosts/alive"
+_FAILURES = "specjax/hosts/failed"
+_FINISHED = "finished"
 _COLLECTIVES = ("Gloo", "NCCL", "UNAVAILABLE")
 _ended = threading.Event()
 _gave_up = threading.Event()
@@ -135,7 +138,8 @@ def fail(sentence: str, code: int) -> None:
         time.sleep(30)
     _ended.set()
     try:
-        client.key_value_set(f"{_KEYS}/{jax.process_index()}", f"!{sentence}", allow_overwrite=True)
+        # A key of its own: the watch, in its thread, may still write that of the host.
+        client.key_value_set(f"{_FAILURES}/{jax.process_index()}", sentence, allow_overwrite=True)
         _linger(jax.process_index())
     except Exception:  # the coordinator is gone
         pass
@@ -227,27 +231,29 @@ class _Watch:
         while not _ended.wait(self.period):
             count += 1
             try:
-                self.client.key_value_set(f"{_KEYS}/{self.me}", str(count), allow_overwrite=True)
-                said = self.client.key_value_dir_get(_KEYS)
+                self.client.key_value_set(f"{_SIGNS}/{self.me}", str(count), allow_overwrite=True)
+                signs, failures = map(self.client.key_value_dir_get, (_SIGNS, _FAILURES))
             except Exception:
                 if not _ended.is_set():
                     _say("host 0, the coordinator, does not answer any more; JAX ends this host too")
                 return
-            self.look({key.rsplit("/", 1)[1]: value for key, value in said})
+            self.look(*({key.rsplit("/", 1)[1]: value for key, value in said} for said in (signs, failures)))
 
-    def look(self, said: dict[str, str]) -> None:
+    def look(self, signs: dict[str, str], failures: dict[str, str]) -> None:
         now = time.monotonic()
-        for host, value in said.items():
+        for host, sentence in failures.items():
             if host == self.me:
                 continue
-            if value.startswith("!"):
-                if not _ended.wait(self.grace):
-                    _ended.set()
-                    _say(f"host {host} failed: {value[1:]}")
-                    if self.me == "0":
-                        _linger(0)
-                    os._exit(FAILED)
-                return
+            if not _ended.wait(self.grace):
+                _ended.set()
+                _say(f"host {host} failed: {sentence}")
+                if self.me == "0":
+                    _linger(0)
+                os._exit(FAILED)
+            return
+        for host, value in signs.items():
+            if host == self.me or value == _FINISHED:
+                continue
             if self.last.get(host, ("", 0.0))[0] != value:
                 self.last[host] = value, now
                 self.warned.discard(host)
@@ -266,6 +272,8 @@ def _start_watch(heartbeat: float) -> None:
     def end():
         _ended.set()
         thread.join(2)
+        with contextlib.suppress(Exception):  # where the coordinator is gone
+            watch.client.key_value_set(f"{_SIGNS}/{watch.me}", _FINISHED, allow_overwrite=True)
 
     thread.start()
     atexit.register(end)  # runs before JAX leaves the cluster

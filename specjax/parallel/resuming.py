@@ -58,13 +58,21 @@ class Kept:
             self.running.save(self.steps, state, self.stats, over=True)
 
     def closing(self, steps: Generator) -> Generator:
-        """The steps; at their end, or when the caller leaves, what is being written is finished."""
+        """The steps; at their end, or when the caller leaves, what is being written is finished.
+
+        After an error on several hosts it is not waited for: the others may be dead.
+        """
+        wait = True
         try:
             yield from steps
         except GeneratorExit:
-            self.running.close()
             raise
-        self.running.close()
+        except BaseException:
+            wait = jax.process_count() == 1
+            raise
+        finally:
+            if wait:
+                self.running.close()
 
 
 _add_stats = jax.jit(add_stats)

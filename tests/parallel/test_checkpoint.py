@@ -61,6 +61,34 @@ def test_other_parameters_are_refused(tmp_path):
         parallel.restore(tmp_path / "model", {"y": jax.numpy.zeros(3)})
 
 
+def test_what_is_not_a_checkpoint_stays(tmp_path):
+    like, file, other = {"x": jax.numpy.zeros(2)}, tmp_path / "file", tmp_path / "other"
+    file.write_text("mine")
+    other.mkdir()
+    (other / "thesis").write_text("mine")
+    with pytest.raises(UsageError, match="holds something else than a checkpoint"):
+        parallel.save(other, like)
+    for folder in (file, file / "below"):
+        with pytest.raises(UsageError, match="cannot be written"):
+            parallel.save(folder, like)
+        with pytest.raises(UsageError, match="cannot be written"):
+            Running(parallel.Checkpoints(folder), {})
+    with pytest.raises(UsageError, match="there is no checkpoint in"):
+        parallel.restore(file, like)
+    assert file.read_text() == (other / "thesis").read_text() == "mine"
+    parallel.save(tmp_path / "new", like)
+    parallel.save(tmp_path / "new", {"y": like["x"]})
+    parallel.restore(tmp_path / "new", {"y": like["x"]})
+
+
+def test_a_step_without_its_metadata(tmp_path):
+    (tmp_path / "3").mkdir()
+    with pytest.raises(UsageError, match=r"step 3 in .* is not a whole checkpoint of stream; remove that step"):
+        run(markov(), prompt_lookup(2), tmp_path)
+    with pytest.raises(UsageError, match="does not keep log-probabilities"):
+        run(markov(), prompt_lookup(2), tmp_path / "new", logprobs=True)
+
+
 def test_an_interrupted_stream_goes_on_on_another_mesh(tmp_path):
     """A drafter with a memory; 4 devices, then 8; then the text of the finished run alone."""
     drafter = token_recycling(64, num_nodes=7)

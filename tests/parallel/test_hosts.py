@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 
+import jax
+import numpy as np
 import pytest
 from host_worker import OPTIONS, arrays, drafter_of
 from processes import Hosts, free_port
@@ -129,6 +131,22 @@ def test_nobody_else_comes(host, words):
 def test_settings_that_do_not_fit(arguments, words):
     with pytest.raises(specjax.UsageError, match=words):
         parallel.initialize(*arguments, timeout=1)
+
+
+def test_a_host_that_finished_is_not_silent(monkeypatch):
+    said, now = [], [0.0]
+    monkeypatch.setattr(hosts, "_say", said.append)
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: now[0])
+    watch = hosts._Watch(None, 0, heartbeat=6)
+    for now[0] in (1.0, 9.0):
+        watch.look({"0": "1", "1": "finished", "2": "5"}, {})
+    assert len(said) == 1 and said[0].startswith("host 2 has been silent for 8 s")
+
+
+def test_copies_of_the_first_row_do_not_change_the_keys():
+    key = jax.random.key(0)
+    _, keys = parallel.spread_rows(parallel.mesh(2, 1), np.ones((3, 2)), np.ones(3), key)
+    assert [bool(keys[b] == jax.random.fold_in(key, b % 3)) for b in range(4)] == [True] * 4
 
 
 def test_without_other_hosts_nothing_is_compared():
