@@ -31,7 +31,6 @@ def alone(name):
     [
         (2, ("prompt_lookup",)),
         pytest.param(4, ("token_recycling",), marks=pytest.mark.slow),
-        pytest.param(2, ("auto", "jacobi", "two_model"), marks=pytest.mark.slow),
         pytest.param(2, sorted(METHODS), marks=pytest.mark.exhaustive),
     ],
 )

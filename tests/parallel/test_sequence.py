@@ -24,21 +24,24 @@ RANDOM = np.random.default_rng(0)
 PROMPTS = [RANDOM.integers(0, 64, n).tolist() for n in (3, 121, 130, 250)]  # within, across and behind a device's part
 
 
+CHAIN, TREE = (prompt_lookup(4), 0.0), (two_model(tiny_llama(1, 1), tree=trees.parse("2x1")), 0.9)
+
+
 @pytest.mark.parametrize(
-    ("mesh", "changes"),
+    ("mesh", "changes", "case"),
     [
-        ({"data": 1, "model": 2, "sequence": 4}, {"stacked": True}),
-        ({"data": 2, "model": 1, "sequence": 4}, {"window": 100}),
-        ({"data": 1, "model": 2, "sequence": 2}, {"stacked": True, "cache_dtype": "int8"}),
+        ({"data": 1, "model": 2, "sequence": 4}, {"stacked": True}, TREE),
+        ({"data": 2, "model": 1, "sequence": 4}, {"window": 100}, CHAIN),
+        ({"data": 1, "model": 2, "sequence": 2}, {"stacked": True, "cache_dtype": "int8"}, CHAIN),
     ],
+    ids=["tree", "window", "int8"],
 )
-def test_sequence_sharded_cache_equals_one_device(mesh, changes):
-    target = tiny_llama(vocab=64, **changes)
+def test_sequence_sharded_cache_equals_one_device(mesh, changes, case):
+    target, (drafter, temperature) = tiny_llama(vocab=64, **changes), case
     spread = specjax.shard(target, specjax.mesh(**mesh))
-    for drafter, temperature in ((prompt_lookup(4), 0.0), (two_model(tiny_llama(1, 1), tree=trees.parse("2x1")), 0.9)):
-        options = {"key": jax.random.key(3), "max_new_tokens": NEW, "temperature": temperature}
-        whole = specjax.decode(target, drafter, PROMPTS, **options)
-        assert specjax.decode(spread, drafter, PROMPTS, **options).to_lists() == whole.to_lists()
+    options = {"key": jax.random.key(3), "max_new_tokens": NEW, "temperature": temperature}
+    whole = specjax.decode(target, drafter, PROMPTS, **options)
+    assert specjax.decode(spread, drafter, PROMPTS, **options).to_lists() == whole.to_lists()
 
 
 def test_no_device_holds_or_gathers_the_whole_cache():
