@@ -190,7 +190,7 @@ def spread(config: Any, mesh: Mesh, over: tuple[str, ...] | None = None) -> tupl
     layout = Layout(mesh, mesh.axis_names if over is None else ("data", *over))
     parts = layout.parts("heads")
     if not fits_heads(config, parts):
-        counts = [n for n in range(1, parts + 1) if fits_heads(config, n)]
+        counts = [n for n in range(1, max(parts, jax.device_count()) + 1) if fits_heads(config, n)]
         raise UsageError(
             f"the mesh splits attention into {parts} parts (axes {', '.join(layout.axes('heads'))}), which does not "
             f"divide the {config.num_heads} query and {config.num_kv_heads} key/value heads of {config.name}; "

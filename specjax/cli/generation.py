@@ -184,18 +184,19 @@ def show(generation: Generation, out: Console) -> None:
     record = generation.record()
     table = Table(show_header=False)
     depth = [f"{x:.2f}" if x is not None else "-" for x in record["acceptance_by_depth"]]
-    memory = record["peak_memory_bytes"]
-    rule = generation.options["verifier"]
+    memory, first = record["peak_memory_bytes"], record["time_to_first_token"]
+    rule, resumed = generation.options["verifier"], report.merge(generation.runs).resumed
     far = f", TV {rule.distance:g} on a toy pair" if rule is not None and rule.distance is not None else ""
     lines = {
         "method": f"{record['method']} (guarantee: {record['guarantee']}{far})",
-        "tokens": f"{record['tokens']} in {record['seconds']:.2f} s",
+        "tokens": f"{record['tokens'] - resumed} in {record['seconds']:.2f} s"
+        + (f", {resumed} before the restart" if resumed else ""),
         "tokens/s": f"{record['tokens_per_second']:.1f}",
         "tokens per target pass": f"{record['block_efficiency']:.2f} with the bonus token, "
         f"{record['mean_accepted']:.2f} drafted",
         "acceptance by depth": " ".join(depth) or "-",
         "target passes": str(record["target_passes"]),
-        "time to first token": f"{record['time_to_first_token']:.3f} s",
+        "time to first token": "-" if first is None else f"{first:.3f} s",
         "compilation": f"{record['compile_seconds']:.1f} s",
         "peak memory": f"{memory / 2**20:.0f} MiB" if memory else "unknown",
     }

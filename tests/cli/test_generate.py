@@ -32,6 +32,17 @@ KEYS = {
 SHORT = ("--max-new-tokens", 8)
 
 
+def test_a_run_that_had_ended_prints_its_text_again(cli, refused, tmp_path):
+    command = ("generate", "abcabcabc", *SHORT, "--method", "prompt_lookup", "--checkpoint", tmp_path / "run")
+    first, again = cli(*command), cli(*command)
+    assert first.code == again.code == 0, again.err
+    text = lambda result: result.out.split("┌")[0]
+    assert text(first) == text(again) and text(first).strip()
+    assert "0 in" in again.out and "8 before the restart" in again.out
+    words = refused("generate", "another", *command[2:])
+    assert "is of another run, which differs in prompts" in words
+
+
 def test_text_then_table(cli):
     result = cli("generate", "abcabcabc", *SHORT)
     assert result.code == 0, result.err
