@@ -179,24 +179,34 @@ def spread(config: Any, mesh: Mesh, over: tuple[str, ...] | None = None) -> tupl
 
     Raises: UsageError for a mesh with other axes, or one that does not divide the heads.
     """
-    if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
-        raise UsageError(
-            f'the mesh has the axes {", ".join(mesh.axis_names)}; it needs "data" and may have '
-            '"layer", "sequence" and "model"; see specjax.mesh'
-        )
+    check_axes(mesh)
     missing = set(over or ()) - set(mesh.axis_names)
     if missing:
         raise UsageError(f"over names {', '.join(sorted(missing))}, but the mesh has {', '.join(mesh.axis_names)}")
     layout = Layout(mesh, mesh.axis_names if over is None else ("data", *over))
     parts = layout.parts("heads")
+    check_heads(config, parts, layout.axes("heads"))
+    return dataclasses.replace(config, num_kv_heads=config.num_kv_heads * copies_of_kv_heads(config, parts)), layout
+
+
+def check_axes(mesh: Mesh) -> None:
+    """Raises: UsageError for a mesh with other axes than AXES, or without "data"."""
+    if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
+        raise UsageError(
+            f'the mesh has the axes {", ".join(mesh.axis_names)}; it needs "data" and may have '
+            '"layer", "sequence" and "model"; make it with specjax.mesh'
+        )
+
+
+def check_heads(config: Any, parts: int, axes: tuple[str, ...]) -> None:
+    """Raises: UsageError for `parts` of attention, along these axes, that do not divide its heads."""
     if not fits_heads(config, parts):
         counts = [n for n in range(1, max(parts, jax.device_count()) + 1) if fits_heads(config, n)]
         raise UsageError(
-            f"the mesh splits attention into {parts} parts (axes {', '.join(layout.axes('heads'))}), which does not "
+            f"the mesh splits attention into {parts} parts (axes {', '.join(axes)}), which does not "
             f"divide the {config.num_heads} query and {config.num_kv_heads} key/value heads of {config.name}; "
             f"choose {' or '.join(map(str, counts))}"
         )
-    return dataclasses.replace(config, num_kv_heads=config.num_kv_heads * copies_of_kv_heads(config, parts)), layout
 
 
 def fits_heads(config: Any, parts: int) -> bool:

@@ -310,10 +310,14 @@ def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[
 
 def _next(role: Role, cache: PyTree, tokens: Array, length: Array) -> tuple[Array, PyTree]:
     """Draws int32[B, T] behind each of tokens int32[B, T], all committed; `length` counts the text with the first."""
-    batch, width = tokens.shape
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
-    picks, pending = draws(role, cache, tokens, length, mask)
+    picks, pending = draws(role, cache, tokens, length, triangle(tokens))
     return picks, commit_all(role, cache, pending, tokens)
+
+
+def triangle(tokens: Array) -> Array:
+    """bool[B, T, T]: each of tokens int32[B, T] sees itself and those before."""
+    batch, width = tokens.shape
+    return jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
 
 
 def draws(

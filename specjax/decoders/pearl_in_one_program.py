@@ -10,7 +10,7 @@ each only reads its own. Two programs do without that.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from specjax import cache as kv
 from specjax.decode import DecodeResult, Prompts, prepare
-from specjax.decoders.pearl import Counts, Role, Text, check_pair, commit_all, draws, join
+from specjax.decoders.pearl import Counts, Role, Text, check_pair, commit_all, draws, join, triangle
 from specjax.drafters import autoregressive
 from specjax.errors import UsageError
 from specjax.prefill import prefill
@@ -92,8 +92,7 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
 
     def of_both(draft, verify):
         """What one of the two gives here, zeros for the other."""
-        zeros = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)) for run in (draft, verify)]
-        return jax.lax.cond(drafts_here, lambda: (draft(), zeros[1]), lambda: (zeros[0], verify()))
+        return jax.lax.cond(drafts_here, lambda: (draft(), _zeros_of(verify)), lambda: (_zeros_of(draft), verify()))
 
     def body(carry):
         text, counts, (drafted, cache) = carry
@@ -101,7 +100,7 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
         last, window = text.window(text.length - 1, 1), text.window(text.verified - 1, gamma)
         (drafts, new), (picks, pending) = of_both(
             lambda: _draft(drafter, drafted, last, text.length, gamma),
-            lambda: draws(target, cache, window, text.verified, _triangle(window)),
+            lambda: draws(target, cache, window, text.verified, triangle(window)),
         )
         # Outside of the branches, which would copy the caches that they give back.
         caches = commit_all(drafter, drafted, new, drafts), commit_all(target, cache, pending, window)
@@ -128,7 +127,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, gamma: int) ->
     """
     batch = last.shape[0]
     wide = jnp.zeros((batch, gamma), jnp.int32)
-    shapes = jax.eval_shape(lambda: draws(role, cache, wide, length, _triangle(wide))[1])
+    none = _zeros_of(lambda: draws(role, cache, wide, length, triangle(wide))[1])
 
     def one(carry, depth):
         pending, token = carry
@@ -137,12 +136,10 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, gamma: int) ->
         picks, new = draws(role, cache, token, length + depth, mask, pending)
         return (kv.insert(pending, new, depth), picks), picks[:, 0]
 
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (pending, _), drafts = jax.lax.scan(one, (none, last), jnp.arange(gamma))
     return drafts.T, pending
 
 
-def _triangle(tokens: Array) -> Array:
-    """bool[B, T, T]: each token sees itself and those before."""
-    batch, width = tokens.shape
-    return jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
+def _zeros_of(run: Callable[[], PyTree]) -> PyTree:
+    """Zeros in the form of what `run()` would give."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))

@@ -17,7 +17,7 @@ can have committed, whatever it did commit, so that rows stay in step.
 
 from __future__ import annotations
 
-from specjax import trees
+from specjax.drafters.two_model import builder_of
 from specjax.drafters.two_model import functions as two_model_functions
 from specjax.errors import UsageError
 from specjax.trees import Builder, Stop
@@ -45,11 +45,7 @@ def easyspec(
 
     State: as that of `two_model`. Raises: UsageError for a setting below 1, or another group than the draft's own.
     """
-    if num_tokens < 1:
-        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
-    builder = tree or trees.chain(num_tokens)
-    if stop is not None or keep_laws:
-        builder = trees.with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
+    builder = builder_of(num_tokens, tree, stop, keep_laws)
     lag = builder.max_depth + 1  # as many tokens as a round can add, the target's own included
     return two_model_functions(draft.model, builder, lag, group=_group(draft.model, group)).replace(params=draft.params)
 

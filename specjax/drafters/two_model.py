@@ -56,14 +56,20 @@ def two_model(
 
     State: the draft's key/value cache, and the keys and values of one tree. Raises: UsageError for a setting below 1.
     """
-    if num_tokens < 1:
-        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     if lag < 2:
         raise UsageError(f"lag must be at least 2, not {lag}")
-    builder = tree or trees.chain(num_tokens)
-    if stop is not None or keep_laws:
-        builder = trees.with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
+    builder = builder_of(num_tokens, tree, stop, keep_laws)
     return functions(draft.model, builder, lag, group=1).replace(params=draft.params)
+
+
+def builder_of(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_laws: bool) -> Builder:
+    """Of the settings that drafters with a draft model share. Raises: UsageError for a chain of no tokens."""
+    if num_tokens < 1:
+        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+    builder = tree or trees.chain(num_tokens)
+    if stop is None and not keep_laws:
+        return builder
+    return trees.with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
 
 
 @functools.cache

@@ -35,6 +35,11 @@ def place_one(x, sharding) -> Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
+def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+    """`jax.ShapeDtypeStruct`s of arrays or shapes, with these shardings: to compile without the arrays."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
 def spread_rows(mesh: Mesh, tokens, lengths, keys) -> tuple[tuple[Array, Array], Array]:
     """A batch over the axis "data", for `decode` and `stream`.
 

@@ -32,9 +32,10 @@ from specjax import cache as kv
 from specjax.errors import UsageError
 from specjax.models.bridge import abstract_module, abstract_params
 from specjax.models.layers import Step, segments
-from specjax.models.layout import AXES, Layout, copies_of_kv_heads, fits_heads, repeat_kv_heads
-from specjax.parallel.arrays import place_one
+from specjax.models.layout import Layout, check_axes, check_heads, copies_of_kv_heads, repeat_kv_heads
+from specjax.parallel.arrays import place_one, with_shardings
 from specjax.parallel.layer_pass import Parts, Pass
+from specjax.parallel.sharding import config_to_spread
 from specjax.types import Model, PyTree, Target
 
 OWN = ("attention_norm", "attention")
@@ -51,10 +52,7 @@ def place(draft: Target, mesh: Mesh, group: int | None = None) -> Target:
     Raises: UsageError for a model that is not one of `specjax.models` or is sharded already, and for a mesh, a group
     and a model that do not fit each other.
     """
-    config = draft.model.config
-    if config is None or draft.model.mesh is not None:
-        reason = "not one of specjax.models" if config is None else "sharded already"
-        raise UsageError(f"{draft.model.name} cannot be made layer-parallel: it is {reason}")
+    config = config_to_spread(draft)
     check(config, mesh, group)
     with _in_host_memory():
         params = _arranged(config, mesh, jax.device_get(draft.params))
@@ -65,18 +63,12 @@ def abstract_target(config: Any, mesh: Mesh) -> Target:
     """Shapes of what `place` returns, as `jax.ShapeDtypeStruct` with shardings: to compile without weights."""
     check(config, mesh)
     params = jax.eval_shape(lambda params: _arrange(config, mesh, params), abstract_params(config))
-    shapes = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        params,
-        _shardings(config, mesh, params),
-    )
-    return Target(_model(config, mesh), shapes)
+    return Target(_model(config, mesh), with_shardings(params, _shardings(config, mesh, params)))
 
 
 def check(config: Any, mesh: Mesh, group: int | None = None) -> None:
     """Raises: UsageError for a mesh, a group and a model that do not fit each other."""
-    if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
-        raise UsageError(f"the mesh has the axes {', '.join(mesh.axis_names)}; make it with specjax.mesh")
+    check_axes(mesh)
     size, model = mesh.shape.get("layer", 1), mesh.shape.get("model", 1)
     if group is not None and group < 1:
         raise UsageError(f"group must be at least 1, not {group}")
@@ -89,11 +81,7 @@ def check(config: Any, mesh: Mesh, group: int | None = None) -> None:
             f"{config.name} has {config.num_layers} layers, too few for a group of {size} between the first and the "
             'last; choose a mesh with fewer devices along "layer", or specjax.shard'
         )
-    if not fits_heads(config, model):
-        raise UsageError(
-            f"the mesh splits attention into {model} parts (axis model), which does not divide the {config.num_heads} "
-            f"query and {config.num_kv_heads} key/value heads of {config.name}"
-        )
+    check_heads(config, model, ("model",))
 
 
 def _arrange(config: Any, mesh: Mesh, params: PyTree) -> PyTree:

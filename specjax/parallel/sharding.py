@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.errors import UsageError
-from specjax.parallel.arrays import place_one
+from specjax.parallel.arrays import place_one, with_shardings
 from specjax.types import Target
 
 
@@ -57,7 +57,7 @@ def shard(target: Target, mesh: Mesh, over: tuple[str, ...] | None = None) -> Ta
     from specjax.models import make_model
     from specjax.models.layout import repeat_kv_heads, spread
 
-    config = _config(target)
+    config = config_to_spread(target)
     wide, layout = spread(config, mesh, over)
     params = repeat_kv_heads(target.params, config.head_dim, wide.num_kv_heads // config.num_kv_heads)
     params = jax.tree.map(place_one, params, layout.params(params))
@@ -71,10 +71,7 @@ def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> 
 
     wide, layout = spread(config, mesh, over)
     params = abstract_params(wide)
-    shapes = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params, layout.params(params)
-    )
-    return Target(make_model(config, mesh, over), shapes)
+    return Target(make_model(config, mesh, over), with_shardings(params, layout.params(params)))
 
 
 def over_that_fits(config, mesh: Mesh) -> tuple[str, ...]:
@@ -89,7 +86,8 @@ def over_that_fits(config, mesh: Mesh) -> tuple[str, ...]:
     return ()
 
 
-def _config(target: Target):
+def config_to_spread(target: Target):
+    """Of a model that can be spread over a mesh. Raises: UsageError for one that cannot."""
     if target.model.config is None:
         raise UsageError(f"{target.model.name} cannot be sharded: it is not one of specjax.models")
     if target.model.mesh is not None:

@@ -27,6 +27,7 @@ from specjax import drafters, parallel
 from specjax.controllers import fixed
 from specjax.decode import PROMPT_BUCKET, _decode, _start, _step
 from specjax.errors import UsageError
+from specjax.parallel.arrays import with_shardings
 from specjax.planning import chips, hlo
 from specjax.prefill import CHUNK
 from specjax.speculative import Inputs, buffer_size
@@ -233,7 +234,7 @@ def _by_rows(job: Job) -> Callable[[Any], PartitionSpec]:
 
 
 def _place(tree: PyTree, spec: Callable[[Any], PartitionSpec], mesh: Mesh) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x))), tree)
+    return with_shardings(tree, jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), tree))
 
 
 def _place_state(job: Job, state: PyTree, mesh: Mesh) -> PyTree:
@@ -251,7 +252,7 @@ def _place_state(job: Job, state: PyTree, mesh: Mesh) -> PyTree:
                 shardings = layer_parallel.cache_shardings(config, mesh, part)
             else:
                 shardings = spread(config, mesh, parallel.over_that_fits(config, mesh))[1].cache(part)
-            return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), part, shardings)
+            return with_shardings(part, shardings)
 
         return jax.tree.map(one, tree, is_leaf=is_cache)
 
