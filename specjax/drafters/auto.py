@@ -28,7 +28,14 @@ import numpy as np
 from specjax import costs as costs_of
 from specjax import tree as trees
 from specjax.drafters.suffix import find
-from specjax.drafters.token_recycling import Recycled, RecyclingState, token_recycling
+from specjax.drafters.token_recycling import (
+    Recycled,
+    RecyclingState,
+    best_paths,
+    recycled_tree,
+    token_recycling,
+    written,
+)
 from specjax.errors import UsageError
 from specjax.suffixes import copied_chain, last_tokens
 from specjax.types import Array, Context, Drafter, TokenTree
@@ -49,6 +56,14 @@ PRIOR = 6.0
 """How many trials the prior chance is worth."""
 MARGIN = 1.03
 """By how much a wider pass must promise more than plain decoding: estimates are noisy, and a loss weighs more."""
+
+
+LOOK = 0.04
+"""What drafting costs, in passes of width 1: SmolLM2 on two cores MEASURED."""
+REST = 7
+"""Plain steps between two looks where looking does not pay."""
+RECENT = 0.125
+"""Weight of a look in the average of what looks promised."""
 
 
 class Counts(NamedTuple):
@@ -77,6 +92,8 @@ class _State(NamedTuple):
     recycled: RecyclingState
     counts: Counts
     shadow: Joined  # waits for the text to pass it by
+    promise: Array  # float32[], average over the last looks: passes of width 1 that the chosen width promised to save
+    rest: Array  # int32[], plain steps until the next look
 
 
 @functools.cache
@@ -107,6 +124,7 @@ def auto(
     if costs is not None and (len(costs) != len(widths) or min(costs) <= 0):
         raise UsageError(f"costs must be one positive number per width ({len(widths)}), not {list(costs)}")
     recycling = token_recycling(vocab_size, num_nodes=num_recycled, keep_chances=True)
+    template = trees.Template(best_paths(num_recycled))
     copied = max(widths) - 1
     nodes = 1 + copied + num_recycled
     longest = max(copied, recycling.max_depth)
@@ -117,28 +135,44 @@ def auto(
         counts = params.counts if params else Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
         none = jnp.zeros((batch, nodes), jnp.int32)
         shadow = Joined(TokenTree(none, none.at[:, 0].set(-1), none > 0), none, none[:, 0])
-        return _State(recycled, jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts), shadow)
+        counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
+        return _State(recycled, counts, shadow, jnp.float32(1), jnp.int32(0))
 
     def propose(params, keys, state: _State, context: Context, limit: Array):
+        # Outside of the branches, which would copy the matrix.
+        state = state._replace(recycled=written(state.recycled))
+        matrix, small = state.recycled.matrix, state._replace(recycled=())
+        tree, small = jax.lax.cond(state.rest > 0, plain, look, matrix, small, context, limit)
+        return tree, small._replace(recycled=state.recycled)
+
+    def plain(matrix, state: _State, context: Context, limit: Array):
+        root = last_tokens(context.tokens, context.length, 1)
+        return trees.pad_nodes(trees.chain(root, root >= 0), max(widths)), state._replace(rest=state.rest - 1)
+
+    def look(matrix, state: _State, context: Context, limit: Array):
         state = _learn(state, context)
-        runners_up, recycled = recycling.propose((), keys, state.recycled, context, limit)
-        joined = _join(runners_up, recycled.matrix, copied, context, limit)
+        runners_up = recycled_tree(template, matrix, context, limit)
+        joined = _join(runners_up, matrix, copied, context, limit)
         tree, chance = _rank(joined, state.counts)
-        width = _width(chance, limit)
+        width, saved = _width(chance, limit)
         tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
         free = state.shadow.start == 0
         pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         shadow = jax.tree.map(pick, joined, state.shadow)
-        return trees.cut(tree, max(widths)), state._replace(recycled=recycled, shadow=shadow)
+        promise = state.promise + RECENT * (saved - state.promise)
+        rest = jnp.where((promise < LOOK) & (width == 1), REST, 0)
+        return trees.cut(tree, max(widths)), state._replace(shadow=shadow, promise=promise, rest=rest)
 
-    def _width(chance: Array, limit: Array) -> Array:
-        """int32[]: of the pass with the most expected tokens per cost. Rows without a limit have ended."""
+    def _width(chance: Array, limit: Array) -> tuple[Array, Array]:
+        """int32[]: of the pass with the most expected tokens per cost, and how many plain passes it promises to save,
+        float32[]. Rows without a limit have ended."""
         total = jnp.cumsum(chance, 1)  # [B, M], of the nodes up to here; the root has none
         tokens = jnp.sum((limit > 0)[:, None] * (1 + total[:, np.asarray(widths) - 1]), 0)  # [W]
-        known = costs or tuple(costs_of.estimated(widths, chance.shape[0], dtype))
-        goodput = tokens / jnp.asarray(known)
-        goodput = goodput.at[0].multiply(MARGIN)
-        return jnp.asarray(widths)[jnp.argmax(goodput)]
+        known = jnp.asarray(costs or tuple(costs_of.estimated(widths, chance.shape[0], dtype)))
+        goodput = tokens / known
+        best = jnp.argmax(goodput.at[0].multiply(MARGIN))
+        saved = tokens[best] / jnp.maximum(tokens[0], 1) - known[best]
+        return jnp.asarray(widths)[best], jnp.where(best > 0, saved, 0.0)
 
     def update(params, state: _State, tree, verdict, output):
         return state._replace(recycled=recycling.update((), state.recycled, tree, verdict, output))

@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.tree import Template, compact
-from specjax.types import Array, Drafter, TokenTree
+from specjax.types import Array, Context, Drafter, TokenTree
 
 RANKS = 8
 
@@ -131,19 +132,8 @@ def token_recycling(
         return Recycled(jnp.full(shape, -1, jnp.int32), chances)
 
     def propose(params, keys, state: RecyclingState, context, limit):
-        matrix = _write(state.matrix, *state.noted)
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
-        tokens = jnp.pad(root, ((0, 0), (0, template.num_nodes - 1)))
-        valid = jnp.zeros(tokens.shape, bool).at[:, 0].set(True)
-        row = jnp.arange(tokens.shape[0])[:, None]
-        for depth, (start, stop) in list(enumerate(template.levels))[1:]:
-            parents, ranks = template.parents[start:stop], template.ranks[start:stop]
-            drafted = matrix.tokens[row, tokens[:, parents], ranks]
-            known = valid[:, parents] & (drafted >= 0) & (depth <= limit[:, None])
-            tokens = tokens.at[:, start:stop].set(jnp.where(known, drafted, 0))
-            valid = valid.at[:, start:stop].set(known)
-        tree = TokenTree(tokens, jnp.broadcast_to(template.parents, tokens.shape), valid)
-        return compact(tree), state._replace(matrix=matrix)
+        state = written(state)
+        return recycled_tree(template, state.matrix, context, limit), state
 
     def update(params, state: RecyclingState, tree, verdict, output):
         n = min(tree.tokens.shape[1], template.num_nodes)  # the tree may be another drafter's
@@ -173,6 +163,26 @@ def token_recycling(
     )
 
 
+def written(state: RecyclingState) -> RecyclingState:
+    """With what the last pass showed in the matrix."""
+    return state._replace(matrix=_write(state.matrix, *state.noted))
+
+
+def recycled_tree(template: Template, matrix: Recycled, context: Context, limit: Array) -> TokenTree:
+    """The known nodes of the template below the end of the text, no deeper than `limit` int32[B]."""
+    root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
+    tokens = jnp.pad(root, ((0, 0), (0, template.num_nodes - 1)))
+    valid = jnp.zeros(tokens.shape, bool).at[:, 0].set(True)
+    row = jnp.arange(tokens.shape[0])[:, None]
+    for depth, (start, stop) in list(enumerate(template.levels))[1:]:
+        parents, ranks = template.parents[start:stop], template.ranks[start:stop]
+        drafted = matrix.tokens[row, tokens[:, parents]][:, np.arange(stop - start), ranks]
+        known = valid[:, parents] & (drafted >= 0) & (depth <= limit[:, None])
+        tokens = tokens.at[:, start:stop].set(jnp.where(known, drafted, 0))
+        valid = valid.at[:, start:stop].set(known)
+    return compact(TokenTree(tokens, jnp.broadcast_to(template.parents, tokens.shape), valid))
+
+
 def _best(logits: Array, keep_chances: bool) -> Recycled:
     """The best tokens of each row of logits [B, N, V]: [B, N, 8]."""
     kept = min(RANKS, logits.shape[-1])
@@ -181,7 +191,10 @@ def _best(logits: Array, keep_chances: bool) -> Recycled:
     best = jnp.pad(best, more, constant_values=-1)
     if not keep_chances:
         return Recycled(best, None)
-    log_p = score - jax.nn.logsumexp(logits, -1, keepdims=True)
+    # The best score is the maximum that a stable sum of exponentials needs: no second look for it (v5e, 64 nodes of
+    # 128k tokens: 0.17 of 0.27 ms).
+    top = score[..., :1]
+    log_p = score - top - jnp.log(jnp.sum(jnp.exp(logits - top), -1, keepdims=True))
     return Recycled(best, jnp.pad(log_p, more, constant_values=-jnp.inf))
 
 
@@ -201,7 +214,7 @@ def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Re
 
 def _first_that_learnt(params, state: RecyclingState) -> Recycled:
     """One matrix out of those of the rows [B, V, 8]."""
-    matrix = _write(state.matrix, *state.noted)
+    matrix = written(state).matrix
     before = params.tokens if params else -1
     learnt = jnp.any(matrix.tokens != before, 2)  # [B, V]
     row = jnp.argmax(learnt, 0)  # 0 where none did: all rows hold what was there before

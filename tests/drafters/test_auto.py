@@ -49,7 +49,7 @@ def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
 def test_hindsight_counts_what_would_have_been_accepted():
     """Drafted when the text had 2 tokens: 5 is right, 6 after it is not; 7 is wrong; what follows it was not tried."""
     shadow = joined([1, 5, 6, 7, 8], [-1, 0, 1, 0, 3], [0, 3, 4, 3, 9], start=2)
-    state = _State((), NOTHING, shadow)
+    state = _State((), NOTHING, shadow, jnp.float32(0), jnp.int32(0))
     text = jnp.array([[4, 1, 5, 9, 9, 9]])
     waiting = _learn(state, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
     assert int(waiting.shadow.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0

@@ -1,0 +1,149 @@
+"""What drafting itself costs beside a step of an 8B target, for every drafter that runs no model, by the TPU compiler.
+
+    python benchmarks/draft_overhead.py --target llama3_8b --topology v5e:2x4 --out docs/draft_overhead.png
+
+`propose`, in a loop as in a decode, and `update` of a drafter are compiled for one chip (on a mesh each chip drafts for
+its own rows), and set against a plain step of the target on the slice; both by the compiler's schedule. A loop whose
+length depends on the text is taken to run as often as the draft is deep. Estimates, not measurements; needs the extra
+tpu-compile, no TPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from rich.console import Console
+from rich.table import Table
+
+from specjax import drafters
+from specjax.drafters.auto import WIDTHS
+from specjax.planning import chips, compiler, cost, hlo
+from specjax.types import Context, Drafter, Output, Sampling, Verdict
+
+
+def model_free(vocab_size: int) -> dict[str, Drafter]:
+    """With the budgets of machines where wide passes are cheap."""
+    return {
+        "prompt_lookup": drafters.prompt_lookup(),
+        "suffix": drafters.suffix(),
+        "input_guided": drafters.input_guided(),
+        "token_recycling": drafters.token_recycling(vocab_size),
+        "jacobi": drafters.jacobi(vocab_size),
+        "lookahead": drafters.lookahead(),
+        "aded": drafters.aded(),
+        "stand": drafters.stand(vocab_size),
+        "choice": drafters.choice(drafters.prompt_lookup(), drafters.token_recycling(vocab_size)),
+        "auto": drafters.auto(vocab_size, widths=WIDTHS, num_recycled=80),
+    }
+
+
+class Overhead(NamedTuple):
+    name: str
+    nodes: int
+    propose: float  # seconds
+    update: float
+    state_bytes: int  # of a row, as the loop holds it: with the padding of the chip's layouts
+
+
+ROUNDS = 1000
+
+
+def overhead(name: str, drafter: Drafter, args: argparse.Namespace, vocab_size: int, chip: chips.Topology) -> Overhead:
+    """Of one round over `args.rows` rows, on one chip."""
+    sharding = SingleDeviceSharding(chips.describe_devices(chip)[0])
+    rows, length = args.rows, args.context
+    shape = lambda *dims, dtype="int32": jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+    placed = lambda tree: jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), tree)
+    context = Context(shape(rows, length), shape(rows), Sampling())
+    keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)))
+    state = placed(jax.eval_shape(drafter.init, drafter.params, context))
+    tree, state = placed(jax.eval_shape(drafter.propose, drafter.params, keys, state, context, shape(rows)))
+
+    def rounds(keys, state, tree, context, limit):
+        """Each on a longer text, lest the compiler draft once for all."""
+
+        def one(i, carry):
+            tree, state = drafter.propose(
+                drafter.params, keys, carry[1], context._replace(length=context.length + i), limit
+            )
+            return tree, state
+
+        return jax.lax.fori_loop(0, ROUNDS, one, (tree, state))
+
+    n = drafter.num_nodes
+    verdict = Verdict(shape(rows, n), shape(rows), shape(rows))
+    output = Output(shape(rows, n, vocab_size, dtype="float32"), None)
+
+    def seconds(function, arguments, kept: int):
+        program = jax.jit(function, donate_argnums=kept).lower(*arguments).compile()  # the state stays in place
+        totals = hlo.totals(hlo.parse(program.as_text()), lambda loop: float(drafter.max_depth))
+        return cost.estimate(chip.chip, totals, 0.0).schedule, program.memory_analysis()
+
+    propose, memory = seconds(rounds, (keys, state, tree, context, shape(rows)), 1)
+    update, _ = seconds(drafter.update, (drafter.params, state, tree, verdict, output), 1)
+    return Overhead(name, n, propose / ROUNDS, update, memory.temp_size_in_bytes // rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="llama3_8b")
+    parser.add_argument("--topology", default="v5e:2x4")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--only", nargs="*", help="names of drafters")
+    parser.add_argument("--out", type=Path, help="a plot; the figures go beside it as .json")
+    args = parser.parse_args()
+    log = Console(stderr=True)
+    job = compiler.make_job(args.target, args.topology, batch=args.rows, context=args.context)
+    plain = compiler.compile_programs(job, True, lambda what: None, only=("step",))[0]
+    if not plain.compiles:
+        log.print(f"the plain step does not compile: {plain.reason}")
+        raise SystemExit(1)
+    step = plain.seconds["schedule"]
+    kind = job.topology.chip
+    chip = chips.parse_topology(f"{kind.name}:{'x'.join('1' * kind.dimensions)}")
+    found = []
+    for name, drafter in model_free(job.target.vocab_size).items():
+        if not args.only or name in args.only:
+            found.append(overhead(name, drafter, args, job.target.vocab_size, chip))
+            log.print(f"{name}: {1e6 * found[-1].propose:.0f} + {1e6 * found[-1].update:.0f} us", style="dim")
+    table = Table(title=f"{args.target} on {args.topology}, {args.rows} rows: plain step {1e3 * step:.2f} ms")
+    for column in ("drafter", "nodes", "propose us", "update us", "of a step", "MB per row"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for row in found:
+        share = (row.propose + row.update) / step
+        table.add_row(row.name, str(row.nodes), f"{1e6 * row.propose:.0f}", f"{1e6 * row.update:.0f}", f"{share:.1%}", f"{row.state_bytes / 1e6:.1f}")
+    Console().print(table)
+    if args.out is not None:
+        settings = vars(args) | {"out": args.out.name, "plain_step": step}
+        rows = [row._asdict() for row in found]
+        args.out.with_suffix(".json").write_text(json.dumps({"settings": settings, "rows": rows}))
+        plot(found, step, args)
+
+
+def plot(found: list[Overhead], step: float, args: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    names = [row.name for row in found]
+    proposing = [100 * row.propose / step for row in found]
+    axes.barh(names, proposing, label="propose")
+    axes.barh(names, [100 * row.update / step for row in found], left=proposing, label="update")
+    axes.axvline(5, color="grey", linestyle=":", label="5 %")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"% of a plain step of {args.target} on {args.topology} ({1e3 * step:.2f} ms), compiler's schedule")
+    axes.legend()
+    figure.savefig(args.out, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
