@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
@@ -118,7 +117,8 @@ def main() -> None:
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for row in found:
         share = (row.propose + row.update) / step
-        table.add_row(row.name, str(row.nodes), f"{1e6 * row.propose:.0f}", f"{1e6 * row.update:.0f}", f"{share:.1%}", f"{row.state_bytes / 1e6:.1f}")
+        microseconds = [f"{1e6 * x:.0f}" for x in (row.propose, row.update)]
+        table.add_row(row.name, str(row.nodes), *microseconds, f"{share:.1%}", f"{row.state_bytes / 1e6:.1f}")
     Console().print(table)
     if args.out is not None:
         settings = vars(args) | {"out": args.out.name, "plain_step": step}

@@ -6,15 +6,10 @@ import re
 
 import hypothesis
 import pytest
+from quick_compile import flags
 
-FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    # A third of the compile time (two tree builders: 162 s with LLVM's optimisations, 51 s without).
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=8)}"
 
 
 # The same examples in every run; HYPOTHESIS_PROFILE=default looks for new ones.

@@ -9,7 +9,20 @@ from toy import markov, tiny_llama
 from specjax import UsageError, costs, decode
 from specjax import tree as trees
 from specjax.drafters import auto, autoregressive
-from specjax.drafters.auto import CLASSES, COPIED, MEMORY, Counts, Joined, _learn, _prior, _rank, _State
+from specjax.drafters.auto import (
+    CLASSES,
+    COPIED,
+    LOOK,
+    MEMORY,
+    RECENT,
+    REST,
+    Counts,
+    Joined,
+    _learn,
+    _prior,
+    _rank,
+    _State,
+)
 from specjax.types import Context, TokenTree
 
 NOTHING = Counts(jnp.zeros((1, CLASSES)), jnp.zeros((1, CLASSES)))
@@ -85,6 +98,28 @@ def test_hopeless_texts_are_left_alone():
     result = run(target, auto(40, widths=(1, 4, 8), costs=(1.0, 1.3, 1.6)), new=400, temperature=1.0)
     assert int(result.stats.target_passes[0]) > 380
     assert int(result.stats.drafted[0]) < 100
+
+
+def test_where_looking_does_not_pay_it_is_seldom_done():
+    """A hopeless price: after a while 7 of 8 steps draft nothing, and the others find out when that has changed."""
+    drafter = auto(64, widths=(1, 4), costs=(1.0, 1.01))
+    context = Context(jnp.array([[1, 2, 3, 1, 2, 3, 1, 2]]), jnp.array([8]))
+    fresh = drafter.init((), context)
+    propose = jax.jit(lambda state: drafter.propose((), jax.random.split(jax.random.key(0), 1), state, context, limit))
+    limit = jnp.array([9])
+    tree, resting = propose(fresh._replace(rest=jnp.int32(2)))
+    assert tree.valid[0].tolist() == [True, False, False, False] and tree.tokens[0, 0] == 2
+    assert int(resting.rest) == 1 and int(resting.shadow.start[0]) == 0
+    tree, woken = propose(fresh._replace(promise=jnp.float32(0)))
+    assert tree.valid.sum() == 4 and int(woken.rest) == 0  # what is in sight pays
+    assert LOOK < float(woken.promise) < 1
+    dear = auto(64, widths=(1, 4), costs=(1.0, 9.0))
+    _, state = dear.propose((), jax.random.split(jax.random.key(0), 1), fresh, context, limit)
+    assert int(state.rest) == 0 and float(state.promise) == 1 - RECENT
+    _, state = dear.propose(
+        (), jax.random.split(jax.random.key(0), 1), fresh._replace(promise=jnp.float32(LOOK)), context, limit
+    )
+    assert int(state.rest) == REST
 
 
 def test_plain_decoding_keeps_learning():

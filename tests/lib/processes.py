@@ -12,10 +12,8 @@ import tempfile
 import time
 from typing import NamedTuple
 
-FLAGS = (
-    "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
+from quick_compile import flags
+
 WORKER = pathlib.Path(__file__).parent / "host_worker.py"
 
 
@@ -33,7 +31,7 @@ class Hosts:
     def __init__(self, count: int, *arguments: str, per_host=lambda host: (), port: int | None = None):
         """`arguments` are the worker's; where one is "PORT" or "HOST", it gets the number."""
         port = free_port() if port is None else port
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "SPECJAX_NO_CACHE": "1"}
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags(devices=2), "SPECJAX_NO_CACHE": "1"}
         self.folder = tempfile.TemporaryDirectory()
         self.processes = []
         for host in range(count):
