@@ -88,12 +88,18 @@ class Joined(NamedTuple):
     start: Array  # int32[B], length of the text when it was drafted; 0: none
 
 
-class _State(NamedTuple):
-    recycled: RecyclingState
+class _Record(NamedTuple):
+    """How good the drafts were."""
+
     counts: Counts
     shadow: Joined  # waits for the text to pass it by
     promise: Array  # float32[], average over the last looks: passes of width 1 that the chosen width promised to save
     rest: Array  # int32[], plain steps until the next look
+
+
+class _State(NamedTuple):
+    recycled: RecyclingState
+    record: _Record
 
 
 @functools.cache
@@ -136,32 +142,30 @@ def auto(
         none = jnp.zeros((batch, nodes), jnp.int32)
         shadow = Joined(TokenTree(none, none.at[:, 0].set(-1), none > 0), none, none[:, 0])
         counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
-        return _State(recycled, counts, shadow, jnp.float32(1), jnp.int32(0))
+        return _State(recycled, _Record(counts, shadow, jnp.float32(1), jnp.int32(0)))
 
     def propose(params, keys, state: _State, context: Context, limit: Array):
-        # Outside of the branches, which would copy the matrix.
-        state = state._replace(recycled=written(state.recycled))
-        matrix, small = state.recycled.matrix, state._replace(recycled=())
-        tree, small = jax.lax.cond(state.rest > 0, plain, look, matrix, small, context, limit)
-        return tree, small._replace(recycled=state.recycled)
+        recycled = written(state.recycled)  # outside of the branches, which would copy the matrix
+        tree, record = jax.lax.cond(state.record.rest > 0, plain, look, recycled.matrix, state.record, context, limit)
+        return tree, _State(recycled, record)
 
-    def plain(matrix, state: _State, context: Context, limit: Array):
+    def plain(matrix, record: _Record, context: Context, limit: Array):
         root = last_tokens(context.tokens, context.length, 1)
-        return trees.pad_nodes(trees.chain(root, root >= 0), max(widths)), state._replace(rest=state.rest - 1)
+        return trees.pad_nodes(trees.chain(root, root >= 0), max(widths)), record._replace(rest=record.rest - 1)
 
-    def look(matrix, state: _State, context: Context, limit: Array):
-        state = _learn(state, context)
+    def look(matrix, record: _Record, context: Context, limit: Array):
+        record = _learn(record, context)
         runners_up = recycled_tree(template, matrix, context, limit)
         joined = _join(runners_up, matrix, copied, context, limit)
-        tree, chance = _rank(joined, state.counts)
+        tree, chance = _rank(joined, record.counts)
         width, saved = _width(chance, limit)
         tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
-        free = state.shadow.start == 0
+        free = record.shadow.start == 0
         pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        shadow = jax.tree.map(pick, joined, state.shadow)
-        promise = state.promise + RECENT * (saved - state.promise)
+        shadow = jax.tree.map(pick, joined, record.shadow)
+        promise = record.promise + RECENT * (saved - record.promise)
         rest = jnp.where((promise < LOOK) & (width == 1), REST, 0)
-        return trees.cut(tree, max(widths)), state._replace(shadow=shadow, promise=promise, rest=rest)
+        return trees.cut(tree, max(widths)), record._replace(shadow=shadow, promise=promise, rest=rest)
 
     def _width(chance: Array, limit: Array) -> tuple[Array, Array]:
         """int32[]: of the pass with the most expected tokens per cost, and how many plain passes it promises to save,
@@ -179,7 +183,7 @@ def auto(
 
     def remember(params, state: _State) -> Memory:
         assert recycling.remember is not None
-        counts = jax.tree.map(lambda x: jnp.mean(x, 0), state.counts)
+        counts = jax.tree.map(lambda x: jnp.mean(x, 0), state.record.counts)
         return Memory(recycling.remember(params.recycled if params else (), state.recycled), counts)
 
     return Drafter(
@@ -241,9 +245,9 @@ def _rank(joined: Joined, counts: Counts) -> tuple[TokenTree, Array]:
     return trees.by_score(merged, path)
 
 
-def _learn(state: _State, context: Context) -> _State:
+def _learn(record: _Record, context: Context) -> _Record:
     """Count the shadow's nodes once the text has passed it by."""
-    tree, kind, start = state.shadow
+    tree, kind, start = record.shadow
     depth = trees.depths(tree.parents)
     place = start[:, None] - 1 + depth
     passed = place < context.length[:, None]
@@ -256,8 +260,8 @@ def _learn(state: _State, context: Context) -> _State:
     trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
     hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
     kept = MEMORY**trials
-    counts = Counts(state.counts.hits * kept + hits, state.counts.trials * kept + trials)
-    return state._replace(counts=counts, shadow=state.shadow._replace(start=jnp.where(over, 0, start)))
+    counts = Counts(record.counts.hits * kept + hits, record.counts.trials * kept + trials)
+    return record._replace(counts=counts, shadow=record.shadow._replace(start=jnp.where(over, 0, start)))
 
 
 def _prior() -> np.ndarray:

@@ -29,7 +29,7 @@ import numpy as np
 
 from specjax import ngrams, sampling
 from specjax.errors import UsageError
-from specjax.pallas_kernels.gumbel_topk import gumbel_topk
+from specjax.pallas_kernels.gumbel_topk import likeliest
 from specjax.tree import Template, compact
 from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
 
@@ -261,9 +261,8 @@ def mix(a: Entry, b: Entry) -> Entry:
 
 def _laws(logits: Array, wanted: Array, kept: int) -> Entry:
     """The likeliest tokens of logits float32[B, M, V] with their probabilities, as entries seen once."""
-    tokens, best = gumbel_topk(None, logits, kept)
-    total = jax.nn.logsumexp(logits.astype(jnp.float32), -1, keepdims=True)
-    return Entry(tokens, jnp.exp(best - total), wanted.astype(jnp.int32))
+    tokens, log_p = likeliest(logits, kept)
+    return Entry(tokens, jnp.exp(log_p), wanted.astype(jnp.int32))
 
 
 def _entry(table: ngrams.Table, contexts: Array) -> Entry:

@@ -21,7 +21,7 @@ from specjax.drafters.auto import (
     _learn,
     _prior,
     _rank,
-    _State,
+    _Record,
 )
 from specjax.types import Context, TokenTree
 
@@ -62,7 +62,7 @@ def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
 def test_hindsight_counts_what_would_have_been_accepted():
     """Drafted when the text had 2 tokens: 5 is right, 6 after it is not; 7 is wrong; what follows it was not tried."""
     shadow = joined([1, 5, 6, 7, 8], [-1, 0, 1, 0, 3], [0, 3, 4, 3, 9], start=2)
-    state = _State((), NOTHING, shadow, jnp.float32(0), jnp.int32(0))
+    state = _Record(NOTHING, shadow, jnp.float32(0), jnp.int32(0))
     text = jnp.array([[4, 1, 5, 9, 9, 9]])
     waiting = _learn(state, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
     assert int(waiting.shadow.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0
@@ -101,25 +101,26 @@ def test_hopeless_texts_are_left_alone():
 
 
 def test_where_looking_does_not_pay_it_is_seldom_done():
-    """A hopeless price: after a while 7 of 8 steps draft nothing, and the others find out when that has changed."""
-    drafter = auto(64, widths=(1, 4), costs=(1.0, 1.01))
     context = Context(jnp.array([[1, 2, 3, 1, 2, 3, 1, 2]]), jnp.array([8]))
-    fresh = drafter.init((), context)
-    propose = jax.jit(lambda state: drafter.propose((), jax.random.split(jax.random.key(0), 1), state, context, limit))
-    limit = jnp.array([9])
-    tree, resting = propose(fresh._replace(rest=jnp.int32(2)))
+    fresh = auto(64, widths=(1, 4)).init((), context)
+
+    def propose(cost, **record):
+        drafter, state = (
+            auto(64, widths=(1, 4), costs=(1.0, cost)),
+            fresh._replace(record=fresh.record._replace(**record)),
+        )
+        return drafter.propose((), jax.random.split(jax.random.key(0), 1), state, context, jnp.array([9]))
+
+    tree, resting = propose(1.01, rest=jnp.int32(2))
     assert tree.valid[0].tolist() == [True, False, False, False] and tree.tokens[0, 0] == 2
-    assert int(resting.rest) == 1 and int(resting.shadow.start[0]) == 0
-    tree, woken = propose(fresh._replace(promise=jnp.float32(0)))
-    assert tree.valid.sum() == 4 and int(woken.rest) == 0  # what is in sight pays
-    assert LOOK < float(woken.promise) < 1
-    dear = auto(64, widths=(1, 4), costs=(1.0, 9.0))
-    _, state = dear.propose((), jax.random.split(jax.random.key(0), 1), fresh, context, limit)
-    assert int(state.rest) == 0 and float(state.promise) == 1 - RECENT
-    _, state = dear.propose(
-        (), jax.random.split(jax.random.key(0), 1), fresh._replace(promise=jnp.float32(LOOK)), context, limit
-    )
-    assert int(state.rest) == REST
+    assert int(resting.record.rest) == 1 and int(resting.record.shadow.start[0]) == 0
+    tree, woken = propose(1.01, promise=jnp.float32(0))
+    assert tree.valid.sum() == 4 and int(woken.record.rest) == 0  # what is in sight pays
+    assert LOOK < float(woken.record.promise) < 1
+    _, hopeful = propose(9.0)
+    assert int(hopeful.record.rest) == 0 and float(hopeful.record.promise) == 1 - RECENT
+    _, weary = propose(9.0, promise=jnp.float32(LOOK))
+    assert int(weary.record.rest) == REST
 
 
 def test_plain_decoding_keeps_learning():

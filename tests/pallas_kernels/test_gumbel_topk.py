@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec, SingleDeviceSharding
 
 from specjax import sampling
-from specjax.pallas_kernels.gumbel_topk import gumbel_topk, reference, tpu
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest, reference, tpu
 from specjax.pallas_kernels.tuning import tuned
 
 BLOCK, WIDTH = 512, 256
@@ -270,3 +270,11 @@ def test_compiles_for_tpus(topology, rows, vocab, dtype):
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2
     folded = 0 if rows % 8 == 0 else 2 * rows * vocab * 4  # the logits again, cut into eight
     assert program.memory_analysis().temp_size_in_bytes < folded + 1e6
+
+
+def test_likeliest_are_the_best_of_log_softmax():
+    logits = 30 * jax.random.normal(jax.random.key(5), (2, 3, 500))
+    ids, log_p = likeliest(logits, 7)
+    wanted, best = jax.lax.top_k(jax.nn.log_softmax(logits, -1), 7)
+    np.testing.assert_array_equal(ids, best)
+    np.testing.assert_allclose(log_p, wanted, atol=2e-5)
