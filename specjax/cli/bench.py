@@ -20,7 +20,8 @@ of MT-bench are one task, mt_bench. --limit is per task.
 Every prompt is decoded plainly and with each method in turn, in one process,
 --repeats times; its time is the median. Before that, an untimed run per size
 of the prompt buffer compiles each program (compile_seconds: how much longer
-it takes than the timed ones). The speed-up of a task is the ratio of tokens
+it takes than the timed ones); with fewer than three repeats each prompt has an
+untimed run of its own too. The speed-up of a task is the ratio of tokens
 per second over all its prompts, reading them included. Block efficiency is
 tokens per target pass, the bonus token included; mean_accepted excludes it.
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import parallel
-from specjax.decode import PROMPT_BUCKET, StreamStep, decode, stream
+from specjax.decode import PROMPT_BUCKET, StreamStep, _start, _step, decode, prepare, stream
 from specjax.prefill import CHUNK, prefill
 from specjax.report import NEAR_TIE, Difference, Run, first_difference
 from specjax.sampling import fold_in
@@ -97,21 +97,37 @@ def run_stream(
     return Run(tokens, stats.hit_eos, stats, seconds, first, resumed)
 
 
+REPEATED = 24
+"""Tokens of a prompt on which whatever drafts from the text drafts as deep as it may."""
+
+
 def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
     """Compile what `run_stream` runs; returns the seconds of tracing, compiling and a few steps.
 
-    The prompts are stand-ins of a token or two in buffers of the real size. Two, so that prefill runs, and a few steps,
-    so that wide and narrow passes do: on CPU, parts of a program are only made ready when they are first entered.
+    The prompts are stand-ins, one token over and over in buffers of the real size. Prefill runs, and a few steps, so
+    that passes of all widths do where the drafter allows it: on CPU, parts of a program are only made ready when they
+    are first entered (SmolLM2: 0.4 s per width).
     """
-    length = min(2, max(map(len, rows)))
+    length = max(min(REPEATED, target.model.max_positions - options["max_new_tokens"]), 1)
     stand_ins = np.full(bucket(rows), rows[0][0], np.int32), np.full((len(rows),), length, np.int32)
     start = time.perf_counter()
     arrays, keys = spread(target, stand_ins, row_keys(0, range(len(rows))))
     steps = stream(target, drafter, arrays, key=keys, **options)
-    for _ in itertools.islice(steps, 4):
+    for _ in itertools.islice(steps, 2):
         pass
     steps.close()
+    if target.model.mesh is None:
+        _enter_widths(target, drafter, arrays, keys, options)
     return time.perf_counter() - start
+
+
+def _enter_widths(target: Target, drafter: Drafter, prompts, keys: Array, options: dict) -> None:
+    """Steps from the same text, with room for more and more tokens, and so for wider and wider drafts."""
+    inputs, tokens, lengths, keys, static = prepare(target, drafter, prompts, key=keys, **options)
+    for width in (*drafter.widths, drafter.num_nodes):
+        state = _start(inputs, tokens, lengths, keys, **static)
+        state = state._replace(stop=state.length + width)
+        jax.block_until_ready(_step(inputs, state, controller=static["controller"]))
 
 
 def next_logits(target: Target, ids: Sequence[int]) -> np.ndarray:

@@ -164,7 +164,7 @@ def auto(
         pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         shadow = jax.tree.map(pick, joined, record.shadow)
         promise = record.promise + RECENT * (saved - record.promise)
-        rest = jnp.where((promise < LOOK) & (width == 1), REST, 0)
+        rest = jnp.where((promise < LOOK) & (width == 1), REST, jnp.zeros_like(record.rest))
         return trees.cut(tree, max(widths)), record._replace(shadow=shadow, promise=promise, rest=rest)
 
     def _width(chance: Array, limit: Array) -> tuple[Array, Array]:
