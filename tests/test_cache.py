@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import exhaustive
 from toy import tiny_llama
 
 import specjax
@@ -149,7 +150,7 @@ def int8(target):
     return Target(make_model(dataclasses.replace(target.model.config, cache_dtype="int8")), target.params)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [exhaustive(False), True])
 def test_int8_greedy_text_does_not_depend_on_the_draft(stacked):
     """It is that of plain decoding with the same cache."""
     whole = tiny_llama(stacked=stacked)

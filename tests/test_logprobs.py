@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import those
 from toy import tiny_llama, tiny_llama_alike
 
 from specjax import decode, drafters, mesh, shard, stream, trees
@@ -37,7 +38,7 @@ def rescored(target, prompts, result, **warping):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", those(("plain", "chain"), DRAFTERS))
 def test_they_are_those_of_a_fresh_pass(drafter):
     target, options = tiny_llama(), {"key": jax.random.key(1), "max_new_tokens": NEW, **WARPING}
     eos = decode(target, DRAFTERS[drafter](), PROMPTS, **options).to_lists()[1][4]

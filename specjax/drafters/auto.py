@@ -54,7 +54,7 @@ MEMORY = 0.98
 """How much of its counts a class keeps at each new trial: the last 50 count."""
 PRIOR = 6.0
 """How many trials the prior chance is worth."""
-MARGIN = 1.03
+MARGIN = 1.1
 """By how much a wider pass must promise more than plain decoding: estimates are noisy, and a loss weighs more."""
 
 

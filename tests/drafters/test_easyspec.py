@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiers import exhaustive
 from toy import chi_square, tiny_llama
 
 from specjax import UsageError, decode, make_drafter, trees
@@ -111,7 +112,7 @@ def draft_model():
     return tiny_llama(seed=3, layers=5)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [exhaustive(0.0), 1.0])
 def test_group_of_one_is_sequential_drafting(temperature):
     """Bit for bit two_model that feeds as many tokens anew, as it is the same; rounding aside, any two_model."""
     sequential = easyspec(draft_model(), 3, group=1)
@@ -148,7 +149,7 @@ def rounds(drafter, accepted):
         length += count + 1
 
 
-@pytest.mark.parametrize("lag", [4, 2])
+@pytest.mark.parametrize("lag", [4, exhaustive(2)])
 def test_the_cache_is_that_of_an_exact_prefill(lag):
     """In every round what is committed and what was fed anew; not so if less is fed anew, as two_model does."""
     drafter = easyspec(draft_model(), 3, group=3)

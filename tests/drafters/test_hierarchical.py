@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import exhaustive
 from toy import (
     DRAFT_ROWS,
     MARKOV,
@@ -30,7 +31,7 @@ def toy(min_tokens=2):
     return hierarchical(markov(MIDDLE_ROWS), inner, min_tokens=min_tokens)
 
 
-@pytest.mark.parametrize("min_tokens", [1, 2, 3])
+@pytest.mark.parametrize("min_tokens", [exhaustive(1), 2, exhaustive(3)])
 def test_sampled_text_has_the_law_of_the_target(min_tokens):
     assert chi_square(sampled_triples(toy(min_tokens), TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
 
@@ -114,7 +115,7 @@ def test_replaced_middle_laws_are_caught():
     assert chi_square(sampled_triples(mutant, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) < 1e-6
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [exhaustive(0.0), 0.9])
 def test_greedy_and_coupled_text_is_the_targets(temperature):
     draft = two_model(tiny_llama(seed=2, layers=1), tree=trees.branching((2, 1)), lag=4)
     run = lambda drafter: decode(

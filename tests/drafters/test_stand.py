@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chisquare
+from tiers import exhaustive
 from toy import TARGET_ROWS, chi_square, joint_law, markov, sampled_triples
 
 from specjax import UsageError, decode
@@ -66,7 +67,7 @@ def test_the_prompt_is_read_in_chunks():
         np.testing.assert_array_equal(found.tokens[1, 0], np.argsort(-logits[1, 1]))
 
 
-@pytest.mark.parametrize("verify", ["sample_and_match", "recursive_rejection"])
+@pytest.mark.parametrize("verify", ["sample_and_match", exhaustive("recursive_rejection")])
 def test_children_are_drawn_without_replacement_from_the_stored_law(verify):
     """At temperature 2, from squares; one draw per row, 20,000 of the 1e5 of the card."""
     rows, p = 20_000, np.array([0.25, 0.04, 0.36])

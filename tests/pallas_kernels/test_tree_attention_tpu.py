@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from tiers import exhaustive
 from tpu import devices
 
 from specjax.pallas_kernels.tree_attention import reference, tpu, tree_attention
@@ -201,17 +202,17 @@ def test_mutants_of_the_mask_are_caught(name, monkeypatch):
     ("line", "mutant"),
     [
         ("jnp.where(position < length, scales, 0.0)", "scales"),
-        ("s if key_scales is None else s * key_scales", "s"),
-        ("weights if value_scales is None else weights * value_scales", "weights"),
-        ("x.scale[*first, pl.ds(head, 1)]", "x.scale[*first, pl.ds(0, 1)]"),
-        ("enumerate(pairs)", "enumerate(list(pairs)[:3])"),  # one copy less
-        ("jnp.where(is_text, values, jnp.zeros_like(values))", "values"),  # a weight of zero does not silence a NaN
+        exhaustive("s if key_scales is None else s * key_scales", "s"),
+        exhaustive("weights if value_scales is None else weights * value_scales", "weights"),
+        exhaustive("x.scale[*first, pl.ds(head, 1)]", "x.scale[*first, pl.ds(0, 1)]"),
+        exhaustive("enumerate(pairs)", "enumerate(list(pairs)[:3])"),  # one copy less
+        exhaustive("jnp.where(is_text, values, jnp.zeros_like(values))", "values"),  # 0 times NaN is NaN
         ("(position < length) &", "(position <= length) &"),
-        ("& (position >= i * block)", ""),  # the last block may overlap the one before
+        exhaustive("& (position >= i * block)", ""),  # the last block may overlap the one before
         ("copy.wait()", "pass"),
         ("fetch(row, i + 1, 1 - slot)", "fetch(row, i, 1 - slot)"),
-        ("acc[head] * fade +", "acc[head] +"),
-        ("- window + 1) // block", "- window + 1 + block) // block"),
+        exhaustive("acc[head] * fade +", "acc[head] +"),
+        exhaustive("- window + 1) // block", "- window + 1 + block) // block"),
     ],
 )  # fmt: skip
 def test_mutants_of_the_kernel_are_caught(line, mutant, tmp_path):

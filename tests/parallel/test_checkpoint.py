@@ -159,7 +159,7 @@ def test_killed_while_it_writes(tmp_path):
     assert all((leaf == step).all() for leaf in (state.tokens, state.length, state.cache, stats))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generate_continues_on_two_hosts(tmp_path):
     """Killed in the middle; started again, both hosts go on, and host 0 prints the whole text once."""
     flags = ("--distributed", "--coordinator", "ADDRESS", "--num-processes", "COUNT", "--process-id", "HOST")

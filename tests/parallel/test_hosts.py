@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from host_worker import OPTIONS, arrays, drafter_of
 from processes import Hosts, free_port
+from tiers import exhaustive
 from toy import tiny_llama
 
 import specjax
@@ -30,8 +31,8 @@ def alone(name):
     ("count", "names"),
     [
         (2, ("prompt_lookup",)),
-        pytest.param(4, ("token_recycling",), marks=pytest.mark.slow),
-        pytest.param(2, sorted(METHODS), marks=pytest.mark.exhaustive),
+        exhaustive(4, ("token_recycling",)),
+        exhaustive(2, sorted(METHODS)),
     ],
 )
 def test_texts_are_those_of_one_process(count, names):
@@ -66,7 +67,7 @@ def test_a_dead_host_ends_the_other(victim):
         assert "host 1 has been silent for" in survivor.err or "Gloo" in survivor.err
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [exhaustive(0), 1])
 def test_an_exception_on_one_host_ends_the_other(failing):
     with Hosts(2, "rounds", *ADDRESS, str(failing)) as running:
         ended = running.wait(timeout=120)

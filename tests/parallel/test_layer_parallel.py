@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import exhaustive
 from toy import markov, tiny_llama
 
 import specjax
@@ -67,7 +68,7 @@ def passes(group):
 
 # The one stacked, with biases; the other apart, with norms behind its sums.
 @pytest.mark.parametrize(
-    ("config", "data", "layer", "exactly"), [(INT8, 2, 2, False), (GEMMA, 1, 4, True)], ids=["llama", "gemma"]
+    ("config", "data", "layer", "exactly"), [(INT8, 2, 2, False), exhaustive(GEMMA, 1, 4, True)], ids=["llama", "gemma"]
 )
 def test_logits_are_those_of_one_device(config, data, layer, exactly):
     placed = layer_parallel.place(whole(config), specjax.mesh(data, 2, layer=layer))
@@ -83,7 +84,7 @@ def test_logits_are_those_of_one_device(config, data, layer, exactly):
 
 
 # The target as its own draft, so that exact drafts would all be accepted. 4 devices and a chain, 8 and a tree.
-@pytest.mark.parametrize(("data", "model", "layer", "tree"), [(1, 2, 2, None), (2, 1, 4, "2x1x1")])
+@pytest.mark.parametrize(("data", "model", "layer", "tree"), [exhaustive(1, 2, 2, None), (2, 1, 4, "2x1x1")])
 def test_greedy_text_on_a_mesh(data, model, layer, tree):
     target = tiny_llama(layers=7, num_heads=8, num_kv_heads=8, stacked=True)
     mesh = specjax.mesh(data, model, layer=layer)

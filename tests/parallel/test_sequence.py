@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from tiers import exhaustive
 from toy import tiny_llama
 
 import specjax
@@ -31,8 +32,8 @@ CHAIN, TREE = (prompt_lookup(4), 0.0), (two_model(tiny_llama(1, 1), tree=trees.p
     ("mesh", "changes", "case"),
     [
         ({"data": 1, "model": 2, "sequence": 4}, {"stacked": True}, TREE),
-        ({"data": 2, "model": 1, "sequence": 4}, {"window": 100}, CHAIN),
-        ({"data": 1, "model": 2, "sequence": 2}, {"stacked": True, "cache_dtype": "int8"}, CHAIN),
+        exhaustive({"data": 2, "model": 1, "sequence": 4}, {"window": 100}, CHAIN),
+        exhaustive({"data": 1, "model": 2, "sequence": 2}, {"stacked": True, "cache_dtype": "int8"}, CHAIN),
     ],
     ids=["tree", "window", "int8"],
 )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tiers import exhaustive, those
 from toy import tiny_llama
 
 import specjax
@@ -22,7 +23,9 @@ HEADS = {"num_heads": 8, "head_dim": 64, "vocab": VOCAB}
 
 
 # As many kv heads as devices, and fewer, which repeats them.
-@pytest.mark.parametrize(("data", "model", "kv_heads", "stacked"), [(1, 8, 8, True), (2, 4, 2, True), (4, 2, 1, False)])
+@pytest.mark.parametrize(
+    ("data", "model", "kv_heads", "stacked"), [exhaustive(1, 8, 8, True), (2, 4, 2, True), exhaustive(4, 2, 1, False)]
+)
 def test_mesh_equals_one_device(data, model, kv_heads, stacked):
     target = tiny_llama(num_kv_heads=kv_heads, stacked=stacked, **HEADS)
     draft = tiny_llama(seed=1, layers=1, num_kv_heads=8, vocab=VOCAB, num_heads=8)
@@ -34,7 +37,7 @@ def test_mesh_equals_one_device(data, model, kv_heads, stacked):
         assert spread.to_lists() == whole.to_lists()
 
 
-@pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 2), (1, 8, 8)])
+@pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 2), exhaustive(1, 8, 8)])
 def test_int8_cache_is_spread_like_any_other(data, model, kv_heads):
     target = tiny_llama(num_kv_heads=kv_heads, stacked=True, cache_dtype="int8", **HEADS)
     options = {"key": jax.random.key(3), "max_new_tokens": 8}
@@ -56,7 +59,7 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_stays_whole():
     assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
 
 
-@pytest.mark.parametrize("over", [(), ("model",), ("layer",)])
+@pytest.mark.parametrize("over", those([("model",)], [(), ("model",), ("layer",)]))
 def test_a_draft_model_on_fewer_devices_than_its_target(over):
     target, draft = tiny_llama(num_kv_heads=8, **HEADS), tiny_llama(seed=1, layers=1, num_kv_heads=2, vocab=VOCAB)
     mesh = specjax.mesh(1, 4, layer=2)

@@ -10,6 +10,7 @@ import pytest
 from exact import block_law
 from lossy import fall_back
 from scipy.stats import chisquare
+from tiers import exhaustive
 from toy import DRAFT_ROWS, TARGET_ROWS, Count, chi_square, joint_law, markov, sampled_triples, tiny_llama
 
 from specjax import UsageError, controllers, decode, trees
@@ -174,7 +175,15 @@ def test_nodes_stop_one_by_one():
     assert len({int(valid.sum()) for valid in tree.valid}) == 2
 
 
-@pytest.mark.parametrize("tree", [trees.chain(2), trees.branching((2, 2)), trees.beam(2, 2), trees.dyspec_fixed(3)])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        exhaustive(trees.chain(2)),
+        trees.branching((2, 2)),
+        exhaustive(trees.beam(2, 2)),
+        exhaustive(trees.dyspec_fixed(3)),
+    ],
+)
 def test_sampled_text_has_the_law_of_the_target(tree):
     drafter = two_model(markov(SURE), tree=tree, stop=stops.fallback(0.5))
     assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
