@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := Fix the spelling and print the whole text: The quick brwon fox jumps over the lazy dog. It then runs into the forrest, where it meets a wise old owl. The owl asks the fox why it is in such a hury.
 
-.PHONY: demo test test-tpu-compile lint types check format bench clean
+.PHONY: demo test test-all test-tpu-compile lint types check format bench clean
 
 # Decode a prompt with SmolLM2 next to plain decoding, and say whether the texts are identical.
 demo: $(VENV)/.demo
@@ -25,6 +25,10 @@ types: $(VENV)/.dev
 
 check: $(VENV)/.dev
 	$(BIN)/pytest -n auto --dist loadfile -m "not exhaustive"
+
+# With what repeats a proof for more methods, meshes and settings (an hour on two cores): before a release.
+test-all: lint types
+	$(BIN)/pytest -n auto --dist loadfile
 
 # Compile for TPUs that are not here; needs libtpu, no TPU: pip install -e '.[tpu-compile]'.
 test-tpu-compile: $(VENV)/.dev
