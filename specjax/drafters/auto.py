@@ -7,7 +7,8 @@ best goodput (SmartSpec, arXiv 2406.14066), with the prefix rule for one affine 
 Rule: each drafted node belongs to a class: how long the match was and how deep the node lies, or how likely the target
 once found the token and how deep it lies. How often a node of the class turned out to be the text, its parent being
 so, is its chance; a token that both drafters propose fails only if both classes fail. The chance of a path is the
-product along it. The nodes stand in falling order of it, and the pass takes the width w of `widths` with the most
+product along it. A text in which fewer nodes were right of late than their classes said lowers all chances at once. The
+nodes stand in falling order of it, and the pass takes the width w of `widths` with the most
 expected tokens per cost, sum over rows of (1 + the w - 1 largest chances) / costs[w]; plain decoding is the width 1.
 Chances are learnt in hindsight: a whole joined tree is kept, verified or not, until the text has passed it by. So what
 would have been accepted is known without trying, plain decoding keeps learning, and no decision reads the randomness
@@ -54,6 +55,10 @@ MEMORY = 0.98
 """How much of its counts a class keeps at each new trial: the last 50 count."""
 PRIOR = 6.0
 """How many trials the prior chance is worth."""
+DOUBT = 3.0
+"""How many expected hits it takes to be half convinced that a text disappoints."""
+FADING = 0.95
+"""How much of what was found and expected is kept at each look back."""
 MARGIN = 1.1
 """By how much a wider pass must promise more than plain decoding: estimates are noisy, and a loss weighs more."""
 
@@ -62,6 +67,8 @@ LOOK = 0.04
 """What drafting costs, in passes of width 1: SmolLM2 on two cores MEASURED."""
 REST = 7
 """Plain steps between two looks where looking does not pay."""
+HOPE = 0.25
+"""The promise before anything was seen: at least a dozen looks."""
 RECENT = 0.125
 """Weight of a look in the average of what looks promised."""
 
@@ -93,6 +100,7 @@ class _Record(NamedTuple):
 
     counts: Counts
     shadow: Joined  # waits for the text to pass it by
+    found: Array  # float32[B, 2], of late: nodes that were right, and how many the classes had expected
     promise: Array  # float32[], average over the last looks: passes of width 1 that the chosen width promised to save
     rest: Array  # int32[], plain steps until the next look
 
@@ -142,7 +150,7 @@ def auto(
         none = jnp.zeros((batch, nodes), jnp.int32)
         shadow = Joined(TokenTree(none, none.at[:, 0].set(-1), none > 0), none, none[:, 0])
         counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
-        return _State(recycled, _Record(counts, shadow, jnp.float32(1), jnp.int32(0)))
+        return _State(recycled, _Record(counts, shadow, jnp.zeros((batch, 2)), jnp.float32(HOPE), jnp.int32(0)))
 
     def propose(params, keys, state: _State, context: Context, limit: Array):
         recycled = written(state.recycled)  # outside of the branches, which would copy the matrix
@@ -157,7 +165,7 @@ def auto(
         record = _learn(record, context)
         runners_up = recycled_tree(template, matrix, context, limit)
         joined = _join(runners_up, matrix, copied, context, limit)
-        tree, chance = _rank(joined, record.counts)
+        tree, chance = _rank(joined, record)
         width, saved = _width(chance, limit)
         tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
         free = record.shadow.start == 0
@@ -231,12 +239,20 @@ def _chance(counts: Counts, kind: Array) -> Array:
     return jnp.take_along_axis(chance, kind, 1)
 
 
-def _rank(joined: Joined, counts: Counts) -> tuple[TokenTree, Array]:
+def _trust(found: Array) -> Array:
+    """float32[B, 1]: by how much to believe the classes. A text that disappoints does so in all of them, long before
+    each has seen enough to know."""
+    hits, expected = found[:, :1], found[:, 1:]
+    return jnp.minimum((hits + DOUBT) / (expected + DOUBT), 1.0)
+
+
+def _rank(joined: Joined, record: _Record) -> tuple[TokenTree, Array]:
     """The union of the drafts in falling order of chance, and these float32[B, M]; 0 for the root and behind."""
     tree = joined.tree
     nodes = jnp.arange(tree.tokens.shape[1])
     first = trees.first_of_path(tree)
-    miss = jnp.where(tree.valid, jnp.log1p(-_chance(counts, joined.kind)), 0.0)
+    chance = _chance(record.counts, joined.kind) * _trust(record.found)
+    miss = jnp.where(tree.valid, jnp.log1p(-chance), 0.0)
     same = first[:, None, :] == nodes[:, None]  # [B, M, M]: j proposes the path that i stands for
     chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
     merged = trees.keep_first(tree, first)
@@ -260,8 +276,11 @@ def _learn(record: _Record, context: Context) -> _Record:
     trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
     hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
     kept = MEMORY**trials
+    chance = jnp.where(tried, _chance(record.counts, kind), 0.0)
+    found = FADING * record.found + jnp.stack([jnp.sum(tried & right, 1), jnp.sum(chance, 1)], 1)
+    found = jnp.where(over[:, None], found, record.found)
     counts = Counts(record.counts.hits * kept + hits, record.counts.trials * kept + trials)
-    return record._replace(counts=counts, shadow=record.shadow._replace(start=jnp.where(over, 0, start)))
+    return record._replace(counts=counts, found=found, shadow=record.shadow._replace(start=jnp.where(over, 0, start)))
 
 
 def _prior() -> np.ndarray:

@@ -12,6 +12,8 @@ from specjax.drafters import auto, autoregressive
 from specjax.drafters.auto import (
     CLASSES,
     COPIED,
+    DOUBT,
+    HOPE,
     LOOK,
     MEMORY,
     RECENT,
@@ -26,6 +28,10 @@ from specjax.drafters.auto import (
 from specjax.types import Context, TokenTree
 
 NOTHING = Counts(jnp.zeros((1, CLASSES)), jnp.zeros((1, CLASSES)))
+
+
+def record(shadow=None, found=(0.0, 0.0)):
+    return _Record(NOTHING, shadow, jnp.array([found]), jnp.float32(0), jnp.int32(0))
 
 
 def joined(paths_tokens, parents, kinds, start=0):
@@ -47,7 +53,7 @@ def cycle(n):
 def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
     # A copied chain 5 6 and recycled nodes 5, 7, and 6 below the recycled 5.
     draft = joined([1, 5, 6, 5, 7, 6], [-1, 0, 1, 0, 0, 3], [0, 0, 1, COPIED, COPIED + 1, COPIED + 2])
-    tree, chance = _rank(draft, NOTHING)
+    tree, chance = _rank(draft, record())
     p = _prior()
     of_5 = 1 - (1 - p[0]) * (1 - p[COPIED])
     of_6 = of_5 * (1 - (1 - p[1]) * (1 - p[COPIED + 2]))
@@ -62,7 +68,7 @@ def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
 def test_hindsight_counts_what_would_have_been_accepted():
     """Drafted when the text had 2 tokens: 5 is right, 6 after it is not; 7 is wrong; what follows it was not tried."""
     shadow = joined([1, 5, 6, 7, 8], [-1, 0, 1, 0, 3], [0, 3, 4, 3, 9], start=2)
-    state = _Record(NOTHING, shadow, jnp.float32(0), jnp.int32(0))
+    state = record(shadow)
     text = jnp.array([[4, 1, 5, 9, 9, 9]])
     waiting = _learn(state, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
     assert int(waiting.shadow.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0
@@ -70,8 +76,18 @@ def test_hindsight_counts_what_would_have_been_accepted():
     assert int(learnt.shadow.start[0]) == 0
     assert learnt.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
     assert learnt.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
+    p = _prior()
+    np.testing.assert_allclose(learnt.found[0], [1, 2 * p[3] + p[4]], rtol=1e-6)
     again = _learn(learnt._replace(shadow=shadow), Context(text, jnp.array([4])))
     np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
+
+
+def test_a_text_that_disappoints_lowers_all_chances():
+    draft = joined([1, 5, 7], [-1, 0, 0], [0, 3, COPIED + 1])
+    believed = _rank(draft, record())[1]
+    doubted = _rank(draft, record(found=(0.0, DOUBT)))[1]
+    np.testing.assert_allclose(doubted, believed / 2, rtol=1e-5)
+    np.testing.assert_allclose(_rank(draft, record(found=(9.0, 1.0)))[1], believed, rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -116,9 +132,9 @@ def test_where_looking_does_not_pay_it_is_seldom_done():
     assert int(resting.record.rest) == 1 and int(resting.record.shadow.start[0]) == 0
     tree, woken = propose(1.01, promise=jnp.float32(0))
     assert tree.valid.sum() == 4 and int(woken.record.rest) == 0  # what is in sight pays
-    assert LOOK < float(woken.record.promise) < 1
+    assert float(woken.record.promise) > LOOK
     _, hopeful = propose(9.0)
-    assert int(hopeful.record.rest) == 0 and float(hopeful.record.promise) == 1 - RECENT
+    assert int(hopeful.record.rest) == 0 and float(hopeful.record.promise) == HOPE * (1 - RECENT)
     _, weary = propose(9.0, promise=jnp.float32(LOOK))
     assert int(weary.record.rest) == REST
 
