@@ -104,6 +104,14 @@ def cli(*arguments: str) -> None:
     main(arguments)
 
 
+def of_version(version: str, *arguments: str) -> None:
+    """The command line of another release."""
+    import specjax
+
+    specjax.__version__ = version
+    cli(*arguments)
+
+
 def save_for_ever(folder: str) -> None:
     """Checkpoints of a run, one after the other: to be killed while it writes."""
     import numpy as np
@@ -139,4 +147,5 @@ def join(address: str, count: str, host: str, heartbeat: float = 30):
 
 
 if __name__ == "__main__":
-    {"methods": methods, "rounds": rounds, "cli": cli, "save_for_ever": save_for_ever}[sys.argv[1]](*sys.argv[2:])
+    known = methods, rounds, cli, of_version, save_for_ever
+    {function.__name__: function for function in known}[sys.argv[1]](*sys.argv[2:])

@@ -28,15 +28,16 @@ class Ended(NamedTuple):
 class Hosts:
     """Processes that are still running. Leave the context, and they are not."""
 
-    def __init__(self, count: int, *arguments: str, per_host=lambda host: (), port: int | None = None):
-        """`arguments` are the worker's; where one is "PORT" or "HOST", it gets the number."""
+    def __init__(self, count: int, *arguments: str, per_host=lambda host: (), names=lambda host: {}, port=None):
+        """`arguments` are the worker's; one that is "PORT", "HOST", "ADDRESS", "COUNT" or in `names` is replaced."""
         port = free_port() if port is None else port
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags(devices=2), "SPECJAX_NO_CACHE": "1"}
         self.folder = tempfile.TemporaryDirectory()
         self.processes = []
         for host in range(count):
-            names = {"PORT": str(port), "HOST": str(host), "ADDRESS": f"127.0.0.1:{port}", "COUNT": str(count)}
-            command = [names.get(a, str(a)) for a in (*arguments, *per_host(host))]
+            known = {"PORT": str(port), "HOST": str(host), "ADDRESS": f"127.0.0.1:{port}", "COUNT": str(count)}
+            known |= names(host)
+            command = [known.get(a, str(a)) for a in (*arguments, *per_host(host))]
             with open(self._file(host, "out"), "wb") as out, open(self._file(host, "err"), "wb") as err:
                 self.processes.append(
                     subprocess.Popen([sys.executable, str(WORKER), *command], stdout=out, stderr=err, env=environment)

@@ -100,6 +100,15 @@ def test_hosts_with_different_prompts_say_so():
         assert process.out == ""
 
 
+def test_hosts_with_different_versions_say_so():
+    versions = "of_version", "VERSION"
+    with Hosts(2, *versions, "generate", "abc", *SHORT, *FLAGS, names=lambda host: {"VERSION": f"0.{host}"}) as running:
+        ended = running.wait()
+    for process in ended:
+        assert process.code == 2, process
+        assert "the versions of specjax or jax of host 1 differ from those of host 0" in process.err
+
+
 def test_a_host_that_fails_ends_the_others():
     with Hosts(2, "cli", "generate", "abc", *SHORT, *FLAGS, "--target", "missing") as running:
         first, second = running.wait()
