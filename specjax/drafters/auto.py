@@ -61,8 +61,6 @@ FADING = 0.95
 """How much of what was found and expected is kept at each look back."""
 MARGIN = 1.1
 """By how much a wider pass must promise more than plain decoding: estimates are noisy, and a loss weighs more."""
-
-
 LOOK = 0.03
 """What drafting costs, in passes of width 1: 0.016 for SmolLM2 on two cores (0.5 of 31 ms), 0.07 for Llama 3 8B on 8
 v5e chips (by the compiler's schedule)."""
@@ -119,19 +117,21 @@ def auto(
     costs: tuple[float, ...] | None = None,
     num_recycled: int | None = None,
     dtype: str = "float32",
+    platform: str | None = None,
 ) -> Drafter:
     """Draft as much as pays on this device, and nothing where nothing does.
 
     Args:
       widths: verify widths to choose from, rising from 1; each is compiled. Default: CPU_WIDTHS or WIDTHS, by the
-        platform that JAX runs on. costs: of a pass of each width, in passes of width 1, from `specjax.costs`; None:
+        platform. costs: of a pass of each width, in passes of width 1, from `specjax.costs`; None:
         `costs.estimated` for the batch and `dtype` of the parameters.
       num_recycled: nodes that Token Recycling proposes, 80 at most; default: 40 on CPU, else 80.
+      platform: what the program is for, "cpu", "gpu" or "tpu"; None: what JAX runs on.
 
     State: 64 bytes per token of the vocabulary and row.
     Raises: UsageError for widths that do not rise from 1, or costs that do not fit them.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = (platform or jax.default_backend()) == "cpu"
     widths = widths or (CPU_WIDTHS if on_cpu else WIDTHS)
     num_recycled = num_recycled or (40 if on_cpu else 80)
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
@@ -181,7 +181,7 @@ def auto(
         float32[]. Rows without a limit have ended."""
         total = jnp.cumsum(chance, 1)  # [B, M], of the nodes up to here; the root has none
         tokens = jnp.sum((limit > 0)[:, None] * (1 + total[:, np.asarray(widths) - 1]), 0)  # [W]
-        known = jnp.asarray(costs or tuple(costs_of.estimated(widths, chance.shape[0], dtype)))
+        known = jnp.asarray(costs or tuple(costs_of.estimated(widths, chance.shape[0], dtype, platform)))
         goodput = tokens / known
         best = jnp.argmax(goodput.at[0].multiply(MARGIN))
         saved = tokens[best] / jnp.maximum(tokens[0], 1) - known[best]

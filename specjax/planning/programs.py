@@ -212,13 +212,14 @@ def drafter_of(job: Job, target: Target, draft: Target | None) -> Drafter:
     from specjax import methods, trees
 
     method = methods.METHODS[job.method]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"platform": "tpu"} if job.method == "auto" else {}
     if job.tree is not None:
         options["tree"] = trees.parse(job.tree)
     elif job.num_draft_tokens is not None:
         known = inspect.signature(getattr(drafters, job.method)).parameters
-        options = {name: job.num_draft_tokens for name in ("num_tokens", "num_nodes") if name in known}
-        if not options:
+        sizes = {name: job.num_draft_tokens for name in ("num_tokens", "num_nodes") if name in known}
+        options |= sizes
+        if not sizes:
             raise UsageError(f"--num-draft-tokens does not apply to method {job.method}; leave it out")
     return methods.make_drafter(job.method, target, draft if method.needs_draft else None, **options)
 
