@@ -71,7 +71,8 @@ def test_table_plot_and_json(cli, prompts, tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     methods = ("--method", "prompt_lookup", "--method", "autoregressive")
     result = cli("bench", prompts, *methods, *SHORT, "--repeats", 2, "--out", out)
-    assert [any("_decode" in name for name in names) for names in by_run] == [True, True] + [False] * 19
+    # Three methods to compile, of which two are one program; then three prompts, of which each has an untimed run too.
+    assert [any("_decode" in name for name in names) for names in by_run] == [True, True, False] + [False] * 27
     assert result.code == 0, result.err
     assert all(word in result.out for word in ("mt_bench", "qa", "overall", "prompt_lookup", "autoregressive"))
     document = json.loads(out.read_text())
@@ -86,6 +87,16 @@ def test_table_plot_and_json(cli, prompts, tmp_path, monkeypatch):
     assert document["machine"]["cpu_count"] and document["date"] and document["dtype"] == "float32"
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png", "prompts.jsonl"]
+
+
+def test_the_untimed_run_does_not_count(cli, prompts, tmp_path, monkeypatch):
+    honest, count = measure.run_decode, iter(range(100))
+    monkeypatch.setattr(measure, "run_decode", lambda *rest: honest(*rest)._replace(seconds=float(next(count))))
+    document = json.loads(
+        cli("bench", prompts, *SHORT, "--limit", 1, "--repeats", 1, "--json", "--out", tmp_path / "x").out
+    )
+    # Numbers of the runs: 0 and 1 compile. Of each prompt the first two are untimed; then auto is run 4 and run 9.
+    assert document["overall"]["auto"]["seconds"] == 4 + 9
 
 
 def test_json_on_stdout_and_limit(cli, prompts, tmp_path):

@@ -16,6 +16,7 @@ from exact import (
     top_and_sampled,
     without_replacement,
 )
+from tiers import exhaustive
 from toy import DRAFT_ROWS, MARKOV, ONE_STEP, TARGET_ROWS, joint_law, template
 
 from specjax import tree as trees
@@ -70,11 +71,7 @@ def law_of(core, kind, shape, depth, leaf_first=False):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.slow) if n.startswith("spectr_kseq_iid_L2_K3") else n
-        for n in GOLDEN
-        if n != "rsd_c_3_3"
-    ],
+    [exhaustive(n) if n.startswith("spectr_kseq_iid_L2_K3") else n for n in GOLDEN if n != "rsd_c_3_3"],
 )
 def test_joint_law_is_the_targets_and_matches_the_golden_table(name):
     rule, kind, shape, depth = GOLDEN[name]
