@@ -52,8 +52,7 @@ def main() -> None:
 
 def slices(chip: str, most: int) -> list[chips.Topology]:
     """One chip, and every larger slice of the table."""
-    one = "x".join("1" * chips.CHIPS[chip].dimensions)
-    topology, found = chips.parse_topology(f"{chip}:{one}"), []
+    topology, found = chips.one_of(chips.CHIPS[chip]), []
     while topology is not None and topology.num_devices <= most:
         found.append(topology)
         topology = chips.larger(topology)

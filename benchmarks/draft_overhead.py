@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import drafters
-from specjax.drafters.auto import WIDTHS
+from specjax.parallel.arrays import with_shardings
 from specjax.planning import chips, compiler, cost, hlo
 from specjax.types import Context, Drafter, Output, Sampling, Verdict
 
@@ -38,7 +38,7 @@ def model_free(vocab_size: int) -> dict[str, Drafter]:
         "aded": drafters.aded(),
         "stand": drafters.stand(vocab_size),
         "choice": drafters.choice(drafters.prompt_lookup(), drafters.token_recycling(vocab_size)),
-        "auto": drafters.auto(vocab_size, widths=WIDTHS, num_recycled=80),
+        "auto": drafters.auto(vocab_size, platform="tpu"),
     }
 
 
@@ -58,7 +58,7 @@ def overhead(name: str, drafter: Drafter, args: argparse.Namespace, vocab_size: 
     sharding = SingleDeviceSharding(chips.describe_devices(chip)[0])
     rows, length = args.rows, args.context
     shape = lambda *dims, dtype="int32": jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
-    placed = lambda tree: jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), tree)
+    placed = lambda tree: with_shardings(tree, jax.tree.map(lambda x: sharding, tree))
     context = Context(shape(rows, length), shape(rows), Sampling())
     keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)))
     state = placed(jax.eval_shape(drafter.init, drafter.params, context))
@@ -105,8 +105,7 @@ def main() -> None:
         log.print(f"the plain step does not compile: {plain.reason}")
         raise SystemExit(1)
     step = plain.seconds["schedule"]
-    kind = job.topology.chip
-    chip = chips.parse_topology(f"{kind.name}:{'x'.join('1' * kind.dimensions)}")
+    chip = chips.one_of(job.topology.chip)
     found = []
     for name, drafter in model_free(job.target.vocab_size).items():
         if not args.only or name in args.only:

@@ -119,6 +119,11 @@ def parse_topology(name: str) -> Topology:
     return Topology(chip, shape)
 
 
+def one_of(chip: Chip) -> Topology:
+    """A single chip."""
+    return parse_topology(f"{chip.name}:{'x'.join('1' * chip.dimensions)}")
+
+
 def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
     """One chip, or whole hosts, of at most 16 chips in a direction of a 2-D torus."""
     if math.prod(shape) == 1:

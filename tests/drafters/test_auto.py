@@ -121,10 +121,8 @@ def test_where_looking_does_not_pay_it_is_seldom_done():
     fresh = auto(64, widths=(1, 4)).init((), context)
 
     def propose(cost, **record):
-        drafter, state = (
-            auto(64, widths=(1, 4), costs=(1.0, cost)),
-            fresh._replace(record=fresh.record._replace(**record)),
-        )
+        drafter = auto(64, widths=(1, 4), costs=(1.0, cost))
+        state = fresh._replace(record=fresh.record._replace(**record))
         return drafter.propose((), jax.random.split(jax.random.key(0), 1), state, context, jnp.array([9]))
 
     tree, resting = propose(1.01, rest=jnp.int32(2))
