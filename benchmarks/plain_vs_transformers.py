@@ -15,7 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import torch
-from real_equality import hf_model
+from every_method import hf_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specjax

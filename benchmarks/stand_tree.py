@@ -2,7 +2,7 @@
 
     python benchmarks/stand_tree.py TEXTS.json OUT.json [COUNT]
 
-TEXTS.json is written by real_equality.py --texts. The rounds are replayed as in decoding: the target's laws up to the
+TEXTS.json is written by every_method.py --texts. The rounds are replayed as in decoding: the target's laws up to the
 last token are known, and the ranks of the tokens that follow, as long as entries are found and hold them, are the path
 accepted. Takes the first COUNT texts. Prints how long the accepted paths are, without and with the laws of the prompt,
 and writes the 80 best paths of the latter.

@@ -2,7 +2,7 @@
 
     python benchmarks/token_recycling_ranks.py TEXTS.json
 
-TEXTS.json is written by real_equality.py --texts. The matrix is replayed as in decoding: after each token of the text,
+TEXTS.json is written by every_method.py --texts. The matrix is replayed as in decoding: after each token of the text,
 the target's 8 likeliest successors are written to the row of the token before.
 """
 

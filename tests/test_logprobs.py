@@ -26,14 +26,20 @@ DRAFTERS = {
 
 def rescored(target, prompts, result, **warping):
     """float32[B, NEW]: log p of the new tokens by one pass over each text, 0 behind the end."""
-    rows = []
-    for prompt, new in zip(prompts, result.to_lists(), strict=True):
-        text = jnp.array([prompt + new])
+
+    @jax.jit
+    def law(text):
         t = text.shape[1]
         mask = jnp.tril(jnp.ones((1, t, t), bool))
         cache = target.model.init_cache(1, t)
         output, _ = target.model.forward(target.params, text, cache, positions=jnp.arange(t)[None], mask=mask)
-        log_p = jax.nn.log_softmax(warp(output.logits, Sampling(**warping)))[0, len(prompt) - 1 : -1]
+        return jax.nn.log_softmax(warp(output.logits, Sampling(**warping)))[0]
+
+    rows = []
+    longest = max(map(len, prompts)) + NEW
+    for prompt, new in zip(prompts, result.to_lists(), strict=True):
+        text = prompt + new
+        log_p = law(jnp.array([text + [0] * (longest - len(text))]))[len(prompt) - 1 : len(text) - 1]
         rows.append(np.pad(np.take_along_axis(log_p, np.array(new)[:, None], 1)[:, 0], (0, NEW - len(new))))
     return np.stack(rows)
 

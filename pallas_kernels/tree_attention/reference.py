@@ -81,13 +81,22 @@ def factors(x, dtype):
 def masked_scores(q, keys, visible, softcap):
     """q [B, K, G*T, h], keys [B, K, n, h], visible bool[B, T, n] -> float32[B, K, G*T, n], NEG where not seen."""
     keys, scales = factors(keys, q.dtype)
-    s = jax.lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+    s = jax.lax.platform_dependent(q, keys, cpu=lambda q, keys: _products(keys, q).swapaxes(2, 3), default=_products)
     s = s if scales is None else s * scales
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
     batch, t, n = visible.shape
     by_token = s.reshape(batch, s.shape[1], -1, t, n)
     return jnp.where(visible[:, None, None], by_token, NEG).reshape(s.shape)
+
+
+def _products(x, y):
+    """x [B, K, m, h], y [B, K, n, h] -> float32[B, K, m, n]. XLA's CPU kernels pack y anew each time: the shorter one.
+
+    SmolLM2 at 1,000 slots, 1 / 4 / 16 new tokens, two cores: 35.9 / 49.9 / 76.9 ms a pass with the keys as y, 33.6 /
+    46.8 / 73.7 with the queries.
+    """
+    return jax.lax.dot_general(x, y, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
 
 
 def weighted(weights, values, dtype):

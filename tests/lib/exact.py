@@ -35,23 +35,25 @@ def patterns(core, tree: TokenTree, target_logits):
     logits = jnp.repeat(target_logits, count, 0)
     run = jax.jit(lambda u: core(u, tiled, logits))
     forced = np.concatenate([np.zeros((count, 1)), np.where(table == 1, 0.0, 1.0)], 1).astype(np.float32)
-    forced = np.tile(forced, (drafts, 1))
-    probability = np.ones(drafts * count)
+    # A row for each node i and each pattern of the i - 1 before it, and one to spare: all thresholds in one bisection.
+    node = np.concatenate([np.full(1 << i - 1, i) for i in range(1, n)] + [[n - 1]])
+    before = np.concatenate([np.arange(1 << i - 1) << n - i for i in range(1, n)] + [[0]])
+    u, own = np.tile(forced[before], (drafts, 1)), np.tile(node, drafts)[:, None]
+    low, high = np.zeros(drafts * count), np.ones(drafts * count)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        np.put_along_axis(u, own, middle[:, None].astype(np.float32), 1)
+        accepted = (np.asarray(run(jnp.asarray(u)).path) == own).any(1)
+        low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
+    threshold = np.where(high < 1e-6, 0.0, np.where(low > 1 - 1e-6, 1.0, (low + high) / 2)).reshape(drafts, count)
+    probability = np.ones((drafts, count))
     for i in range(1, n):
-        low, high = np.zeros(drafts * count), np.ones(drafts * count)
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            u = forced.copy()
-            u[:, i] = middle
-            u[:, i + 1 :] = 1.0
-            accepted = np.asarray((run(jnp.asarray(u)).path == i).any(1))
-            low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
-        threshold = np.where(high < 1e-6, 0.0, np.where(low > 1 - 1e-6, 1.0, (low + high) / 2))
-        chosen = np.tile(table[:, i - 1], drafts) == 1
-        probability *= np.where(chosen, threshold, 1 - threshold)
+        its = threshold[:, (1 << i - 1) - 1 + (np.arange(count) >> n - i)]
+        probability *= np.where(table[:, i - 1] == 1, its, 1 - its)
+    forced = np.tile(forced, (drafts, 1))
     end = run(jnp.asarray(forced))
     shape = lambda x: np.asarray(x).reshape(drafts, count, *x.shape[1:])
-    return probability.reshape(drafts, count), jax.tree.map(shape, end)
+    return probability, jax.tree.map(shape, end)
 
 
 def without_replacement(rows: np.ndarray, start: int, template):

@@ -1,5 +1,6 @@
 """Real weights against transformers reading the same GGUF, over 200 tokens."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ the beginning there was a list of numbers, and nobody knew what they meant until
 They are still waiting for the answer to it."""
 
 
+@functools.cache
 def logits_of(source, dtype="float32"):
     """(ids [200], logits [200, V]) of TEXT in one pass."""
     target, tokenizer = load(source, dtype=dtype)
