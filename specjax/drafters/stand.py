@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 class StandState(NamedTuple):
     """The tables of this call, and what the last round has to teach them."""
 
-    tables: tuple[ngrams.Table, ...]  # of ORDERS; values Entry
+    tables: ngrams.Table  # [3, B, ...], for each of ORDERS; values Entry
     tail: Array  # int32[B, 4], the end of the text; -1 before its beginning
     length: Array  # int32[B], of the text at the last draft
     contexts: Array  # int32[B, D + 1, 4], of the last round's laws
@@ -91,7 +91,7 @@ def stand(
       buckets: of each table, per row; two contexts each.
 
     Params: () or what an earlier call remembered (`DecodeResult.drafter`): the rows' entries, averaged by their counts.
-    State: StandState; the tables take 660 x buckets bytes per row (2.7 MB by default).
+    State: StandState; the tables take 624 x buckets bytes per row (2.6 MB by default).
     Raises: UsageError for a setting outside its range.
     """
     if tree is None and not 1 <= num_nodes <= len(ACCEPTED):
@@ -114,14 +114,15 @@ def stand(
     longest, rounds = max(ORDERS), template.max_depth + 1
     exact = verify == "recursive_rejection"
 
-    def tables(batch: int) -> tuple[ngrams.Table, ...]:
+    def tables(batch: int) -> ngrams.Table:
         none = Entry(jnp.full((kept,), -1, jnp.int32), jnp.zeros((kept,)), jnp.int32(0))
-        return tuple(ngrams.empty(batch, buckets, WAYS, n, none) for n in ORDERS)
+        one = ngrams.empty(batch, buckets, WAYS, longest, none)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (len(ORDERS), *x.shape)), one)
 
     def init(params, context: Context) -> StandState:
         batch = context.tokens.shape[0]
-        if params and params[0].ages.shape[1] != buckets:
-            raise UsageError(f"buckets must be that of the tables remembered, {params[0].ages.shape[1]}, not {buckets}")
+        if params and params.ages.shape[2] != buckets:
+            raise UsageError(f"buckets must be that of the tables remembered, {params.ages.shape[2]}, not {buckets}")
         laws = Entry(
             jnp.full((batch, rounds, kept), -1, jnp.int32),
             jnp.zeros((batch, rounds, kept), jnp.float32),
@@ -160,11 +161,14 @@ def stand(
             law = _warp(entry, context.sampling)
             rows.append((entry, law))
             place = template.parents[start:stop] - template.levels[depth - 1][0]
-            noise = _noise(entry.tokens, depth, keys, context, vocab_size) if draw == "sampled" else 0.0
-            best, order = jax.lax.top_k(law + noise, int(template.ranks[start:stop].max()) + 1)
             ranks = template.ranks[start:stop]
-            drawn = jnp.take_along_axis(entry.tokens, order, 2)[:, place, ranks]
-            valid = valid[:, place] & (best[:, place, ranks] > -jnp.inf) & (depth <= limit[:, None])
+            tokens = entry.tokens  # the likeliest first
+            if draw == "sampled" and context.sampling.temperature is not None:
+                noise = _noise(tokens, depth, keys, context, vocab_size)
+                law, order = jax.lax.top_k(law + noise, int(ranks.max()) + 1)
+                tokens = jnp.take_along_axis(tokens, order, 2)
+            drawn = tokens[:, place, ranks]
+            valid = valid[:, place] & (law[:, place, ranks] > -jnp.inf) & (depth <= limit[:, None])
             drawn = jnp.where(valid, drawn, 0)
             contexts = jnp.concatenate([contexts[:, place, 1:], drawn[:, :, None]], 2)
             nodes.append(drawn)
@@ -196,9 +200,9 @@ def stand(
             contexts=fill(contexts, -1), laws=Entry(fill(laws.tokens, -1), fill(laws.probs, 0), fill(laws.seen, 0))
         )
 
-    def remember(params, state: StandState) -> tuple[ngrams.Table, ...]:
+    def remember(params, state: StandState) -> ngrams.Table:
         learned = _learn(state.tables, state.contexts, state.laws)
-        return tuple(map(functools.partial(ngrams.merge, combine=mix), params or tables(1), learned))
+        return jax.vmap(functools.partial(ngrams.merge, combine=mix))(params or tables(1), learned)
 
     return Drafter(
         init=init,
@@ -274,32 +278,36 @@ def _entry(table: ngrams.Table, contexts: Array) -> Entry:
     return Entry(jnp.where(known[:, :, None], entry.tokens, -1), entry.probs, jnp.where(known, entry.seen, 0))
 
 
-def _learn(tables: Sequence[ngrams.Table], contexts: Array, laws: Entry) -> tuple[ngrams.Table, ...]:
+def _unused(n: int = max(ORDERS)) -> np.ndarray:
+    """bool[3, n]: the tokens of a context that each of ORDERS leaves out."""
+    return np.arange(n) < n - np.array(ORDERS)[:, None]
+
+
+def _by_order(contexts: Array) -> Array:
+    """int32[3, B, M, 4] of contexts int32[B, M, 4]: all orders are looked up at once, for on a TPU operations count."""
+    return jnp.where(_unused()[:, None, None], 0, contexts)
+
+
+def _learn(tables: ngrams.Table, contexts: Array, laws: Entry) -> ngrams.Table:
     """Mix laws [B, M] into the entries of their contexts int32[B, M, 4], in every table."""
-    learned = []
-    for n, table in zip(ORDERS, tables, strict=True):
-        grams = contexts[:, :, -n:]
-        wanted = (laws.seen > 0) & jnp.all(grams >= 0, 2)
-        learned.append(ngrams.write(table, grams, mix(_entry(table, grams), laws), wanted, prefix=n))
-    return tuple(learned)
+    wanted = (laws.seen > 0) & jnp.all(_unused()[:, None, None] | (contexts >= 0), -1)
+
+    def learn(table: ngrams.Table, grams: Array, wanted: Array) -> ngrams.Table:
+        return ngrams.write(table, grams, mix(_entry(table, grams), laws), wanted, prefix=grams.shape[-1])
+
+    return jax.vmap(learn)(tables, _by_order(contexts), wanted)
 
 
-def _find(params: PyTree, tables: Sequence[ngrams.Table], contexts: Array) -> Entry:
+def _find(params: PyTree, tables: ngrams.Table, contexts: Array) -> Entry:
     """The entries [B, M] of the longest contexts known; seen 0 where none is."""
-    longest = None
-    for i, n in enumerate(ORDERS):
-        entry = _entry(tables[i], contexts[:, :, -n:])
-        if params:
-            entry = mix(_entry(params[i], contexts[:, :, -n:]), entry)
-        if longest is None:
-            longest = entry
-        else:
-            pick = lambda x, y, found=longest.seen > 0: jnp.where(
-                found.reshape(found.shape + (1,) * (x.ndim - 2)), x, y
-            )
-            longest = jax.tree.map(pick, longest, entry)
-    assert longest is not None
-    return longest
+    grams = _by_order(contexts)
+    entries = jax.vmap(_entry)(tables, grams)
+    if params:
+        entries = mix(jax.vmap(_entry)(params, grams), entries)
+    first = jnp.argmax(entries.seen > 0, 0)
+    return jax.tree.map(
+        lambda x: jnp.take_along_axis(x, first.reshape(1, *first.shape, *[1] * (x.ndim - 3)), 0)[0], entries
+    )
 
 
 def _warp(entry: Entry, settings) -> Array:
@@ -309,10 +317,8 @@ def _warp(entry: Entry, settings) -> Array:
     return law if settings.temperature is None else jnp.where(there, sampling.warp(law, settings), -jnp.inf)
 
 
-def _noise(tokens: Array, depth: int, keys: Array, context: Context, vocab_size: int) -> Array | float:
+def _noise(tokens: Array, depth: int, keys: Array, context: Context, vocab_size: int) -> Array:
     """Gumbel noise of tokens [B, M, k] that are to stand at `depth`: that of the target's own draw if it is shared."""
-    if context.sampling.temperature is None:
-        return 0.0
     batch, m, k = tokens.shape
     if context.noise is None:
         level = sampling.fold_in(keys, jnp.full((batch,), depth))
