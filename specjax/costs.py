@@ -1,6 +1,7 @@
 """What a pass over several tokens costs, in passes over one: what every decision to speculate rests on.
 
-Three sources: the device itself (`measured`), the compiler (`planned`), or a rule of thumb (`estimated`).
+Three sources: the device itself (`measured`), the compiler (`planned`), or a rule of thumb (`estimated`). What decides
+by costs takes a `Curve`, its own numbers, or None for the rule of thumb, and asks `at`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,39 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.types import Target
+
+
+class Curve(NamedTuple):
+    """Costs that were measured or planned; between its widths by interpolation, beyond the last by the last slope."""
+
+    widths: tuple[int, ...]  # tokens per row, rising from 1
+    costs: tuple[float, ...]  # the first is 1
+
+    def __call__(self, widths: Sequence[int]) -> np.ndarray:
+        """float32[W], in passes over the first of `widths`."""
+        x, y = np.asarray(self.widths, float), np.asarray(self.costs, float)
+        asked = np.asarray(widths, float)
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 0.0
+        found = np.interp(asked, x, y) + np.maximum(asked - x[-1], 0) * max(slope, 0.0)
+        return (found / found[0]).astype(np.float32)
+
+
+Costs = Curve | tuple[float, ...] | None
+
+
+def check(costs: Costs, count: int, of: str) -> None:
+    """Raises: UsageError unless `costs` are a curve, None, or one positive number for each `of` these."""
+    if costs is None or isinstance(costs, Curve):
+        return
+    if len(costs) != count or min(costs) <= 0:
+        raise UsageError(f"costs must be one positive number per {of} ({count}), not {list(costs)}")
+
+
+def at(costs: Costs, widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None):
+    """float32[W]: passes over `widths` tokens of each of `batch` rows, in passes over the first of these widths."""
+    if isinstance(costs, Curve):
+        return costs(widths)
+    return np.asarray(costs, np.float32) if costs else estimated(widths, batch, dtype, platform)
 
 
 def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None) -> np.ndarray:
@@ -37,8 +71,10 @@ def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platf
     return np.asarray([cost(batch * width) / cost(batch) for width in widths], np.float32)
 
 
-def measured(target: Target, widths: Sequence[int], batch: int = 1, context: int = 512, repeats: int = 9) -> np.ndarray:
-    """float32[W]: as above, timed on this device: medians of `repeats` passes, taken in turns.
+def measured(
+    target: Target, widths: Sequence[int] = (1, 2, 4, 8, 16), batch: int = 1, context: int = 512, repeats: int = 9
+) -> Curve:
+    """Passes over `widths` tokens of `batch` rows, timed on this device: medians of `repeats` passes, taken in turns.
 
     Compiles one program per width. Raises: UsageError if the context leaves no room.
     """
@@ -56,7 +92,7 @@ def measured(target: Target, widths: Sequence[int], batch: int = 1, context: int
             if turn:  # the first compiles
                 seconds[width].append(time.perf_counter() - start)
     medians = [statistics.median(seconds[width]) for width in widths]
-    return np.asarray([median / medians[0] for median in medians], np.float32)
+    return Curve(tuple(widths), tuple(median / medians[0] for median in medians))
 
 
 @jax.jit
@@ -68,9 +104,17 @@ def _pass(target: Target, cache, tokens):
     return jnp.argmax(output.logits, -1), pending
 
 
-def planned(plan: Any, widths: Sequence[int], side: str = "schedule") -> np.ndarray:
-    """float32[W]: as above, from a `specjax.plan`, between its widths by interpolation."""
-    known = [(int(r.name.split()[1]), r.seconds[side]) for r in plan.widths if r.compiles]  # named "verify 8"
-    nodes, seconds = map(np.asarray, zip(*sorted(known), strict=True))
-    costs = np.interp(widths, nodes, seconds)
-    return (costs / costs[0]).astype(np.float32)
+def planned(plan: Any, side: str = "schedule") -> Curve:
+    """From a `specjax.plan`, or its `to_json()`: by the compiler's schedule, or `side="roofline"`.
+
+    Raises: UsageError if it is no plan.
+    """
+    try:
+        reports = (plan if isinstance(plan, dict) else plan.to_json())["widths"]
+        known = sorted((int(r["name"].split()[1]), r["seconds"][side]) for r in reports if r["compiles"])  # "verify 8"
+        widths, seconds = zip(*known, strict=True)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise UsageError(
+            "the costs of a plan are in the JSON of `specjax plan --json`; this is something else"
+        ) from None
+    return Curve(widths, tuple(x / seconds[0] for x in seconds))

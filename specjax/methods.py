@@ -29,6 +29,7 @@ class Method(NamedTuple):
     paper: str
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines where wide passes are dear
     needs_datastore: bool = False  # `make` takes `datastore=` too
+    takes_costs: bool = False  # and `costs=`, of `specjax.costs`
     takes_tree: bool = False  # and `tree=`, a `trees.Builder`, and `stop=`, a `trees.Stop`
 
 
@@ -44,6 +45,7 @@ METHODS: dict[str, Method] = {
             False,
             "suffix matches and recycled runners-up in one tree, of which only what pays is verified; often nothing",
             "our combination of arXiv 2411.10666, 2408.08696, 2503.03434 and 2406.14066",
+            takes_costs=True,
         ),
         Method(
             "autoregressive",
@@ -213,6 +215,7 @@ METHODS: dict[str, Method] = {
             False,
             "a bandit picks prompt lookup or token recycling, their depth, or plain decoding, by what each paid",
             "Auer et al. 2002; Garivier, Moulines 2008, arXiv 0805.3415",
+            takes_costs=True,
         ),
     )
 }

@@ -1,22 +1,41 @@
 """Costs of passes from their three sources."""
 
-import types
-
 import numpy as np
+import pytest
 from toy import tiny_llama
 
-from specjax import costs
+from specjax import costs, drafters
+from specjax.errors import UsageError
 
 
 def test_measured_on_this_device():
     found = costs.measured(tiny_llama(), (1, 4), context=16, repeats=3)
-    assert found.shape == (2,) and found[0] == 1.0 and found[1] > 0
+    assert found.widths == (1, 4) and found.costs[0] == 1.0 and found.costs[1] > 0
+
+
+def plan(**reports):
+    """The JSON of a plan with these milliseconds."""
+    entry = lambda n, ms: {"name": f"verify {n}", "compiles": ms is not None, "seconds": {"schedule": ms}}
+    return {"widths": [entry(n.strip("_"), ms) for n, ms in reports.items()]}
 
 
 def test_planned_from_a_report():
-    report = lambda n, ms: types.SimpleNamespace(name=f"verify {n}", compiles=True, seconds={"schedule": ms})
-    plan = types.SimpleNamespace(widths=(report(1, 4.0), report(8, 5.0), report(16, 7.0)))
-    np.testing.assert_allclose(costs.planned(plan, (1, 8, 12)), [1, 1.25, 1.5])
+    found = costs.planned(plan(_16=7.0, _1=4.0, _8=5.0, _32=None))
+    np.testing.assert_allclose(found((1, 8, 12)), [1, 1.25, 1.5])
+    np.testing.assert_allclose(found((8, 24)), [1, 9 / 5])  # beyond the last width by the last slope
+    for other in ({}, {"widths": [{"name": "step"}]}, []):
+        with pytest.raises(UsageError, match="specjax plan --json"):
+            costs.planned(other)
+
+
+def test_a_curve_numbers_or_the_rule_of_thumb():
+    curve = costs.Curve((1, 3), (1.0, 2.0))
+    np.testing.assert_allclose(costs.at(curve, (1, 2), 4), [1, 1.5])
+    np.testing.assert_allclose(costs.at((1.0, 1.2), (1, 2), 4), [1, 1.2])
+    np.testing.assert_allclose(
+        costs.at(None, (1, 2), 4, "float32", "tpu"), costs.estimated((1, 2), 4, "float32", "tpu")
+    )
+    assert drafters.auto(9, costs=curve) is drafters.auto(9, costs=costs.Curve((1, 3), (1.0, 2.0)))  # compiles nothing
 
 
 def test_estimated_rises_with_width_and_batch():

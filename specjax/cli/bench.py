@@ -62,6 +62,7 @@ def bench(
     tree: o.TreeOption = None,
     stop: o.StopOption = None,
     controller: o.ControllerOption = None,
+    costs: o.CostsOption = None,
     verifier: o.VerifierOption = None,
     sampling: o.SamplingOption = "speculative",
     batch_size: o.BatchOption = 1,
@@ -81,13 +82,14 @@ def bench(
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     o.check_methods(names, draft, num_draft_tokens, tree, datastore, stop)
+    o.check_costs(costs, names, controller)
 
     from rich.console import Console
 
     from specjax.cli import bench_output, files
     from specjax.cli import prompts as p
     from specjax.cli.bench_run import Bench
-    from specjax.cli.session import open_session
+    from specjax.cli.session import open_session, weigh
 
     o.require(out.suffix != ".png", "--out names the JSON file; the plot goes beside it by itself")
     files.check_writable(out, "--out")
@@ -99,6 +101,7 @@ def bench(
     session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype)
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
+    session = weigh(session, costs, batch_size, log)
     run = Bench(session, settings, names, num_draft_tokens, tree, stop, rows, batch_size, repeats)
     run.run(log)
     document = bench_output.document(run, bad, skipped)

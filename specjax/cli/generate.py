@@ -53,6 +53,7 @@ def generate(
     tree: o.TreeOption = None,
     stop: o.StopOption = None,
     controller: o.ControllerOption = None,
+    costs: o.CostsOption = None,
     verifier: o.VerifierOption = None,
     sampling: o.SamplingOption = "speculative",
     max_new_tokens: o.LengthOption = 128,
@@ -93,6 +94,11 @@ def generate(
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     method = method or ("two_model" if draft else "auto")
     o.check_methods([method], draft, num_draft_tokens, tree, datastore, stop)
+    o.check_costs(costs, [method], controller)
+    o.require(
+        not distributed or costs != "measured",
+        "--costs measured differs from host to host, and all must run one program; with --distributed give a file",
+    )
     o.require(checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {checkpoint_every}")
     hosts.join(arguments)
 
@@ -100,7 +106,7 @@ def generate(
 
     from specjax.cli import prompts as p
     from specjax.cli.generation import Generation, show
-    from specjax.cli.session import open_session
+    from specjax.cli.session import open_session, weigh
     from specjax.errors import UsageError
     from specjax.parallel import check_same
 
@@ -114,6 +120,7 @@ def generate(
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:
         raise UsageError(p.describe(bad[0], batch_file))
+    session = weigh(session, costs, batch_size, log)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
     generation = Generation(

@@ -50,7 +50,16 @@ ControllerOption = Annotated[
     str | None,
     typer.Option(
         "--controller",
-        help="How deep to draft: fixed:N, additive, multiplicative, by_batch; default: as deep as the method can.",
+        help="How deep to draft: fixed:N, additive, multiplicative, by_batch, goodput; default: as deep as it goes.",
+        show_default=False,
+    ),
+]
+CostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        help="What wide passes cost, for auto, choice and --controller goodput: measured, here before the run, or the "
+        "JSON of `specjax plan`; default: a rule of thumb.",
         show_default=False,
     ),
 ]
@@ -151,8 +160,8 @@ class Settings:
 
         return is_comparable(self.promise(method), draws, self.is_greedy, self.sampling == "coupled")
 
-    def keywords(self, eos) -> dict:
-        """As `decode` and `stream` want them."""
+    def keywords(self, eos, costs=None) -> dict:
+        """As `decode` and `stream` want them; `costs`: what a controller that weighs them is to go by."""
         from specjax import controllers
         from specjax.verifiers import VERIFIERS
 
@@ -164,7 +173,7 @@ class Settings:
             "eos": eos,
             "sampling": self.sampling,
             "verifier": self.verifier and VERIFIERS[self.verifier],
-            "controller": self.controller and controllers.parse(self.controller),
+            "controller": self.controller and controllers.parse(self.controller, costs),
         }
 
 
@@ -240,6 +249,24 @@ def check_methods(
                 bool(budget_option(name, budget)),
                 f"--num-draft-tokens does not apply to method {name}; leave it out",
             )
+
+
+def check_costs(costs: str | None, names: list[str], controller: str | None) -> None:
+    """--costs that nothing reads, or that is no file."""
+    from specjax.methods import METHODS
+
+    if costs is None:
+        return
+    weighing = [name for name, method in METHODS.items() if method.takes_costs]
+    require(
+        controller == "goodput" or any(name in weighing for name in names),
+        f"--costs does not apply to method {' or '.join(names)}, only to {' and '.join(weighing)} and to --controller "
+        "goodput; leave it out",
+    )
+    require(
+        costs == "measured" or Path(costs).is_file(),
+        f'--costs must be measured or the JSON that `specjax plan --json` printed, not "{costs}"',
+    )
 
 
 def budget_option(name: str, budget: int | None) -> dict[str, int]:

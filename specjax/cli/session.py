@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import platform
 import shlex
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from specjax import costs as costs_of
 from specjax.cli.options import budget_option, require
 from specjax.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.errors import UsageError
@@ -31,6 +33,7 @@ class Session(NamedTuple):
     load_seconds: float
     datastore: Datastore | None = None
     cache_dtype: str | None = None  # of both models; None: dtype
+    costs: costs_of.Curve | None = None  # of wide passes; None: the rule of thumb
 
     @property
     def coarsest(self) -> str:
@@ -54,6 +57,8 @@ class Session(NamedTuple):
         budgets = list(options)
         if METHODS[method].needs_datastore:
             options["datastore"] = self.datastore
+        if METHODS[method].takes_costs:
+            options["costs"] = self.costs
         if METHODS[method].takes_tree:
             from specjax.trees import parse, stops
 
@@ -99,6 +104,35 @@ def open_session(
             _check_vocabularies(tokenizer, other)
             _check_sizes(model, draft_model)
     return Session(model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype)
+
+
+WIDTHS = {"cpu": (1, 2, 4, 8, 16)}
+"""Passes that `--costs measured` times; elsewhere 1 to 64 tokens. Between them costs are interpolated."""
+
+
+def weigh(session: Session, costs: str | None, batch_size: int, log: Console) -> Session:
+    """With what `--costs` says of wide passes.
+
+    Raises: UsageError for a file that is not the JSON of a plan.
+    """
+    import jax
+
+    if costs is None:
+        return session
+    if costs != "measured":
+        try:
+            plan = json.loads(Path(costs).read_text(encoding="utf-8"))
+            return session._replace(costs=costs_of.planned(plan))
+        except (OSError, ValueError, UsageError) as error:
+            sentence = error if isinstance(error, UsageError) else "it is not JSON; write it with `specjax plan --json`"
+            raise UsageError(f"--costs: {costs}: {sentence}") from None
+    widths = WIDTHS.get(jax.default_backend(), (1, 8, 16, 32, 64))
+    context = min(512, session.capacity - max(widths))
+    with stage(log, "measuring passes", "measured passes"):
+        curve = costs_of.measured(session.target, widths, batch_size, context)
+    said = ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*curve, strict=True))
+    log.print(f"tokens per pass: cost in passes over one: {said}", style="dim", highlight=False)
+    return session._replace(costs=curve)
 
 
 def _on_mesh(drafter: Drafter, mesh) -> Drafter:
@@ -236,6 +270,7 @@ def provenance(session: Session) -> dict:
         "datastore": session.datastore.summary if session.datastore else None,
         "dtype": session.dtype,
         "cache_dtype": session.cache_dtype,
+        "costs": session.costs and dict(zip(*session.costs, strict=True)),
         "load_seconds": session.load_seconds,
     }
 

@@ -37,7 +37,7 @@ class _State(NamedTuple):
 def goodput(
     depths: tuple[int, ...] = (0, 1, 2, 3, 5, 7),
     *,
-    costs: tuple[float, ...] | None = None,
+    costs: costs_of.Costs = None,
     draft_cost: float = 0.0,
     start: float = 0.7,
     smoothing: float = 0.05,
@@ -48,16 +48,15 @@ def goodput(
     """Choose among `depths`, rising from 0, for a drafter of chains.
 
     Args:
-      costs: of a target pass over depth + 1 tokens per row, in passes over one, from `specjax.costs`; None: the rule of
-        thumb for the batch. draft_cost: of one pass of the drafter, in the same unit.
+      costs: from `specjax.costs`, or numbers, of a target pass over depth + 1 tokens per row in passes over one; None:
+        the rule of thumb for the batch. draft_cost: of one pass of the drafter, in the same unit.
       start: acceptance before anything was seen. margin: by how much a change of depth must promise to pay.
 
     Raises: UsageError for depths that do not rise from 0, or costs that do not fit them.
     """
     if len(depths) < 2 or depths[0] != 0 or list(depths) != sorted(set(depths)):
         raise UsageError(f"depths must rise from 0, such as 0, 1, 3, not {list(depths)}")
-    if costs is not None and (len(costs) != len(depths) or min(costs) <= 0):
-        raise UsageError(f"costs must be one positive number per depth ({len(depths)}), not {list(costs)}")
+    costs_of.check(costs, len(depths), "depth")
     longest = depths[-1]
 
     def init(batch: int) -> _State:
@@ -85,8 +84,8 @@ def goodput(
 
     def best_depth(acceptance: Array, present: Array) -> Array:
         batch = acceptance.shape[0]
-        target = costs or costs_of.estimated([k + 1 for k in depths], batch)
-        step = jnp.asarray(np.asarray(target) + draft_cost * np.asarray(depths), jnp.float32)
+        target = costs_of.at(costs, [k + 1 for k in depths], batch)
+        step = jnp.asarray(target + draft_cost * np.asarray(depths), jnp.float32)
         value = expected_tokens(acceptance, depths) / step
         best, now = jnp.argmax(value), jnp.argmax(jnp.asarray(depths) == present)
         return jnp.asarray(depths)[jnp.where(value[best] > margin * value[now], best, now)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from specjax.controllers.additive import additive
 from specjax.controllers.by_batch import by_batch
 from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
 from specjax.controllers.multiplicative import multiplicative
+from specjax.costs import Costs
 from specjax.errors import UsageError
 from specjax.types import Controller
 
@@ -19,15 +23,15 @@ FORMS = {
 }
 
 
-def parse(spec: str) -> Controller:
-    """A controller from one of `FORMS`. Raises: UsageError for any other text."""
+def parse(spec: str, costs: Costs = None) -> Controller:
+    """A controller from one of `FORMS`; `costs`: for those that weigh them. Raises: UsageError for any other text."""
     name, _, number = spec.partition(":")
-    makers = {
+    makers: dict[str, Callable[..., Controller]] = {
         "fixed": fixed,
         "additive": additive,
         "multiplicative": multiplicative,
         "by_batch": by_batch,
-        "goodput": goodput,
+        "goodput": functools.partial(goodput, costs=costs),
     }
     takes_number = name in ("fixed", "additive", "multiplicative")
     if name not in makers or not ((number.isdecimal() and takes_number) or spec == name != "fixed"):

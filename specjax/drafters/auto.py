@@ -114,7 +114,7 @@ def auto(
     vocab_size: int,
     *,
     widths: tuple[int, ...] | None = None,
-    costs: tuple[float, ...] | None = None,
+    costs: costs_of.Costs = None,
     num_recycled: int | None = None,
     dtype: str = "float32",
     platform: str | None = None,
@@ -123,7 +123,7 @@ def auto(
 
     Args:
       widths: verify widths to choose from, rising from 1; each is compiled. Default: CPU_WIDTHS or WIDTHS, by the
-        platform. costs: of a pass of each width, in passes of width 1, from `specjax.costs`; None:
+        platform. costs: from `specjax.costs`, or numbers, of a pass of each width in passes of width 1; None:
         `costs.estimated` for the batch and `dtype` of the parameters.
       num_recycled: nodes that Token Recycling proposes, 80 at most; default: 40 on CPU, else 80.
       platform: what the program is for, "cpu", "gpu" or "tpu"; None: what JAX runs on.
@@ -136,8 +136,7 @@ def auto(
     num_recycled = num_recycled or (40 if on_cpu else 80)
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
         raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
-    if costs is not None and (len(costs) != len(widths) or min(costs) <= 0):
-        raise UsageError(f"costs must be one positive number per width ({len(widths)}), not {list(costs)}")
+    costs_of.check(costs, len(widths), "width")
     recycling = token_recycling(vocab_size, num_nodes=num_recycled, keep_chances=True)
     template = trees.Template(best_paths(num_recycled))
     copied = max(widths) - 1
@@ -181,7 +180,7 @@ def auto(
         float32[]. Rows without a limit have ended."""
         total = jnp.cumsum(chance, 1)  # [B, M], of the nodes up to here; the root has none
         tokens = jnp.sum((limit > 0)[:, None] * (1 + total[:, np.asarray(widths) - 1]), 0)  # [W]
-        known = jnp.asarray(costs or tuple(costs_of.estimated(widths, chance.shape[0], dtype, platform)))
+        known = jnp.asarray(costs_of.at(costs, widths, chance.shape[0], dtype, platform))
         goodput = tokens / known
         best = jnp.argmax(goodput.at[0].multiply(MARGIN))
         saved = tokens[best] / jnp.maximum(tokens[0], 1) - known[best]

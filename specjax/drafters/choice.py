@@ -31,17 +31,20 @@ class _State(NamedTuple):
 def choice(
     *several: Drafter,
     depths: tuple[int, ...] = (3, 7),
-    costs: tuple[float, ...] | None = None,
+    costs: costs_of.Costs = None,
     dtype: str = "float32",
+    platform: str | None = None,
     bandit: Bandit | None = None,
 ) -> Drafter:
     """Pick among `several` drafters without randomness or a model, each at each of `depths`, and plain decoding.
 
     Args:
-      costs: of a pass of each verify width (1 and those of the drafters, rising), in passes of width 1; None: the rule
-        of thumb for the batch and `dtype`. bandit: over 1 + drafters * depths arms; default: `ucb`.
+      costs: from `specjax.costs`, or numbers, of a pass of each verify width (1 and those of the drafters, rising) in
+        passes of width 1; None: the rule of thumb for the batch, `dtype` and `platform`.
+      bandit: over 1 + drafters * depths arms; default: `ucb`.
 
-    Raises: UsageError for no or equal drafters, one that needs its own trees back, or depths below 1.
+    Raises: UsageError for no or equal drafters, one that needs its own trees back, depths below 1, or costs that do not
+      fit the widths.
     """
     if not several:
         raise UsageError("choice needs at least one drafter")
@@ -53,14 +56,15 @@ def choice(
         raise UsageError(f"depths must be at least 1, not {list(depths)}; plain decoding is an arm of its own")
     arms = 1 + len(several) * len(depths)
     bare = tuple(drafter.replace(params=()) for drafter in several)
-    made = _functions(bare, tuple(depths), costs, dtype, bandit or ucb(arms))
+    made = _functions(bare, tuple(depths), costs, dtype, platform, bandit or ucb(arms))
     return made.replace(params=tuple(drafter.params for drafter in several))
 
 
 @functools.cache
-def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, bandit: Bandit) -> Drafter:
+def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform, bandit: Bandit) -> Drafter:
     nodes = max(drafter.num_nodes for drafter in several)
     widths = sorted({1, *(w for drafter in several for w in (*drafter.widths, drafter.num_nodes))})
+    costs_of.check(costs, len(widths), "verify width")
 
     def init(params, context: Context) -> _State:
         states = tuple(drafter.init(own, context) for drafter, own in zip(several, params, strict=True))
@@ -88,9 +92,9 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, bandit: 
             for drafter, own, memory in zip(several, params, state.several, strict=True)
         )
         batch, width = tree.tokens.shape
-        known = costs or tuple(costs_of.estimated(widths, batch, dtype))
+        known = costs_of.at(costs, widths, batch, dtype, platform)
         # The tree was cut to the width of the pass.
-        reward = jnp.mean(verdict.num_nodes.astype(jnp.float32)) / known[widths.index(width)]
+        reward = jnp.mean(verdict.num_nodes.astype(jnp.float32)) / float(known[widths.index(width)])
         return _State(states, bandit.update(state.arms, state.arm, reward), state.arm)
 
     return Drafter(

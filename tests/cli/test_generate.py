@@ -100,6 +100,22 @@ def test_compare_sampled_drafts_states_no_equality(cli):
     assert document["method"] == "two_model" and document["identical"] is None and document["speedup"] > 0
 
 
+def test_costs_are_measured_or_those_of_a_plan(cli, refused, tmp_path):
+    run = ("generate", "abcabcabc", "--json", *SHORT)
+    document = json.loads(cli(*run, "--costs", "measured", "--no-cache").out)
+    assert list(document["costs"]) == ["1", "2", "4", "8", "16"] and document["costs"]["1"] == 1.0
+    plan = tmp_path / "plan.json"
+    reports = [{"name": f"verify {n}", "compiles": True, "seconds": {"schedule": ms}} for n, ms in ((1, 4), (8, 5))]
+    plan.write_text(json.dumps({"widths": reports}))
+    document = json.loads(cli(*run, "--method", "prompt_lookup", "--controller", "goodput", "--costs", plan).out)
+    assert document["costs"] == {"1": 1.0, "8": 1.25}
+    plan.write_text("{}")
+    assert "specjax plan --json" in refused(*run, "--costs", plan)
+    assert "--costs must be measured" in refused(*run, "--costs", tmp_path / "none.json")
+    assert "--costs does not apply to method suffix" in refused(*run, "--method", "suffix", "--costs", "measured")
+    assert "host to host" in refused(*run, "--distributed", "--costs", "measured")
+
+
 def test_a_stop_rule_and_a_controller(cli):
     options = ("--draft", "draft", "--stop", "confidence:0.9", "--controller", "additive:2", *SHORT, "--compare")
     document = json.loads(cli("generate", "abc", *options, "--json").out)
