@@ -12,7 +12,7 @@ NEG = -1e30
 
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False,
+    softcap=None, with_total=False, products=None,
 ):  # fmt: skip
     """Attend from T new tokens to a cached prefix and to each other.
 
@@ -32,6 +32,7 @@ def tree_attention(
       with_total: also return the logarithm of the sum of the exponentiated scores, float32[B, T, H], by which results
         over parts of the prefix are put together; the output is float32 then. A token that sees nothing has about
         -1e30, and any finite output.
+      products: what multiplies queries and keys, as `plain_products`, the default, does.
 
     Returns: [B, T, H, h].
     """
@@ -42,7 +43,7 @@ def tree_attention(
     q = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)
 
     def scores(keys, visible):
-        return masked_scores(q, keys, visible, softcap)
+        return masked_scores(q, keys, visible, softcap, products or plain_products)
 
     slot = jnp.arange(slots)
     in_prefix = jnp.broadcast_to(slot < length[:, None, None], (batch, t, slots))
@@ -78,10 +79,10 @@ def factors(x, dtype):
     return (x.values.astype(dtype), x.scale[..., None, :]) if isinstance(x, Quantized) else (x, None)
 
 
-def masked_scores(q, keys, visible, softcap):
+def masked_scores(q, keys, visible, softcap, products):
     """q [B, K, G*T, h], keys [B, K, n, h], visible bool[B, T, n] -> float32[B, K, G*T, n], NEG where not seen."""
     keys, scales = factors(keys, q.dtype)
-    s = jax.lax.platform_dependent(q, keys, cpu=lambda q, keys: _products(keys, q).swapaxes(2, 3), default=_products)
+    s = products(q, keys)
     s = s if scales is None else s * scales
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
@@ -90,12 +91,8 @@ def masked_scores(q, keys, visible, softcap):
     return jnp.where(visible[:, None, None], by_token, NEG).reshape(s.shape)
 
 
-def _products(x, y):
-    """x [B, K, m, h], y [B, K, n, h] -> float32[B, K, m, n]. XLA's CPU kernels pack y anew each time: the shorter one.
-
-    SmolLM2 at 1,000 slots, 1 / 4 / 16 new tokens, two cores: 35.9 / 49.9 / 76.9 ms a pass with the keys as y, 33.6 /
-    46.8 / 73.7 with the queries.
-    """
+def plain_products(x, y):
+    """x [B, K, m, h], y [B, K, n, h] -> float32[B, K, m, n]."""
     return jax.lax.dot_general(x, y, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
 
 

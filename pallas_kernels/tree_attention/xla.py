@@ -11,6 +11,7 @@ from specjax.pallas_kernels.tree_attention.reference import (
     group_queries,
     masked_scores,
     of_layer,
+    plain_products,
     tree_attention,
     weighted,
 )
@@ -32,14 +33,14 @@ def blocked_tree_attention(
     if t < many or slots <= block:
         return tree_attention(
             q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, scale=scale,
-            window=window, softcap=softcap, with_total=with_total,
+            window=window, softcap=softcap, with_total=with_total, products=products,
         )  # fmt: skip
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
 
     def add(carry, keys, values, visible):
         """Online softmax: fold keys [B, K, n, h] seen where visible bool[B, T, n] into (sum, total, top)."""
         acc, total, top = carry
-        s = masked_scores(grouped, keys, visible, softcap)
+        s = masked_scores(grouped, keys, visible, softcap, products)
         higher = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
         weights, fade = jnp.exp(s - higher), jnp.exp(top - higher)
         return (
@@ -68,3 +69,13 @@ def blocked_tree_attention(
     blocks = (jnp.max(length) + block - 1) // block
     acc, total, top = jax.lax.fori_loop(0, blocks, body, carry)
     return finish(acc / total, top, total, t, q.dtype, with_total)
+
+
+def products(q, keys):
+    """As `plain_products`. XLA's CPU kernels pack the right operand anew each time, so there that is the shorter one.
+
+    SmolLM2 at 1,000 slots, 1 / 4 / 16 new tokens, two cores: 35.9 / 49.9 / 76.9 ms a pass with the keys on the right,
+    33.6 / 46.8 / 73.7 with the queries.
+    """
+    by_keys = lambda q, keys: plain_products(keys, q).swapaxes(2, 3)
+    return jax.lax.platform_dependent(q, keys, cpu=by_keys, default=plain_products)
