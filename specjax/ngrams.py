@@ -131,14 +131,14 @@ def merge(table: Table, rows: Table, combine: Callable[[PyTree, PyTree], PyTree]
         same = jnp.all(one.grams[:, :, None] == row.grams[:, None], -1)  # [H, A, A]
         same &= (one.ages > 0)[:, :, None] & (row.ages > 0)[:, None]
         both, match = jnp.any(same, 2), jnp.argmax(same, 2)
-        at_match = lambda x: jnp.take_along_axis(x, _expand(match, x), 1)
+        at_match = lambda x: jnp.take_along_axis(x, expand(match, x), 1)
         combined = combine(one.values, jax.tree.map(at_match, row.values))
-        values = jax.tree.map(lambda new, old: jnp.where(_expand(both, old), new, old), combined, one.values)
+        values = jax.tree.map(lambda new, old: jnp.where(expand(both, old), new, old), combined, one.values)
         later = jnp.where(row.ages > 0, row.ages + one.clock, 0)
         ages = jnp.where(both, at_match(later), one.ages)
         joined = jnp.concatenate([ages, jnp.where(jnp.any(same, 1), 0, later)], 1)  # [H, 2 A]
         ages, kept = jax.lax.top_k(joined, ways)
-        join = lambda x, y: jnp.take_along_axis(jnp.concatenate([x, y], 1), _expand(kept, x), 1)
+        join = lambda x, y: jnp.take_along_axis(jnp.concatenate([x, y], 1), expand(kept, x), 1)
         values = jax.tree.map(join, values, row.values)
         return Table(join(one.grams, row.grams), ages, values, one.clock + row.clock), None
 
@@ -146,7 +146,7 @@ def merge(table: Table, rows: Table, combine: Callable[[PyTree, PyTree], PyTree]
     return jax.tree.map(lambda x: x[None], merged)
 
 
-def _expand(x: Array, like: Array) -> Array:
+def expand(x: Array, like: Array) -> Array:
     """`x` with as many dimensions as `like`."""
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 

@@ -94,7 +94,7 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
         batch, width = tree.tokens.shape
         known = costs_of.at(costs, widths, batch, dtype, platform)
         # The tree was cut to the width of the pass.
-        reward = jnp.mean(verdict.num_nodes.astype(jnp.float32)) / float(known[widths.index(width)])
+        reward = jnp.mean(verdict.num_nodes.astype(jnp.float32)) / known[widths.index(width)]
         return _State(states, bandit.update(state.arms, state.arm, reward), state.arm)
 
     return Drafter(

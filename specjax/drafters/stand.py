@@ -36,6 +36,8 @@ from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Ve
 ORDERS = 4, 3, 2  # lengths of contexts, the first that is found counts
 KEPT = 10  # tokens of an entry
 WAYS = 2  # places of a bucket
+UNUSED = np.arange(max(ORDERS)) < max(ORDERS) - np.array(ORDERS)[:, None, None, None]
+"""bool[3, 1, 1, 4]: the tokens of a context that each of ORDERS leaves out."""
 
 
 _PATHS = """
@@ -273,24 +275,19 @@ def _entry(table: ngrams.Table, contexts: Array) -> Entry:
     """What a table holds about contexts int32[B, M, n]."""
     found = ngrams.find(table, contexts)
     way = jnp.argmax(found.hit, 2)
-    take = lambda x: jnp.take_along_axis(x, way.reshape(way.shape + (1,) * (x.ndim - 2)), 2)[:, :, 0]
+    take = lambda x: jnp.take_along_axis(x, ngrams.expand(way, x), 2)[:, :, 0]
     entry, known = jax.tree.map(take, found.values), jnp.any(found.hit, 2)
     return Entry(jnp.where(known[:, :, None], entry.tokens, -1), entry.probs, jnp.where(known, entry.seen, 0))
 
 
-def _unused(n: int = max(ORDERS)) -> np.ndarray:
-    """bool[3, n]: the tokens of a context that each of ORDERS leaves out."""
-    return np.arange(n) < n - np.array(ORDERS)[:, None]
-
-
 def _by_order(contexts: Array) -> Array:
     """int32[3, B, M, 4] of contexts int32[B, M, 4]: all orders are looked up at once, for on a TPU operations count."""
-    return jnp.where(_unused()[:, None, None], 0, contexts)
+    return jnp.where(UNUSED, 0, contexts)
 
 
 def _learn(tables: ngrams.Table, contexts: Array, laws: Entry) -> ngrams.Table:
     """Mix laws [B, M] into the entries of their contexts int32[B, M, 4], in every table."""
-    wanted = (laws.seen > 0) & jnp.all(_unused()[:, None, None] | (contexts >= 0), -1)
+    wanted = (laws.seen > 0) & jnp.all(UNUSED | (contexts >= 0), -1)
 
     def learn(table: ngrams.Table, grams: Array, wanted: Array) -> ngrams.Table:
         return ngrams.write(table, grams, mix(_entry(table, grams), laws), wanted, prefix=grams.shape[-1])
@@ -304,10 +301,8 @@ def _find(params: PyTree, tables: ngrams.Table, contexts: Array) -> Entry:
     entries = jax.vmap(_entry)(tables, grams)
     if params:
         entries = mix(jax.vmap(_entry)(params, grams), entries)
-    first = jnp.argmax(entries.seen > 0, 0)
-    return jax.tree.map(
-        lambda x: jnp.take_along_axis(x, first.reshape(1, *first.shape, *[1] * (x.ndim - 3)), 0)[0], entries
-    )
+    first = jnp.argmax(entries.seen > 0, 0)[None]
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, ngrams.expand(first, x), 0)[0], entries)
 
 
 def _warp(entry: Entry, settings) -> Array:
