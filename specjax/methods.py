@@ -29,7 +29,7 @@ class Method(NamedTuple):
     paper: str
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines where wide passes are dear
     needs_datastore: bool = False  # `make` takes `datastore=` too
-    takes_costs: bool = False  # and `costs=`, of `specjax.costs`
+    takes_costs: bool = False  # and `costs=`, of `specjax.costs`, and `platform=`
     takes_tree: bool = False  # and `tree=`, a `trees.Builder`, and `stop=`, a `trees.Stop`
 
 

@@ -82,7 +82,7 @@ def bench(
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     o.check_methods(names, draft, num_draft_tokens, tree, datastore, stop)
-    o.check_costs(costs, names, controller)
+    weighed = o.read_costs(costs, names, controller)
 
     from rich.console import Console
 
@@ -101,7 +101,7 @@ def bench(
     session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype)
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
-    session = weigh(session, costs, batch_size, log)
+    session = weigh(session, weighed, batch_size, log)
     run = Bench(session, settings, names, num_draft_tokens, tree, stop, rows, batch_size, repeats)
     run.run(log)
     document = bench_output.document(run, bad, skipped)

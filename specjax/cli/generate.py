@@ -94,7 +94,7 @@ def generate(
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     method = method or ("two_model" if draft else "auto")
     o.check_methods([method], draft, num_draft_tokens, tree, datastore, stop)
-    o.check_costs(costs, [method], controller)
+    weighed = o.read_costs(costs, [method], controller)
     o.require(
         not distributed or costs != "measured",
         "--costs measured differs from host to host, and all must run one program; with --distributed give a file",
@@ -120,7 +120,7 @@ def generate(
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:
         raise UsageError(p.describe(bad[0], batch_file))
-    session = weigh(session, costs, batch_size, log)
+    session = weigh(session, weighed, batch_size, log)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
     generation = Generation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +184,7 @@ def require(holds: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
-def _parse(flag: str, parse, spec: str):
+def _parse(flag: str, parse, spec):
     """`parse(spec)`. Raises: UsageError that names the flag."""
     try:
         return parse(spec)
@@ -251,22 +252,32 @@ def check_methods(
             )
 
 
-def check_costs(costs: str | None, names: list[str], controller: str | None) -> None:
-    """--costs that nothing reads, or that is no file."""
+def read_costs(costs: str | None, names: list[str], controller: str | None):
+    """What --costs stands for: None, "measured" or the curve of a plan.
+
+    Raises: UsageError if nothing reads it, or for what is no plan.
+    """
+    from specjax.costs import planned
     from specjax.methods import METHODS
 
     if costs is None:
-        return
+        return None
     weighing = [name for name, method in METHODS.items() if method.takes_costs]
     require(
         controller == "goodput" or any(name in weighing for name in names),
         f"--costs does not apply to method {' or '.join(names)}, only to {' and '.join(weighing)} and to --controller "
         "goodput; leave it out",
     )
-    require(
-        costs == "measured" or Path(costs).is_file(),
-        f'--costs must be measured or the JSON that `specjax plan --json` printed, not "{costs}"',
-    )
+    if costs == "measured":
+        return costs
+    try:
+        plan = json.loads(Path(costs).read_text(encoding="utf-8"))
+    except OSError:
+        what = f'--costs must be measured or the JSON that `specjax plan --json` printed, not "{costs}"'
+        raise UsageError(what) from None
+    except ValueError:
+        raise UsageError(f"--costs: {costs}: it is not JSON; write it with `specjax plan --json`") from None
+    return _parse(f"--costs: {costs}", planned, plan)
 
 
 def budget_option(name: str, budget: int | None) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
 import platform
 import shlex
@@ -106,33 +105,14 @@ def open_session(
     return Session(model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype)
 
 
-WIDTHS = {"cpu": (1, 2, 4, 8, 16)}
-"""Passes that `--costs measured` times; elsewhere 1 to 64 tokens. Between them costs are interpolated."""
-
-
-def weigh(session: Session, costs: str | None, batch_size: int, log: Console) -> Session:
-    """With what `--costs` says of wide passes.
-
-    Raises: UsageError for a file that is not the JSON of a plan.
-    """
-    import jax
-
-    if costs is None:
-        return session
-    if costs != "measured":
-        try:
-            plan = json.loads(Path(costs).read_text(encoding="utf-8"))
-            return session._replace(costs=costs_of.planned(plan))
-        except (OSError, ValueError, UsageError) as error:
-            sentence = error if isinstance(error, UsageError) else "it is not JSON; write it with `specjax plan --json`"
-            raise UsageError(f"--costs: {costs}: {sentence}") from None
-    widths = WIDTHS.get(jax.default_backend(), (1, 8, 16, 32, 64))
-    context = min(512, session.capacity - max(widths))
-    with stage(log, "measuring passes", "measured passes"):
-        curve = costs_of.measured(session.target, widths, batch_size, context)
-    said = ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*curve, strict=True))
-    log.print(f"tokens per pass: cost in passes over one: {said}", style="dim", highlight=False)
-    return session._replace(costs=curve)
+def weigh(session: Session, costs: costs_of.Curve | str | None, batch_size: int, log: Console) -> Session:
+    """With the costs of wide passes; "measured": by timing them now."""
+    if isinstance(costs, str):
+        with stage(log, "measuring passes", "measured passes"):
+            costs = costs_of.measured(session.target, batch=batch_size)
+        said = ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*costs, strict=True))
+        log.print(f"tokens per pass: cost in passes over one: {said}", style="dim", highlight=False)
+    return session._replace(costs=costs)
 
 
 def _on_mesh(drafter: Drafter, mesh) -> Drafter:

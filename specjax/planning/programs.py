@@ -212,7 +212,7 @@ def drafter_of(job: Job, target: Target, draft: Target | None) -> Drafter:
     from specjax import methods, trees
 
     method = methods.METHODS[job.method]
-    options: dict[str, Any] = {"platform": "tpu"} if job.method == "auto" else {}
+    options: dict[str, Any] = {"platform": "tpu"} if method.takes_costs else {}
     if job.tree is not None:
         options["tree"] = trees.parse(job.tree)
     elif job.num_draft_tokens is not None:
