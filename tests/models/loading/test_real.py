@@ -35,7 +35,7 @@ They are still waiting for the answer to it."""
 @functools.cache
 def logits_of(source, dtype="float32"):
     """(ids [200], logits [200, V]) of TEXT in one pass."""
-    target, tokenizer = load(source, dtype=dtype)
+    target, tokenizer = load(source, dtype=dtype, stacked=True)  # compiles in a third of the time
     ids = jnp.array([tokenizer.encode(TEXT)[:200]])
     assert ids.shape == (1, 200)
     model = target.model
