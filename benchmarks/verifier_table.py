@@ -3,30 +3,40 @@
     python benchmarks/verifier_table.py question.jsonl --target TARGET --draft DRAFT --temperature 0 0.6 1
     python benchmarks/verifier_table.py question.jsonl --target TARGET --token-recycling --temperature 0 0.6 1
     python benchmarks/verifier_table.py ... --time        # afterwards, on a machine that does nothing else
+    python benchmarks/verifier_table.py ... --time whole --budget 16
 
 Each cell decodes the same prompts for a few passes and says how many tokens one pass adds, the bonus token included,
 expected over the rule's draws (`specjax.analysis.expected_tokens`): the first rule of a tree decides where the next one
 is drafted, and all rules of that tree judge the same drafts. With the standard error over prompts, and the difference
-from the tree's first rule on the same drafts. A budget counts drafted nodes. `--time` adds tokens per second: a cell's
-tokens per pass over the median time of its steps at batch 1, beside plain decoding timed in the same run. Results are
-kept in a JSON file, so that a run may be stopped and taken up again; the Markdown table is printed at the end.
+from the tree's first rule on the same drafts. A budget counts drafted nodes. A drafter that learns from the text needs more
+than the default of four passes: `--passes 64`.
+
+`--time` adds tokens per second at batch 1, the tokens per pass over the time of a step, beside plain decoding timed in
+the same run. That time is the sum of the draft, the target's pass over so many tokens and the rule, each the median of
+its own runs: of 200 cells many share a part, and a whole step takes a minute to compile. `--time whole` times whole
+steps, to hold that against. Results are kept in a JSON file, so that a run may be stopped and taken up again; the
+Markdown table is printed at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import itertools
 import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 
 import specjax
 from specjax import analysis, trees, verifiers
 from specjax.drafters import autoregressive, token_recycling, two_model
+from specjax.types import Context, Output, Sampling, TokenTree, Verdict
 
 WIDE = {8: "2x1x1x1", 16: "2x2x1x1", 32: "4x2x1x1", 64: "4x2x2x1x1"}  # branching specs of at most as many nodes
 
@@ -63,8 +73,8 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=8, help="verdicts per tree")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--draft-dtype", default="float32")
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps per cell")
+    parser.add_argument("--time", nargs="?", const="parts", choices=["parts", "whole"])
+    parser.add_argument("--steps", type=int, default=8, help="timed runs of each part")
     parser.add_argument("--out", default="verifier_table.json")
     args = parser.parse_args()
 
@@ -99,26 +109,18 @@ def main() -> None:
             about = {"rule": rule.name, "first": rules[0].name, "nodes": drafter.num_nodes - 1, "mean": rows.mean()}
             record(cell | about | {"standard_error": standard_error(rows.tolist()), "rows": rows.tolist()})
 
-    def clock(cell: dict, drafter, rules, temperature: float) -> None:
-        for rule in rules:
-            verifier = rule if temperature else None
-            record(
-                cell
-                | {
-                    "rule": rule.name,
-                    "step_ms": step_ms(target, drafter, prompts[0], temperature, verifier, args.steps),
-                }
-            )
+    clocks = Clocks(target, prompts[0], args.steps)
 
-    wanted, run = ("step_ms", clock) if args.time else ("rows", measure)
+    def clock(cell: dict, drafter, rules, temperature: float) -> None:
+        times = clocks.whole if args.time == "whole" else clocks.parts
+        for rule, parts in zip(rules, times(drafter, rules, temperature), strict=True):
+            record(cell | {"rule": rule.name, **parts})
+
+    wanted, run = {None: ("rows", measure), "parts": ("step_ms", clock), "whole": ("whole_ms", clock)}[args.time]
     for temperature in args.temperature:
         if args.time:
-            clock(
-                {"temperature": temperature, "budget": 0, "tree": "1"},
-                autoregressive(),
-                [verifiers.greedy],
-                temperature,
-            )
+            rule = verifiers.sample_and_match if temperature else verifiers.greedy
+            clock({"temperature": temperature, "budget": 0, "tree": "1"}, autoregressive(), [rule], temperature)
         for n in args.budget:
             if draft is None:
                 cells = [(f"recycling:{n}", [verifiers.sample_and_match if temperature else verifiers.greedy])]
@@ -155,19 +157,95 @@ def name(cell: dict) -> tuple:
     return cell["budget"], cell["temperature"], cell["tree"], cell["rule"]
 
 
-def step_ms(target, drafter, prompt, temperature, verifier, steps: int) -> float:
-    """Median milliseconds of `steps` steps of one row, after three that compile and settle."""
-    stream = specjax.stream(
-        target, drafter, [prompt], key=jax.random.key(0), max_new_tokens=16 * (steps + 3), temperature=temperature,
-        verifier=verifier,
-    )  # fmt: skip
-    times, last = [], time.perf_counter()
-    for _ in itertools.islice(stream, steps + 3):
-        now = time.perf_counter()
-        times.append(now - last)
-        last = now
-    stream.close()
-    return 1000 * statistics.median(times[3:])
+class Clocks:
+    """Milliseconds of a step at batch 1 after `prompt`: medians of `steps` runs, after one that compiles."""
+
+    def __init__(self, target, prompt: list[int], steps: int):
+        self.target, self.prompt, self.steps = target, prompt, steps
+        self.pass_ms = functools.cache(self._pass_ms)
+
+    def parts(self, drafter, rules, temperature: float) -> Iterator[dict[str, float]]:
+        vocab_size = self.target.model.vocab_size
+        draft_ms, tree = self._draft(drafter, bool(temperature))
+        pass_ms = self.pass_ms(drafter.num_nodes)
+        keys = jax.random.split(jax.random.key(1), tree.tokens.shape)
+        logits = 3 * jax.random.normal(jax.random.key(2), (*tree.tokens.shape, vocab_size))
+        for rule in rules:
+            verify_ms = self._median(lambda rule=rule: verify(rule, keys, tree, logits))
+            parts = {"draft_ms": draft_ms, "pass_ms": pass_ms, "verify_ms": verify_ms}
+            yield parts | {"step_ms": sum(parts.values())}
+
+    def whole(self, drafter, rules, temperature: float) -> Iterator[dict[str, float]]:
+        for rule in rules:
+            stream = specjax.stream(
+                self.target, drafter, [self.prompt], key=jax.random.key(0), max_new_tokens=16 * (self.steps + 3),
+                temperature=temperature, verifier=rule if temperature else None,
+            )  # fmt: skip
+            times, last = [], time.perf_counter()
+            for _ in itertools.islice(stream, self.steps + 3):
+                now = time.perf_counter()
+                times.append(now - last)
+                last = now
+            stream.close()
+            yield {"whole_ms": 1000 * statistics.median(times[3:])}
+
+    def _draft(self, drafter, sampled: bool) -> tuple[float, TokenTree]:
+        """A round's `propose` and `update`, and its tree; the temperature is an argument of the program."""
+        length = len(self.prompt)
+        tokens = jnp.zeros((1, length + 256 + drafter.num_nodes), jnp.int32).at[0, :length].set(jnp.array(self.prompt))
+        context = Context(tokens, jnp.array([length]), Sampling(jnp.float32(1.0)) if sampled else Sampling())
+        keys = jax.random.split(jax.random.key(0), 1)
+        logits = jnp.zeros((1, drafter.num_nodes, self.target.model.vocab_size))
+        arguments = drafter, keys, draft_start(drafter, context), context, logits
+        return self._median(lambda: draft_round(*arguments)), draft_round(*arguments)[0]
+
+    def _pass_ms(self, width: int) -> float:
+        length = len(self.prompt)
+        cache = self.target.model.init_cache(1, length + 256)
+        held = [cache._replace(length=jnp.full((1,), length, jnp.int32))]  # donated, so that it is not copied
+
+        def run():
+            held[0], token = target_pass(self.target, held[0], jnp.zeros((1, width), jnp.int32), length)
+            return token
+
+        return self._median(run)
+
+    def _median(self, run) -> float:
+        times = []
+        for _ in range(self.steps + 1):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            times.append(time.perf_counter() - start)
+        return 1000 * statistics.median(times[1:])
+
+
+@jax.jit
+def draft_start(drafter, context):
+    return drafter.init(drafter.params, context)
+
+
+@jax.jit
+def draft_round(drafter, keys, state, context, logits):
+    """A tree, and the memory after a round that accepted nothing."""
+    limit = jnp.full_like(context.length, drafter.max_depth)
+    tree, state = drafter.propose(drafter.params, keys, state, context, limit)
+    verdict = Verdict(jnp.zeros_like(tree.parents), jnp.ones_like(limit), jnp.zeros_like(limit))
+    return tree, drafter.update(drafter.params, state, tree, verdict, Output(logits, logits[..., :1]))
+
+
+@jax.jit
+def verify(rule, keys, tree, logits):
+    return rule(keys, tree, logits)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def target_pass(target, cache, tokens, length: int):
+    """A pass over a tree's tokens, and the cache with the first of them, as if no more had been before."""
+    width = tokens.shape[1]
+    positions, mask = length + jnp.arange(width)[None], jnp.tril(jnp.ones((1, width, width), bool))
+    output, pending = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
+    cache = target.model.commit(cache, pending, jnp.arange(width)[None], jnp.ones((1,), jnp.int32))
+    return cache._replace(length=jnp.full((1,), length, jnp.int32)), jnp.argmax(output.logits, -1)
 
 
 def markdown(cells: list[dict]) -> str:

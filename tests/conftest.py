@@ -16,8 +16,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=8)}
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-# Tracing makes many objects and few cycles: collected by the fixture below instead, once per file (five folders: 88 s of
-# CPU time with the collector running, 74 s without).
+# Tracing makes many objects and few cycles: the fixture below collects them once per file (three folders: 88 s of CPU
+# time with the collector running, 74 s without).
 gc.disable()
 
 MAPS = 30_000  # half of what Linux gives a process by default; every compiled program takes some
