@@ -8,8 +8,8 @@
 Each cell decodes the same prompts for a few passes and says how many tokens one pass adds, the bonus token included,
 expected over the rule's draws (`specjax.analysis.expected_tokens`): the first rule of a tree decides where the next one
 is drafted, and all rules of that tree judge the same drafts. With the standard error over prompts, and the difference
-from the tree's first rule on the same drafts. A budget counts drafted nodes. A drafter that learns from the text needs more
-than the default of four passes: `--passes 64`.
+from the tree's first rule on the same drafts. A budget counts drafted nodes. A drafter that learns from the text needs
+more than the default of four passes: `--passes 64`.
 
 `--time` adds tokens per second at batch 1, the tokens per pass over the time of a step, beside plain decoding timed in
 the same run. That time is the sum of the draft, the target's pass over so many tokens and the rule, each the median of
