@@ -20,11 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specjax.pallas_kernels.tree_attention.reference import NEG, finish, group_queries, ungroup_queries
+from specjax.pallas_kernels.tuning import tuned
 from specjax.quantization import Quantized
 
 LANES = 128
-BUFFERS = 4 << 20  # bytes for two blocks of keys and two of values
-LONG = 4096  # slots
 ANY_DISTANCE = 1 << 30
 MAX_ROWS = 1024  # query rows per kv head: scores of a block are [rows, block] float32
 
@@ -55,7 +54,8 @@ def tree_attention(
     """As `reference.tree_attention`.
 
     Args:
-      block: slots per copy, a multiple of 128; None: what fits into BUFFERS, at most 512, or 1024 of a long cache.
+      block: slots per copy, a multiple of 128. None: that of tuned.json, halved until two blocks of keys and two of
+        values fit into its `buffer_bytes`.
       interpret: True or `pltpu.InterpretParams`, to run on CPU.
 
     Raises: NotImplementedError for what `unsupported` names.
@@ -135,8 +135,9 @@ def _block(kv_heads: int, dim: int, itemsize: int, slots: int) -> int:
     compiler schedules per slot in blocks of 256, 512 and 1024: for one node 1.50, 1.01 and 0.82 cycles, 1.97, 1.15 and
     0.83 of int8; for 64 nodes 6.6, 4.0 and 2.8, or 7.5, 4.4 and 2.9. A copy takes 1.9 cycles, or 0.97 of int8.
     """
-    size = 512 if slots < LONG else 1024
-    while size > LANES and 4 * kv_heads * size * max(dim, LANES) * itemsize > BUFFERS:
+    sizes = tuned("tree_attention")
+    size = sizes["block"] if slots < sizes["long"] else sizes["long_block"]
+    while size > LANES and 4 * kv_heads * size * max(dim, LANES) * itemsize > sizes["buffer_bytes"]:
         size //= 2
     return size
 

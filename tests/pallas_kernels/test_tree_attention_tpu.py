@@ -279,3 +279,41 @@ def test_what_the_kernel_does_not_take_is_refused_by_name(change, reason):
     with pytest.raises(NotImplementedError, match=reason):
         tree_attention(*arrays, **options, scale=0.2, implementation="pallas_tpu")
     assert tree_attention(*arrays, **options, scale=0.2).shape == arrays[0].shape  # None always works
+
+
+def copied_bytes(monkeypatch, length: int, nodes: int, slots: int = 4608) -> int:
+    """What the kernel copies from the prefix, of 2 kv heads of 128 in bfloat16 (Llama 3 8B on four chips)."""
+    copied = []
+    make = pltpu.make_async_copy
+
+    def counted(source, destination, semaphore):
+        copy = make(source, destination, semaphore)
+        start, size = copy.start, int(np.prod(destination.shape)) * destination.dtype.itemsize
+
+        class Counted:
+            def start(self):
+                jax.debug.callback(lambda: copied.append(size))
+                start()
+
+            wait = staticmethod(copy.wait)
+
+        return Counted()
+
+    monkeypatch.setattr(tpu.pltpu, "make_async_copy", counted)
+    new, prefix = (jnp.zeros((1, 2, n, 128), jnp.bfloat16) for n in (nodes, slots))
+    positions = length + jnp.arange(nodes)[None]
+    result = tpu.tree_attention(
+        jnp.zeros((1, nodes, 8, 128), jnp.bfloat16), new, new, prefix, prefix, jnp.array([length]), positions,
+        jnp.tril(jnp.ones((1, nodes, nodes), bool)), scale=0.1, interpret=pltpu.InterpretParams(),
+    )  # fmt: skip
+    jax.block_until_ready(result)
+    jax.effects_barrier()
+    return sum(copied)
+
+
+@pytest.mark.parametrize(("length", "most"), [(4096, 1.0), (3000, 1.1), (1100, 2.0)])
+def test_what_it_reads_goes_with_the_length(monkeypatch, length, most):
+    """Bytes over those of the keys and values that count; the same for a node and for a tree."""
+    needed = 2 * 2 * length * 128 * 2
+    one, tree = (copied_bytes(monkeypatch, length, nodes) for nodes in (1, 64))
+    assert needed <= one == tree <= most * needed
