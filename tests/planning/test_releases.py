@@ -60,9 +60,9 @@ def test_70b_on_256_chips():
 def test_a_tree_costs_little_more_than_a_token():
     """64 nodes over 4096 cached tokens, against one, from both sides.
 
-    By the compiler's cycles alone they cost 3 % more; the rest are the sums of 64 rows over the four chips.
+    Half of the difference are the sums of 64 rows over the four chips.
     """
     found = plan("llama3_8b", "v5e:2x2", acceptance=(0.6, 0.2, 0.1), widths=(1, 64), context=4096, model=4)
     one, many = (report.seconds for report in found.widths)
-    assert many["schedule"] <= 1.15 * one["schedule"]
+    assert many["schedule"] <= 1.10 * one["schedule"]
     assert many["roofline"] <= 1.10 * one["roofline"]
