@@ -14,8 +14,8 @@ more than the default of four passes: `--passes 64`.
 `--time` adds tokens per second at batch 1, the tokens per pass over the time of a step, beside plain decoding timed in
 the same run. That time is the sum of the draft, the target's pass over so many tokens and the rule, each the median of
 its own runs: of 200 cells many share a part, and a whole step takes a minute to compile. `--time whole` times whole
-steps, to hold that against. Results are kept in a JSON file, so that a run may be stopped and taken up again; the
-Markdown table is printed at the end.
+steps, to hold that against. Results are kept in a JSON file, so that a run may be stopped and taken up again; at the
+end Markdown tables are printed, one per temperature, and a plot goes beside the JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,7 @@ def main() -> None:
                 seen = {place[-1]: round(found[place].get("mean", 0), 3) for place in places}
                 print(f"{temperature:g} {n} {tree} {seen} {time.perf_counter() - start:.0f} s", flush=True)
     print(markdown(list(found.values())))
+    plot([cell for cell in found.values() if "rows" in cell], Path(args.out).with_suffix(".png"))
 
 
 def read_prompts(path: str, limit: int) -> list[str]:
@@ -248,30 +250,69 @@ def target_pass(target, cache, tokens, length: int):
     return cache._replace(length=jnp.full((1,), length, jnp.int32)), jnp.argmax(output.logits, -1)
 
 
+def families(cells: list[dict]) -> dict[tuple[str, str], dict[int, dict]]:
+    """The cells of one kind of tree and one rule, by budget. Rules of a tree stand together, its first one first."""
+    found: dict[tuple[str, str], dict[int, dict]] = {}
+    for cell in cells:
+        if "rows" in cell:
+            kind, _, size = cell["tree"].rpartition(":")
+            kind = kind or ("chain" if set(size) <= set("1x") else "branching")
+            found.setdefault((kind, cell["rule"]), {})[cell["budget"]] = cell
+    return found
+
+
 def markdown(cells: list[dict]) -> str:
+    """Per temperature a table of tokens per pass and, where a step was timed, the speed over plain decoding."""
     plain = {cell["temperature"]: cell["step_ms"] for cell in cells if cell["budget"] == 0}
     by_name = {name(cell): cell for cell in cells}
-    lines = [
-        "| temperature | budget | nodes | tree | rule | tokens per pass | less first rule | tokens/s | over plain |"
-    ]
-    lines.append("| --- " * 9 + "|")
-    for cell in cells:
-        if "rows" not in cell:
-            continue
-        rows, difference = cell["rows"], ""
-        if cell["rule"] != cell["first"]:
-            first = by_name[name(cell | {"rule": cell["first"]})]["rows"]
-            gap = [a - b for a, b in zip(rows, first, strict=True)]
-            difference = f"{statistics.mean(gap):+.2f} ± {standard_error(gap):.2f}"
-        speed = ratio = ""
-        if "step_ms" in cell:
-            speed = f"{1000 * cell['mean'] / cell['step_ms']:.2f}"
-            ratio = f"{cell['mean'] * plain[cell['temperature']] / cell['step_ms']:.2f}"
-        lines.append(
-            f"| {cell['temperature']:g} | {cell['budget']} | {cell['nodes']} | `{cell['tree']}` | {cell['rule']} | "
-            f"{cell['mean']:.2f} ± {cell['standard_error']:.2f} | {difference} | {speed} | {ratio} |"
-        )
+    budgets = sorted({cell["budget"] for cell in cells} - {0})
+    lines = []
+    for temperature in sorted({cell["temperature"] for cell in cells}):
+        lines += [
+            f"\nTemperature {temperature:g}\n",
+            f"| tree | rule | {' | '.join(map(str, budgets))} | over the first |",
+        ]
+        lines.append("| --- " * (len(budgets) + 3) + "|")
+        for (kind, rule), row in families([cell for cell in cells if cell["temperature"] == temperature]).items():
+            columns, difference = [], ""
+            for budget in budgets:
+                cell = row.get(budget, {})
+                column = f"{cell['mean']:.2f}" if cell else ""
+                if "step_ms" in cell:
+                    column += f" ({cell['mean'] * plain[temperature] / cell['step_ms']:.2f} x)"
+                columns.append(column)
+                if cell and rule != cell["first"]:
+                    first = by_name[name(cell | {"rule": cell["first"]})]["rows"]
+                    gap = [a - b for a, b in zip(cell["rows"], first, strict=True)]
+                    difference = f"{statistics.mean(gap):+.2f} ± {standard_error(gap):.2f}"
+            lines.append(f"| {kind} | `{rule}` | {' | '.join(columns)} | {difference} |")
     return "\n".join(lines)
+
+
+def plot(cells: list[dict], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    temperatures = sorted({cell["temperature"] for cell in cells})
+    figure, panels = plt.subplots(
+        1, len(temperatures), figsize=(5 * len(temperatures), 4.5), layout="constrained", sharey=True, squeeze=False
+    )
+    kinds: dict[str, str] = {}  # one colour per kind of tree; rules by their lines
+    for axes, temperature in zip(panels[0], temperatures, strict=True):
+        for (kind, rule), row in families([cell for cell in cells if cell["temperature"] == temperature]).items():
+            color = kinds.setdefault(kind, f"C{len(kinds)}")
+            first = next(iter(row.values()))["first"]
+            style = {"linestyle": "-" if rule == first else {"traversal": "--"}.get(rule, ":"), "marker": "o"}
+            budgets = sorted(row)
+            axes.plot(budgets, [row[n]["mean"] for n in budgets], color=color, label=f"{kind}, {rule}", **style)
+        axes.set_xscale("log", base=2)
+        axes.set(title=f"temperature {temperature:g}", xlabel="drafted nodes", xticks=[8, 16, 32, 64])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.legend(fontsize=7, frameon=False)
+    panels[0][0].set_ylabel("tokens per pass")
+    figure.savefig(out, dpi=110)
 
 
 if __name__ == "__main__":
