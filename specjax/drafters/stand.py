@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -96,8 +96,6 @@ def stand(
     State: StandState; the tables take 624 x buckets bytes per row (2.6 MB by default).
     Raises: UsageError for a setting outside its range.
     """
-    if tree is None and not 1 <= num_nodes <= len(ACCEPTED):
-        raise UsageError(f"num_nodes must be from 1 to {len(ACCEPTED)}, not {num_nodes}; for more nodes give a tree")
     if verify not in ("sample_and_match", "recursive_rejection"):
         raise UsageError(f'verify must be "sample_and_match" or "recursive_rejection", not "{verify}"')
     if draw not in ("sampled", "likeliest"):
@@ -105,14 +103,8 @@ def stand(
     if (verify, draw) == ("recursive_rejection", "likeliest"):
         raise UsageError('verify="recursive_rejection" is for drawn trees; leave draw at "sampled"')
     ngrams.check_buckets(buckets)
-    template = Template(ACCEPTED[:num_nodes] if tree is None else tree)
     kept = min(KEPT, vocab_size)
-    chosen = set(ACCEPTED[:num_nodes] if tree is None else tree)
-    for path in chosen:
-        if path[-1] and (*path[:-1], path[-1] - 1) not in chosen:
-            raise UsageError(f"the tree has {path} without its earlier sibling; add {(*path[:-1], path[-1] - 1)}")
-    if template.ranks.max() >= kept:
-        raise UsageError(f"the tree asks for rank {template.ranks.max()}, but entries keep ranks 0 to {kept - 1}")
+    template = _template(num_nodes, tree, kept)
     longest, rounds = max(ORDERS), template.max_depth + 1
     exact = verify == "recursive_rejection"
 
@@ -151,42 +143,8 @@ def stand(
         tail = jnp.where(place >= 0, tail, -1)
         state = state._replace(tables=learned, tail=tail, length=context.length)
         find = functools.partial(_find, params, learned)
-        return compact(_draw(template, find, tail, keys, context, limit)), state
-
-    def _draw(template: Template, find, tail: Array, keys: Array, context: Context, limit: Array) -> TokenTree:
-        """The tree below the end of the text int32[B, 4], level by level."""
-        batch = tail.shape[0]
-        contexts, valid = tail[:, None], jnp.ones((batch, 1), bool)  # of the level above
-        nodes, real, rows = [contexts[..., -1]], [valid], []
-        for depth, (start, stop) in list(enumerate(template.levels))[1:]:
-            entry = find(contexts)  # [B, F]
-            law = _warp(entry, context.sampling)
-            rows.append((entry, law))
-            place = template.parents[start:stop] - template.levels[depth - 1][0]
-            ranks = template.ranks[start:stop]
-            tokens = entry.tokens  # the likeliest first
-            if draw == "sampled" and context.sampling.temperature is not None:
-                noise = _noise(tokens, depth, keys, context, vocab_size)
-                law, order = jax.lax.top_k(law + noise, int(ranks.max()) + 1)
-                tokens = jnp.take_along_axis(tokens, order, 2)
-            drawn = tokens[:, place, ranks]
-            valid = valid[:, place] & (law[:, place, ranks] > -jnp.inf) & (depth <= limit[:, None])
-            drawn = jnp.where(valid, drawn, 0)
-            contexts = jnp.concatenate([contexts[:, place, 1:], drawn[:, :, None]], 2)
-            nodes.append(drawn)
-            real.append(valid)
-        tree = TokenTree(
-            jnp.concatenate(nodes, 1),
-            jnp.broadcast_to(template.parents, (batch, template.num_nodes)),
-            jnp.concatenate(real, 1),
-        )
-        if exact and context.sampling.temperature is not None and context.noise is None:
-            entries, laws = zip(*rows, strict=True)
-            tokens = jnp.concatenate([entry.tokens for entry in entries], 1)
-            whole = _whole(tokens, jnp.concatenate(laws, 1), vocab_size)
-            leaves = template.num_nodes - tokens.shape[1]  # nothing was drawn below the last level
-            tree = tree._replace(logits=jnp.pad(whole, ((0, 0), (0, leaves), (0, 0))))
-        return tree
+        drawn = _draw(template, find, tail, keys, context, limit, vocab_size, sampled=draw == "sampled", exact=exact)
+        return compact(drawn), state
 
     def update(params, state: StandState, tree: TokenTree, verdict: Verdict, output: Output) -> StandState:
         # The tables are written by the next `propose`: XLA would copy them here, in a branch of the verify pass.
@@ -217,6 +175,59 @@ def stand(
         read=read if read_prompt else None,
         remember=remember,
     )
+
+
+def _template(num_nodes: int, paths: tuple[tuple[int, ...], ...] | None, kept: int) -> Template:
+    """Of the first of ACCEPTED, or of `paths`. Raises: UsageError for one that cannot be filled from entries."""
+    if paths is None and not 1 <= num_nodes <= len(ACCEPTED):
+        raise UsageError(f"num_nodes must be from 1 to {len(ACCEPTED)}, not {num_nodes}; for more nodes give a tree")
+    chosen = ACCEPTED[:num_nodes] if paths is None else paths
+    template = Template(chosen)
+    for path in set(chosen):
+        if path[-1] and (*path[:-1], path[-1] - 1) not in chosen:
+            raise UsageError(f"the tree has {path} without its earlier sibling; add {(*path[:-1], path[-1] - 1)}")
+    if template.ranks.max() >= kept:
+        raise UsageError(f"the tree asks for rank {template.ranks.max()}, but entries keep ranks 0 to {kept - 1}")
+    return template
+
+
+def _draw(
+    template: Template, find: Callable[[Array], Entry], tail: Array, keys: Array, context: Context, limit: Array,
+    vocab_size: int, *, sampled: bool, exact: bool,
+) -> TokenTree:  # fmt: skip
+    """The tree below the end of the text int32[B, 4], level by level; `exact`: with the laws it was drawn from."""
+    batch = tail.shape[0]
+    contexts, valid = tail[:, None], jnp.ones((batch, 1), bool)  # of the level above
+    nodes, real, rows = [contexts[..., -1]], [valid], []
+    for depth, (start, stop) in list(enumerate(template.levels))[1:]:
+        entry = find(contexts)  # [B, F]
+        law = _warp(entry, context.sampling)
+        rows.append((entry, law))
+        place = template.parents[start:stop] - template.levels[depth - 1][0]
+        ranks = template.ranks[start:stop]
+        tokens = entry.tokens  # the likeliest first
+        if sampled and context.sampling.temperature is not None:
+            noise = _noise(tokens, depth, keys, context, vocab_size)
+            law, order = jax.lax.top_k(law + noise, int(ranks.max()) + 1)
+            tokens = jnp.take_along_axis(tokens, order, 2)
+        drawn = tokens[:, place, ranks]
+        valid = valid[:, place] & (law[:, place, ranks] > -jnp.inf) & (depth <= limit[:, None])
+        drawn = jnp.where(valid, drawn, 0)
+        contexts = jnp.concatenate([contexts[:, place, 1:], drawn[:, :, None]], 2)
+        nodes.append(drawn)
+        real.append(valid)
+    tree = TokenTree(
+        jnp.concatenate(nodes, 1),
+        jnp.broadcast_to(template.parents, (batch, template.num_nodes)),
+        jnp.concatenate(real, 1),
+    )
+    if not exact or context.sampling.temperature is None or context.noise is not None:
+        return tree
+    entries, laws = zip(*rows, strict=True)
+    tokens = jnp.concatenate([entry.tokens for entry in entries], 1)
+    whole = _whole(tokens, jnp.concatenate(laws, 1), vocab_size)
+    leaves = template.num_nodes - tokens.shape[1]  # nothing was drawn below the last level
+    return tree._replace(logits=jnp.pad(whole, ((0, 0), (0, leaves), (0, 0))))
 
 
 def best_paths(accepted: Iterable[Sequence[int]], num_nodes: int) -> tuple[tuple[int, ...], ...]:
