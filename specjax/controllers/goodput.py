@@ -38,6 +38,7 @@ def goodput(
     depths: tuple[int, ...] = (0, 1, 2, 3, 5, 7),
     *,
     costs: costs_of.Costs = None,
+    dtype: str = "float32",
     draft_cost: float = 0.0,
     start: float = 0.7,
     smoothing: float = 0.05,
@@ -49,7 +50,8 @@ def goodput(
 
     Args:
       costs: from `specjax.costs`, or numbers, of a target pass over depth + 1 tokens per row in passes over one; None:
-        the rule of thumb for the batch. draft_cost: of one pass of the drafter, in the same unit.
+        the rule of thumb for the batch and the `dtype` of the target's parameters. draft_cost: of one pass of the
+        drafter, in the same unit.
       start: acceptance before anything was seen. margin: by how much a change of depth must promise to pay.
 
     Raises: UsageError for depths that do not rise from 0, or costs that do not fit them.
@@ -84,7 +86,7 @@ def goodput(
 
     def best_depth(acceptance: Array, present: Array) -> Array:
         batch = acceptance.shape[0]
-        target = costs_of.at(costs, [k + 1 for k in depths], batch)
+        target = costs_of.at(costs, [k + 1 for k in depths], batch, dtype)
         step = jnp.asarray(target + draft_cost * np.asarray(depths), jnp.float32)
         value = expected_tokens(acceptance, depths) / step
         best, now = jnp.argmax(value), jnp.argmax(jnp.asarray(depths) == present)
