@@ -3,16 +3,17 @@
     pip install llama-cpp-python torch
     python benchmarks/prompt_lookup_peers.py question.jsonl --gguf SmolLM2-135M-Instruct.Q4_1.gguf --limit 3
 
-Greedy, batch 1, one process, all sides in turn on the same prompts (`--limit` per task of a Spec-Bench file), as many
-threads each. specjax and `transformers` decode the same float32 weights, llama.cpp the quantised file itself. A rate is
-tokens over seconds without the prompt's: the time of a call for one token is taken off. The ratio of a task is that of
-its median prompt.
+Greedy, batch 1, a process per package, in which both sides of a ratio take turns on the same prompts (`--limit` per
+task of a Spec-Bench file), as many threads each. specjax and `transformers` decode the same float32 weights, llama.cpp
+the quantised file itself. A rate is tokens over seconds without the prompt's: the time of a call for one token is taken
+off. The ratio of a task is that of its median prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import time
@@ -27,6 +28,7 @@ from rich.table import Table
 
 import specjax
 
+PACKAGES = "specjax", "transformers", "llama.cpp"
 Run = Callable[[list[int], int], int]  # (prompt, max_new_tokens) -> tokens decoded
 
 
@@ -64,9 +66,20 @@ def with_transformers(target, eos) -> dict[str, Run]:
     return {"plain": lambda *args: run({}, *args), "prompt_lookup": lambda *args: run(lookup, *args)}
 
 
-def with_llama_cpp(file: Path, eos, longest: int) -> dict[str, Run]:
+def with_llama_cpp(file: Path, eos, longest: int, repack: bool) -> dict[str, Run]:
+    import llama_cpp
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    defaults = llama_cpp.llama_cpp.llama_model_default_params
+
+    def without_repacking():
+        options = defaults()
+        options.use_extra_bufts = False
+        return options
+
+    if not repack:  # the class has no such option
+        llama_cpp.llama_cpp.llama_model_default_params = without_repacking
 
     def make(draft):
         return Llama(
@@ -97,6 +110,28 @@ def seconds_per_token(run: Run, prompt: list[int], count: int) -> float:
     return (times[1] - times[0]) / max(decoded - 1, 1)
 
 
+def measure(package: str, args: argparse.Namespace) -> list[dict]:
+    """Seconds per token of each side, for each prompt."""
+    target, tokenizer = specjax.load(args.gguf, dtype="float32")
+    chosen, _ = select(args.prompts, args.limit)
+    prompts = [tokenizer.chat(prompt.text)[-args.longest :] for prompt in chosen]
+    if package == "specjax":
+        sides = with_specjax(target, tokenizer.eos, args.longest)
+    elif package == "transformers":
+        sides = with_transformers(target, tokenizer.eos)
+    else:
+        del target
+        sides = with_llama_cpp(args.gguf, tokenizer.eos, args.longest, not args.no_repack)
+    for run in sides.values():  # compiles and warms
+        seconds_per_token(run, prompts[0], args.max_new_tokens)
+    found = []
+    for i, prompt in enumerate(prompts):
+        times = {name: seconds_per_token(run, prompt, args.max_new_tokens) for name, run in sides.items()}
+        found.append({"task": chosen[i].task, "seconds": times})
+        Console(stderr=True).print(f"{package}: {i + 1} of {len(prompts)}", style="dim")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
@@ -104,40 +139,31 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--longest", type=int, default=1408, help="longer prompts are cut, from the front")
+    parser.add_argument("--no-repack", action="store_true", help="llama.cpp: leave its weights as they are")
     parser.add_argument("--out", type=Path, default=Path("prompt_lookup_peers.json"))
     args = parser.parse_args()
-    target, tokenizer = specjax.load(args.gguf, dtype="float32")
-    chosen, _ = select(args.prompts, args.limit)
-    prompts = [tokenizer.chat(prompt.text)[-args.longest :] for prompt in chosen]
-    packages = {
-        "specjax": with_specjax(target, tokenizer.eos, args.longest),
-        "transformers": with_transformers(target, tokenizer.eos),
-        "llama.cpp": with_llama_cpp(args.gguf, tokenizer.eos, args.longest),
-    }
-    sides = {(package, name): run for package, runs in packages.items() for name, run in runs.items()}
-    for run in sides.values():  # compiles and warms
-        seconds_per_token(run, prompts[0], args.max_new_tokens)
-    times: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
-    log = Console(stderr=True)
-    for i, prompt in enumerate(prompts):
-        for side, run in sides.items():
-            times[side].append(seconds_per_token(run, prompt, args.max_new_tokens))
-        log.print(f"{i + 1} of {len(prompts)}: {chosen[i].task}", style="dim")
-    tasks = [prompt.task for prompt in chosen]
-    rows = []
-    for task in dict.fromkeys(tasks):
-        here = [i for i, other in enumerate(tasks) if other == task]
-        ratio = lambda package, name, here=here: statistics.median(
-            times[package, "plain"][i] / times[package, name][i] for i in here
+    report = {}
+    for package in PACKAGES:
+        with multiprocessing.get_context("spawn").Pool(1) as process:
+            report[package] = process.apply(measure, (package, args))
+        args.out.write_text(json.dumps(report, indent=1))
+    sides = [(package, name) for package in PACKAGES for name in report[package][0]["seconds"]]
+    table = Table("task", *(f"{package} {name}" for package, name in sides if name != "plain"))
+    for task in dict.fromkeys(entry["task"] for entry in report[PACKAGES[0]]):
+        ratios = (
+            statistics.median(
+                entry["seconds"]["plain"] / entry["seconds"][name] for entry in report[package] if entry["task"] == task
+            )
+            for package, name in sides
+            if name != "plain"
         )
-        rows.append({"task": task, **{f"{p} {n}": ratio(p, n) for p, n in sides if n != "plain"}})
-    rates = {" ".join(side): 1 / statistics.median(found) for side, found in times.items()}
-    args.out.write_text(json.dumps({"ratios": rows, "tokens_per_second": rates}, indent=1))
-    table = Table("task", *[name for name in rows[0] if name != "task"])
-    for row in rows:
-        table.add_row(row["task"], *(f"{x:.2f}" for name, x in row.items() if name != "task"))
+        table.add_row(task, *(f"{ratio:.2f}" for ratio in ratios))
     Console().print(table)
-    Console().print("tokens/s, median prompt: " + ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items()))
+    rates = (
+        f"{package} {name} {1 / statistics.median(entry['seconds'][name] for entry in report[package]):.1f}"
+        for package, name in sides
+    )
+    Console().print(f"tokens/s, median prompt: {', '.join(rates)}")
 
 
 if __name__ == "__main__":
