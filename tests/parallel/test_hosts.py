@@ -100,6 +100,7 @@ def test_hosts_with_different_prompts_say_so():
         assert process.out == ""
 
 
+@pytest.mark.exhaustive  # as with different prompts
 def test_hosts_with_different_versions_say_so():
     versions = "of_version", "VERSION"
     with Hosts(2, *versions, "generate", "abc", *SHORT, *FLAGS, names=lambda host: {"VERSION": f"0.{host}"}) as running:
@@ -109,6 +110,7 @@ def test_hosts_with_different_versions_say_so():
         assert "the versions of specjax or jax of host 1 differ from those of host 0" in process.err
 
 
+@pytest.mark.exhaustive  # as in the middle of a decode
 def test_a_host_that_fails_ends_the_others():
     with Hosts(2, "cli", "generate", "abc", *SHORT, *FLAGS, "--target", "missing") as running:
         first, second = running.wait()
@@ -117,7 +119,7 @@ def test_a_host_that_fails_ends_the_others():
     assert "specjax: host 1 failed: --target: there is no such file on this host" in first.err
 
 
-@pytest.mark.parametrize(("host", "words"), [(1, "did not answer within 3 s"), (0, "waited 3 s")])
+@pytest.mark.parametrize(("host", "words"), [exhaustive(1, "did not answer within 3 s"), (0, "waited 3 s")])
 def test_nobody_else_comes(host, words):
     port = free_port()
     arguments = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", str(host))
