@@ -250,11 +250,11 @@ def target_pass(target, cache, tokens, length: int):
     return cache._replace(length=jnp.full((1,), length, jnp.int32)), jnp.argmax(output.logits, -1)
 
 
-def families(cells: list[dict]) -> dict[tuple[str, str], dict[int, dict]]:
+def families(cells: list[dict], temperature: float) -> dict[tuple[str, str], dict[int, dict]]:
     """The cells of one kind of tree and one rule, by budget. Rules of a tree stand together, its first one first."""
     found: dict[tuple[str, str], dict[int, dict]] = {}
     for cell in cells:
-        if "rows" in cell:
+        if "rows" in cell and cell["temperature"] == temperature:
             kind, _, size = cell["tree"].rpartition(":")
             kind = kind or ("chain" if set(size) <= set("1x") else "branching")
             found.setdefault((kind, cell["rule"]), {})[cell["budget"]] = cell
@@ -271,9 +271,9 @@ def markdown(cells: list[dict]) -> str:
         lines += [
             f"\nTemperature {temperature:g}\n",
             f"| tree | rule | {' | '.join(map(str, budgets))} | over the first |",
+            "| --- " * (len(budgets) + 3) + "|",
         ]
-        lines.append("| --- " * (len(budgets) + 3) + "|")
-        for (kind, rule), row in families([cell for cell in cells if cell["temperature"] == temperature]).items():
+        for (kind, rule), row in families(cells, temperature).items():
             columns, difference = [], ""
             for budget in budgets:
                 cell = row.get(budget, {})
@@ -301,7 +301,7 @@ def plot(cells: list[dict], out: Path) -> None:
     )
     kinds: dict[str, str] = {}  # one colour per kind of tree; rules by their lines
     for axes, temperature in zip(panels[0], temperatures, strict=True):
-        for (kind, rule), row in families([cell for cell in cells if cell["temperature"] == temperature]).items():
+        for (kind, rule), row in families(cells, temperature).items():
             color = kinds.setdefault(kind, f"C{len(kinds)}")
             first = next(iter(row.values()))["first"]
             style = {"linestyle": "-" if rule == first else {"traversal": "--"}.get(rule, ":"), "marker": "o"}

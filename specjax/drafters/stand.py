@@ -183,7 +183,7 @@ def _template(num_nodes: int, paths: tuple[tuple[int, ...], ...] | None, kept: i
         raise UsageError(f"num_nodes must be from 1 to {len(ACCEPTED)}, not {num_nodes}; for more nodes give a tree")
     chosen = ACCEPTED[:num_nodes] if paths is None else paths
     template = Template(chosen)
-    for path in set(chosen):
+    for path in chosen:
         if path[-1] and (*path[:-1], path[-1] - 1) not in chosen:
             raise UsageError(f"the tree has {path} without its earlier sibling; add {(*path[:-1], path[-1] - 1)}")
     if template.ranks.max() >= kept:

@@ -5,6 +5,7 @@ import os
 import pathlib
 
 import pytest
+from quick_compile import flags
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
@@ -48,7 +49,7 @@ def test_runs_and_shows_text_tables_and_plots(path, tmp_path):
         "IPYTHONDIR": str(tmp_path),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         # A real model runs longer than it compiles: first_decode takes 28 s so, 71 s with the flags of the other tests.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": flags(devices=8, quick=False),
     }
     nbclient.NotebookClient(book, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path), env=environment)
     cells = [cell for cell in book.cells if cell.cell_type == "code"]

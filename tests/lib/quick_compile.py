@@ -14,6 +14,6 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # later releases a
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 
 
-def flags(devices: int) -> str:
-    """For a process with so many fake devices."""
-    return " ".join((f"--xla_force_host_platform_device_count={devices}", *QUICK))
+def flags(devices: int, quick: bool = True) -> str:
+    """For a process with so many fake devices; not `quick` for one that computes more than it compiles."""
+    return " ".join((f"--xla_force_host_platform_device_count={devices}", *(QUICK if quick else ())))
