@@ -82,19 +82,24 @@ def select(path: Path, limit: int) -> tuple[list[prompt_files.Prompt], list[prom
 def decode_all(target, drafter, prompts, max_new_tokens, eos) -> tuple[list[list[int]], list[int]]:
     """Texts and target passes of all prompts, in ragged batches of prompts of similar length."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    widths = sorted({len(prompts[batches[i][-1]]) for i in (len(batches) // 2, -1)})
     rows: list[list[int]] = [[] for _ in prompts]
     passes = [0] * len(prompts)
-    for start in range(0, len(order), BATCH):
-        chosen = order[start : start + BATCH]
+    for chosen in batches:
+        # Two programs: one for the shorter half. A row short of a full batch repeats the last.
+        width = next(width for width in widths if len(prompts[chosen[-1]]) <= width)
+        filled = [prompts[i] for i in chosen] + [prompts[chosen[-1]]] * (BATCH - len(chosen))
+        tokens = np.stack([np.pad(prompt, (0, width - len(prompt))) for prompt in filled])
         result = specjax.decode(
             target,
             drafter,
-            [prompts[i] for i in chosen],
+            (tokens, np.asarray([len(prompt) for prompt in filled])),
             key=jax.random.key(0),
             max_new_tokens=max_new_tokens,
             eos=eos,
         )
-        for i, row, count in zip(chosen, result.to_lists(), result.stats.target_passes.tolist(), strict=True):
+        for i, row, count in zip(chosen, result.to_lists(), result.stats.target_passes.tolist(), strict=False):
             rows[i], passes[i] = row, count
     return rows, passes
 

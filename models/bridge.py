@@ -67,7 +67,10 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
     def init_cache(batch: int, capacity: int) -> kv.KVCache:
         c = config
         capacity = capacity if layout is None else layout.capacity(capacity)
-        cache = kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.cache_dtype or c.dtype, c.stacked)
+        cache = kv.init(
+            batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.cache_dtype or c.dtype, c.stacked,
+            c.cache_lanes,
+        )  # fmt: skip
         return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1):

@@ -40,6 +40,7 @@ class Gemma3Config:
     max_positions: int = 32768
     dtype: str = "float32"
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
+    cache_lanes: int = 1
     stacked: bool = False
     name: str = "gemma3"
 

@@ -236,10 +236,11 @@ class Attention(nnx.Module):
         if step.layout is not None:
             attend = step.layout.by_heads(attend)
         out = attend(
-            q, all_k, all_v, prefix.k, prefix.v, step.length, step.positions, step.mask,
+            kv.fill_lanes(q, prefix.k), all_k, all_v, prefix.k, prefix.v, step.length, step.positions, step.mask,
             key_positions=step.key_positions, layer=prefix.layer, window=window,
         )  # fmt: skip
-        return step.sum(self.o(out.reshape(*x.shape[:2], -1)), "heads"), new
+        out = out[..., : self.head_dim].reshape(*x.shape[:2], -1)
+        return step.sum(self.o(out), "heads"), new
 
 
 def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):

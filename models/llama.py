@@ -32,6 +32,7 @@ class LlamaConfig:
     max_positions: int = 8192
     dtype: str = "float32"
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
+    cache_lanes: int = 1  # the cache keeps heads filled up to a multiple of these; 128 on TPU
     stacked: bool = False  # layers stacked and scanned, not unrolled
     name: str = "llama"
 

@@ -57,9 +57,16 @@ def after(x: Array) -> Array:
     return jnp.minimum((bits >> 1).astype(jnp.int32), 0)
 
 
-def init(batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype, stacked: bool) -> KVCache:
-    """An empty cache of at least `capacity` slots. dtype: "int8" for a quantised one."""
-    shape = (batch, num_kv_heads, -(-capacity // SLOTS) * SLOTS, head_dim)
+def init(
+    batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype, stacked: bool, lanes: int = 1
+) -> KVCache:
+    """An empty cache of at least `capacity` slots. dtype: "int8" for a quantised one.
+
+    lanes: `head_dim` is filled up with zeros to a multiple of these. With the 128 of a TPU's tiles heads of 64 take the
+    room that they take there anyway, and the kernel reads them as they lie; otherwise the compiler keeps them with the
+    slots in the lanes, and copies the whole cache for every kernel.
+    """
+    shape = (batch, num_kv_heads, -(-capacity // SLOTS) * SLOTS, -(-head_dim // lanes) * lanes)
 
     def empty(*shape):
         if jnp.dtype(dtype) == jnp.int8:
@@ -72,6 +79,11 @@ def init(batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim
     return KVCache(zeros(), zeros(), jnp.zeros((batch,), jnp.int32))
 
 
+def lanes_of(platform: str) -> int:
+    """The `lanes` of `init` for programs that run on "tpu", "gpu" or "cpu"."""
+    return 128 if platform == "tpu" else 1
+
+
 def slots_of_part(x: Array | Quantized) -> int:
     """Slots that a device holds of keys or values [..., n, h] split over their slots."""
     return x.shape[-2] - SLOTS
@@ -79,7 +91,14 @@ def slots_of_part(x: Array | Quantized) -> int:
 
 def as_kept(x: Array, slots: Array | Quantized) -> Array | Quantized:
     """Keys or values x [B, K, T, h] as a cache with these slots keeps them."""
+    x = fill_lanes(x, slots)
     return quantize(x) if isinstance(slots, Quantized) else x
+
+
+def fill_lanes(x: Array, slots: Array | Quantized) -> Array:
+    """x [..., h] with zeros up to the head size of a cache with these slots; they change no product of two vectors."""
+    missing = slots.shape[-1] - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, first_slot: Array | None = None) -> KVCache:

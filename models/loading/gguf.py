@@ -26,7 +26,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     """Parse a file: the checkpoint and its metadata (with the tokenizer).
 
-    `options`: dtype, stacked, cache_dtype, name.
+    `options`: dtype, stacked, cache_dtype, cache_lanes, name.
     """
     meta, tensors = read_header(file)
     where = str(file)

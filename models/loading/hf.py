@@ -33,7 +33,7 @@ def download(repo: str) -> Path:
 
 
 def read(folder: Path, **options) -> Checkpoint:
-    """Parse a folder. `options`: dtype, stacked, cache_dtype, name."""
+    """Parse a folder. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
     where = str(folder / "config.json")
     config = read_json(folder / "config.json")
     if config is None:

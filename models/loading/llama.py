@@ -46,7 +46,7 @@ def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, Stored]:
 
 
 def config_from_hf(hf: dict, where: str, **options) -> LlamaConfig:
-    """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, name."""
+    """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
     kind = hf["model_type"]
     for field in ("attention_bias", "mlp_bias"):
         if hf.get(field):

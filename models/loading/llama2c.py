@@ -22,7 +22,7 @@ BOS, EOS, FIRST_BYTE = 1, 2, 3
 
 
 def read(file: Path, **options) -> Checkpoint:
-    """Parse a model file. `options`: dtype, stacked, cache_dtype, name."""
+    """Parse a model file. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
     with open(file, "rb") as handle:
         head = handle.read(HEADER.size)
     size = file.stat().st_size

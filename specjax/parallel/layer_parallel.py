@@ -153,7 +153,10 @@ def _model(config: Any, mesh: Mesh) -> Model:
     specs_of_pending = functools.partial(_specs, parts, kv.Pending)
 
     def init_cache(batch: int, capacity: int) -> kv.KVCache:
-        one = kv.init(batch, capacity, 1, wide.num_kv_heads, wide.head_dim, wide.cache_dtype or wide.dtype, False).k[0]
+        one = kv.init(
+            batch, capacity, 1, wide.num_kv_heads, wide.head_dim, wide.cache_dtype or wide.dtype, False,
+            wide.cache_lanes,
+        ).k[0]  # fmt: skip
         zeros = lambda *leading: jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), one)
         groups = lambda: tuple(zeros(count, parts.group) for _, _, count in middle)
         keys = lambda: {"first": zeros(), "last": zeros(), "groups": groups()}

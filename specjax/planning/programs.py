@@ -102,8 +102,12 @@ def builtin_configs() -> dict[str, Callable[..., Any]]:
     return {name: importlib.import_module(f"specjax.configs.{name}").get_config for name in names}
 
 
+ON_TPU = {"stacked": True, "cache_lanes": kv.lanes_of("tpu")}
+"""How `specjax.load` lays out a model there."""
+
+
 def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
-    """The config of a built-in name, a Hugging Face folder or a GGUF file; no weights are read. Layers are stacked.
+    """The config of a built-in name, a Hugging Face folder or a GGUF file; no weights are read.
 
     Raises: UsageError for anything else, naming `flag`.
     """
@@ -113,8 +117,8 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
     name = str(source).replace("-", "_").replace(".", "_").lower()
     path = Path(source).expanduser()
     if name in known and not path.exists():
-        return dataclasses.replace(known[name](), dtype=dtype, stacked=True)
-    options = {"dtype": dtype, "stacked": True, "name": path.stem if path.is_file() else path.resolve().name}
+        return dataclasses.replace(known[name](), dtype=dtype, **ON_TPU)
+    options = {"dtype": dtype, **ON_TPU, "name": path.stem if path.is_file() else path.resolve().name}
     try:
         if path.is_dir() and (path / "config.json").is_file():
             return _from_folder(path, options)

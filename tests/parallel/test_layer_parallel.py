@@ -28,7 +28,7 @@ SHAPE = {
 }
 LLAMA = LlamaConfig(**SHAPE, tied=False, qkv_bias=True)
 GEMMA = Gemma3Config(**SHAPE, is_global=(False, True, False, False, True, False, True), window=3)
-INT8 = dataclasses.replace(LLAMA, cache_dtype="int8", stacked=True)
+INT8 = dataclasses.replace(LLAMA, cache_dtype="int8", cache_lanes=16, stacked=True)
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7], [3]]
 
 

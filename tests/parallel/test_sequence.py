@@ -31,7 +31,7 @@ CHAIN, TREE = (prompt_lookup(4), 0.0), (two_model(tiny_llama(1, 1), tree=trees.p
 @pytest.mark.parametrize(
     ("mesh", "changes", "case"),
     [
-        ({"data": 1, "model": 2, "sequence": 4}, {"stacked": True}, TREE),
+        ({"data": 1, "model": 2, "sequence": 4}, {"stacked": True, "cache_lanes": 16}, TREE),
         exhaustive({"data": 2, "model": 1, "sequence": 4}, {"window": 100}, CHAIN),
         exhaustive({"data": 1, "model": 2, "sequence": 2}, {"stacked": True, "cache_dtype": "int8"}, CHAIN),
     ],

@@ -210,13 +210,22 @@ def test_a_kernel_counts_by_its_authors_estimate():
     assert totals.hbm_bytes == 655360
 
 
-def test_a_change_of_order_is_a_copy_and_a_prefetch_is_none():
-    for order, kind, expected in (("3,2,1,0", "copy", 0), ("2,3,1,0", "copy", 1), ("3,2,1,0", "copy-start", 0)):
+@pytest.mark.parametrize(
+    ("source", "result", "copies"),
+    [
+        ("3,2,1,0:T(8,128)", "3,2,1,0:T(8,128)", 1),
+        ("3,2,1,0:T(8,128)", "2,3,1,0:T(8,128)", 1),
+        ("3,2,1,0:T(8,128)", "2,3,1,0:T(8,128)S(1)", 1),
+        ("3,2,1,0:T(8,128)", "3,2,1,0:T(8,128)S(1)", 0),
+        ("3,2,1,0:T(8,128)S(1)", "3,2,1,0:T(8,128)", 0),
+    ],
+)
+def test_a_change_of_order_is_a_copy_and_a_move_to_or_from_chip_memory_is_none(source, result, copies):
+    for kind in ("copy", "copy-start"):
         module = one(
-            "  %c = bf16[2,8,4096,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)\n"
-            f"  ROOT %k = bf16[2,8,4096,128]{{{order}:T(8,128)(2,1)S(1)}} {kind}(%c)"
+            f"  %c = bf16[2,8,4096,128]{{{source}}} parameter(0)\n  ROOT %k = bf16[2,8,4096,128]{{{result}}} {kind}(%c)"
         )
-        assert len(hlo.findings(module, large=frozenset({("bf16", (2, 8, 128, 4096))}))) == expected
+        assert len(hlo.findings(module, large=frozenset({("bf16", (2, 8, 128, 4096))}))) == copies
 
 
 def test_findings():

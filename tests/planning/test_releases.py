@@ -29,10 +29,11 @@ def check(release, topology, model, **options):
     assert report.compiles, [program.reason for program in report.programs]
     for program in report.programs:
         assert program.memory.total < program.memory.available
-        # No vocabulary sort, no call of the host, no copy of a cache or of parameters. Narrow heads and widths that are
-        # no whole tiles (SmolLM2: 64 and 576) are laid out anew, once per program or per streamed step.
-        kinds = {finding["kind"] for finding in program.findings} - {"kernel"}
-        assert kinds <= ({"copy"} if target == "smollm2_135m" else set()), program.findings
+        # No vocabulary sort, no call of the host, no copy of a cache or of parameters. A width that is no whole number
+        # of tiles (576 of SmolLM2) lets the compiler turn weights, once per program or streamed step of many tokens.
+        found = [finding for finding in program.findings if finding["kind"] != "kernel"]
+        turned = [f for f in found if target == "smollm2_135m" and f["kind"] == "copy" and ",576]" in f["sentence"]]
+        assert found == turned
         # Sums of activations, and choices among the devices; never the logits or the cache of another device.
         for collective in program.collectives:
             assert collective["kind"] == "all-reduce" or collective["bytes"] / collective["count"] < 100_000

