@@ -55,7 +55,7 @@ class Bench:
         self.untimed = 1 if repeats < 3 else 0
         self.drafters: dict[str, Drafter] = {PLAIN: session.drafter("autoregressive")}
         self.drafters |= {name: session.drafter(name, budget, tree, stop) for name in methods}
-        self.options = settings.keywords(session.tokenizer.eos, session.costs)
+        self.options = settings.keywords(session)
         self.groups = list(_groups(rows, batch_size))
         self.compile_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # by method and bucket
 

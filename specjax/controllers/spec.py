@@ -23,15 +23,18 @@ FORMS = {
 }
 
 
-def parse(spec: str, costs: Costs = None) -> Controller:
-    """A controller from one of `FORMS`; `costs`: for those that weigh them. Raises: UsageError for any other text."""
+def parse(spec: str, costs: Costs = None, dtype: str = "float32") -> Controller:
+    """A controller from one of `FORMS`; `costs`, and the `dtype` of the parameters: for those that weigh costs.
+
+    Raises: UsageError for any other text.
+    """
     name, _, number = spec.partition(":")
     makers: dict[str, Callable[..., Controller]] = {
         "fixed": fixed,
         "additive": additive,
         "multiplicative": multiplicative,
         "by_batch": by_batch,
-        "goodput": functools.partial(goodput, costs=costs),
+        "goodput": functools.partial(goodput, costs=costs, dtype=dtype),
     }
     takes_number = name in ("fixed", "additive", "multiplicative")
     if name not in makers or not ((number.isdecimal() and takes_number) or spec == name != "fixed"):

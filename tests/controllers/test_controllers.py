@@ -188,3 +188,4 @@ def test_specs():
     assert controllers.parse("additive") is controllers.additive()
     assert controllers.parse("multiplicative:2") is controllers.multiplicative(2)
     assert controllers.parse("by_batch") is controllers.by_batch()
+    assert controllers.parse("goodput", dtype="bfloat16") is controllers.goodput(costs=None, dtype="bfloat16")
