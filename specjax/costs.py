@@ -79,7 +79,15 @@ def measured(
     Default: widths to 16 on CPU and to 64 elsewhere, a context of 512 tokens if the model has so many. Compiles one
     program per width. Raises: UsageError if the context leaves no room.
     """
-    widths = widths or ((1, 2, 4, 8, 16) if jax.default_backend() == "cpu" else (1, 8, 16, 32, 64))
+    widths = tuple(widths or ((1, 2, 4, 8, 16) if jax.default_backend() == "cpu" else (1, 8, 16, 32, 64)))
+    medians = timed(target, widths, batch, context, repeats)
+    return Curve(widths, tuple(median / medians[0] for median in medians))
+
+
+def timed(
+    target: Target, widths: Sequence[int], batch: int = 1, context: int | None = None, repeats: int = 9
+) -> list[float]:
+    """Seconds of the passes of `measured`, which has the arguments."""
     longest = max(widths)
     context = min(512, target.model.max_positions - longest) if context is None else context
     if context + longest > target.model.max_positions:
@@ -94,8 +102,7 @@ def measured(
             jax.block_until_ready(_pass(target, cache, tokens))
             if turn:  # the first compiles
                 seconds[width].append(time.perf_counter() - start)
-    medians = [statistics.median(seconds[width]) for width in widths]
-    return Curve(tuple(widths), tuple(median / medians[0] for median in medians))
+    return [statistics.median(seconds[width]) for width in widths]
 
 
 @jax.jit
