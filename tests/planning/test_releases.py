@@ -13,7 +13,7 @@ LLAMA3 = ("llama3_8b", "llama3_1b", {"tree": "4x2x1", "temperature": 1.0})
 ALL = tuple(
     (release, topology, model)
     for release, model in ((SMOLLM2, 1), (GEMMA3, 1), (LLAMA3, 4))
-    for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
+    for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 )
 
 
@@ -25,21 +25,28 @@ def compiler(monkeypatch, tmp_path):
 
 def check(release, topology, model, **options):
     target, draft, method = release
+    retiled = topology.startswith("tpu7x")
     report = compile_report(target, topology, draft=draft, model=model, context=4096, **method, **options)
     assert report.compiles, [program.reason for program in report.programs]
     for program in report.programs:
         assert program.memory.total < program.memory.available
-        # No vocabulary sort, no call of the host, no copy of a cache or of parameters. A width that is no whole number
-        # of tiles (576 of SmolLM2) lets the compiler turn weights, once per program or streamed step of many tokens.
+        # No vocabulary sort, no call of the host, no copy of a cache or of parameters. But a width that is no whole
+        # number of tiles (576 of SmolLM2) lets the compiler turn weights, once per program or streamed step of many
+        # tokens, and on tpu7x it takes them in other tiles than they come in.
         found = [finding for finding in program.findings if finding["kind"] != "kernel"]
-        turned = [f for f in found if target == "smollm2_135m" and f["kind"] == "copy" and ",576]" in f["sentence"]]
-        assert found == turned
+        assert not [f for f in found if f["kind"] != "copy" or not (retiled or target == "smollm2_135m")]
+        assert all(is_weight(finding) for finding in found)
         # Sums of activations, and choices among the devices; never the logits or the cache of another device.
         for collective in program.collectives:
             assert collective["kind"] == "all-reduce" or collective["bytes"] / collective["count"] < 100_000
     step = report.program("plain step")
-    assert step.memory.temporaries < 0.05 * step.memory.arguments
+    assert step.memory.temporaries < (1.0 if retiled else 0.05) * step.memory.arguments
     return report
+
+
+def is_weight(copied) -> bool:
+    """Of a finding "copies bf16[2,3] 1 times": caches have five axes, [layers, B, K, slots, h], weights three or less."""
+    return copied["sentence"].split("]")[0].count(",") < 3
 
 
 def test_release():
