@@ -45,7 +45,7 @@ def check(release, topology, model, **options):
 
 
 def is_weight(copied) -> bool:
-    """Of a finding "copies bf16[2,3] 1 times": caches have five axes, [layers, B, K, slots, h], weights three or less."""
+    """Of a finding "copies bf16[2,3] 1 times": caches have five axes, [layers, B, K, slots, h], weights at most 3."""
     return copied["sentence"].split("]")[0].count(",") < 3
 
 
