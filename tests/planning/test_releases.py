@@ -15,6 +15,7 @@ ALL = tuple(
     for release, model in ((SMOLLM2, 1), (GEMMA3, 1), (LLAMA3, 4))
     for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 )
+QUICK = ((GEMMA3, "v5e:2x2", 1),)  # the others take half a minute to two
 
 
 @pytest.fixture(autouse=True)
@@ -49,22 +50,25 @@ def is_weight(copied) -> bool:
     return copied["sentence"].split("]")[0].count(",") < 3
 
 
-def test_release():
-    check(LLAMA3, "v5e:2x2", 4)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("release", "topology", "model"), ALL, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("release", "topology", "model"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive, id=f"{case[0][0]}-{case[1]}")
+        for case in ALL
+    ],
+)
 def test_every_release_on_every_chip(release, topology, model):
     check(release, topology, model)
 
 
+@pytest.mark.exhaustive
 def test_70b_on_256_chips():
     """16-way model parallel, with each of the 8 key/value heads twice."""
     report = check(("llama3_70b", None, {"method": "prompt_lookup"}), "v5e:16x16", 16, batch=16, data=16)
     assert report.program("plain step").memory.total > 0.5 * report.program("plain step").memory.available
 
 
+@pytest.mark.exhaustive
 def test_a_tree_costs_little_more_than_a_token():
     """64 nodes over 4096 cached tokens, against one, from both sides.
 
