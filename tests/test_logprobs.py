@@ -99,8 +99,10 @@ def test_no_law_leaves_the_step():
 def _equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.core.jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
 
 
 def test_a_mesh_that_splits_the_vocabulary_gives_the_same():

@@ -108,7 +108,7 @@ def test_greedy_output_equals_plain_greedy_on_ragged_batches(name):
     assert 0 < result.hit_eos.sum() < len(PROMPTS)
 
 
-@pytest.mark.parametrize("name", those(OF_EACH_KIND, EXACT))
+@pytest.mark.parametrize("name", those({"auto", "two_model"}, EXACT))
 def test_coupled_text_is_that_of_plain_sampling(name):
     ours = run(name, temperature=0.8, sampling="coupled")[0]
     assert ours == run("autoregressive", temperature=0.8)[0]
@@ -160,7 +160,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(name):
             np.testing.assert_array_equal(ours[0], theirs[b])
 
 
-@pytest.mark.parametrize("name", those(OF_EACH_KIND, NAMES))
+@pytest.mark.parametrize("name", those({"auto", "two_model"}, NAMES))
 def test_stream_equals_decode(name):
     rows = [[] for _ in PROMPTS]
     passes = 0
@@ -276,7 +276,7 @@ def test_one_key_for_all_rows_is_caught():
     assert len({tuple(row) for row in rows}) > 8
 
 
-@pytest.mark.parametrize("name", those({"auto", "prompt_lookup"}, NAMES))
+@pytest.mark.parametrize("name", those({"auto"}, NAMES))
 def test_eight_devices_equal_one(name):
     """Rows of different lengths sharded over 8 devices, parameters replicated."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), "data")

@@ -67,7 +67,8 @@ def test_a_dead_host_ends_the_other(victim):
         assert "host 1 has been silent for" in survivor.err or "Gloo" in survivor.err
 
 
-@pytest.mark.parametrize("failing", [exhaustive(0), 1])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("failing", [0, 1])
 def test_an_exception_on_one_host_ends_the_other(failing):
     with Hosts(2, "rounds", *ADDRESS, str(failing)) as running:
         ended = running.wait(timeout=120)

@@ -106,7 +106,7 @@ def test_derivatives_over_parts_of_the_prefix():
 
     wanted, found = (jax.grad(loss, 1)(one.model, one.params) for one in (target, spread))
     for a, b in zip(*map(jax.tree.leaves, (wanted, found)), strict=True):
-        np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=1e-5)
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("start", [0, 5, 7, 8, 13, 20])

@@ -148,6 +148,7 @@ def test_int8_cache_moves_and_holds_half():
     assert not int8.findings
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_is_a_result_with_what_would():
     wide = LlamaConfig(
         vocab_size=2048, width=8192, num_layers=10, num_heads=64, num_kv_heads=8, head_dim=128, mlp_width=65536,
