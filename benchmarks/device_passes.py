@@ -32,6 +32,7 @@ from specjax.models import init_params, make_model
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.pallas_kernels.tree_attention import reference, tree_attention
 from specjax.planning.programs import builtin_configs
+from specjax.tree import ancestor_mask
 
 WIDTHS = (1, 8, 16, 32, 64)
 STEPS = 64
@@ -48,28 +49,29 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def bandwidth(size: int, repeats: int) -> float:
-    """Bytes per second of a copy, read and written."""
+    """Bytes per second of a copy, read and written; in place, for on CPU fresh memory takes longer than the copy."""
     x = jnp.zeros((size // 4,), jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    return 2 * x.nbytes / seconds(lambda: copy(x), repeats)
+    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def copy():
+        nonlocal x
+        x = add_one(x)
+        return x
+
+    return 2 * x.nbytes / seconds(copy, repeats)
 
 
 def attention_error(dtype, nodes: int, dim: int, slots: int) -> float:
     """Largest difference from the specification in float32 on CPU, of a random tree behind two ragged rows."""
     rng = np.random.default_rng(nodes)
     parents = [-1, *(int(rng.integers(i)) for i in range(1, nodes))]
-    among = np.eye(nodes, dtype=bool)
-    for i, parent in enumerate(parents[1:], 1):
-        among[i] |= among[parent]
+    among = np.asarray(ancestor_mask(jnp.asarray([parents])))[0]
     length = np.array([slots - 100, slots // 3], np.int32)
     positions = (length[:, None] + among.sum(1) - 1).astype(np.int32)
     values = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-    q, new, prefix = (
-        values(2, nodes, 8, dim),
-        [values(2, 2, nodes, dim) for _ in "kv"],
-        [values(2, 2, slots, dim) for _ in "kv"],
-    )
-    arrays = q, *new, *prefix, jnp.asarray(length), jnp.asarray(positions), jnp.broadcast_to(among, (2, nodes, nodes))
+    keys_and_values = [values(2, 2, tokens, dim) for tokens in (nodes, nodes, slots, slots)]  # the new ones, the cached
+    mask = jnp.broadcast_to(among, (2, nodes, nodes))
+    arrays = values(2, nodes, 8, dim), *keys_and_values, jnp.asarray(length), jnp.asarray(positions), mask
     found = jax.jit(lambda *arrays: tree_attention(*arrays, scale=dim**-0.5))(*arrays)
     with jax.default_device(jax.devices("cpu")[0]):
         exact = [jnp.asarray(np.asarray(x)) for x in arrays]
@@ -99,20 +101,18 @@ def correctness() -> dict[str, Any]:
     return {"tree_attention_errors": errors, "draws_that_differ": differ, "good": good and not differ}
 
 
-def plain_step(target: specjax.Target, prompt: list[int], repeats: int) -> float:
-    """Seconds per token of `decode`, the prompt's taken off: STEPS more tokens make the difference."""
-    drafter, key = specjax.drafters.autoregressive(), jax.random.key(0)
-    few, many = (
-        seconds(lambda n=n: specjax.decode(target, drafter, [prompt], key=key, max_new_tokens=n).tokens, repeats)
-        for n in (STEPS, 2 * STEPS)
-    )
+def per_token(generate: Callable[[int], Any], repeats: int) -> float:
+    """Seconds per token of `generate(count)`, the prompt's taken off: STEPS more tokens make the difference."""
+    few, many = (seconds(lambda n=n: generate(n), repeats) for n in (STEPS, 2 * STEPS))
     return (many - few) / STEPS
 
 
 def of_model(target: specjax.Target, copied: float, repeats: int) -> dict[str, Any]:
     """A step of plain decoding and passes over several tokens, behind 512 cached ones."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    step = plain_step(target, list(range(1, 100)), repeats)
+    prompt, drafter, key = list(range(1, 100)), specjax.drafters.autoregressive(), jax.random.key(0)
+    decode = lambda count: specjax.decode(target, drafter, [prompt], key=key, max_new_tokens=count).tokens
+    step = per_token(decode, repeats)
     passes = costs.timed(target, WIDTHS, repeats=repeats)
     return {
         "model": target.model.name, "parameter_bytes": weights, "step_seconds": step, "tokens_per_second": 1 / step,
@@ -146,8 +146,7 @@ def transformers_rate(target: specjax.Target, tokenizer, repeats: int) -> float 
         if place == "cuda":
             torch.cuda.synchronize()
 
-    few, many = (seconds(lambda n=n: generate(n), repeats) for n in (STEPS, 2 * STEPS))
-    return STEPS / (many - few)
+    return 1 / per_token(generate, repeats)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -192,7 +191,7 @@ def main() -> int:
     target, tokenizer = specjax.load(args.target, dtype=args.dtype)
     add(target)
     if args.target is None:
-        flat, _ = specjax.load(dtype=args.dtype, stacked=False)
+        flat = specjax.load(dtype=args.dtype, stacked=False)[0] if stacked else target
         report["transformers_tokens_per_second"] = transformers_rate(flat, tokenizer, args.repeats)
         args.out.write_text(json.dumps(report, indent=1))
     print(table(report))
