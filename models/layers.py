@@ -295,12 +295,17 @@ def run_layers(
         return _run_groups(layers, x, step, cache, per_layer, attend, feed, group)
     earlier = () if step.earlier is None else (step.earlier.k, step.earlier.v)
     if isinstance(layers, nnx.List):
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(graphdef, state, runs, x, prefix, slice_):
+            return _run_layer(lambda: nnx.merge(graphdef, state), runs, x, step, prefix, slice_, attend, feed)
+
         stream, new = [x], []
         for i, block in enumerate(layers):
             prefix = Prefix(cache.k[i], cache.v[i], earlier=tuple(x[i] for x in earlier))
             slice_ = jax.tree.map(lambda leaf, i=i: leaf[i], per_layer)
             runs = jax.tree.map(lambda leaf, i=i: leaf[:, i], step.layers)
-            x, kv_new = _run_layer(lambda block=block: block, runs, x, step, prefix, slice_, attend, feed)
+            x, kv_new = run(*nnx.split(block), runs, x, prefix, slice_)
             stream.append(x)
             new.append(kv_new)
         k, v = zip(*new, strict=True)

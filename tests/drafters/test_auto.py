@@ -27,6 +27,7 @@ from specjax.drafters.auto import (
 )
 from specjax.types import Context, TokenTree
 
+rank, learn = jax.jit(_rank), jax.jit(_learn)
 NOTHING = Counts(jnp.zeros((1, CLASSES)), jnp.zeros((1, CLASSES)))
 
 
@@ -53,7 +54,7 @@ def cycle(n):
 def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
     # A copied chain 5 6 and recycled nodes 5, 7, and 6 below the recycled 5.
     draft = joined([1, 5, 6, 5, 7, 6], [-1, 0, 1, 0, 0, 3], [0, 0, 1, COPIED, COPIED + 1, COPIED + 2])
-    tree, chance = _rank(draft, record())
+    tree, chance = rank(draft, record())
     p = _prior()
     of_5 = 1 - (1 - p[0]) * (1 - p[COPIED])
     of_6 = of_5 * (1 - (1 - p[1]) * (1 - p[COPIED + 2]))
@@ -70,22 +71,22 @@ def test_hindsight_counts_what_would_have_been_accepted():
     shadow = joined([1, 5, 6, 7, 8], [-1, 0, 1, 0, 3], [0, 3, 4, 3, 9], start=2)
     state = record(shadow)
     text = jnp.array([[4, 1, 5, 9, 9, 9]])
-    waiting = _learn(state, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
+    waiting = learn(state, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
     assert int(waiting.shadow.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0
-    learnt = _learn(waiting, Context(text, jnp.array([4])))
+    learnt = learn(waiting, Context(text, jnp.array([4])))
     assert int(learnt.shadow.start[0]) == 0
     assert learnt.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
     assert learnt.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
     p = _prior()
     np.testing.assert_allclose(learnt.found[0], [1, 2 * p[3] + p[4]], rtol=1e-6)
-    again = _learn(learnt._replace(shadow=shadow), Context(text, jnp.array([4])))
+    again = learn(learnt._replace(shadow=shadow), Context(text, jnp.array([4])))
     np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
 
 
 def test_a_text_that_disappoints_lowers_all_chances():
     draft = joined([1, 5, 7], [-1, 0, 0], [0, 3, COPIED + 1])
-    believed = _rank(draft, record())[1]
-    doubted = _rank(draft, record(found=(0.0, DOUBT)))[1]
+    believed = rank(draft, record())[1]
+    doubted = rank(draft, record(found=(0.0, DOUBT)))[1]
     np.testing.assert_allclose(doubted, believed / 2, rtol=1e-5)
     np.testing.assert_allclose(_rank(draft, record(found=(9.0, 1.0)))[1], believed, rtol=1e-6)
 

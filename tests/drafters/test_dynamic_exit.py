@@ -1,10 +1,12 @@
 """The card's tests of DEL (B4): the metric, shadow tokens, and what the choice follows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import tiny_llama
+from toy import compiled, tiny_llama
 
 from specjax import Target, UsageError, decode, trees
 from specjax.drafters import dynamic_exit, early_exit
@@ -44,6 +46,7 @@ def test_a_draft_ends_where_its_own_tokens_per_layer_would_fall():
     assert said == [False, False, True]
 
 
+@functools.cache
 def drafted(layer):
     """A greedy chain of exit `layer`, and what the target's pass over it knows."""
     target = tiny_llama(layers=4)
@@ -52,12 +55,17 @@ def drafted(layer):
     cache = prefill(target.model, target.params, target.model.init_cache(1, 260), tokens, length - 1)
     context = Context(tokens, length, cache=cache)
     layers = first_layers(target.model, jnp.array([layer]))
-    tree = self_draft(target.model, trees.chain(3), target.params, None, context, jnp.array([3]), layers)
-    output, _ = target.model.forward(
-        target.params, tree.tokens, cache, positions=length[:, None] - 1 + jnp.arange(4),
-        mask=ancestor_mask(tree.parents), taps=(1, 2, 4),
-    )  # fmt: skip
-    return target, context, tree, output
+
+    @jax.jit
+    def both(params, context, layers):
+        tree = self_draft(target.model, trees.chain(3), params, None, context, jnp.array([3]), layers)
+        output, _ = target.model.forward(
+            params, tree.tokens, context.cache, positions=length[:, None] - 1 + jnp.arange(4),
+            mask=ancestor_mask(tree.parents), taps=(1, 2, 4),
+        )  # fmt: skip
+        return tree, output
+
+    return target, context, *both(target.params, context, layers)
 
 
 @pytest.mark.parametrize(("layer", "tap"), [(1, 0), (2, 1), (4, 2)])
@@ -65,16 +73,17 @@ def test_shadow_tokens_of_an_exit_are_its_drafts_and_of_the_last_layer_the_targe
     target, _, tree, output = drafted(layer)
     valid = jnp.array([[True, True, True, False]])
     drafts = jnp.roll(tree.tokens, -1, 1)
-    assert matches(target.model, target.params, output.taps, drafts, valid)[0, tap] == 3
+    agree = jax.jit(functools.partial(matches, target.model))
+    assert agree(target.params, output.taps, drafts, valid)[0, tap] == 3
     own = jnp.argmax(output.logits, -1)
-    assert matches(target.model, target.params, output.taps, own, valid)[0, 2] == 3
-    assert matches(target.model, target.params, output.taps, own + 1, valid)[0, 2] == 0
+    assert agree(target.params, output.taps, own, valid)[0, 2] == 3
+    assert agree(target.params, output.taps, own + 1, valid)[0, 2] == 0
 
 
 def test_a_draft_is_the_beginning_of_that_of_early_exit():
     target, context, _, _ = drafted(1)
-    fixed = early_exit(target, 1, num_tokens=6)
-    ours = dynamic_exit(target, 6, exits=(1, 2))
+    fixed = compiled(early_exit(target, 1, num_tokens=6))
+    ours = compiled(dynamic_exit(target, 6, exits=(1, 2)))
     hopeful = Counts(jnp.array([[90.0, 0.0]]), jnp.array([90.0]), jnp.array([True]))
     limit = jnp.array([6])
     wanted, _ = fixed.propose(fixed.params, None, (), context, limit)

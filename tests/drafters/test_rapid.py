@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import tiny_llama
+from toy import compiled, tiny_llama
 
 from specjax import UsageError, decode
 from specjax.drafters import rapid
@@ -70,14 +70,11 @@ def last_logits(target, texts, length):
 def test_drafts_are_what_a_fresh_pass_over_the_short_text_predicts():
     """For a long prompt and one of a single token, after rounds that accepted all, none and one."""
     target, prompts = tiny_llama(seed=3), [np.arange(100) * 7 % 64, [5]]
-    drafter = rapid(target, 3, max_new_tokens=40, **SMALL)
+    drafter = compiled(rapid(target, 3, max_new_tokens=40, **SMALL))
     texts, short = [list(p) for p in prompts], [reference(list(p), **SMALL) for p in prompts]
     assert [len(s) for s in short] == [11, 1]
     rng = np.random.default_rng(0)
     fresh = jax.jit(functools.partial(last_logits, target))
-    propose = jax.jit(
-        lambda drafter, state, context: drafter.propose(drafter.params, None, state, context, jnp.full(2, 3))
-    )
 
     def buffer(rows, size):
         return jnp.asarray([[*map(int, row), *[0] * (size - len(row))] for row in rows], jnp.int32)
@@ -86,14 +83,14 @@ def test_drafts_are_what_a_fresh_pass_over_the_short_text_predicts():
     state = drafter.init(drafter.params, context())
     assert state.cache.k[0].shape[-2] == 256  # 12 + 40 tokens and a chunk of the prefill; the text's buffer has 300
     for accepted in (3, 0, 1, 3):
-        tree, state = propose(drafter, state, context())
+        tree, state = drafter.propose(drafter.params, None, state, context(), jnp.full(2, 3))
         drafted = np.asarray(tree.tokens)
         for depth in range(1, 4):
             grown = [row + d[1:depth].tolist() for row, d in zip(short, drafted, strict=True)]
             logits = fresh(buffer(grown, 32), jnp.array([len(row) for row in grown]))
             np.testing.assert_array_equal(drafted[:, depth], logits.argmax(-1))
-        path = jnp.where(jnp.arange(4) <= accepted, jnp.arange(4), -1)
-        verdict = Verdict(jnp.stack([path, path]), jnp.full(2, accepted + 1), jnp.zeros(2, jnp.int32))
+        path = np.where(np.arange(4) <= accepted, np.arange(4), -1)
+        verdict = Verdict(np.stack([path, path]), np.full(2, accepted + 1), np.zeros(2, np.int32))
         state = drafter.update(drafter.params, state, tree, verdict, None)
         for text, row, d in zip(texts, short, drafted, strict=True):
             new = [*d[1 : accepted + 1].tolist(), int(rng.integers(64))]

@@ -81,7 +81,7 @@ def test_children_are_drawn_without_replacement_from_the_stored_law(verify):
         tree, _ = drafter.propose(tables, keys, drafter.init((), many), many, jnp.full(rows, 9))
         return tree
 
-    tree = draw(drafter.remember((), known), jax.random.split(jax.random.key(1), rows))
+    tree = draw(jax.jit(drafter.remember)((), known), jax.random.split(jax.random.key(1), rows))
     assert tree.valid[:, :3].all()
     pairs = np.bincount(np.asarray(tree.tokens[:, 1] * 3 + tree.tokens[:, 2]), minlength=9).reshape(3, 3)
     q = p**0.5 / np.sum(p**0.5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import tiny_llama
+from toy import compiled, tiny_llama
 
 from specjax import UsageError, decode
 from specjax.drafters import suffix, token_recycling, two_model
@@ -70,7 +70,7 @@ def test_the_fallback_drafts_where_nothing_recurs():
     alone = run(recycling)
     assert never.to_lists() == alone.to_lists()
     np.testing.assert_array_equal(never.stats.target_passes, alone.stats.target_passes)
-    drafter = suffix(3, min_match=2, fallback=recycling)
+    drafter = compiled(suffix(3, min_match=2, fallback=recycling))
     context = Context(jnp.array([[1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 5, 6]]), jnp.array([6, 6]))
     tree, _ = drafter.propose((), None, drafter.init((), context), context, jnp.array([9, 9]))
     assert tree.tokens[0, :4].tolist() == [2, 3, 4, 1]

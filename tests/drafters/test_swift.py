@@ -39,7 +39,8 @@ def context():
 
 
 def scored(skipped, rows=(True, True)):
-    return matchness(search(), tiny_llama(layers=4).params, skipped, jnp.array(rows), START, context())
+    run = jax.jit(functools.partial(matchness, search()))
+    return run(tiny_llama(layers=4).params, skipped, np.array(rows), START, context())
 
 
 def empty(search, start=START):

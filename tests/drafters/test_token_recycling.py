@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import markov
+from toy import compiled, markov
 
 from specjax import UsageError, decode
 from specjax.drafters import token_recycling
@@ -15,7 +15,7 @@ SMALL = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 
 def test_the_cards_tree():
-    drafter = token_recycling(4, tree=SMALL)
+    drafter = compiled(token_recycling(4, tree=SMALL))
     matrix = Recycled(jnp.full((4, 8), -1).at[:, :2].set(jnp.array([[1, 2], [3, 0], [0, 3], [2, 1]])), None)
     context = Context(jnp.array([[3, 0, 0]]), jnp.array([2]))
     state = drafter.init(matrix, context)
@@ -28,7 +28,7 @@ def test_the_cards_tree():
 
 
 def test_unknown_successors_are_left_out_and_the_rest_moves_up():
-    drafter = token_recycling(4, tree=SMALL)
+    drafter = compiled(token_recycling(4, tree=SMALL))
     matrix = Recycled(jnp.full((4, 8), -1).at[0, :2].set(jnp.array([1, 2])).at[2, 0].set(3), None)
     context = Context(jnp.array([[0]]), jnp.array([1]))
     tree, _ = drafter.propose((), None, drafter.init(matrix, context), context, jnp.array([9]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 from tiers import exhaustive
-from toy import tiny_llama
+from toy import compiled, tiny_llama
 
 from specjax import UsageError, decode, sampling
 from specjax.drafters import two_model
@@ -30,21 +30,19 @@ def last_logits(target, tokens, length):
 def test_drafts_are_what_a_fresh_pass_predicts(length, lag):
     """After rounds that accepted all, none or one, the cache gives what a fresh pass over the text gives."""
     target = tiny_llama(seed=3)
-    drafter = two_model(target, 3, lag=lag)
-    text = np.asarray(jax.random.randint(jax.random.key(0), (2, 200), 0, 64)).copy()
-    propose = jax.jit(
-        lambda drafter, state, context: drafter.propose(drafter.params, None, state, context, jnp.full(2, 3))
-    )
+    drafter = compiled(two_model(target, 3, lag=lag))
+    text = np.random.default_rng(0).integers(0, 64, (2, 200), np.int32)
     state = drafter.init(drafter.params, Context(jnp.asarray(text), jnp.full(2, length)))
     for accepted in (3, 0, 1, 3):
-        tree, state = propose(drafter, state, Context(jnp.asarray(text), jnp.full(2, length)))
+        context = Context(jnp.asarray(text), jnp.full(2, length))
+        tree, state = drafter.propose(drafter.params, None, state, context, jnp.full(2, 3))
         grown = text.copy()
         for depth in range(1, 4):
-            wanted = jnp.argmax(last_logits(target, jnp.asarray(grown[:, :32]), length + depth - 1), -1)
+            wanted = np.argmax(last_logits(target, grown[:, :32], length + depth - 1), -1)
             np.testing.assert_array_equal(tree.tokens[:, depth], wanted)
             grown[:, length + depth - 1] = wanted
-        path = jnp.where(jnp.arange(4) <= accepted, jnp.arange(4), -1)
-        verdict = Verdict(jnp.stack([path, path]), jnp.full(2, accepted + 1), jnp.zeros(2, jnp.int32))
+        path = np.where(np.arange(4) <= accepted, np.arange(4), -1)
+        verdict = Verdict(np.stack([path, path]), np.full(2, accepted + 1), np.zeros(2, np.int32))
         state = drafter.update(drafter.params, state, tree, verdict, None)
         text[:, length : length + accepted] = grown[:, length : length + accepted]
         length += accepted + 1  # and one token of the target's, here the random text's

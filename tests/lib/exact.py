@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import tree as trees
@@ -31,9 +30,7 @@ def patterns(core, tree: TokenTree, target_logits):
     drafts, n = tree.tokens.shape
     table = np.array(list(itertools.product((0, 1), repeat=n - 1)), np.int32).reshape(-1, n - 1)  # 1: accept
     count = len(table)
-    tiled = jax.tree.map(lambda x: jnp.repeat(x, count, 0), tree)
-    logits = jnp.repeat(target_logits, count, 0)
-    run = jax.jit(lambda u: core(u, tiled, logits))
+    run = _compiled(core, tree, target_logits, count)
     forced = np.concatenate([np.zeros((count, 1)), np.where(table == 1, 0.0, 1.0)], 1).astype(np.float32)
     # A row for each node i and each pattern of the i - 1 before it, and one to spare: all thresholds in one bisection.
     node = np.concatenate([np.full(1 << i - 1, i) for i in range(1, n)] + [[n - 1]])
@@ -43,7 +40,7 @@ def patterns(core, tree: TokenTree, target_logits):
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         np.put_along_axis(u, own, middle[:, None].astype(np.float32), 1)
-        accepted = (np.asarray(run(jnp.asarray(u)).path) == own).any(1)
+        accepted = (np.asarray(run(u).path) == own).any(1)
         low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
     threshold = np.where(high < 1e-6, 0.0, np.where(low > 1 - 1e-6, 1.0, (low + high) / 2)).reshape(drafts, count)
     probability = np.ones((drafts, count))
@@ -51,9 +48,16 @@ def patterns(core, tree: TokenTree, target_logits):
         its = threshold[:, (1 << i - 1) - 1 + (np.arange(count) >> n - i)]
         probability *= np.where(table[:, i - 1] == 1, its, 1 - its)
     forced = np.tile(forced, (drafts, 1))
-    end = run(jnp.asarray(forced))
+    end = run(forced)
     shape = lambda x: np.asarray(x).reshape(drafts, count, *x.shape[1:])
     return probability, jax.tree.map(shape, end)
+
+
+def _compiled(core, tree: TokenTree, target_logits, count: int):
+    """`core` as a function of the uniforms alone, of each draft `count` times."""
+    tiled, logits = jax.tree.map(lambda x: np.repeat(np.asarray(x), count, 0), (tree, target_logits))
+    run = jax.jit(core)
+    return lambda u: run(u, tiled, logits)
 
 
 def without_replacement(rows: np.ndarray, start: int, template):
@@ -83,18 +87,16 @@ def leaf_first_patterns(core, tree: TokenTree, target_logits):
     Pattern i ends at node i: it passes its own test and every node before it, in post-order, failed.
     """
     drafts, n = tree.tokens.shape
-    merged = trees.merge_equal_siblings(tree)
+    merged = jax.jit(trees.merge_equal_siblings)(tree)
     parents, valid = np.asarray(merged.parents), np.asarray(merged.valid)
-    tiled = jax.tree.map(lambda x: jnp.repeat(x, n, 0), tree)
-    logits = jnp.repeat(target_logits, n, 0)
-    run = jax.jit(lambda u: core(u, tiled, logits))
+    run = _compiled(core, tree, target_logits, n)
     own = np.tile(np.eye(n, dtype=bool), (drafts, 1))
     ends = lambda end: np.asarray(end.path.max(1))  # nodes stand behind their parents
     low, high = np.zeros(drafts * n), np.ones(drafts * n)
     mine = np.tile(np.arange(n), drafts)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        accepted = ends(run(jnp.asarray(np.where(own, middle[:, None], 1.0), jnp.float32))) == mine
+        accepted = ends(run(np.where(own, middle[:, None], 1.0).astype(np.float32))) == mine
         low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
     threshold = np.where(high < 1e-6, 0.0, np.where(low > 1 - 1e-6, 1.0, (low + high) / 2)).reshape(drafts, n)
     threshold[:, 0] = 1.0
@@ -111,7 +113,7 @@ def leaf_first_patterns(core, tree: TokenTree, target_logits):
         for node in post_order(e, 0):
             probability[e, node] = left * threshold[e, node]
             left *= 1 - threshold[e, node]
-    end = run(jnp.asarray(np.where(own, 0.0, 1.0), jnp.float32))
+    end = run(np.where(own, 0.0, 1.0).astype(np.float32))
     shape = lambda x: np.asarray(x).reshape(drafts, n, *x.shape[1:])
     return probability, jax.tree.map(shape, end)
 
@@ -138,7 +140,7 @@ def draft(rows, tokens, parents):
     with np.errstate(divide="ignore"):
         logits = np.log(rows)[tokens].astype(np.float32)
     everywhere = np.broadcast_to(parents, tokens.shape)
-    return TokenTree(jnp.asarray(tokens), jnp.asarray(everywhere), jnp.ones(tokens.shape, bool), jnp.asarray(logits))
+    return jax.tree.map(jax.device_put, TokenTree(tokens, everywhere, np.ones(tokens.shape, bool), logits))
 
 
 def top_and_sampled(rows: np.ndarray, start: int, template):
@@ -171,7 +173,7 @@ def block_law(core, tree: TokenTree, weights, target_rows: np.ndarray, depth: in
     """
     vocab = len(target_rows)
     tokens = np.asarray(tree.tokens)
-    logits = jnp.log(jnp.asarray(target_rows))[tree.tokens]
+    logits = np.log(target_rows)[tokens]
     probability, end = patterns(core, tree, logits)
     law = np.zeros((vocab,) * (depth + 1))
     accepted_law = np.zeros(depth + 1)

@@ -8,7 +8,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from host_worker import OPTIONS, arrays, drafter_of
+from host_worker import OPTIONS, arrays, cli, drafter_of
 from processes import Hosts, free_port
 from tiers import exhaustive, those
 from toy import tiny_llama
@@ -78,16 +78,19 @@ def test_an_exception_on_one_host_ends_the_other(failing):
     assert f"host {failing} failed: ValueError: this host has no room left" in other.err
 
 
-def test_generate_on_two_hosts(tmp_path, monkeypatch):
+def test_generate_on_two_hosts(tmp_path, monkeypatch, capsys):
     """Host 0 prints what one process does; the other is silent."""
     file = tmp_path / "prompts.txt"
     file.write_text("abcabcabc\nhello\nxyz\n")
-    command = ("cli", "generate", "--batch-file", file, "--batch-size", "3", *SHORT, "--json")
-    with Hosts(1, *command) as one, Hosts(2, *command, *FLAGS, "--data", "4", "--model", "1") as two:
-        [single], [first, second] = one.wait(), two.wait()
-    assert (single.code, first.code, second.code) == (0, 0, 0), (single.err, first.err, second.err)
+    command = ("generate", "--batch-file", str(file), "--batch-size", "3", *SHORT, "--json")
+    with Hosts(2, "cli", *command, *FLAGS, "--data", "4", "--model", "1") as running:
+        monkeypatch.setattr(specjax, "load", specjax.load)  # the worker's replaces it
+        with pytest.raises(SystemExit):
+            cli(*command)
+        first, second = running.wait()
+    assert (first.code, second.code) == (0, 0), (first.err, second.err)
     assert second.out == "" and "loaded" not in second.err
-    wanted, found = json.loads(single.out), json.loads(first.out)
+    wanted, found = json.loads(capsys.readouterr().out), json.loads(first.out)
     assert found["results"] == wanted["results"] and len(found["results"]) == 3
     assert found["machine"]["hosts"] == 2 and found["target_passes"] == wanted["target_passes"]
 

@@ -2,7 +2,6 @@
 
 import pytest
 import tpu
-from tiers import those
 
 from specjax import compile_report, plan
 
@@ -16,7 +15,6 @@ ALL = tuple(
     for release, model in ((SMOLLM2, 1), (GEMMA3, 1), (LLAMA3, 4))
     for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 )
-QUICK = [(GEMMA3, "v5e:2x2", 1)]  # the others take half a minute to two
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +51,8 @@ def is_weight(copied) -> bool:
     return copied["sentence"].split("]")[0].count(",") < 3
 
 
-@pytest.mark.parametrize("case", those(QUICK, ALL), ids=lambda case: f"{case[0][0]}-{case[1]}")
+@pytest.mark.exhaustive  # a third of a minute to two each
+@pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case[0][0]}-{case[1]}")
 def test_every_release_on_every_chip(case):
     check(*case)
 
