@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.quantization import Quantized, quantize
 from specjax.types import Array, PyTree
 
@@ -117,7 +118,7 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, firs
         rows = axis - 2
         shape = [1] * new.ndim
         shape[rows], shape[axis] = path.shape
-        chosen = jnp.take_along_axis(new, jnp.maximum(path, 0).reshape(shape), axis)
+        chosen = take_along(new, jnp.maximum(path, 0).reshape(shape), axis)
         chosen, start = chosen.astype(slots.dtype), cache.length + pending.after
         batch = slots.shape[rows]
 

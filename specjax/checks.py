@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.types import Array, Draws, TokenTree
 
 VIOLATIONS = (
@@ -24,7 +25,7 @@ def violations(tree: TokenTree, draws: Draws, target_logits: Array) -> Array:
     node = jnp.arange(n)
     above = jnp.maximum(tree.parents, 0)
     drafted = tree.valid & (node > 0)
-    orphan = drafted & ~((tree.parents >= 0) & (tree.parents < node) & jnp.take_along_axis(tree.valid, above, 1))
+    orphan = drafted & ~((tree.parents >= 0) & (tree.parents < node) & take_along(tree.valid, above, 1))
     found = [jnp.any(orphan, 1) | (tree.parents[:, 0] != -1) | ~tree.valid[:, 0]]
 
     both = drafted[:, :, None] & drafted[:, None, :] & (node[:, None] < node)

@@ -14,6 +14,7 @@ import numpy as np
 from specjax import checks
 from specjax.controllers import fixed
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.methods import make_drafter
 from specjax.parallel.arrays import gather, is_far, replicate
 from specjax.parallel.checkpoint import Checkpoints
@@ -317,7 +318,7 @@ def _decode(inputs: Inputs, tokens, lengths, keys, *, controller, max_new_tokens
 
     logprobs = jnp.zeros((tokens.shape[0], max_new_tokens)) if inputs.keep_logprobs else None
     state, stats, logprobs = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, stats, logprobs))
-    new = jnp.take_along_axis(state.tokens, lengths[:, None] + index, 1)
+    new = take_along(state.tokens, lengths[:, None] + index, 1)
     count = state.length - lengths
     drafter = inputs.drafter
     if drafter.remember is not None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.types import Array, PyTree
 
 CHUNK = 32
@@ -103,7 +104,7 @@ def write(table: Table, grams: Array, values: PyTree, wanted: Array, *, prefix: 
     kept = jnp.einsum("bij,bja->bia", shares.astype(jnp.float32), hit.astype(jnp.float32)) > 0
     oldest = jnp.argsort(jnp.where(kept, np.iinfo(np.int32).max, old_ages), axis=2, stable=True)
     fits = rank < ways - jnp.sum(kept, 2)
-    new = jnp.take_along_axis(oldest, jnp.minimum(rank, ways - 1)[..., None], 2)[..., 0]
+    new = take_along(oldest, jnp.minimum(rank, ways - 1)[..., None], 2)[..., 0]
     way = jnp.where(known, jnp.argmax(hit, 2), new)
     here = jnp.where(wins & (known | fits), here, buckets)  # beyond the last bucket: dropped
     row = jnp.arange(batch)[:, None]
@@ -131,14 +132,14 @@ def merge(table: Table, rows: Table, combine: Callable[[PyTree, PyTree], PyTree]
         same = jnp.all(one.grams[:, :, None] == row.grams[:, None], -1)  # [H, A, A]
         same &= (one.ages > 0)[:, :, None] & (row.ages > 0)[:, None]
         both, match = jnp.any(same, 2), jnp.argmax(same, 2)
-        at_match = lambda x: jnp.take_along_axis(x, expand(match, x), 1)
+        at_match = lambda x: take_along(x, expand(match, x), 1)
         combined = combine(one.values, jax.tree.map(at_match, row.values))
         values = jax.tree.map(lambda new, old: jnp.where(expand(both, old), new, old), combined, one.values)
         later = jnp.where(row.ages > 0, row.ages + one.clock, 0)
         ages = jnp.where(both, at_match(later), one.ages)
         joined = jnp.concatenate([ages, jnp.where(jnp.any(same, 1), 0, later)], 1)  # [H, 2 A]
         ages, kept = jax.lax.top_k(joined, ways)
-        join = lambda x, y: jnp.take_along_axis(jnp.concatenate([x, y], 1), expand(kept, x), 1)
+        join = lambda x, y: take_along(jnp.concatenate([x, y], 1), expand(kept, x), 1)
         values = jax.tree.map(join, values, row.values)
         return Table(join(one.grams, row.grams), ages, values, one.clock + row.clock), None
 
@@ -159,7 +160,7 @@ def windows(tokens: Array, length: Array, start: Array, count: int, size: int) -
     begin = start[:, None] + jnp.arange(count)
     index = begin[:, :, None] + jnp.arange(size)
     flat = jnp.clip(index, 0, tokens.shape[1] - 1).reshape(tokens.shape[0], -1)
-    grams = jnp.take_along_axis(tokens, flat, 1).reshape(index.shape)
+    grams = take_along(tokens, flat, 1).reshape(index.shape)
     return grams, (begin >= 0) & (begin + size <= length[:, None])
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specjax import tree as trees
 from specjax.checks import violations
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.prefill import CHUNK, prefill_reading
 from specjax.sampling import DRAFT, entropy, fold_in, node_keys, warp
 from specjax.types import (
@@ -163,7 +164,7 @@ def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
     node = jnp.arange(tree.tokens.shape[1])
     log_q = jax.nn.log_softmax(tree.logits, -1)
     has_child = jnp.any((tree.parents[:, None, :] == node[:, None]) & tree.valid[:, None, :], 2)
-    along = lambda x: jnp.take_along_axis(x, jnp.maximum(verdict.path, 0), 1)
+    along = lambda x: take_along(x, jnp.maximum(verdict.path, 0), 1)
     return Signals(
         confidence=along(jnp.exp(jnp.max(log_q, -1))),
         entropy=along(entropy(log_q)),
@@ -206,7 +207,7 @@ def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
         draft = inputs.drafter.update(inputs.drafter.params, draft, part, verdict, output)
         along_path = jnp.maximum(verdict.path, 0)[:, :, None]
         kept = _Kept(
-            laws=jnp.take_along_axis(logits, along_path, 1) if inputs.keep_laws else None,
+            laws=take_along(logits, along_path, 1) if inputs.keep_laws else None,
             logprobs=_logprobs(inputs, part, verdict, logits) if inputs.keep_logprobs else None,
             violations=violations(part, inputs.drafter.draws, logits) if inputs.debug else None,
         )
@@ -225,7 +226,7 @@ def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
 
     needed = jnp.max(jnp.sum(tree.valid, 1))
     branches = [functools.partial(padded, width) for width in widths]
-    return jax.lax.switch(jnp.searchsorted(jnp.array(widths), needed), branches, draft)
+    return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), branches, draft)
 
 
 def _pad_to(x: Array, like: jax.ShapeDtypeStruct) -> Array:
@@ -244,13 +245,13 @@ def _logprobs(inputs: Inputs, tree: TokenTree, verdict: Verdict, logits: Array) 
     following = jnp.zeros(tree.tokens.shape, jnp.int32).at[rows, place].set(_tokens(tree, verdict), mode="drop")
     is_token = jnp.arange(logits.shape[-1]) == following[:, :, None]
     log_p = jnp.max(jnp.where(is_token, logits, -jnp.inf), -1) - jax.nn.logsumexp(logits, -1)
-    return jnp.where(place < n, jnp.take_along_axis(log_p, jnp.minimum(place, n - 1), 1), 0.0)
+    return jnp.where(place < n, take_along(log_p, jnp.minimum(place, n - 1), 1), 0.0)
 
 
 def _tokens(tree: TokenTree, verdict: Verdict) -> Array:
     """int32[B, N]: the accepted drafts, without the root, and the target's own token; then padding."""
     following = jnp.roll(verdict.path, -1, 1)
-    drafted = jnp.take_along_axis(tree.tokens, jnp.maximum(following, 0), 1)
+    drafted = take_along(tree.tokens, jnp.maximum(following, 0), 1)
     accepted = verdict.num_nodes[:, None] - 1
     return jnp.where(jnp.arange(tree.tokens.shape[1]) < accepted, drafted, verdict.next_token[:, None])
 

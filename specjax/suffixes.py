@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from specjax.indexing import take_along
 from specjax.tree import chain
 from specjax.types import Array, TokenTree
 
@@ -11,7 +12,7 @@ from specjax.types import Array, TokenTree
 def last_tokens(tokens: Array, length: Array, count: int) -> Array:
     """int32[B, count]: the last tokens of texts, the very last first; -1 where a text has no more."""
     place = length[:, None] - 1 - jnp.arange(count)
-    return jnp.where(place >= 0, jnp.take_along_axis(tokens, jnp.maximum(place, 0), 1), -1)
+    return jnp.where(place >= 0, take_along(tokens, jnp.maximum(place, 0), 1), -1)
 
 
 def match_length(source: Array, size: Array, ending: Array) -> Array:
@@ -35,6 +36,6 @@ def copied_chain(root: Array, source: Array, size: Array, start: Array, count: i
     Valid as far as the first size[b] tokens go, and no deeper than `limit` int32[B].
     """
     index = start[:, None] + jnp.arange(count)
-    copied = jnp.take_along_axis(source, jnp.clip(index, 0, source.shape[1] - 1), 1)
+    copied = take_along(source, jnp.clip(index, 0, source.shape[1] - 1), 1)
     valid = (start[:, None] >= 0) & (index < size[:, None]) & (jnp.arange(count) < limit[:, None])
     return chain(jnp.concatenate([root, copied], 1), jnp.concatenate([jnp.ones_like(root, bool), valid], 1))

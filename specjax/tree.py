@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 
 
@@ -16,7 +17,7 @@ def depths(parents: Array) -> Array:
     below_root = jnp.arange(parents.shape[1]) > 0
     depth = jnp.broadcast_to(below_root.astype(parents.dtype), parents.shape)
     for above in _jumps(parents):
-        depth += jnp.take_along_axis(depth, above, 1)
+        depth += take_along(depth, above, 1)
     return depth
 
 
@@ -40,7 +41,7 @@ def _jumps(parents: Array, valid: Array | None = None) -> Iterator[Array]:
     above = jnp.where(node == 0, 0, above)
     for step in range((parents.shape[1] - 1).bit_length()):
         if step:
-            above = jnp.take_along_axis(above, above, 1)
+            above = take_along(above, above, 1)
         yield above
 
 
@@ -65,16 +66,16 @@ def by_score(tree: TokenTree, score: Array) -> tuple[TokenTree, Array]:
     score = jnp.where(drafted, score, 0.0)
     key = jnp.where(drafted, -score, jnp.where(tree.valid, -jnp.inf, jnp.inf))
     order = jnp.argsort(key, axis=1, stable=True)
-    return take(tree, order), jnp.take_along_axis(score, order, 1)
+    return take(tree, order), take_along(score, order, 1)
 
 
 def take(tree: TokenTree, order: Array) -> TokenTree:
     """Nodes in another order int32[B, N], a permutation with parents before children."""
     place = jnp.argsort(order, axis=1)
-    take = lambda x: jnp.take_along_axis(x, order, 1)
+    take = lambda x: take_along(x, order, 1)
     parents = take(tree.parents)
-    moved = jnp.where(parents < 0, -1, jnp.take_along_axis(place, jnp.maximum(parents, 0), 1))
-    logits = None if tree.logits is None else jnp.take_along_axis(tree.logits, order[:, :, None], 1)
+    moved = jnp.where(parents < 0, -1, take_along(place, jnp.maximum(parents, 0), 1))
+    logits = None if tree.logits is None else take_along(tree.logits, order[:, :, None], 1)
     return TokenTree(take(tree.tokens), moved.astype(tree.parents.dtype), take(tree.valid), logits)
 
 
@@ -92,7 +93,7 @@ def pad_nodes(tree: TokenTree, num_nodes: int) -> TokenTree:
 
 def path_to(parents: Array, node: Array) -> tuple[Array, Array]:
     """The nodes from the root down to `node` int32[B], then -1: int32[B, N], and how many: int32[B]."""
-    on_path = jnp.take_along_axis(ancestor_mask(parents), node[:, None, None], 1)[:, 0]  # bool[B, N]
+    on_path = take_along(ancestor_mask(parents), node[:, None, None], 1)[:, 0]  # bool[B, N]
     order = jnp.argsort(~on_path, axis=1, stable=True).astype(jnp.int32)  # parents stand before children
     count = jnp.sum(on_path, 1, dtype=jnp.int32)
     return jnp.where(jnp.arange(parents.shape[1]) < count[:, None], order, -1), count
@@ -114,7 +115,7 @@ def first_of_path(tree: TokenTree) -> Array:
     node = jnp.broadcast_to(jnp.arange(depth.shape[1]), depth.shape)
     name = jnp.where(tree.valid, first_with(tree.valid, depth, tree.tokens), node)
     for above in _jumps(tree.parents):
-        name = first_with(name, jnp.take_along_axis(name, above, 1))
+        name = first_with(name, take_along(name, above, 1))
     return name
 
 
@@ -125,7 +126,7 @@ def merge_equal_siblings(tree: TokenTree) -> TokenTree:
 
 def keep_first(tree: TokenTree, first: Array) -> TokenTree:
     """The tree of the nodes that `first` int32[B, N], from `first_of_path`, names."""
-    parents = jnp.where(tree.parents < 0, -1, jnp.take_along_axis(first, jnp.maximum(tree.parents, 0), 1))
+    parents = jnp.where(tree.parents < 0, -1, take_along(first, jnp.maximum(tree.parents, 0), 1))
     return tree._replace(
         parents=parents.astype(tree.parents.dtype), valid=tree.valid & (first == jnp.arange(first.shape[1]))
     )

@@ -24,6 +24,7 @@ import numpy as np
 from specjax import drafters, sampling
 from specjax.decode import PROMPT_BUCKET, decode
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.prefill import CHUNK, prefill
 from specjax.sampling import row_keys
 from specjax.types import Array, Model, PyTree, Sampling, Target
@@ -110,7 +111,7 @@ def _laws_of_text(target, draft, prompt, new, max_new_tokens, warping, keep):
 def _laws(target: Target, draft: Target, tokens, length, warping: Sampling, count: int, keep: int):
     log_laws = [_log_law(x.model, x.params, tokens, length, warping, count) for x in (target, draft)]  # [count, V] each
     ids = jnp.concatenate([jax.lax.top_k(x, keep)[1] for x in log_laws], 1)
-    return ids, *(jnp.exp(jnp.take_along_axis(x, ids, 1)) for x in log_laws)
+    return ids, *(jnp.exp(take_along(x, ids, 1)) for x in log_laws)
 
 
 def _log_law(model: Model, params: PyTree, tokens: Array, length: Array, warping: Sampling, count: int) -> Array:
@@ -118,7 +119,7 @@ def _log_law(model: Model, params: PyTree, tokens: Array, length: Array, warping
     cache = prefill(model, params, model.init_cache(*tokens.shape), tokens, length - 1)
     positions = length[:, None] - 1 + jnp.arange(count)
     mask = jnp.tril(jnp.ones((1, count, count), bool))
-    text = jnp.take_along_axis(tokens, positions, 1)
+    text = take_along(tokens, positions, 1)
     output, _ = model.forward(params, text, cache, positions=positions, mask=mask)
     return jax.nn.log_softmax(sampling.warp(output.logits, warping), -1)[0]
 

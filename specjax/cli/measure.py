@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax import parallel
 from specjax.decode import PROMPT_BUCKET, StreamStep, _start, _step, decode, prepare, stream
+from specjax.indexing import take_along
 from specjax.prefill import CHUNK, prefill
 from specjax.report import NEAR_TIE, Difference, Run, first_difference
 from specjax.sampling import fold_in
@@ -142,7 +143,7 @@ def next_logits(target: Target, ids: Sequence[int]) -> np.ndarray:
 def _next_logits(target: Target, tokens: Array, length: Array) -> Array:
     model = target.model
     cache = prefill(model, target.params, model.init_cache(*tokens.shape), tokens, length - 1)
-    last = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+    last = take_along(tokens, length[:, None] - 1, 1)
     output, _ = model.forward(target.params, last, cache, positions=length[:, None] - 1, mask=jnp.ones((1, 1, 1), bool))
     return output.logits[0, 0].astype(jnp.float32)
 

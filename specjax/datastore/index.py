@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax.datastore.store import Datastore
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.types import Array
 
 
@@ -92,7 +93,7 @@ def search(index: Index, text: Array, length: Array, min_span: int = 2) -> Match
     count = jnp.where((spans <= jnp.minimum(length, known)[:, None])[:, :, None], count, 0)
     hit = jnp.any(count > 0, 2)
     best = jnp.argmax(hit, 1)  # the longest
-    take = lambda x: jnp.take_along_axis(x, best[:, None, None], 1)[:, 0]
+    take = lambda x: take_along(x, best[:, None, None], 1)[:, 0]
     return Matches(jnp.where(jnp.any(hit, 1), jnp.asarray(spans)[best], 0), take(first), take(count))
 
 

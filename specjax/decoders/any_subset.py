@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, warp
 from specjax.tree import chain
 from specjax.types import Array, Guarantee, PyTree, Sampling
@@ -149,7 +150,7 @@ def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> An
     def body(s: _State) -> _State:
         n = s.known[:, None]
         valid = slots < order.stop[:, None] - n  # [B, k]
-        positions = jnp.take_along_axis(order.position, jnp.minimum(n + slots, size - 1), 1)
+        positions = take_along(order.position, jnp.minimum(n + slots, size - 1), 1)
         round_keys = fold_in(keys, s.known)
         purpose = lambda p: fold_in(round_keys, jnp.full_like(s.known, p))
         q = laws(s.tokens, positions, jnp.broadcast_to(n, positions.shape))

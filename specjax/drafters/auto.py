@@ -38,6 +38,7 @@ from specjax.drafters.token_recycling import (
     written,
 )
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.suffixes import copied_chain, last_tokens
 from specjax.types import Array, Context, Drafter, TokenTree
 
@@ -227,7 +228,7 @@ def _class(x: Array, bounds) -> Array:
 def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
     """float32[B, N]: how likely the target once found each node's token after its parent's."""
     row = jnp.arange(tree.tokens.shape[0])[:, None]
-    parent = jnp.take_along_axis(tree.tokens, jnp.maximum(tree.parents, 0), 1)
+    parent = take_along(tree.tokens, jnp.maximum(tree.parents, 0), 1)
     assert recycled.log_p is not None
     is_token = recycled.tokens[row, parent] == tree.tokens[:, :, None]  # [B, N, 8]
     return jnp.max(jnp.where(is_token, recycled.log_p[row, parent], -jnp.inf), 2)
@@ -236,7 +237,7 @@ def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
 def _chance(counts: Counts, kind: Array) -> Array:
     """float32[B, N]: that a node of this class is right where its parent is."""
     chance = (counts.hits + PRIOR * _prior()) / (counts.trials + PRIOR)
-    return jnp.take_along_axis(chance, kind, 1)
+    return take_along(chance, kind, 1)
 
 
 def _trust(found: Array) -> Array:
@@ -267,10 +268,10 @@ def _learn(record: _Record, context: Context) -> _Record:
     depth = trees.depths(tree.parents)
     place = start[:, None] - 1 + depth
     passed = place < context.length[:, None]
-    text = jnp.take_along_axis(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
+    text = take_along(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
     agrees = tree.valid & passed & (text == tree.tokens) | (depth == 0)
     right = jnp.all(agrees[:, None, :] | ~trees.ancestor_mask(tree.parents), 2)  # the whole path
-    tried = tree.valid & (depth > 0) & jnp.take_along_axis(right, jnp.maximum(tree.parents, 0), 1)
+    tried = tree.valid & (depth > 0) & take_along(right, jnp.maximum(tree.parents, 0), 1)
     over = (start > 0) & ~jnp.any(tried & ~passed, 1)  # no node waits for a token that is not there yet
     one_hot = (kind[:, :, None] == jnp.arange(CLASSES)) & (tried & over[:, None])[:, :, None]  # [B, M, CLASSES]
     trials = jnp.sum(one_hot, 1, dtype=jnp.float32)

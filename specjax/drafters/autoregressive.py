@@ -11,6 +11,7 @@ import functools
 
 import jax.numpy as jnp
 
+from specjax.indexing import take_along
 from specjax.tree import chain
 from specjax.types import Drafter
 
@@ -26,7 +27,7 @@ def _init(params, context):
 
 
 def _propose(params, keys, state, context, limit):
-    root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
+    root = take_along(context.tokens, context.length[:, None] - 1, 1)
     return chain(root, jnp.ones_like(root, bool)), state
 
 

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.drafters.early_exit import Stop, confidence, first_layers, layers_of, self_draft
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.types import Array, Context, Drafter, Model, Output, PyTree, Target, TokenTree, Verdict
 
 PROMPT_SAMPLES = 16
@@ -102,7 +103,7 @@ def _functions(model: Model, num_tokens: int, exits: tuple[int, ...], decay: flo
         place = jnp.arange(PROMPT_SAMPLES) * jnp.maximum(count, PROMPT_SAMPLES)[:, None] // PROMPT_SAMPLES
         valid = place < count[:, None]
         place = jnp.minimum(place, tokens.shape[1] - 1)
-        taps = [jnp.take_along_axis(tap, place[:, :, None], 1) for tap in output.taps]
+        taps = [take_along(tap, place[:, :, None], 1) for tap in output.taps]
         wanted = jnp.argmax(model.head(params, taps[-1]), -1)  # of few positions: `output.logits` would be of all
         return add(state, matches(model, params, taps[:-1], wanted, valid), valid, decay)
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from specjax import cache as kv
 from specjax import trees
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.tree import depths
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Mixture, Model, PyTree, Sublayers, Target, TokenTree
@@ -103,7 +104,7 @@ def self_draft(
         logits, new = look(tokens, depth, limit, mask=jnp.concatenate([seen, among], 2), earlier=pending)
         return (kv.insert(pending, new, place), *judge(limit, judged, depth, logits)), logits
 
-    root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
+    root = take_along(context.tokens, context.length[:, None] - 1, 1)
     start = jnp.zeros_like(root)
     logits, pending = look(root, start, limit, mask=jnp.ones((*root.shape, 1), bool))
     memory = kv.widen(pending, slots), *judge(limit, () if stop is None else stop.state, start, logits)

@@ -23,6 +23,7 @@ from specjax import sampling
 from specjax.controllers import fixed
 from specjax.drafters.two_model import feed_last
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.prefill import prefill
 from specjax.speculative import Inputs, speculative
 from specjax.tree import chain
@@ -120,7 +121,7 @@ def _functions(model: Model, shape: Drafter, min_tokens: int) -> Drafter:
 
         inner, laws = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), more, (inner, laws))
         place = context.length[:, None] - 1 + jnp.arange(longest + 1)
-        tokens = jnp.take_along_axis(inner.tokens, jnp.minimum(place, buffer - 1), 1)
+        tokens = take_along(inner.tokens, jnp.minimum(place, buffer - 1), 1)
         drafted = jnp.minimum(inner.length - context.length, limit)
         valid = jnp.arange(longest + 1) <= drafted[:, None]
         return chain(tokens, valid, laws), _State(inner.cache, inner.draft)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.suffixes import copied_chain, last_tokens, match_length
 from specjax.types import Array, Context, Drafter
 
@@ -98,7 +99,7 @@ def _follow(state: _State, source: Array, size: Array, root: Array, length: Arra
     All that was added since but the root was copied.
     """
     own = state.place + length - state.length - 1  # where the root stands, had it been copied
-    same = jnp.take_along_axis(source, jnp.clip(own, 0, source.shape[1] - 1)[:, None], 1) == root
+    same = take_along(source, jnp.clip(own, 0, source.shape[1] - 1)[:, None], 1) == root
     copied = (state.place >= 0) & (own < size) & same[:, 0]
     fresh = length == state.length  # the first round
     return jnp.where(fresh, state.place, jnp.where(copied, own + 1, -1))
@@ -109,7 +110,7 @@ def _search(source: Array, size: Array, ending: Array) -> Array:
     matched = match_length(source, size, ending)[:, :, None] > jnp.arange(ending.shape[1])  # bool[B, Ns, n]
     once = jnp.sum(matched, 1) == 1  # an ending that does not occur has no longer one that does
     shortest = jnp.argmax(once, 1)
-    end = jnp.argmax(jnp.take_along_axis(matched, shortest[:, None, None], 2)[:, :, 0], 1) + 1
+    end = jnp.argmax(take_along(matched, shortest[:, None, None], 2)[:, :, 0], 1) + 1
     return jnp.where(jnp.any(once, 1), end, -1).astype(jnp.int32)
 
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.tree import chain
 from specjax.types import Array, Context, Drafter, Output, Sampling, TokenTree, Verdict
 
@@ -114,8 +115,8 @@ def jacobi(
         # of invalid nodes did not see the draft.
         last = jnp.sum(tree.valid, 1, dtype=jnp.int32) - 1
         rows = verdict.num_nodes[:, None] + jnp.arange(window)
-        logits = jnp.take_along_axis(output.logits, jnp.minimum(rows, last[:, None])[:, :, None], 1)
-        end_of_pass = jnp.take_along_axis(output.logits, last[:, None, None], 1)[:, 0]
+        logits = take_along(output.logits, jnp.minimum(rows, last[:, None])[:, :, None], 1)
+        end_of_pass = take_along(output.logits, last[:, None, None], 1)[:, 0]
         return JacobiState(
             logits.astype(jnp.float32),
             last + 1 - verdict.num_nodes,
@@ -135,4 +136,4 @@ def _draw(keys: Array, logits: Array, settings: Sampling) -> tuple[Array, Array 
 
 def _text(context: Context, back: int) -> Array:
     """int32[B, 1]: the token `back` from the end of the text (1: the last); any token if there is none."""
-    return jnp.take_along_axis(context.tokens, jnp.maximum(context.length[:, None] - back, 0), 1)
+    return take_along(context.tokens, jnp.maximum(context.length[:, None] - back, 0), 1)

@@ -28,6 +28,7 @@ import numpy as np
 
 from specjax import ngrams
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.tree import compact
 from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
 
@@ -90,7 +91,7 @@ def lookahead(
 
     def propose(params, keys: Array, state: LookaheadState, context: Context, limit: Array):
         batch = context.tokens.shape[0]
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
+        root = take_along(context.tokens, context.length[:, None] - 1, 1)
         guessed = _fill(state.window, keys, context).at[:, 0, 0].set(root[:, 0])
         state = state._replace(window=guessed)
         parts = [(root, jnp.full_like(root, -1), jnp.ones_like(root, bool))]  # (tokens, parents, valid)
@@ -108,13 +109,13 @@ def lookahead(
         valid &= shape.depth <= limit[:, None]
         bottom = shape.node(state.rows[:, None] - 1, jnp.arange(window))
         place = jnp.where(valid, jnp.cumsum(valid, 1, dtype=jnp.int32) - 1, -1)  # in the compact tree
-        state = state._replace(ends=jnp.take_along_axis(place, bottom, 1))
+        state = state._replace(ends=take_along(place, bottom, 1))
         return compact(TokenTree(tokens, parents, valid)), state
 
     def update(params, state: LookaheadState, tree: TokenTree, verdict: Verdict, output: Output) -> LookaheadState:
         # The pool is written by the next `propose`: XLA would copy it here, in a branch of the verify pass.
         likeliest = jnp.argmax(output.logits, -1).astype(jnp.int32)
-        y = jnp.take_along_axis(likeliest, jnp.maximum(state.ends, 0), 1)
+        y = take_along(likeliest, jnp.maximum(state.ends, 0), 1)
         y = jnp.where(state.ends >= 0, y, -1)  # [B, W]
         full = state.rows == rows
         known = jnp.pad(state.window, ((0, 0), (0, 1), (0, 0)))  # a row for y
@@ -123,8 +124,8 @@ def lookahead(
         # A full window drops its first row: one step down is one position, as one column is.
         column = jnp.arange(window) + (verdict.num_nodes - full)[:, None]
         below = (jnp.arange(rows) + full[:, None])[:, None, :]
-        moved = jnp.take_along_axis(by_column, jnp.minimum(column, window - 1)[:, :, None], 1)
-        moved = jnp.take_along_axis(moved, jnp.broadcast_to(below, (*column.shape, rows)), 2)
+        moved = take_along(by_column, jnp.minimum(column, window - 1)[:, :, None], 1)
+        moved = take_along(moved, jnp.broadcast_to(below, (*column.shape, rows)), 2)
         moved = jnp.where((column < window)[:, :, None], moved, -1)
         found = full[:, None] & (state.ends >= 0)
         return state._replace(
@@ -166,14 +167,14 @@ def _fill(window: Array, keys: Array, context: Context) -> Array:
     """The window, with random tokens of the row's text where it has none."""
     draw = lambda key, length: jax.random.randint(key, window.shape[1:], 0, length)
     index = jax.vmap(draw)(keys, context.length).reshape(len(window), -1)
-    return jnp.where(window < 0, jnp.take_along_axis(context.tokens, index, 1).reshape(window.shape), window)
+    return jnp.where(window < 0, take_along(context.tokens, index, 1).reshape(window.shape), window)
 
 
 def _candidates(found: ngrams.Found) -> tuple[Array, Array]:
     """The tails int32[B, G, N - 1] of the n-grams of one bucket, the latest first, and which count: bool[B, G]."""
     hit, grams, ages = (x[:, 0] for x in (found.hit, found.grams, found.ages))
     order = jnp.argsort(jnp.where(hit, -ages, 1), axis=1, stable=True)
-    return jnp.take_along_axis(grams, order[:, :, None], 1)[:, :, 1:], jnp.take_along_axis(hit, order, 1)
+    return take_along(grams, order[:, :, None], 1)[:, :, 1:], take_along(hit, order, 1)
 
 
 def _trie(candidates: Array, present: Array) -> tuple[Array, Array, Array]:

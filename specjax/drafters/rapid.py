@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.drafters.two_model import functions as two_model_functions
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.prefill import CHUNK
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Model, Target
@@ -115,7 +116,7 @@ def chunk_scores(tokens: Array, length: Array, chunk: int, query: int) -> Array:
     count = -(-size // chunk)
     padded = jnp.pad(tokens, ((0, 0), (0, count * chunk - size)))
     body = jnp.arange(count * chunk) < length[:, None] - query
-    asked = jnp.take_along_axis(tokens, jnp.maximum(length[:, None] - query + jnp.arange(query), 0), 1)
+    asked = take_along(tokens, jnp.maximum(length[:, None] - query + jnp.arange(query), 0), 1)
     again = jnp.any((asked[:, :, None] == asked[:, None, :]) & jnp.tri(query, k=-1, dtype=bool), 2)  # seen before
     same = (asked[:, :, None] == padded[:, None, :]) & body[:, None, :]
     holds = jnp.any(same.reshape(batch, query, count, chunk), 3)  # bool[B, Q, C]

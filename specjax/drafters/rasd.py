@@ -21,6 +21,7 @@ from specjax import tree as trees
 from specjax.drafters.suffix import suffix
 from specjax.drafters.two_model import two_model
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.trees import Builder, parse
 from specjax.types import Array, Context, Drafter, PyTree, Target, TokenTree
 
@@ -72,7 +73,7 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
 
     def update(params, state: _State, tree, verdict, output):
         # Nodes that only the retrieval had are behind those of the draft model on every path, and are read anew.
-        path = jnp.take_along_axis(state.origin, jnp.maximum(verdict.path, 0), 1)
+        path = take_along(state.origin, jnp.maximum(verdict.path, 0), 1)
         path = jnp.where(verdict.path < 0, -1, path)
         of_model = model.update(params[0], state.model, tree, verdict._replace(path=path), output)
         of_retrieval = retrieval.update(params[1], state.retrieval, tree, verdict, output)

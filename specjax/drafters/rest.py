@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from specjax.datastore.index import Index, continuations, search
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.trees.paths import from_paths
 from specjax.types import Drafter
 
@@ -48,7 +49,7 @@ def rest(
 def _functions(num_nodes: int, depth: int, max_span: int, min_span: int, num_paths: int) -> Drafter:
     def propose(index: Index, keys, state, context, limit):
         place = context.length[:, None] - max_span + jnp.arange(max_span)
-        text = jnp.take_along_axis(context.tokens, jnp.maximum(place, 0), 1)
+        text = take_along(context.tokens, jnp.maximum(place, 0), 1)
         matches = search(index, text, context.length, min_span)
         paths = continuations(index, matches, num_paths, depth)
         paths = jnp.where(jnp.arange(depth) < limit[:, None, None], paths, -1)

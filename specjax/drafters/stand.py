@@ -29,6 +29,7 @@ import numpy as np
 
 from specjax import ngrams, sampling
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import likeliest
 from specjax.tree import Template, compact
 from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
@@ -131,7 +132,7 @@ def stand(
         t = tokens.shape[1]
         contexts = text[:, 1 + jnp.arange(t)[:, None] + jnp.arange(longest)]
         laws = _laws(output.logits, jnp.arange(t) < count[:, None], kept)
-        tail = jnp.take_along_axis(text, count[:, None] + jnp.arange(longest), 1)
+        tail = take_along(text, count[:, None] + jnp.arange(longest), 1)
         return state._replace(tables=ngrams.by_chunks(_learn, state.tables, contexts, laws), tail=tail)
 
     def propose(params, keys: Array, state: StandState, context: Context, limit: Array):
@@ -139,7 +140,7 @@ def stand(
         laws = state.laws._replace(seen=jnp.where(grown[:, None], state.laws.seen, 0))
         learned = _learn(state.tables, state.contexts, laws)
         place = context.length[:, None] - longest + jnp.arange(longest)
-        tail = jnp.take_along_axis(context.tokens, jnp.maximum(place, 0), 1)
+        tail = take_along(context.tokens, jnp.maximum(place, 0), 1)
         tail = jnp.where(place >= 0, tail, -1)
         state = state._replace(tables=learned, tail=tail, length=context.length)
         find = functools.partial(_find, params, learned)
@@ -150,9 +151,9 @@ def stand(
         # The tables are written by the next `propose`: XLA would copy them here, in a branch of the verify pass.
         path = verdict.path[:, :rounds]
         node = jnp.maximum(path, 0)
-        text = jnp.concatenate([state.tail, jnp.take_along_axis(tree.tokens, node, 1)[:, 1:]], 1)
+        text = jnp.concatenate([state.tail, take_along(tree.tokens, node, 1)[:, 1:]], 1)
         contexts = text[:, jnp.arange(path.shape[1])[:, None] + jnp.arange(longest)]
-        laws = _laws(jnp.take_along_axis(output.logits, node[:, :, None], 1), path >= 0, kept)
+        laws = _laws(take_along(output.logits, node[:, :, None], 1), path >= 0, kept)
         fill = lambda x, value: jnp.pad(
             x, ((0, 0), (0, rounds - x.shape[1]), *[(0, 0)] * (x.ndim - 2)), constant_values=value
         )
@@ -209,7 +210,7 @@ def _draw(
         if sampled and context.sampling.temperature is not None:
             noise = _noise(tokens, depth, keys, context, vocab_size)
             law, order = jax.lax.top_k(law + noise, int(ranks.max()) + 1)
-            tokens = jnp.take_along_axis(tokens, order, 2)
+            tokens = take_along(tokens, order, 2)
         drawn = tokens[:, place, ranks]
         valid = valid[:, place] & (law[:, place, ranks] > -jnp.inf) & (depth <= limit[:, None])
         drawn = jnp.where(valid, drawn, 0)
@@ -286,7 +287,7 @@ def _entry(table: ngrams.Table, contexts: Array) -> Entry:
     """What a table holds about contexts int32[B, M, n]."""
     found = ngrams.find(table, contexts)
     way = jnp.argmax(found.hit, 2)
-    take = lambda x: jnp.take_along_axis(x, ngrams.expand(way, x), 2)[:, :, 0]
+    take = lambda x: take_along(x, ngrams.expand(way, x), 2)[:, :, 0]
     entry, known = jax.tree.map(take, found.values), jnp.any(found.hit, 2)
     return Entry(jnp.where(known[:, :, None], entry.tokens, -1), entry.probs, jnp.where(known, entry.seen, 0))
 
@@ -313,7 +314,7 @@ def _find(params: PyTree, tables: ngrams.Table, contexts: Array) -> Entry:
     if params:
         entries = mix(jax.vmap(_entry)(params, grams), entries)
     first = jnp.argmax(entries.seen > 0, 0)[None]
-    return jax.tree.map(lambda x: jnp.take_along_axis(x, ngrams.expand(first, x), 0)[0], entries)
+    return jax.tree.map(lambda x: take_along(x, ngrams.expand(first, x), 0)[0], entries)
 
 
 def _warp(entry: Entry, settings) -> Array:
@@ -330,7 +331,7 @@ def _noise(tokens: Array, depth: int, keys: Array, context: Context, vocab_size:
         level = sampling.fold_in(keys, jnp.full((batch,), depth))
         return sampling.noise(level, m * k).reshape(batch, m, k)
     key = sampling.node_keys(context.noise, context.length, jnp.full((batch, 1), depth - 1))  # one per position
-    return jnp.take_along_axis(sampling.noise(key, vocab_size), jnp.maximum(tokens, 0), 2)
+    return take_along(sampling.noise(key, vocab_size), jnp.maximum(tokens, 0), 2)
 
 
 def _whole(tokens: Array, laws: Array, vocab_size: int) -> Array:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from specjax import cache as kv
 from specjax.drafters.early_exit import chosen_exit, first_layers, look_below
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Context, Drafter, Mixture, Model, Target, TokenTree
 
@@ -69,7 +70,7 @@ def _functions(
     def propose(params, keys, state, context: Context, limit):
         layers = first_layers(model, jnp.full_like(context.length, exit_layer))
         look = functools.partial(look_below, model, params, context, layers)
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
+        root = take_along(context.tokens, context.length[:, None] - 1, 1)
         logits, pending = look(root, jnp.zeros_like(root), limit, mask=jnp.ones((*root.shape, 1), bool))
         tokens, scores = (x[:, :drafts] for x in likeliest(logits))
 
@@ -83,7 +84,7 @@ def _functions(
             )  # fmt: skip
             named, log_p = likeliest(logits)
             draft, choice, scores = extend(scores, jnp.broadcast_to(log_p[:, None], (*tokens.shape, named.shape[1])))
-            tokens = jnp.take_along_axis(named, choice, 1)
+            tokens = take_along(named, choice, 1)
             return (kv.insert(pending, new, depth), tokens, scores), (tokens, draft)
 
         first, start = tokens, (kv.widen(pending, num_tokens), tokens, scores)

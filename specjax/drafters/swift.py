@@ -32,6 +32,7 @@ from specjax import cache as kv
 from specjax import trees
 from specjax.drafters.early_exit import Stop, confidence, layers_of, self_draft
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.tree import compact
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Model, PyTree, Sublayers, Target
@@ -169,7 +170,7 @@ def matchness(search: _Search, params: PyTree, skipped: Array, rows: Array, star
     """
     batch, w = skipped.shape[0], search.window
     places = start[:, None] + jnp.arange(w + 1)
-    text = jnp.take_along_axis(context.tokens, jnp.minimum(places, context.tokens.shape[1] - 1), 1)
+    text = take_along(context.tokens, jnp.minimum(places, context.tokens.shape[1] - 1), 1)
     output, _ = search.model.forward(
         params, text[:, :-1], kv.rewind(context.cache, start), positions=places[:, :-1],
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((w, w), bool)), (batch, w, w)),

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest
 from specjax.tree import Template, compact
 from specjax.types import Array, Context, Drafter, TokenTree
@@ -169,7 +170,7 @@ def written(state: RecyclingState) -> RecyclingState:
 
 def recycled_tree(template: Template, matrix: Recycled, context: Context, limit: Array) -> TokenTree:
     """The known nodes of the template below the end of the text, no deeper than `limit` int32[B]."""
-    root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
+    root = take_along(context.tokens, context.length[:, None] - 1, 1)
     tokens = jnp.pad(root, ((0, 0), (0, template.num_nodes - 1)))
     valid = jnp.zeros(tokens.shape, bool).at[:, 0].set(True)
     row = jnp.arange(tokens.shape[0])[:, None]
@@ -212,4 +213,4 @@ def _first_that_learnt(params, state: RecyclingState) -> Recycled:
     before = params.tokens if params else -1
     learnt = jnp.any(matrix.tokens != before, 2)  # [B, V]
     row = jnp.argmax(learnt, 0)  # 0 where none did: all rows hold what was there before
-    return jax.tree.map(lambda x: jnp.take_along_axis(x, row[None, :, None], 0)[0], matrix)
+    return jax.tree.map(lambda x: take_along(x, row[None, :, None], 0)[0], matrix)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from specjax import cache as kv
 from specjax import trees
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.prefill import prefill
 from specjax.trees import Builder, Stop
 from specjax.types import Array, Context, Drafter, Model, PyTree, Target
@@ -128,18 +129,18 @@ def functions(
             )  # fmt: skip
             return kv.insert(pending, new, lag - 1 + place), output.logits
 
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)[:, 0]
+        root = take_along(context.tokens, context.length[:, None] - 1, 1)[:, 0]
         grown, pending = trees.grow(builder, feed, kv.widen(pending, slots), root, logits, keys, context, limit)
         return grown.tree, _State(cache, pending, state.path, state.accepted, grown.places, length, state.dropped)
 
     def update(params, state: _State, tree, verdict, output):
         """Note what was accepted. The next round commits it: a branch of the verify pass would copy the cache."""
         nodes = jnp.pad(verdict.path, ((0, 0), (0, longest)))[:, :longest]
-        place = lag - 1 + jnp.take_along_axis(state.places, jnp.maximum(nodes, 0), 1)  # the root stands at lag - 1
+        place = lag - 1 + take_along(state.places, jnp.maximum(nodes, 0), 1)  # the root stands at lag - 1
         text = jnp.broadcast_to(jnp.arange(lag - 1), (place.shape[0], lag - 1))
         fed = jnp.concatenate([text, place], 1)
         skip = jnp.maximum(lag - state.length, 0)[:, None]  # tokens that a short text does not have
-        path = jnp.take_along_axis(fed, jnp.minimum(skip + jnp.arange(longest), fed.shape[1] - 1), 1)
+        path = take_along(fed, jnp.minimum(skip + jnp.arange(longest), fed.shape[1] - 1), 1)
         # What the next round does not feed anew; the deepest node may never have been fed, and is behind that.
         accepted = start(state.length + verdict.num_nodes) - start(state.length)
         return state._replace(path=jnp.clip(path, 0, slots - 1), accepted=accepted)
@@ -164,7 +165,7 @@ def feed_last(
     seen by nobody.
     """
     back = jnp.arange(lag) - lag
-    tokens = jnp.take_along_axis(context.tokens, jnp.maximum(context.length[:, None] + back, 0), 1)
+    tokens = take_along(context.tokens, jnp.maximum(context.length[:, None] + back, 0), 1)
     positions = jnp.maximum(length[:, None] + back, 0)
     mask = jnp.tril(jnp.ones((lag, lag), bool)) & (_real(length, lag)[:, None, :] | jnp.eye(lag, dtype=bool))
     output, pending = model.forward(params, tokens, cache, positions=positions, mask=mask)

@@ -27,6 +27,7 @@ from specjax import drafters, parallel
 from specjax.controllers import fixed
 from specjax.decode import PROMPT_BUCKET, _decode, _start, _step
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.parallel.arrays import with_shardings
 from specjax.planning import chips, hlo
 from specjax.prefill import CHUNK
@@ -368,7 +369,7 @@ def probe(num_nodes: int) -> Drafter:
     from specjax.tree import chain
 
     def propose(params, keys, state, context, limit) -> tuple[TokenTree, PyTree]:
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
+        root = take_along(context.tokens, context.length[:, None] - 1, 1)
         tokens = jnp.pad(root, ((0, 0), (0, num_nodes - 1)))
         depth: Array = jnp.arange(num_nodes)
         return chain(tokens, jnp.broadcast_to(depth <= limit[:, None], tokens.shape)), state

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.trees.grow import Builder, Level, Parents
 from specjax.types import Array
@@ -39,12 +40,12 @@ def beam(width: int, depth: int) -> Builder:
         # The best of all are among the best of each parent.
         ids, best = gumbel_topk(None, psi_next, min(width, vocab))  # [B, F, w]
         kept, place = jax.lax.top_k(best.reshape(batch, -1), min(width, best.shape[1] * best.shape[2]))
-        flat = place // best.shape[2] * vocab + jnp.take_along_axis(ids.reshape(batch, -1), place, 1)
+        flat = place // best.shape[2] * vocab + take_along(ids.reshape(batch, -1), place, 1)
         pad = lambda x, value: jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=value)
         kept, flat = pad(kept, -jnp.inf), pad(flat, 0)
         valid = kept > -jnp.inf
-        phi_kept = jnp.take_along_axis(phi_next.reshape(batch, -1), flat, 1)
-        above = jnp.take_along_axis(parents.ids, flat // vocab, 1)
+        phi_kept = take_along(phi_next.reshape(batch, -1), flat, 1)
+        above = take_along(parents.ids, flat // vocab, 1)
         feed = jnp.broadcast_to(jnp.arange(width), (batch, width))
         safe = lambda x: jnp.where(valid, x, 0.0)
         return (safe(phi_kept), safe(kept)), Level(flat % vocab, above, valid, feed), parents.log_q

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.trees.grow import Builder, Level, Parents, valid_first
 from specjax.types import Array
 
@@ -81,7 +82,7 @@ class _Row(NamedTuple):
 def _race(parents: Parents, count: int) -> tuple[Array, Array]:
     """The first `count` draws without replacement below each node, int32[B, F, C], and q of each, float32[B, F, C]."""
     tokens, scores = parents.best(min(count, parents.log_q.shape[-1]))
-    q = jnp.exp(jnp.take_along_axis(parents.log_q, tokens, 2))
+    q = jnp.exp(take_along(parents.log_q, tokens, 2))
     return tokens, jnp.where(scores > -jnp.inf, q, 0.0)
 
 
@@ -111,7 +112,7 @@ def dyspec_fixed(num_tokens: int, *, children: int = 16) -> Builder:
     def next_draws(s: _Open):
         """Below each node, [B, N]: the rank of the next draw, its q, and its value."""
         rank = jnp.minimum(s.drawn, races - 1)
-        q = jnp.take_along_axis(s.q, rank[:, :, None], 2)[:, :, 0]
+        q = take_along(s.q, rank[:, :, None], 2)[:, :, 0]
         return rank, q, jnp.where((s.drawn < races) & (q > 0), s.reach * s.left, 0.0)
 
     def expand(s: _Open, level, parents: Parents):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
+from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Context, Draws, PyTree, TokenTree
 
@@ -139,7 +140,7 @@ def grow(
     def expand(carry: _Carry, logits) -> _Carry:
         """Draft below the frontier, whose children's logits are given, and note what is to be fed next."""
         level, nodes, grown = carry.level, carry.nodes, carry.grown
-        take = lambda x: jnp.take_along_axis(x, nodes, 1)
+        take = lambda x: take_along(x, nodes, 1)
         depth, below = take(grown.depth), take(grown.below)
         log_q, noise, shared = _laws(builder, logits, keys, level, depth, context)
         if builder.stop is not None:
@@ -157,9 +158,9 @@ def grow(
 
     def record(grown: _Nodes, level, new: Level) -> _Nodes:
         """Write a level into the arrays of all nodes."""
-        above = lambda x: jnp.take_along_axis(x, new.parents, 1)
+        above = lambda x: take_along(x, new.parents, 1)
         depth = above(grown.depth) + 1
-        seen = jnp.take_along_axis(grown.seen, new.parents[:, :, None], 1)  # what the parent saw, and the parent
+        seen = take_along(grown.seen, new.parents[:, :, None], 1)  # what the parent saw, and the parent
         seen |= above(grown.place)[:, :, None] == jnp.arange(places)
         fresh = jnp.any(new.feed[:, None, :] == jnp.arange(w)[None, :, None], 2)  # [B, W]
         fresh &= level < builder.levels - 1  # nothing is fed below the last level
@@ -174,14 +175,14 @@ def grow(
         return jax.tree.map(write, grown, values)
 
     def is_going(carry: _Carry):
-        going = jnp.take_along_axis(carry.grown.below, carry.nodes, 1)
+        going = take_along(carry.grown.below, carry.nodes, 1)
         left = jnp.any(going) if builder.is_open is None else jnp.any(going) | jnp.any(builder.is_open(carry.state))
         return (carry.level < builder.levels) & left
 
     def pass_(carry: _Carry) -> _Carry:
         """Feed the frontier of the level before and draft below it."""
-        take = lambda x: jnp.take_along_axis(x, carry.nodes, 1)
-        seen = jnp.take_along_axis(carry.grown.seen, carry.nodes[:, :, None], 1)
+        take = lambda x: take_along(x, carry.nodes, 1)
+        seen = take_along(carry.grown.seen, carry.nodes[:, :, None], 1)
         place = 1 + (carry.level - 1) * f
         memory, logits = feed(carry.memory, place, take(carry.grown.tokens), take(carry.grown.depth), seen)
         return expand(carry._replace(memory=memory), logits)
@@ -221,8 +222,8 @@ def _finish(builder: Builder, carry: _Carry) -> Grown:
         jnp.where(chosen[:, :, None] == jnp.arange(grown.tokens.shape[1]), jnp.arange(builder.num_nodes)[:, None], -1),
         1,
     )  # of each id
-    take = lambda x: jnp.take_along_axis(x, jnp.maximum(chosen, 0), 1)
-    parents = jnp.take_along_axis(new_place, jnp.maximum(take(grown.parents), 0), 1)
+    take = lambda x: take_along(x, jnp.maximum(chosen, 0), 1)
+    parents = take_along(new_place, jnp.maximum(take(grown.parents), 0), 1)
     first = jnp.arange(builder.num_nodes) == 0
     valid = (chosen >= 0) & take(grown.valid) | first
     tree = TokenTree(take(grown.tokens), jnp.where(first, -1, jnp.where(valid, parents, 0)).astype(jnp.int32), valid)
@@ -230,16 +231,16 @@ def _finish(builder: Builder, carry: _Carry) -> Grown:
     if carry.laws is not None:
         # Of nodes below which nothing is drafted it depends on the other rows whether they were fed.
         fed = (place >= 0) & (take(grown.below) | first)
-        laws = jnp.take_along_axis(carry.laws, jnp.maximum(place, 0)[:, :, None], 1)
+        laws = take_along(carry.laws, jnp.maximum(place, 0)[:, :, None], 1)
         tree = tree._replace(logits=jnp.where(fed[:, :, None], laws, 0.0))
     return Grown(tree, place)
 
 
 def valid_first(chosen: Array, valid: Array) -> Array:
     """int32[B, N]: the numbers `chosen` of valid nodes, in order, then -1, so that a verify pass can be cut to them."""
-    keep = (chosen >= 0) & jnp.take_along_axis(valid, jnp.maximum(chosen, 0), 1)
+    keep = (chosen >= 0) & take_along(valid, jnp.maximum(chosen, 0), 1)
     order = jnp.argsort(~keep, axis=1, stable=True)
-    return jnp.where(jnp.take_along_axis(keep, order, 1), jnp.take_along_axis(chosen, order, 1), -1)
+    return jnp.where(take_along(keep, order, 1), take_along(chosen, order, 1), -1)
 
 
 class _Carry(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 
 
@@ -42,9 +43,9 @@ def from_paths(root: Array, paths: Array, weights: Array, num_nodes: int) -> Tok
     k = min(num_nodes - 1, count * depth)
     by_depth = lambda x: x.swapaxes(1, 2).reshape(batch, -1)  # [B, D * R]: shorter prefixes first
     best, chosen = jax.lax.top_k(by_depth(total), k)  # equal weights: the earlier
-    tokens = jnp.take_along_axis(by_depth(paths), chosen, 1)
+    tokens = take_along(by_depth(paths), chosen, 1)
     above = jnp.pad(first, ((0, 0), (0, 0), (1, 0)))[:, :, :-1] + count * (jnp.arange(depth) - 1)  # the parent's place
-    above = jnp.take_along_axis(by_depth(above), chosen, 1)
+    above = take_along(by_depth(above), chosen, 1)
     parent = jnp.sum(jnp.where(chosen[:, None, :] == above[:, :, None], 1 + jnp.arange(k), 0), 2)  # none: the root
     valid = best > 0
     fill = lambda x, at_root: jnp.concatenate(

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.indexing import take_along
 from specjax.tree import compact, cut
 from specjax.types import Array, TokenTree
 
@@ -40,9 +41,9 @@ def best_first(successors: Successors, pair: Array, limit: Array, num_nodes: int
         share = jnp.where((number <= limit)[:, None, None], share, -jnp.inf)
         best, place = jax.lax.top_k((value[:, :, None] + share).reshape(batch, -1), f)
         above = place // scores.shape[-1]
-        token = jnp.take_along_axis(tokens.reshape(batch, -1), place, 1)
-        pairs = jnp.stack([jnp.take_along_axis(pairs[:, :, 1], above, 1), token], 2)
-        parents = jnp.take_along_axis(ids, above, 1)
+        token = take_along(tokens.reshape(batch, -1), place, 1)
+        pairs = jnp.stack([take_along(pairs[:, :, 1], above, 1), token], 2)
+        parents = take_along(ids, above, 1)
         ids = jnp.broadcast_to(1 + (number - 1) * f + jnp.arange(f), (batch, f))
         return (pairs, best, ids), (token, parents, best)
 
@@ -178,7 +179,7 @@ def _most_visited(successors: Successors, s: _Search, paths: int):
     parents = jnp.where(s.parents[node] == 0, 0, parents).astype(jnp.int32)
     following, scores = successors(s.pairs[node])
     likeliest = jnp.argmax(scores, 1)
-    extra = jnp.take_along_axis(following, likeliest[:, None], 1)[:, 0]
+    extra = take_along(following, likeliest[:, None], 1)[:, 0]
     number = 1 + jnp.arange(paths, dtype=jnp.int32)
     there = jnp.any((parents == number[:, None]) & (tokens == extra[:, None]) & valid, 1)
     more = valid & jnp.any(scores > 0, 1) & ~there

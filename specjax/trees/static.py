@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.tree import Template
 from specjax.trees.grow import Builder, Level, Parents, Stop, with_stop
@@ -71,8 +72,8 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
         children, exists, log_q = _draw_children(draws, parents, most, counts[: parents.ids.shape[1]])
         batch = parents.ids.shape[0]
         own = jnp.broadcast_to(row, (batch, len(row)))
-        at = lambda x: jnp.take_along_axis(x, own, 1)
-        flat = lambda x: jnp.take_along_axis(x.reshape(batch, -1), own * children.shape[2] + rank, 1)
+        at = lambda x: take_along(x, own, 1)
+        flat = lambda x: take_along(x.reshape(batch, -1), own * children.shape[2] + rank, 1)
         real = valid & at(parents.valid) & (rank < children.shape[2]) & flat(exists)
         return state, Level(flat(children), at(parents.ids), real, jnp.broadcast_to(feed, (batch, len(feed)))), log_q
 
@@ -127,7 +128,7 @@ def _draw_beyond_support(parents: Parents, most: int) -> tuple[Array, Array]:
     # The noise of these tokens was not used yet.
     others, more = gumbel_topk(parents.keys, jnp.where(supported, -jnp.inf, 0.0), most)
     rank = jnp.arange(most) - jnp.sum(scores > -jnp.inf, -1, keepdims=True)
-    take = lambda x: jnp.take_along_axis(x, jnp.maximum(rank, 0), -1)
+    take = lambda x: take_along(x, jnp.maximum(rank, 0), -1)
     return jnp.where(rank < 0, tokens, take(others)), (rank < 0) | (take(more) > -jnp.inf)
 
 

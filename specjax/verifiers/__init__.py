@@ -90,10 +90,10 @@ def rules_with_arrays() -> dict[str, Verifier]:
         ),
         "lantern": replace(lantern(nearest, 0.3), distance=0.22, setting="delta 0.3, 2 neighbours"),
         "lantern++": replace(
-            lantern(nearest, 2.5, relative=True),
+            lantern(nearest, 2.6, relative=True),
             name="lantern++",
             distance=0.2,
-            setting="lambda 2.5, 2 neighbours",
+            setting="lambda 2.6, 2 neighbours",
             paper="Park et al. 2025, arXiv 2502.06352",
         ),
         "grouped": replace(grouped(2), distance=0.144, setting="size 2"),

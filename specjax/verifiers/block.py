@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.standard import chain_path, drafted_log_probability
 from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, normalise, with_keys
@@ -32,7 +33,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     def mass(i, log_w):
         """[w_i p_{i+1} - q_{i+1}]+, and w_i p_{i+1} where nothing was drafted."""
         w = jnp.exp(log_w)[:, None]
-        drafted = jnp.take_along_axis(valid, i[:, None], 1)
+        drafted = take_along(valid, i[:, None], 1)
         return jnp.maximum(w * law(target_logits, i) - jnp.where(drafted, law(draft_logits, i), 0.0), 0.0)
 
     def body(i, carry):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.verifier import Accepted, law, need_logits, normalise, residual
 
@@ -49,7 +50,7 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
     batch, n = tree.tokens.shape
     draft_logits = None if rule.point_mass else need_logits(tree)
     index = jnp.arange(n)
-    at = lambda row, token: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
+    at = lambda row, token: take_along(row, token[:, None], 1)[:, 0]
 
     def enter(node, context):
         count = jnp.sum(children_of(context, tree), 1)
@@ -93,7 +94,7 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
 
 def children_of(context: Array, tree: TokenTree) -> Array:
     """bool[B, N]: the valid children of the nodes in `context` bool[B, N]."""
-    return tree.valid & (tree.parents >= 0) & jnp.take_along_axis(context, jnp.maximum(tree.parents, 0), 1)
+    return tree.valid & (tree.parents >= 0) & take_along(context, jnp.maximum(tree.parents, 0), 1)
 
 
 def without(row: Array, token: Array) -> Array:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from specjax.indexing import take_along
 from specjax.types import Array, TokenTree, Verdict
 from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk
@@ -19,7 +20,7 @@ from specjax.verifiers.walk import walk
 def _rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
     del keys  # nothing is drawn
     best = jnp.argmax(target_logits, -1).astype(jnp.int32)  # [B, N]
-    return walk(tree, lambda node: jnp.take_along_axis(best, node[:, None], 1)[:, 0])
+    return walk(tree, lambda node: take_along(best, node[:, None], 1)[:, 0])
 
 
 greedy = Verifier(

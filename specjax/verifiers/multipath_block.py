@@ -19,6 +19,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax.indexing import take_along
 from specjax.tree import chain
 from specjax.types import Array, TokenTree
 from specjax.verifiers.block import core as verify_block
@@ -42,7 +43,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
         context, node = carry
         children = children_of(context, tree)
         rank = _order(law(target_logits, node), law(logits, node))  # float32[B, V]
-        rank = jnp.where(children, jnp.take_along_axis(rank, tree.tokens, 1), -jnp.inf)
+        rank = jnp.where(children, take_along(rank, tree.tokens, 1), -jnp.inf)
         best = jnp.max(rank, 1, keepdims=True)
         token = jnp.max(jnp.where(children & (rank == best), tree.tokens, -1), 1)  # ties: the larger id is larger
         context = children & (tree.tokens == token[:, None])
@@ -53,7 +54,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
     _, (nodes, found) = jax.lax.scan(pick, start, None, length=depth)
     nodes = jnp.concatenate([start[1][:, None], nodes.T], 1)  # int32[B, L + 1]
     valid = jnp.concatenate([jnp.ones((batch, 1), bool), found.T], 1)
-    take = lambda x: jnp.take_along_axis(x, nodes.reshape(*nodes.shape, *(1,) * (x.ndim - 2)), 1)
+    take = lambda x: take_along(x, nodes.reshape(*nodes.shape, *(1,) * (x.ndim - 2)), 1)
     tokens, drafted = take(tree.tokens), jnp.sum(tree.valid & (tree.parents == 0), 1)
     skewed = _skew(logits, target_logits, nodes[:, :-1], tokens[:, 1:], drafted)
     skewed = jnp.pad(skewed, ((0, 0), (0, 1), (0, 0)))  # nothing is drafted below the last node
@@ -78,7 +79,7 @@ def _skew(draft_logits: Array, target_logits: Array, nodes: Array, following: Ar
         """q of one depth, and F_t: q summed over the tokens up to t in the strict order."""
         p, q = law(target_logits, node), law(draft_logits, node)
         order = jnp.argsort(_order(p, q), axis=-1, stable=True)  # ties by id
-        total = jnp.minimum(jnp.cumsum(jnp.take_along_axis(q, order, -1), -1), 1.0)
+        total = jnp.minimum(jnp.cumsum(take_along(q, order, -1), -1), 1.0)
         return q, jnp.zeros_like(q).at[rows, order].set(total, unique_indices=True)
 
     def body(rho, xs):
@@ -94,7 +95,7 @@ def _skew(draft_logits: Array, target_logits: Array, nodes: Array, following: Ar
             return jnp.where(more, total * low + power, total), power
 
         total, _ = jax.lax.fori_loop(1, jnp.max(k), add, (jnp.ones_like(q), jnp.ones_like(q)))
-        at = lambda row: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
+        at = lambda row: take_along(row, token[:, None], 1)[:, 0]
         reach = 1 - rho + rho * at(f)
         return jnp.where(reach > 0, rho * at(q) / jnp.where(reach > 0, reach, 1.0), 0.0), jnp.log(q * total)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from specjax.indexing import take_along
 from specjax.sampling import draw
 from specjax.types import Array, TokenTree, Verdict
 from specjax.verifiers.verifier import ANY, Verifier
@@ -26,7 +27,7 @@ def _rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
 
     def choose(node):
         row = jnp.arange(node.shape[0])
-        logits = jnp.take_along_axis(target_logits, node[:, None, None], 1)[:, 0]
+        logits = take_along(target_logits, node[:, None, None], 1)[:, 0]
         return draw(keys[row, node], logits)
 
     return walk(tree, choose)

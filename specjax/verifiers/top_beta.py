@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.typical import longest_run, node_log_probability
 from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
@@ -43,8 +44,8 @@ def rank_and_gap(logits: Array, tree: TokenTree) -> tuple[Array, Array]:
     """Of each node's token below its parent: how many tokens are likelier int32[B, N], and by how many nats the best is
     float32[B, N]. Those of the root are not defined.
     """
-    above = jnp.take_along_axis(logits, jnp.maximum(tree.parents, 0)[:, :, None], 1)  # not stored: it is only compared
-    own = jnp.take_along_axis(above, tree.tokens[:, :, None], 2)
+    above = take_along(logits, jnp.maximum(tree.parents, 0)[:, :, None], 1)  # not stored: it is only compared
+    own = take_along(above, tree.tokens[:, :, None], 2)
     return jnp.sum(above > own, -1, dtype=jnp.int32), jnp.max(above, -1) - own[:, :, 0]
 
 

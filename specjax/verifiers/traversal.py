@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import tree as trees
+from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import without
 from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, normalise, with_keys
@@ -37,7 +38,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     tree = trees.merge_equal_siblings(tree)
     batch, n = tree.tokens.shape
     rows = jnp.arange(batch)
-    at = lambda x, node: jnp.take_along_axis(x, node[:, None], 1)[:, 0]
+    at = lambda x, node: take_along(x, node[:, None], 1)[:, 0]
 
     def step(s: _State) -> _State:
         """Go down to the first child, or test the leaf and, if it fails, delete it and go up."""

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import tree as trees
+from specjax.indexing import take_along
 from specjax.sampling import entropy
 from specjax.types import Array, TokenTree
 from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
@@ -30,7 +31,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, epsilon: float, del
     """The rule; it does not read the uniforms float32[B, N]."""
     del u
     log_p = node_log_probability(target_logits, tree)
-    above = jnp.take_along_axis(_log_threshold(target_logits, epsilon, delta), jnp.maximum(tree.parents, 0), 1)
+    above = take_along(_log_threshold(target_logits, epsilon, delta), jnp.maximum(tree.parents, 0), 1)
     path, num_nodes, last = longest_run(tree, log_p > above, log_p)
     return Accepted(path, num_nodes, law(target_logits, last))
 
@@ -45,7 +46,7 @@ def node_log_probability(logits: Array, tree: TokenTree) -> Array:
     """float32[B, N]: log p of each node's token below its parent, -inf where it cannot be drawn; 0 for the root."""
     parents = jnp.maximum(tree.parents, 0)
     chosen = logits[jnp.arange(tree.tokens.shape[0])[:, None], parents, tree.tokens]
-    total = jnp.take_along_axis(jax.nn.logsumexp(logits, -1), parents, 1)
+    total = take_along(jax.nn.logsumexp(logits, -1), parents, 1)
     log_p = jnp.where(chosen > -jnp.inf, chosen - total, -jnp.inf)
     return jnp.where(jnp.arange(tree.tokens.shape[1]) == 0, 0.0, log_p)
 

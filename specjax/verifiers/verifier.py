@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import tree as trees
+from specjax.indexing import take_along
 from specjax.sampling import draw, node_keys
 from specjax.types import Array, Draws, Guarantee, PyTree, TokenTree, Verdict, VerifyFn
 
@@ -55,7 +56,7 @@ class Accepted(NamedTuple):
     @property
     def node(self) -> Array:
         """int32[B]: the last accepted node."""
-        return jnp.take_along_axis(self.path, self.num_nodes[:, None] - 1, 1)[:, 0]
+        return take_along(self.path, self.num_nodes[:, None] - 1, 1)[:, 0]
 
 
 def with_keys(core: Callable[[Array, TokenTree, Array], Accepted]) -> VerifyFn:
@@ -69,7 +70,7 @@ def with_keys(core: Callable[[Array, TokenTree, Array], Accepted]) -> VerifyFn:
         nodes = jnp.arange(1, tree.tokens.shape[1] + 1)  # not 0: the root's own draw uses the key as it is
         uniform = lambda key, node: jax.random.uniform(jax.random.fold_in(key, node))
         end = core(jax.vmap(jax.vmap(uniform, (None, 0)), (0, None))(keys[:, 0], nodes), tree, target_logits)
-        last = jnp.take_along_axis(keys, end.node[:, None], 1)[:, 0]
+        last = take_along(keys, end.node[:, None], 1)[:, 0]
         return Verdict(end.path, end.num_nodes, draw(last, jnp.log(end.residual)))
 
     return rule
@@ -88,7 +89,7 @@ def with_keys_and_params(core: Callable[..., Accepted]) -> Callable[..., Verdict
 def law(logits: Array, node: Array | None = None) -> Array:
     """Probabilities float32[B, V] of row `node` [B] of logits [B, N, V]; zeros where no token can be drawn."""
     if node is not None:
-        logits = jnp.take_along_axis(logits, node[:, None, None], 1)[:, 0]
+        logits = take_along(logits, node[:, None, None], 1)[:, 0]
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
     return jnp.exp(logits - jnp.where(jnp.isfinite(total), total, 0.0))
 
