@@ -92,7 +92,7 @@ def rules_with_arrays() -> dict[str, Verifier]:
         "lantern++": replace(
             lantern(nearest, 2.6, relative=True),
             name="lantern++",
-            distance=0.2,
+            distance=0.22,
             setting="lambda 2.6, 2 neighbours",
             paper="Park et al. 2025, arXiv 2502.06352",
         ),
