@@ -37,18 +37,18 @@ def case(seed, lengths, parents, *, heads=4, kv_heads=2, dim=64, dtype=jnp.float
     # Nodes of earlier levels: some are seen, some are not.
     mask = np.concatenate([rng.random((t, earlier)) < 0.5, among], 1)
     key_positions = np.concatenate([np.full(earlier, -1), depth]) + length[:, None]
-    values = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    values = lambda *shape: rng.normal(size=shape).astype(dtype)
     prefix = [values(batch, kv_heads, SLOTS, dim) for _ in "kv"]
     is_dead = np.arange(SLOTS)[:, None] >= length[:, None, None, None]
     new = [values(batch, kv_heads, earlier + t, dim) for _ in "kv"]
     if int8:
-        new, prefix = ([quantize(x) for x in pair] for pair in (new, prefix))
-        prefix = [Quantized(x.values, jnp.where(is_dead[..., 0], dead, x.scale)) for x in prefix]
+        new, prefix = ([jax.tree.map(np.asarray, jax.jit(quantize)(x)) for x in pair] for pair in (new, prefix))
+        prefix = [Quantized(x.values, np.where(is_dead[..., 0], np.float32(dead), x.scale)) for x in prefix]
     else:
-        prefix = [jnp.where(is_dead, jnp.asarray(dead, dtype), x) for x in prefix]
-    integers = jnp.asarray(length, jnp.int32), jnp.asarray(length[:, None] + depth, jnp.int32)
-    arrays = values(batch, t, heads, dim), *new, *prefix, *integers, jnp.broadcast_to(mask, (batch, *mask.shape))
-    return arrays, {"key_positions": jnp.asarray(key_positions, jnp.int32)}
+        prefix = [np.where(is_dead, np.asarray(dead, dtype), x) for x in prefix]
+    integers = np.asarray(length, np.int32), np.asarray(length[:, None] + depth, np.int32)
+    arrays = values(batch, t, heads, dim), *new, *prefix, *integers, np.broadcast_to(mask, (batch, *mask.shape))
+    return jax.tree.map(jax.device_put, (arrays, {"key_positions": np.asarray(key_positions, np.int32)}))
 
 
 @functools.partial(jax.jit, static_argnames=("softcap",))
@@ -70,7 +70,7 @@ def error(seed, lengths, parents, *, window=None, softcap=None, **shapes) -> flo
     dirty, _ = case(seed, lengths, parents, dead=np.nan, **shapes)
     ours = simulated(dirty, **options, window=window, softcap=softcap)
     theirs = wanted(clean, **options, window=window, softcap=softcap)
-    difference = np.abs(np.asarray(ours, np.float32) - np.asarray(theirs, np.float32)).max()
+    difference = np.abs(np.asarray(ours).astype(np.float32) - np.asarray(theirs).astype(np.float32)).max()
     return float("inf") if np.isnan(difference) else float(difference)
 
 
@@ -255,7 +255,7 @@ def test_the_compiler_takes_it(topology, heads_dim, int8):
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for tree in ("one", "wide"):
         shapes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": jnp.bfloat16, "int8": int8}
-        arrays, options = jax.eval_shape(lambda tree=tree, shapes=shapes: case(0, [5, 300], TREES[tree], **shapes))
+        arrays, options = case(0, [5, 300], TREES[tree], **shapes)
         stack = [jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), x) for x in arrays[3:5]]
         arguments = (*arrays[:3], *stack, *arrays[5:]), options, jax.ShapeDtypeStruct((), jnp.int32)
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
