@@ -83,6 +83,7 @@ def test_commit_of_a_path_equals_a_fresh_prefill(stacked, data):
         np.testing.assert_allclose(slots(one(after), n), slots(one(whole), n), atol=2e-5)
 
 
+@jax.jit
 def finite(cache):
     """Dead slots hold large numbers, not nan, which 0 * nan would spread."""
     return jax.tree.map(lambda x: jnp.nan_to_num(x, nan=1e9) if x.dtype == jnp.float32 else x, cache)
@@ -91,10 +92,16 @@ def finite(cache):
 def test_dead_slots_do_not_matter():
     target = tiny_llama()
     tokens = jnp.array([[3, 4, 5, 6]])
-    forward = lambda cache: (
-        target.model.forward(
-            target.params, tokens[:, 2:], cache, positions=jnp.array([[2, 3]]), mask=jnp.tril(jnp.ones((1, 2, 2), bool))
-        )[0].logits
+    forward = jax.jit(
+        lambda cache: (
+            target.model.forward(
+                target.params,
+                tokens[:, 2:],
+                cache,
+                positions=jnp.array([[2, 3]]),
+                mask=jnp.tril(jnp.ones((1, 2, 2), bool)),
+            )[0].logits
+        )
     )
     dirty = finite(filled(target, tokens, jnp.array([2])))
     clean = jax.tree.map(lambda x: jnp.where(jnp.abs(x) > 1e8, 0, x) if x.dtype == jnp.float32 else x, dirty)
@@ -107,7 +114,7 @@ def test_prefill_in_chunks_equals_one_pass_and_rows_may_differ():
     tokens = jax.random.randint(jax.random.key(0), (2, length), 0, 64)
     cache = filled(target, tokens, jnp.array([length, 5]))
     mask = jnp.tril(jnp.ones((1, length, length), bool))
-    _, pending = target.model.forward(
+    _, pending = jax.jit(target.model.forward)(
         target.params, tokens[:1], target.model.init_cache(1, 1), positions=jnp.arange(length)[None], mask=mask
     )
     assert cache.length.tolist() == [length, 5]
