@@ -50,7 +50,7 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
     batch, n = tree.tokens.shape
     draft_logits = None if rule.point_mass else need_logits(tree)
     index = jnp.arange(n)
-    at = lambda row, token: take_along(row, token[:, None], 1)[:, 0]
+    at = lambda row, token: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
 
     def enter(node, context):
         count = jnp.sum(children_of(context, tree), 1)

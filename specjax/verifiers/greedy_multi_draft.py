@@ -18,13 +18,12 @@ import functools
 
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
 from specjax.verifiers.descent import Rule, descend, without
 from specjax.verifiers.verifier import Verifier, normalise, residual, with_keys
 
 
 def _reject(r, d, token):
-    sampled = take_along(d, token[:, None], 1) > 0
+    sampled = jnp.take_along_axis(d, token[:, None], 1) > 0
     fixed = without(r, token)
     return jnp.where(sampled, residual(r, d), normalise(fixed, r)), jnp.where(sampled, 0.0, d)
 

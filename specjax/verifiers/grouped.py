@@ -66,7 +66,7 @@ def window(logits: Array, token: Array, size: int) -> tuple[Array, Array]:
     if not half:
         return token[:, :, None], jnp.ones((*token.shape, 1), bool)
     vocab = logits.shape[-1]
-    chosen = take_along(logits, token[:, :, None], 2)
+    chosen = jnp.take_along_axis(logits, token[:, :, None], 2)
     before = (logits > chosen) | ((logits == chosen) & (jnp.arange(vocab) < token[:, :, None]))
     rank = jnp.sum(before, -1, keepdims=True) + jnp.arange(-half, half + 1)
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
@@ -91,7 +91,7 @@ def core_static(u: Array, tree: TokenTree, target_logits: Array, clusters: Array
 
 def _probability(logits: Array, ids: Array) -> Array:
     """float32[B, L, M]: probabilities of tokens `ids` [B, L, M] under rows [B, L, V]."""
-    chosen = take_along(logits, ids, 2)
+    chosen = jnp.take_along_axis(logits, ids, 2)
     return jnp.where(chosen > -jnp.inf, jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True)), 0.0)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import descend, rule_for
 from specjax.verifiers.verifier import Accepted, Verifier, with_keys_and_params
@@ -38,8 +37,8 @@ def surrogate(r: Array, token: Array, neighbours: Array, bound: Array, share: Ar
     count = neighbours.shape[0]
     known = (token >= offset) & (token < offset + count)
     near = neighbours[jnp.clip(token - offset, 0, count - 1)] + offset  # int32[B, k]
-    mass = take_along(r, near, 1)
-    r_x = take_along(r, token[:, None], 1)
+    mass = jnp.take_along_axis(r, near, 1)
+    r_x = jnp.take_along_axis(r, token[:, None], 1)
     lent = known[:, None] & (jnp.cumsum(mass, 1) <= bound + share * r_x)
     rows = jnp.arange(r.shape[0])[:, None]
     r = r.at[rows, jnp.where(lent, near, r.shape[1])].set(0.0, mode="drop")

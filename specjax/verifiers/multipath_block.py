@@ -43,7 +43,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
         context, node = carry
         children = children_of(context, tree)
         rank = _order(law(target_logits, node), law(logits, node))  # float32[B, V]
-        rank = jnp.where(children, take_along(rank, tree.tokens, 1), -jnp.inf)
+        rank = jnp.where(children, jnp.take_along_axis(rank, tree.tokens, 1), -jnp.inf)
         best = jnp.max(rank, 1, keepdims=True)
         token = jnp.max(jnp.where(children & (rank == best), tree.tokens, -1), 1)  # ties: the larger id is larger
         context = children & (tree.tokens == token[:, None])
@@ -95,7 +95,7 @@ def _skew(draft_logits: Array, target_logits: Array, nodes: Array, following: Ar
             return jnp.where(more, total * low + power, total), power
 
         total, _ = jax.lax.fori_loop(1, jnp.max(k), add, (jnp.ones_like(q), jnp.ones_like(q)))
-        at = lambda row: take_along(row, token[:, None], 1)[:, 0]
+        at = lambda row: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
         reach = 1 - rho + rho * at(f)
         return jnp.where(reach > 0, rho * at(q) / jnp.where(reach > 0, reach, 1.0), 0.0), jnp.log(q * total)
 

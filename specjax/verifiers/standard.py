@@ -32,7 +32,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
 def drafted_log_probability(logits: Array, tree: TokenTree) -> Array:
     """float32[B, N - 1]: the log-probability of each drafted token of a chain, -inf where it cannot be drawn."""
     following = jnp.roll(tree.tokens, -1, 1)[:, :, None]
-    chosen = take_along(logits, following, 2)[:, :, 0]
+    chosen = jnp.take_along_axis(logits, following, 2)[:, :, 0]
     return jnp.where(chosen > -jnp.inf, chosen - jax.nn.logsumexp(logits, -1), -jnp.inf)[:, :-1]
 
 
@@ -47,7 +47,7 @@ def rest_of_chain(tree: TokenTree, last: Array, p: Array) -> Array:
     drafted = take_along(valid, last[:, None] + 1, 1)
     q = law(need_logits(tree), last)
     bug = take_along(jnp.pad(tree.tokens, ((0, 0), (0, 1))), last[:, None] + 1, 1)
-    seen = take_along(q, bug, 1) > 0  # a drafted token without mass leaves p as it is
+    seen = jnp.take_along_axis(q, bug, 1) > 0  # a drafted token without mass leaves p as it is
     return residual(p, jnp.where(drafted & seen, q, 0.0))
 
 

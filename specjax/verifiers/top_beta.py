@@ -45,7 +45,7 @@ def rank_and_gap(logits: Array, tree: TokenTree) -> tuple[Array, Array]:
     float32[B, N]. Those of the root are not defined.
     """
     above = take_along(logits, jnp.maximum(tree.parents, 0)[:, :, None], 1)  # not stored: it is only compared
-    own = take_along(above, tree.tokens[:, :, None], 2)
+    own = jnp.take_along_axis(above, tree.tokens[:, :, None], 2)
     return jnp.sum(above > own, -1, dtype=jnp.int32), jnp.max(above, -1) - own[:, :, 0]
 
 

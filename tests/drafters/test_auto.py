@@ -88,7 +88,7 @@ def test_a_text_that_disappoints_lowers_all_chances():
     believed = rank(draft, record())[1]
     doubted = rank(draft, record(found=(0.0, DOUBT)))[1]
     np.testing.assert_allclose(doubted, believed / 2, rtol=1e-5)
-    np.testing.assert_allclose(_rank(draft, record(found=(9.0, 1.0)))[1], believed, rtol=1e-6)
+    np.testing.assert_allclose(rank(draft, record(found=(9.0, 1.0)))[1], believed, rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -85,10 +85,10 @@ def test_generate_on_two_hosts(tmp_path, monkeypatch, capsys):
     command = ("generate", "--batch-file", str(file), "--batch-size", "3", *SHORT, "--json")
     with Hosts(2, "cli", *command, *FLAGS, "--data", "4", "--model", "1") as running:
         monkeypatch.setattr(specjax, "load", specjax.load)  # the worker's replaces it
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as single:
             cli(*command)
         first, second = running.wait()
-    assert (first.code, second.code) == (0, 0), (first.err, second.err)
+    assert (single.value.code, first.code, second.code) == (0, 0, 0), (first.err, second.err)
     assert second.out == "" and "loaded" not in second.err
     wanted, found = json.loads(capsys.readouterr().out), json.loads(first.out)
     assert found["results"] == wanted["results"] and len(found["results"]) == 3

@@ -5,7 +5,7 @@ import tpu
 
 from specjax import compile_report, plan
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.exhaustive]  # a third of a minute to two each
 
 SMOLLM2 = ("smollm2_135m", None, {"method": "token_recycling", "num_draft_tokens": 63})
 GEMMA3 = ("gemma3_270m", None, {"method": "prompt_lookup"})
@@ -34,9 +34,8 @@ def check(release, topology, model, **options):
         # number of tiles (576 of SmolLM2) lets the compiler turn weights, once per program or streamed step of many
         # tokens, and on tpu7x it takes them in other tiles than they come in.
         found = [finding for finding in program.findings if finding["kind"] != "kernel"]
-        assert {finding["kind"] for finding in found} <= ({"copy"} if retiled or target == "smollm2_135m" else set()), (
-            found
-        )
+        allowed = {"copy"} if retiled or target == "smollm2_135m" else set()
+        assert {finding["kind"] for finding in found} <= allowed, found
         assert all(is_weight(finding) for finding in found), found
         # Sums of activations, and choices among the devices; never the logits or the cache of another device.
         for collective in program.collectives:
@@ -51,20 +50,17 @@ def is_weight(copied) -> bool:
     return copied["sentence"].split("]")[0].count(",") < 3
 
 
-@pytest.mark.exhaustive  # a third of a minute to two each
 @pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case[0][0]}-{case[1]}")
 def test_every_release_on_every_chip(case):
     check(*case)
 
 
-@pytest.mark.exhaustive
 def test_70b_on_256_chips():
     """16-way model parallel, with each of the 8 key/value heads twice."""
     report = check(("llama3_70b", None, {"method": "prompt_lookup"}), "v5e:16x16", 16, batch=16, data=16)
     assert report.program("plain step").memory.total > 0.5 * report.program("plain step").memory.available
 
 
-@pytest.mark.exhaustive
 def test_a_tree_costs_little_more_than_a_token():
     """64 nodes over 4096 cached tokens, against one, from both sides.
 
