@@ -106,8 +106,7 @@ def speculative(controller: Controller) -> Decoder:
         draft_keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
         tree, draft = drafter.propose(drafter.params, draft_keys, state.draft, context, limit)
         tree = tree._replace(valid=tree.valid & (~state.done[:, None] | (jnp.arange(drafter.num_nodes) == 0)))
-        verdict, pending, draft, kept, scored = _score(inputs, state, tree, draft)
-        emitted, count, is_eos = _emit(inputs, state, tree, verdict)
+        cache, draft, (verdict, (emitted, count, is_eos), kept, scored) = _pass(inputs, state, tree, draft)
         rows = jnp.arange(state.length.shape[0])[:, None]
         place = state.length[:, None] + jnp.arange(drafter.num_nodes)
         place = jnp.where(jnp.arange(drafter.num_nodes) < count[:, None], place, state.tokens.shape[1])
@@ -127,8 +126,6 @@ def speculative(controller: Controller) -> Decoder:
             scored=scored,
             signals=_signals(tree, verdict) if controller.reads_signals else None,
         )
-        keep = jnp.minimum(verdict.num_nodes, count)
-        cache = inputs.target.model.commit(state.cache, pending, verdict.path, keep)
         return state._replace(
             tokens=state.tokens.at[rows, place].set(emitted, mode="drop"),
             length=length,
@@ -180,26 +177,62 @@ class _Kept(NamedTuple):
     violations: Array | None
 
 
-def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
-    """One target pass over the tree: its verdict, the pending cache entries, what the drafter learnt, `_Kept` and
-    `Info.scored`.
+class _Outcome(NamedTuple):
+    """What a pass leaves behind besides the cache and the drafter's state."""
+
+    verdict: Verdict
+    emitted: tuple[Array, Array, Array]  # see `_emit`
+    kept: _Kept
+    scored: Scored | None
+
+
+def _pass(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree) -> tuple[PyTree, PyTree, _Outcome]:
+    """One target pass over the tree: the cache with what was accepted, what the drafter learnt, and the outcome.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
-    draft costs one plain step. Which width ran changes rounding, never the law. The cache is committed outside of the
-    switch: XLA copies what a branch updates.
+    draft costs one plain step. Which width ran changes rounding, never the law.
     """
     n = inputs.drafter.num_nodes
-    model, params = inputs.target.model, inputs.target.params
+    widths = sorted({w for w in inputs.drafter.widths if w < n} | {n})
+    if inputs.keep_scored:
+        widths = [n]
+    needed = jnp.max(jnp.sum(tree.valid, 1))
 
-    def forward(part: TokenTree, depth: Array):
-        mask = trees.ancestor_mask(part.parents, part.valid)
-        positions = state.length[:, None] - 1 + depth
-        return model.forward(params, part.tokens, state.cache, positions=positions, mask=mask, taps=inputs.drafter.taps)
+    def over(widths: list[int], cache: PyTree, draft: PyTree) -> tuple[PyTree, PyTree, _Outcome]:
+        verdict, pending, draft, kept, scored = _score(inputs, state, tree, draft, cache, widths, needed)
+        emitted = _emit(inputs, state, tree, verdict)
+        keep = jnp.minimum(verdict.num_nodes, emitted[1])
+        cache = inputs.target.model.commit(cache, pending, verdict.path[:, : widths[-1]], keep)
+        return cache, draft, _Outcome(verdict, emitted, kept, scored)
+
+    if widths[0] > 1 or len(widths) == 1:
+        return over(widths, state.cache, draft)
+    # A plain step is a program of its own, with nothing in it that only wider ones need: where nothing is drafted for
+    # 16 rows of SmolLM2, keys and values with room for 16 nodes took 8 ms of 95 on two cores. Both are loops of one
+    # turn or none, not branches: what a loop carries is updated in place, what a branch returns is copied.
+    *_, outcome = jax.eval_shape(functools.partial(over, [n]), state.cache, draft)
+    carry = state.cache, draft, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outcome)
+    plain = (needed == 1).astype(jnp.int32)
+    carry = jax.lax.fori_loop(0, plain, lambda _, carry: over([1], *carry[:2]), carry)
+    return jax.lax.fori_loop(0, 1 - plain, lambda _, carry: over(widths[1:], *carry[:2]), carry)
+
+
+def _score(
+    inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree, cache: PyTree, widths: list[int], needed: Array
+):
+    """The verdict, the pending cache entries of the largest of `widths`, what the drafter learnt, `_Kept` and
+    `Info.scored`, of a pass over the first nodes of the tree, at least `needed` int32[]."""
+    n = inputs.drafter.num_nodes
+    model, params = inputs.target.model, inputs.target.params
 
     def at_width(width: int, draft: PyTree):
         part = trees.cut(tree, width)
         depth = trees.depths(part.parents)
-        output, pending = forward(part, depth)
+        mask = trees.ancestor_mask(part.parents, part.valid)
+        positions = state.length[:, None] - 1 + depth
+        output, pending = model.forward(
+            params, part.tokens, cache, positions=positions, mask=mask, taps=inputs.drafter.taps
+        )
         keys = node_keys(state.keys, state.length, depth)  # [B, width]
         # The greedy rule needs no laws.
         logits = output.logits if inputs.verifier.guarantee == "greedy" else warp(output.logits, inputs.sampling)
@@ -211,22 +244,26 @@ def _score(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree):
             logprobs=_logprobs(inputs, part, verdict, logits) if inputs.keep_logprobs else None,
             violations=violations(part, inputs.drafter.draws, logits) if inputs.debug else None,
         )
+        verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
+        kept = kept._replace(laws=_widen(kept.laws, n), logprobs=_widen(kept.logprobs, n))
         scored = Scored(part, logits, output.hidden) if inputs.keep_scored else None
         return verdict, pending, draft, kept, scored
 
-    widths = sorted({w for w in inputs.drafter.widths if w < n} | {n})
-    if len(widths) == 1 or inputs.keep_scored:
-        return at_width(n, draft)
-    full = jax.eval_shape(functools.partial(at_width, n), draft)  # branches must agree in shape
+    if len(widths) == 1:
+        return at_width(widths[0], draft)
+    _, full, *_ = jax.eval_shape(functools.partial(at_width, widths[-1]), draft)  # branches must agree in shape
 
     def padded(width: int, draft: PyTree):
-        verdict, pending, draft, kept, _ = at_width(width, draft)
-        verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
-        return verdict, jax.tree.map(_pad_to, pending, full[1]), draft, jax.tree.map(_pad_to, kept, full[3]), None
+        verdict, pending, *others = at_width(width, draft)
+        return verdict, jax.tree.map(_pad_to, pending, full), *others
 
-    needed = jnp.max(jnp.sum(tree.valid, 1))
     branches = [functools.partial(padded, width) for width in widths]
     return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), branches, draft)
+
+
+def _widen(x: Array | None, n: int) -> Array | None:
+    """x [B, T, ...] with n in place of T, zeros behind."""
+    return None if x is None else _pad_to(x, jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype))
 
 
 def _pad_to(x: Array, like: jax.ShapeDtypeStruct) -> Array:

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
+from specjax.indexing import take_along
 
+BLOCK = 64
+"""Tokens. 128 to 512 take a few per cent more."""
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
@@ -22,8 +25,25 @@ def gumbel_topk(keys, logits, k, *, temperature=None, valid=None, first_id=None)
         else:
             words = jax.random.key_data(keys)[..., None]
             scores = scores + gumbel(words[..., 0, :], words[..., 1, :], first_id + jnp.arange(logits.shape[-1]))
-    scores, ids = jax.lax.top_k(scores + 0.0, k)  # + 0.0: top_k puts 0.0 before -0.0, whatever their ids
+    scores, ids = best(scores + 0.0, k)  # + 0.0: top_k puts 0.0 before -0.0, whatever their ids
     return (ids if first_id is None else ids + first_id), scores
+
+
+def best(scores, k):
+    """`jax.lax.top_k(scores [R..., V], k)`, of equal scores the lower id first too, without comparing every token: the
+    k best lie in the k blocks whose largest scores are best.
+
+    The eight best of 16 rows of 49,152 logits on two cores, behind the head that makes them: 0.3 ms instead of 1.7.
+    """
+    leading, vocab = scores.shape[:-1], scores.shape[-1]
+    if vocab % BLOCK or vocab < 8 * k * BLOCK:
+        return jax.lax.top_k(scores, k)
+    blocks = scores.reshape(*leading, vocab // BLOCK, BLOCK)
+    chosen = jnp.sort(jax.lax.top_k(jnp.max(blocks, -1), k)[1], -1)  # rising, so that lower ids stay in front
+    # The barrier: XLA would go through the vocabulary once more for every block instead.
+    candidates = jax.lax.optimization_barrier(take_along(blocks, chosen[..., None], -2))
+    found, place = jax.lax.top_k(candidates.reshape(*leading, k * BLOCK), k)
+    return found, take_along(chosen, place // BLOCK, -1) * BLOCK + place % BLOCK
 
 
 def masked(logits, valid):

@@ -278,3 +278,34 @@ def test_likeliest_are_the_best_of_log_softmax():
     wanted, best = jax.lax.top_k(jax.nn.log_softmax(logits, -1), 7)
     np.testing.assert_array_equal(ids, best)
     np.testing.assert_allclose(log_p, wanted, atol=2e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 5), st.sampled_from([4096, 8192, 8192 + 64, 5000]))
+def test_the_best_blocks_have_the_best_tokens(seed, k, vocab):
+    """Equal scores, within a block and over blocks: the lower id first, as `jax.lax.top_k` has it."""
+    rng = np.random.default_rng(seed)
+    scores = jnp.asarray(rng.integers(0, 6, (2, 3, vocab)) * (rng.random((2, 3, vocab)) < 2 / vocab), jnp.float32)
+    same_as_top_k(scores, k)
+
+
+def same_as_top_k(scores, k):
+    found, wanted = reference.best(scores, k), jax.lax.top_k(scores, k)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    np.testing.assert_array_equal(found[0], wanted[0])
+
+
+def test_blocks_out_of_order_are_seen(monkeypatch):
+    scores = (
+        jnp.zeros((1, 8192)).at[0, 4000:4002].set(1.0).at[0, 100].set(1.0).at[0, 4200].set(2.0).at[0, 4201].set(1.0)
+    )
+    same_as_top_k(scores, 3)
+    monkeypatch.setattr(reference.jnp, "sort", lambda x, axis: x)
+    with pytest.raises(AssertionError):
+        same_as_top_k(scores, 3)
+
+
+def test_the_best_of_minus_infinity_are_tokens():
+    scores = jnp.full((1, 8192), -jnp.inf).at[0, 70].set(0.0)
+    found, ids = reference.best(scores, 3)
+    assert ids[0, 0] == 70 and (ids < 8192).all() and np.isneginf(found[0, 1:]).all()
