@@ -31,6 +31,9 @@ near-tie, where both tokens are within 1e-3 of the largest logit (0.25 in
 bfloat16, 1 with an int8 cache), which rounding may decide either way; the
 text then counts as not identical, but the speed-up is kept.
 
+The JSON is written anew after every prompt, so that a run that is stopped
+leaves what it had measured ("left": prompts it did not reach).
+
 Prompts that do not fit the model are skipped and listed. Bad lines are listed
 with their numbers, the good ones run, and the exit code is 2.
 """
@@ -103,10 +106,18 @@ def bench(
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
     session = weigh(session, weighed, batch_size, log)
     run = Bench(session, settings, names, num_draft_tokens, tree, stop, rows, batch_size, repeats)
-    run.run(log)
-    document = bench_output.document(run, bad, skipped)
+    document: dict = {}
+    try:
+        for _ in run.run(log):
+            document = bench_output.document(run, bad, skipped)
+            text = json.dumps(document, allow_nan=False, indent=1)
+            files.write_atomically(out, lambda file, text=text: file.write(text.encode()))
+    except KeyboardInterrupt:
+        if document:
+            done = len(rows) - document["left"]
+            typer.echo(f"specjax: {out} has the {done} of {len(rows)} prompts that had run", err=True)
+        raise
     picture = bench_output.plot(document)
-    files.write_atomically(out, lambda file: file.write(json.dumps(document, allow_nan=False, indent=1).encode()))
     files.write_atomically(out.with_suffix(".png"), lambda file: file.write(picture))
     if as_json:
         print(json.dumps(document, allow_nan=False))

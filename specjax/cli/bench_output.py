@@ -15,7 +15,8 @@ from specjax.report import dtypes, tokens_per_second
 
 
 def document(bench: Bench, bad: list[BadLine], skipped: list[BadLine]) -> dict:
-    """Everything about the runs, as JSON: `overall` by method, `tasks` by task and method, then the prompts."""
+    """Everything about the runs so far, as JSON: `overall` by method, `tasks` by task and method, then the prompts;
+    `left`: prompts that were not reached."""
     settings = {
         name: getattr(bench.settings, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     }
@@ -24,8 +25,9 @@ def document(bench: Bench, bad: list[BadLine], skipped: list[BadLine]) -> dict:
         "settings": settings | {"batch_size": bench.batch_size, "repeats": bench.repeats},
         "overall": {name: bench.record(name) for name in bench.methods},
         "tasks": {task: {name: bench.record(name, task) for name in bench.methods} for task in bench.tasks},
-        "prompts": [_prompts(bench, group) for group in bench.groups],
-        "differences": [entry for group in bench.groups for found in group.differences.values() for entry in found],
+        "prompts": [_prompts(bench, group) for group in bench.done],
+        "differences": [entry for group in bench.done for found in group.differences.values() for entry in found],
+        "left": bench.left,
         "skipped": [entry._asdict() for entry in skipped],
         "errors": [entry._asdict() for entry in bad],
     }

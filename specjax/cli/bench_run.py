@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from specjax.cli.session import Session, peak_memory_bytes
 from specjax.types import Drafter
 
 PLAIN = "plain decoding"
+SAY_EVERY = 30.0  # seconds
 
 
 @dataclass
@@ -57,27 +59,40 @@ class Bench:
         self.drafters |= {name: session.drafter(name, budget, tree, stop) for name in methods}
         self.options = settings.keywords(session)
         self.groups = list(_groups(rows, batch_size))
+        self.done: list[Group] = []
         self.compile_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # by method and bucket
 
-    def run(self, log: Console) -> None:
-        """Compile, then time everything, with a bar on `log`."""
+    def run(self, log: Console) -> Iterator[None]:
+        """Compile, then time group after group; yields whenever one more is `done`.
+
+        Shows a bar on `log`, or where that is no terminal says now and then how far it is.
+        """
         first = {measure.bucket(group.ids): group for group in reversed(self.groups)}
         runs = self.untimed + self.repeats
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, TimeRemainingColumn(), console=log, disable=not log.is_terminal) as bar:
             compiling = bar.add_task("compiling", total=len(first) * len(self.drafters))
             running = bar.add_task("decoding", total=len(self.groups) * runs * len(self.drafters), start=False)
+            started = said = time.monotonic()
+            whole: dict[tuple[str, tuple[int, int]], float] = {}  # seconds of a first call: compiling, and one run
             for shape, group in first.items():
                 for name in self.drafters:
-                    self.compile_seconds[name, shape] = self._decode(name, group).seconds
+                    whole[name, shape] = self._decode(name, group).seconds
                     bar.advance(compiling)
             bar.start_task(running)
             for number, group in enumerate(self.groups):
                 self._run_group(group, number, lambda: bar.advance(running))
-        for shape, group in first.items():  # the first call compiles and then does what the timed ones do
-            for name in self.drafters:
-                seconds = self.compile_seconds[name, shape] - group.runs[name].seconds
-                self.compile_seconds[name, shape] = max(seconds, 0.0)
+                shape = measure.bucket(group.ids)
+                if first[shape] is group:
+                    for name, run in group.runs.items():
+                        self.compile_seconds[name, shape] = max(whole[name, shape] - run.seconds, 0.0)
+                self.done.append(group)
+                yield
+                if not log.is_terminal and time.monotonic() - said > SAY_EVERY:
+                    said = time.monotonic()
+                    count = sum(len(group.rows) for group in self.done)
+                    total = sum(len(group.rows) for group in self.groups)
+                    log.print(f"{count} of {total} prompts, {said - started:.0f} s", style="dim", highlight=False)
         log.print(f"compiled in {sum(self.compile_seconds.values()):.1f} s", style="dim", highlight=False)
 
     def _run_group(self, group: Group, number: int, advance) -> None:
@@ -117,12 +132,17 @@ class Bench:
 
     @property
     def tasks(self) -> list[str]:
-        """In the order of the file."""
-        return list(dict.fromkeys(group.task for group in self.groups))
+        """Of what is done, in the order of the file."""
+        return list(dict.fromkeys(group.task for group in self.done))
+
+    @property
+    def left(self) -> int:
+        """Prompts that are not done."""
+        return sum(len(group.rows) for group in self.groups[len(self.done) :])
 
     def record(self, name: str, task: str | None = None) -> dict:
-        """The JSON record of a method on a task (None: on all)."""
-        groups = [group for group in self.groups if task in (None, group.task)]
+        """The JSON record of a method on a task (None: on all), of what is done."""
+        groups = [group for group in self.done if task in (None, group.task)]
         differences = [entry for group in groups for entry in group.differences.get(name, ())]
         refused = self.promise(name) is True and not all(entry["near_tie"] for entry in differences)
         shapes = {measure.bucket(group.ids) for group in groups}

@@ -8,7 +8,7 @@ import jax.monitoring
 import pytest
 
 from specjax.cli import bench as command
-from specjax.cli import files, measure
+from specjax.cli import bench_run, files, measure
 from specjax.cli.prompts import Prompt
 from specjax.errors import UsageError
 from specjax.report import Difference
@@ -97,6 +97,24 @@ def test_the_untimed_run_does_not_count(cli, prompts, tmp_path, monkeypatch):
     )
     # Numbers of the runs: 0 and 1 compile. Of each prompt the first two are untimed; then auto is run 4 and run 9.
     assert document["overall"]["auto"]["seconds"] == 4 + 9
+
+
+def test_a_run_that_is_stopped_leaves_what_it_measured(cli, prompts, tmp_path, monkeypatch):
+    honest, count = measure.run_decode, iter(range(100))
+
+    def stopped(*arguments):
+        if next(count) == 2 + 2 * 4 + 1:  # two compile, two prompts run; the third has begun
+            raise KeyboardInterrupt
+        return honest(*arguments)
+
+    monkeypatch.setattr(measure, "run_decode", stopped)
+    monkeypatch.setattr(bench_run, "SAY_EVERY", 0.0)
+    result = cli("bench", prompts, *SHORT, "--out", tmp_path / "out.json")
+    assert result.code == 130 and "2 of 3 prompts that had run" in result.err and "Traceback" not in result.err
+    assert "1 of 3 prompts, " in result.err
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["left"] == 1 and set(document["tasks"]) == {"mt_bench"} and len(document["prompts"]) == 2
+    assert document["overall"]["auto"]["tokens"] == 12 and document["overall"]["auto"]["compile_seconds"] >= 0
 
 
 def test_json_on_stdout_and_limit(cli, prompts, tmp_path):
