@@ -10,6 +10,7 @@ so, is its chance; a token that both drafters propose fails only if both classes
 product along it. A text in which fewer nodes were right of late than their classes said lowers all chances at once. The
 nodes stand in falling order of it, and the pass takes the width w of `widths` with the most
 expected tokens per cost, sum over rows of (1 + the w - 1 largest chances) / costs[w]; plain decoding is the width 1.
+A batch is ready when its slowest row is, so a row counts the less the further it is ahead of that.
 Chances are learnt in hindsight: a whole joined tree is kept, verified or not, until the text has passed it by. So what
 would have been accepted is known without trying, plain decoding keeps learning, and no decision reads the randomness
 of its own round.
@@ -69,6 +70,8 @@ REST = 7
 """Plain steps between two looks where looking does not pay."""
 HOPE = 0.25
 """The promise before anything was seen: at least a dozen looks."""
+LEAD = 4.0
+"""How many tokens ahead of the slowest row divide what a row counts by e."""
 RECENT = 0.125
 """Weight of a look in the average of what looks promised."""
 
@@ -103,6 +106,7 @@ class _Record(NamedTuple):
     found: Array  # float32[B, 2], of late: nodes that were right, and how many the classes had expected
     promise: Array  # float32[], average over the last looks: passes of width 1 that the chosen width promised to save
     rest: Array  # int32[], plain steps until the next look
+    begun: Array  # int32[B], length of the prompt
 
 
 class _State(NamedTuple):
@@ -151,7 +155,8 @@ def auto(
         none = jnp.zeros((batch, nodes), jnp.int32)
         shadow = Joined(TokenTree(none, none.at[:, 0].set(-1), none > 0), none, none[:, 0])
         counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
-        return _State(recycled, _Record(counts, shadow, jnp.zeros((batch, 2)), jnp.float32(HOPE), jnp.int32(0)))
+        found, promise, rest = jnp.zeros((batch, 2)), jnp.float32(HOPE), jnp.int32(0)
+        return _State(recycled, _Record(counts, shadow, found, promise, rest, context.length))
 
     def propose(params, keys, state: _State, context: Context, limit: Array):
         recycled = written(state.recycled)  # outside of the branches, which would copy the matrix
@@ -167,7 +172,7 @@ def auto(
         runners_up = recycled_tree(template, matrix, context, limit)
         joined = _join(runners_up, matrix, copied, context, limit)
         tree, chance = _rank(joined, record)
-        width, saved = _width(chance, limit)
+        width, saved = _width(chance, _weight(context.length - record.begun, limit > 0))
         tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
         free = record.shadow.start == 0
         pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -176,15 +181,15 @@ def auto(
         rest = jnp.where((promise < LOOK) & (width == 1), REST, jnp.zeros_like(record.rest))
         return trees.cut(tree, max(widths)), record._replace(shadow=shadow, promise=promise, rest=rest)
 
-    def _width(chance: Array, limit: Array) -> tuple[Array, Array]:
+    def _width(chance: Array, weight: Array) -> tuple[Array, Array]:
         """int32[]: of the pass with the most expected tokens per cost, and how many plain passes it promises to save,
-        float32[]. Rows without a limit have ended."""
+        float32[]. weight: float32[B], what a token of a row counts."""
         total = jnp.cumsum(chance, 1)  # [B, M], of the nodes up to here; the root has none
-        tokens = jnp.sum((limit > 0)[:, None] * (1 + total[:, np.asarray(widths) - 1]), 0)  # [W]
+        tokens = jnp.sum(weight[:, None] * (1 + total[:, np.asarray(widths) - 1]), 0)  # [W]
         known = jnp.asarray(costs_of.at(costs, widths, chance.shape[0], dtype, platform))
         goodput = tokens / known
         best = jnp.argmax(goodput.at[0].multiply(MARGIN))
-        saved = tokens[best] / jnp.maximum(tokens[0], 1) - known[best]
+        saved = tokens[best] / jnp.maximum(tokens[0], 1e-6) - known[best]
         return jnp.asarray(widths)[best], jnp.where(best > 0, saved, 0.0)
 
     def update(params, state: _State, tree, verdict, output):
@@ -245,6 +250,15 @@ def _trust(found: Array) -> Array:
     each has seen enough to know."""
     hits, expected = found[:, :1], found[:, 1:]
     return jnp.minimum((hits + DOUBT) / (expected + DOUBT), 1.0)
+
+
+def _weight(written: Array, running: Array) -> Array:
+    """float32[B]: what a token counts in a row that has `written` int32[B]: 1 in the slowest, 0 where none is running.
+
+    Four rows of SmolLM2, of which one could be helped, took a twentieth longer than plain decoding without it.
+    """
+    slowest = jnp.min(jnp.where(running, written, jnp.iinfo(jnp.int32).max))
+    return jnp.where(running, jnp.exp((slowest - written) / LEAD), 0.0)
 
 
 def _rank(joined: Joined, record: _Record) -> tuple[TokenTree, Array]:

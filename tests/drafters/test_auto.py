@@ -14,6 +14,7 @@ from specjax.drafters.auto import (
     COPIED,
     DOUBT,
     HOPE,
+    LEAD,
     LOOK,
     MEMORY,
     RECENT,
@@ -24,6 +25,7 @@ from specjax.drafters.auto import (
     _prior,
     _rank,
     _Record,
+    _weight,
 )
 from specjax.types import Context, TokenTree
 
@@ -32,7 +34,7 @@ NOTHING = Counts(jnp.zeros((1, CLASSES)), jnp.zeros((1, CLASSES)))
 
 
 def record(shadow=None, found=(0.0, 0.0)):
-    return _Record(NOTHING, shadow, jnp.array([found]), jnp.float32(0), jnp.int32(0))
+    return _Record(NOTHING, shadow, jnp.array([found]), jnp.float32(0), jnp.int32(0), jnp.array([1]))
 
 
 def joined(paths_tokens, parents, kinds, start=0):
@@ -157,6 +159,24 @@ def test_a_batch_backs_off_as_its_passes_grow_dear():
         for k, rows in ((0, 1), (1, 1))
     ]
     assert drafted[1] < drafted[0]
+
+
+def test_a_batch_does_not_wait_for_drafts_of_rows_that_are_ahead():
+    """One row goes round nine tokens, three draw from 40 others alike: helping the one would only make all wait."""
+    rows = np.full((49, 49), 1e-9, np.float32)
+    rows[np.arange(9), (np.arange(9) + 1) % 9] = 1.0
+    rows[9:, 9:] = 1 / 40
+    drafter = auto(49, widths=(1, 8), costs=(1.0, 2.0))
+    alone = run(markov(rows), drafter, [(0,)], new=200, temperature=1.0)
+    together = run(markov(rows), drafter, [(0,), (9,), (10,), (11,)], new=200, temperature=1.0)
+    assert int(alone.stats.target_passes[0]) < 60
+    assert int(together.stats.target_passes[0]) > 150 and int(together.stats.drafted.max()) < 60
+
+
+def test_the_slowest_row_counts_most():
+    weight = _weight(jnp.array([7, 3, 3 + int(LEAD), 1]), jnp.array([True, True, True, False]))
+    np.testing.assert_allclose(weight, [np.exp(-1), 1, np.exp(-1), 0], rtol=1e-6)
+    assert (_weight(jnp.array([5, 2]), jnp.zeros(2, bool)) == 0).all()
 
 
 def test_a_decision_does_not_read_the_randomness_of_its_round():
