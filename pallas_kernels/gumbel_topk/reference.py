@@ -40,9 +40,8 @@ def best(scores, k):
         return jax.lax.top_k(scores, k)
     blocks = scores.reshape(*leading, vocab // BLOCK, BLOCK)
     chosen = jnp.sort(jax.lax.top_k(jnp.max(blocks, -1), k)[1], -1)  # rising, so that lower ids stay in front
-    # The barrier: XLA would go through the vocabulary once more for every block instead.
-    candidates = jax.lax.optimization_barrier(take_along(blocks, chosen[..., None], -2))
-    found, place = jax.lax.top_k(candidates.reshape(*leading, k * BLOCK), k)
+    candidates = take_along(blocks, chosen[..., None], -2).reshape(*leading, k * BLOCK)
+    found, place = jax.lax.top_k(candidates, k)
     return found, take_along(chosen, place // BLOCK, -1) * BLOCK + place % BLOCK
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import typer
 
@@ -110,15 +110,13 @@ def bench(
     try:
         for _ in run.run(log):
             document = bench_output.document(run, bad, skipped)
-            written = json.dumps(document, allow_nan=False, indent=1).encode()
-            files.write_atomically(out, functools.partial(_write, written))
+            files.write_json(out, document)
     except KeyboardInterrupt:
         if document:
-            done = len(rows) - document["left"]
-            typer.echo(f"specjax: {out} has the {done} of {len(rows)} prompts that had run", err=True)
+            typer.echo(f"specjax: {out} has the {len(rows) - run.left} of {len(rows)} prompts that had run", err=True)
         raise
     picture = bench_output.plot(document)
-    files.write_atomically(out.with_suffix(".png"), functools.partial(_write, picture))
+    files.write_atomically(out.with_suffix(".png"), lambda file: file.write(picture))
     if as_json:
         print(json.dumps(document, allow_nan=False))
     else:
@@ -144,10 +142,6 @@ def first_per_task(lines: list, offset: int, limit: int | None) -> list:
         if place >= offset and (limit is None or place < offset + limit):
             kept.append(line)
     return kept
-
-
-def _write(content: bytes, file: BinaryIO) -> None:
-    file.write(content)
 
 
 def _exit(document: dict, bad: list, path: Path) -> None:

@@ -73,6 +73,7 @@ class Bench:
         with Progress(*columns, TimeRemainingColumn(), console=log, disable=not log.is_terminal) as bar:
             compiling = bar.add_task("compiling", total=len(first) * len(self.drafters))
             running = bar.add_task("decoding", total=len(self.groups) * runs * len(self.drafters), start=False)
+            total = self.left
             started = said = time.monotonic()
             whole: dict[tuple[str, tuple[int, int]], float] = {}  # seconds of a first call: compiling, and one run
             for shape, group in first.items():
@@ -90,9 +91,9 @@ class Bench:
                 yield
                 if not log.is_terminal and time.monotonic() - said > SAY_EVERY:
                     said = time.monotonic()
-                    count = sum(len(group.rows) for group in self.done)
-                    total = sum(len(group.rows) for group in self.groups)
-                    log.print(f"{count} of {total} prompts, {said - started:.0f} s", style="dim", highlight=False)
+                    log.print(
+                        f"{total - self.left} of {total} prompts, {said - started:.0f} s", style="dim", highlight=False
+                    )
         log.print(f"compiled in {sum(self.compile_seconds.values()):.1f} s", style="dim", highlight=False)
 
     def _run_group(self, group: Group, number: int, advance) -> None:

@@ -107,7 +107,7 @@ def compare_verifiers(
         comparison = analysis.compare(laws.p, laws.q, sizes, seed=seed)
     document = _document(laws, comparison, about)
     picture = analysis.plot(comparison, _title(document))
-    files.write_atomically(out, lambda file: file.write(json.dumps(document, allow_nan=False, indent=1).encode()))
+    files.write_json(out, document)
     files.write_atomically(out.with_suffix(".png"), lambda file: file.write(picture))
     if as_json:
         print(json.dumps(document, allow_nan=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,12 @@ def check_writable(path: Path, flag: str) -> None:
     require(not path.is_dir(), f"{flag}: {path} is a folder; name a file")
     require(path.parent.is_dir(), f"{flag}: there is no folder {path.parent}; create it first")
     require(os.access(path.parent, os.W_OK), f"{flag}: cannot write into {path.parent}; choose another folder")
+
+
+def write_json(path: Path, document: dict) -> None:
+    """The document, whole or not at all."""
+    content = json.dumps(document, allow_nan=False, indent=1).encode()
+    write_atomically(path, lambda file: file.write(content))
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:

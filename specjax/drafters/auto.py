@@ -255,7 +255,7 @@ def _trust(found: Array) -> Array:
 def _weight(written: Array, running: Array) -> Array:
     """float32[B]: what a token counts in a row that has `written` int32[B]: 1 in the slowest, 0 where none is running.
 
-    Four rows of SmolLM2, of which one could be helped, took a twentieth longer than plain decoding without it.
+    Without it four rows of SmolLM2 took a twentieth longer than plain decoding on two of six tasks.
     """
     slowest = jnp.min(jnp.where(running, written, jnp.iinfo(jnp.int32).max))
     return jnp.where(running, jnp.exp((slowest - written) / LEAD), 0.0)
