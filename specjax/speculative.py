@@ -210,11 +210,12 @@ def _pass(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree) ->
     # A plain step is a program of its own, with nothing in it that only wider ones need: where nothing is drafted for
     # 16 rows of SmolLM2, keys and values with room for 16 nodes took 8 ms of 95 on two cores. Both are loops of one
     # turn or none, not branches: what a loop carries is updated in place, what a branch returns is copied.
-    *_, outcome = jax.eval_shape(functools.partial(over, [n]), state.cache, draft)
+    plain = jax.jit(functools.partial(over, [1]))  # traced once, for the shapes and for the loop
+    *_, outcome = plain.eval_shape(state.cache, draft)
     carry = state.cache, draft, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outcome)
-    plain = (needed == 1).astype(jnp.int32)
-    carry = jax.lax.fori_loop(0, plain, lambda _, carry: over([1], *carry[:2]), carry)
-    return jax.lax.fori_loop(0, 1 - plain, lambda _, carry: over(widths[1:], *carry[:2]), carry)
+    is_plain = (needed == 1).astype(jnp.int32)
+    carry = jax.lax.fori_loop(0, is_plain, lambda _, carry: plain(*carry[:2]), carry)
+    return jax.lax.fori_loop(0, 1 - is_plain, lambda _, carry: over(widths[1:], *carry[:2]), carry)
 
 
 def _score(
@@ -251,13 +252,14 @@ def _score(
 
     if len(widths) == 1:
         return at_width(widths[0], draft)
-    _, full, *_ = jax.eval_shape(functools.partial(at_width, widths[-1]), draft)  # branches must agree in shape
+    widest = jax.jit(functools.partial(at_width, widths[-1]))  # traced once, for the shapes and for its branch
+    _, full, *_ = widest.eval_shape(draft)  # branches must agree in shape
 
     def padded(width: int, draft: PyTree):
         verdict, pending, *others = at_width(width, draft)
         return verdict, jax.tree.map(_pad_to, pending, full), *others
 
-    branches = [functools.partial(padded, width) for width in widths]
+    branches = [*(functools.partial(padded, width) for width in widths[:-1]), widest]
     return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), branches, draft)
 
 
