@@ -2,10 +2,10 @@
 
     python benchmarks/draft_overhead.py --target llama3_8b --topology v5e:2x4 --out docs/draft_overhead.png
 
-`propose`, in a loop as in a decode, and `update` of a drafter are compiled for one chip (on a mesh each chip drafts for
-its own rows), and set against a plain step of the target on the slice; both by the compiler's schedule. A loop whose
-length depends on the text is taken to run as often as the draft is deep. Estimates, not measurements; needs the extra
-tpu-compile, no TPU.
+`propose`, in a loop as in a decode, and `update` of a drafter are compiled for the slice and set against a plain step of
+the target on it, both by the compiler's schedule. Every chip drafts all rows; of the target's logits, which `update`
+reads, it holds its part of the vocabulary, as in a step. A loop whose length depends on the text is taken to run as
+often as the draft is deep. Estimates, not measurements; needs the extra tpu-compile, no TPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
-from specjax import drafters
+from specjax import drafters, parallel
+from specjax.models.layout import Layout
 from specjax.parallel.arrays import with_shardings
 from specjax.planning import chips, compiler, cost, hlo
+from specjax.planning.programs import Job
 from specjax.types import Context, Drafter, Output, Sampling, Verdict
 
 
@@ -53,12 +54,13 @@ class Overhead(NamedTuple):
 ROUNDS = 1000
 
 
-def overhead(name: str, drafter: Drafter, args: argparse.Namespace, vocab_size: int, chip: chips.Topology) -> Overhead:
-    """Of one round over `args.rows` rows, on one chip."""
-    sharding = SingleDeviceSharding(chips.describe_devices(chip)[0])
-    rows, length = args.rows, args.context
-    shape = lambda *dims, dtype="int32": jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
-    placed = lambda tree: with_shardings(tree, jax.tree.map(lambda x: sharding, tree))
+def overhead(name: str, drafter: Drafter, job: Job) -> Overhead:
+    """Of one round."""
+    mesh = job.mesh(chips.describe_devices(job.topology))
+    layout = Layout(mesh, ("data", *parallel.over_that_fits(job.target, mesh)))
+    rows, length = job.batch, job.context
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, "int32", sharding=layout.sharding(dims))
+    placed = lambda tree: with_shardings(tree, jax.tree.map(lambda x: layout.sharding(x.shape), tree))
     context = Context(shape(rows, length), shape(rows), Sampling())
     keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)))
     state = placed(jax.eval_shape(drafter.init, drafter.params, context))
@@ -77,12 +79,14 @@ def overhead(name: str, drafter: Drafter, args: argparse.Namespace, vocab_size: 
 
     n = drafter.num_nodes
     verdict = Verdict(shape(rows, n), shape(rows), shape(rows))
-    output = Output(shape(rows, n, vocab_size, dtype="float32"), None)
+    dims = rows, n, job.target.vocab_size
+    output = Output(jax.ShapeDtypeStruct(dims, "float32", sharding=layout.sharding(dims, "data", None, "vocab")), None)
 
     def seconds(function, arguments, kept: int):
-        program = jax.jit(function, donate_argnums=kept).lower(*arguments).compile()  # the state stays in place
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            program = jax.jit(function, donate_argnums=kept).lower(*arguments).compile()  # the state stays in place
         totals = hlo.totals(hlo.parse(program.as_text()), lambda loop: float(drafter.max_depth))
-        return cost.estimate(chip.chip, totals, 0.0).schedule, program.memory_analysis()
+        return cost.estimate(job.topology.chip, totals, 0.0).schedule, program.memory_analysis()
 
     propose, memory = seconds(rounds, (keys, state, tree, context, shape(rows)), 1)
     update, _ = seconds(drafter.update, (drafter.params, state, tree, verdict, output), 1)
@@ -105,11 +109,10 @@ def main() -> None:
         log.print(f"the plain step does not compile: {plain.reason}")
         raise SystemExit(1)
     step = plain.seconds["schedule"]
-    chip = chips.one_of(job.topology.chip)
     found = []
     for name, drafter in model_free(job.target.vocab_size).items():
         if not args.only or name in args.only:
-            found.append(overhead(name, drafter, args, job.target.vocab_size, chip))
+            found.append(overhead(name, drafter, job))
             log.print(f"{name}: {1e6 * found[-1].propose:.0f} + {1e6 * found[-1].update:.0f} us", style="dim")
     table = Table(title=f"{args.target} on {args.topology}, {args.rows} rows: plain step {1e3 * step:.2f} ms")
     for column in ("drafter", "nodes", "propose us", "update us", "of a step", "MB per row"):
