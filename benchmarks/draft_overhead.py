@@ -2,8 +2,8 @@
 
     python benchmarks/draft_overhead.py --target llama3_8b --topology v5e:2x4 --out docs/draft_overhead.png
 
-`propose`, in a loop as in a decode, and `update` of a drafter are compiled for the slice and set against a plain step of
-the target on it, both by the compiler's schedule. Every chip drafts all rows; of the target's logits, which `update`
+`propose`, in a loop as in a decode, and `update` of a drafter are compiled for the slice and set against a plain step
+of the target on it, both by the compiler's schedule. Every chip drafts all rows; of the target's logits, which `update`
 reads, it holds its part of the vocabulary, as in a step. A loop whose length depends on the text is taken to run as
 often as the draft is deep. Estimates, not measurements; needs the extra tpu-compile, no TPU.
 """

@@ -228,8 +228,8 @@ def _score(
 
     def at_width(width: int, draft: PyTree):
         part = trees.cut(tree, width)
-        depth = trees.depths(part.parents)
         mask = trees.ancestor_mask(part.parents, part.valid)
+        depth = jnp.sum(mask, 2) - 1
         positions = state.length[:, None] - 1 + depth
         output, pending = model.forward(
             params, part.tokens, cache, positions=positions, mask=mask, taps=inputs.drafter.taps

@@ -21,11 +21,13 @@ def match_length(source: Array, size: Array, ending: Array) -> Array:
     `ending` int32[B, n]: from `last_tokens`; no match is longer than n. Its n * L integer compares are nothing beside a
     pass of a model. For matches within one text, leave its last token out of `size`.
     """
-    position = jnp.arange(source.shape[1])
-    running = position < size[:, None]
+    length, longest = source.shape[1], ending.shape[1]
+    running = jnp.arange(length) < size[:, None]
     total = jnp.zeros(source.shape, jnp.int32)
-    for j in range(ending.shape[1]):
-        running &= jnp.roll(source == ending[:, j : j + 1], j, axis=1) & (position >= j)
+    source = jnp.pad(source, ((0, 0), (longest - 1, 0)), constant_values=-2)  # before its beginning nothing matches
+    for j in range(longest):
+        before = longest - 1 - j
+        running &= source[:, before : before + length] == ending[:, j : j + 1]
         total += running
     return total
 

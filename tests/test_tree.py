@@ -26,6 +26,9 @@ def test_depths_and_ancestors(parents):
             chain.append(parents[chain[-1]])
         assert depth[1, i] == len(chain) - 1
         assert set(np.flatnonzero(mask[0, i])) == set(chain)
+    static = np.asarray(batch)  # stays numpy: shapes that a program need not compute
+    assert isinstance(trees.ancestor_mask(static), np.ndarray) and isinstance(trees.depths(static), np.ndarray)
+    assert (trees.ancestor_mask(static) == mask).all() and (trees.depths(static) == depth).all()
 
 
 @settings(max_examples=40, deadline=None)

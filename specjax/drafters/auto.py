@@ -91,11 +91,29 @@ class Memory(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """The drafts of one position side by side, equal paths apart."""
+    """The drafts of one position side by side, equal paths apart: the nodes of `_Shape`."""
 
-    tree: TokenTree
+    tokens: Array  # int32[B, M]
+    valid: Array  # bool[B, M]
     kind: Array  # int32[B, M], the class of each node
     start: Array  # int32[B], length of the text when it was drafted; 0: none
+
+
+class _Shape(NamedTuple):
+    """Of every joined tree: `copied` nodes of a chain below the root, then those of Token Recycling's. In numpy, so
+    that a program holds no step from parent to child: half of what drafting took on a TPU."""
+
+    copied: int
+    parents: np.ndarray  # int32[M]
+    depth: np.ndarray  # int32[M]
+    above: np.ndarray  # bool[M, M]: node j is node i or one of its ancestors
+
+
+def _shape(copied: int, template: trees.Template) -> _Shape:
+    parents = np.concatenate(
+        [np.arange(-1, copied), np.where(template.parents[1:] > 0, template.parents[1:] + copied, 0)]
+    ).astype(np.int32)
+    return _Shape(copied, parents, trees.depths(parents[None])[0], trees.ancestor_mask(parents[None])[0])
 
 
 class _Record(NamedTuple):
@@ -144,16 +162,15 @@ def auto(
     costs_of.check(costs, len(widths), "width")
     recycling = token_recycling(vocab_size, num_nodes=num_recycled, keep_chances=True)
     template = trees.Template(best_paths(num_recycled))
-    copied = max(widths) - 1
-    nodes = 1 + copied + num_recycled
-    longest = max(copied, recycling.max_depth)
+    shape = _shape(max(widths) - 1, template)
+    nodes = len(shape.parents)
 
     def init(params, context: Context) -> _State:
         batch = context.tokens.shape[0]
         recycled = recycling.init(params.recycled if params else (), context)
         counts = params.counts if params else Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
         none = jnp.zeros((batch, nodes), jnp.int32)
-        shadow = Joined(TokenTree(none, none.at[:, 0].set(-1), none > 0), none, none[:, 0])
+        shadow = Joined(none, none > 0, none, none[:, 0])
         counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
         found, promise, rest = jnp.zeros((batch, 2)), jnp.float32(HOPE), jnp.int32(0)
         return _State(recycled, _Record(counts, shadow, found, promise, rest, context.length))
@@ -168,10 +185,9 @@ def auto(
         return trees.pad_nodes(trees.chain(root, root >= 0), max(widths)), record._replace(rest=record.rest - 1)
 
     def look(matrix, record: _Record, context: Context, limit: Array):
-        record = _learn(record, context)
-        runners_up = recycled_tree(template, matrix, context, limit)
-        joined = _join(runners_up, matrix, copied, context, limit)
-        tree, chance = _rank(joined, record)
+        record = _learn(shape, record, context)
+        joined = _join(shape, recycled_tree(template, matrix, context, limit), matrix, context, limit)
+        tree, chance = _rank(shape, joined, record)
         width, saved = _width(chance, _weight(context.length - record.begun, limit > 0))
         tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
         free = record.shadow.start == 0
@@ -205,24 +221,26 @@ def auto(
         propose=propose,
         update=update,
         num_nodes=max(widths),
-        max_depth=longest,
+        max_depth=int(shape.depth.max()),
         widths=widths[:-1],
         follows_any_tree=True,
         remember=remember,
     )
 
 
-def _join(runners_up: TokenTree, recycled: Recycled, count: int, context: Context, limit: Array) -> Joined:
-    """The drafts for the present position: `count` copied tokens, then the recycled ones."""
+def _join(shape: _Shape, runners_up: TokenTree, recycled: Recycled, context: Context, limit: Array) -> Joined:
+    """The drafts for the present position: a copied chain, then the recycled tree."""
+    count = shape.copied
     start, matched = find(context.tokens, context.length, count, MATCHES[-1], "latest")
     root = last_tokens(context.tokens, context.length, 1)
     copy = copied_chain(root, context.tokens, context.length, start, count, limit)
-    depth = jnp.broadcast_to(jnp.arange(1, count + 1), copy.tokens[:, 1:].shape)
-    of_copy = _class(matched[:, None], MATCHES) * len(DEPTHS) + _class(depth, DEPTHS)
+    of_copy = _class(matched[:, None], MATCHES) * len(DEPTHS) + _class(shape.depth[1 : 1 + count], DEPTHS)
     of_rest = _class(jnp.exp(_log_chance(recycled, runners_up)), CHANCES) * len(LEVELS)
-    of_rest += _class(trees.depths(runners_up.parents), LEVELS)
-    kind = jnp.concatenate([jnp.zeros_like(root), of_copy, COPIED + of_rest[:, 1:]], 1)
-    return Joined(trees.join(copy, runners_up), kind, context.length)
+    of_rest += _class(shape.depth[1 + count :], LEVELS)
+    beside = lambda x, y: jnp.concatenate([x, y], 1)
+    kind = beside(beside(jnp.zeros_like(root), of_copy), COPIED + of_rest)
+    tokens, valid = beside(copy.tokens, runners_up.tokens[:, 1:]), beside(copy.valid, runners_up.valid[:, 1:])
+    return Joined(tokens, valid, kind, context.length)
 
 
 def _class(x: Array, bounds) -> Array:
@@ -231,11 +249,13 @@ def _class(x: Array, bounds) -> Array:
 
 
 def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
-    """float32[B, N]: how likely the target once found each node's token after its parent's."""
+    """float32[B, N - 1]: how likely the target once found the token of each node, the root apart, after its parent's.
+
+    tree: as `recycled_tree` gives it."""
     row = jnp.arange(tree.tokens.shape[0])[:, None]
-    parent = take_along(tree.tokens, jnp.maximum(tree.parents, 0), 1)
+    parent = take_along(tree.tokens, tree.parents[:, 1:], 1)
     assert recycled.log_p is not None
-    is_token = recycled.tokens[row, parent] == tree.tokens[:, :, None]  # [B, N, 8]
+    is_token = recycled.tokens[row, parent] == tree.tokens[:, 1:, None]  # [B, N - 1, 8]
     return jnp.max(jnp.where(is_token, recycled.log_p[row, parent], -jnp.inf), 2)
 
 
@@ -261,31 +281,32 @@ def _weight(written: Array, running: Array) -> Array:
     return jnp.where(running, jnp.exp((slowest - written) / LEAD), 0.0)
 
 
-def _rank(joined: Joined, record: _Record) -> tuple[TokenTree, Array]:
+def _rank(shape: _Shape, joined: Joined, record: _Record) -> tuple[TokenTree, Array]:
     """The union of the drafts in falling order of chance, and these float32[B, M]; 0 for the root and behind."""
-    tree = joined.tree
-    nodes = jnp.arange(tree.tokens.shape[1])
-    first = trees.first_of_path(tree)
+    tokens, valid = joined.tokens, joined.valid
+    nodes = np.arange(len(shape.parents))
+    # The copied node that stands for each recycled one, if their paths spell the same; else each for itself.
+    twin = np.minimum(shape.depth, shape.copied)
+    alike = (tokens == tokens[:, twin]) & valid & valid[:, twin] & (shape.depth <= shape.copied)
+    first = jnp.where(jnp.all(alike[:, None, :] | ~shape.above, 2), twin, nodes)
     chance = _chance(record.counts, joined.kind) * _trust(record.found)
-    miss = jnp.where(tree.valid, jnp.log1p(-chance), 0.0)
-    same = first[:, None, :] == nodes[:, None]  # [B, M, M]: j proposes the path that i stands for
+    miss = jnp.where(valid, jnp.log1p(-chance), 0.0)
+    same = first[:, :, None] == first[:, None, :]  # [B, M, M]
     chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
-    merged = trees.keep_first(tree, first)
-    above = trees.ancestor_mask(merged.parents)
-    path = jnp.prod(jnp.where(above, jnp.where(nodes == 0, 1.0, chance)[:, None, :], 1.0), 2)
-    return trees.by_score(merged, path)
+    path = jnp.prod(jnp.where(shape.above & (nodes > 0), chance[:, None, :], 1.0), 2)
+    parents = first[:, np.maximum(shape.parents, 0)].at[:, 0].set(-1)
+    return trees.by_score(TokenTree(tokens, parents, valid & (first == nodes)), path)
 
 
-def _learn(record: _Record, context: Context) -> _Record:
+def _learn(shape: _Shape, record: _Record, context: Context) -> _Record:
     """Count the shadow's nodes once the text has passed it by."""
-    tree, kind, start = record.shadow
-    depth = trees.depths(tree.parents)
-    place = start[:, None] - 1 + depth
+    tokens, valid, kind, start = record.shadow
+    place = start[:, None] - 1 + shape.depth
     passed = place < context.length[:, None]
     text = take_along(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
-    agrees = tree.valid & passed & (text == tree.tokens) | (depth == 0)
-    right = jnp.all(agrees[:, None, :] | ~trees.ancestor_mask(tree.parents), 2)  # the whole path
-    tried = tree.valid & (depth > 0) & take_along(right, jnp.maximum(tree.parents, 0), 1)
+    agrees = valid & passed & (text == tokens) | (shape.depth == 0)
+    right = jnp.all(agrees[:, None, :] | ~shape.above, 2)  # the whole path
+    tried = valid & (shape.depth > 0) & right[:, np.maximum(shape.parents, 0)]
     over = (start > 0) & ~jnp.any(tried & ~passed, 1)  # no node waits for a token that is not there yet
     one_hot = (kind[:, :, None] == jnp.arange(CLASSES)) & (tried & over[:, None])[:, :, None]  # [B, M, CLASSES]
     trials = jnp.sum(one_hot, 1, dtype=jnp.float32)

@@ -133,7 +133,7 @@ def token_recycling(
 
     def propose(params, keys, state: RecyclingState, context, limit):
         state = written(state)
-        return recycled_tree(template, state.matrix, context, limit), state
+        return compact(recycled_tree(template, state.matrix, context, limit)), state
 
     def update(params, state: RecyclingState, tree, verdict, output):
         n = min(tree.tokens.shape[1], template.num_nodes)  # the tree may be another drafter's
@@ -169,18 +169,18 @@ def written(state: RecyclingState) -> RecyclingState:
 
 
 def recycled_tree(template: Template, matrix: Recycled, context: Context, limit: Array) -> TokenTree:
-    """The known nodes of the template below the end of the text, no deeper than `limit` int32[B]."""
-    root = take_along(context.tokens, context.length[:, None] - 1, 1)
-    tokens = jnp.pad(root, ((0, 0), (0, template.num_nodes - 1)))
-    valid = jnp.zeros(tokens.shape, bool).at[:, 0].set(True)
-    row = jnp.arange(tokens.shape[0])[:, None]
+    """The template below the end of the text; valid are its known nodes no deeper than `limit` int32[B]."""
+    level = take_along(context.tokens, context.length[:, None] - 1, 1)  # tokens; -1: not known
+    row, tokens = jnp.arange(level.shape[0])[:, None], [level]
     for depth, (start, stop) in list(enumerate(template.levels))[1:]:
-        parents, ranks = template.parents[start:stop], template.ranks[start:stop]
-        drafted = matrix.tokens[row, tokens[:, parents], ranks]
-        known = valid[:, parents] & (drafted >= 0) & (depth <= limit[:, None])
-        tokens = tokens.at[:, start:stop].set(jnp.where(known, drafted, 0))
-        valid = valid.at[:, start:stop].set(known)
-    return compact(TokenTree(tokens, jnp.broadcast_to(template.parents, tokens.shape), valid))
+        place = template.parents[start:stop] - template.levels[depth - 1][0]
+        parent = level[:, place]
+        drafted = matrix.tokens[row, jnp.maximum(parent, 0), template.ranks[start:stop]]
+        level = jnp.where((parent >= 0) & (depth <= limit[:, None]), drafted, -1)
+        tokens.append(level)
+    drafted = jnp.concatenate(tokens, 1)
+    parents = jnp.broadcast_to(template.parents, drafted.shape)
+    return TokenTree(jnp.maximum(drafted, 0), parents, drafted >= 0)
 
 
 def _best(logits: Array, keep_chances: bool) -> Recycled:

@@ -1,5 +1,7 @@
 """What auto decides, and what it learns: by hand, and against plain decoding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +27,13 @@ from specjax.drafters.auto import (
     _prior,
     _rank,
     _Record,
+    _shape,
     _weight,
 )
-from specjax.types import Context, TokenTree
+from specjax.types import Context
 
-rank, learn = jax.jit(_rank), jax.jit(_learn)
+rank = lambda shape, *arrays: jax.jit(functools.partial(_rank, shape))(*arrays)
+learn = lambda shape, *arrays: jax.jit(functools.partial(_learn, shape))(*arrays)
 NOTHING = Counts(jnp.zeros((1, CLASSES)), jnp.zeros((1, CLASSES)))
 
 
@@ -37,9 +41,10 @@ def record(shadow=None, found=(0.0, 0.0)):
     return _Record(NOTHING, shadow, jnp.array([found]), jnp.float32(0), jnp.int32(0), jnp.array([1]))
 
 
-def joined(paths_tokens, parents, kinds, start=0):
-    tree = TokenTree(jnp.array([paths_tokens]), jnp.array([parents]), jnp.ones((1, len(parents)), bool))
-    return Joined(tree, jnp.array([kinds]), jnp.array([start]))
+def joined(copied, paths, tokens, kinds, start=0):
+    """A chain of `copied` tokens and recycled nodes at `paths`, all valid."""
+    shape = _shape(copied, trees.Template(paths))
+    return shape, Joined(jnp.array([tokens]), jnp.ones((1, len(tokens)), bool), jnp.array([kinds]), jnp.array([start]))
 
 
 def run(target, drafter, prompts=((0,),), new=120, **options):
@@ -55,8 +60,10 @@ def cycle(n):
 
 def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
     # A copied chain 5 6 and recycled nodes 5, 7, and 6 below the recycled 5.
-    draft = joined([1, 5, 6, 5, 7, 6], [-1, 0, 1, 0, 0, 3], [0, 0, 1, COPIED, COPIED + 1, COPIED + 2])
-    tree, chance = rank(draft, record())
+    kinds = [0, 0, 1, COPIED, COPIED + 1, COPIED + 2]
+    shape, draft = joined(2, [(0,), (1,), (0, 0)], [1, 5, 6, 5, 7, 6], kinds)
+    assert shape.parents.tolist() == [-1, 0, 1, 0, 0, 3]
+    tree, chance = rank(shape, draft, record())
     p = _prior()
     of_5 = 1 - (1 - p[0]) * (1 - p[COPIED])
     of_6 = of_5 * (1 - (1 - p[1]) * (1 - p[COPIED + 2]))
@@ -70,27 +77,58 @@ def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
 
 def test_hindsight_counts_what_would_have_been_accepted():
     """Drafted when the text had 2 tokens: 5 is right, 6 after it is not; 7 is wrong; what follows it was not tried."""
-    shadow = joined([1, 5, 6, 7, 8], [-1, 0, 1, 0, 3], [0, 3, 4, 3, 9], start=2)
+    shape, shadow = joined(2, [(0,), (0, 0)], [1, 5, 6, 7, 8], [0, 3, 4, 3, 9], start=2)
     state = record(shadow)
     text = jnp.array([[4, 1, 5, 9, 9, 9]])
-    waiting = learn(state, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
+    waiting = learn(shape, state, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
     assert int(waiting.shadow.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0
-    learnt = learn(waiting, Context(text, jnp.array([4])))
+    learnt = learn(shape, waiting, Context(text, jnp.array([4])))
     assert int(learnt.shadow.start[0]) == 0
     assert learnt.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
     assert learnt.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
     p = _prior()
     np.testing.assert_allclose(learnt.found[0], [1, 2 * p[3] + p[4]], rtol=1e-6)
-    again = learn(learnt._replace(shadow=shadow), Context(text, jnp.array([4])))
+    again = learn(shape, learnt._replace(shadow=shadow), Context(text, jnp.array([4])))
     np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
 
 
 def test_a_text_that_disappoints_lowers_all_chances():
-    draft = joined([1, 5, 7], [-1, 0, 0], [0, 3, COPIED + 1])
-    believed = rank(draft, record())[1]
-    doubted = rank(draft, record(found=(0.0, DOUBT)))[1]
+    shape, draft = joined(1, [(0,)], [1, 5, 7], [0, 3, COPIED + 1])
+    believed = rank(shape, draft, record())[1]
+    doubted = rank(shape, draft, record(found=(0.0, DOUBT)))[1]
     np.testing.assert_allclose(doubted, believed / 2, rtol=1e-5)
-    np.testing.assert_allclose(rank(draft, record(found=(9.0, 1.0)))[1], believed, rtol=1e-6)
+    np.testing.assert_allclose(rank(shape, draft, record(found=(9.0, 1.0)))[1], believed, rtol=1e-6)
+
+
+def test_the_joined_tree_is_the_union_of_both_drafts():
+    """Against paths of tokens in plain Python; siblings among recycled nodes differ, as the matrix has them."""
+    rng, paths = np.random.default_rng(0), [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]
+    shape = _shape(2, trees.Template(paths))
+    ranked, shared = jax.jit(functools.partial(_rank, shape)), 0
+    for _ in range(30):
+        tokens, valid = np.zeros(len(shape.parents), int), np.ones(len(shape.parents), bool)
+        for i, parent in enumerate(shape.parents.tolist()[1:], 1):
+            before = [j for j in range(3, i) if shape.parents[j] == parent]
+            tokens[i] = rng.choice([t for t in range(4) if t not in tokens[before]])
+            valid[i] = valid[parent] and rng.random() < 0.8
+        kinds = rng.integers(0, CLASSES, len(tokens))
+        draft = Joined(*(jnp.asarray(x)[None] for x in (tokens, valid, kinds)), jnp.array([1]))
+        tree, chance = ranked(draft, record())
+
+        def spelt(i, tokens, parents):
+            return () if i == 0 else (*spelt(int(parents[i]), tokens, parents), int(tokens[i]))
+
+        miss = {}
+        for i in np.flatnonzero(valid)[1:]:
+            path = spelt(i, tokens, shape.parents)
+            shared += path in miss
+            miss[path] = miss.get(path, 1.0) * (1 - _prior()[kinds[i]])
+        wanted = {path: np.prod([1 - miss[path[: n + 1]] for n in range(len(path))]) for path in miss}
+        nodes = np.flatnonzero(tree.valid[0])[1:]
+        found = {spelt(i, tree.tokens[0], tree.parents[0]): float(chance[0, i]) for i in nodes}
+        assert len(found) == len(nodes) and found == pytest.approx(wanted, rel=1e-4)
+        assert (tree.parents[0, 1:] < np.arange(1, len(tokens)))[: len(nodes)].all()
+    assert shared > 10
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
