@@ -18,17 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import at, take_along
 from specjax.types import Array, PyTree
 
 CHUNK = 32
 """N-grams of a text that are written at once; the work of a write grows with their square."""
+FREE = -2
+"""In free places: neither a token nor -1, which stands for none."""
 
 
 class Table(NamedTuple):
     """One table per row of the batch: 4 H A (n + 1) bytes and the values, each."""
 
-    grams: Array  # int32[B, H, A, n]
+    grams: Array  # int32[B, H, A, n]; FREE in a free place
     ages: Array  # int32[B, H, A], the clock at the last write; 0: free
     values: PyTree  # [B, H, A, ...]
     clock: Array  # int32[B], n-grams offered so far
@@ -37,6 +39,7 @@ class Table(NamedTuple):
 class Found(NamedTuple):
     """The bucket of each of M n-grams or beginnings."""
 
+    bucket: Array  # int32[B, M]
     hit: Array  # bool[B, M, A], which of its n-grams begin so
     grams: Array  # int32[B, M, A, n]
     ages: Array  # int32[B, M, A]
@@ -53,7 +56,7 @@ def empty(batch: int, buckets: int, ways: int, size: int, value: PyTree = ()) ->
     """A table of n-grams of `size` tokens; `value`: a pytree of arrays, that of a free place."""
     fill = lambda x: jnp.broadcast_to(x, (batch, buckets, ways, *np.shape(x)))
     return Table(
-        jnp.full((batch, buckets, ways, size), -1, jnp.int32),
+        jnp.full((batch, buckets, ways, size), FREE, jnp.int32),
         jnp.zeros((batch, buckets, ways), jnp.int32),
         jax.tree.map(fill, value),
         jnp.zeros((batch,), jnp.int32),
@@ -75,11 +78,11 @@ def find(table: Table, tokens: Array, *, prefix: int | None = None) -> Found:
     prefix: how many tokens chose the bucket when the n-grams were written; None: all h.
     """
     rows, buckets = table.ages.shape[:2]
-    row = jnp.arange(rows)[:, None]
+    row = np.arange(rows)[:, None]
     here = bucket(tokens[..., :prefix], buckets)
-    grams, ages = table.grams[row, here], table.ages[row, here]
-    hit = jnp.all(grams[..., : tokens.shape[-1]] == tokens[:, :, None], -1) & (ages > 0)
-    return Found(hit, grams, ages, jax.tree.map(lambda x: x[row, here], table.values))
+    grams, ages = at(table.grams, row, here), at(table.ages, row, here)
+    hit = jnp.all(grams[..., : tokens.shape[-1]] == tokens[:, :, None], -1)
+    return Found(here, hit, grams, ages, jax.tree.map(lambda x: at(x, row, here), table.values))
 
 
 def write(table: Table, grams: Array, values: PyTree, wanted: Array, *, prefix: int) -> Table:
@@ -93,10 +96,9 @@ def write(table: Table, grams: Array, values: PyTree, wanted: Array, *, prefix: 
     """
     batch, buckets, ways = table.ages.shape
     m = grams.shape[1]
-    hit, _, old_ages, _ = find(table, grams, prefix=prefix)  # [B, M, A]
+    here, hit, _, old_ages, _ = find(table, grams, prefix=prefix)  # [B, M, A]
     after = jnp.arange(m)[:, None] < jnp.arange(m)
     wins = wanted & ~jnp.any(equal(grams) & wanted[:, None, :] & after, 2)
-    here = bucket(grams[..., :prefix], buckets)
     shares = (here[:, :, None] == here[:, None, :]) & wins[:, None, :]  # [B, M, M]: writer j goes to i's bucket
     known = jnp.any(hit, 2)
     rank = jnp.sum(shares & ~known[:, None, :] & after, 2)  # among the new ones of a bucket, from the last
@@ -107,7 +109,7 @@ def write(table: Table, grams: Array, values: PyTree, wanted: Array, *, prefix: 
     new = take_along(oldest, jnp.minimum(rank, ways - 1)[..., None], 2)[..., 0]
     way = jnp.where(known, jnp.argmax(hit, 2), new)
     here = jnp.where(wins & (known | fits), here, buckets)  # beyond the last bucket: dropped
-    row = jnp.arange(batch)[:, None]
+    row = np.arange(batch)[:, None]
     put = lambda old, value: old.at[row, here, way].set(value, mode="drop")
     ages = table.clock[:, None] + 1 + jnp.arange(m)
     return Table(
@@ -141,7 +143,8 @@ def merge(table: Table, rows: Table, combine: Callable[[PyTree, PyTree], PyTree]
         ages, kept = jax.lax.top_k(joined, ways)
         join = lambda x, y: take_along(jnp.concatenate([x, y], 1), expand(kept, x), 1)
         values = jax.tree.map(join, values, row.values)
-        return Table(join(one.grams, row.grams), ages, values, one.clock + row.clock), None
+        grams = jnp.where(ages[:, :, None] > 0, join(one.grams, row.grams), FREE)
+        return Table(grams, ages, values, one.clock + row.clock), None
 
     merged, _ = jax.lax.scan(add, jax.tree.map(lambda x: x[0], table), rows)
     return jax.tree.map(lambda x: x[None], merged)

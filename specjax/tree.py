@@ -138,8 +138,8 @@ def join(*several: TokenTree) -> TokenTree:
 class Template:
     """A static tree given by rank paths: `(0, 2)` is the third child of the first child of the root.
 
-    Fields are numpy: `parents` int[N], `ranks` int[N] (rank among the siblings; 0 for the root), `levels`, one
-    (start, stop) slice of nodes per depth.
+    Fields are numpy: `parents` int[N], `ranks` int[N] (rank among the siblings; 0 for the root), `depths` int[N], and
+    `levels`, one (start, stop) slice of nodes per depth.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]):
@@ -151,6 +151,7 @@ class Template:
         self.parents = np.array([index[p[:-1]] if p else -1 for p in nodes], np.int32)
         self.ranks = np.array([p[-1] if p else 0 for p in nodes], np.int32)
         depth = [len(p) for p in nodes]
+        self.depths = np.array(depth, np.int32)
         self.max_depth = max(depth)
         self.levels = [(depth.index(d), depth.index(d) + depth.count(d)) for d in range(self.max_depth + 1)]
         self.num_nodes = len(nodes)

@@ -39,7 +39,7 @@ from specjax.drafters.token_recycling import (
     written,
 )
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import at, take_along
 from specjax.suffixes import copied_chain, last_tokens
 from specjax.types import Array, Context, Drafter, TokenTree
 
@@ -255,8 +255,8 @@ def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
     row = jnp.arange(tree.tokens.shape[0])[:, None]
     parent = take_along(tree.tokens, tree.parents[:, 1:], 1)
     assert recycled.log_p is not None
-    is_token = recycled.tokens[row, parent] == tree.tokens[:, 1:, None]  # [B, N - 1, 8]
-    return jnp.max(jnp.where(is_token, recycled.log_p[row, parent], -jnp.inf), 2)
+    is_token = at(recycled.tokens, row, parent) == tree.tokens[:, 1:, None]  # [B, N - 1, 8]
+    return jnp.max(jnp.where(is_token, at(recycled.log_p, row, parent), -jnp.inf), 2)
 
 
 def _chance(counts: Counts, kind: Array) -> Array:

@@ -1,16 +1,17 @@
-"""STAND: draw a tree from tables of what the target thought after the last 4, 3 or 2 tokens.
+"""STAND: draw a tree from a table of what the target thought after the last 4, 3 or 2 tokens.
 
 Song, Kim, Kim, Lee, Choi: Accelerated Test-Time Scaling with Model-Free Speculative Sampling (2025), arXiv 2506.04708.
 
-Rule: three tables hold, for contexts of 4, 3 and 2 tokens, the 10 likeliest next tokens with their probabilities P, and
-a count m. After each pass, at every token added to the text with law p: P <- (m P + p) / (m + 1), m <- m + 1; the 10
+Rule: a table holds, for contexts of 4, 3 and 2 tokens, the 10 likeliest next tokens with their probabilities P, and a
+count m. After each pass, at every token added to the text with law p: P <- (m P + p) / (m + 1), m <- m + 1; the 10
 largest stay. The children of a node of a static tree are drawn without replacement (Gumbel-top-k) from the entry of the
 longest context found; a node without one has no children.
 Guarantee: distribution, by either verification.
   sample_and_match: the drawn tree does not depend on the noise of the target's draws, so it is a point mass to it.
   recursive_rejection: the drawn children are tested against the law they came from. It takes B N V floats for the laws.
-Deviations: laws are stored as the target gives them and warped (temperature, top-k, top-p) when drawn from. The tables
-are per row, with those remembered from earlier calls beside them: an entry of both is the mean by their counts. Where a
+Deviations: laws are stored as the target gives them and warped (temperature, top-k, top-p) when drawn from. One table
+holds the contexts of all three lengths, where the authors have three: on a TPU a look takes half the operations. It is
+per row, with what is remembered from earlier calls beside it: an entry of both is the mean by their counts. Where a
 context occurs twice in one round, or within 32 tokens of the prompt, the later law counts. The laws of the prompt are
 learned too. The paper's rule of verification could not be confirmed; its tree of 80 nodes is not published, so the
 default is measured: see ACCEPTED.
@@ -29,16 +30,17 @@ import numpy as np
 
 from specjax import ngrams, sampling
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import at, take_along
 from specjax.pallas_kernels.gumbel_topk import likeliest
 from specjax.tree import Template, compact
 from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
 
 ORDERS = 4, 3, 2  # lengths of contexts, the first that is found counts
 KEPT = 10  # tokens of an entry
-WAYS = 2  # places of a bucket
-UNUSED = np.arange(max(ORDERS)) < max(ORDERS) - np.array(ORDERS)[:, None, None, None]
-"""bool[3, 1, 1, 4]: the tokens of a context that each of ORDERS leaves out."""
+WAYS = 4  # places of a bucket
+UNUSED = np.arange(max(ORDERS)) < max(ORDERS) - np.array(ORDERS)[:, None]
+"""bool[3, 4]: the tokens of a context that each of ORDERS leaves out."""
+LEFT_OUT = np.iinfo(np.int32).max  # stands for them: no token
 
 
 _PATHS = """
@@ -50,7 +52,7 @@ _PATHS = """
 
 ACCEPTED = tuple(tuple(map(int, path)) for path in _PATHS.split())
 """Rank paths, the one accepted most often first: 48 greedy texts of SmolLM2-135M-Instruct after Spec-Bench prompts,
-each with tables of its own and a draft from every position of it, the prompt not read (benchmarks/stand_tree.py replays
+each with a table of its own and a draft from every position of it, the prompt not read (benchmarks/stand_tree.py replays
 the rounds of a decoder instead, which favours siblings a little earlier)."""
 
 
@@ -63,9 +65,9 @@ class Entry(NamedTuple):
 
 
 class StandState(NamedTuple):
-    """The tables of this call, and what the last round has to teach them."""
+    """The table of this call, and what the last round has to teach it."""
 
-    tables: ngrams.Table  # [3, B, ...], for each of ORDERS; values Entry
+    table: ngrams.Table  # of contexts of all ORDERS; values Entry
     tail: Array  # int32[B, 4], the end of the text; -1 before its beginning
     length: Array  # int32[B], of the text at the last draft
     contexts: Array  # int32[B, D + 1, 4], of the last round's laws
@@ -81,9 +83,9 @@ def stand(
     draw: Literal["sampled", "likeliest"] = "sampled",
     verify: Literal["sample_and_match", "recursive_rejection"] = "sample_and_match",
     read_prompt: bool = True,
-    buckets: int = 4096,
+    buckets: int = 8192,
 ) -> Drafter:
-    """A static tree of `num_nodes` drafted tokens, or of the rank paths `tree`, filled from n-gram tables.
+    """A static tree of `num_nodes` drafted tokens, or of the rank paths `tree`, filled from a table of n-grams.
 
     Args:
       num_nodes: the first of ACCEPTED. tree: see `best_paths`.
@@ -91,10 +93,10 @@ def stand(
       verify: which rule is to judge the draft.
       read_prompt: learn the target's laws in the prompt too, for which its head works on the whole prompt, B x 128 x V
         floats at a time. Replayed on 48 greedy texts of SmolLM2, 32 nodes: 1.50 tokens per pass with it, 1.40 without.
-      buckets: of each table, per row; two contexts each.
+      buckets: of the table, per row; four contexts each, of any length.
 
     Params: () or what an earlier call remembered (`DecodeResult.drafter`): the rows' entries, averaged by their counts.
-    State: StandState; the tables take 624 x buckets bytes per row (2.6 MB by default).
+    State: StandState; the table takes 416 x buckets bytes per row (3.4 MB by default).
     Raises: UsageError for a setting outside its range.
     """
     if verify not in ("sample_and_match", "recursive_rejection"):
@@ -109,15 +111,14 @@ def stand(
     longest, rounds = max(ORDERS), template.max_depth + 1
     exact = verify == "recursive_rejection"
 
-    def tables(batch: int) -> ngrams.Table:
+    def empty(batch: int) -> ngrams.Table:
         none = Entry(jnp.full((kept,), -1, jnp.int32), jnp.zeros((kept,)), jnp.int32(0))
-        one = ngrams.empty(batch, buckets, WAYS, longest, none)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (len(ORDERS), *x.shape)), one)
+        return ngrams.empty(batch, buckets, WAYS, longest, none)
 
     def init(params, context: Context) -> StandState:
         batch = context.tokens.shape[0]
-        if params and params.ages.shape[2] != buckets:
-            raise UsageError(f"buckets must be that of the tables remembered, {params.ages.shape[2]}, not {buckets}")
+        if params and params.ages.shape[1] != buckets:
+            raise UsageError(f"buckets must be that of the table remembered, {params.ages.shape[1]}, not {buckets}")
         laws = Entry(
             jnp.full((batch, rounds, kept), -1, jnp.int32),
             jnp.zeros((batch, rounds, kept), jnp.float32),
@@ -125,34 +126,34 @@ def stand(
         )
         tail = jnp.full((batch, longest), -1, jnp.int32)
         contexts = jnp.full((batch, rounds, longest), -1, jnp.int32)
-        return StandState(tables(batch), tail, jnp.zeros((batch,), jnp.int32), contexts, laws)
+        return StandState(empty(batch), tail, jnp.zeros((batch,), jnp.int32), contexts, laws)
 
     def read(params, state: StandState, tokens: Array, count: Array, output: Output) -> StandState:
         text = jnp.concatenate([state.tail, tokens], 1)
         t = tokens.shape[1]
-        contexts = text[:, 1 + jnp.arange(t)[:, None] + jnp.arange(longest)]
+        contexts = text[:, 1 + np.arange(t)[:, None] + np.arange(longest)]
         laws = _laws(output.logits, jnp.arange(t) < count[:, None], kept)
         tail = take_along(text, count[:, None] + jnp.arange(longest), 1)
-        return state._replace(tables=ngrams.by_chunks(_learn, state.tables, contexts, laws), tail=tail)
+        return state._replace(table=ngrams.by_chunks(_learn, state.table, contexts, laws), tail=tail)
 
     def propose(params, keys: Array, state: StandState, context: Context, limit: Array):
         grown = context.length > state.length  # a row that is done teaches nothing more
         laws = state.laws._replace(seen=jnp.where(grown[:, None], state.laws.seen, 0))
-        learned = _learn(state.tables, state.contexts, laws)
+        learned = _learn(state.table, state.contexts, laws)
         place = context.length[:, None] - longest + jnp.arange(longest)
         tail = take_along(context.tokens, jnp.maximum(place, 0), 1)
         tail = jnp.where(place >= 0, tail, -1)
-        state = state._replace(tables=learned, tail=tail, length=context.length)
+        state = state._replace(table=learned, tail=tail, length=context.length)
         find = functools.partial(_find, params, learned)
         drawn = _draw(template, find, tail, keys, context, limit, vocab_size, sampled=draw == "sampled", exact=exact)
         return compact(drawn), state
 
     def update(params, state: StandState, tree: TokenTree, verdict: Verdict, output: Output) -> StandState:
-        # The tables are written by the next `propose`: XLA would copy them here, in a branch of the verify pass.
+        # The table is written by the next `propose`: XLA would copy it here, in a branch of the verify pass.
         path = verdict.path[:, :rounds]
         node = jnp.maximum(path, 0)
         text = jnp.concatenate([state.tail, take_along(tree.tokens, node, 1)[:, 1:]], 1)
-        contexts = text[:, jnp.arange(path.shape[1])[:, None] + jnp.arange(longest)]
+        contexts = text[:, np.arange(path.shape[1])[:, None] + np.arange(longest)]
         laws = _laws(take_along(output.logits, node[:, :, None], 1), path >= 0, kept)
         fill = lambda x, value: jnp.pad(
             x, ((0, 0), (0, rounds - x.shape[1]), *[(0, 0)] * (x.ndim - 2)), constant_values=value
@@ -162,8 +163,7 @@ def stand(
         )
 
     def remember(params, state: StandState) -> ngrams.Table:
-        learned = _learn(state.tables, state.contexts, state.laws)
-        return jax.vmap(functools.partial(ngrams.merge, combine=mix))(params or tables(1), learned)
+        return ngrams.merge(params or empty(1), _learn(state.table, state.contexts, state.laws), mix)
 
     return Drafter(
         init=init,
@@ -198,35 +198,32 @@ def _draw(
 ) -> TokenTree:  # fmt: skip
     """The tree below the end of the text int32[B, 4], level by level; `exact`: with the laws it was drawn from."""
     batch = tail.shape[0]
-    contexts, valid = tail[:, None], jnp.ones((batch, 1), bool)  # of the level above
-    nodes, real, rows = [contexts[..., -1]], [valid], []
+    contexts, nodes, rows = tail[:, None], [tail[:, -1:]], []  # of the level above; -1: no node
     for depth, (start, stop) in list(enumerate(template.levels))[1:]:
         entry = find(contexts)  # [B, F]
-        law = _warp(entry, context.sampling)
-        rows.append((entry, law))
+        tokens = entry.tokens  # the likeliest first
         place = template.parents[start:stop] - template.levels[depth - 1][0]
         ranks = template.ranks[start:stop]
-        tokens = entry.tokens  # the likeliest first
-        if sampled and context.sampling.temperature is not None:
-            noise = _noise(tokens, depth, keys, context, vocab_size)
-            law, order = jax.lax.top_k(law + noise, int(ranks.max()) + 1)
-            tokens = take_along(tokens, order, 2)
+        if context.sampling.temperature is not None:
+            there = (tokens >= 0) & (entry.probs > 0)
+            law = jnp.where(there, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
+            law = jnp.where(there, sampling.warp(law, context.sampling), -jnp.inf)
+            rows.append((tokens, law))
+            if sampled:
+                noise = _noise(tokens, depth, keys, context, vocab_size)
+                law, order = jax.lax.top_k(law + noise, int(ranks.max()) + 1)
+                tokens = take_along(tokens, order, 2)
+            tokens = jnp.where(law > -jnp.inf, tokens, -1)
         drawn = tokens[:, place, ranks]
-        valid = valid[:, place] & (law[:, place, ranks] > -jnp.inf) & (depth <= limit[:, None])
-        drawn = jnp.where(valid, drawn, 0)
         contexts = jnp.concatenate([contexts[:, place, 1:], drawn[:, :, None]], 2)
         nodes.append(drawn)
-        real.append(valid)
-    tree = TokenTree(
-        jnp.concatenate(nodes, 1),
-        jnp.broadcast_to(template.parents, (batch, template.num_nodes)),
-        jnp.concatenate(real, 1),
-    )
+    drawn = jnp.concatenate(nodes, 1)
+    parents = jnp.broadcast_to(template.parents, (batch, template.num_nodes))
+    tree = TokenTree(jnp.maximum(drawn, 0), parents, (drawn >= 0) & (template.depths <= limit[:, None]))
     if not exact or context.sampling.temperature is None or context.noise is not None:
         return tree
-    entries, laws = zip(*rows, strict=True)
-    tokens = jnp.concatenate([entry.tokens for entry in entries], 1)
-    whole = _whole(tokens, jnp.concatenate(laws, 1), vocab_size)
+    tokens, laws = (jnp.concatenate(parts, 1) for parts in zip(*rows, strict=True))
+    whole = _whole(tokens, laws, vocab_size)
     leaves = template.num_nodes - tokens.shape[1]  # nothing was drawn below the last level
     return tree._replace(logits=jnp.pad(whole, ((0, 0), (0, leaves), (0, 0))))
 
@@ -283,45 +280,52 @@ def _laws(logits: Array, wanted: Array, kept: int) -> Entry:
     return Entry(tokens, jnp.exp(log_p), wanted.astype(jnp.int32))
 
 
-def _entry(table: ngrams.Table, contexts: Array) -> Entry:
-    """What a table holds about contexts int32[B, M, n]."""
-    found = ngrams.find(table, contexts)
-    way = jnp.argmax(found.hit, 2)
-    take = lambda x: take_along(x, ngrams.expand(way, x), 2)[:, :, 0]
-    entry, known = jax.tree.map(take, found.values), jnp.any(found.hit, 2)
-    return Entry(jnp.where(known[:, :, None], entry.tokens, -1), entry.probs, jnp.where(known, entry.seen, 0))
-
-
 def _by_order(contexts: Array) -> Array:
-    """int32[3, B, M, 4] of contexts int32[B, M, 4]: all orders are looked up at once, for on a TPU operations count."""
-    return jnp.where(UNUSED, 0, contexts)
+    """int32[B, 3 M, 4]: of each context int32[B, M, 4] its n-grams, one for each of ORDERS."""
+    grams = jnp.where(UNUSED, LEFT_OUT, contexts[:, :, None])
+    return grams.reshape(len(contexts), -1, contexts.shape[-1])
 
 
-def _learn(tables: ngrams.Table, contexts: Array, laws: Entry) -> ngrams.Table:
-    """Mix laws [B, M] into the entries of their contexts int32[B, M, 4], in every table."""
-    wanted = (laws.seen > 0) & jnp.all(UNUSED | (contexts >= 0), -1)
-
-    def learn(table: ngrams.Table, grams: Array, wanted: Array) -> ngrams.Table:
-        return ngrams.write(table, grams, mix(_entry(table, grams), laws), wanted, prefix=grams.shape[-1])
-
-    return jax.vmap(learn)(tables, _by_order(contexts), wanted)
-
-
-def _find(params: PyTree, tables: ngrams.Table, contexts: Array) -> Entry:
-    """The entries [B, M] of the longest contexts known; seen 0 where none is."""
+def _learn(table: ngrams.Table, contexts: Array, laws: Entry) -> ngrams.Table:
+    """Mix laws [B, M] into the entries of their contexts int32[B, M, 4], of every order."""
     grams = _by_order(contexts)
-    entries = jax.vmap(_entry)(tables, grams)
-    if params:
-        entries = mix(jax.vmap(_entry)(params, grams), entries)
-    first = jnp.argmax(entries.seen > 0, 0)[None]
-    return jax.tree.map(lambda x: take_along(x, ngrams.expand(first, x), 0)[0], entries)
+    laws = jax.tree.map(lambda x: jnp.repeat(x, len(ORDERS), 1), laws)
+    wanted = (laws.seen > 0) & jnp.all(grams >= 0, -1)
+    found = ngrams.find(table, grams)
+    place = np.arange(len(grams))[:, None], found.bucket, jnp.argmax(found.hit, 2)
+    known = _read(table.values, place, jnp.any(found.hit, 2))
+    return ngrams.write(table, grams, mix(known, laws), wanted, prefix=grams.shape[-1])
 
 
-def _warp(entry: Entry, settings) -> Array:
-    """The law that an entry's tokens are drawn from: float32[B, M, k], -inf where there is none."""
-    there = (entry.seen > 0)[..., None] & (entry.tokens >= 0) & (entry.probs > 0)
-    law = jnp.where(there, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
-    return law if settings.temperature is None else jnp.where(there, sampling.warp(law, settings), -jnp.inf)
+def _find(params: PyTree, table: ngrams.Table, contexts: Array) -> Entry:
+    """The entries [B, M] of the longest contexts known; seen 0 where none is."""
+    grams, several = _by_order(contexts), [params, table] if params else [table]
+    each = WAYS * table.ages.shape[1]  # places
+    # One number for each hit, the larger the longer its context, that names its place: on a TPU operations count.
+    number = each * np.arange(len(ORDERS), 0, -1)[:, None] + np.arange(WAYS)
+    number = np.tile(number, (contexts.shape[1], 1))  # [3 M, A]
+
+    def longest(table: ngrams.Table) -> Array:
+        found = ngrams.find(table, grams)
+        hits = jnp.where(found.hit, number + WAYS * found.bucket[:, :, None], 0)
+        return jnp.max(hits.reshape(*contexts.shape[:2], -1), 2)
+
+    best = [longest(table) for table in several]  # [B, M]; 0: none
+    overall = functools.reduce(jnp.maximum, best) // each  # 1 to 3, the longest context that any table knows; 0: none
+
+    def entry(table: ngrams.Table, best: Array) -> Entry:
+        place = best % each
+        row = np.arange(len(table.ages))[:, None]
+        known = best // each == jnp.maximum(overall, 1)
+        return _read(table.values, (row, place // WAYS, place % WAYS), known)
+
+    return functools.reduce(mix, map(entry, several, best))
+
+
+def _read(values: Entry, place: tuple[Array, ...], known: Array) -> Entry:
+    """What stands at places, int32[B, M] each; nothing where not `known` bool[B, M]."""
+    entry = jax.tree.map(lambda x: at(x, *place), values)
+    return Entry(jnp.where(known[..., None], entry.tokens, -1), entry.probs, jnp.where(known, entry.seen, 0))
 
 
 def _noise(tokens: Array, depth: int, keys: Array, context: Context, vocab_size: int) -> Array:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import at, take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest
 from specjax.tree import Template, compact
 from specjax.types import Array, Context, Drafter, TokenTree
@@ -175,12 +175,12 @@ def recycled_tree(template: Template, matrix: Recycled, context: Context, limit:
     for depth, (start, stop) in list(enumerate(template.levels))[1:]:
         place = template.parents[start:stop] - template.levels[depth - 1][0]
         parent = level[:, place]
-        drafted = matrix.tokens[row, jnp.maximum(parent, 0), template.ranks[start:stop]]
-        level = jnp.where((parent >= 0) & (depth <= limit[:, None]), drafted, -1)
+        drafted = at(matrix.tokens, row, jnp.maximum(parent, 0), template.ranks[start:stop])
+        level = jnp.where(parent >= 0, drafted, -1)
         tokens.append(level)
     drafted = jnp.concatenate(tokens, 1)
     parents = jnp.broadcast_to(template.parents, drafted.shape)
-    return TokenTree(jnp.maximum(drafted, 0), parents, drafted >= 0)
+    return TokenTree(jnp.maximum(drafted, 0), parents, (drafted >= 0) & (template.depths <= limit[:, None]))
 
 
 def _best(logits: Array, keep_chances: bool) -> Recycled:

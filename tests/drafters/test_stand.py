@@ -61,7 +61,7 @@ def test_the_prompt_is_read_in_chunks():
     parts = read_in_parts(drafter, context, logits, (0, 3), (3, 6))
     contexts = jnp.array([[[0, 1, 2, 3], [9, 9, 0, 1], [9, 9, 2, 0]], [[9, 9, 3, 2], [9, 9, 2, 1], [9, 9, 9, 9]]])
     for state in (whole, parts):
-        found = _find((), state.tables, contexts)
+        found = _find((), state.table, contexts)
         assert found.seen.tolist() == [[1, 1, 0], [1, 0, 0]]  # the last token of a prompt is not read but decoded
         np.testing.assert_allclose(found.probs[0, 0], -np.sort(-jax.nn.softmax(logits[0, 3])), rtol=1e-5)
         np.testing.assert_array_equal(found.tokens[1, 0], np.argsort(-logits[1, 1]))
@@ -98,7 +98,7 @@ def test_children_are_drawn_without_replacement_from_the_stored_law(verify):
 @functools.cache
 def taught(verify):
     """A drafter that remembers the laws of the toy: 60 tokens hold every context of two."""
-    drafter = stand(3, tree=((0,), (1,), (0, 0), (0, 1)), verify=verify, read_prompt=False, buckets=4)
+    drafter = stand(3, tree=((0,), (1,), (0, 0), (0, 1)), verify=verify, read_prompt=False, buckets=64)
     settings = {"key": jax.random.key(9), "max_new_tokens": 60, "temperature": 1.0}
     return decode(markov(TARGET_ROWS), drafter, [[0]], **settings).drafter
 
