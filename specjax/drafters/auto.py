@@ -64,7 +64,7 @@ FADING = 0.95
 MARGIN = 1.1
 """By how much a wider pass must promise more than plain decoding: estimates are noisy, and a loss weighs more."""
 LOOK = 0.03
-"""What drafting costs, in passes of width 1: 0.016 for SmolLM2 on two cores (0.5 of 31 ms), 0.07 for Llama 3 8B on 8
+"""What drafting costs, in passes of width 1: 0.016 for SmolLM2 on two cores (0.5 of 31 ms), 0.04 for Llama 3 8B on 8
 v5e chips (by the compiler's schedule)."""
 REST = 7
 """Plain steps between two looks where looking does not pay."""

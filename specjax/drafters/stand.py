@@ -52,8 +52,8 @@ _PATHS = """
 
 ACCEPTED = tuple(tuple(map(int, path)) for path in _PATHS.split())
 """Rank paths, the one accepted most often first: 48 greedy texts of SmolLM2-135M-Instruct after Spec-Bench prompts,
-each with a table of its own and a draft from every position of it, the prompt not read (benchmarks/stand_tree.py replays
-the rounds of a decoder instead, which favours siblings a little earlier)."""
+each with a table of its own and a draft from every position, the prompt not read (benchmarks/stand_tree.py replays the
+rounds of a decoder instead, which favours siblings a little earlier)."""
 
 
 class Entry(NamedTuple):
@@ -287,14 +287,14 @@ def _by_order(contexts: Array) -> Array:
 
 
 def _learn(table: ngrams.Table, contexts: Array, laws: Entry) -> ngrams.Table:
-    """Mix laws [B, M] into the entries of their contexts int32[B, M, 4], of every order."""
-    grams = _by_order(contexts)
-    laws = jax.tree.map(lambda x: jnp.repeat(x, len(ORDERS), 1), laws)
-    wanted = (laws.seen > 0) & jnp.all(grams >= 0, -1)
+    """Mix laws [B, M], seen once or not at all, into the entries of their contexts int32[B, M, 4], of every order."""
+    grams = _by_order(jnp.where(laws.seen[:, :, None] > 0, contexts, -1))
+    wanted = jnp.all(grams >= 0, -1)
+    once = Entry(*(jnp.repeat(x, len(ORDERS), 1) for x in laws[:2]), jnp.int32(1))
     found = ngrams.find(table, grams)
     place = np.arange(len(grams))[:, None], found.bucket, jnp.argmax(found.hit, 2)
     known = _read(table.values, place, jnp.any(found.hit, 2))
-    return ngrams.write(table, grams, mix(known, laws), wanted, prefix=grams.shape[-1])
+    return ngrams.write(table, grams, mix(known, once), wanted, prefix=grams.shape[-1])
 
 
 def _find(params: PyTree, table: ngrams.Table, contexts: Array) -> Entry:
