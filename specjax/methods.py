@@ -162,7 +162,7 @@ METHODS: dict[str, Method] = {
             lambda target, draft, **options: drafters.stand(target.model.vocab_size, **options),
             "distribution",
             False,
-            "a tree drawn from tables of the target's laws after the last 4, 3 or 2 tokens",
+            "a tree drawn from a table of the target's laws after the last 4, 3 or 2 tokens",
             "Song et al. 2025, arXiv 2506.04708",
             MappingProxyType({"num_nodes": 7}),
         ),

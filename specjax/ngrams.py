@@ -22,7 +22,7 @@ from specjax.indexing import at, take_along
 from specjax.types import Array, PyTree
 
 CHUNK = 32
-"""N-grams of a text that are written at once; the work of a write grows with their square."""
+"""Entries of a text that are learnt at once; the work of a write grows with the square of their n-grams."""
 FREE = -2
 """In free places: neither a token nor -1, which stands for none."""
 
@@ -37,7 +37,7 @@ class Table(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The bucket of each of M n-grams or beginnings."""
+    """What lies in the bucket of each of M n-grams or beginnings."""
 
     bucket: Array  # int32[B, M]
     hit: Array  # bool[B, M, A], which of its n-grams begin so
@@ -147,7 +147,9 @@ def merge(table: Table, rows: Table, combine: Callable[[PyTree, PyTree], PyTree]
         return Table(grams, ages, values, one.clock + row.clock), None
 
     merged, _ = jax.lax.scan(add, jax.tree.map(lambda x: x[0], table), rows)
-    return jax.tree.map(lambda x: x[None], merged)
+    # Ages count on from call to call, and would leave int32 after some thousand calls.
+    halved = lambda x: jnp.where(merged.clock >= 1 << 30, (x + 1) >> 1, x)
+    return jax.tree.map(lambda x: x[None], merged._replace(ages=halved(merged.ages), clock=halved(merged.clock)))
 
 
 def expand(x: Array, like: Array) -> Array:

@@ -106,24 +106,24 @@ def speculative(controller: Controller) -> Decoder:
         draft_keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
         tree, draft = drafter.propose(drafter.params, draft_keys, state.draft, context, limit)
         tree = tree._replace(valid=tree.valid & (~state.done[:, None] | (jnp.arange(drafter.num_nodes) == 0)))
-        cache, draft, (verdict, (emitted, count, is_eos), kept, scored) = _pass(inputs, state, tree, draft)
+        cache, draft, outcome = _pass(inputs, state, tree, draft)
+        verdict, kept, (emitted, count, is_eos) = outcome.verdict, outcome.kept, outcome.emitted
         rows = jnp.arange(state.length.shape[0])[:, None]
         place = state.length[:, None] + jnp.arange(drafter.num_nodes)
         place = jnp.where(jnp.arange(drafter.num_nodes) < count[:, None], place, state.tokens.shape[1])
         length = state.length + count
-        depth = jnp.max(jnp.where(tree.valid, trees.depths(tree.parents), 0), 1)
         info = Info(
             tokens=emitted,
             emitted=count,
             accepted=jnp.minimum(verdict.num_nodes - 1, count),
             drafted=jnp.where(state.done, 0, jnp.sum(tree.valid, 1, dtype=jnp.int32) - 1),
-            drafted_depth=depth,
+            drafted_depth=outcome.depth,
             active=~state.done,
             hit_eos=is_eos,
             laws=kept.laws,
             logprobs=kept.logprobs,
             violations=kept.violations,
-            scored=scored,
+            scored=outcome.scored,
             signals=_signals(tree, verdict) if controller.reads_signals else None,
         )
         return state._replace(
@@ -182,6 +182,7 @@ class _Outcome(NamedTuple):
 
     verdict: Verdict
     emitted: tuple[Array, Array, Array]  # see `_emit`
+    depth: Array  # int32[B], of the deepest valid node
     kept: _Kept
     scored: Scored | None
 
@@ -199,11 +200,11 @@ def _pass(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree) ->
     needed = jnp.max(jnp.sum(tree.valid, 1))
 
     def over(widths: list[int], cache: PyTree, draft: PyTree) -> tuple[PyTree, PyTree, _Outcome]:
-        verdict, pending, draft, kept, scored = _score(inputs, state, tree, draft, cache, widths, needed)
+        verdict, pending, draft, *others = _score(inputs, state, tree, draft, cache, widths, needed)
         emitted = _emit(inputs, state, tree, verdict)
         keep = jnp.minimum(verdict.num_nodes, emitted[1])
         cache = inputs.target.model.commit(cache, pending, verdict.path[:, : widths[-1]], keep)
-        return cache, draft, _Outcome(verdict, emitted, kept, scored)
+        return cache, draft, _Outcome(verdict, emitted, *others)
 
     if widths[0] > 1 or len(widths) == 1:
         return over(widths, state.cache, draft)
@@ -221,15 +222,15 @@ def _pass(inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree) ->
 def _score(
     inputs: Inputs, state: DecodeState, tree: TokenTree, draft: PyTree, cache: PyTree, widths: list[int], needed: Array
 ):
-    """The verdict, the pending cache entries of the largest of `widths`, what the drafter learnt, `_Kept` and
-    `Info.scored`, of a pass over the first nodes of the tree, at least `needed` int32[]."""
+    """The verdict, the pending cache entries of the largest of `widths`, what the drafter learnt, and `_Outcome` from
+    `depth` on, of a pass over the first nodes of the tree, at least `needed` int32[]."""
     n = inputs.drafter.num_nodes
     model, params = inputs.target.model, inputs.target.params
 
     def at_width(width: int, draft: PyTree):
         part = trees.cut(tree, width)
-        mask = trees.ancestor_mask(part.parents, part.valid)
-        depth = jnp.sum(mask, 2) - 1
+        mask = trees.ancestor_mask(part.parents, part.valid, inputs.drafter.max_depth)
+        depth = jnp.sum(mask, 2) - 1  # 0 of invalid nodes
         positions = state.length[:, None] - 1 + depth
         output, pending = model.forward(
             params, part.tokens, cache, positions=positions, mask=mask, taps=inputs.drafter.taps
@@ -248,7 +249,7 @@ def _score(
         verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
         kept = kept._replace(laws=_widen(kept.laws, n), logprobs=_widen(kept.logprobs, n))
         scored = Scored(part, logits, output.hidden) if inputs.keep_scored else None
-        return verdict, pending, draft, kept, scored
+        return verdict, pending, draft, jnp.max(depth, 1), kept, scored
 
     if len(widths) == 1:
         return at_width(widths[0], draft)

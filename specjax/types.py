@@ -185,7 +185,8 @@ VerifyFn = Callable[[Array, TokenTree, Array], Verdict]
 """`verify(keys[B, N], tree, target_logits[B, N, V]) -> Verdict`.
 
 `keys[:, i]` belongs to the row and to the *position* that the children of node i would take, so a verifier that draws
-the target's token from it gives the same token whatever was drafted. `target_logits` are warped already.
+the target's token from it gives the same token whatever was drafted; those of invalid nodes are not to be used.
+`target_logits` are warped already.
 """
 
 

@@ -81,6 +81,19 @@ def test_merge_combines_equal_ngrams_and_keeps_the_latest():
     more = write(new(), [[7, 3]], [5])
     again = merge(merged, jax.tree.map(lambda x: jnp.concatenate([x, x]), more))
     assert held(again, [7]) == {(7, 1): 11, (7, 3): 10}  # (7, 2) was written before (7, 1)
+    old = again._replace(ages=jnp.where(again.ages > 0, again.ages + (1 << 30), 0), clock=again.clock + (1 << 30))
+    for _ in range(3):  # no clock runs over
+        old = merge(old, write(new(), [[7, 4]], [1]))
+        assert 0 < int(old.clock[0]) < 1 << 30 and (old.ages >= 0).all()
+    assert held(old, [7]) == {(7, 3): 10, (7, 4): 3}
+
+
+def test_a_merged_table_holds_nothing_in_free_places():
+    """The n-gram of both tables leaves its place in the second, which nothing else fills."""
+    one, other = (write(new(ways=3), [[7, 1]], [1]) for _ in range(2))
+    merged = jax.jit(functools.partial(ngrams.merge, combine=jnp.add))(one, other)
+    assert held(merged, [7]) == {(7, 1): 2}
+    assert jit_find(merged, jnp.array([[[7]]])).hit.sum() == 1
 
 
 def test_text_is_learned_in_chunks():

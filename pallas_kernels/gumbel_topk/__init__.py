@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import reference
 
 __all__ = ["gumbel_topk", "likeliest"]
@@ -110,7 +111,7 @@ def _over(mesh, keys, logits, k, temperature, valid):
         # In the order of the parts: of equal scores the lower id still comes first.
         ids, scores = (jax.lax.all_gather(x, vocab, axis=x.ndim - 1, tiled=True) for x in (ids, scores))
         scores, place = jax.lax.top_k(scores, k)
-        return jnp.take_along_axis(ids, place, -1, mode="promise_in_bounds"), scores
+        return take_along(ids, place, -1), scores
 
     specs = by_row, by_token, by_row, by_token
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(by_row, by_row), check_vma=False)

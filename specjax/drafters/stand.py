@@ -205,9 +205,8 @@ def _draw(
         place = template.parents[start:stop] - template.levels[depth - 1][0]
         ranks = template.ranks[start:stop]
         if context.sampling.temperature is not None:
-            there = (tokens >= 0) & (entry.probs > 0)
-            law = jnp.where(there, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
-            law = jnp.where(there, sampling.warp(law, context.sampling), -jnp.inf)
+            law = jnp.where(tokens >= 0, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
+            law = jnp.where(tokens >= 0, sampling.warp(law, context.sampling), -jnp.inf)
             rows.append((tokens, law))
             if sampled:
                 noise = _noise(tokens, depth, keys, context, vocab_size)
@@ -259,7 +258,8 @@ def accepted_path(tree: TokenTree, row: int, tokens: Sequence[int]) -> tuple[int
 
 
 def mix(a: Entry, b: Entry) -> Entry:
-    """The mean of two entries by their counts, over the tokens of both; the k largest, of equal ones the lower ids."""
+    """The mean of two entries by their counts, over the tokens of both; the k largest, of equal ones the lower ids.
+    Tokens of no probability are none."""
     total = a.seen + b.seen
     share = lambda x: (x.seen / jnp.maximum(total, 1))[..., None] * x.probs
     ours, theirs = share(a), share(b)
@@ -270,7 +270,7 @@ def mix(a: Entry, b: Entry) -> Entry:
     probs = jnp.where(tokens >= 0, jnp.concatenate([ours, theirs], -1), -1.0)
     order = -probs, jnp.where(tokens >= 0, tokens, np.iinfo(np.int32).max)
     negative, tokens = (x[..., : a.tokens.shape[-1]] for x in jax.lax.sort(order, num_keys=2))
-    known = negative <= 0
+    known = negative < 0
     return Entry(jnp.where(known, tokens, -1), jnp.where(known, -negative, 0.0), total)
 
 
@@ -311,13 +311,12 @@ def _find(params: PyTree, table: ngrams.Table, contexts: Array) -> Entry:
         return jnp.max(hits.reshape(*contexts.shape[:2], -1), 2)
 
     best = [longest(table) for table in several]  # [B, M]; 0: none
-    overall = functools.reduce(jnp.maximum, best) // each  # 1 to 3, the longest context that any table knows; 0: none
+    overall = functools.reduce(jnp.maximum, best) // each  # 1 to 3, of the longest context that any table knows
 
     def entry(table: ngrams.Table, best: Array) -> Entry:
         place = best % each
         row = np.arange(len(table.ages))[:, None]
-        known = best // each == jnp.maximum(overall, 1)
-        return _read(table.values, (row, place // WAYS, place % WAYS), known)
+        return _read(table.values, (row, place // WAYS, place % WAYS), (best > 0) & (best // each == overall))
 
     return functools.reduce(mix, map(entry, several, best))
 
@@ -342,7 +341,7 @@ def _whole(tokens: Array, laws: Array, vocab_size: int) -> Array:
     """Laws over the vocabulary float32[B, M, V] from laws float32[B, M, k] of some tokens; uniform where none is."""
     batch, m, _ = tokens.shape
     none = jnp.all(laws == -jnp.inf, -1)[..., None]
-    at = jnp.where(tokens >= 0, tokens, vocab_size)
+    place = jnp.where(tokens >= 0, tokens, vocab_size)
     row, node = jnp.arange(batch)[:, None, None], jnp.arange(m)[:, None]
-    whole = jnp.full((batch, m, vocab_size), -jnp.inf).at[row, node, at].set(laws, mode="drop")
+    whole = jnp.full((batch, m, vocab_size), -jnp.inf).at[row, node, place].set(laws, mode="drop")
     return jnp.where(none, 0.0, whole)

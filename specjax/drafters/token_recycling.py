@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.errors import UsageError
 from specjax.indexing import at, take_along
@@ -171,7 +172,7 @@ def written(state: RecyclingState) -> RecyclingState:
 def recycled_tree(template: Template, matrix: Recycled, context: Context, limit: Array) -> TokenTree:
     """The template below the end of the text; valid are its known nodes no deeper than `limit` int32[B]."""
     level = take_along(context.tokens, context.length[:, None] - 1, 1)  # tokens; -1: not known
-    row, tokens = jnp.arange(level.shape[0])[:, None], [level]
+    row, tokens = np.arange(len(level))[:, None], [level]
     for depth, (start, stop) in list(enumerate(template.levels))[1:]:
         place = template.parents[start:stop] - template.levels[depth - 1][0]
         parent = level[:, place]
@@ -184,13 +185,12 @@ def recycled_tree(template: Template, matrix: Recycled, context: Context, limit:
 
 
 def _best(logits: Array, keep_chances: bool) -> Recycled:
-    """The best tokens of each row of logits [B, N, V]: [B, N, 8]."""
+    """The best tokens of each row of logits [B, N, V]: [B, N, 8]; -1 where there are no more that can follow."""
     kept = min(RANKS, logits.shape[-1])
-    more = ((0, 0), (0, 0), (0, RANKS - kept))
-    if not keep_chances:
-        return Recycled(jnp.pad(gumbel_topk(None, logits, kept)[0], more, constant_values=-1), None)
-    best, log_p = likeliest(logits, kept)
-    return Recycled(jnp.pad(best, more, constant_values=-1), jnp.pad(log_p, more, constant_values=-jnp.inf))
+    best, score = likeliest(logits, kept) if keep_chances else gumbel_topk(None, logits, kept)
+    filled = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, RANKS - kept)), constant_values=value)
+    best = filled(jnp.where(score > -jnp.inf, best, -1), -1)
+    return Recycled(best, filled(score, -jnp.inf) if keep_chances else None)
 
 
 def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Recycled) -> Recycled:
@@ -203,7 +203,7 @@ def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Re
     same = (tokens[:, :, None] == tokens[:, None, :]) & valid[:, None, :]
     beaten = jnp.any(same & (place[:, None, :] < place[:, :, None]), 2)
     target = jnp.where(valid & ~beaten, tokens, matrix.tokens.shape[1])
-    rows = jnp.arange(batch)[:, None]
+    rows = np.arange(batch)[:, None]
     return jax.tree.map(lambda old, new: old.at[rows, target].set(new, mode="drop"), matrix, best)
 
 

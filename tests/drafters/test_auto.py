@@ -100,15 +100,16 @@ def test_a_text_that_disappoints_lowers_all_chances():
     np.testing.assert_allclose(rank(shape, draft, record(found=(9.0, 1.0)))[1], believed, rtol=1e-6)
 
 
-def test_the_joined_tree_is_the_union_of_both_drafts():
+@pytest.mark.parametrize("copied", [1, 2, 5])
+def test_the_joined_tree_is_the_union_of_both_drafts(copied):
     """Against paths of tokens in plain Python; siblings among recycled nodes differ, as the matrix has them."""
     rng, paths = np.random.default_rng(0), [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]
-    shape = _shape(2, trees.Template(paths))
+    shape = _shape(copied, trees.Template(paths))
     ranked, shared = jax.jit(functools.partial(_rank, shape)), 0
     for _ in range(30):
         tokens, valid = np.zeros(len(shape.parents), int), np.ones(len(shape.parents), bool)
         for i, parent in enumerate(shape.parents.tolist()[1:], 1):
-            before = [j for j in range(3, i) if shape.parents[j] == parent]
+            before = [j for j in range(1 + copied, i) if shape.parents[j] == parent]
             tokens[i] = rng.choice([t for t in range(4) if t not in tokens[before]])
             valid[i] = valid[parent] and rng.random() < 0.8
         kinds = rng.integers(0, CLASSES, len(tokens))

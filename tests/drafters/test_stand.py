@@ -1,4 +1,4 @@
-"""The card's examples of STAND (A6): the mean of laws, the draws, a replay with the tables kept."""
+"""The card's examples of STAND (A6): the mean of laws, the draws, a replay with the table kept."""
 
 import functools
 
@@ -12,12 +12,13 @@ from toy import TARGET_ROWS, chi_square, joint_law, markov, sampled_triples
 
 from specjax import UsageError, decode
 from specjax.drafters import autoregressive, stand
-from specjax.drafters.stand import ACCEPTED, Entry, _find, accepted_path, best_paths, mix
+from specjax.drafters.stand import ACCEPTED, Entry, _find, _learn, accepted_path, best_paths, mix
 from specjax.types import Context, Output, Sampling, TokenTree
 
 A, B, C, D = range(4)
 CHAIN = tuple((0,) * d for d in range(1, 5))
 SMALL = ((0,), (1,), (0, 0))
+ONE = Context(jnp.zeros((1, 9), jnp.int32), jnp.ones(1, jnp.int32))  # a row with one token
 
 
 def entry(seen=1, **probs):
@@ -40,6 +41,37 @@ def test_the_cards_means():
     assert list(law(second).values()) == pytest.approx([1.6 / 3, 1.1 / 3, 0.1 / 3])
     assert law(mix(entry(seen=0), entry(B=0.5))) == {B: 0.5}
     assert law(mix(entry(seen=3, B=0.5), entry(seen=0))) == {B: 0.5}
+
+
+def test_tokens_of_no_probability_are_none():
+    assert law(mix(entry(seen=0), entry(A=1.0, B=0.0))) == {A: 1.0}
+
+
+def taught_by(*laws):
+    """A table that was taught, one after another, that a token follows a context; -1: not known, no context of it."""
+    table = stand(9, tree=CHAIN, buckets=16).init((), ONE).table
+    for context, token in laws:
+        seen = Entry(jnp.full((1, 1, 9), -1).at[0, 0, 0].set(token), jnp.eye(9)[None, None, 0], jnp.ones((1, 1), int))
+        table = jax.jit(_learn)(table, jnp.array([[context]]), seen)
+    return table
+
+
+def test_the_longest_context_that_either_table_knows_counts():
+    two, three = taught_by(([-1, -1, 3, 4], A)), taught_by(([-1, 2, 3, 4], B))
+    find = lambda *tables: jax.tree.map(lambda x: x[0, 0], jax.jit(_find)(*tables, jnp.array([[[1, 2, 3, 4]]])))
+    for tables in ((two, three), (three, two), ((), three)):
+        assert (law(find(*tables)), int(find(*tables).seen)) == ({B: 1.0}, 1)
+    other = taught_by(([-1, -1, 3, 4], C))
+    assert (law(find(two, other)), int(find(two, other).seen)) == ({A: 0.5, C: 0.5}, 2)
+    assert (law(find(other, taught_by())), int(find((), taught_by()).seen)) == ({C: 1.0}, 0)
+
+
+def test_contexts_of_different_lengths_are_told_apart():
+    """3 tokens are not the 4 that begin with any one token."""
+    table = taught_by(([0, 1, 2, 3], A), ([8, 1, 2, 3], B))
+    found = jax.jit(_find)((), table, jnp.array([[[0, 1, 2, 3], [8, 1, 2, 3], [7, 1, 2, 3]]]))
+    laws = [law(Entry(*entry)) for entry in zip(found.tokens[0], found.probs[0], found.seen[0], strict=True)]
+    assert laws == [{A: 1.0}, {B: 1.0}, {A: 0.5, B: 0.5}]
 
 
 def read_in_parts(drafter, context, logits, *parts):
@@ -76,9 +108,9 @@ def test_children_are_drawn_without_replacement_from_the_stored_law(verify):
     known = read_in_parts(drafter, one, jnp.log(jnp.asarray(p / p.sum()))[None, None].repeat(4, 1), (0, 4))
 
     @jax.jit
-    def draw(tables, keys):
+    def draw(table, keys):
         many = Context(one.tokens.repeat(rows, 0), jnp.full(rows, 4), Sampling(jnp.array(2.0)))
-        tree, _ = drafter.propose(tables, keys, drafter.init((), many), many, jnp.full(rows, 9))
+        tree, _ = drafter.propose(table, keys, drafter.init((), many), many, jnp.full(rows, 9))
         return tree
 
     tree = draw(jax.jit(drafter.remember)((), known), jax.random.split(jax.random.key(1), rows))
@@ -143,8 +175,8 @@ def test_a_trajectory_replayed_is_accepted_to_full_depth():
 
 def _shared(params):
     """What is remembered about the contexts 4, 5 and 10, 11."""
-    none = jax.tree.map(jnp.zeros_like, params)
-    return _find(params, none, jnp.array([[[9, 9, 4, 5], [9, 9, 10, 11]]]))
+    nothing = stand(16, tree=CHAIN, read_prompt=False, buckets=64).init((), ONE)
+    return _find(params, nothing.table, jnp.array([[[9, 9, 4, 5], [9, 9, 10, 11]]]))
 
 
 def test_the_tree_of_calibration_results():

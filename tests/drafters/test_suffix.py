@@ -54,7 +54,7 @@ def test_latest_and_earliest_and_thresholds():
 def test_match_length_equals_plain_python(text):
     tokens = jnp.zeros((1, 32), jnp.int32).at[0, : len(text)].set(jnp.array(text))
     length = jnp.array([len(text)])
-    ours = match_length(tokens, length - 1, last_tokens(tokens, length, 30))[0]
+    ours = match_length(tokens, length - 1, last_tokens(tokens, length, 40))[0]
     for i in range(32):
         wanted = 0
         while i < len(text) - 1 and wanted <= i and text[i - wanted] == text[len(text) - 1 - wanted]:
