@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from specjax.types import Array
 
@@ -17,6 +18,6 @@ def take_along(x: Array, index: Array, axis: int) -> Array:
     return jnp.take_along_axis(x, index, axis, mode="promise_in_bounds")
 
 
-def at(x: Array, *index: Array) -> Array:
+def at(x: Array, *index: ArrayLike) -> Array:
     """`x[index]` for indices int32[...] within the axes, as `take_along` has it."""
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -260,7 +261,7 @@ def _score(
         verdict, pending, *others = at_width(width, draft)
         return verdict, jax.tree.map(_pad_to, pending, full), *others
 
-    branches = [*(functools.partial(padded, width) for width in widths[:-1]), widest]
+    branches: list[Callable] = [*(functools.partial(padded, width) for width in widths[:-1]), widest]
     return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), branches, draft)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +12,15 @@ import numpy as np
 from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 
+Some = TypeVar("Some", Array, np.ndarray)
 
-def depths(parents: Array) -> Array:
+
+def depths(parents: Some) -> Some:
     """Depth of each node of `parents` int32[B, N]; 0 for the root, whose parent is -1."""
     return ancestor_mask(parents).sum(2, dtype=parents.dtype) - 1
 
 
-def ancestor_mask(parents: Array, valid: Array | None = None, max_depth: int | None = None) -> Array:
+def ancestor_mask(parents: Some, valid: Some | None = None, max_depth: int | None = None) -> Some:
     """bool[B, N, N]: node j is node i or one of its ancestors. Rows of invalid nodes hold themselves only.
 
     max_depth: of the deepest node, if it is known.

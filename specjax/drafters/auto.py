@@ -26,6 +26,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from specjax import costs as costs_of
 from specjax import tree as trees
@@ -243,9 +244,9 @@ def _join(shape: _Shape, runners_up: TokenTree, recycled: Recycled, context: Con
     return Joined(tokens, valid, kind, context.length)
 
 
-def _class(x: Array, bounds) -> Array:
+def _class(x: ArrayLike, bounds) -> Array:
     """int32 like x: the last class whose lower bound x reaches; 0 below all."""
-    return jnp.maximum(jnp.sum(x[..., None] >= jnp.asarray(bounds), -1) - 1, 0)
+    return jnp.maximum(jnp.sum(jnp.asarray(x)[..., None] >= jnp.asarray(bounds), -1) - 1, 0)
 
 
 def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:

@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from specjax import ngrams, sampling
 from specjax.errors import UsageError
@@ -290,7 +291,8 @@ def _learn(table: ngrams.Table, contexts: Array, laws: Entry) -> ngrams.Table:
     """Mix laws [B, M], seen once or not at all, into the entries of their contexts int32[B, M, 4], of every order."""
     grams = _by_order(jnp.where(laws.seen[:, :, None] > 0, contexts, -1))
     wanted = jnp.all(grams >= 0, -1)
-    once = Entry(*(jnp.repeat(x, len(ORDERS), 1) for x in laws[:2]), jnp.int32(1))
+    tokens, probs = (jnp.repeat(x, len(ORDERS), 1) for x in laws[:2])
+    once = Entry(tokens, probs, jnp.int32(1))
     found = ngrams.find(table, grams)
     place = np.arange(len(grams))[:, None], found.bucket, jnp.argmax(found.hit, 2)
     known = _read(table.values, place, jnp.any(found.hit, 2))
@@ -321,7 +323,7 @@ def _find(params: PyTree, table: ngrams.Table, contexts: Array) -> Entry:
     return functools.reduce(mix, map(entry, several, best))
 
 
-def _read(values: Entry, place: tuple[Array, ...], known: Array) -> Entry:
+def _read(values: Entry, place: tuple[ArrayLike, ...], known: Array) -> Entry:
     """What stands at places, int32[B, M] each; nothing where not `known` bool[B, M]."""
     entry = jax.tree.map(lambda x: at(x, *place), values)
     return Entry(jnp.where(known[..., None], entry.tokens, -1), entry.probs, jnp.where(known, entry.seen, 0))
