@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -162,3 +163,15 @@ class Template:
         self.max_depth = max(depth)
         self.levels = [(depth.index(d), depth.index(d) + depth.count(d)) for d in range(self.max_depth + 1)]
         self.num_nodes = len(nodes)
+
+    def below_root(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of the nodes of each level from depth 1 on: their parents' places in the level above, and their ranks."""
+        for (above, _), (start, stop) in itertools.pairwise(self.levels):
+            yield self.parents[start:stop] - above, self.ranks[start:stop]
+
+    def filled(self, tokens: Sequence[Array], limit: Array) -> TokenTree:
+        """The point-mass tree of tokens int32[B, level], one array per level, -1 where there is no node; no deeper than
+        `limit` int32[B]."""
+        drawn = jnp.concatenate(tokens, 1)
+        parents = jnp.broadcast_to(self.parents, drawn.shape)
+        return TokenTree(jnp.maximum(drawn, 0), parents, (drawn >= 0) & (self.depths <= limit[:, None]))

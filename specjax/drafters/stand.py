@@ -198,13 +198,10 @@ def _draw(
     vocab_size: int, *, sampled: bool, exact: bool,
 ) -> TokenTree:  # fmt: skip
     """The tree below the end of the text int32[B, 4], level by level; `exact`: with the laws it was drawn from."""
-    batch = tail.shape[0]
     contexts, nodes, rows = tail[:, None], [tail[:, -1:]], []  # of the level above; -1: no node
-    for depth, (start, stop) in list(enumerate(template.levels))[1:]:
+    for depth, (place, ranks) in enumerate(template.below_root(), 1):
         entry = find(contexts)  # [B, F]
         tokens = entry.tokens  # the likeliest first
-        place = template.parents[start:stop] - template.levels[depth - 1][0]
-        ranks = template.ranks[start:stop]
         if context.sampling.temperature is not None:
             law = jnp.where(tokens >= 0, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
             law = jnp.where(tokens >= 0, sampling.warp(law, context.sampling), -jnp.inf)
@@ -217,9 +214,7 @@ def _draw(
         drawn = tokens[:, place, ranks]
         contexts = jnp.concatenate([contexts[:, place, 1:], drawn[:, :, None]], 2)
         nodes.append(drawn)
-    drawn = jnp.concatenate(nodes, 1)
-    parents = jnp.broadcast_to(template.parents, (batch, template.num_nodes))
-    tree = TokenTree(jnp.maximum(drawn, 0), parents, (drawn >= 0) & (template.depths <= limit[:, None]))
+    tree = template.filled(nodes, limit)
     if not exact or context.sampling.temperature is None or context.noise is not None:
         return tree
     tokens, laws = (jnp.concatenate(parts, 1) for parts in zip(*rows, strict=True))

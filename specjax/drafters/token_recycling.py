@@ -173,15 +173,11 @@ def recycled_tree(template: Template, matrix: Recycled, context: Context, limit:
     """The template below the end of the text; valid are its known nodes no deeper than `limit` int32[B]."""
     level = take_along(context.tokens, context.length[:, None] - 1, 1)  # tokens; -1: not known
     row, tokens = np.arange(len(level))[:, None], [level]
-    for depth, (start, stop) in list(enumerate(template.levels))[1:]:
-        place = template.parents[start:stop] - template.levels[depth - 1][0]
+    for place, ranks in template.below_root():
         parent = level[:, place]
-        drafted = at(matrix.tokens, row, jnp.maximum(parent, 0), template.ranks[start:stop])
-        level = jnp.where(parent >= 0, drafted, -1)
+        level = jnp.where(parent >= 0, at(matrix.tokens, row, jnp.maximum(parent, 0), ranks), -1)
         tokens.append(level)
-    drafted = jnp.concatenate(tokens, 1)
-    parents = jnp.broadcast_to(template.parents, drafted.shape)
-    return TokenTree(jnp.maximum(drafted, 0), parents, (drafted >= 0) & (template.depths <= limit[:, None]))
+    return template.filled(tokens, limit)
 
 
 def _best(logits: Array, keep_chances: bool) -> Recycled:
