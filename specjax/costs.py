@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.indexing import first_largest
 from specjax.types import Target
 
 
@@ -111,7 +112,7 @@ def _pass(target: Target, cache, tokens):
     positions = cache.length[:, None] + jnp.arange(width)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
     output, pending = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
-    return jnp.argmax(output.logits, -1), pending
+    return first_largest(output.logits), pending
 
 
 def planned(plan: Any, side: str = "schedule") -> Curve:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.indexing import first_largest
 from specjax.types import Array, Sampling
 
 
@@ -33,9 +34,9 @@ def warp(logits: Array, sampling: Sampling) -> Array:
         return value.reshape(value.shape + (1,) * (logits.ndim - value.ndim)) if value.ndim else value
 
     if sampling.temperature is None:
-        return _only(jnp.argmax(logits, -1), logits.shape[-1])
+        return _only(first_largest(logits), logits.shape[-1])
     temperature = per_row(sampling.temperature).astype(jnp.float32)
-    greedy = _only(jnp.argmax(logits, -1), logits.shape[-1])
+    greedy = _only(first_largest(logits), logits.shape[-1])
     logits = logits / jnp.where(temperature > 0, temperature, 1.0)
     if sampling.top_k is not None:
         logits = jnp.where(_top_k_mask(logits, per_row(sampling.top_k)), logits, -jnp.inf)
@@ -46,7 +47,7 @@ def warp(logits: Array, sampling: Sampling) -> Array:
 
 def draw(keys: Array, logits: Array) -> Array:
     """One token per row: int32[B] from keys [B] and warped logits float32[B, V] (a Gumbel race)."""
-    return jnp.argmax(logits + noise(keys, logits.shape[-1]), -1).astype(jnp.int32)
+    return first_largest(logits + noise(keys, logits.shape[-1]))
 
 
 def noise(keys: Array, vocab: int) -> Array:

@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specjax.decode import DecodeResult, Prompts, prepare
 from specjax.drafters import autoregressive
 from specjax.errors import UsageError
+from specjax.indexing import first_largest
 from specjax.prefill import CHUNK, prefill
 from specjax.sampling import draw, node_keys, warp
 from specjax.speculative import on_mesh
@@ -331,7 +332,7 @@ def draws(
     output, pending = model.forward(params, tokens, cache, positions=positions, mask=mask, earlier=earlier)
     logits = warp(output.logits, role.sampling)
     if role.sampling.temperature is None:
-        return jnp.argmax(logits, -1).astype(jnp.int32), pending
+        return first_largest(logits), pending
     return jax.vmap(draw, 1, 1)(node_keys(role.keys, length, place), logits), pending
 
 

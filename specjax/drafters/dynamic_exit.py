@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.drafters.early_exit import Stop, confidence, first_layers, layers_of, self_draft
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import first_largest, take_along
 from specjax.types import Array, Context, Drafter, Model, Output, PyTree, Target, TokenTree, Verdict
 
 PROMPT_SAMPLES = 16
@@ -92,7 +92,7 @@ def _functions(model: Model, num_tokens: int, exits: tuple[int, ...], decay: flo
         valid = jnp.any(verdict.path[:, :, None] == jnp.arange(tree.tokens.shape[1]), 1) & state.watching[:, None]
 
         def matching():
-            return matches(model, params, output.taps[:-1], jnp.argmax(output.logits, -1), valid)
+            return matches(model, params, output.taps[:-1], first_largest(output.logits), valid)
 
         zeros = jnp.zeros_like(state.matches)
         return add(state, jax.lax.cond(jnp.any(state.watching), matching, lambda: zeros), valid, decay)
@@ -104,7 +104,7 @@ def _functions(model: Model, num_tokens: int, exits: tuple[int, ...], decay: flo
         valid = place < count[:, None]
         place = jnp.minimum(place, tokens.shape[1] - 1)
         taps = [take_along(tap, place[:, :, None], 1) for tap in output.taps]
-        wanted = jnp.argmax(model.head(params, taps[-1]), -1)  # of few positions: `output.logits` would be of all
+        wanted = first_largest(model.head(params, taps[-1]))  # of few positions: `output.logits` would be of all
         return add(state, matches(model, params, taps[:-1], wanted, valid), valid, decay)
 
     return Drafter(
@@ -155,7 +155,7 @@ def falling(layer: Array, num_layers: int) -> Stop:
 def matches(model: Model, params: PyTree, taps, wanted: Array, valid: Array) -> Array:
     """float32[B, E]: at how many `valid` positions the shadow token of each tap [B, T, D] is `wanted` int32[B, T]."""
     assert model.head is not None
-    shadow = jnp.argmax(model.head(params, jnp.concatenate(taps, 1)), -1)
+    shadow = first_largest(model.head(params, jnp.concatenate(taps, 1)))
     shadow = shadow.reshape(wanted.shape[0], len(taps), -1)
     return jnp.sum((shadow == wanted[:, None]) & valid[:, None], -1, dtype=jnp.float32)
 

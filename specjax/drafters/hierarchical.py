@@ -23,7 +23,7 @@ from specjax import sampling
 from specjax.controllers import fixed
 from specjax.drafters.two_model import feed_last
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import first_largest, take_along
 from specjax.prefill import prefill
 from specjax.speculative import Inputs, speculative
 from specjax.tree import chain
@@ -73,7 +73,7 @@ def _functions(model: Model, shape: Drafter, min_tokens: int) -> Drafter:
         cache = model.commit(cache, pending, path, jnp.minimum(length, LAG))
         law = sampling.warp(logits, context.sampling)
         if context.sampling.temperature is None:
-            return jnp.argmax(law, -1).astype(jnp.int32), law, cache
+            return first_largest(law), law, cache
         if context.noise is not None:
             own = sampling.node_keys(context.noise, length, jnp.zeros_like(length)[:, None])[:, 0]
         else:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import first_largest, take_along
 from specjax.tree import chain
 from specjax.types import Array, Context, Drafter, Output, Sampling, TokenTree, Verdict
 
@@ -120,7 +120,7 @@ def jacobi(
         return JacobiState(
             logits.astype(jnp.float32),
             last + 1 - verdict.num_nodes,
-            jnp.argmax(end_of_pass, -1).astype(jnp.int32),
+            first_largest(end_of_pass),
         )
 
     return Drafter(init, propose, update, num_nodes=window + 1, max_depth=window, draws="chain")
@@ -129,7 +129,7 @@ def jacobi(
 def _draw(keys: Array, logits: Array, settings: Sampling) -> tuple[Array, Array | None]:
     """Tokens int32[B, W] drawn with keys [B, W], and their warped laws (None when greedy)."""
     if settings.temperature is None:
-        return jnp.argmax(logits, -1).astype(jnp.int32), None
+        return first_largest(logits), None
     laws = sampling.warp(logits, settings)
     return jax.vmap(sampling.draw)(keys, laws), laws
 

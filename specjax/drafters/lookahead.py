@@ -28,7 +28,7 @@ import numpy as np
 
 from specjax import ngrams
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import first_largest, take_along
 from specjax.tree import compact
 from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
 
@@ -114,7 +114,7 @@ def lookahead(
 
     def update(params, state: LookaheadState, tree: TokenTree, verdict: Verdict, output: Output) -> LookaheadState:
         # The pool is written by the next `propose`: XLA would copy it here, in a branch of the verify pass.
-        likeliest = jnp.argmax(output.logits, -1).astype(jnp.int32)
+        likeliest = first_largest(output.logits)
         y = take_along(likeliest, jnp.maximum(state.ends, 0), 1)
         y = jnp.where(state.ends >= 0, y, -1)  # [B, W]
         full = state.rows == rows

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import first_largest, take_along
 from specjax.tree import chain
 from specjax.types import Array, Context, Drafter, PyTree
 
@@ -56,7 +56,7 @@ def _functions(fill: FillFn, mask_token: int, num_tokens: int) -> Drafter:
         tokens, length = context.tokens, context.length[:, None]
         given = jnp.arange(tokens.shape[1]) < length
         logits = fill(params, jnp.where(given, tokens, mask_token), given, length + block)
-        drafted = jnp.argmax(logits.at[:, :, mask_token].set(-jnp.inf, mode="drop"), -1).astype(jnp.int32)
+        drafted = first_largest(logits.at[:, :, mask_token].set(-jnp.inf, mode="drop"))
         root = take_along(tokens, length - 1, 1)
         valid = jnp.concatenate([jnp.ones_like(root, bool), block < limit[:, None]], 1)
         return chain(jnp.concatenate([root, drafted], 1), valid), state

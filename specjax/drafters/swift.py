@@ -32,7 +32,7 @@ from specjax import cache as kv
 from specjax import trees
 from specjax.drafters.early_exit import Stop, confidence, layers_of, self_draft
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import first_largest, take_along
 from specjax.tree import compact
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Model, PyTree, Sublayers, Target
@@ -176,7 +176,7 @@ def matchness(search: _Search, params: PyTree, skipped: Array, rows: Array, star
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((w, w), bool)), (batch, w, w)),
         layers=jax.tree.map(lambda runs: runs & rows[:, None], search.sublayers(skipped)),
     )  # fmt: skip
-    return jnp.sum(jnp.argmax(output.logits, -1) == text[:, 1:], 1, dtype=jnp.int32)
+    return jnp.sum(first_largest(output.logits) == text[:, 1:], 1, dtype=jnp.int32)
 
 
 def _proposal(state: SkipSet, size: int) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import first_largest, take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.tree import Template
 from specjax.trees.grow import Builder, Level, Parents, Stop, with_stop
@@ -109,14 +109,14 @@ def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tu
     if draws == "without_replacement_then_uniform":
         return *_draw_beyond_support(parents, most), log_q
     if draws == "with_replacement":
-        tokens = jnp.stack([jnp.argmax(log_q + parents.noise(race), -1) for race in range(most)], -1)
+        tokens = jnp.stack([first_largest(log_q + parents.noise(race)) for race in range(most)], -1)
         return tokens, jnp.ones(tokens.shape, bool), log_q
     # top_and_sampled: the counts - 1 likeliest are fixed; one is drawn from the others and comes first.
     top, values = parents.best(most, noisy=False)  # [B, F, most]
     slot = jnp.where(jnp.arange(most) < counts[:, None] - 1, top, log_q.shape[-1])
     batch, f = top.shape[:2]
     others = log_q.at[jnp.arange(batch)[:, None, None], jnp.arange(f)[:, None], slot].set(-jnp.inf, mode="drop")
-    sampled = jnp.argmax(others + parents.noise(), -1)[:, :, None]
+    sampled = first_largest(others + parents.noise())[:, :, None]
     exists = jnp.concatenate([jnp.max(others, -1, keepdims=True), values[:, :, : most - 1]], -1) > -jnp.inf
     return jnp.concatenate([sampled, top[:, :, : most - 1]], -1), exists, others
 

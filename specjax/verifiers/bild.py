@@ -20,8 +20,8 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 
+from specjax.indexing import first_largest
 from specjax.types import Array, TokenTree
 from specjax.verifiers.typical import longest_run, node_log_probability
 from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
@@ -33,7 +33,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, alpha: float, sampl
     log_p = node_log_probability(target_logits, tree)
     path, num_nodes, last = longest_run(tree, -log_p <= alpha, log_p)
     p = law(target_logits, last)
-    return Accepted(path, num_nodes, p if sample else jax.nn.one_hot(jnp.argmax(p, -1), p.shape[-1]))
+    return Accepted(path, num_nodes, p if sample else jax.nn.one_hot(first_largest(p), p.shape[-1]))
 
 
 @functools.cache

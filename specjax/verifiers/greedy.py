@@ -9,9 +9,7 @@ Guarantee: greedy. The text is that of greedy decoding, for any draft.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-
-from specjax.indexing import take_along
+from specjax.indexing import first_largest, take_along
 from specjax.types import Array, TokenTree, Verdict
 from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk
@@ -19,7 +17,7 @@ from specjax.verifiers.walk import walk
 
 def _rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
     del keys  # nothing is drawn
-    best = jnp.argmax(target_logits, -1).astype(jnp.int32)  # [B, N]
+    best = first_largest(target_logits)  # [B, N]
     return walk(tree, lambda node: take_along(best, node[:, None], 1)[:, 0])
 
 

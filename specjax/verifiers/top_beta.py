@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.indexing import first_largest, take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.typical import longest_run, node_log_probability
 from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
@@ -36,7 +36,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, beta: int | Array, 
     del u
     rank, gap = rank_and_gap(target_logits, tree)
     path, num_nodes, last = longest_run(tree, (rank < beta) & (gap <= tau), node_log_probability(target_logits, tree))
-    best = jnp.argmax(law(target_logits, last), -1)
+    best = first_largest(law(target_logits, last))
     return Accepted(path, num_nodes, jax.nn.one_hot(best, target_logits.shape[-1]))
 
 
