@@ -1,6 +1,10 @@
-"""How good an acceptance rule is: its acceptance on given laws, the best possible one, its tokens per target pass."""
+"""How good an acceptance rule is: its acceptance on given laws, the best possible one, its tokens per target pass.
+
+And what its acceptance gives in time where several copies of the target verify (`dsi`).
+"""
 
 from specjax.analysis.acceptance import FORMULAS, Acceptance, Comparison, Entry, acceptance, acceptance_curve, compare
+from specjax.analysis.dsi import DsiTimes, dsi, servers, smallest_lookahead
 from specjax.analysis.efficiency import BlockEfficiency, block_efficiency, depth_curve, efficiency_of, last_token_model
 from specjax.analysis.one_pass import expected_tokens
 from specjax.analysis.optimal import OptimalAcceptance, optimal_acceptance
@@ -12,6 +16,7 @@ __all__ = [
     "Acceptance",
     "BlockEfficiency",
     "Comparison",
+    "DsiTimes",
     "Entry",
     "OptimalAcceptance",
     "Record",
@@ -20,6 +25,7 @@ __all__ = [
     "block_efficiency",
     "compare",
     "depth_curve",
+    "dsi",
     "efficiency_of",
     "expected_tokens",
     "last_token_model",
@@ -28,4 +34,6 @@ __all__ = [
     "plot",
     "record",
     "save_record",
+    "servers",
+    "smallest_lookahead",
 ]

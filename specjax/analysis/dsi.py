@@ -1,0 +1,143 @@
+"""How long speculation with several copies of the target would take: drafting never waits for verification.
+
+Timor, Mamou, Korat, Berchansky, Pereg, Wasserblat, Galanti, Gordon, Harel: Distributed Speculative Inference (DSI):
+Speculation Parallelism for Provably Faster Lossless Language Model Inference (2024), arXiv 2405.14105.
+
+Rule: where drafting begins, and after every k drafted tokens (the lookahead), a task goes to a server, which holds a
+copy of the target. It feeds the tokens drafted since the task before; after t_t it has the target's token behind each
+of them, so the first token of a block is judged by the task before it. The first draft that is not the target's token
+is replaced by it, all work behind it is cancelled, and drafting begins there anew.
+Where no server is free a task waits its turn; the drafter drafts on, and blocks keep their k tokens. Of S tokens the
+last is the target's own: at most S - 1 are drafted, and the last block may be short.
+
+Time of S tokens, with t_d <= t_t and no task waiting: (S - 1) t_d + t_t for every k if all drafts are accepted; S t_t
+if none is, with any servers.
+Guarantee: distribution, of the method; only its time is simulated here. For the same outcomes and k t_d <= t_t it is
+never slower than plain decoding, however few the servers, nor, with `servers(...)` + 1 of them (the last, short block
+may come early), than plain speculation with the same k. With k = 1 it is then never slower than with any k.
+Deviations: in the authors' simulation a block judges its own first token, and each stretch between two rejections takes
+the time of plain decoding if that is less; here nothing is chosen in hindsight. Their tasks wait last in, first out.
+Messages and cancelling take no time here, and t_t does not depend on k.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from specjax.errors import UsageError
+
+
+class DsiTimes(NamedTuple):
+    """When the last token is there, in the unit of the times given."""
+
+    dsi: np.ndarray  # float64[...]
+    speculation: np.ndarray  # float64[...], rounds of `lookahead` drafts and one target pass, one after the other
+    plain: np.ndarray  # float64[...], one target pass per token
+
+
+def dsi(
+    accepted: ArrayLike, target_time: float, draft_time: float, *, lookahead: int = 1, servers: int | None = None
+) -> DsiTimes:
+    """The time of the same text by DSI, plain speculation and plain decoding, by discrete events.
+
+    Args:
+      accepted: bool[..., S], whether the target confirms the draft of each token. All three see the same outcomes; that
+        of the last token has no effect, nor, on speculation, those of its bonus tokens.
+      target_time, draft_time: t_t of a target pass and t_d of a drafted token, in any unit. A drafter slower than the
+        target is always overtaken: DSI is then plain decoding.
+      lookahead: k. servers: copies of the target; None: so many that no task waits.
+
+    Returns: DsiTimes, float64 of the shape before S.
+    Raises: UsageError for times that are not positive, no tokens, no servers, or a lookahead below 1.
+    """
+    accepted = np.asarray(accepted, bool)
+    _check(target_time, draft_time, lookahead=lookahead, servers=1 if servers is None else servers)
+    if accepted.ndim == 0 or accepted.shape[-1] == 0:
+        raise UsageError(f"accepted must hold the outcomes of at least one token, not the shape {accepted.shape}")
+    shape, num_tokens = accepted.shape[:-1], accepted.shape[-1]
+    rows = accepted.reshape(-1, num_tokens)
+    if servers is None:  # one more than for whole blocks, as the last one is short
+        servers = _ceil(target_time / (lookahead * draft_time)) + 1
+    in_time = rows & (draft_time <= target_time)
+    return DsiTimes(
+        _dsi(_next_rejection(in_time), target_time, draft_time, lookahead, servers).reshape(shape),
+        _speculation(_next_rejection(rows), target_time, draft_time, lookahead).reshape(shape),
+        np.full(shape, num_tokens * target_time, np.float64),
+    )
+
+
+def servers(target_time: float, draft_time: float, lookahead: int) -> int:
+    """How many servers verify blocks of `lookahead` tokens as fast as they are drafted: ceil(t_t / (k t_d)).
+
+    Raises: UsageError for times that are not positive, or a lookahead below 1.
+    """
+    _check(target_time, draft_time, lookahead=lookahead)
+    return _ceil(target_time / (lookahead * draft_time))
+
+
+def smallest_lookahead(target_time: float, draft_time: float, servers: int) -> int:
+    """The smallest lookahead for which so many `servers` are enough.
+
+    Raises: UsageError for times that are not positive, or no servers.
+    """
+    _check(target_time, draft_time, servers=servers)
+    return _ceil(target_time / (servers * draft_time))
+
+
+def _dsi(rejected: np.ndarray, target_time: float, draft_time: float, lookahead: int, servers: int) -> np.ndarray:
+    """float64[R]. In every turn of the loop each row that still decodes ends one task.
+
+    All tasks last equally long, so they end in order, and each takes the server of the one `servers` before it.
+    """
+    rows, num_tokens = np.arange(len(rejected)), rejected.shape[1] - 1
+    servers = min(servers, num_tokens)
+    time, free = np.zeros(len(rows)), np.zeros((len(rows), servers))  # of the last task; when each server is free
+    begin, base, task = np.zeros(len(rows)), np.zeros(len(rows), int), np.zeros(len(rows), int)  # of this drafting
+    active = np.ones(len(rows), bool)
+    while active.any():
+        fed = np.minimum(task * lookahead, num_tokens - 1 - base)  # drafted tokens behind `base` that it has seen
+        end = np.maximum(begin + fed * draft_time, free[rows, task % servers]) + target_time
+        free[rows, task % servers] = end
+        time = np.where(active, end, time)
+        wrong = rejected[rows, base] <= base + fed
+        committed = np.where(wrong, rejected[rows, base], base + fed) + 1
+        begin, base, task = np.where(wrong, end, begin), np.where(wrong, committed, base), np.where(wrong, 0, task + 1)
+        free[wrong] = end[wrong, None]
+        active &= committed < num_tokens
+    return time
+
+
+def _speculation(rejected: np.ndarray, target_time: float, draft_time: float, lookahead: int) -> np.ndarray:
+    """float64[R]. The last round drafts no more than can be used."""
+    rows, num_tokens = np.arange(len(rejected)), rejected.shape[1] - 1
+    time, base = np.zeros(len(rows)), np.zeros(len(rows), int)
+    while (active := base < num_tokens).any():
+        drafted = np.minimum(lookahead, num_tokens - 1 - base)
+        time += np.where(active, drafted * draft_time + target_time, 0.0)
+        base = np.where(active, np.minimum(rejected[rows, base], base + drafted) + 1, base)
+    return time
+
+
+def _next_rejection(accepted: np.ndarray) -> np.ndarray:
+    """int64[R, S + 1]: the first rejected token from each on; S where there is none."""
+    num_tokens = accepted.shape[1]
+    place = np.where(accepted, num_tokens, np.arange(num_tokens))
+    place = np.pad(place, ((0, 0), (0, 1)), constant_values=num_tokens)
+    return np.minimum.accumulate(place[:, ::-1], 1)[:, ::-1]
+
+
+def _ceil(x: float) -> int:
+    """Rounded up, but 3.0000000000000004, which decimal times give, is 3."""
+    return math.ceil(x * (1 - 1e-9))
+
+
+def _check(target_time: float, draft_time: float, **counts: int) -> None:
+    if not (0 < target_time < math.inf and 0 < draft_time < math.inf):
+        raise UsageError(f"target_time and draft_time must be positive, not {target_time} and {draft_time}")
+    for name, count in counts.items():
+        if count < 1:
+            raise UsageError(f"{name} must be at least 1, not {count}")
