@@ -28,8 +28,10 @@ class Method(NamedTuple):
     summary: str
     paper: str
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines where wide passes are dear
-    needs_datastore: bool = False  # `make` takes `datastore=` too
+    takes_datastore: bool = False  # `make` takes `datastore=` too
+    needs_datastore: bool = False  # and cannot do without
     takes_costs: bool = False  # and `costs=`, of `specjax.costs`, and `platform=`
+    draft_cost: float = 0.0  # of one drafting pass of the target itself, in its whole passes
     takes_tree: bool = False  # and `tree=`, a `trees.Builder`, and `stop=`, a `trees.Stop`
 
 
@@ -107,12 +109,15 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "suffix",
-            lambda target, draft, **options: drafters.suffix(**options),
+            lambda target, draft, *, datastore=None, **options: drafters.suffix(
+                corpus=datastore and datastore.to_device(), **options
+            ),
             "distribution",
             False,
-            "copies what followed the longest earlier occurrence of the end of the text",
+            "copies what followed the longest occurrence of the end of the text, in itself or in a corpus",
             "Hu et al. 2024, arXiv 2411.10666",
             MappingProxyType({"num_tokens": 7}),
+            takes_datastore=True,
         ),
         Method(
             "input_guided",
@@ -168,12 +173,15 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "rest",
-            lambda target, draft, *, datastore, **options: drafters.rest(datastore.to_device(), **options),
+            lambda target, draft, *, datastore, **options: drafters.rest(
+                datastore.to_device(target.model.mesh), **options
+            ),
             "distribution",
             False,
             "a tree of what most often followed the current words in a corpus",
             "He et al. 2024, arXiv 2311.08252",
             MappingProxyType({"num_nodes": 7}),
+            takes_datastore=True,
             needs_datastore=True,
         ),
         Method(
@@ -183,6 +191,8 @@ METHODS: dict[str, Method] = {
             False,
             "the target's own first layers draft a chain",
             "Elhoushi et al. 2024, arXiv 2404.16710",
+            draft_cost=0.25,
+            takes_tree=True,
         ),
         Method(
             "swift",
@@ -191,6 +201,7 @@ METHODS: dict[str, Method] = {
             False,
             "the target drafts with sublayers skipped, and searches for the best ones to skip",
             "Xia et al. 2024, arXiv 2410.06916",
+            draft_cost=0.55,
         ),
         Method(
             "dynamic_exit",
@@ -199,6 +210,7 @@ METHODS: dict[str, Method] = {
             False,
             "the target's own first layers draft; how many of them, and how far, is chosen each round",
             "Zarch et al. 2025, arXiv 2504.05598",
+            draft_cost=0.25,
         ),
         Method(
             "superposed",
@@ -207,6 +219,7 @@ METHODS: dict[str, Method] = {
             False,
             "the target's own first layers draft several chains at once, from a mixture of their tokens",
             "Shen et al. 2024, arXiv 2405.18400",
+            draft_cost=0.25,
         ),
         Method(
             "choice",
@@ -244,9 +257,9 @@ def make_drafter(
                 f"the draft model has {draft.model.vocab_size} tokens in its vocabulary and the target "
                 f"{target.model.vocab_size}; choose a draft model of the same family"
             )
-    if method.needs_datastore:
-        if datastore is None:
-            raise UsageError(f"method {name} needs a datastore; give one with --datastore (datastore= in Python)")
+    if method.needs_datastore and datastore is None:
+        raise UsageError(f"method {name} needs a datastore; give one with --datastore (datastore= in Python)")
+    if method.takes_datastore and datastore is not None:
         if datastore.vocab_size > target.model.vocab_size:
             raise UsageError(
                 f"the datastore has {datastore.vocab_size} tokens in its vocabulary and the target "

@@ -1,4 +1,4 @@
-"""Shapes of token trees: depths, ancestors, templates."""
+"""Token trees: depths, ancestors, templates, and operators that cut, order, join and fuse them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 
@@ -143,6 +144,25 @@ def join(*several: TokenTree) -> TokenTree:
     return TokenTree(*(jnp.concatenate(parts, 1) for parts in (tokens, parents, valid)))
 
 
+def fuse(first: TokenTree, second: TokenTree) -> tuple[TokenTree, Array]:
+    """The union of two point-mass trees, the nodes of the first in front; and which node of `join(first, second)` each
+    is, int32[B, N].
+    """
+    joined = join(first, second)
+    union = merge_equal_siblings(joined)
+    order = jnp.argsort(~union.valid, axis=1, stable=True)
+    return take(union, order), order
+
+
+def keep_likely(drafted: TokenTree, retrieved: TokenTree) -> TokenTree:
+    """Of the retrieved paths those whose first token is a child of the root of `drafted` too."""
+    child = (drafted.parents == 0) & drafted.valid  # [B, N]
+    known = jnp.any((retrieved.tokens[:, :, None] == drafted.tokens[:, None, :]) & child[:, None, :], 2)
+    stays = (retrieved.parents != 0) | known
+    below = ancestor_mask(retrieved.parents)  # a path stays or goes with its first node
+    return retrieved._replace(valid=retrieved.valid & jnp.all(stays[:, None, :] | ~below, 2))
+
+
 class Template:
     """A static tree given by rank paths: `(0, 2)` is the third child of the first child of the root.
 
@@ -155,7 +175,7 @@ class Template:
         index = {path: i for i, path in enumerate(nodes)}
         orphans = [p for p in nodes[1:] if p[:-1] not in index]
         if orphans:
-            raise ValueError(f"the path {orphans[0]} of the tree has no parent; add {orphans[0][:-1]}")
+            raise UsageError(f"the path {orphans[0]} of the tree has no parent; add {orphans[0][:-1]}")
         self.parents = np.array([index[p[:-1]] if p else -1 for p in nodes], np.int32)
         self.ranks = np.array([p[-1] if p else 0 for p in nodes], np.int32)
         depth = [len(p) for p in nodes]

@@ -64,6 +64,7 @@ def bench(
     num_draft_tokens: o.BudgetOption = None,
     tree: o.TreeOption = None,
     stop: o.StopOption = None,
+    exit_layer: o.ExitOption = None,
     controller: o.ControllerOption = None,
     costs: o.CostsOption = None,
     verifier: o.VerifierOption = None,
@@ -84,7 +85,8 @@ def bench(
     for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
-    o.check_methods(names, draft, num_draft_tokens, tree, datastore, stop)
+    drafting = o.Drafting(num_draft_tokens, tree, stop, exit_layer)
+    o.check_methods(names, draft, datastore, drafting)
     weighed = o.read_costs(costs, names, controller)
 
     from rich.console import Console
@@ -105,7 +107,7 @@ def bench(
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
     session = weigh(session, weighed, batch_size, log)
-    run = Bench(session, settings, names, num_draft_tokens, tree, stop, rows, batch_size, repeats)
+    run = Bench(session, settings, names, drafting, rows, batch_size, repeats)
     document: dict = {}
     try:
         for _ in run.run(log):

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specjax import report
 from specjax.cli import measure
-from specjax.cli.options import Settings
+from specjax.cli.options import Drafting, Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes
 from specjax.types import Drafter
@@ -43,9 +43,7 @@ class Bench:
         session: Session,
         settings: Settings,
         methods: list[str],
-        budget: int | None,
-        tree: str | None,
-        stop: str | None,
+        drafting: Drafting,
         rows: list[Encoded],
         batch_size: int,
         repeats: int,
@@ -56,8 +54,10 @@ class Bench:
         # three passes over.
         self.untimed = 1 if repeats < 3 else 0
         self.drafters: dict[str, Drafter] = {PLAIN: session.drafter("autoregressive")}
-        self.drafters |= {name: session.drafter(name, budget, tree, stop) for name in methods}
-        self.options = settings.keywords(session)
+        self.drafters |= {name: session.drafter(name, drafting) for name in methods}
+        self.options = {name: settings.keywords(session, name) for name in methods}
+        # It drafts nothing.
+        self.options[PLAIN] = settings.keywords(session, "autoregressive") | {"verifier": None, "controller": None}
         self.groups = list(_groups(rows, batch_size))
         self.done: list[Group] = []
         self.compile_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # by method and bucket
@@ -113,7 +113,7 @@ class Bench:
 
     def _decode(self, name: str, group: Group) -> report.Run:
         keys = measure.row_keys(self.settings.seed, [row.ordinal for row in group.rows])
-        options = self.options | ({"verifier": None, "controller": None} if name == PLAIN else {})  # it drafts nothing
+        options = self.options[name]
         return measure.run_decode(self.session.target, self.drafters[name], group.ids, keys, options)
 
     def promise(self, name: str) -> bool | None:

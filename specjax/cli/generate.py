@@ -52,6 +52,7 @@ def generate(
     num_draft_tokens: o.BudgetOption = None,
     tree: o.TreeOption = None,
     stop: o.StopOption = None,
+    exit_layer: o.ExitOption = None,
     controller: o.ControllerOption = None,
     costs: o.CostsOption = None,
     verifier: o.VerifierOption = None,
@@ -93,7 +94,8 @@ def generate(
     settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     method = method or ("two_model" if draft else "auto")
-    o.check_methods([method], draft, num_draft_tokens, tree, datastore, stop)
+    drafting = o.Drafting(num_draft_tokens, tree, stop, exit_layer)
+    o.check_methods([method], draft, datastore, drafting)
     weighed = o.read_costs(costs, [method], controller)
     o.require(
         not distributed or costs != "measured",
@@ -124,7 +126,7 @@ def generate(
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
     generation = Generation(
-        session, settings, method, num_draft_tokens, tree, stop, rows, batch_size, compare, checkpoint, checkpoint_every
+        session, settings, method, drafting, rows, batch_size, compare, checkpoint, checkpoint_every
     )
     generation.compile(log)
     generation.run(log, out)

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from specjax import report
 from specjax.cli import measure
-from specjax.cli.options import Settings
+from specjax.cli.options import Drafting, Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import DRAFTED_STYLE, TextStream
@@ -25,9 +25,7 @@ class Generation:
         session: Session,
         settings: Settings,
         method: str,
-        budget: int | None,
-        tree: str | None,
-        stop: str | None,
+        drafting: Drafting,
         rows: list[Encoded],
         batch_size: int,
         compare: bool,
@@ -37,11 +35,11 @@ class Generation:
         self.session, self.settings, self.batch_size = session, settings, batch_size
         self.method = METHODS[method]
         self.guarantee = settings.promise(method)
-        self.drafter = session.drafter(method, budget, tree, stop)
+        self.drafter = session.drafter(method, drafting)
         self.plain = session.drafter("autoregressive") if compare else None
         self.rows = rows
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-        self.options = settings.keywords(session)
+        self.options = settings.keywords(session, method)
         self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
         self.runs: list[report.Run] = []
         self.plain_runs: list[report.Run] = []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -42,21 +43,30 @@ BudgetOption = Annotated[
 TreeOption = Annotated[
     str | None,
     typer.Option(
-        "--tree", help="Of two_model: 4x2x1, paths:3x4, beam:4x5, dyspec:16x6, eagle2:4x5x16, ...", show_default=False
+        "--tree",
+        help="Of a model that drafts: 4x2x1, paths:3x4, beam:4x5, dyspec:16x6, eagle2:4x5x16, ...",
+        show_default=False,
     ),
 ]
 StopOption = Annotated[
     str | None,
     typer.Option(
-        "--stop", help="Of two_model: stop drafting by confidence:0.4, entropy:H, fallback:0.6, acceptance:0.3.",
+        "--stop", help="Of a model that drafts: stop by confidence:0.4, entropy:H, fallback:0.6, acceptance:0.3.",
         show_default=False,
     ),
 ]  # fmt: skip
+ExitOption = Annotated[
+    int | None,
+    typer.Option(
+        "--exit-layer", help="Layers that draft, of early_exit and superposed; default: a quarter.", show_default=False
+    ),
+]
 ControllerOption = Annotated[
     str | None,
     typer.Option(
         "--controller",
-        help="How deep to draft: fixed:N, additive, multiplicative, by_batch, goodput; default: as deep as it goes.",
+        help="How deep to draft: fixed:N, additive, multiplicative, bass, by_batch, goodput; default: as deep as it "
+        "goes.",
         show_default=False,
     ),
 ]
@@ -166,8 +176,8 @@ class Settings:
 
         return is_comparable(self.promise(method), draws, self.is_greedy, self.sampling == "coupled")
 
-    def keywords(self, session: Session) -> dict:
-        """As `decode` and `stream` want them with the models of the session."""
+    def keywords(self, session: Session, method: str) -> dict:
+        """As `decode` and `stream` want them for a method with the models of the session."""
         from specjax import controllers
         from specjax.verifiers import VERIFIERS
 
@@ -179,8 +189,21 @@ class Settings:
             "eos": session.tokenizer.eos,
             "sampling": self.sampling,
             "verifier": self.verifier and VERIFIERS[self.verifier],
-            "controller": self.controller and controllers.parse(self.controller, session.costs, session.dtype),
+            "controller": self.controller
+            and controllers.parse(self.controller, session.costs, session.dtype, draft_cost=session.draft_cost(method)),
         }
+
+
+class Drafting(NamedTuple):
+    """What --num-draft-tokens, --tree, --stop and --exit-layer say of the drafters; None: the method's own."""
+
+    budget: int | None = None
+    tree: str | None = None
+    stop: str | None = None
+    exit_layer: int | None = None
+
+
+AS_EACH_DOES = Drafting()
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -210,13 +233,13 @@ def _require_tree(flag: str, names: list[str]) -> None:
 def check_methods(
     names: list[str],
     draft: str | None,
-    budget: int | None,
-    tree: str | None = None,
     datastore: Path | None = None,
-    stop: str | None = None,
+    drafting: Drafting = AS_EACH_DOES,
 ) -> None:
-    """Unknown methods; --draft or --datastore missing or useless; a budget, tree or stop rule that no method takes."""
+    """Unknown methods; --draft or --datastore missing or useless; options of drafting that no method takes."""
     from specjax.methods import METHODS
+
+    budget, tree, stop, exit_layer = drafting
 
     for name in names:
         require(name in METHODS, f'--method: unknown method "{name}"; choose one of {", ".join(METHODS)}')
@@ -234,7 +257,7 @@ def check_methods(
         f"--draft is given, but {' and '.join(names)} drafts without a model; leave it out or use --method two_model",
     )
     require(
-        datastore is None or any(METHODS[name].needs_datastore for name in names),
+        datastore is None or any(METHODS[name].takes_datastore for name in names),
         f"--datastore is given, but {' and '.join(names)} retrieves nothing; leave it out or use --method rest",
     )
     if tree is not None:
@@ -248,6 +271,12 @@ def check_methods(
 
         _require_tree("--stop", names)
         _parse("--stop", stops.parse, stop)
+    if exit_layer is not None:
+        leaving = [name for name in METHODS if "exit_layer" in _parameters(name)]
+        require(
+            any(name in leaving for name in names),
+            f"--exit-layer does not apply to method {' or '.join(names)}, only to {' and '.join(leaving)}",
+        )
     require(budget is None or budget >= 1, f"--num-draft-tokens must be at least 1, not {budget}")
     if budget is not None:
         for name in names:
@@ -290,16 +319,25 @@ def budget_option(name: str, budget: int | None) -> dict[str, int]:
 
     Without a budget: the method's defaults for CPU, if this is one.
     """
-    import inspect
-
     import jax
 
-    from specjax import METHODS, drafters
+    from specjax import METHODS
 
     if budget is None:
         return dict(METHODS[name].cpu_options) if jax.default_backend() == "cpu" else {}
+    return {option: budget for option in ("num_tokens", "num_nodes") if option in _parameters(name)}
+
+
+def exit_option(name: str, exit_layer: int | None) -> dict[str, int]:
+    """{"exit_layer": --exit-layer} if it is given and the method has one, else nothing."""
+    return {"exit_layer": exit_layer} if exit_layer is not None and "exit_layer" in _parameters(name) else {}
+
+
+def _parameters(name: str) -> Collection[str]:
+    """Of the factory of a method."""
+    import inspect
+
+    from specjax import drafters
+
     factory = getattr(drafters, name, None)
-    if factory is None:
-        return {}
-    parameters = inspect.signature(factory).parameters
-    return {option: budget for option in ("num_tokens", "num_nodes") if option in parameters}
+    return inspect.signature(factory).parameters if factory else ()

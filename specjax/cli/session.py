@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from specjax import costs as costs_of
-from specjax.cli.options import budget_option, require
+from specjax.cli.options import AS_EACH_DOES, Drafting, budget_option, exit_option, require
 from specjax.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.errors import UsageError
 from specjax.types import Drafter, Target
@@ -33,6 +33,7 @@ class Session(NamedTuple):
     datastore: Datastore | None = None
     cache_dtype: str | None = None  # of both models; None: dtype
     costs: costs_of.Curve | None = None  # of wide passes; None: the rule of thumb
+    draft_pass: float | None = None  # of the draft model, in passes of the target; None: the rule of thumb
 
     @property
     def coarsest(self) -> str:
@@ -45,22 +46,29 @@ class Session(NamedTuple):
         models = [self.target.model] + ([self.draft.model] if self.draft else [])
         return min(model.max_positions for model in models)
 
-    def drafter(
-        self, method: str, budget: int | None = None, tree: str | None = None, stop: str | None = None
-    ) -> Drafter:
-        """The drafter of a method, with a tree and a stop rule if it takes them."""
+    def draft_cost(self, method: str) -> float:
+        """A pass of what drafts by passes, in passes of the target."""
+        from specjax.methods import METHODS
+
+        if not METHODS[method].needs_draft or self.draft is None:
+            return METHODS[method].draft_cost
+        return costs_of.of_draft(self.target, self.draft) if self.draft_pass is None else self.draft_pass
+
+    def drafter(self, method: str, drafting: Drafting = AS_EACH_DOES) -> Drafter:
+        """The drafter of a method, with what of the options it takes."""
         from specjax.methods import METHODS, make_drafter
 
         draft = self.draft if METHODS[method].needs_draft else None
-        options: dict[str, Any] = budget_option(method, budget)
-        budgets = list(options)
-        if METHODS[method].needs_datastore:
+        budget, exit_layer = budget_option(method, drafting.budget), exit_option(method, drafting.exit_layer)
+        options: dict[str, Any] = budget | exit_layer
+        if METHODS[method].takes_datastore:
             options["datastore"] = self.datastore
         if METHODS[method].takes_costs:
             options["costs"] = self.costs
         if METHODS[method].takes_tree:
             from specjax.trees import parse, stops
 
+            tree, stop = drafting.tree, drafting.stop
             options |= {"tree": tree and parse(tree), "stop": stop and stops.parse(stop)}
         try:
             drafter = make_drafter(method, self.target, draft, **options)
@@ -68,8 +76,10 @@ class Session(NamedTuple):
             return drafter if mesh is None else _on_mesh(drafter, mesh)
         except UsageError as error:
             sentence = str(error)
-            for option in budgets:  # the flag, not the factory's name for it
+            for option in budget:  # the flag, not the factory's name for it
                 sentence = sentence.replace(option, "--num-draft-tokens")
+            for option in exit_layer:
+                sentence = sentence.replace(option, "--exit-layer")
             raise UsageError(sentence) from None
 
 
@@ -89,6 +99,8 @@ def open_session(
     """
     require(dtype in ("auto", "float32", "bfloat16"), f'--dtype must be auto, float32 or bfloat16, not "{dtype}"')
     require(cache_dtype in (None, "int8"), f'--cache-dtype must be int8 or left out, not "{cache_dtype}"')
+    from specjax.parallel import check_same
+
     use_cache(not no_cache)
     store = _open_datastore(datastore)
     chosen = choose_dtype(dtype)
@@ -97,6 +109,7 @@ def open_session(
         model, tokenizer = _load("--target", target, chosen, cache_dtype, mesh)
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
+            check_same(store.summary, "datastores")
         draft_model = None
         if draft is not None:
             draft_model, other = _load("--draft", draft, chosen, cache_dtype, mesh, over=())  # whole on every device
@@ -107,16 +120,22 @@ def open_session(
 
 def weigh(session: Session, costs: costs_of.Curve | str | None, batch_size: int, log: Console) -> Session:
     """With the costs of wide passes; "measured": by timing them now."""
-    if isinstance(costs, str):
-        with stage(log, "measuring passes", "measured passes"):
-            costs = costs_of.measured(session.target, batch=batch_size)
-        said = ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*costs, strict=True))
-        log.print(f"tokens per pass: cost in passes over one: {said}", style="dim", highlight=False)
-    return session._replace(costs=costs)
+    if not isinstance(costs, str):
+        return session._replace(costs=costs)
+    draft_pass = None
+    with stage(log, "measuring passes", "measured passes"):
+        costs = costs_of.measured(session.target, batch=batch_size)
+        if session.draft is not None:
+            [[of_draft], [of_target]] = (costs_of.timed(m, (1,), batch_size) for m in (session.draft, session.target))
+            draft_pass = of_draft / of_target
+    said = ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*costs, strict=True))
+    said += "" if draft_pass is None else f"; one of the draft model: {draft_pass:.2f}"
+    log.print(f"tokens per pass: cost in passes over one: {said}", style="dim", highlight=False)
+    return session._replace(costs=costs, draft_pass=draft_pass)
 
 
 def _on_mesh(drafter: Drafter, mesh) -> Drafter:
-    """Its own arrays, whole on every device; those that it shares with a model lie on the mesh already."""
+    """Its own arrays, whole on every device; those of a model or a datastore lie on the mesh already."""
     import jax
 
     from specjax.parallel import place
@@ -251,6 +270,7 @@ def provenance(session: Session) -> dict:
         "dtype": session.dtype,
         "cache_dtype": session.cache_dtype,
         "costs": session.costs and dict(zip(*session.costs, strict=True)),
+        "draft_pass": session.draft_pass,
         "load_seconds": session.load_seconds,
     }
 

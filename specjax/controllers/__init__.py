@@ -2,6 +2,7 @@
 
 from specjax.controllers import bandit
 from specjax.controllers.additive import additive
+from specjax.controllers.bass import bass
 from specjax.controllers.by_batch import by_batch
 from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
@@ -9,4 +10,4 @@ from specjax.controllers.multiplicative import multiplicative
 from specjax.controllers.spec import FORMS, parse
 from specjax.controllers.spec_kv import spec_kv
 
-__all__ = ["FORMS", "additive", "bandit", "by_batch", "fixed", "goodput", "multiplicative", "parse", "spec_kv"]
+__all__ = ["FORMS", "additive", "bandit", "bass", "by_batch", "fixed", "goodput", "multiplicative", "parse", "spec_kv"]

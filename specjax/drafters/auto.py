@@ -156,8 +156,10 @@ def auto(
     Raises: UsageError for widths that do not rise from 1, or costs that do not fit them.
     """
     on_cpu = (platform or jax.default_backend()) == "cpu"
-    widths = widths or (CPU_WIDTHS if on_cpu else WIDTHS)
-    num_recycled = num_recycled or (40 if on_cpu else 80)
+    if widths is None:
+        widths = CPU_WIDTHS if on_cpu else WIDTHS
+    if num_recycled is None:
+        num_recycled = 40 if on_cpu else 80
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
         raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
     costs_of.check(costs, len(widths), "width")

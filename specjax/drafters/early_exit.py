@@ -30,19 +30,24 @@ from specjax.types import Array, Context, Drafter, Mixture, Model, PyTree, Subla
 
 
 def early_exit(
-    target: Target, exit_layer: int | None = None, *, num_tokens: int = 6, tree: Builder | None = None
+    target: Target,
+    exit_layer: int | None = None,
+    *,
+    num_tokens: int = 6,
+    tree: Builder | None = None,
+    stop: trees.Stop | None = None,
 ) -> Drafter:
     """A chain of `num_tokens` tokens, or a `tree` from `specjax.trees`, by the first `exit_layer` layers of the target.
 
     Args:
       exit_layer: how many layers draft; default: a quarter of them, as in the authors' example (8 of 32, 6 tokens).
+      stop: ends a row's draft early, such as `trees.stops.confidence(0.6)` (Kangaroo, arXiv 2404.18911).
 
     State: none; the cache is the target's. Raises: UsageError for an exit that the model does not have.
     """
     exit_layer = chosen_exit(target, exit_layer)
-    if num_tokens < 1:
-        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
-    return _functions(target.model, tree or trees.chain(num_tokens), exit_layer).replace(params=target.params)
+    builder = trees.builder_of(num_tokens, tree, stop)
+    return _functions(target.model, builder, exit_layer).replace(params=target.params)
 
 
 @functools.cache
@@ -59,6 +64,7 @@ def _functions(model: Model, builder: Builder, exit_layer: int) -> Drafter:
         max_depth=builder.max_depth,
         draws=builder.draws,
         widths=builder.widths,
+        follows_any_tree=True,
     )
 
 

@@ -17,7 +17,7 @@ can have committed, whatever it did commit, so that rows stay in step.
 
 from __future__ import annotations
 
-from specjax.drafters.two_model import builder_of
+from specjax import trees
 from specjax.drafters.two_model import functions as two_model_functions
 from specjax.errors import UsageError
 from specjax.trees import Builder, Stop
@@ -45,7 +45,7 @@ def easyspec(
 
     State: as that of `two_model`. Raises: UsageError for a setting below 1, or another group than the draft's own.
     """
-    builder = builder_of(num_tokens, tree, stop, keep_laws)
+    builder = trees.builder_of(num_tokens, tree, stop, keep_laws)
     lag = builder.max_depth + 1  # as many tokens as a round can add, the target's own included
     return two_model_functions(draft.model, builder, lag, group=_group(draft.model, group)).replace(params=draft.params)
 

@@ -1,9 +1,10 @@
-"""RASD: a draft model's tree and retrieved text in one tree, fused by their longest common prefixes.
+"""RASD: a drafted tree and retrieved text in one tree, fused by their longest common prefixes.
 
 Quan et al.: RASD: Retrieval-Augmented Speculative Decoding (ACL Findings 2025), arXiv 2503.03434.
 
-Rule: the draft model grows its tree; the retrieved paths that start with a token which the draft model finds likely too
-are kept, and what of them is not in the tree already is attached where they leave it.
+Rule: a draft model, or any drafter, grows its tree; the retrieved paths that start with a token which it finds likely
+too are kept, and what of them is not in the tree already is attached where they leave it (`tree.keep_likely`,
+`tree.fuse`).
 Guarantee: distribution (a point-mass tree).
 Deviations: the authors' details are not published. A retrieved path is kept if its first token is among the children of
 the root in the draft tree, which are the draft model's likeliest (`prune=False` keeps all). One retrieved chain is the
@@ -18,12 +19,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax import tree as trees
+from specjax.drafters.several import read_each, remember_each
 from specjax.drafters.suffix import suffix
 from specjax.drafters.two_model import two_model
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.trees import Builder, parse
-from specjax.types import Array, Context, Drafter, PyTree, Target, TokenTree
+from specjax.types import Array, Context, Drafter, PyTree, Target
 
 
 class _State(NamedTuple):
@@ -33,26 +35,41 @@ class _State(NamedTuple):
 
 
 def rasd(
-    draft: Target, retrieval: Drafter | None = None, tree: Builder | str = "top:8x2x1x1", *, prune: bool = True
+    draft: Target | Drafter,
+    retrieval: Drafter | None = None,
+    tree: Builder | str = "top:8x2x1x1",
+    *,
+    prune: bool = True,
 ) -> Drafter:
-    """The tree of `draft` (a builder without randomness, or its spec) fused with that of `retrieval`.
+    """The tree of `draft` fused with that of `retrieval`.
 
     Args:
-      retrieval: default: `suffix(7)`. prune: keep only paths that start as the draft model would.
+      draft: a draft model, which grows `tree` (a builder without randomness, or its spec), or a drafter whose trees
+        have no randomness and which follows any tree, such as `early_exit(target, tree=parse("top:4x2"))` or
+        `token_recycling`; `tree` is not used then.
+      retrieval: a drafter of the same kind; default: `suffix(7)`. prune: keep only paths that start as `draft` would.
 
-    State: that of `two_model` and of the retrieval. After each round the draft model reads as many tokens anew as the
-    retrieval may add, for it has not seen those.
-    Raises: UsageError for a tree with randomness, or a retrieval that has randomness or a model.
+    State: that of the two. A draft model reads after each round as many tokens anew as the retrieval may add, for it
+    has not seen those.
+    Raises: UsageError for a tree or a drafter with randomness, one that follows its own trees only, or twice the same.
     """
-    builder = parse(tree) if isinstance(tree, str) else tree
     retrieval = suffix(7) if retrieval is None else retrieval
+    if retrieval.draws != "point_mass" or not retrieval.follows_any_tree:
+        raise UsageError("retrieval must be a drafter without randomness that follows any tree, such as suffix")
+    base = draft if isinstance(draft, Drafter) else _grown_by(draft, tree, lag=2 + retrieval.max_depth)
+    if isinstance(draft, Drafter) and (draft.draws != "point_mass" or not draft.follows_any_tree):
+        raise UsageError("draft must be a model, or a drafter without randomness that follows any tree")
+    if base.propose is retrieval.propose:
+        raise UsageError("rasd was given the same drafter twice; fuse two that differ, such as token_recycling, suffix")
+    made = _functions(base.replace(params=()), retrieval.replace(params=()), prune)
+    return made.replace(params=(base.params, retrieval.params))
+
+
+def _grown_by(draft: Target, tree: Builder | str, lag: int) -> Drafter:
+    builder = parse(tree) if isinstance(tree, str) else tree
     if builder.draws != "point_mass":
         raise UsageError(f"tree must be grown without randomness, such as top:8x2x1x1, but it draws {builder.draws}")
-    if retrieval.draws != "point_mass" or not retrieval.follows_any_tree:
-        raise UsageError("retrieval must be a drafter without randomness and without a model, such as suffix")
-    model = two_model(draft, tree=builder, lag=2 + retrieval.max_depth)
-    made = _functions(model.replace(params=()), retrieval.replace(params=()), prune)
-    return made.replace(params=(model.params, retrieval.params))
+    return two_model(draft, tree=builder, lag=lag)
 
 
 @functools.cache
@@ -67,42 +84,34 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
         drafted, of_model = model.propose(params[0], keys, state.model, context, limit)
         retrieved, of_retrieval = retrieval.propose(params[1], keys, state.retrieval, context, limit)
         if prune:
-            retrieved = keep_likely(drafted, retrieved)
-        fused, order = fuse(drafted, retrieved)
+            retrieved = trees.keep_likely(drafted, retrieved)
+        fused, order = trees.fuse(drafted, retrieved)
         return fused, _State(of_model, of_retrieval, jnp.where(order < model.num_nodes, order, 0))
 
     def update(params, state: _State, tree, verdict, output):
-        # Nodes that only the retrieval had are behind those of the draft model on every path, and are read anew.
-        path = take_along(state.origin, jnp.maximum(verdict.path, 0), 1)
-        path = jnp.where(verdict.path < 0, -1, path)
+        path = verdict.path
+        if not model.follows_any_tree:
+            # Nodes that only the retrieval had are behind those of the draft model on every path, and are read anew.
+            path = jnp.where(path < 0, -1, take_along(state.origin, jnp.maximum(path, 0), 1))
         of_model = model.update(params[0], state.model, tree, verdict._replace(path=path), output)
         of_retrieval = retrieval.update(params[1], state.retrieval, tree, verdict, output)
         return _State(of_model, of_retrieval, state.origin)
+
+    def read(params, state: _State, *chunk):
+        of_model, of_retrieval = read_each((model, retrieval), params, state[:2], *chunk)
+        return _State(of_model, of_retrieval, state.origin)
+
+    def remember(params, state: _State):
+        return remember_each((model, retrieval), params, state[:2])
 
     return Drafter(
         init=init,
         propose=propose,
         update=update,
+        read=read if model.read or retrieval.read else None,
+        remember=remember if model.remember or retrieval.remember else None,
+        follows_any_tree=model.follows_any_tree,
         num_nodes=nodes,
         max_depth=max(model.max_depth, retrieval.max_depth),
         widths=tuple(sorted({w for w in (1, *model.widths, model.num_nodes) if w < nodes})),
     )
-
-
-def fuse(first: TokenTree, second: TokenTree) -> tuple[TokenTree, Array]:
-    """The union of two point-mass trees, the nodes of the first in front; and which node of `trees.join(first, second)`
-    each is, int32[B, N].
-    """
-    joined = trees.join(first, second)
-    union = trees.merge_equal_siblings(joined)
-    order = jnp.argsort(~union.valid, axis=1, stable=True)
-    return trees.take(union, order), order
-
-
-def keep_likely(drafted: TokenTree, retrieved: TokenTree) -> TokenTree:
-    """Of the retrieved paths those whose first token is a child of the root of `drafted` too."""
-    child = (drafted.parents == 0) & drafted.valid  # [B, N]
-    known = jnp.any((retrieved.tokens[:, :, None] == drafted.tokens[:, None, :]) & child[:, None, :], 2)
-    stays = (retrieved.parents != 0) | known
-    below = trees.ancestor_mask(retrieved.parents)  # a path stays or goes with its first node
-    return retrieved._replace(valid=retrieved.valid & jnp.all(stays[:, None, :] | ~below, 2))

@@ -102,6 +102,7 @@ def _functions(
         update=lambda params, state, tree, verdict, output: state,
         num_nodes=nodes,
         max_depth=num_tokens,
+        follows_any_tree=True,
     )
 
 

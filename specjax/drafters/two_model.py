@@ -59,18 +59,8 @@ def two_model(
     """
     if lag < 2:
         raise UsageError(f"lag must be at least 2, not {lag}")
-    builder = builder_of(num_tokens, tree, stop, keep_laws)
+    builder = trees.builder_of(num_tokens, tree, stop, keep_laws)
     return functions(draft.model, builder, lag, group=1).replace(params=draft.params)
-
-
-def builder_of(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_laws: bool) -> Builder:
-    """Of the settings that drafters with a draft model share. Raises: UsageError for a chain of no tokens."""
-    if num_tokens < 1:
-        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
-    builder = tree or trees.chain(num_tokens)
-    if stop is None and not keep_laws:
-        return builder
-    return trees.with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
 
 
 @functools.cache

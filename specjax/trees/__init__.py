@@ -9,7 +9,7 @@ from specjax.trees.grow import Builder, Stop, grow, with_stop
 from specjax.trees.paths import from_paths
 from specjax.trees.plan import medusa, sequoia
 from specjax.trees.spec import FORMS, parse
-from specjax.trees.static import branching, chain, independent_paths, static
+from specjax.trees.static import branching, builder_of, chain, independent_paths, static
 
 __all__ = [
     "FORMS",
@@ -17,6 +17,7 @@ __all__ = [
     "Stop",
     "beam",
     "branching",
+    "builder_of",
     "chain",
     "chain_with_siblings",
     "dyspec",

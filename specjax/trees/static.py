@@ -94,6 +94,16 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
     )
 
 
+def builder_of(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_laws: bool = False) -> Builder:
+    """The builder of the settings that drafters with a model share. Raises: UsageError for a chain of no tokens."""
+    if num_tokens < 1:
+        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+    builder = tree or chain(num_tokens)
+    if stop is None and not keep_laws:
+        return builder
+    return with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
+
+
 def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tuple[Array, Array, Array]:
     """`most` children for each parent: tokens int32[B, F, most], whether they exist, and the law they came from.
 

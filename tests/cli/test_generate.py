@@ -117,6 +117,33 @@ def test_costs_are_measured_or_those_of_a_plan(cli, refused, tmp_path):
     assert "host to host" in refused(*run, "--distributed", "--costs", "measured")
 
 
+def test_goodput_knows_what_the_draft_model_costs(cli, monkeypatch, tmp_path):
+    """With wide passes that cost nothing it drafts, unless the draft model is dear."""
+    plan = tmp_path / "plan.json"
+    reports = [{"name": f"verify {n}", "compiles": True, "seconds": {"schedule": 4}} for n in (1, 8)]
+    plan.write_text(json.dumps({"widths": reports}))
+    run = ("generate", "abc", "--json", "--max-new-tokens", 24, "--draft", "draft", "--controller", "goodput")
+
+    document = json.loads(cli(*run, "--costs", "measured").out)
+    assert document["draft_pass"] > 0
+
+    def drafted(cost):
+        monkeypatch.setattr(specjax.costs, "of_draft", lambda target, draft: cost)
+        return json.loads(cli(*run, "--costs", plan).out)["drafted"]
+
+    assert drafted(9.0) == 1  # of the first round
+    assert drafted(0.0) > 24
+
+
+def test_early_exit_takes_a_layer_and_a_stop_rule(cli, refused):
+    run = ("generate", "abc", *SHORT, "--method", "early_exit")
+    document = json.loads(cli(*run, "--exit-layer", 1, "--stop", "confidence:0.3", "--compare", "--json").out)
+    assert document["identical"] is True
+    assert "--exit-layer must be from 1 to 1, the number of layers" in refused(*run, "--exit-layer", 2)
+    words = refused(*run[:-1], "suffix", "--exit-layer", 1)
+    assert "--exit-layer does not apply to method suffix, only to early_exit and superposed" in words
+
+
 def test_a_stop_rule_and_a_controller(cli):
     options = ("--draft", "draft", "--stop", "confidence:0.9", "--controller", "additive:2", *SHORT, "--compare")
     document = json.loads(cli("generate", "abc", *options, "--json").out)

@@ -43,7 +43,42 @@ def test_multiplicative_doubles_and_halves():
     assert trace(controllers.multiplicative(), rounds) == [4, 8, 16, 16, 8, 4, 2, 1, 1, 2]
 
 
-@pytest.mark.parametrize("controller", [controllers.additive(4), controllers.multiplicative(4)])
+def batch_trace(controller, batch, rounds):
+    """The limits of all rows after rounds of (drafted depth, accepted, active) per row, the first before any."""
+    state = controller.init(batch)
+    limits = [controller.limit(state).tolist()]
+    for drafted, accepted, active in rounds:
+        info = SimpleNamespace(
+            drafted_depth=jnp.array(drafted), accepted=jnp.array(accepted), active=jnp.array(active, bool)
+        )
+        state = controller.update(state, info)
+        limits.append(controller.limit(state).tolist())
+    return limits
+
+
+def test_bass_follows_the_best_row():
+    """Worked by hand: 7 + 2, 9 + 2, 11 - 2, 9 - 1 - 1 as the step before lowered it too; then the best row's 6."""
+    best = [7, 9, 4, 2, 6, 6, 0, 0]
+    wanted = [7, 9, 11, 9, 7, 6, 8, 7, 5]
+    assert trace(controllers.bass(), zip(wanted, best, strict=False)) == wanted
+    rounds = [([limit] * 3, [0, most, most // 2], [1, 1, 1]) for limit, most in zip(wanted, best, strict=False)]
+    assert batch_trace(controllers.bass(), 3, rounds) == [[limit] * 3 for limit in wanted]
+    assert trace(controllers.bass(31), [(31, 31), (32, 32), (32, 5)]) == [31, 32, 32, 28]
+    assert trace(controllers.bass(2), [(2, 0), (1, 0), (1, 1), (3, 0)]) == [2, 1, 1, 3, 2]
+
+
+def test_bass_does_not_count_rows_that_have_ended_or_drafted_nothing():
+    ended = [([7, 7], [7, 1], [0, 1]), ([6, 6], [5, 1], [0, 1]), ([0, 4], [0, 4], [1, 1]), ([6, 6], [6, 6], [0, 0])]
+    assert [limits[0] for limits in batch_trace(controllers.bass(), 2, ended)] == [7, 6, 4, 6, 6]
+
+
+def test_bass_learns_from_a_rejection_beside_drafts_that_ended_early():
+    """A short draft that was accepted whole does not raise the limit, nor does it hide another row's rejection."""
+    rounds = [([3, 7], [3, 2], [1, 1]), ([5, 5], [5, 5], [1, 1]), ([5, 6], [5, 0], [1, 1])]
+    assert [limits[0] for limits in batch_trace(controllers.bass(), 2, rounds)] == [7, 6, 6, 5]
+
+
+@pytest.mark.parametrize("controller", [controllers.additive(4), controllers.multiplicative(4), controllers.bass(4)])
 def test_a_draft_that_ended_early_does_not_raise_the_limit(controller):
     """By a stop rule, or as the drafter's tree is no deeper: else the limit would run away from what is drafted."""
     before, after, lowered, empty = trace(controller, [(2, 2), (3, 1), (0, 0)])
@@ -125,6 +160,7 @@ ALL = {
     "fixed": controllers.fixed(3),
     "additive": controllers.additive(2),
     "multiplicative": controllers.multiplicative(2),
+    "bass": controllers.bass(2),
     "by_batch": controllers.by_batch(),
     "spec_kv": controllers.spec_kv(WEIGHTS, gammas=(1, 2, 4), start=2),
     "goodput": controllers.goodput((0, 1, 2, 4), costs=(1.0, 1.1, 1.2, 1.4)),
@@ -153,7 +189,7 @@ def test_the_limit_does_not_depend_on_the_randomness_of_its_round(name):
     np.testing.assert_array_equal(ours.drafted_depth, theirs.drafted_depth)
     np.testing.assert_array_equal(ours.drafted_depth, np.minimum(controller.limit(state.control), 8))
     assert (ours.accepted != theirs.accepted).any()
-    if name not in ("fixed", "by_batch", "goodput"):
+    if name not in ("fixed", "bass", "by_batch", "goodput"):  # one depth for all rows
         assert len(set(ours.drafted_depth.tolist())) > 1
 
 
@@ -165,6 +201,8 @@ def test_the_limit_does_not_depend_on_the_randomness_of_its_round(name):
     [
         (lambda: controllers.additive(0), "1 <= least <= start <= most, not 1, 0 and 20"),
         (lambda: controllers.multiplicative(4, least=0), "1 <= least <= start <= most, not 0, 4 and 16"),
+        (lambda: controllers.bass(0), "1 <= start <= most, not 0 and 32"),
+        (lambda: controllers.bass(part=0), "up must be at least 0 and part at least 1, not 2 and 0"),
         (lambda: controllers.additive(up=-1), "up and down must be at least 0"),
         (lambda: controllers.by_batch(()), "sizes of a ladder must be at least 1 and rise"),
         (
@@ -187,5 +225,9 @@ def test_specs():
     assert controllers.parse("fixed:3") is controllers.fixed(3)
     assert controllers.parse("additive") is controllers.additive()
     assert controllers.parse("multiplicative:2") is controllers.multiplicative(2)
+    assert controllers.parse("bass") is controllers.bass()
+    assert controllers.parse("bass:3") is controllers.bass(3)
     assert controllers.parse("by_batch") is controllers.by_batch()
-    assert controllers.parse("goodput", dtype="bfloat16") is controllers.goodput(costs=None, dtype="bfloat16")
+    assert controllers.parse("goodput", dtype="bfloat16") is controllers.goodput(
+        costs=None, dtype="bfloat16", draft_cost=0.0
+    )

@@ -235,6 +235,10 @@ def test_a_decision_does_not_read_the_randomness_of_its_round():
 def test_bad_settings():
     with pytest.raises(UsageError, match="widths must rise from 1"):
         auto(9, widths=(2, 4))
+    with pytest.raises(UsageError, match="widths must rise from 1"):
+        auto(9, widths=())
+    with pytest.raises(UsageError, match="num_nodes must be from 1 to 80, not 0"):
+        auto(9, num_recycled=0)
     with pytest.raises(UsageError, match="one positive number per width"):
         auto(9, costs=(1.0, 2.0))
     with pytest.raises(UsageError, match="over the model's"):

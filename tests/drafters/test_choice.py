@@ -37,12 +37,26 @@ def test_text_is_that_of_plain_sampling():
     assert run(choice(*several)) == run(autoregressive())
 
 
+def test_what_its_drafters_read_and_remember_is_theirs():
+    """The second call knows the matrix, read from the prompt too, and which arm paid."""
+    drafter = choice(prompt_lookup(3), token_recycling(7, num_nodes=3, read_prompt=True), depths=(3,), costs=(1.0, 1.0))
+    run = lambda drafter: decode(cycle(7), drafter, [[0]], key=jax.random.key(0), max_new_tokens=70)
+    first = run(drafter)
+    second = run(first.drafter)
+    assert second.to_lists() == first.to_lists()
+    assert int(second.stats.target_passes[0]) < int(first.stats.target_passes[0])
+    assert float(second.drafter.params.arms.pulls.sum()) > float(first.drafter.params.arms.pulls.sum()) > 0
+    assert (first.drafter.params.several[1].tokens[:, 0] >= 0).all()
+    prompted = decode(cycle(7), drafter, [[*range(7), *range(7)]], key=jax.random.key(0), max_new_tokens=1)
+    assert (prompted.drafter.params.several[1].tokens[:, 0] >= 0).all()  # from the prompt alone
+
+
 def test_bad_settings():
     with pytest.raises(UsageError, match="at least one drafter"):
         choice()
     with pytest.raises(UsageError, match="the same drafter twice"):
         choice(prompt_lookup(3), prompt_lookup(3))
-    with pytest.raises(UsageError, match="without a model of their own"):
+    with pytest.raises(UsageError, match="that follow any tree"):
         choice(two_model(tiny_llama()))
     with pytest.raises(UsageError, match="depths must be at least 1"):
         choice(prompt_lookup(3), depths=(0,))

@@ -43,6 +43,18 @@ def test_the_first_layers_draft_like_a_model_of_their_own(tree, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_stops_where_it_is_not_sure_as_a_model_of_its_own_would(temperature):
+    target, stop = tiny_llama(layers=3), trees.stops.confidence(0.3)
+    run = functools.partial(decode, target, key=jax.random.key(0), max_new_tokens=20, temperature=temperature)
+    ours = run(early_exit(target, 2, num_tokens=5, stop=stop), PROMPTS)
+    theirs = run(two_model(truncated(2), 5, stop=stop), PROMPTS)
+    longest = run(early_exit(target, 2, num_tokens=5), PROMPTS)
+    assert ours.to_lists() == theirs.to_lists()
+    np.testing.assert_array_equal(ours.stats.drafted, theirs.stats.drafted)
+    assert 0 < int(ours.stats.drafted.sum()) < int(longest.stats.drafted.sum())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_layers_are_always_accepted(temperature):
     target = tiny_llama()
     drafter = early_exit(target, 2, num_tokens=3)

@@ -10,8 +10,19 @@ from toy import tiny_llama
 
 from specjax import UsageError, decode
 from specjax import tree as trees
-from specjax.drafters import autoregressive, prompt_lookup, rasd, suffix, two_model
-from specjax.drafters.rasd import fuse, keep_likely
+from specjax.datastore import from_documents
+from specjax.drafters import (
+    autoregressive,
+    early_exit,
+    prompt_lookup,
+    rasd,
+    rest,
+    suffix,
+    token_recycling,
+    two_model,
+)
+from specjax.tree import fuse, keep_likely
+from specjax.trees import parse
 from specjax.types import TokenTree
 from specjax.verifiers import greedy
 
@@ -104,8 +115,42 @@ def test_with_a_draft_model():
     assert other.to_lists() == plain.to_lists()
 
 
+@pytest.mark.parametrize("base", ["token_recycling", "early_exit", "rest"])
+def test_any_drafter_of_point_mass_trees_can_be_fused(base):
+    """With and without pruning the text is the target's."""
+    target, prompts = tiny_llama(), [[1, 2, 3, 1, 2, 3, 1], [5]]
+    run = lambda drafter: decode(target, drafter, prompts, key=jax.random.key(0), max_new_tokens=25)
+    plain = run(autoregressive())
+    known = from_documents([p + row for p, row in zip(prompts, plain.to_lists(), strict=True)], 64).to_device()
+    drafters = {
+        "token_recycling": token_recycling(64, num_nodes=7, read_prompt=True),
+        "early_exit": early_exit(target, 1, tree=parse("top:2x1")),
+        "rest": rest(known, num_nodes=7, min_span=1),
+    }
+    fused = run(rasd(drafters[base], suffix(5, min_match=1), prune=False))
+    assert fused.to_lists() == plain.to_lists()
+    assert int(fused.stats.accepted.sum()) > 0
+    if base == "rest":  # it knows the text
+        assert (fused.stats.target_passes <= run(drafters[base]).stats.target_passes).all()
+    pruned = run(rasd(drafters[base], suffix(5, min_match=1)))
+    assert pruned.to_lists() == plain.to_lists()
+
+
+def test_what_the_fused_drafters_learn_is_kept():
+    target, prompts = tiny_llama(), [[1, 2, 3, 1, 2, 3, 1], [5]]
+    run = lambda drafter: decode(target, drafter, prompts, key=jax.random.key(0), max_new_tokens=25)
+    first = run(rasd(token_recycling(64, num_nodes=7, read_prompt=True), suffix(5), prune=False))
+    second = run(first.drafter)
+    assert second.to_lists() == first.to_lists()
+    assert int(second.stats.target_passes.sum()) < int(first.stats.target_passes.sum())
+
+
 def test_bad_settings():
     with pytest.raises(UsageError, match="tree must be grown without randomness"):
         rasd(tiny_llama(), tree="2x1")
+    with pytest.raises(UsageError, match="the same drafter twice"):
+        rasd(suffix(5), suffix(5))
+    with pytest.raises(UsageError, match="draft must be a model, or a drafter without randomness"):
+        rasd(two_model(tiny_llama()))
     with pytest.raises(UsageError, match="retrieval must be a drafter without randomness"):
         rasd(tiny_llama(), two_model(tiny_llama()))

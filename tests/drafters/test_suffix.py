@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 from toy import compiled, tiny_llama
 
 from specjax import UsageError, decode
-from specjax.drafters import suffix, token_recycling, two_model
+from specjax.datastore import from_documents
+from specjax.drafters import autoregressive, suffix, token_recycling, two_model
 from specjax.suffixes import last_tokens, match_length
 from specjax.types import Context
 
 
-def draft(text, **options):
+def draft(text, limit=99, **options):
     """The drafted tokens for one text."""
     tokens = jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-    tree, _ = suffix(**options).propose((), None, (), Context(tokens, jnp.array([len(text)])), jnp.array([99]))
+    drafter = suffix(**options)
+    context = Context(tokens, jnp.array([len(text)]))
+    tree, _ = drafter.propose(drafter.params, None, (), context, jnp.array([limit]))
     valid = np.asarray(tree.valid[0])
     assert tree.tokens[0, 0] == text[-1]
     assert (np.diff(valid.astype(int)) <= 0).all()
@@ -72,9 +75,46 @@ def test_the_fallback_drafts_where_nothing_recurs():
     np.testing.assert_array_equal(never.stats.target_passes, alone.stats.target_passes)
     drafter = compiled(suffix(3, min_match=2, fallback=recycling))
     context = Context(jnp.array([[1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 5, 6]]), jnp.array([6, 6]))
-    tree, _ = drafter.propose((), None, drafter.init((), context), context, jnp.array([9, 9]))
+    state = drafter.init(drafter.params, context)
+    tree, _ = drafter.propose(drafter.params, None, state, context, jnp.array([9, 9]))
     assert tree.tokens[0, :4].tolist() == [2, 3, 4, 1]
     assert tree.valid.sum(1).tolist() == [4, 1]  # nothing recycled yet
+
+
+CORPUS = [[7, 1, 2, 3, 8, 9, 4], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("text", "bias", "drafted"),
+    [
+        ([4, 1, 2, 3], 0, [8, 9, 4]),  # three tokens in the corpus, none in the text
+        ([4, 1, 2, 3], 1, [8, 9, 4]),
+        ([4, 1, 2, 3], 2, []),  # they count as one, and two are needed
+        ([2, 3, 5, 5, 1, 2, 3], 0, [8, 9, 4]),  # three against two
+        ([2, 3, 5, 5, 1, 2, 3], 1, [5, 5, 1]),  # two each: the text's own
+        ([4, 5, 6], 0, []),  # nothing follows in its document
+        ([4, 9, 4], 0, []),
+    ],
+)
+def test_the_longer_match_of_text_and_corpus_is_copied(text, bias, drafted):
+    corpus = from_documents(CORPUS, 10).to_device()
+    assert draft(text, num_tokens=3, max_match=4, corpus=corpus, bias=bias) == drafted
+    assert draft(text, limit=2, num_tokens=3, max_match=4, corpus=corpus, bias=bias) == drafted[:2]
+
+
+def test_text_copied_from_a_corpus_is_the_targets():
+    """A corpus of the text to come saves passes, also where the fallback keeps a matrix."""
+    target, prompts = tiny_llama(), [[1, 2, 3], [9]]
+    run = lambda drafter: decode(target, drafter, prompts, key=jax.random.key(0), max_new_tokens=24)
+    plain = run(autoregressive())
+    known = from_documents([p + row for p, row in zip(prompts, plain.to_lists(), strict=True)], 64).to_device()
+    fallback = token_recycling(64, num_nodes=7)
+    copied = run(suffix(5, corpus=known, bias=0, fallback=fallback, min_match=3))
+    alone = run(suffix(5, fallback=fallback, min_match=3))
+    assert copied.to_lists() == alone.to_lists() == plain.to_lists()
+    assert (copied.stats.target_passes < alone.stats.target_passes).all()
+    again = decode(target, copied.drafter, prompts, key=jax.random.key(0), max_new_tokens=24)  # what it remembers
+    assert again.to_lists() == plain.to_lists()
 
 
 def test_bad_settings():
@@ -82,5 +122,7 @@ def test_bad_settings():
         suffix(0)
     with pytest.raises(UsageError, match="min_match must be from 1 to max_match"):
         suffix(min_match=17)
+    with pytest.raises(UsageError, match="bias must be at least 0"):
+        suffix(bias=-1)
     with pytest.raises(UsageError, match="fallback must be a drafter without randomness"):
         suffix(fallback=two_model(tiny_llama()))

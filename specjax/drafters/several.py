@@ -1,0 +1,19 @@
+"""What a drafter made of several others passes on to each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specjax.types import Drafter, PyTree
+
+
+def read_each(several: Sequence[Drafter], params: Sequence, states: Sequence, *chunk) -> tuple[PyTree, ...]:
+    """Their states after a chunk of the prompt, as `Drafter.read` has it."""
+    each = zip(several, params, states, strict=True)
+    return tuple(drafter.read(own, state, *chunk) if drafter.read else state for drafter, own, state in each)
+
+
+def remember_each(several: Sequence[Drafter], params: Sequence, states: Sequence) -> tuple[PyTree, ...]:
+    """Their parameters for a later call, as `Drafter.remember` has it."""
+    each = zip(several, params, states, strict=True)
+    return tuple(drafter.remember(own, state) if drafter.remember else own for drafter, own, state in each)
