@@ -10,6 +10,7 @@ from specjax.decode import DecodeResult, StreamStep, decode, stream
 from specjax.errors import UsageError
 from specjax.methods import METHODS, make_drafter
 from specjax.parallel import mesh, shard
+from specjax.serving import Request, Served, serve
 from specjax.types import Controller, Drafter, Model, Output, Target, TokenTree, Verdict
 from specjax.verifiers import VERIFIERS, Verifier
 
@@ -23,6 +24,8 @@ __all__ = [
     "Drafter",
     "Model",
     "Output",
+    "Request",
+    "Served",
     "StreamStep",
     "Target",
     "TokenTree",
@@ -38,6 +41,7 @@ __all__ = [
     "make_drafter",
     "mesh",
     "plan",
+    "serve",
     "shard",
     "stream",
     "trees",
