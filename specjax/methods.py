@@ -110,7 +110,7 @@ METHODS: dict[str, Method] = {
         Method(
             "suffix",
             lambda target, draft, *, datastore=None, **options: drafters.suffix(
-                corpus=datastore and datastore.to_device(), **options
+                corpus=datastore and datastore.to_device(target.model.mesh), **options
             ),
             "distribution",
             False,

@@ -19,8 +19,9 @@ else turns, else prompt, or those named by --field. Every other file is one
 document of UTF-8 text.
 
 The folder appears when it is whole. A build that was interrupted goes on
-where it was when the same command is run again; after a change of the files
-or options it starts anew, and says so. One shard is in memory at a time,
+where it was when the same command is run again, once the finished shards are
+seen to be whole; after a change of the files or options it starts anew, and
+says so. One shard is in memory at a time,
 20 to 50 bytes per token; a token takes 6 bytes on disk and on the device (8
 for vocabularies above 65,535).
 """
@@ -93,8 +94,8 @@ def find(
 
     for flag, value in (("--max-span", max_span), ("--length", length), ("--limit", limit)):
         o.require(value >= 1, f"{flag} must be at least 1, not {value}")
-    store, tokenizer = d.open_datastore(folder), _tokenizer(target)
-    d.check_tokenizer(store, tokenizer, str(folder))
+    tokenizer = _tokenizer(target)
+    store = d.open_datastore(folder, tokenizer)
     match = store.search(tokenizer.encode(text, special=False), max_span, min_span=1)
     read = min(sum(match.counts), 5000)
     paths = [tuple(t for t in path if t >= 0) for path in store.continuations(match, read, length).tolist()]

@@ -1,6 +1,6 @@
 """Datastores: corpora as token ids with a suffix array, for drafters that retrieve.
 
-store = specjax.datastore.open_datastore("wiki.store")
+store = specjax.datastore.open_datastore("wiki.store", tokenizer)  # the target's: a store of another one is refused
 drafter = specjax.drafters.rest(store.to_device())
 """
 

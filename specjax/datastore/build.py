@@ -22,6 +22,7 @@ from specjax.datastore.files import (
     fingerprint,
     open_datastore,
     read_meta,
+    stored_as,
     write_meta,
 )
 from specjax.datastore.store import SHARD_TOKENS, Datastore, cut, make_shard, token_dtype
@@ -41,8 +42,8 @@ def build(
     """Tokenize files, sort their suffixes and write the folder `out`.
 
     The text is read twice: first to know it. A build that was interrupted goes on after its last whole shard when it is
-    started again with the same text, tokenizer and options; else it starts anew. Memory: one shard, 20 to 50 bytes per
-    token of it.
+    started again with the same text, tokenizer and options; else it starts anew. What is kept is compared with its
+    checksums: a damaged shard is built again, with those behind it. Memory: one shard, 20 to 50 bytes per token of it.
 
     Args:
       tokenizer: as `specjax.load` gives; control tokens around a text are left out.
@@ -98,18 +99,22 @@ def build(
             write_meta(part, meta)
     write_meta(part, meta | {"complete": True})
     os.replace(part, out)
-    return open_datastore(out, verify=False)
+    return open_datastore(out, verify=False)  # kept shards were compared with their checksums, the others just written
 
 
 def _resume(part: Path, plan: dict[str, Any], say: Callable[[str], object]) -> dict[str, Any]:
     """What is built already of this plan: its files are cut to the whole shards that meta.json lists."""
-    meta = None
     if part.exists():
+        meta = None
         with contextlib.suppress(UsageError):
             meta = read_meta(part)
-        if meta is not None and {name: meta.get(name) for name in plan} == plan and _keep(part, meta):
-            say(f"going on after {len(meta['shards'])} finished shards of an interrupted build")
-            return meta
+        if meta is not None and {name: meta.get(name) for name in plan} == plan:
+            kept = _cut_to_whole(part, meta)
+            lost = len(meta["shards"]) - len(kept)
+            if kept or not lost:
+                again = f"; shard {len(kept)} is damaged, so it and those behind it are built again" if lost else ""
+                say(f"going on after {len(kept)} finished shards of an interrupted build{again}")
+                return meta | {"complete": False, "shards": kept}
         say("an interrupted build of this folder was of other text or options, or is damaged: starting anew")
         shutil.rmtree(part)
     part.mkdir()
@@ -118,16 +123,23 @@ def _resume(part: Path, plan: dict[str, Any], say: Callable[[str], object]) -> d
     return meta
 
 
-def _keep(part: Path, meta: dict[str, Any]) -> bool:
-    """Cut the files to the shards listed; False if these are not all there."""
-    places = sum(entry["tokens"] for entry in meta["shards"])
-    for name, width in ((TOKENS, token_dtype(meta["vocab_size"]).itemsize), (SUFFIXES, 4)):
-        file = part / name
-        if (file.stat().st_size if file.exists() else 0) < places * width:
-            return False
-        if file.exists():
-            os.truncate(file, places * width)
-    return True
+def _cut_to_whole(part: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """The shards listed, as far as they have their checksums; what is behind them is cut off the files."""
+    files = {part / name: dtype for name, dtype in stored_as(meta["vocab_size"]).items()}
+    kept, places = [], 0
+    for file in files:
+        file.touch()
+    for entry in meta["shards"]:
+        found = [
+            np.fromfile(file, dtype, entry["tokens"], offset=places * dtype.itemsize) for file, dtype in files.items()
+        ]
+        if [checksum_of(array) for array in found] != entry["checksums"]:
+            break
+        kept.append(entry)
+        places += entry["tokens"]
+    for file, dtype in files.items():
+        os.truncate(file, places * dtype.itemsize)
+    return kept
 
 
 def _counted(blocks, total: int, progress: Callable[[int, int], object]):

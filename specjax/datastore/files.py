@@ -33,12 +33,15 @@ def check_tokenizer(store: Datastore, tokenizer, where: str) -> None:
         )
 
 
-def open_datastore(folder: str | Path, *, verify: bool = True) -> Datastore:
+def open_datastore(folder: str | Path, tokenizer=None, *, verify: bool = True) -> Datastore:
     """A datastore whose shards are memory-mapped.
 
-    Args: verify: compare the files with their checksums, at the speed of reading them once.
+    Args:
+      tokenizer: the target's, as `specjax.load` gives: the datastore's ids must be its own. None: not compared.
+      verify: compare the files with their checksums, at the speed of reading them once.
 
-    Raises: UsageError, in one sentence, for a folder that is no datastore, or files that are cut short or changed.
+    Raises: UsageError, in one sentence, for a folder that is no datastore, files that are cut short or changed, or
+    another tokenizer.
     """
     folder = Path(folder)
     meta = read_meta(folder)
@@ -50,6 +53,8 @@ def open_datastore(folder: str | Path, *, verify: bool = True) -> Datastore:
         if isinstance(error, UsageError):
             raise
         raise _damaged(folder) from None
+    if tokenizer is not None:
+        check_tokenizer(store, tokenizer, str(folder))
     if verify:
         for number, (shard, entry) in enumerate(zip(store.shards, meta["shards"], strict=True)):
             for name, array, checksum in zip((TOKENS, SUFFIXES), shard, entry["checksums"], strict=True):
@@ -95,11 +100,15 @@ def checksum_of(array: np.ndarray) -> str:
     return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
 
 
+def stored_as(vocab_size: int) -> dict[str, np.dtype]:
+    """Of each file of arrays the type."""
+    return {TOKENS: token_dtype(vocab_size).newbyteorder("<"), SUFFIXES: np.dtype("<i4")}
+
+
 def _shards(folder: Path, meta: dict[str, Any]) -> tuple[Shard, ...]:
     ends = np.cumsum([0, *(entry["tokens"] for entry in meta["shards"])])
-    dtypes = token_dtype(meta["vocab_size"]).newbyteorder("<"), np.dtype("<i4")
     arrays = []
-    for name, dtype in zip((TOKENS, SUFFIXES), dtypes, strict=True):
+    for name, dtype in stored_as(meta["vocab_size"]).items():
         wanted = int(ends[-1]) * dtype.itemsize
         size = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if size != wanted or not wanted:

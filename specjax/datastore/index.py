@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.datastore.store import Datastore
-from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.types import Array
 
@@ -18,7 +19,7 @@ from specjax.types import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Index:
-    """S shards of n places each, filled up with END. 6 bytes per token of the corpus, 8 above 65,535 ids."""
+    """S shards of n places each, filled up with END. 6 bytes per place, 8 above 65,535 ids."""
 
     tokens: Array  # uint16[S, n] or int32[S, n]
     suffixes: Array  # int32[S, n]
@@ -34,31 +35,51 @@ class Matches(NamedTuple):
     counts: Array  # int32[B, S]
 
 
-def to_device(store: Datastore, mesh: jax.sharding.Mesh | None = None) -> Index:
-    """The arrays of a datastore on the device; with a mesh, its shards spread over the axis "model".
+def to_device(store: Datastore, mesh: Mesh | None = None) -> Index:
+    """The arrays of a datastore on the device; with a mesh, the target's, its shards spread over all axes but "data".
 
-    Raises: UsageError for a mesh without that axis.
+    Over P devices a device holds ceil(S / P) shards, as long as the longest; those along "data", where other rows are
+    decoded, hold the same ones, as they do of the weights. The host reads the shards of one device at a time, and those
+    of its own devices only.
     """
-    if mesh is not None and "model" not in mesh.axis_names:
-        raise UsageError(f'the mesh has the axes {", ".join(mesh.axis_names)}, but the shards go over the axis "model"')
-    over = mesh.shape["model"] if mesh is not None else 1
-    num_shards = -(-len(store.shards) // over) * over
+    if mesh is None:
+        tokens, suffixes, sizes = jax.device_put(_arrays(store, 0, len(store.shards)))
+        return Index(tokens, suffixes, sizes, store.vocab_size)
+    axes = tuple(axis for axis in mesh.axis_names if axis != "data")
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    each = -(-len(store.shards) // parts)
+    sharding = NamedSharding(mesh, PartitionSpec(axes))
+    holders: dict[int, list[jax.Device]] = {}  # first shard -> this host's devices that hold it
+    for device, (rows,) in sharding.devices_indices_map((each * parts,)).items():
+        if device in sharding.addressable_devices:
+            holders.setdefault(rows.start or 0, []).append(device)
+    placed = []
+    for first, devices in holders.items():
+        arrays = _arrays(store, first, each)
+        placed += [jax.device_put(arrays, device) for device in devices]
+    whole = lambda *pieces: jax.make_array_from_single_device_arrays(
+        (each * parts, *pieces[0].shape[1:]), sharding, list(pieces)
+    )
+    tokens, suffixes, sizes = map(whole, *placed)
+    return Index(tokens, suffixes, sizes, store.vocab_size)
+
+
+def _arrays(store: Datastore, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, suffixes and sizes of `count` shards from `first` on, empty ones behind the last."""
     longest = max(len(shard.tokens) for shard in store.shards)
-    dtype = np.uint16 if store.vocab_size < 1 << 16 else np.int32
-    tokens = np.full((num_shards, longest), store.vocab_size, dtype)
-    suffixes, sizes = np.zeros((num_shards, longest), np.int32), np.zeros(num_shards, np.int32)
-    for i, shard in enumerate(store.shards):
+    tokens = np.full((count, longest), store.vocab_size, np.uint16 if store.vocab_size < 1 << 16 else np.int32)
+    suffixes, sizes = np.zeros((count, longest), np.int32), np.zeros(count, np.int32)
+    for i, shard in enumerate(store.shards[first : first + count]):
         sizes[i] = len(shard.tokens)
         tokens[i, : sizes[i]], suffixes[i, : sizes[i]] = shard
-    by_shard = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
-    place = lambda array: jax.device_put(array, by_shard)
-    return Index(place(tokens), place(suffixes), place(sizes), store.vocab_size)
+    return tokens, suffixes, sizes
 
 
 def search(index: Index, text: Array, length: Array, min_span: int = 2) -> Matches:
     """The longest end of each text, of `min_span` to M tokens, that occurs in the corpus.
 
-    All spans are searched at once, in log2 n steps that read 2 M tokens of each shard per span.
+    All spans are searched at once, in log2 n steps that read 2 M tokens of each shard per span. Where the shards are
+    spread over devices each searches its own; no more than counts and the continuations found travel between them.
 
     Args: text: int32[B, M], the last M tokens of each row, the newest last. length: int32[B], how many are real.
     """

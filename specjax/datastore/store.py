@@ -63,7 +63,7 @@ class Datastore:
         }
 
     def to_device(self, mesh=None):
-        """The `Index` on the device, or its shards spread over the axis "model" of a mesh. See `index.to_device`."""
+        """The `Index` on the device, or its shards spread over the target's mesh. See `index.to_device`."""
         from specjax.datastore.index import to_device
 
         return to_device(self, mesh)

@@ -34,7 +34,8 @@ def rest(
 ) -> Drafter:
     """A tree of up to `num_nodes` tokens, `depth` deep, retrieved on the device. Params: the index.
 
-    Args: index: `Datastore.to_device()`; its ids must be those of the target.
+    Args: index: `Datastore.to_device()`, on the mesh of the target if it has one. Its ids must be those of the target,
+      which `open_datastore(folder, tokenizer)` sees to.
 
     Raises: UsageError for a budget below 1, or unless 1 <= min_span <= max_span.
     """

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
+from processes import Hosts
+
+from specjax import drafters
 
 SHORT = ("--max-new-tokens", 6, "--json")
 
@@ -42,6 +51,41 @@ def test_a_method_reads_it(cli, store):
     assert document["datastore"]["tokens"] == 46
 
 
+def test_suffix_matching_copies_from_it_too(cli, store):
+    run = ("generate", "once upon a", "--raw", "--method", "suffix", "--compare", *SHORT)
+    own, both = (json.loads(cli(*run, *more).out) for more in ((), ("--datastore", store)))
+    assert own["identical"] is True and both["identical"] is True
+    assert own["datastore"] is None and both["datastore"]["tokens"] == 46
+    assert both["drafted"] > own["drafted"]
+
+
+def test_it_is_spread_over_the_mesh(cli, corpus, tmp_path, monkeypatch):
+    assert cli("datastore", "build", corpus, "--out", tmp_path / "store", "--shard-tokens", 10).code == 0
+    made = []
+    monkeypatch.setattr(
+        drafters, "rest", lambda index, real=drafters.rest, **options: made.append(index) or real(index, **options)
+    )
+    run = ("generate", "once upon a", "--raw", "--method", "rest", "--datastore", tmp_path / "store", *SHORT)
+    alone, ours = (json.loads(cli(*run, *more).out) for more in ((), ("--data", 4, "--model", 2, "--compare")))
+    assert ours["identical"] is True and ours["results"][0]["text"] == alone["results"][0]["text"]
+    assert ours["drafted"] == alone["drafted"] > 0
+    whole, spread = ([part.data.shape for part in index.tokens.addressable_shards] for index in made)
+    assert whole == [(6, 10)] and spread == [(3, 10)] * 8
+
+
+@pytest.mark.exhaustive
+def test_two_hosts_read_one(cli, corpus, tmp_path):
+    assert cli("datastore", "build", corpus, "--out", tmp_path / "store", "--shard-tokens", 10).code == 0
+    run = ("generate", "once upon a", "--raw", "--method", "rest", "--datastore", tmp_path / "store", *SHORT)
+    alone = json.loads(cli(*run).out)
+    joined = ("--distributed", "--coordinator", "ADDRESS", "--num-processes", "COUNT", "--process-id", "HOST")
+    with Hosts(2, "cli", *run, *joined) as running:
+        ended = running.wait(timeout=120)
+    assert [process.code for process in ended] == [0, 0], ended
+    ours = json.loads(ended[0].out)
+    assert ours["results"][0]["text"] == alone["results"][0]["text"] and ours["drafted"] == alone["drafted"] > 0
+
+
 def test_bad_input(refused, store, corpus, tmp_path):
     generate = ("generate", "abc", *SHORT)
     assert "needs a datastore" in refused(*generate, "--method", "rest")
@@ -77,3 +121,42 @@ def test_an_interrupted_build_can_be_continued(cli, corpus, tmp_path, monkeypatc
     assert result.code == 130
     assert "run the same command again" in result.err
     assert cli("datastore", "build", corpus, "--out", tmp_path / "store").code == 0
+
+
+SLOW_BUILD = """
+import sys, time
+from host_worker import load_conftest
+from specjax.cli import main
+from specjax.models import loading
+
+class Slow(load_conftest().ByteTokenizer):
+    def encode(self, text, special=True):
+        time.sleep(0.05)
+        return super().encode(text, special)
+
+loading.load_tokenizer = lambda source=None: Slow()
+main(sys.argv[1:])
+"""
+
+
+def test_a_killed_build_can_be_continued(cli, tmp_path):
+    lines = [{"text": f"document {i} of many, not all of one length{'!' * (i % 7)}"} for i in range(300)]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    out, part = tmp_path / "store", tmp_path / ".store.part"
+    command = [str(a) for a in ("datastore", "build", tmp_path / "text.jsonl", "--shard-tokens", 200, "--out")]
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent.parent / "lib")}
+    building = subprocess.Popen([sys.executable, "-c", SLOW_BUILD, *command, str(out)], env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while not (part / "meta.json").exists() or len(json.loads((part / "meta.json").read_text())["shards"]) < 3:
+            assert building.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        building.kill()
+    assert building.wait() == -signal.SIGKILL and not out.exists()
+    result = cli(*command, out)
+    assert result.code == 0 and "finished shards of an interrupted build" in result.err, result.err
+    assert "damaged" not in result.err and not part.exists()
+    assert cli(*command, tmp_path / "undisturbed").code == 0
+    for name in ("tokens.bin", "suffixes.bin", "meta.json"):
+        assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()

@@ -1,6 +1,7 @@
 """Datastores on disk: what is read, what is kept of an interrupted build, what is refused."""
 
 import json
+import os
 import types
 
 import numpy as np
@@ -122,6 +123,48 @@ def test_an_interrupted_build_goes_on(files, tmp_path):
     open_datastore(out)
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "suffixes.bin"])
+@pytest.mark.parametrize("damaged", [0, 2])
+def test_damaged_shards_of_an_interrupted_build_are_built_again(files, tmp_path, name, damaged):
+    """One bit, no change of size."""
+    out = tmp_path / "out"
+    part = interrupt(files, out)
+    data = bytearray((part / name).read_bytes())
+    data[damaged * 7 * (2 if name == "tokens.bin" else 4)] ^= 1  # the shards before it are full
+    (part / name).write_bytes(bytes(data))
+    said, tokenizer = [], Bytes()
+    store = build(files, out, tokenizer, shard_tokens=7, say=said.append)
+    if damaged:
+        shard = "shard 2 is damaged, so it and those behind it are built again"
+        assert said == [f"going on after 2 finished shards of an interrupted build; {shard}"]
+    else:
+        assert len(said) == 1 and "starting anew" in said[0]
+    assert store.info == build(files, tmp_path / "fresh", Bytes(), shard_tokens=7).info
+    open_datastore(out)
+
+
+def test_a_build_that_was_stopped_twice_or_at_its_very_end_goes_on(files, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    part = interrupt(files, out)
+    (part / "tokens.bin").write_bytes((part / "tokens.bin").read_bytes()[:31])  # cuts the third shard
+
+    def replace(source, wanted, real=os.replace):
+        if wanted == out:
+            raise KeyboardInterrupt
+        real(source, wanted)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", replace)
+        build(files, out, Bytes(), shard_tokens=7)
+    said, tokenizer = [], Bytes()
+    store = build(files, out, tokenizer, shard_tokens=7, say=said.append)
+    assert tokenizer.seen == 0 and said == [
+        f"going on after {len(store.shards)} finished shards of an interrupted build"
+    ]
+    assert store.info == build(files, tmp_path / "fresh", Bytes(), shard_tokens=7).info
+    open_datastore(out)
+
+
 @pytest.mark.parametrize("change", ["text", "options", "cut", "meta"])
 def test_a_changed_build_starts_anew_and_says_so(files, tmp_path, change):
     out = tmp_path / "out"
@@ -181,6 +224,11 @@ def test_other_tokenizers_and_bad_arguments(files, tmp_path):
     other = types.SimpleNamespace(vocab=(*Bytes().vocab[1:], "x"))
     with pytest.raises(UsageError, match="here was built with another tokenizer"):
         check_tokenizer(store, other, "here")
+    with pytest.raises(
+        UsageError, match=r"out was built with another tokenizer \(of 256 tokens; the target's has 256\)"
+    ):
+        open_datastore(tmp_path / "out", other)
+    assert open_datastore(tmp_path / "out", Bytes()).num_tokens == store.num_tokens
     with pytest.raises(UsageError, match="exists already"):
         build(files, tmp_path / "out", Bytes())
     with pytest.raises(UsageError, match="there is no folder"):

@@ -1,6 +1,7 @@
 """Search on the host against brute force, on the device against the host."""
 
 import collections
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ import pytest
 
 from specjax import UsageError
 from specjax.datastore import Index, continuations, from_documents, search
+from specjax.datastore import index as module
 from specjax.parallel import mesh
 
 MAX_SPAN, PATHS, LENGTH = 4, 5, 3
@@ -122,6 +124,41 @@ def test_shards_spread_over_devices_find_the_same():
     np.testing.assert_array_equal(paths, spread_paths)
 
 
+@pytest.mark.parametrize(
+    ("shape", "parts"), [((1, 8), 8), ((4, 2), 2), ((8, 1), 1)], ids=["model", "data and model", "data"]
+)
+def test_a_device_holds_its_part_alone(shape, parts, monkeypatch):
+    """The shards are spread over all axes but "data", along which they are the same; each is read once."""
+    store, read = from_documents([[*range(9)] * 7], 9, shard_tokens=11), []
+    monkeypatch.setattr(module, "_arrays", lambda *which, real=module._arrays: read.append(which[1:]) or real(*which))
+    index = store.to_device(mesh(*shape))
+    each = 8 // parts if parts > 1 else 7
+    assert len(store.shards) == 7 and sorted(read) == [(each * part, each) for part in range(parts)]
+    assert index.tokens.shape == (each * parts, 11)
+    assert {part.data.shape for part in index.tokens.addressable_shards} == {(each, 11)}
+    whole = store.to_device()
+    for ours, theirs in zip(jax.tree.leaves(index), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours[:7], theirs)
+        assert len(ours.sharding.device_set) == 8
+
+
+def test_axes_of_layers_split_it_too():
+    store = from_documents([[*range(9)] * 7], 9, shard_tokens=11)
+    assert len({str(part.index) for part in store.to_device(mesh(1, 4, layer=2)).sizes.addressable_shards}) == 8
+    only_data = jax.sharding.Mesh(np.array(jax.devices()), "data")
+    assert store.to_device(only_data).tokens.sharding.is_fully_replicated
+
+
+def test_no_shard_travels():
+    """Between devices go spans, counts and what is drafted."""
+    store = from_documents(np.random.default_rng(2).integers(0, 3, (40, 300)).tolist(), 3, shard_tokens=2000)
+    text, length = jnp.zeros((4, MAX_SPAN), jnp.int32), jnp.full(4, MAX_SPAN)
+    program = on_device.lower(store.to_device(mesh(1, 8)), text, length).compile().as_text()
+    sent = re.findall(r"= (.*) (?:all-\w+|reduce-scatter|collective-[a-z]+)(?:-start)?\(", program)
+    sizes = [np.prod([int(n) for n in dims.split(",") if n]) for dims in re.findall(r"\w\[([\d,]*)\]", " ".join(sent))]
+    assert sizes and max(sizes) <= 4 * PATHS * LENGTH
+
+
 def test_bad_corpora():
     with pytest.raises(UsageError, match="no tokens"):
         from_documents([[]], 3)
@@ -129,5 +166,3 @@ def test_bad_corpora():
         from_documents([[0, 4]], 3)
     with pytest.raises(UsageError, match="shard_tokens"):
         from_documents([[0, 1]], 3, shard_tokens=1)
-    with pytest.raises(UsageError, match='axis "model"'):
-        from_documents([[0, 1]], 3).to_device(jax.sharding.Mesh(np.array(jax.devices()[:1]), "data"))

@@ -4,10 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from tiers import exhaustive
 from toy import tiny_llama
 
-from specjax import UsageError, decode
+from specjax import UsageError, decode, make_drafter, parallel, shard
 from specjax.datastore import from_documents
 from specjax.drafters import autoregressive, rest
 from specjax.types import Context
@@ -70,6 +72,33 @@ def test_a_corpus_of_the_targets_own_text_is_accepted_in_blocks():
     )
     assert ours.to_lists() == plain
     assert ours.stats.target_passes.max() <= 6  # at most 7 tokens each
+
+
+@pytest.mark.parametrize("shape", [(2, 4), exhaustive((1, 8))])
+def test_an_index_spread_over_the_targets_mesh(shape):
+    """Plain decoding's text, and the drafts of the whole index."""
+    over = parallel.mesh(*shape)
+    target, prompts = tiny_llama(num_heads=8, num_kv_heads=8), [[1, 2, 3], [9, 8], [5], [7, 7, 7]]
+    options = {"key": jax.random.key(0), "max_new_tokens": 33}
+    plain = decode(target, autoregressive(), prompts, **options).to_lists()
+    texts = [prompt + new for prompt, new in zip(prompts, plain, strict=True)]
+    store = from_documents([*texts, *(row[9:] + row[:20] for row in texts)], 64, shard_tokens=40)
+    small, sharded = {"num_nodes": 6, "depth": 6, "max_span": 4, "num_paths": 4}, shard(target, over)
+    whole, spread = (make_drafter("rest", model, datastore=store, **small) for model in (target, sharded))
+    each = -(-len(store.shards) // shape[1])
+    assert len(store.shards) > 4 and {p.data.shape for p in spread.params.tokens.addressable_shards} == {(each, 40)}
+
+    context = lambda model: Context(jnp.asarray([text[:20] for text in texts]), jnp.array([20, 9, 13, 5]))
+    trees = [jax.jit(d.propose)(d.params, None, (), context(d), jnp.full(4, 6))[0] for d in (whole, spread)]
+    for one, eight in zip(jax.tree.leaves(trees[0]), jax.tree.leaves(trees[1]), strict=True):
+        np.testing.assert_array_equal(one, eight)
+    assert trees[0].valid.sum() > 12
+
+    alone, ours = decode(target, whole, prompts, **options), decode(sharded, spread, prompts, **options)
+    assert alone.to_lists() == ours.to_lists() == plain
+    for one, eight in zip(jax.tree.leaves(alone.stats), jax.tree.leaves(ours.stats), strict=True):
+        np.testing.assert_array_equal(one, eight)
+    assert ours.stats.accepted.min() > 9
 
 
 def test_bad_settings():
