@@ -4,6 +4,7 @@ from specjax.decoders.any_subset import AnySubsetModel, AnySubsetResult, any_sub
 from specjax.decoders.continuous import ContinuousModel, ContinuousResult, continuous
 from specjax.decoders.pearl import PearlResult, pearl
 from specjax.decoders.pearl_in_one_program import pearl_in_one_program
+from specjax.decoders.superposed import SuperposedResult, superposed
 
 __all__ = [
     "AnySubsetModel",
@@ -11,8 +12,10 @@ __all__ = [
     "ContinuousModel",
     "ContinuousResult",
     "PearlResult",
+    "SuperposedResult",
     "any_subset",
     "continuous",
     "pearl",
     "pearl_in_one_program",
+    "superposed",
 ]

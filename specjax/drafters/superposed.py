@@ -2,6 +2,7 @@
 
 Shen, Fan, Pratt, Park, Wallingford, Kakade, Holtzman, Krishna, Farhadi, Kusupati: Superposed Decoding: Multiple
 Generations from a Single Autoregressive Inference Pass (NeurIPS 2024), arXiv 2405.18400; here the drafter.
+`specjax.decoders.superposed` is the generator of completions.
 
 Rule: k drafts with scores s_i. The next input is sum_i softmax(s)_i E[last token of draft i]; its law p, cut to the
 `candidates` likeliest tokens and normalised, is the next law of every draft; of all s_i + log p(v) the k best are the
@@ -62,17 +63,15 @@ def _functions(
 ) -> Drafter:
     nodes = 1 + num_tokens * drafts
 
-    def likeliest(logits: Array) -> tuple[Array, Array]:
-        """The candidates int32[B, C] of logits [B, 1, V], best first, and their log p."""
-        tokens, scores = gumbel_topk(None, logits[:, 0] / temperature, min(candidates, model.vocab_size))
-        return tokens, jax.nn.log_softmax(scores, -1)
+    def named_by(logits: Array) -> tuple[Array, Array]:
+        return likeliest(logits[:, 0] / temperature, min(candidates, model.vocab_size))
 
     def propose(params, keys, state, context: Context, limit):
         layers = first_layers(model, jnp.full_like(context.length, exit_layer))
         look = functools.partial(look_below, model, params, context, layers)
         root = take_along(context.tokens, context.length[:, None] - 1, 1)
         logits, pending = look(root, jnp.zeros_like(root), limit, mask=jnp.ones((*root.shape, 1), bool))
-        tokens, scores = (x[:, :drafts] for x in likeliest(logits))
+        tokens, scores = (x[:, :drafts] for x in named_by(logits))
 
         def level(carry, depth):
             pending, tokens, scores = carry
@@ -82,7 +81,7 @@ def _functions(
                 mixture, jnp.full_like(root, depth), limit, earlier=pending,
                 mask=jnp.broadcast_to(seen, (root.shape[0], 1, num_tokens + 1)),
             )  # fmt: skip
-            named, log_p = likeliest(logits)
+            named, log_p = named_by(logits)
             draft, choice, scores = extend(scores, jnp.broadcast_to(log_p[:, None], (*tokens.shape, named.shape[1])))
             tokens = take_along(named, choice, 1)
             return (kv.insert(pending, new, depth), tokens, scores), (tokens, draft)
@@ -106,11 +105,17 @@ def _functions(
     )
 
 
-def extend(scores: Array, log_r: Array) -> tuple[Array, Array, Array]:
-    """The k best of `scores` float32[B, k] + `log_r` float32[B, k, C].
+def likeliest(logits: Array, candidates: int) -> tuple[Array, Array]:
+    """The likeliest tokens int32[B, C] of logits [B, V], best first, and their log-probabilities among themselves."""
+    tokens, scores = gumbel_topk(None, logits, candidates)
+    return tokens, jax.nn.log_softmax(scores, -1)
 
-    Returns: int32[B, k], the draft that each continues; int32[B, k], its candidate; float32[B, k], the new scores.
+
+def extend(scores: Array, log_r: Array, number: int | None = None) -> tuple[Array, Array, Array]:
+    """The best `number` (default: k) of `scores` float32[B, k] + `log_r` float32[B, k, C].
+
+    Returns: int32[B, number], the draft that each continues; likewise its candidate; float32, the new scores.
     """
     total = scores[:, :, None] + log_r
-    best, place = jax.lax.top_k(total.reshape(total.shape[0], -1), scores.shape[1])
+    best, place = jax.lax.top_k(total.reshape(total.shape[0], -1), number or scores.shape[1])
     return place // total.shape[2], place % total.shape[2], best

@@ -8,7 +8,6 @@ from toy import tiny_llama
 
 from specjax import UsageError, decode
 from specjax.drafters import early_exit, superposed
-from specjax.drafters.superposed import extend
 from specjax.prefill import prefill
 from specjax.types import Context, Mixture
 
@@ -39,17 +38,6 @@ def test_all_layers_accept_their_own_greedy_text():
         drafter = superposed(target, 2, num_tokens=3, drafts=drafts, temperature=1e-4)
         result = decode(target, drafter, [[1, 2, 3], [4]], key=jax.random.key(0), max_new_tokens=16)
         assert result.block_efficiency.tolist() == [4.0, 4.0]
-
-
-def test_the_cards_scores():
-    p, f = jnp.array([0.5, 0.3, 0.2]), jnp.array([[0.1, 0.8, 0.1], [0.7, 0.1, 0.2]])
-    scores = jnp.log(jnp.array([[0.6, 0.4]]))
-    log_r = 0.5 * jnp.log(p) + 0.5 * jnp.log(f)
-    total = jnp.exp(scores[:, :, None] + log_r)
-    np.testing.assert_allclose(total[0], [[0.1342, 0.2939, 0.0849], [0.2366, 0.0693, 0.0800]], atol=6e-5)
-    draft, token, best = extend(scores, log_r[None])
-    assert (draft.tolist(), token.tolist()) == ([[0, 1]], [[1, 0]])
-    np.testing.assert_allclose(jax.nn.softmax(best, -1)[0], [0.554, 0.446], atol=6e-4)
 
 
 def test_a_level_is_one_pass_over_the_mixture():
