@@ -75,7 +75,8 @@ def serve(
       options: those of `decode` but `key` and `logprobs`, for all requests alike: temperature, top_k, top_p, eos,
         sampling, verifier, controller, capacity.
 
-    A request that does not fit is refused (`Served.error`), and the others go on.
+    A request that does not fit is refused (`Served.error`), and the others go on. On several hosts each must give the
+    same requests at the same times, and sees all of their texts.
     Raises: UsageError for a setting outside its range, or a mesh that splits the batch.
     """
     if slots < 1 or longest_prompt < 1:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import those
 from toy import tiny_llama
 
 import specjax
@@ -46,24 +47,34 @@ DRAFTERS = {
     "prompt_lookup": lambda: drafters.prompt_lookup(3, min_ngram=1),
     "token_recycling": lambda: drafters.token_recycling(64, num_nodes=7, read_prompt=True),
     "two_model": lambda: drafters.two_model(tiny_llama(seed=1, layers=1), 3),
+    "close": lambda: drafters.two_model(tiny_llama(), 3),
     "auto": lambda: drafters.auto(64, costs=(1.0, 1.0, 1.0, 1.0)),
 }
 
 
-def settings():
-    """The drafters with a state of their own each at one temperature; the others with the marker `exhaustive`."""
-    quick = ("two_model", 1.0), ("token_recycling", 0.0), ("auto", 1.0)
-    for setting in itertools.product(DRAFTERS, (0.0, 1.0)):
-        yield pytest.param(*setting, marks=() if setting in quick else pytest.mark.exhaustive)
+OF_EACH_KIND = ("two_model", 1.0), ("token_recycling", 0.0), ("auto", 1.0)
 
 
-@pytest.mark.parametrize(("name", "temperature"), settings())
-def test_texts_do_not_depend_on_when_requests_come(name, temperature):
+@pytest.mark.parametrize("setting", those(OF_EACH_KIND, itertools.product(DRAFTERS, (0.0, 1.0))))
+def test_texts_do_not_depend_on_when_requests_come(setting):
+    name, temperature = setting
     options = {"temperature": temperature, "sampling": "coupled" if temperature else "speculative"}
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
         texts, reasons = served(DRAFTERS[name](), order, **options)
         assert texts == {i: alone(name, i, **options) for i in order}
         assert set(reasons.values()) == {"length"}
+
+
+def test_rows_draft_as_they_would_alone():
+    """A request finds nothing of the row before in the draft model's cache."""
+    order, accepted = [2, 0, 3, 4], {0: 0, 4: 0}
+    for news in serve(tiny_llama(), DRAFTERS["close"](), map(request, order), **LIMITS):
+        if order[news.request] in accepted:
+            accepted[order[news.request]] += news.accepted
+    for i in accepted:
+        key = jax.random.key(i)[None]
+        stats = decode(tiny_llama(), DRAFTERS["close"](), [PROMPTS[i]], key=key, max_new_tokens=COUNTS[i]).stats
+        assert accepted[i] == int(stats.accepted[0]) > 7
 
 
 def test_one_slot_and_more_slots_than_requests():
@@ -78,6 +89,14 @@ def test_a_row_ends_with_its_eos():
     texts, reasons = served(DRAFTERS["prompt_lookup"](), [0, 1, 2], eos=eos)
     assert texts[0] == text[: text.index(eos) + 1] and reasons[0] == "eos"
     assert texts == {i: alone("prompt_lookup", i, eos=eos) for i in (0, 1, 2)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", [2, 4])
+def test_over_a_mesh(model):
+    target = specjax.shard(tiny_llama(), specjax.mesh(data=1, model=model))
+    texts, _ = served(DRAFTERS["token_recycling"](), [0, 1, 2, 3], target)
+    assert texts == {i: alone("token_recycling", i) for i in range(4)}
 
 
 def test_nothing_of_the_row_before_is_left(monkeypatch):
@@ -149,4 +168,6 @@ def test_bad_settings():
         serve(tiny_llama(), None, [], **LIMITS | {"slots": 0})
     with pytest.raises(UsageError, match="over the capacity"):
         serve(tiny_llama(), None, [], **LIMITS, capacity=20)
+    with pytest.raises(UsageError, match="use data=1"):
+        serve(specjax.shard(tiny_llama(), specjax.mesh(data=2)), None, [], **LIMITS)
     assert list(serve(tiny_llama(), None, [], **LIMITS)) == []
