@@ -1,10 +1,14 @@
 """Costs of passes from their three sources."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy import tiny_llama
 
-from specjax import costs, drafters
+from specjax import controllers, costs, decode, drafters
 from specjax.errors import UsageError
 
 
@@ -43,3 +47,21 @@ def test_estimated_rises_with_width_and_batch():
         for batch in (1, 16):
             found = costs.estimated((1, 4, 8, 32), batch, dtype, "cpu")
             assert found[0] == 1 and (np.diff(found) > 0).all()
+
+
+@pytest.mark.parametrize("which", ["auto", "choice", "goodput"])
+def test_the_rule_of_thumb_is_asked_for_the_rows_there_are(which, monkeypatch):
+    """What decides by costs and was given none."""
+    asked = []
+
+    def spy(widths, batch, *rest, real=costs.estimated):
+        asked.append(batch)
+        return real(widths, batch, *rest)
+
+    monkeypatch.setattr(costs, "estimated", spy)
+    lookup = drafters.prompt_lookup(3)
+    drafter = {"auto": drafters.auto(64), "choice": drafters.choice(lookup, depths=(2,)), "goodput": lookup}[which]
+    controller = controllers.goodput((0, 1, 2)) if which == "goodput" else None
+    run = functools.partial(decode, tiny_llama(), drafter, key=jax.random.key(0), controller=controller)
+    jax.eval_shape(lambda tokens: run((tokens, jnp.full(5, 3)), max_new_tokens=3).tokens, jnp.zeros((5, 8), jnp.int32))
+    assert asked and set(asked) == {5}

@@ -1,4 +1,4 @@
-"""Limits, eos inside a step, statistics, errors."""
+"""Limits, widths of passes, eos inside a step, statistics, errors."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import markov, tiny_llama
 
-from specjax import UsageError, controllers, decode, drafters, stream
+from specjax import Target, UsageError, controllers, decode, drafters, stream
+from specjax.prefill import CHUNK
 from specjax.types import Controller
 
 CYCLE = np.full((12, 12), 1e-6, np.float32)
@@ -77,6 +78,32 @@ def test_a_fixed_controller_bounds_the_draft_and_changes_no_token(depth):
     limited = decode(markov(CYCLE), drafters.prompt_lookup(5), [prompt], controller=controllers.fixed(depth), **options)
     assert limited.to_lists()[0] == cycle(1, 14)
     assert limited.stats.target_passes.tolist() == [-(-14 // (depth + 1))]
+
+
+def test_a_pass_is_as_wide_as_the_widest_draft_asks_for():
+    """Two rows of a regular text, whose limits by round ask for passes of 1, 4, 4 and 8 nodes and plain steps."""
+    limits = jnp.array([[0, 0], [3, 1], [1, 3], [0, 5], [0, 0]])
+    seen, honest = [], markov(CYCLE)
+
+    def forward(params, tokens, cache, **options):
+        jax.debug.callback(lambda: seen.append(tokens.shape[1]), ordered=True)
+        return honest.model.forward(params, tokens, cache, **options)
+
+    scripted = Controller(
+        init=lambda batch: jnp.int32(0), limit=lambda state: limits[state], update=lambda state, info: state + 1
+    )
+    result = decode(
+        Target(honest.model._replace(forward=forward), honest.params),
+        drafters.prompt_lookup(7).replace(widths=(1, 4)),
+        [[*range(12), 0, 1]] * 2,
+        key=jax.random.key(0),
+        max_new_tokens=14,
+        controller=scripted,
+    )
+    jax.effects_barrier()
+    assert result.to_lists() == [cycle(1, 14)] * 2
+    assert result.stats.target_passes.tolist() == [10, 5]
+    assert [width for width in seen if width < CHUNK] == [1, 4, 4, 8, 1] + [1] * 5  # then the first row is alone
 
 
 def test_an_adversarial_controller_keeps_the_text():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tiers import those
 from toy import (
+    ADVERSARY,
     DRAFT_ROWS,
     TARGET_ROWS,
     branching_drafter,
@@ -26,6 +27,7 @@ from toy import (
 import specjax
 from specjax import METHODS, Target, UsageError, decode, make_drafter, stream
 from specjax.sampling import draw
+from specjax.types import Context
 from specjax.verifiers import sample_and_match, standard
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
@@ -56,6 +58,7 @@ NAMES = sorted(METHODS)
 # What compiles most is done for one row of each kind; for the others in the tier `exhaustive`.
 OF_EACH_KIND = {"auto", "jacobi", "prompt_lookup", "rasd", "rest", "swift", "two_model"}
 EXACT = [name for name in NAMES if METHODS[name].guarantee == "distribution"]
+DRAWS_ITS_POINTS = {"jacobi", "lookahead", "stand"}  # by the row's key, apart from the noise of the target's draws
 BATCH_WIDE = {"auto", "choice"}  # decide for the whole batch: a row's passes depend on it, its text does not
 
 
@@ -76,7 +79,7 @@ def draft_of(name):
 
 
 @functools.cache
-def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0, sampling="speculative"):
+def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0, sampling="speculative", **options):
     """Lists of new tokens of a method on the tiny Llama, and the result."""
     result = decode(
         tiny_llama(),
@@ -87,6 +90,7 @@ def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0, sa
         temperature=temperature,
         eos=eos,
         sampling=sampling,
+        **options,
     )
     return result.to_lists(), result
 
@@ -106,6 +110,21 @@ def test_greedy_output_equals_plain_greedy_on_ragged_batches(name):
     ours, result = run(name, eos=(27, 12))
     assert ours == run("autoregressive", eos=(27, 12))[0]
     assert 0 < result.hit_eos.sum() < len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", those({"auto", "lookahead"}, NAMES))
+def test_no_controller_changes_a_greedy_text(name):
+    """One that would do harm: limits that jump about, differently in every row."""
+    ours, _ = run(name, eos=(27, 12), controller=ADVERSARY)
+    assert ours == run("autoregressive", eos=(27, 12))[0]
+
+
+@pytest.mark.parametrize("name", those({"rasd"}, NAMES))
+def test_every_draft_is_one_that_its_rule_can_take(name):
+    """`debug` looks at all of them: parents before children, laws that gave every token, siblings that differ."""
+    ours, result = run(name, 1.0, debug=True)
+    assert result.stats.violations.tolist() == [0] * len(PROMPTS)
+    assert ours == run(name, 1.0)[0]
 
 
 @pytest.mark.parametrize("name", those({"auto", "two_model"}, EXACT))
@@ -200,6 +219,29 @@ def test_steps_transfer_nothing(name):
     state, _, _ = step(inputs, state, **decoding)
     with jax.transfer_guard("disallow"):
         step(inputs, state, **decoding)
+
+
+@pytest.mark.parametrize("name", those({"auto", "rasd"}, NAMES))
+def test_drafting_twice_gives_the_same_tree(name):
+    """After two steps; with another key of the row, too, if the method draws nothing."""
+    call = {"key": jax.random.key(1), "max_new_tokens": 24, "temperature": 0.5}
+    inputs, *arrays, static = specjax.decode.__globals__["prepare"](tiny_llama(), drafter_of(name), PROMPTS, **call)
+    start, step = (specjax.decode.__globals__[f] for f in ("_start", "_step"))
+    state = start(inputs, *arrays, **static)
+    for _ in range(2):
+        state, _, _ = step(inputs, state, controller=static["controller"])
+
+    @jax.jit
+    def drafts(drafter, state, *keys):
+        context = Context(state.tokens, state.length, inputs.sampling, cache=state.cache)
+        limit = jnp.full(len(PROMPTS), drafter.max_depth)
+        return [drafter.propose(drafter.params, key, state.draft, context, limit)[0] for key in keys]
+
+    keys, others = (jax.random.split(jax.random.key(seed), len(PROMPTS)) for seed in (2, 3))
+    first, second, third = drafts(inputs.drafter, state, keys, keys, others)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    if inputs.drafter.draws == "point_mass" and name not in DRAWS_ITS_POINTS:
+        jax.tree.map(np.testing.assert_array_equal, first, third)
 
 
 @pytest.mark.parametrize("name", those({"auto", "two_model"}, NAMES))
@@ -303,6 +345,12 @@ def test_a_name_will_do_and_none_is_auto():
     target, call = markov(), {"key": jax.random.key(0), "max_new_tokens": 9}
     wanted = decode(target, "autoregressive", [[0]], **call).to_lists()
     assert decode(target, None, [[0]], **call).to_lists() == wanted
+    rows = np.full((7, 7), 1e-6, np.float32)
+    rows[np.arange(7), (np.arange(7) + 1) % 7] = 1.0
+    drafted = lambda drafter: int(
+        decode(markov(rows), drafter, [[*range(7)] * 3], **call | {"max_new_tokens": 60}).stats.drafted[0]
+    )
+    assert drafted(None) == drafted("auto") > 20 > drafted("autoregressive") == 0
     with pytest.raises(UsageError, match="unknown method"):
         decode(target, "nothing", [[0]], **call)
 

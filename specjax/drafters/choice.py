@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from specjax import costs as costs_of
 from specjax import tree as trees
+from specjax.composed import read_each, remember_each
 from specjax.controllers.bandit import Arms, Bandit, ucb
-from specjax.drafters.several import read_each, remember_each
 from specjax.errors import UsageError
 from specjax.types import Array, Context, Drafter, PyTree
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax import tree as trees
-from specjax.drafters.several import read_each, remember_each
+from specjax.composed import read_each, remember_each
 from specjax.drafters.suffix import suffix
 from specjax.drafters.two_model import two_model
 from specjax.errors import UsageError

@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.composed import read_each, remember_each
 from specjax.datastore.index import Index, continuations, search
 from specjax.drafters.autoregressive import autoregressive
-from specjax.drafters.several import read_each, remember_each
 from specjax.errors import UsageError
 from specjax.suffixes import copied_chain, last_tokens, match_length
 from specjax.tree import chain, pad_nodes

@@ -54,6 +54,36 @@ def test_acceptance_counts_only_positions_that_were_reached():
     assert state.seen[0].tolist() == [1, 1, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("margin", "depth"), [(1.03, 1), (1.02, 3)])
+def test_a_small_gain_does_not_change_the_depth(margin, depth):
+    """Acceptance .5: depths of 1 and 3 give 1.5 and 1.875 tokens, 2.5 per cent apart at these prices."""
+    price = 1.5 / (1.875 / 1.025)
+    controller = goodput((0, 1, 3), costs=(9.0, 1.0, 1 / price), start=0.5, smoothing=1e-9, margin=margin)
+    state = controller.update(controller.init(1), info(0, 1, 1))
+    assert controller.limit(state).tolist() == [depth]
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
+def test_it_is_nearly_as_good_as_the_best_depth(acceptance):
+    """Simulated rounds of two rows, every drafted token accepted with one chance, over a thousand rounds."""
+    cost = np.array([1 + 0.12 * k for k in DEPTHS])
+    controller = goodput(DEPTHS, costs=tuple(cost))
+    luck = np.random.default_rng(0).random((1000, 2, 7)) < acceptance
+    run = np.cumprod(luck, 2).sum(2)  # how many of any number of drafts would be accepted
+
+    def body(state, run):
+        limit = controller.limit(state)
+        accepted = jnp.minimum(run, limit)
+        zero = jnp.zeros((2, 1), jnp.int32)
+        new = controller.update(state, Info(zero, accepted + 1, accepted, limit, limit, limit >= 0, limit < 0))
+        return new, (limit[0], jnp.sum(accepted + 1))
+
+    _, (limits, tokens) = jax.lax.scan(body, controller.init(2), jnp.asarray(run, jnp.int32))
+    spent = cost[np.searchsorted(DEPTHS, np.asarray(limits))].sum()
+    best = max((np.minimum(run, k) + 1).sum() / (len(run) * c) for k, c in zip(DEPTHS, cost, strict=True))
+    assert tokens.sum() / spent > 0.9 * best
+
+
 def test_where_nothing_is_drafted_it_probes():
     controller = goodput((0, 1, 4), costs=(1.0, 2.0, 3.0), start=0.0, probe_every=4)
     state, limits = controller.init(1), []

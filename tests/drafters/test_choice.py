@@ -1,12 +1,16 @@
 """A bandit over drafters: exact text, arms by what they pay, bad settings."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from toy import markov, tiny_llama
 
 from specjax import UsageError, decode
-from specjax.drafters import autoregressive, choice, prompt_lookup, token_recycling, two_model
+from specjax.decode import _start, prepare
+from specjax.drafters import auto, autoregressive, choice, prompt_lookup, token_recycling, two_model
+from specjax.speculative import speculative
 
 
 def cycle(n):
@@ -35,6 +39,31 @@ def test_text_is_that_of_plain_sampling():
     ).to_lists()
     several = prompt_lookup(3, min_ngram=1), token_recycling(64, num_nodes=3)
     assert run(choice(*several)) == run(autoregressive())
+
+
+@pytest.mark.parametrize("name", ["auto", "choice"])
+def test_a_step_does_not_read_its_own_randomness(name):
+    """The same past and another key: another verdict, the same draft."""
+    drafter = {
+        "auto": lambda: auto(64, widths=(1, 4, 8), costs=(1.0, 1.01, 1.02)),
+        "choice": lambda: choice(prompt_lookup(3, min_ngram=1), token_recycling(64, num_nodes=3), costs=(1.0, 1.01)),
+    }[name]()
+    prompts = [[1, 2, 3, 1, 2, 3, 1, 2, i] for i in range(16)]
+    inputs, *arrays, static = prepare(
+        tiny_llama(), drafter, prompts, key=jax.random.key(0), max_new_tokens=40, temperature=1.0
+    )
+    inputs = dataclasses.replace(inputs, keep_scored=True)
+    state = _start(inputs, *arrays, **static)
+    step = jax.jit(speculative(static["controller"]).step)
+    seen = 0
+    for number in range(6):
+        others = state._replace(keys=jax.random.split(jax.random.key(9 + number), len(prompts)))
+        (state, ours), (_, theirs) = step(inputs, state), step(inputs, others)
+        for one, other in zip(jax.tree.leaves(ours.scored.tree), jax.tree.leaves(theirs.scored.tree), strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert (ours.tokens != theirs.tokens).any()
+        seen += int(ours.drafted.sum())
+    assert seen > 0
 
 
 def test_what_its_drafters_read_and_remember_is_theirs():

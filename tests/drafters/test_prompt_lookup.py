@@ -1,12 +1,14 @@
 """The card's hand-worked drafts (Prompt lookup, A1)."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy import markov
 
-from specjax import UsageError
+from specjax import UsageError, decode
 from specjax.drafters import prompt_lookup
 from specjax.types import Context
 
@@ -32,6 +34,26 @@ def test_full_continuation(mode):
     assert draft(TEXT, num_tokens=2, mode=mode) == [9, 1]
     assert draft([4, 1, 2] * 6, num_tokens=3, mode=mode) == [4, 1, 2]
     assert draft([1, 2, 3, 4], num_tokens=3, mode=mode) == []
+
+
+def passes_on_abc(times, drafter):
+    """Over 20 tokens, where the prompt says abc so many times and the target goes on so."""
+    rows = np.full((3, 3), 1e-6, np.float32)
+    rows[np.arange(3), (np.arange(3) + 1) % 3] = 1.0
+    result = decode(markov(rows), drafter, [[0, 1, 2] * times], key=jax.random.key(0), max_new_tokens=20)
+    assert result.to_lists()[0] == [i % 3 for i in range(20)]
+    return int(result.stats.target_passes[0])
+
+
+@pytest.mark.parametrize("mode", ["latest", "reference"])
+def test_a_periodic_text_gives_four_tokens_per_pass(mode):
+    assert passes_on_abc(6, prompt_lookup(3, mode=mode)) == 5
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("latest", 4), ("reference", 5)])
+def test_while_the_text_is_short_only_cut_continuations_help(mode, passes):
+    """By hand: 4 + 6 + 6 + 4 tokens; the reference drafts nothing at abcabc and at abcabca, then 1 + 1 + 6 + 6 + 6."""
+    assert passes_on_abc(2, prompt_lookup(5, mode=mode)) == passes
 
 
 def test_cut_continuation():

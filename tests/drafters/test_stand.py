@@ -173,6 +173,18 @@ def test_a_trajectory_replayed_is_accepted_to_full_depth():
     assert more.seen.tolist() == [[4, 4]]
 
 
+def test_the_prompt_teaches_the_first_drafts():
+    """0 to 11, then 0, 1, 2, 3: what followed in the prompt is drafted at once."""
+    prompt = [*range(12), 0, 1, 2, 3]
+    run = lambda **options: decode(
+        counting(), stand(16, tree=CHAIN, buckets=64, **options), [prompt], key=jax.random.key(0), max_new_tokens=8
+    )
+    read, unread = run(), run(read_prompt=False)
+    assert read.to_lists() == unread.to_lists() == [list(range(4, 12))]
+    assert read.stats.target_passes.tolist() == [2]  # 4 drafted and the bonus, twice
+    assert int(unread.stats.target_passes[0]) > 2
+
+
 def _shared(params):
     """What is remembered about the contexts 4, 5 and 10, 11."""
     nothing = stand(16, tree=CHAIN, read_prompt=False, buckets=64).init((), ONE)

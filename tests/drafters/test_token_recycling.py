@@ -95,8 +95,10 @@ def test_the_prompt_teaches_if_asked():
     call = lambda **options: decode(
         markov(rows), token_recycling(9, **options), prompt, key=jax.random.key(0), max_new_tokens=14
     )
-    assert int(call(read_prompt=True).stats.target_passes[0]) == 2
-    assert int(call().stats.target_passes[0]) > 5
+    read, unread = call(read_prompt=True), call()
+    assert read.to_lists() == unread.to_lists() == [[(t + 1) % 9 for t in range(14)]]
+    assert int(read.stats.target_passes[0]) == 2
+    assert int(unread.stats.target_passes[0]) > 5
 
 
 def test_a_cycle_is_accepted_to_full_depth_once_seen():

@@ -16,13 +16,19 @@ from specjax import decode, sampling, tree
 from specjax.datastore import Datastore, from_documents
 from specjax.drafters import autoregressive
 from specjax.models import LlamaConfig, init_params, make_model
-from specjax.types import Drafter, Mixture, Model, Output, Target, TokenTree
+from specjax.types import Controller, Drafter, Mixture, Model, Output, Target, TokenTree
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 MARKOV = json.loads((DATA / "verification_joint_markov.json").read_text())
 ONE_STEP = json.loads((DATA / "verification_one_step.json").read_text())
 TARGET_ROWS = np.array(MARKOV["target_rows"], np.float32)
 DRAFT_ROWS = np.array(MARKOV["draft_rows"], np.float32)
+# A limit that jumps about between 0 and 4, differently in every row and with everything that happened before.
+ADVERSARY = Controller(
+    init=lambda batch: jnp.arange(batch, dtype=jnp.uint32) * 7919 + 11,
+    limit=lambda state: ((state >> 7) % 5).astype(jnp.int32),
+    update=lambda state, info: (state + info.accepted.astype(jnp.uint32)) * 1664525 + 1013904223,
+)
 
 
 class Count(NamedTuple):

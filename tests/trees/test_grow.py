@@ -85,6 +85,36 @@ def test_sampled_text_has_the_law_of_the_target(name):
     assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
 
 
+def kept_by_eagle2(laws, total):
+    """The `total` tokens that EAGLE-2 keeps below token 0 of a Markov chain, in order; two per node, two levels."""
+    rows = np.full((7, 7), 1e-9, np.float32)
+    for token, law in laws.items():
+        rows[token, list(law)] = list(law.values())
+    logits, root = jnp.log(jnp.asarray(rows)), jnp.zeros((1,), jnp.int32)
+    context, keys = Context(root[:, None], root + 1, Sampling()), jax.random.split(jax.random.key(0), 1)
+    feed = lambda memory, place, tokens, depth, seen: (memory, logits[tokens])
+    builder = trees.eagle2(top_k=2, depth=2, total=total)
+    run = lambda: trees.grow(builder, feed, (), root, logits[root], keys, context, root + 2)[0].tree
+    tree = jax.jit(run)()
+    return tree.tokens[0, 1:][tree.valid[0, 1:]].tolist()
+
+
+A, B, C, D, E, F = range(1, 7)
+
+
+@pytest.mark.parametrize(("total", "kept"), [(2, [A, B]), (3, [A, B, C]), (4, [A, B, C, E]), (6, [A, B, C, D, E, F])])
+def test_the_toy_of_eagle2(total, kept):
+    """The card: of a .6, b .3 and their children c .30, d .24, e .27, f .015 the three best are a, b and c."""
+    laws = {0: {A: 0.6, B: 0.3, 0: 0.1}, A: {C: 0.5, D: 0.4, 0: 0.1}, B: {E: 0.9, F: 0.05, 0: 0.03, A: 0.02}}
+    assert kept_by_eagle2(laws, total) == kept
+
+
+def test_of_equal_nodes_eagle2_keeps_the_earlier():
+    """b and c, of exactly a quarter each."""
+    laws = {0: {A: 0.5, B: 0.25, E: 0.125, F: 0.125}, A: {C: 0.5, D: 0.25, 0: 0.25}, B: {E: 0.5, F: 0.5}}
+    assert kept_by_eagle2(laws, 2) == [A, B]
+
+
 # ---------------------------------------------------------------------------------------------------- golden trees
 # What a builder draws on the toy is sampled until every tree it can draw was seen; the law of the trees is known, so
 # what recursive rejection accepts of them is enumerated.

@@ -78,6 +78,18 @@ def test_specdec_plus_plus_trace():
     assert count(-1e-3) == [2] and count(-1e-3, least=1) == [1]
 
 
+def test_acceptance_by_another_predictor():
+    """The numbers of the card from a predictor that does not look at the laws, which are sure of every token."""
+    script = jnp.array([0.9, 0.8, 0.7, 0.6, 0.9, 0.9])
+    predict = lambda fed: jnp.broadcast_to(script[fed.depth], fed.depth.shape)
+    tops = [[0.99] * 6]
+    count = lambda **more: drafted(
+        scripted(tops, trees.chain(6, stop=stops.acceptance(0.3, least=1, predict=predict, **more)))[0]
+    )
+    assert count() == [4] and count(lag=False) == [3]
+    assert drafted(scripted(tops, trees.chain(6, stop=stops.acceptance(0.3, least=1)))[0]) == [6]
+
+
 def test_entropy_in_nats():
     """Largest probabilities .9, .5, .9: entropies 0.394, 1.040, 0.394."""
     assert drafted(scripted([[0.9, 0.5, 0.9]], trees.chain(3, stop=stops.entropy(1.0)))[0]) == [2]
