@@ -6,7 +6,7 @@
 Greedy, batch 1, a process per package, in which both sides of a ratio take turns on the same prompts (`--limit` per
 task of a Spec-Bench file), as many threads each. specjax and `transformers` decode the same float32 weights, llama.cpp
 the quantised file itself. A rate is tokens over seconds without the prompt's: the time of a call for one token is taken
-off. The ratio of a task is that of its median prompt.
+off; of --repeats runs in turns the median counts. The ratio of a task is that of its median prompt.
 """
 
 from __future__ import annotations
@@ -126,7 +126,11 @@ def measure(package: str, args: argparse.Namespace) -> list[dict]:
         seconds_per_token(run, prompts[0], args.max_new_tokens)
     found = []
     for i, prompt in enumerate(prompts):
-        times = {name: seconds_per_token(run, prompt, args.max_new_tokens) for name, run in sides.items()}
+        turns = [
+            {name: seconds_per_token(run, prompt, args.max_new_tokens) for name, run in sides.items()}
+            for _ in range(args.repeats)
+        ]
+        times = {name: statistics.median(turn[name] for turn in turns) for name in sides}
         found.append({"task": chosen[i].task, "seconds": times})
         Console(stderr=True).print(f"{package}: {i + 1} of {len(prompts)}", style="dim")
     return found
@@ -138,6 +142,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--longest", type=int, default=1408, help="longer prompts are cut, from the front")
     parser.add_argument("--no-repack", action="store_true", help="llama.cpp: leave its weights as they are")
     parser.add_argument("--out", type=Path, default=Path("prompt_lookup_peers.json"))
