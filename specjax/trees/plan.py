@@ -28,7 +28,7 @@ def sequoia(acceptance: Sequence[float], num_nodes: int, max_depth: int | None =
       acceptance: a_b, the chance that exactly the b-th child of a reached node is accepted, b = 1, 2, ...
       max_depth: levels below the root; None: as many as there are nodes.
 
-    Returns: (expected tokens per target pass, rank paths).
+    Returns: (expected tokens per target pass, rank paths); (-inf, ()) where no tree so shallow has so many nodes.
     """
     a = np.asarray(acceptance, float)
     if a.ndim != 1 or not len(a) or (a < 0).any() or a.sum() > 1 + 1e-9:
@@ -41,10 +41,11 @@ def sequoia(acceptance: Sequence[float], num_nodes: int, max_depth: int | None =
     value[1, 1:, 0] = 1.0
     for size in range(2, m + 1):
         for level in range(2, levels + 1):
-            below = value[:, level - 1].max(1)  # of a child with so many nodes
+            below = value[:, level - 1].max(1)  # of a child with so many nodes; -inf where these do not fit
             for b in range(1, width + 1):
                 y = np.arange(1, size)
-                total = value[y, level, b - 1] + a[b - 1] * below[size - y]
+                worth = np.where(below > 0, a[b - 1] * np.maximum(below, 0), -np.inf)  # 0 times -inf is no number
+                total = value[y, level, b - 1] + worth[size - y]
                 split[size, level, b] = y[np.argmax(total)]
                 value[size, level, b] = total.max()
 

@@ -60,6 +60,16 @@ def test_sequoia_extremes():
     assert Template(trees.sequoia((0.5, 0.5), 7)[1]).max_depth == 2  # indifferent: level by level
 
 
+@pytest.mark.filterwarnings("error")
+def test_sequoia_with_ranks_that_are_never_accepted():
+    acceptance = 0.6, 0.3, 0.0
+    expected, paths = trees.sequoia(acceptance, 8, max_depth=2)
+    np.testing.assert_allclose(expected, 1 + 0.9 + 0.9**2)  # six useful nodes; the seventh adds nothing
+    np.testing.assert_allclose(value(paths, acceptance), expected)
+    assert len(set(paths)) == 7 and max(map(len, paths)) == 2
+    assert trees.sequoia((1.0, 0.0), 8, max_depth=2) == (-np.inf, ())  # two levels of two hold seven nodes
+
+
 def test_medusa_is_golden():
     golden = GOLDEN["medusa"]
     expected, paths = trees.medusa(golden["acc_head_rank"], len(golden["nodes_in_order"]))
