@@ -1,34 +1,44 @@
-"""What drafting itself costs beside a step of an 8B target, for every drafter that runs no model, by the TPU compiler.
+"""What drafting itself costs beside a step of an 8B target, for every drafter that runs no model.
 
     python benchmarks/draft_overhead.py --target llama3_8b --topology v5e:2x4 --out docs/draft_overhead.png
+    python benchmarks/draft_overhead.py --target llama3_8b --here
 
-`propose`, in a loop as in a decode, and `update` of a drafter are compiled for the slice and set against a plain step
-of the target on it, both by the compiler's schedule. Every chip drafts all rows; of the target's logits, which `update`
-reads, it holds its part of the vocabulary, as in a step. A loop whose length depends on the text is taken to run as
-often as the draft is deep. Estimates, not measurements; needs the extra tpu-compile, no TPU.
+By the TPU compiler: `propose`, in a loop as in a decode, and `update` of a drafter are compiled for the slice and set
+against a plain step of the target on it, both by the compiler's schedule. Every chip drafts all rows; of the target's
+logits, which `update` reads, it holds its part of the vocabulary, as in a step. A loop whose length depends on the
+text is taken to run as often as the draft is deep. Estimates, not measurements; needs the extra tpu-compile, no TPU.
+
+With --here: measured on this machine, each call with what it takes to dispatch it, on a text that repeats itself, which
+makes the drafts deep. An 8B target fits few machines in float32, so its plain step is that of 2 layers and, for each of
+the others, half of what 4 layers take longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from specjax import drafters, parallel
+from specjax import costs, drafters, parallel
+from specjax.models import init_params, make_model
 from specjax.models.layout import Layout
 from specjax.parallel.arrays import with_shardings
 from specjax.planning import chips, compiler, cost, hlo
-from specjax.planning.programs import Job
-from specjax.types import Context, Drafter, Output, Sampling, Verdict
+from specjax.planning.programs import Job, builtin_configs
+from specjax.types import Context, Drafter, Output, Sampling, Target, Verdict
 
 
-def model_free(vocab_size: int) -> dict[str, Drafter]:
-    """With the budgets of machines where wide passes are cheap."""
+def model_free(vocab_size: int, platform: str | None) -> dict[str, Drafter]:
+    """With the budgets of machines where wide passes are cheap; `auto` with those of the platform (None: this one)."""
     return {
         "prompt_lookup": drafters.prompt_lookup(),
         "suffix": drafters.suffix(),
@@ -39,7 +49,7 @@ def model_free(vocab_size: int) -> dict[str, Drafter]:
         "aded": drafters.aded(),
         "stand": drafters.stand(vocab_size),
         "choice": drafters.choice(drafters.prompt_lookup(), drafters.token_recycling(vocab_size)),
-        "auto": drafters.auto(vocab_size, platform="tpu"),
+        "auto": drafters.auto(vocab_size, platform=platform),
     }
 
 
@@ -48,10 +58,11 @@ class Overhead(NamedTuple):
     nodes: int
     propose: float  # seconds
     update: float
-    state_bytes: int  # of a row, as the loop holds it: with the padding of the chip's layouts
+    state_bytes: int  # of a row; on a chip as the loop holds it, with the padding of the layouts there
 
 
 ROUNDS = 1000
+CALLS, RUNS, PERIOD = 200, 5, 97
 
 
 def overhead(name: str, drafter: Drafter, job: Job) -> Overhead:
@@ -93,43 +104,90 @@ def overhead(name: str, drafter: Drafter, job: Job) -> Overhead:
     return Overhead(name, n, propose / ROUNDS, update, memory.temp_size_in_bytes // rows)
 
 
+def step_here(config: Any, rows: int, length: int) -> float:
+    """Seconds of a plain step in float32, over a cache of `length` tokens."""
+
+    def seconds(layers: int) -> float:
+        cut = dataclasses.replace(config, num_layers=layers, dtype="float32")
+        shapes = jax.eval_shape(lambda key: init_params(cut, key), jax.random.key(0))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return costs.timed(Target(make_model(cut), zeros), (1,), rows, length, repeats=RUNS)[0]
+
+    if config.num_layers <= 4:
+        return seconds(config.num_layers)
+    two, four = seconds(2), seconds(4)
+    return two + (config.num_layers - 2) * (four - two) / 2
+
+
+def overhead_here(name: str, drafter: Drafter, vocab_size: int, rows: int, length: int) -> Overhead:
+    """Of one round: medians of RUNS runs of CALLS calls each."""
+    rng = np.random.default_rng(0)
+    text = np.resize(rng.integers(vocab_size, size=(rows, PERIOD)).T, (length, rows)).T
+    context = Context(jnp.asarray(text, jnp.int32), jnp.full((rows,), length - CALLS, jnp.int32), Sampling())
+    keys, limit = jax.random.split(jax.random.key(0), rows), jnp.full((rows,), drafter.max_depth, jnp.int32)
+    state = jax.jit(drafter.init)(drafter.params, context)
+    propose, update = jax.jit(drafter.propose, donate_argnums=2), jax.jit(drafter.update, donate_argnums=1)
+    n = drafter.num_nodes
+    logits = jnp.asarray(rng.normal(size=(rows, n, vocab_size)), jnp.float32)
+    path = jnp.full((rows, n), -1, jnp.int32).at[:, 0].set(0)
+    seconds = np.zeros((RUNS + 1, 2))
+    for run in range(RUNS + 1):  # the first compiles
+        for i in range(CALLS):
+            now = context._replace(length=context.length + i)
+            verdict = Verdict(path, jnp.ones((rows,), jnp.int32), now.tokens[:, length - CALLS + i])
+            jax.block_until_ready((now, verdict, state))
+            start = time.perf_counter()
+            tree, state = jax.block_until_ready(propose(drafter.params, keys, state, now, limit))
+            proposed = time.perf_counter()
+            state = jax.block_until_ready(update(drafter.params, state, tree, verdict, Output(logits, None)))
+            seconds[run] += proposed - start, time.perf_counter() - proposed
+    median = np.median(seconds[1:], axis=0) / CALLS
+    return Overhead(name, n, *median.tolist(), sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="llama3_8b")
     parser.add_argument("--topology", default="v5e:2x4")
+    parser.add_argument("--here", action="store_true", help="measure on this machine; the target is a built-in one")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--only", nargs="*", help="names of drafters")
     parser.add_argument("--out", type=Path, help="a plot; the figures go beside it as .json")
     args = parser.parse_args()
     log = Console(stderr=True)
-    job = compiler.make_job(args.target, args.topology, batch=args.rows, context=args.context)
-    plain = compiler.compile_programs(job, True, lambda what: None, only=("step",))[0]
-    if not plain.compiles:
-        log.print(f"the plain step does not compile: {plain.reason}")
-        raise SystemExit(1)
-    step = plain.seconds["schedule"]
+    if args.here:
+        config = builtin_configs()[args.target]()
+        step, where = step_here(config, args.rows, args.context), f"{jax.default_backend()}, measured"
+    else:
+        job = compiler.make_job(args.target, args.topology, batch=args.rows, context=args.context)
+        plain = compiler.compile_programs(job, True, lambda what: None, only=("step",))[0]
+        if not plain.compiles:
+            log.print(f"the plain step does not compile: {plain.reason}")
+            raise SystemExit(1)
+        config, step, where = job.target, plain.seconds["schedule"], f"{args.topology}, compiler's schedule"
     found = []
-    for name, drafter in model_free(job.target.vocab_size).items():
+    for name, drafter in model_free(config.vocab_size, None if args.here else "tpu").items():
         if not args.only or name in args.only:
-            found.append(overhead(name, drafter, job))
+            sizes = config.vocab_size, args.rows, args.context
+            found.append(overhead_here(name, drafter, *sizes) if args.here else overhead(name, drafter, job))
             log.print(f"{name}: {1e6 * found[-1].propose:.0f} + {1e6 * found[-1].update:.0f} us", style="dim")
-    table = Table(title=f"{args.target} on {args.topology}, {args.rows} rows: plain step {1e3 * step:.2f} ms")
+    table = Table(title=f"{args.target} on {where}, {args.rows} rows: plain step {1e3 * step:.2f} ms")
     for column in ("drafter", "nodes", "propose us", "update us", "of a step", "MB per row"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for row in found:
         share = (row.propose + row.update) / step
         microseconds = [f"{1e6 * x:.0f}" for x in (row.propose, row.update)]
-        table.add_row(row.name, str(row.nodes), *microseconds, f"{share:.1%}", f"{row.state_bytes / 1e6:.1f}")
+        table.add_row(row.name, str(row.nodes), *microseconds, f"{share:.2%}", f"{row.state_bytes / 1e6:.1f}")
     Console().print(table)
     if args.out is not None:
-        settings = vars(args) | {"out": args.out.name, "plain_step": step}
+        settings = vars(args) | {"out": args.out.name, "plain_step": step, "where": where}
         rows = [row._asdict() for row in found]
         args.out.with_suffix(".json").write_text(json.dumps({"settings": settings, "rows": rows}))
-        plot(found, step, args)
+        plot(found, step, where, args)
 
 
-def plot(found: list[Overhead], step: float, args: argparse.Namespace) -> None:
+def plot(found: list[Overhead], step: float, where: str, args: argparse.Namespace) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -142,7 +200,7 @@ def plot(found: list[Overhead], step: float, args: argparse.Namespace) -> None:
     axes.barh(names, [100 * row.update / step for row in found], left=proposing, label="update")
     axes.axvline(5, color="grey", linestyle=":", label="5 %")
     axes.invert_yaxis()
-    axes.set_xlabel(f"% of a plain step of {args.target} on {args.topology} ({1e3 * step:.2f} ms), compiler's schedule")
+    axes.set_xlabel(f"% of a plain step of {args.target} ({1e3 * step:.2f} ms) on {where}")
     axes.legend()
     figure.savefig(args.out, dpi=120)
 
