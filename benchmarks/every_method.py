@@ -26,10 +26,11 @@ import jax
 import numpy as np
 
 import specjax
-from specjax import datastore, drafters, trees
+from specjax import drafters, trees
+from specjax.bench.measure import next_logits
 from specjax.cli import prompts as prompt_files
-from specjax.cli.measure import next_logits
 from specjax.models import make_model
+from specjax.retrieval import datastore
 
 BATCH = 8
 

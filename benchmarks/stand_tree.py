@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from specjax.drafters.stand import KEPT, ORDERS, best_paths
+from specjax.drafters.tables.stand import KEPT, ORDERS, best_paths
 
 DEEPEST, LONGEST = 8, 256  # tokens of a path; of prompt and text
 

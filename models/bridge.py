@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from specjax import cache as kv
 from specjax.errors import UsageError
+from specjax.models import cache as kv
 from specjax.models.gemma3 import Gemma3, Gemma3Config
 from specjax.models.layers import run_layers
 from specjax.models.layout import spread

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax import cache as kv
+from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.types import Array, Mixture, Output
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax import cache as kv
+from specjax.models import cache as kv
 from specjax.models.layout import Layout
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.quantization import Quantized

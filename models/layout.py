@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax import cache as kv
 from specjax.errors import UsageError
+from specjax.models import cache as kv
 from specjax.pallas_kernels.tree_attention import over_slots
 from specjax.quantization import Quantized
 from specjax.types import Array, PyTree

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flax import nnx
 
-from specjax import cache as kv
+from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.types import Array, Mixture, Output
 

@@ -6,11 +6,11 @@ print(tokenizer.decode(result.to_lists()[0]))
 """
 
 from specjax import controllers, decoders, drafters, trees, verifiers
-from specjax.decode import DecodeResult, StreamStep, decode, stream
+from specjax.catalog.methods import METHODS, make_drafter
+from specjax.engine.run import DecodeResult, StreamStep, decode, stream
+from specjax.engine.serve import Request, Served, serve
 from specjax.errors import UsageError
-from specjax.methods import METHODS, make_drafter
 from specjax.parallel import mesh, shard
-from specjax.serving import Request, Served, serve
 from specjax.types import Controller, Drafter, Model, Output, Target, TokenTree, Verdict
 from specjax.verifiers import VERIFIERS, Verifier
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from specjax.cache import lanes_of
 from specjax.errors import UsageError
 from specjax.models.bridge import check_cache_dtype, make_model
+from specjax.models.cache import lanes_of
 from specjax.models.loading import gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
 from specjax.models.loading.assembly import Checkpoint, assemble
 from specjax.models.loading.tokenizer import Tokenizer, first_difference

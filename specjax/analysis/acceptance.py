@@ -30,10 +30,10 @@ import numpy as np
 from specjax import trees
 from specjax.analysis.optimal import check_laws, optimal_acceptance, order_by_ratio
 from specjax.errors import UsageError
-from specjax.trees.static import How
+from specjax.trees.builders.static import How
 from specjax.types import Context, Draws, Guarantee, Sampling
 from specjax.verifiers import VERIFIERS, Verifier
-from specjax.verifiers.spectr import division_factor
+from specjax.verifiers.exact.spectr import division_factor
 
 SAMPLES = 256
 ELEMENTS = 1 << 21

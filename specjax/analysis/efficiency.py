@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.analysis.optimal import check_laws
-from specjax.decode import DecodeResult, Prompts, decode
+from specjax.bench.records import acceptance_by_depth
 from specjax.drafters import two_model
+from specjax.engine.run import DecodeResult, Prompts, decode
 from specjax.errors import UsageError
-from specjax.report import acceptance_by_depth
 from specjax.trees import Builder
 from specjax.types import Array, Model, Output, Target
 from specjax.verifiers import Verifier

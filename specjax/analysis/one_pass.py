@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import tree as trees
 from specjax.controllers import fixed
-from specjax.decode import Prompts, prepare
+from specjax.engine.run import Prompts, prepare
+from specjax.engine.step import speculative
 from specjax.errors import UsageError
 from specjax.sampling import fold_in, node_keys
-from specjax.speculative import speculative
+from specjax.trees import operations
 from specjax.types import Drafter, Target
 from specjax.verifiers import Verifier
 
@@ -81,7 +81,7 @@ def _judge(verifier: Verifier, keys, length, scored, *, draws: int):
         key, length, scored = jax.tree.map(lambda x: x[None], xs)
 
         def once(draw):
-            deep = node_keys(fold_in(key, draw[None]), length, trees.depths(scored.tree.parents))
+            deep = node_keys(fold_in(key, draw[None]), length, operations.depths(scored.tree.parents))
             return verifier(deep, scored.tree, scored.logits, scored.hidden).num_nodes[0]
 
         return jnp.mean(jax.lax.map(once, jnp.arange(draws)).astype(jnp.float32))

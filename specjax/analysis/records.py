@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import drafters, sampling
-from specjax.decode import PROMPT_BUCKET, decode
+from specjax.engine.prefill import CHUNK, prefill
+from specjax.engine.run import PROMPT_BUCKET, decode
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.prefill import CHUNK, prefill
 from specjax.sampling import row_keys
 from specjax.types import Array, Model, PyTree, Sampling, Target
 

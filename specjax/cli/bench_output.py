@@ -8,10 +8,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from specjax.bench.records import dtypes, tokens_per_second
 from specjax.cli.bench_run import PLAIN, Bench
 from specjax.cli.prompts import BadLine
 from specjax.cli.session import provenance
-from specjax.report import dtypes, tokens_per_second
 
 
 def document(bench: Bench, bad: list[BadLine], skipped: list[BadLine]) -> dict:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from specjax import report
-from specjax.cli import measure
+from specjax.bench import measure
+from specjax.bench import records as report
 from specjax.cli.options import Drafting, Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes

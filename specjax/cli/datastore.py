@@ -45,8 +45,8 @@ def build(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from specjax import datastore as d
-    from specjax.datastore.store import SHARD_TOKENS
+    from specjax.retrieval import datastore as d
+    from specjax.retrieval.datastore.store import SHARD_TOKENS
 
     shard_tokens = SHARD_TOKENS if shard_tokens is None else shard_tokens
     o.require(2 <= shard_tokens < 1 << 31, f"--shard-tokens must be from 2 to 2**31 - 1, not {shard_tokens}")
@@ -90,7 +90,7 @@ def find(
 
     from rich.console import Console
 
-    from specjax import datastore as d
+    from specjax.retrieval import datastore as d
 
     for flag, value in (("--max-span", max_span), ("--length", length), ("--limit", limit)):
         o.require(value >= 1, f"{flag} must be at least 1, not {value}")
@@ -125,7 +125,7 @@ def _show(folder: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from specjax import datastore as d
+    from specjax.retrieval import datastore as d
 
     store = d.open_datastore(folder)
     if as_json:

@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from specjax import report
-from specjax.cli import measure
+from specjax.bench import measure
+from specjax.bench import records as report
+from specjax.catalog.methods import METHODS
 from specjax.cli.options import Drafting, Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import DRAFTED_STYLE, TextStream
-from specjax.methods import METHODS
 from specjax.parallel import Checkpoints
 from specjax.types import Drafter
 

@@ -24,7 +24,7 @@ def methods(
     from rich.console import Console
     from rich.table import Table
 
-    from specjax.methods import METHODS
+    from specjax.catalog.methods import METHODS
     from specjax.verifiers import ANY, VERIFIERS, rules_with_arrays
 
     others = rules_with_arrays() if rules else {}

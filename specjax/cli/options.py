@@ -164,7 +164,7 @@ class Settings:
 
     def promise(self, method: str) -> Guarantee:
         """What a method promises with these settings: a lossy rule makes it lossy."""
-        from specjax.methods import METHODS
+        from specjax.catalog.methods import METHODS
         from specjax.verifiers import VERIFIERS
 
         lossy = self.verifier is not None and VERIFIERS[self.verifier].guarantee == "lossy"
@@ -172,7 +172,7 @@ class Settings:
 
     def is_comparable(self, method: str, draws: Draws) -> bool:
         """Whether the text must be that of plain decoding."""
-        from specjax.report import is_comparable
+        from specjax.bench.records import is_comparable
 
         return is_comparable(self.promise(method), draws, self.is_greedy, self.sampling == "coupled")
 
@@ -221,7 +221,7 @@ def _parse(flag: str, parse, spec):
 
 
 def _require_tree(flag: str, names: list[str]) -> None:
-    from specjax.methods import METHODS
+    from specjax.catalog.methods import METHODS
 
     grown = [name for name, method in METHODS.items() if method.takes_tree]
     require(
@@ -237,7 +237,7 @@ def check_methods(
     drafting: Drafting = AS_EACH_DOES,
 ) -> None:
     """Unknown methods; --draft or --datastore missing or useless; options of drafting that no method takes."""
-    from specjax.methods import METHODS
+    from specjax.catalog.methods import METHODS
 
     budget, tree, stop, exit_layer = drafting
 
@@ -291,8 +291,8 @@ def read_costs(costs: str | None, names: list[str], controller: str | None):
 
     Raises: UsageError if nothing reads it, or for what is no plan.
     """
+    from specjax.catalog.methods import METHODS
     from specjax.costs import planned
-    from specjax.methods import METHODS
 
     if costs is None:
         return None

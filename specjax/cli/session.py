@@ -17,8 +17,8 @@ from rich.console import Console
 
 from specjax import costs as costs_of
 from specjax.cli.options import AS_EACH_DOES, Drafting, budget_option, exit_option, require
-from specjax.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.errors import UsageError
+from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.types import Drafter, Target
 
 
@@ -48,7 +48,7 @@ class Session(NamedTuple):
 
     def draft_cost(self, method: str) -> float:
         """A pass of what drafts by passes, in passes of the target."""
-        from specjax.methods import METHODS
+        from specjax.catalog.methods import METHODS
 
         if not METHODS[method].needs_draft or self.draft is None:
             return METHODS[method].draft_cost
@@ -56,7 +56,7 @@ class Session(NamedTuple):
 
     def drafter(self, method: str, drafting: Drafting = AS_EACH_DOES) -> Drafter:
         """The drafter of a method, with what of the options it takes."""
-        from specjax.methods import METHODS, make_drafter
+        from specjax.catalog.methods import METHODS, make_drafter
 
         draft = self.draft if METHODS[method].needs_draft else None
         budget, exit_layer = budget_option(method, drafting.budget), exit_option(method, drafting.exit_layer)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from specjax.decode import StreamStep
+from specjax.engine.run import StreamStep
 
 DRAFTED_STYLE = "bold green"
 UNFINISHED = "\ufffd"

@@ -7,7 +7,7 @@ from specjax.controllers.by_batch import by_batch
 from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
 from specjax.controllers.multiplicative import multiplicative
-from specjax.controllers.spec import FORMS, parse
+from specjax.controllers.parsing import FORMS, parse
 from specjax.controllers.spec_kv import spec_kv
 
 __all__ = ["FORMS", "additive", "bandit", "bass", "by_batch", "fixed", "goodput", "multiplicative", "parse", "spec_kv"]

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, warp
-from specjax.tree import chain
+from specjax.trees.operations import chain
 from specjax.types import Array, Guarantee, PyTree, Sampling
-from specjax.verifiers.standard import core as verify_chain
+from specjax.verifiers.exact.standard import core as verify_chain
 
 GUARANTEE: Guarantee = "distribution"
 

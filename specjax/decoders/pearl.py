@@ -30,13 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specjax.decode import DecodeResult, Prompts, prepare
 from specjax.drafters import autoregressive
+from specjax.engine.prefill import CHUNK, prefill
+from specjax.engine.run import DecodeResult, Prompts, prepare
+from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
 from specjax.indexing import first_largest
-from specjax.prefill import CHUNK, prefill
 from specjax.sampling import draw, node_keys, warp
-from specjax.speculative import on_mesh
 from specjax.types import Array, Guarantee, PyTree, Sampling, Stats, Target
 
 GUARANTEE: Guarantee = "distribution"

@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax import cache as kv
-from specjax.decode import DecodeResult, Prompts, prepare
 from specjax.decoders.pearl import Counts, Role, Text, check_pair, commit_all, draws, join, triangle
 from specjax.drafters import autoregressive
+from specjax.engine.prefill import prefill
+from specjax.engine.run import DecodeResult, Prompts, prepare
 from specjax.errors import UsageError
-from specjax.prefill import prefill
+from specjax.models import cache as kv
 from specjax.types import Array, PyTree, Stats, Target
 
 

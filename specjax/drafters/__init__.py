@@ -1,27 +1,27 @@
 """Drafters, one published method per file. Each factory returns a `Drafter`."""
 
-from specjax.drafters.aded import aded, corpus_table
-from specjax.drafters.auto import auto
 from specjax.drafters.autoregressive import autoregressive
-from specjax.drafters.choice import choice
-from specjax.drafters.dynamic_exit import dynamic_exit
-from specjax.drafters.early_exit import early_exit
-from specjax.drafters.easyspec import easyspec
-from specjax.drafters.hierarchical import hierarchical
-from specjax.drafters.input_guided import input_guided
-from specjax.drafters.jacobi import jacobi
-from specjax.drafters.lookahead import lookahead
-from specjax.drafters.nar_block import nar_block
-from specjax.drafters.prompt_lookup import prompt_lookup
-from specjax.drafters.rapid import rapid
-from specjax.drafters.rasd import rasd
-from specjax.drafters.rest import rest
-from specjax.drafters.stand import stand
-from specjax.drafters.suffix import suffix
-from specjax.drafters.superposed import superposed
-from specjax.drafters.swift import swift
-from specjax.drafters.token_recycling import token_recycling
-from specjax.drafters.two_model import two_model
+from specjax.drafters.combined.auto import auto
+from specjax.drafters.combined.choice import choice
+from specjax.drafters.combined.rasd import rasd
+from specjax.drafters.layers.dynamic_exit import dynamic_exit
+from specjax.drafters.layers.early_exit import early_exit
+from specjax.drafters.layers.superposed import superposed
+from specjax.drafters.layers.swift import swift
+from specjax.drafters.lookup.input_guided import input_guided
+from specjax.drafters.lookup.prompt_lookup import prompt_lookup
+from specjax.drafters.lookup.rest import rest
+from specjax.drafters.lookup.suffix import suffix
+from specjax.drafters.model.easyspec import easyspec
+from specjax.drafters.model.hierarchical import hierarchical
+from specjax.drafters.model.nar_block import nar_block
+from specjax.drafters.model.rapid import rapid
+from specjax.drafters.model.two_model import two_model
+from specjax.drafters.tables.aded import aded, corpus_table
+from specjax.drafters.tables.jacobi import jacobi
+from specjax.drafters.tables.lookahead import lookahead
+from specjax.drafters.tables.stand import stand
+from specjax.drafters.tables.token_recycling import token_recycling
 
 __all__ = [
     "aded",

@@ -12,7 +12,7 @@ import functools
 import jax.numpy as jnp
 
 from specjax.indexing import take_along
-from specjax.tree import chain
+from specjax.trees.operations import chain
 from specjax.types import Drafter
 
 

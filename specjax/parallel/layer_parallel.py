@@ -28,8 +28,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax import cache as kv
 from specjax.errors import UsageError
+from specjax.models import cache as kv
 from specjax.models.bridge import abstract_module, abstract_params
 from specjax.models.layers import Step, segments
 from specjax.models.layout import Layout, check_axes, check_heads, copies_of_kv_heads, repeat_kv_heads

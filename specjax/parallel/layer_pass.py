@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from specjax import cache as kv
+from specjax.models import cache as kv
 from specjax.models.layers import Prefix, Step, take_turns
 from specjax.models.layout import TABLE
 from specjax.types import Array, PyTree

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.engine.step import add_stats, zero_stats
 from specjax.parallel import fingerprint
 from specjax.parallel.arrays import gather, place_one
 from specjax.parallel.checkpoint import Checkpoints, Running
-from specjax.speculative import add_stats, zero_stats
 from specjax.types import DecodeState, Info, Stats
 
 

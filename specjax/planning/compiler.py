@@ -59,7 +59,7 @@ def make_job(
 
     Raises: UsageError that names the option at fault.
     """
-    from specjax.methods import METHODS
+    from specjax.catalog.methods import METHODS
     from specjax.models.bridge import check_cache_dtype
 
     check_cache_dtype(cache_dtype, "--cache-dtype")

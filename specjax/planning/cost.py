@@ -23,11 +23,11 @@ from typing import Any
 
 import jax
 
+from specjax.engine.prefill import CHUNK
 from specjax.planning import hlo
 from specjax.planning.chips import HOP_SECONDS, Chip
 from specjax.planning.programs import Abstract, Job, shard_bytes
-from specjax.prefill import CHUNK
-from specjax.trees.plan import Paths
+from specjax.trees.best_shapes import Paths
 
 ACCEPTANCE_RATES = (0.3, 0.5, 0.7, 0.8, 0.9)
 
@@ -109,7 +109,7 @@ def must_bytes(job: Job, args: Abstract, state: Any, draft_passes: int, rounds: 
 
 
 def _find_cache(state: Any) -> Any:
-    from specjax import cache as kv
+    from specjax.models import cache as kv
 
     found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kv.KVCache))
     return next((part for part in found if isinstance(part, kv.KVCache)), None)
@@ -163,7 +163,7 @@ def _static_paths(job: Job, num_nodes: int, max_depth: int) -> Paths | None:
     if num_nodes == max_depth + 1:
         return tuple((0,) * depth for depth in range(1, max_depth + 1))
     if job.method == "token_recycling":
-        from specjax.drafters.token_recycling import best_paths
+        from specjax.drafters.tables.token_recycling import best_paths
 
         return tuple(best_paths(num_nodes - 1))
     if kind in ("", "top", "mixed") and numbers:
@@ -183,7 +183,8 @@ def branching_paths(widths: Sequence[int]) -> Paths:
 
 def draft_passes(job: Job, max_depth: int) -> int:
     """Passes of the draft model per round: one per level of its tree, at most, for methods with such a model."""
-    from specjax import methods, trees
+    from specjax import trees
+    from specjax.catalog import methods
 
     if not methods.METHODS[job.method].needs_draft:
         return 0

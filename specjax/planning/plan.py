@@ -22,7 +22,7 @@ from specjax.errors import UsageError
 from specjax.planning import compiler, cost
 from specjax.planning.report import ProgramReport
 from specjax.trees import sequoia
-from specjax.trees.plan import Paths
+from specjax.trees.best_shapes import Paths
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 SIDES = ("schedule", "roofline")

@@ -22,17 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax import cache as kv
 from specjax import drafters, parallel
 from specjax.controllers import fixed
-from specjax.decode import PROMPT_BUCKET, _decode, _start, _step
+from specjax.engine.prefill import CHUNK
+from specjax.engine.run import PROMPT_BUCKET, _decode, _start, _step
+from specjax.engine.step import Inputs, buffer_size
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.models import cache as kv
 from specjax.parallel.arrays import with_shardings
 from specjax.planning import chips, hlo
-from specjax.prefill import CHUNK
-from specjax.speculative import Inputs, buffer_size
-from specjax.trees.grow import LEVELS
+from specjax.trees.growing import LEVELS
 from specjax.types import Array, Drafter, PyTree, Sampling, Target, TokenTree
 from specjax.verifiers import exact_verifier
 
@@ -214,7 +214,8 @@ def drafter_of(job: Job, target: Target, draft: Target | None) -> Drafter:
     """The drafter of the job's method; the parameters of both models may be shapes."""
     import inspect
 
-    from specjax import methods, trees
+    from specjax import trees
+    from specjax.catalog import methods
 
     method = methods.METHODS[job.method]
     options: dict[str, Any] = {"platform": "tpu"} if method.takes_costs else {}
@@ -366,7 +367,7 @@ def probe(num_nodes: int) -> Drafter:
     """
     if num_nodes == 1:
         return drafters.autoregressive()
-    from specjax.tree import chain
+    from specjax.trees.operations import chain
 
     def propose(params, keys, state, context, limit) -> tuple[TokenTree, PyTree]:
         root = take_along(context.tokens, context.length[:, None] - 1, 1)

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from specjax.bench.records import dtypes
 from specjax.planning.chips import GIB
-from specjax.report import dtypes
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """Builders of token trees: which tokens a drafter that gives logits drafts, and below which of them it looks."""
 
 from specjax.trees import stops
-from specjax.trees.beam import beam
-from specjax.trees.chain_with_siblings import chain_with_siblings
-from specjax.trees.dyspec import dyspec, dyspec_fixed
-from specjax.trees.eagle2 import eagle2
-from specjax.trees.grow import Builder, Stop, grow, with_stop
+from specjax.trees.best_shapes import medusa, sequoia
+from specjax.trees.builders.beam import beam
+from specjax.trees.builders.chain_with_siblings import chain_with_siblings
+from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
+from specjax.trees.builders.eagle2 import eagle2
+from specjax.trees.builders.static import branching, builder_of, chain, independent_paths, static
+from specjax.trees.growing import Builder, Stop, grow, with_stop
+from specjax.trees.parsing import FORMS, parse
 from specjax.trees.paths import from_paths
-from specjax.trees.plan import medusa, sequoia
-from specjax.trees.spec import FORMS, parse
-from specjax.trees.static import branching, builder_of, chain, independent_paths, static
 
 __all__ = [
     "FORMS",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.indexing import take_along
-from specjax.tree import compact, cut
+from specjax.trees.operations import compact, cut
 from specjax.types import Array, TokenTree
 
 C1, C2 = 32.0, 8.0  # how much is explored

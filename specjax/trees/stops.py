@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.errors import UsageError
-from specjax.trees.grow import Fed, Stop
+from specjax.trees.growing import Fed, Stop
 from specjax.types import Array
 
 FORMS = {

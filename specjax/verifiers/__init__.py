@@ -5,24 +5,24 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from specjax.types import Drafter
-from specjax.verifiers.bild import rollback
-from specjax.verifiers.block import block
-from specjax.verifiers.greedy import greedy
-from specjax.verifiers.greedy_multi_draft import greedy_multi_draft
-from specjax.verifiers.grouped import grouped, grouped_static
-from specjax.verifiers.judge import init_judge, judge
-from specjax.verifiers.lantern import lantern
-from specjax.verifiers.multipath_block import multipath_block
-from specjax.verifiers.rapid import rapid
-from specjax.verifiers.recursive_rejection import recursive_rejection
-from specjax.verifiers.sample_and_match import sample_and_match
-from specjax.verifiers.sequoia import sequoia
-from specjax.verifiers.specinfer import specinfer
-from specjax.verifiers.spectr import spectr
-from specjax.verifiers.standard import standard
-from specjax.verifiers.top_beta import top_beta
-from specjax.verifiers.traversal import traversal
-from specjax.verifiers.typical import typical
+from specjax.verifiers.exact.block import block
+from specjax.verifiers.exact.greedy import greedy
+from specjax.verifiers.exact.greedy_multi_draft import greedy_multi_draft
+from specjax.verifiers.exact.multipath_block import multipath_block
+from specjax.verifiers.exact.recursive_rejection import recursive_rejection
+from specjax.verifiers.exact.sample_and_match import sample_and_match
+from specjax.verifiers.exact.sequoia import sequoia
+from specjax.verifiers.exact.specinfer import specinfer
+from specjax.verifiers.exact.spectr import spectr
+from specjax.verifiers.exact.standard import standard
+from specjax.verifiers.exact.traversal import traversal
+from specjax.verifiers.lossy.bild import rollback
+from specjax.verifiers.lossy.grouped import grouped, grouped_static
+from specjax.verifiers.lossy.judge import init_judge, judge
+from specjax.verifiers.lossy.lantern import lantern
+from specjax.verifiers.lossy.rapid import rapid
+from specjax.verifiers.lossy.top_beta import top_beta
+from specjax.verifiers.lossy.typical import typical
 from specjax.verifiers.verifier import ANY, Verifier
 
 __all__ = [

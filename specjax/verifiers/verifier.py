@@ -9,9 +9,9 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from specjax import tree as trees
 from specjax.indexing import take_along
 from specjax.sampling import draw, node_keys
+from specjax.trees import operations
 from specjax.types import Array, Draws, Guarantee, PyTree, TokenTree, Verdict, VerifyFn
 
 ANY: tuple[Draws, ...] = get_args(Draws)
@@ -40,7 +40,7 @@ class Verifier:
     def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
         """`hidden` [B, N, D]: the target's features, for rules that read them."""
         if keys.ndim == 1:
-            keys = node_keys(keys, jnp.zeros_like(tree.tokens[:, 0]), trees.depths(tree.parents))
+            keys = node_keys(keys, jnp.zeros_like(tree.tokens[:, 0]), operations.depths(tree.parents))
         if self.params is None:
             return self.rule(keys, tree, target_logits)
         return self.rule(keys, tree, target_logits, hidden, self.params)

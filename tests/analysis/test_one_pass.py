@@ -1,12 +1,11 @@
 """Expected tokens of one pass: against enumeration, and that every rule judges the same trees."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import patterns, without_replacement
+from rules import module
 from toy import DRAFT_ROWS, MARKOV, TARGET_ROWS, template
 
 from specjax import UsageError, trees, verifiers
@@ -21,7 +20,7 @@ CHAIN = two_model(DRAFT, tree=trees.chain(2))
 
 def one_pass(rule, start):
     """By enumeration: tokens that a pass adds after token `start`, and the law of the last of them."""
-    core = importlib.import_module(f"specjax.verifiers.{rule}").core
+    core = module(rule).core
     drafts, weights = without_replacement(DRAFT_ROWS, start, template((1, 1)))
     probability, end = patterns(core, drafts, jnp.log(jnp.asarray(TARGET_ROWS))[drafts.tokens])
     probability *= weights[:, None]

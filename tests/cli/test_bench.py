@@ -7,11 +7,12 @@ import json
 import jax.monitoring
 import pytest
 
+from specjax.bench import measure
+from specjax.bench.records import Difference
 from specjax.cli import bench as command
-from specjax.cli import bench_run, files, measure
+from specjax.cli import bench_run, files
 from specjax.cli.prompts import Prompt
 from specjax.errors import UsageError
-from specjax.report import Difference
 
 KEYS = {
     "method",

@@ -144,7 +144,7 @@ def test_a_killed_build_can_be_continued(cli, tmp_path):
     (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
     out, part = tmp_path / "store", tmp_path / ".store.part"
     command = [str(a) for a in ("datastore", "build", tmp_path / "text.jsonl", "--shard-tokens", 200, "--out")]
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent.parent / "lib")}
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[1] / "lib")}
     building = subprocess.Popen([sys.executable, "-c", SLOW_BUILD, *command, str(out)], env=environment)
     try:
         deadline = time.monotonic() + 120

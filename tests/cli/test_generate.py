@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 import specjax
-from specjax import report, verifiers
+from specjax import verifiers
+from specjax.bench import records as report
 from specjax.cli.text import DRAFTED_STYLE, TextStream
 
 KEYS = {
@@ -152,7 +153,7 @@ def test_a_stop_rule_and_a_controller(cli):
 
 
 def test_compare_finds_a_difference(cli, monkeypatch):
-    from specjax.cli import measure
+    from specjax.bench import measure
 
     honest = measure.run_stream
 

@@ -10,9 +10,9 @@ from toy import ADVERSARY, DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, marko
 
 from specjax import UsageError, controllers, decode, trees
 from specjax.controllers.spec_kv import HIDDEN, Weights
-from specjax.decode import _start, prepare
 from specjax.drafters import autoregressive, hierarchical, two_model
-from specjax.speculative import speculative
+from specjax.engine.run import _start, prepare
+from specjax.engine.step import speculative
 from specjax.trees import stops
 
 

@@ -14,9 +14,9 @@ from toy import markov, scripted, tiny_llama, tiny_llama_alike
 
 import specjax
 from specjax import UsageError
-from specjax.decode import prepare
 from specjax.decoders import pearl, pearl_in_one_program
 from specjax.decoders.pearl import Role, Text, _draft, _place, _read, _verify, join
+from specjax.engine.run import prepare
 from specjax.types import Sampling, Target
 
 in_one = importlib.import_module("specjax.decoders.pearl_in_one_program")  # the function has its name

@@ -10,11 +10,11 @@ import pytest
 from toy import tiny_llama
 
 from specjax import UsageError, decode
-from specjax.datastore import from_documents
 from specjax.decoders import superposed
 from specjax.decoders.superposed import UNKNOWN, WEIGHTS, mixed, ngram_probability
 from specjax.drafters import autoregressive
-from specjax.drafters.superposed import extend
+from specjax.drafters.layers.superposed import extend
+from specjax.retrieval.datastore import from_documents
 from specjax.types import Mixture
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5]]

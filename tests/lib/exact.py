@@ -12,7 +12,7 @@ import itertools
 import jax
 import numpy as np
 
-from specjax import tree as trees
+from specjax.trees import operations
 from specjax.types import TokenTree
 
 BISECTIONS = 26  # float32 has 24 bits
@@ -87,7 +87,7 @@ def leaf_first_patterns(core, tree: TokenTree, target_logits):
     Pattern i ends at node i: it passes its own test and every node before it, in post-order, failed.
     """
     drafts, n = tree.tokens.shape
-    merged = jax.jit(trees.merge_equal_siblings)(tree)
+    merged = jax.jit(operations.merge_equal_siblings)(tree)
     parents, valid = np.asarray(merged.parents), np.asarray(merged.valid)
     run = _compiled(core, tree, target_logits, n)
     own = np.tile(np.eye(n, dtype=bool), (drafts, 1))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from exact import block_law, patterns, without_replacement
+from rules import module
 from toy import DATA, DRAFT_ROWS, TARGET_ROWS, joint_law, template
 
-from specjax import tree as trees
+from specjax.trees import operations
 
 GOLDEN = json.loads((DATA / "verification_relaxed_rules.json").read_text())
 P5, Q5 = np.array(GOLDEN["lantern"]["p"]), np.array(GOLDEN["lantern"]["q"])
 NEAREST = np.array([GOLDEN["lantern"]["neighbours_nearest_first"][str(x)] for x in range(5)])
 INF = float("inf")
-
-module = lambda name: importlib.import_module(f"specjax.verifiers.{name}")  # the package names the objects
 
 
 def jitted(name, core="core", static=()):
@@ -41,7 +39,7 @@ def fall_back(tree, stop_below):
     """BiLD's fallback on a finished draft: without what was drafted where the largest q is under `stop_below`."""
     sure = jnp.max(jax.nn.log_softmax(tree.logits, -1), -1) >= jnp.log(stop_below)  # bool[B, N]
     below_sure = jnp.take_along_axis(sure, jnp.maximum(tree.parents, 0), 1) | (tree.parents < 0)
-    kept = jnp.all(~trees.ancestor_mask(tree.parents) | below_sure[:, None], -1)
+    kept = jnp.all(~operations.ancestor_mask(tree.parents) | below_sure[:, None], -1)
     return tree._replace(valid=tree.valid & kept)
 
 
@@ -103,7 +101,7 @@ def random_chains(seed=0, batch=512, n=5, vocab=6):
     tokens = np.concatenate([np.zeros((batch, 1)), (q + noise).argmax(-1)[:, :-1]], 1).astype(np.int32)
     valid = np.arange(n) <= rng.integers(0, n, (batch, 1))
     u = rng.uniform(size=(batch, n)).astype(np.float32)
-    return jnp.asarray(u), trees.chain(jnp.asarray(tokens), jnp.asarray(valid), jnp.asarray(q)), jnp.asarray(p)
+    return jnp.asarray(u), operations.chain(jnp.asarray(tokens), jnp.asarray(valid), jnp.asarray(q)), jnp.asarray(p)
 
 
 NEIGHBOURS3 = jnp.array([[1, 2], [0, 2], [1, 0]])

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.stats import chisquare
 
-from specjax import decode, sampling, tree
-from specjax.datastore import Datastore, from_documents
+from specjax import decode, sampling
 from specjax.drafters import autoregressive
 from specjax.models import LlamaConfig, init_params, make_model
+from specjax.retrieval.datastore import Datastore, from_documents
+from specjax.trees import operations
+from specjax.trees.templates import Template
 from specjax.types import Controller, Drafter, Mixture, Model, Output, Target, TokenTree
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
@@ -92,13 +94,13 @@ def scripted(rows, vocab: int) -> Target:
 
 
 @functools.cache
-def template(branching: tuple[int, ...]) -> tree.Template:
+def template(branching: tuple[int, ...]) -> Template:
     """`branching[d]` children for each node of depth d."""
     paths, level = [], [()]
     for width in branching:
         level = [(*path, rank) for path in level for rank in range(width)]
         paths += level
-    return tree.Template(paths)
+    return Template(paths)
 
 
 @functools.cache
@@ -125,7 +127,7 @@ def branching_drafter(branching: tuple[int, ...]) -> Drafter:
             )
             children[node] = jax.lax.top_k(law + noise, max(branching))[1]
         parents = jnp.broadcast_to(shape.parents, tokens.shape)
-        valid = tree.depths(parents) <= limit[:, None]
+        valid = operations.depths(parents) <= limit[:, None]
         return TokenTree(tokens, parents, valid, laws), state
 
     return Drafter(

@@ -12,11 +12,11 @@ from tiers import exhaustive
 from toy import tiny_llama
 
 import specjax
-from specjax import cache as kv
 from specjax import trees
-from specjax.decode import _start, _step, prepare
 from specjax.drafters import prompt_lookup, two_model
+from specjax.engine.run import _start, _step, prepare
 from specjax.errors import UsageError
+from specjax.models import cache as kv
 from specjax.pallas_kernels.tree_attention import over_slots, tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
 
@@ -71,8 +71,8 @@ def test_attention_over_parts_of_the_prefix(length, window):
     held = jnp.arange(slots)[:, None] < lengths[:, None, None, None]
     prefix = [jnp.where(held, jax.random.normal(key, (batch, kv_heads, slots, dim)), 50.0) for key in keys[3:]]
     parents = jnp.array([[-1, 0, 0, 1, 1]] * batch)
-    mask = specjax.tree.ancestor_mask(parents, jnp.ones_like(parents, bool))
-    positions = lengths[:, None] + specjax.tree.depths(parents)
+    mask = specjax.trees.operations.ancestor_mask(parents, jnp.ones_like(parents, bool))
+    positions = lengths[:, None] + specjax.trees.operations.depths(parents)
     arrays = q, k, v, *prefix, lengths, positions, mask
     options = {"scale": dim**-0.5, "softcap": 30.0}
     wanted = reference(*arrays, window=window, **options)

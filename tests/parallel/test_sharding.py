@@ -12,8 +12,8 @@ from toy import tiny_llama
 
 import specjax
 from specjax import parallel, trees
-from specjax.decode import _decode, prepare
 from specjax.drafters import prompt_lookup, two_model
+from specjax.engine.run import _decode, prepare
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.drafters.auto import WIDTHS
+from specjax.drafters.combined.auto import WIDTHS
 from specjax.planning import compiler, hlo
 from specjax.planning.programs import _drafting
 from specjax.types import Context

@@ -9,7 +9,7 @@ from toy import chi_square, joint_law, markov, sampled_triples
 import specjax
 from specjax import trees, verifiers
 from specjax.drafters import two_model
-from specjax.prefill import prefill
+from specjax.engine.prefill import prefill
 
 CASES = {
     "standard": (trees.chain(2), verifiers.standard),

@@ -1,7 +1,6 @@
 """Stop rules: the cards' traces, exactness, and passes of the drafter that do not run."""
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +8,20 @@ import numpy as np
 import pytest
 from exact import block_law
 from lossy import fall_back
+from rules import module
 from scipy.stats import chisquare
 from tiers import exhaustive
 from toy import DRAFT_ROWS, TARGET_ROWS, Count, chi_square, joint_law, markov, sampled_triples, tiny_llama
 
 from specjax import UsageError, controllers, decode, trees
-from specjax import cache as kv
-from specjax.decode import _decode, prepare
 from specjax.drafters import autoregressive, two_model
-from specjax.tree import depths
+from specjax.engine.run import _decode, prepare
+from specjax.models import cache as kv
 from specjax.trees import stops
+from specjax.trees.operations import depths
 from specjax.types import Context, Controller, Model, Output, Sampling, Target
 
-bild, standard = (importlib.import_module(f"specjax.verifiers.{name}") for name in ("bild", "standard"))
+bild, standard = module("bild"), module("standard")
 
 # ------------------------------------------------------------------------------------------------------ the cards
 

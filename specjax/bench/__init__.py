@@ -1,0 +1,1 @@
+"""Timed runs and what is reported of them."""

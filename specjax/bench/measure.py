@@ -1,0 +1,174 @@
+"""Timed runs. Every program is compiled beforehand by a call of the same shapes, so the clocks see no compilation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import parallel
+from specjax.bench.records import NEAR_TIE, Difference, Run, first_difference
+from specjax.engine.prefill import CHUNK, prefill
+from specjax.engine.run import PROMPT_BUCKET, StreamStep, _start, _step, decode, prepare, stream
+from specjax.engine.step import add_stats, zero_stats
+from specjax.indexing import take_along
+from specjax.sampling import fold_in
+from specjax.types import Array, Drafter, Target
+
+Rows = Sequence[Sequence[int]]
+
+
+def row_keys(seed: int, indices: Sequence[int]) -> Array:
+    """One key per prompt, by its place in the input: its text does not depend on how prompts are batched."""
+    keys = jnp.broadcast_to(jax.random.key(seed), (len(indices),))
+    return fold_in(keys, jnp.asarray(indices, jnp.int32))
+
+
+def bucket(rows: Rows) -> tuple[int, int]:
+    """(rows, prompt buffer): prompts with the same bucket share a program.
+
+    Buffers double in size, coarser than in `decode`: a few more slots cost less than another compilation.
+    """
+    size = PROMPT_BUCKET
+    while size < max(map(len, rows)):
+        size *= 2
+    return len(rows), size
+
+
+def pack(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as `decode` takes them: (tokens int32[B, P], lengths int32[B])."""
+    tokens = np.zeros(bucket(rows), np.int32)
+    for place, row in zip(tokens, rows, strict=True):
+        place[: len(row)] = row
+    return tokens, np.asarray([len(row) for row in rows], np.int32)
+
+
+def spread(target: Target, arrays: tuple[np.ndarray, np.ndarray], keys: Array) -> tuple[tuple, Array]:
+    """Packed prompts and their keys over the mesh of the target; its last rows may be copies."""
+    mesh = target.model.mesh
+    return (arrays, keys) if mesh is None else parallel.spread_rows(mesh, *arrays, keys)
+
+
+def _cut(step: StreamStep, batch: int) -> StreamStep:
+    """Without the copies."""
+    accepted, info, earlier = jax.tree.map(lambda x: x[:batch], (step.accepted, step.info, step.earlier))
+    return StreamStep(step.tokens[:batch], accepted, info, earlier)
+
+
+def run_decode(target: Target, drafter: Drafter, rows: Rows, keys: Array, options: dict) -> Run:
+    """The loop on the device, as `decode` runs it."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(decode(target, drafter, pack(rows), key=keys, **options))
+    seconds = time.perf_counter() - start
+    hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
+    return Run(result.to_lists(), hit_eos, stats, seconds)
+
+
+def run_stream(
+    target: Target,
+    drafter: Drafter,
+    rows: Rows,
+    keys: Array,
+    options: dict,
+    on_step: Callable[[StreamStep], None] = lambda step: None,
+) -> Run:
+    """The same step driven from Python, as `stream` runs it; `on_step` is called with each as soon as it is known."""
+    tokens: list[list[int]] = [[] for _ in rows]
+    total, resumed = zero_stats(len(rows), drafter.max_depth), 0
+    infos, first, start = [], None, time.perf_counter()
+    arrays, keys = spread(target, pack(rows), keys)
+    for step in stream(target, drafter, arrays, key=keys, **options):
+        step = _cut(step, len(rows))
+        if step.earlier is not None:
+            total, resumed = step.earlier, sum(map(len, step.tokens))
+        elif first is None:
+            first = time.perf_counter() - start
+        if step.earlier is None:
+            infos.append(step.info)
+        for row, new in zip(tokens, step.tokens, strict=True):
+            row.extend(new)
+        on_step(step)
+    seconds = time.perf_counter() - start
+    stats = jax.device_get(functools.reduce(jax.jit(add_stats), infos, total))
+    return Run(tokens, stats.hit_eos, stats, seconds, first, resumed)
+
+
+REPEATED = 24
+"""Tokens of a prompt on which whatever drafts from the text drafts as deep as it may."""
+
+
+def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
+    """Compile what `run_stream` runs; returns the seconds of tracing, compiling and a few steps.
+
+    The prompts are stand-ins, one token over and over in buffers of the real size. Prefill runs, and a few steps, so
+    that passes of all widths do where the drafter allows it: on CPU, parts of a program are only made ready when they
+    are first entered (SmolLM2: 0.4 s per width).
+    """
+    length = max(min(REPEATED, target.model.max_positions - options["max_new_tokens"]), 1)
+    stand_ins = np.full(bucket(rows), rows[0][0], np.int32), np.full((len(rows),), length, np.int32)
+    start = time.perf_counter()
+    arrays, keys = spread(target, stand_ins, row_keys(0, range(len(rows))))
+    steps = stream(target, drafter, arrays, key=keys, **options)
+    for _ in itertools.islice(steps, 2):
+        pass
+    steps.close()
+    if target.model.mesh is None:
+        _enter_widths(target, drafter, arrays, keys, options)
+    return time.perf_counter() - start
+
+
+def _enter_widths(target: Target, drafter: Drafter, prompts, keys: Array, options: dict) -> None:
+    """Steps from the same text, with room for more and more tokens, and so for wider and wider drafts."""
+    inputs, tokens, lengths, keys, static = prepare(target, drafter, prompts, key=keys, **options)
+    for width in (*drafter.widths, drafter.num_nodes):
+        state = _start(inputs, tokens, lengths, keys, **static)
+        state = state._replace(stop=state.length + width)
+        jax.block_until_ready(_step(inputs, state, controller=static["controller"]))
+
+
+def next_logits(target: Target, ids: Sequence[int]) -> np.ndarray:
+    """float32[V]: the target's logits after `ids`, from one pass over them."""
+    size = -(-len(ids) // CHUNK) * CHUNK
+    tokens = np.zeros((1, size + CHUNK + 1), np.int32)
+    tokens[0, : len(ids)] = ids
+    return parallel.gather(_next_logits(target, jnp.asarray(tokens), jnp.asarray([len(ids)], jnp.int32)))
+
+
+@jax.jit
+def _next_logits(target: Target, tokens: Array, length: Array) -> Array:
+    model = target.model
+    cache = prefill(model, target.params, model.init_cache(*tokens.shape), tokens, length - 1)
+    last = take_along(tokens, length[:, None] - 1, 1)
+    output, _ = model.forward(target.params, last, cache, positions=length[:, None] - 1, mask=jnp.ones((1, 1, 1), bool))
+    return output.logits[0, 0].astype(jnp.float32)
+
+
+def difference(target: Target, prompt: Sequence[int], ours: list[int], plain: list[int], dtype: str):
+    """Where two greedy texts part and how close the choice was there: Difference, or None if they are equal."""
+    position = first_difference(ours, plain)
+    if position is None:
+        return None
+    logits = next_logits(target, [*prompt, *plain[:position]])
+    second, largest = np.sort(logits)[-2:]
+    pair = [text[position] if position < len(text) else None for text in (ours, plain)]
+    behind = float("inf") if None in pair else float(largest - min(logits[token] for token in pair))
+    return Difference(position, pair[0], pair[1], float(largest - second), behind, behind < NEAR_TIE[dtype])
+
+
+def difference_record(d: Difference, tokenizer, **where) -> dict:
+    """A difference as JSON."""
+    pieces = [None if token is None else tokenizer.decode([token]) for token in (d.token, d.plain_token)]
+    return where | {
+        "position": d.position,
+        "token": d.token,
+        "plain_token": d.plain_token,
+        "text": pieces[0],
+        "plain_text": pieces[1],
+        "top_two_gap": d.top_two_gap,
+        "near_tie": d.near_tie,
+    }

@@ -1,0 +1,1 @@
+"""Drafters that join or choose among others."""

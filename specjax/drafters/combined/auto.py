@@ -1,0 +1,335 @@
+"""Auto: several model-free drafters in one tree, of which only as much is verified as pays; often nothing.
+
+Our own combination of published parts. The tree is the union of a suffix match (SAM-Decoding, arXiv 2411.10666) and of
+recycled runners-up (Token Recycling, arXiv 2408.08696), fused as in RASD (arXiv 2503.03434); its size is that of the
+best goodput (SmartSpec, arXiv 2406.14066), with the prefix rule for one affine batch.
+
+Rule: each drafted node belongs to a class: how long the match was and how deep the node lies, or how likely the target
+once found the token and how deep it lies. How often a node of the class turned out to be the text, its parent being
+so, is its chance; a token that both drafters propose fails only if both classes fail. The chance of a path is the
+product along it. A text in which fewer nodes were right of late than their classes said lowers all chances at once. The
+nodes stand in falling order of it, and the pass takes the width w of `widths` with the most
+expected tokens per cost, sum over rows of (1 + the w - 1 largest chances) / costs[w]; plain decoding is the width 1.
+A batch is ready when its slowest row is, so a row counts the less the further it is ahead of that.
+Chances are learnt in hindsight: a whole joined tree is kept, verified or not, until the text has passed it by. So what
+would have been accepted is known without trying, plain decoding keeps learning, and no decision reads the randomness
+of its own round.
+Guarantee: distribution (a point-mass tree). All rows of a batch take the same width, so the number of passes of a row
+depends on its batch; its text does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from specjax import costs as costs_of
+from specjax.drafters.lookup.suffix import find
+from specjax.drafters.tables.token_recycling import (
+    Recycled,
+    RecyclingState,
+    best_paths,
+    recycled_tree,
+    token_recycling,
+    written,
+)
+from specjax.errors import UsageError
+from specjax.indexing import at, take_along
+from specjax.retrieval.suffixes import copied_chain, last_tokens
+from specjax.trees import operations
+from specjax.trees.templates import Template
+from specjax.types import Array, Context, Drafter, TokenTree
+
+CPU_WIDTHS = (1, 4, 8, 16)
+WIDTHS = (1, 16, 32, 64)
+"""Where the weights are read once for dozens of tokens, so that narrow passes are hardly cheaper."""
+MATCHES = (1, 2, 3, 4, 6, 9, 16)  # lower bounds of the classes of match lengths
+DEPTHS = (1, 2, 3, 5, 9)  # of depths of copied tokens
+CHANCES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # of recycled probabilities
+LEVELS = (1, 2, 3)  # of depths of recycled tokens
+COPIED = len(MATCHES) * len(DEPTHS)
+CLASSES = COPIED + len(CHANCES) * len(LEVELS)
+
+MEMORY = 0.98
+"""How much of its counts a class keeps at each new trial: the last 50 count."""
+PRIOR = 6.0
+"""How many trials the prior chance is worth."""
+DOUBT = 3.0
+"""How many expected hits it takes to be half convinced that a text disappoints."""
+FADING = 0.95
+"""How much of what was found and expected is kept at each look back."""
+MARGIN = 1.1
+"""By how much a wider pass must promise more than plain decoding: estimates are noisy, and a loss weighs more."""
+LOOK = 0.03
+"""What drafting costs, in passes of width 1: 0.016 for SmolLM2 on two cores (0.5 of 31 ms), 0.04 for Llama 3 8B on 8
+v5e chips (by the compiler's schedule)."""
+REST = 7
+"""Plain steps between two looks where looking does not pay."""
+HOPE = 0.25
+"""The promise before anything was seen: at least a dozen looks."""
+LEAD = 4.0
+"""How many tokens ahead of the slowest row divide what a row counts by e."""
+RECENT = 0.125
+"""Weight of a look in the average of what looks promised."""
+
+
+class Counts(NamedTuple):
+    """Of the nodes whose parent was right, how many were, by class."""
+
+    hits: Array  # float32[B, CLASSES]
+    trials: Array  # float32[B, CLASSES]
+
+
+class Memory(NamedTuple):
+    """What a call may start from: the parameters."""
+
+    recycled: Recycled  # [V, 8]
+    counts: Counts  # [CLASSES]
+
+
+class Joined(NamedTuple):
+    """The drafts of one position side by side, equal paths apart: the nodes of `_Shape`."""
+
+    tokens: Array  # int32[B, M]
+    valid: Array  # bool[B, M]
+    kind: Array  # int32[B, M], the class of each node
+    start: Array  # int32[B], length of the text when it was drafted; 0: none
+
+
+class _Shape(NamedTuple):
+    """Of every joined tree: `copied` nodes of a chain below the root, then those of Token Recycling's. In numpy, so
+    that a program holds no step from parent to child: half of what drafting took on a TPU."""
+
+    copied: int
+    parents: np.ndarray  # int32[M]
+    depth: np.ndarray  # int32[M]
+    above: np.ndarray  # bool[M, M]: node j is node i or one of its ancestors
+
+
+def _shape(copied: int, template: Template) -> _Shape:
+    parents = np.concatenate(
+        [np.arange(-1, copied), np.where(template.parents[1:] > 0, template.parents[1:] + copied, 0)]
+    ).astype(np.int32)
+    return _Shape(copied, parents, operations.depths(parents[None])[0], operations.ancestor_mask(parents[None])[0])
+
+
+class _Record(NamedTuple):
+    """How good the drafts were."""
+
+    counts: Counts
+    shadow: Joined  # waits for the text to pass it by
+    found: Array  # float32[B, 2], of late: nodes that were right, and how many the classes had expected
+    promise: Array  # float32[], average over the last looks: passes of width 1 that the chosen width promised to save
+    rest: Array  # int32[], plain steps until the next look
+    begun: Array  # int32[B], length of the prompt
+
+
+class _State(NamedTuple):
+    recycled: RecyclingState
+    record: _Record
+
+
+@functools.cache
+def auto(
+    vocab_size: int,
+    *,
+    widths: tuple[int, ...] | None = None,
+    costs: costs_of.Costs = None,
+    num_recycled: int | None = None,
+    dtype: str = "float32",
+    platform: str | None = None,
+) -> Drafter:
+    """Draft as much as pays on this device, and nothing where nothing does.
+
+    Args:
+      widths: verify widths to choose from, rising from 1; each is compiled. Default: CPU_WIDTHS or WIDTHS, by the
+        platform. costs: from `specjax.costs`, or numbers, of a pass of each width in passes of width 1; None:
+        `costs.estimated` for the batch and `dtype` of the parameters.
+      num_recycled: nodes that Token Recycling proposes, 80 at most; default: 40 on CPU, else 80.
+      platform: what the program is for, "cpu", "gpu" or "tpu"; None: what JAX runs on.
+
+    State: 64 bytes per token of the vocabulary and row.
+    Raises: UsageError for widths that do not rise from 1, or costs that do not fit them.
+    """
+    on_cpu = (platform or jax.default_backend()) == "cpu"
+    if widths is None:
+        widths = CPU_WIDTHS if on_cpu else WIDTHS
+    if num_recycled is None:
+        num_recycled = 40 if on_cpu else 80
+    if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
+        raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
+    costs_of.check(costs, len(widths), "width")
+    recycling = token_recycling(vocab_size, num_nodes=num_recycled, keep_chances=True)
+    template = Template(best_paths(num_recycled))
+    shape = _shape(max(widths) - 1, template)
+    nodes = len(shape.parents)
+
+    def init(params, context: Context) -> _State:
+        batch = context.tokens.shape[0]
+        recycled = recycling.init(params.recycled if params else (), context)
+        counts = params.counts if params else Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
+        none = jnp.zeros((batch, nodes), jnp.int32)
+        shadow = Joined(none, none > 0, none, none[:, 0])
+        counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
+        found, promise, rest = jnp.zeros((batch, 2)), jnp.float32(HOPE), jnp.int32(0)
+        return _State(recycled, _Record(counts, shadow, found, promise, rest, context.length))
+
+    def propose(params, keys, state: _State, context: Context, limit: Array):
+        recycled = written(state.recycled)  # outside of the branches, which would copy the matrix
+        tree, record = jax.lax.cond(state.record.rest > 0, plain, look, recycled.matrix, state.record, context, limit)
+        return tree, _State(recycled, record)
+
+    def plain(matrix, record: _Record, context: Context, limit: Array):
+        root = last_tokens(context.tokens, context.length, 1)
+        return operations.pad_nodes(operations.chain(root, root >= 0), max(widths)), record._replace(
+            rest=record.rest - 1
+        )
+
+    def look(matrix, record: _Record, context: Context, limit: Array):
+        record = _learn(shape, record, context)
+        joined = _join(shape, recycled_tree(template, matrix, context, limit), matrix, context, limit)
+        tree, chance = _rank(shape, joined, record)
+        width, saved = _width(chance, _weight(context.length - record.begun, limit > 0))
+        tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
+        free = record.shadow.start == 0
+        pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        shadow = jax.tree.map(pick, joined, record.shadow)
+        promise = record.promise + RECENT * (saved - record.promise)
+        rest = jnp.where((promise < LOOK) & (width == 1), REST, jnp.zeros_like(record.rest))
+        return operations.cut(tree, max(widths)), record._replace(shadow=shadow, promise=promise, rest=rest)
+
+    def _width(chance: Array, weight: Array) -> tuple[Array, Array]:
+        """int32[]: of the pass with the most expected tokens per cost, and how many plain passes it promises to save,
+        float32[]. weight: float32[B], what a token of a row counts."""
+        total = jnp.cumsum(chance, 1)  # [B, M], of the nodes up to here; the root has none
+        tokens = jnp.sum(weight[:, None] * (1 + total[:, np.asarray(widths) - 1]), 0)  # [W]
+        known = jnp.asarray(costs_of.at(costs, widths, chance.shape[0], dtype, platform))
+        goodput = tokens / known
+        best = jnp.argmax(goodput.at[0].multiply(MARGIN))
+        saved = tokens[best] / jnp.maximum(tokens[0], 1e-6) - known[best]
+        return jnp.asarray(widths)[best], jnp.where(best > 0, saved, 0.0)
+
+    def update(params, state: _State, tree, verdict, output):
+        return state._replace(recycled=recycling.update((), state.recycled, tree, verdict, output))
+
+    def remember(params, state: _State) -> Memory:
+        assert recycling.remember is not None
+        counts = jax.tree.map(lambda x: jnp.mean(x, 0), state.record.counts)
+        return Memory(recycling.remember(params.recycled if params else (), state.recycled), counts)
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        num_nodes=max(widths),
+        max_depth=int(shape.depth.max()),
+        widths=widths[:-1],
+        follows_any_tree=True,
+        remember=remember,
+    )
+
+
+def _join(shape: _Shape, runners_up: TokenTree, recycled: Recycled, context: Context, limit: Array) -> Joined:
+    """The drafts for the present position: a copied chain, then the recycled tree."""
+    count = shape.copied
+    start, matched = find(context.tokens, context.length, count, MATCHES[-1], "latest")
+    root = last_tokens(context.tokens, context.length, 1)
+    copy = copied_chain(root, context.tokens, context.length, start, count, limit)
+    of_copy = _class(matched[:, None], MATCHES) * len(DEPTHS) + _class(shape.depth[1 : 1 + count], DEPTHS)
+    of_rest = _class(jnp.exp(_log_chance(recycled, runners_up)), CHANCES) * len(LEVELS)
+    of_rest += _class(shape.depth[1 + count :], LEVELS)
+    beside = lambda x, y: jnp.concatenate([x, y], 1)
+    kind = beside(beside(jnp.zeros_like(root), of_copy), COPIED + of_rest)
+    tokens, valid = beside(copy.tokens, runners_up.tokens[:, 1:]), beside(copy.valid, runners_up.valid[:, 1:])
+    return Joined(tokens, valid, kind, context.length)
+
+
+def _class(x: ArrayLike, bounds) -> Array:
+    """int32 like x: the last class whose lower bound x reaches; 0 below all."""
+    return jnp.maximum(jnp.sum(jnp.asarray(x)[..., None] >= jnp.asarray(bounds), -1) - 1, 0)
+
+
+def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
+    """float32[B, N - 1]: how likely the target once found the token of each node, the root apart, after its parent's.
+
+    tree: as `recycled_tree` gives it."""
+    row = jnp.arange(tree.tokens.shape[0])[:, None]
+    parent = take_along(tree.tokens, tree.parents[:, 1:], 1)
+    assert recycled.log_p is not None
+    is_token = at(recycled.tokens, row, parent) == tree.tokens[:, 1:, None]  # [B, N - 1, 8]
+    return jnp.max(jnp.where(is_token, at(recycled.log_p, row, parent), -jnp.inf), 2)
+
+
+def _chance(counts: Counts, kind: Array) -> Array:
+    """float32[B, N]: that a node of this class is right where its parent is."""
+    chance = (counts.hits + PRIOR * _prior()) / (counts.trials + PRIOR)
+    return take_along(chance, kind, 1)
+
+
+def _trust(found: Array) -> Array:
+    """float32[B, 1]: by how much to believe the classes. A text that disappoints does so in all of them, long before
+    each has seen enough to know."""
+    hits, expected = found[:, :1], found[:, 1:]
+    return jnp.minimum((hits + DOUBT) / (expected + DOUBT), 1.0)
+
+
+def _weight(written: Array, running: Array) -> Array:
+    """float32[B]: what a token counts in a row that has `written` int32[B]: 1 in the slowest, 0 where none is running.
+
+    Without it four rows of SmolLM2 took a twentieth longer than plain decoding on two of six tasks.
+    """
+    slowest = jnp.min(jnp.where(running, written, jnp.iinfo(jnp.int32).max))
+    return jnp.where(running, jnp.exp((slowest - written) / LEAD), 0.0)
+
+
+def _rank(shape: _Shape, joined: Joined, record: _Record) -> tuple[TokenTree, Array]:
+    """The union of the drafts in falling order of chance, and these float32[B, M]; 0 for the root and behind."""
+    tokens, valid = joined.tokens, joined.valid
+    nodes = np.arange(len(shape.parents))
+    # The copied node that stands for each recycled one, if their paths spell the same; else each for itself.
+    twin = np.minimum(shape.depth, shape.copied)
+    alike = (tokens == tokens[:, twin]) & valid & valid[:, twin] & (shape.depth <= shape.copied)
+    first = jnp.where(jnp.all(alike[:, None, :] | ~shape.above, 2), twin, nodes)
+    chance = _chance(record.counts, joined.kind) * _trust(record.found)
+    miss = jnp.where(valid, jnp.log1p(-chance), 0.0)
+    same = first[:, :, None] == first[:, None, :]  # [B, M, M]
+    chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
+    path = jnp.prod(jnp.where(shape.above & (nodes > 0), chance[:, None, :], 1.0), 2)
+    parents = first[:, np.maximum(shape.parents, 0)].at[:, 0].set(-1)
+    return operations.by_score(TokenTree(tokens, parents, valid & (first == nodes)), path)
+
+
+def _learn(shape: _Shape, record: _Record, context: Context) -> _Record:
+    """Count the shadow's nodes once the text has passed it by."""
+    tokens, valid, kind, start = record.shadow
+    place = start[:, None] - 1 + shape.depth
+    passed = place < context.length[:, None]
+    text = take_along(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
+    agrees = valid & passed & (text == tokens) | (shape.depth == 0)
+    right = jnp.all(agrees[:, None, :] | ~shape.above, 2)  # the whole path
+    tried = valid & (shape.depth > 0) & right[:, np.maximum(shape.parents, 0)]
+    over = (start > 0) & ~jnp.any(tried & ~passed, 1)  # no node waits for a token that is not there yet
+    one_hot = (kind[:, :, None] == jnp.arange(CLASSES)) & (tried & over[:, None])[:, :, None]  # [B, M, CLASSES]
+    trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
+    hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
+    kept = MEMORY**trials
+    chance = jnp.where(tried, _chance(record.counts, kind), 0.0)
+    found = FADING * record.found + jnp.stack([jnp.sum(tried & right, 1), jnp.sum(chance, 1)], 1)
+    found = jnp.where(over[:, None], found, record.found)
+    counts = Counts(record.counts.hits * kept + hits, record.counts.trials * kept + trials)
+    return record._replace(counts=counts, found=found, shadow=record.shadow._replace(start=jnp.where(over, 0, start)))
+
+
+def _prior() -> np.ndarray:
+    """float32[CLASSES]: the chance of each class before anything was seen."""
+    first = np.array([0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9])
+    later = np.array([0.5, 0.6, 0.7, 0.75, 0.8, 0.88, 0.92])
+    copied = np.stack([first] + [later] * (len(DEPTHS) - 1), 1).reshape(-1)
+    edges = np.append(CHANCES, 1.0)
+    recycled = np.repeat(0.6 * (edges[1:] + edges[:-1]) / 2, len(LEVELS))
+    return np.concatenate([copied, recycled]).astype(np.float32)

@@ -1,0 +1,125 @@
+"""Choice: a bandit picks the drafter and the depth of each round, plain decoding among its arms.
+
+Rule: the arms are plain decoding and every pair of a drafter and one of its `depths`. A round pays the tokens it emits,
+over all rows, per cost of its pass, and `specjax.controllers.bandit.ucb` picks the arm. Every drafter learns from every
+round, whoever drafted it.
+Guarantee: distribution (point-mass trees). One arm for the batch, so the passes of a row depend on its batch; its text
+does not. Unlike `auto`, which weighs nodes in hindsight, this needs to know nothing of how its drafters work.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import costs as costs_of
+from specjax.controllers.bandit import Arms, Bandit, ucb
+from specjax.drafters.composed import read_each, remember_each
+from specjax.errors import UsageError
+from specjax.trees import operations
+from specjax.types import Array, Context, Drafter, PyTree
+
+
+class Memory(NamedTuple):
+    """What a later call may start from."""
+
+    several: tuple[PyTree, ...]  # of the drafters
+    arms: Arms | tuple[()] = ()
+
+
+class _State(NamedTuple):
+    several: tuple[PyTree, ...]  # of the drafters
+    arms: Arms
+    arm: Array  # int32[], the one pulled
+
+
+def choice(
+    *several: Drafter,
+    depths: tuple[int, ...] = (3, 7),
+    costs: costs_of.Costs = None,
+    dtype: str = "float32",
+    platform: str | None = None,
+    bandit: Bandit | None = None,
+) -> Drafter:
+    """Pick among `several` drafters without randomness that follow any tree, each at each of `depths`, and plain
+    decoding.
+
+    Args:
+      costs: from `specjax.costs`, or numbers, of a pass of each verify width (1 and those of the drafters, rising) in
+        passes of width 1; None: the rule of thumb for the batch, `dtype` and `platform`.
+      bandit: over 1 + drafters * depths arms; default: `ucb`.
+
+    Raises: UsageError for no or equal drafters, one that needs its own trees back, depths below 1, or costs that do not
+      fit the widths.
+    """
+    if not several:
+        raise UsageError("choice needs at least one drafter")
+    if len({id(d.propose) for d in several}) < len(several):
+        raise UsageError("choice was given the same drafter twice; give each once, with all depths in depths=")
+    if any(d.draws != "point_mass" or not d.follows_any_tree for d in several):
+        raise UsageError("choice can only pick among drafters without randomness that follow any tree")
+    if not depths or min(depths) < 1:
+        raise UsageError(f"depths must be at least 1, not {list(depths)}; plain decoding is an arm of its own")
+    arms = 1 + len(several) * len(depths)
+    bare = tuple(drafter.replace(params=()) for drafter in several)
+    made = _functions(bare, tuple(depths), costs, dtype, platform, bandit or ucb(arms))
+    return made.replace(params=Memory(tuple(drafter.params for drafter in several)))
+
+
+@functools.cache
+def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform, bandit: Bandit) -> Drafter:
+    nodes = max(drafter.num_nodes for drafter in several)
+    widths = sorted({1, *(w for drafter in several for w in (*drafter.widths, drafter.num_nodes))})
+    costs_of.check(costs, len(widths), "verify width")
+
+    def init(params: Memory, context: Context) -> _State:
+        states = tuple(drafter.init(own, context) for drafter, own in zip(several, params.several, strict=True))
+        return _State(states, params.arms or bandit.init(), jnp.int32(0))
+
+    def propose(params: Memory, keys, state: _State, context: Context, limit: Array):
+        arm = bandit.choose(state.arms)
+        which, depth = (arm - 1) // len(depths), jnp.asarray(depths)[(arm - 1) % len(depths)]
+        bound = jnp.where(arm == 0, 0, jnp.minimum(limit, depth))
+
+        def drafted_by(index: int):
+            def draft(states):
+                tree, new = several[index].propose(params.several[index], keys, states[index], context, bound)
+                return operations.pad_nodes(tree, nodes), (*states[:index], new, *states[index + 1 :])
+
+            return draft
+
+        branches = [drafted_by(index) for index in range(len(several))]
+        tree, states = jax.lax.switch(jnp.maximum(which, 0), branches, state.several)
+        return tree, _State(states, state.arms, arm)
+
+    def update(params: Memory, state: _State, tree, verdict, output):
+        states = tuple(
+            drafter.update(own, memory, tree, verdict, output)
+            for drafter, own, memory in zip(several, params.several, state.several, strict=True)
+        )
+        batch, width = tree.tokens.shape
+        known = costs_of.at(costs, widths, batch, dtype, platform)
+        # The tree was cut to the width of the pass.
+        reward = jnp.mean(verdict.num_nodes.astype(jnp.float32)) / known[widths.index(width)]
+        return _State(states, bandit.update(state.arms, state.arm, reward), state.arm)
+
+    def read(params: Memory, state: _State, *chunk):
+        return state._replace(several=read_each(several, params.several, state.several, *chunk))
+
+    def remember(params: Memory, state: _State) -> Memory:
+        return Memory(remember_each(several, params.several, state.several), state.arms)
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        read=read if any(drafter.read for drafter in several) else None,
+        remember=remember,
+        num_nodes=nodes,
+        max_depth=max(drafter.max_depth for drafter in several),
+        widths=tuple(w for w in widths if w < nodes),
+        follows_any_tree=True,
+    )

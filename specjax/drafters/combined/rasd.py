@@ -1,0 +1,116 @@
+"""RASD: a drafted tree and retrieved text in one tree, fused by their longest common prefixes.
+
+Quan et al.: RASD: Retrieval-Augmented Speculative Decoding (ACL Findings 2025), arXiv 2503.03434.
+
+Rule: a draft model, or any drafter, grows its tree; the retrieved paths that start with a token which it finds likely
+too are kept, and what of them is not in the tree already is attached where they leave it (`keep_likely`, `fuse`
+of `specjax.trees.operations`).
+Guarantee: distribution (a point-mass tree).
+Deviations: the authors' details are not published. A retrieved path is kept if its first token is among the children of
+the root in the draft tree, which are the draft model's likeliest (`prune=False` keeps all). One retrieved chain is the
+default; any drafter without randomness and without a model may stand in for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.drafters.composed import read_each, remember_each
+from specjax.drafters.lookup.suffix import suffix
+from specjax.drafters.model.two_model import two_model
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.trees import Builder, operations, parse
+from specjax.types import Array, Context, Drafter, PyTree, Target
+
+
+class _State(NamedTuple):
+    model: PyTree
+    retrieval: PyTree
+    origin: Array  # int32[B, N], which node of the draft model's tree each node of the fused one is; 0 for the others
+
+
+def rasd(
+    draft: Target | Drafter,
+    retrieval: Drafter | None = None,
+    tree: Builder | str = "top:8x2x1x1",
+    *,
+    prune: bool = True,
+) -> Drafter:
+    """The tree of `draft` fused with that of `retrieval`.
+
+    Args:
+      draft: a draft model, which grows `tree` (a builder without randomness, or its spec), or a drafter whose trees
+        have no randomness and which follows any tree, such as `early_exit(target, tree=parse("top:4x2"))` or
+        `token_recycling`; `tree` is not used then.
+      retrieval: a drafter of the same kind; default: `suffix(7)`. prune: keep only paths that start as `draft` would.
+
+    State: that of the two. A draft model reads after each round as many tokens anew as the retrieval may add, for it
+    has not seen those.
+    Raises: UsageError for a tree or a drafter with randomness, one that follows its own trees only, or twice the same.
+    """
+    retrieval = suffix(7) if retrieval is None else retrieval
+    if retrieval.draws != "point_mass" or not retrieval.follows_any_tree:
+        raise UsageError("retrieval must be a drafter without randomness that follows any tree, such as suffix")
+    base = draft if isinstance(draft, Drafter) else _grown_by(draft, tree, lag=2 + retrieval.max_depth)
+    if isinstance(draft, Drafter) and (draft.draws != "point_mass" or not draft.follows_any_tree):
+        raise UsageError("draft must be a model, or a drafter without randomness that follows any tree")
+    if base.propose is retrieval.propose:
+        raise UsageError("rasd was given the same drafter twice; fuse two that differ, such as token_recycling, suffix")
+    made = _functions(base.replace(params=()), retrieval.replace(params=()), prune)
+    return made.replace(params=(base.params, retrieval.params))
+
+
+def _grown_by(draft: Target, tree: Builder | str, lag: int) -> Drafter:
+    builder = parse(tree) if isinstance(tree, str) else tree
+    if builder.draws != "point_mass":
+        raise UsageError(f"tree must be grown without randomness, such as top:8x2x1x1, but it draws {builder.draws}")
+    return two_model(draft, tree=builder, lag=lag)
+
+
+@functools.cache
+def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
+    nodes = model.num_nodes + retrieval.num_nodes - 1
+
+    def init(params, context: Context) -> _State:
+        states = model.init(params[0], context), retrieval.init(params[1], context)
+        return _State(*states, jnp.zeros((context.tokens.shape[0], nodes), jnp.int32))
+
+    def propose(params, keys, state: _State, context: Context, limit: Array):
+        drafted, of_model = model.propose(params[0], keys, state.model, context, limit)
+        retrieved, of_retrieval = retrieval.propose(params[1], keys, state.retrieval, context, limit)
+        if prune:
+            retrieved = operations.keep_likely(drafted, retrieved)
+        fused, order = operations.fuse(drafted, retrieved)
+        return fused, _State(of_model, of_retrieval, jnp.where(order < model.num_nodes, order, 0))
+
+    def update(params, state: _State, tree, verdict, output):
+        path = verdict.path
+        if not model.follows_any_tree:
+            # Nodes that only the retrieval had are behind those of the draft model on every path, and are read anew.
+            path = jnp.where(path < 0, -1, take_along(state.origin, jnp.maximum(path, 0), 1))
+        of_model = model.update(params[0], state.model, tree, verdict._replace(path=path), output)
+        of_retrieval = retrieval.update(params[1], state.retrieval, tree, verdict, output)
+        return _State(of_model, of_retrieval, state.origin)
+
+    def read(params, state: _State, *chunk):
+        of_model, of_retrieval = read_each((model, retrieval), params, state[:2], *chunk)
+        return _State(of_model, of_retrieval, state.origin)
+
+    def remember(params, state: _State):
+        return remember_each((model, retrieval), params, state[:2])
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        read=read if model.read or retrieval.read else None,
+        remember=remember if model.remember or retrieval.remember else None,
+        follows_any_tree=model.follows_any_tree,
+        num_nodes=nodes,
+        max_depth=max(model.max_depth, retrieval.max_depth),
+        widths=tuple(sorted({w for w in (1, *model.widths, model.num_nodes) if w < nodes})),
+    )

@@ -1,0 +1,1 @@
+"""Drafters that run a part of the target's own layers."""

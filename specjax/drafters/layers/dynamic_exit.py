@@ -1,0 +1,170 @@
+"""DEL: early exit from the layer, and with the draft length, that lately gave most tokens per layer loaded.
+
+Zarch et al.: DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding (2025),
+arXiv 2504.05598.
+
+Rule: with a_l the chance that exit l names the target's token, L layers and drafts of d tokens,
+  TPL(l, d) = (1 + a_l + ... + a_l^d) / (d l + L);
+each round drafts with the best l and d; d = 0 is plain decoding. a_l comes from shadow tokens, what head(norm(h_l))
+would have drafted at each position that the target has just verified, up to the first mismatch: decayed counts
+  M_l <- w M_l + matches,  C <- w C + positions,  a_l = (M_l + 1/2) / (C + 1).
+A draft of j tokens ends where one more would lower its own expected tokens per layer: with c_i the largest probability
+of draft i's law, it goes on iff c_1 ... c_j / l > (1 + c_1 + c_1 c_2 + ...) / (j l + L).
+Guarantee: distribution (verified with the q that was sampled; c_i is a fact of the law, not of the token drawn).
+
+Per row: each chooses its own l and d, so a row does not depend on its batch; exits are nested, so a batch runs the
+deepest exit of its rows, and as many passes as the longest draft.
+
+Deviations: the prompt's shadow tokens are read at 16 positions of each chunk, one chunk like one round. In rounds
+without a draft only every eighth is learnt from, so that plain decoding stays free of the extra heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.drafters.layers.early_exit import Stop, confidence, first_layers, layers_of, self_draft
+from specjax.errors import UsageError
+from specjax.indexing import first_largest, take_along
+from specjax.types import Array, Context, Drafter, Model, Output, PyTree, Target, TokenTree, Verdict
+
+PROMPT_SAMPLES = 16
+IDLE_PERIOD = 8
+
+
+class Counts(NamedTuple):
+    """Decayed counts, and whether the coming round is to be counted."""
+
+    matches: Array  # float32[B, E], per exit
+    positions: Array  # float32[B]
+    watching: Array  # bool[B]
+
+
+def dynamic_exit(
+    target: Target,
+    num_tokens: int = 18,
+    *,
+    exits: tuple[int, ...] | None = None,
+    decay: float = 0.95,
+) -> Drafter:
+    """A chain of at most `num_tokens` tokens by the target's own first layers.
+
+    Args:
+      exits: the layers to choose from; default: every second one of the first half. Each costs a read-out of the head
+        per round. decay: w above; it forgets within 1 / (1 - w) rounds.
+
+    State: Counts. Raises: UsageError for an exit that the model does not have or a setting outside its range.
+    """
+    most = layers_of(target)
+    if target.model.head is None:
+        raise UsageError(f"the model {target.model.name} cannot read its own layers; give Model.head")
+    exits = tuple(range(2, most // 2 + 1, 2)) or (1,) if exits is None else tuple(sorted(set(exits)))
+    if not exits or not 1 <= exits[0] <= exits[-1] <= most:
+        raise UsageError(f"exits must be from 1 to {most}, the number of layers of the model, not {exits}")
+    if num_tokens < 1:
+        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+    if not 0 <= decay < 1:
+        raise UsageError(f"decay must be at least 0 and below 1, not {decay}")
+    return _functions(target.model, num_tokens, exits, decay).replace(params=target.params)
+
+
+@functools.cache
+def _functions(model: Model, num_tokens: int, exits: tuple[int, ...], decay: float) -> Drafter:
+    builder = trees.chain(num_tokens)
+
+    def init(params, context: Context) -> Counts:
+        batch = context.length.shape[0]
+        return Counts(jnp.zeros((batch, len(exits))), jnp.zeros((batch,)), jnp.zeros((batch,), bool))
+
+    def propose(params, keys, state: Counts, context: Context, limit):
+        layer, length = choose(acceptance(state), exits, model.num_layers, num_tokens)
+        limit = jnp.minimum(limit, length)
+        layers = first_layers(model, layer)
+        tree = self_draft(model, builder, params, keys, context, limit, layers, falling(layer, model.num_layers))
+        return tree, state._replace(watching=(length > 0) | (context.length % IDLE_PERIOD == 0))
+
+    def update(params, state: Counts, tree: TokenTree, verdict: Verdict, output: Output) -> Counts:
+        valid = jnp.any(verdict.path[:, :, None] == jnp.arange(tree.tokens.shape[1]), 1) & state.watching[:, None]
+
+        def matching():
+            return matches(model, params, output.taps[:-1], first_largest(output.logits), valid)
+
+        zeros = jnp.zeros_like(state.matches)
+        return add(state, jax.lax.cond(jnp.any(state.watching), matching, lambda: zeros), valid, decay)
+
+    def read(params, state: Counts, tokens, count, output: Output) -> Counts:
+        assert model.head is not None
+        # Evenly spread over the row's part of the chunk; all of it if it is short.
+        place = jnp.arange(PROMPT_SAMPLES) * jnp.maximum(count, PROMPT_SAMPLES)[:, None] // PROMPT_SAMPLES
+        valid = place < count[:, None]
+        place = jnp.minimum(place, tokens.shape[1] - 1)
+        taps = [take_along(tap, place[:, :, None], 1) for tap in output.taps]
+        wanted = first_largest(model.head(params, taps[-1]))  # of few positions: `output.logits` would be of all
+        return add(state, matches(model, params, taps[:-1], wanted, valid), valid, decay)
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        num_nodes=builder.num_nodes,
+        max_depth=builder.max_depth,
+        draws=builder.draws,
+        widths=tuple(w for w in (1, 4, 8) if w < builder.num_nodes),
+        read=read,
+        taps=(*exits, model.num_layers),
+    )
+
+
+def acceptance(state: Counts) -> Array:
+    """float32[B, E]: the estimate a_l of each exit."""
+    return (state.matches + 0.5) / (state.positions[:, None] + 1)
+
+
+def tokens_per_layer(acceptance: Array, exits: tuple[int, ...], num_layers: int, most: int) -> Array:
+    """float32[..., E, most + 1]: TPL of acceptance float32[..., E] for drafts of 0 ... `most` tokens."""
+    drafted = jnp.arange(most + 1)
+    tokens = jnp.cumsum(acceptance[..., None] ** drafted, -1)
+    return tokens / (drafted * jnp.array(exits)[:, None] + num_layers)
+
+
+def choose(acceptance: Array, exits: tuple[int, ...], num_layers: int, most: int) -> tuple[Array, Array]:
+    """The exit layer and the draft length of the largest TPL: int32[B], int32[B]."""
+    value = tokens_per_layer(acceptance, exits, num_layers, most)
+    best = jnp.argmax(value.reshape(*value.shape[:-2], -1), -1)
+    return jnp.array(exits)[best // (most + 1)], best % (most + 1)
+
+
+def falling(layer: Array, num_layers: int) -> Stop:
+    """Stop where one more token of exit `layer` int32[B] would lower the draft's expected tokens per layer."""
+
+    def update(state, depth, logits):
+        product, tokens = state
+        product = product * confidence(logits)
+        tokens = tokens + product
+        return (product, tokens), product / layer <= tokens / (depth * layer + num_layers)
+
+    ones = jnp.ones(layer.shape)
+    return Stop((ones, ones), update)
+
+
+def matches(model: Model, params: PyTree, taps, wanted: Array, valid: Array) -> Array:
+    """float32[B, E]: at how many `valid` positions the shadow token of each tap [B, T, D] is `wanted` int32[B, T]."""
+    assert model.head is not None
+    shadow = first_largest(model.head(params, jnp.concatenate(taps, 1)))
+    shadow = shadow.reshape(wanted.shape[0], len(taps), -1)
+    return jnp.sum((shadow == wanted[:, None]) & valid[:, None], -1, dtype=jnp.float32)
+
+
+def add(state: Counts, matched: Array, valid: Array, decay: float) -> Counts:
+    """The counts after one more round; a row without a valid position keeps its own."""
+    new = jnp.any(valid, 1)
+    forget = jnp.where(new, decay, 1.0)
+    return state._replace(
+        matches=forget[:, None] * state.matches + matched,
+        positions=forget * state.positions + jnp.sum(valid, 1),
+    )

@@ -1,0 +1,175 @@
+"""Early exit: the target's own first layers, with its final norm and head, draft what the whole of it verifies.
+
+LayerSkip: Elhoushi et al., LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding (ACL 2024),
+arXiv 2404.16710; the decoding part. Any model can be drafted from so, one trained for it (with layer dropout and an
+early-exit loss) is worth it.
+
+Rule: q(. | text) = softmax(head(norm(h_E))), h_E the residual stream after layer E. Drafted tokens read the target's
+own cache and each other; one pass of E layers per token.
+Guarantee: distribution (verified with the q that was sampled).
+Deviations: the target's pass runs all layers on the drafted tokens; the authors keep the keys, values and streams of
+the first E, which are exact, and run the others only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.models import cache as kv
+from specjax.trees import Builder
+from specjax.trees.operations import depths
+from specjax.types import Array, Context, Drafter, Mixture, Model, PyTree, Sublayers, Target, TokenTree
+
+
+def early_exit(
+    target: Target,
+    exit_layer: int | None = None,
+    *,
+    num_tokens: int = 6,
+    tree: Builder | None = None,
+    stop: trees.Stop | None = None,
+) -> Drafter:
+    """A chain of `num_tokens` tokens, or a `tree` from `specjax.trees`, by the first `exit_layer` layers of the target.
+
+    Args:
+      exit_layer: how many layers draft; default: a quarter of them, as in the authors' example (8 of 32, 6 tokens).
+      stop: ends a row's draft early, such as `trees.stops.confidence(0.6)` (Kangaroo, arXiv 2404.18911).
+
+    State: none; the cache is the target's. Raises: UsageError for an exit that the model does not have.
+    """
+    exit_layer = chosen_exit(target, exit_layer)
+    builder = trees.builder_of(num_tokens, tree, stop)
+    return _functions(target.model, builder, exit_layer).replace(params=target.params)
+
+
+@functools.cache
+def _functions(model: Model, builder: Builder, exit_layer: int) -> Drafter:
+    def propose(params, keys, state, context: Context, limit):
+        layers = first_layers(model, jnp.full_like(context.length, exit_layer))
+        return self_draft(model, builder, params, keys, context, limit, layers), state
+
+    return Drafter(
+        init=lambda params, context: (),
+        propose=propose,
+        update=lambda params, state, tree, verdict, output: state,
+        num_nodes=builder.num_nodes,
+        max_depth=builder.max_depth,
+        draws=builder.draws,
+        widths=builder.widths,
+        follows_any_tree=True,
+    )
+
+
+class Stop(NamedTuple):
+    """When a row drafts no deeper.
+
+    `update(state, depth int32[B], logits float32[B, F, V]) -> (state, bool[B])`, after each pass: whether the tokens at
+    `depth`, about to be drawn from these logits, are the row's last. It must not look at the tokens themselves.
+    """
+
+    state: PyTree
+    update: Callable[[PyTree, Array, Array], tuple[PyTree, Array]]
+
+
+def self_draft(
+    model: Model,
+    builder: Builder,
+    params: PyTree,
+    keys: Array,
+    context: Context,
+    limit: Array,
+    layers: Sublayers,
+    stop: Stop | None = None,
+) -> TokenTree:
+    """The tree that `builder` grows from a model with only the sublayers `layers` of it.
+
+    The model's cache is `context.cache`: the root is fed first, and every pass reads the cache and the passes before. A
+    row that may draft no deeper runs no layers, and a pass that no row needs is left out.
+    """
+    slots = 1 + (builder.levels - 1) * builder.frontier
+    look = functools.partial(look_below, model, params, context, layers)
+
+    def judge(limit, seen, depth, logits):
+        if stop is None:
+            return limit, seen
+        below = jnp.max(depth, 1) + 1
+        seen, last = stop.update(seen, below, logits)
+        return jnp.where(last, jnp.minimum(limit, below), limit), seen
+
+    def feed(memory, place, tokens, depth, seen):
+        pending, limit, judged = memory
+        among = jnp.broadcast_to(jnp.eye(tokens.shape[1], dtype=bool), (*tokens.shape, tokens.shape[1]))
+        logits, new = look(tokens, depth, limit, mask=jnp.concatenate([seen, among], 2), earlier=pending)
+        return (kv.insert(pending, new, place), *judge(limit, judged, depth, logits)), logits
+
+    root = take_along(context.tokens, context.length[:, None] - 1, 1)
+    start = jnp.zeros_like(root)
+    logits, pending = look(root, start, limit, mask=jnp.ones((*root.shape, 1), bool))
+    memory = kv.widen(pending, slots), *judge(limit, () if stop is None else stop.state, start, logits)
+    grown, (_, limit, _) = trees.grow(builder, feed, memory, root[:, 0], logits[:, 0], keys, context, limit)
+    tree = grown.tree
+    return tree._replace(valid=tree.valid & (depths(tree.parents) <= limit[:, None]))
+
+
+def look_below(
+    model: Model,
+    params: PyTree,
+    context: Context,
+    layers: Sublayers,
+    tokens: Array | Mixture,
+    depth: Array,
+    limit: Array,
+    *,
+    mask: Array,
+    earlier: PyTree = None,
+) -> tuple[Array, PyTree]:
+    """Logits [B, F, V] below F nodes at `depth` int32[B, F] of a draft, by a part of the model, and what is pending.
+
+    Zeros, and nothing runs, if all of them stand at their row's `limit` int32[B].
+    """
+    drafting = jnp.any(depth < limit[:, None], 1)
+
+    def run():
+        output, pending = model.forward(
+            params, tokens, context.cache, positions=context.length[:, None] - 1 + depth, mask=mask, earlier=earlier,
+            layers=jax.tree.map(lambda runs: runs & drafting[:, None], layers),
+        )  # fmt: skip
+        return output.logits, pending
+
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
+    return jax.lax.cond(jnp.any(drafting), run, zeros)
+
+
+def first_layers(model: Model, count: Array) -> Sublayers:
+    """Per row the first `count` int32[B] layers."""
+    runs = jnp.arange(model.num_layers) < count[:, None]
+    return Sublayers(runs, runs)
+
+
+def confidence(logits: Array) -> Array:
+    """float32[B]: the largest probability that logits [B, F, V] give any token, at temperature 1."""
+    return jnp.exp(jnp.max(jax.nn.log_softmax(logits.astype(jnp.float32), -1), (1, 2)))
+
+
+def chosen_exit(target: Target, exit_layer: int | None) -> int:
+    """The exit layer, by default after a quarter of the layers. Raises: UsageError if the model does not have it."""
+    most = layers_of(target)
+    exit_layer = max(1, most // 4) if exit_layer is None else exit_layer
+    if not 1 <= exit_layer <= most:
+        raise UsageError(f"exit_layer must be from 1 to {most}, the number of layers of the model, not {exit_layer}")
+    return exit_layer
+
+
+def layers_of(target: Target) -> int:
+    """How many layers the model has. Raises: UsageError if it cannot tell."""
+    if target.model.num_layers < 1:
+        raise UsageError(f"the model {target.model.name} has no layers to draft with; give Model.num_layers")
+    return target.model.num_layers

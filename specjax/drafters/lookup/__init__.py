@@ -1,0 +1,1 @@
+"""Drafters that copy from the text or a corpus."""

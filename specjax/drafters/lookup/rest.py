@@ -1,0 +1,67 @@
+"""REST: retrieval-based speculative decoding, a tree of what followed the current words in a corpus.
+
+He, Zhong, Cai, Lee, He: REST: Retrieval-Based Speculative Decoding (NAACL 2024), arXiv 2311.08252.
+
+Rule: let s be the longest end of the text, of at most max_span tokens, that occurs in the datastore; take what follows
+it, `depth` tokens each time; of all prefixes of these continuations draft the num_nodes most frequent.
+Guarantee: distribution (a point-mass tree).
+Deviations: at most `num_paths` occurrences are read, evenly spread over the sorted ones (the authors read the first
+5,000): counts then are proportional but rounded. An empty draft where nothing matches (the authors draft one arbitrary
+token). Equal counts: the shorter prefix first, then smaller ids.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.retrieval.datastore.index import Index, continuations, search
+from specjax.trees.paths import from_paths
+from specjax.types import Drafter
+
+
+def rest(
+    index: Index,
+    *,
+    num_nodes: int = 64,
+    depth: int = 10,
+    max_span: int = 16,
+    min_span: int = 2,
+    num_paths: int = 64,
+) -> Drafter:
+    """A tree of up to `num_nodes` tokens, `depth` deep, retrieved on the device. Params: the index.
+
+    Args: index: `Datastore.to_device()`, on the mesh of the target if it has one. Its ids must be those of the target,
+      which `open_datastore(folder, tokenizer)` sees to.
+
+    Raises: UsageError for a budget below 1, or unless 1 <= min_span <= max_span.
+    """
+    if min(num_nodes, depth, num_paths) < 1:
+        raise UsageError(f"num_nodes, depth and num_paths must be at least 1, not {num_nodes}, {depth} and {num_paths}")
+    if not 1 <= min_span <= max_span:
+        raise UsageError(f"min_span must be from 1 to max_span ({max_span}), not {min_span}")
+    return _functions(num_nodes, depth, max_span, min_span, num_paths).replace(params=index)
+
+
+@functools.cache
+def _functions(num_nodes: int, depth: int, max_span: int, min_span: int, num_paths: int) -> Drafter:
+    def propose(index: Index, keys, state, context, limit):
+        place = context.length[:, None] - max_span + jnp.arange(max_span)
+        text = take_along(context.tokens, jnp.maximum(place, 0), 1)
+        matches = search(index, text, context.length, min_span)
+        paths = continuations(index, matches, num_paths, depth)
+        paths = jnp.where(jnp.arange(depth) < limit[:, None, None], paths, -1)
+        return from_paths(text[:, -1], paths, jnp.ones(paths.shape[:2]), num_nodes + 1), state
+
+    return Drafter(
+        init=lambda params, context: (),
+        propose=propose,
+        update=lambda params, state, tree, verdict, output: state,
+        num_nodes=num_nodes + 1,
+        max_depth=depth,
+        widths=tuple(w for w in (1, 8, 16, 32) if w <= num_nodes),
+        follows_any_tree=True,
+    )

@@ -1,0 +1,138 @@
+"""Suffix matching: copy what followed the longest occurrence of the end of the text, in itself or in a corpus; else
+ask another drafter.
+
+Hu et al., SAM Decoding: Speculative Decoding via Suffix Automaton (2024), arXiv 2411.10666.
+
+Rule: m is the length of the longest suffix of the text (at most max_match) that occurs earlier. If m >= min_match,
+draft the num_tokens tokens that follow an occurrence, preferring a shorter match with a full continuation to a longer
+one without; else the tree of `fallback`. With a corpus, m' is the length of the longest suffix that occurs there, less
+`bias`; if m' > m, what follows an occurrence there is drafted in place of it.
+Guarantee: distribution (a point-mass chain, or the fallback's tree).
+Deviations: the authors keep automata, on the host; a compare of the whole text finds the same match on the device, up
+to `max_match`, and the corpus is searched in its suffix array, whose first occurrence is copied. In the text they copy
+from the earliest occurrence (`occurrence="earliest"`); the latest follows the recent topic. Alone they ask for
+min_match = 5 and use another drafter below; without a fallback short matches are better than none.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.drafters.autoregressive import autoregressive
+from specjax.drafters.composed import read_each, remember_each
+from specjax.errors import UsageError
+from specjax.retrieval.datastore.index import Index, continuations, search
+from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length
+from specjax.trees.operations import chain, pad_nodes
+from specjax.types import Array, Context, Drafter, PyTree, TokenTree
+
+
+def suffix(
+    num_tokens: int = 15,
+    *,
+    max_match: int = 16,
+    min_match: int | None = None,
+    occurrence: Literal["latest", "earliest"] = "latest",
+    fallback: Drafter | None = None,
+    corpus: Index | None = None,
+    bias: int = 5,
+) -> Drafter:
+    """A chain of up to `num_tokens` copied tokens where a suffix of `min_match` or more recurs (default: 2, with a
+    fallback 5), else the fallback's point-mass tree, else nothing.
+
+    Args:
+      corpus: `Datastore.to_device()`, to copy from too; its ids must be those of the target. bias: how many tokens
+        longer a match in the corpus must be to count as long as one in the text.
+
+    Raises: UsageError if num_tokens < 1, bias < 0, not 1 <= min_match <= max_match, or the fallback has randomness or
+    does not follow any tree.
+    """
+    if min_match is None:
+        min_match = 2 if fallback is None else 5
+    if num_tokens < 1:
+        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+    if not 1 <= min_match <= max_match:
+        raise UsageError(f"min_match must be from 1 to max_match ({max_match}), not {min_match}")
+    if bias < 0:
+        raise UsageError(f"bias must be at least 0, not {bias}")
+    fallback = fallback or autoregressive()
+    if fallback.draws != "point_mass" or not fallback.follows_any_tree:
+        raise UsageError("fallback must be a drafter without randomness that follows any tree, such as token_recycling")
+    made = _functions(fallback.replace(params=()), num_tokens, max_match, min_match, occurrence, bias)
+    return made.replace(params=Params(fallback.params, corpus))
+
+
+class Params(NamedTuple):
+    """The fallback's own, and the corpus if there is one."""
+
+    fallback: PyTree
+    corpus: Index | None
+
+
+def find(tokens: Array, length: Array, num_tokens: int, max_match: int, occurrence: str) -> tuple[Array, Array]:
+    """Where the continuation of the best match starts int32[B] (-1: none), and how long the match is int32[B]."""
+    matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_match))
+    position = jnp.arange(tokens.shape[1])
+    full = jnp.where(position + 1 + num_tokens <= length[:, None], matched, 0)
+    # A shorter match that can be copied from in full beats a longer one at the end of the text.
+    usable = jnp.where(jnp.any(full > 0, 1, keepdims=True), full, matched)
+    best = jnp.max(usable, 1)
+    candidate = (usable == best[:, None]) & (best[:, None] > 0)
+    earliest = jnp.argmax(candidate, 1)
+    latest = tokens.shape[1] - 1 - jnp.argmax(candidate[:, ::-1], 1)
+    # Where no continuation is full, the earliest match copies most.
+    choose_latest = jnp.any(full > 0, 1) & (occurrence == "latest")
+    return jnp.where(best > 0, jnp.where(choose_latest, latest, earliest) + 1, -1), best
+
+
+@functools.cache
+def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, occurrence: str, bias: int) -> Drafter:
+    nodes = max(num_tokens + 1, other.num_nodes)
+
+    def propose(params: Params, keys, state, context: Context, limit: Array):
+        start, matched = find(context.tokens, context.length, num_tokens, max_match, occurrence)
+        root = last_tokens(context.tokens, context.length, 1)
+        copied = copied_chain(root, context.tokens, context.length, start, num_tokens, limit)
+        if params.corpus is not None:
+            known, there = in_corpus(params.corpus, context, root, limit)
+            copied = _pick(there - bias > matched, known, copied)
+            matched = jnp.maximum(matched, there - bias)
+        drafted, state = other.propose(params.fallback, keys, state, context, limit)
+        return _pick(matched >= min_match, pad_nodes(copied, nodes), pad_nodes(drafted, nodes)), state
+
+    def in_corpus(corpus: Index, context: Context, root: Array, limit: Array) -> tuple[TokenTree, Array]:
+        """What follows the longest end of the text that the corpus has, and how long that is int32[B]."""
+        longest = min(max_match + bias, context.tokens.shape[1])
+        matches = search(
+            corpus, last_tokens(context.tokens, context.length, longest)[:, ::-1], context.length, bias + 1
+        )
+        follows = continuations(corpus, matches, 1, num_tokens)[:, 0]
+        valid = (follows >= 0) & (jnp.arange(num_tokens) < limit[:, None])
+        tokens = jnp.concatenate([root, jnp.maximum(follows, 0)], 1)
+        return chain(tokens, jnp.concatenate([jnp.ones_like(root, bool), valid], 1)), matches.span
+
+    def read(params: Params, state, *chunk):
+        return read_each((other,), (params.fallback,), (state,), *chunk)[0]
+
+    def remember(params: Params, state) -> Params:
+        return params._replace(fallback=remember_each((other,), (params.fallback,), (state,))[0])
+
+    return other.replace(
+        init=lambda params, context: other.init(params.fallback, context),
+        propose=propose,
+        update=lambda params, *round: other.update(params.fallback, *round),
+        read=read if other.read else None,
+        remember=remember if other.remember else None,
+        num_nodes=nodes,
+        max_depth=max(num_tokens, other.max_depth),
+        widths=tuple(sorted({w for w in (1, 4, 8, *other.widths, other.num_nodes) if w < nodes})),
+    )
+
+
+def _pick(ours: Array, first: TokenTree, second: TokenTree) -> TokenTree:
+    """Of each row the first tree where `ours` bool[B], else the second."""
+    return jax.tree.map(lambda x, y: jnp.where(ours[:, None], x, y), first, second)

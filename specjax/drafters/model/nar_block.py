@@ -1,0 +1,70 @@
+"""The block drafter of generalised aggressive decoding (GAD): k tokens at once from a non-autoregressive model.
+
+Xia, Ge, Wang, Chen, Wei, Sui: Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
+Generation (2022), arXiv 2203.16487; Ge, Xia, Sun, Chen, Wei: Lossless Acceleration for Seq2seq Generation with
+Aggressive Decoding (2022), arXiv 2205.10350.
+
+Rule: the text and k mask tokens behind it go through a model that predicts all k positions in one pass; the draft is
+the chain of their likeliest tokens. Each position is predicted without knowing what was chosen for the others.
+Guarantee: distribution (a point-mass chain). The papers' relaxed acceptance is `specjax.verifiers.top_beta`.
+Deviations: none in the draft. What the model attends besides the text, such as the source of a translation, is its own
+affair (its `params`).
+Not in METHODS: it takes a model of a kind that the command line cannot load.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.indexing import first_largest, take_along
+from specjax.trees.operations import chain
+from specjax.types import Array, Context, Drafter, PyTree
+
+FillFn = Callable[[PyTree, Array, Array, Array], Array]
+"""`fill(params, tokens int32[B, L], given bool[B, L], positions int32[B, k]) -> logits float32[B, k, V]`.
+
+The law of the token at each of `positions`, from the tokens that are `given`. Elsewhere `tokens` holds the mask token:
+at `positions` it may be attended to, behind them it is padding.
+"""
+
+
+def nar_block(fill: FillFn, params: PyTree, *, mask_token: int, num_tokens: int = 25) -> Drafter:
+    """A chain of `num_tokens` tokens from one pass of `fill`.
+
+    Args:
+      fill: static; the same function again compiles nothing. params: its parameters.
+      mask_token: stands where a token is missing; it is never drafted.
+
+    No state. Raises: UsageError for num_tokens < 1 or a negative mask_token.
+    """
+    if num_tokens < 1:
+        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+    if mask_token < 0:
+        raise UsageError(f"mask_token must be a token id, not {mask_token}")
+    return _functions(fill, mask_token, num_tokens).replace(params=params)
+
+
+@functools.cache
+def _functions(fill: FillFn, mask_token: int, num_tokens: int) -> Drafter:
+    block = jnp.arange(num_tokens)
+
+    def propose(params, keys, state, context: Context, limit):
+        tokens, length = context.tokens, context.length[:, None]
+        given = jnp.arange(tokens.shape[1]) < length
+        logits = fill(params, jnp.where(given, tokens, mask_token), given, length + block)
+        drafted = first_largest(logits.at[:, :, mask_token].set(-jnp.inf, mode="drop"))
+        root = take_along(tokens, length - 1, 1)
+        valid = jnp.concatenate([jnp.ones_like(root, bool), block < limit[:, None]], 1)
+        return chain(jnp.concatenate([root, drafted], 1), valid), state
+
+    return Drafter(
+        init=lambda params, context: (),
+        propose=propose,
+        update=lambda params, state, tree, verdict, output: state,
+        num_nodes=num_tokens + 1,
+        max_depth=num_tokens,
+    )

@@ -1,0 +1,167 @@
+"""Two-model speculative decoding: a smaller model of the same vocabulary drafts a chain or a tree.
+
+Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (2023), arXiv 2211.17192;
+Chen et al.: Accelerating Large Language Model Decoding with Speculative Sampling (2023), arXiv 2302.01318.
+
+Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p; a `specjax.trees` builder says how
+many of them, and where. One pass of the draft model per level; the nodes share one key/value cache. Where no row drafts
+on, at its limit or by a `stop` rule, the remaining passes do not run; the first, which keeps the cache, always does.
+Guarantee: distribution (verified with the q that was sampled).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.engine.prefill import prefill
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.models import cache as kv
+from specjax.trees import Builder, Stop
+from specjax.types import Array, Context, Drafter, Model, PyTree, Target
+
+
+class _State(NamedTuple):
+    """The draft model's memory: its cache, and what the last round left to commit to it."""
+
+    cache: PyTree
+    pending: PyTree  # of the tokens fed: the last `lag` of the text, then the tree's inner nodes
+    path: Array  # int32[B, P], the accepted ones among them
+    accepted: Array  # int32[B], how many of `path` count
+    places: Array  # int32[B, N], of the tree's nodes, from `trees.Grown`
+    length: Array  # int32[B], of the text as the draft model sees it
+    dropped: Array  # int32[B], tokens of the prompt that it does not see
+
+
+def two_model(
+    draft: Target,
+    num_tokens: int = 4,
+    tree: Builder | None = None,
+    *,
+    stop: Stop | None = None,
+    lag: int = 2,
+    keep_laws: bool = False,
+) -> Drafter:
+    """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest).
+
+    Args:
+      stop: when to draft no further, one of `trees.stops`.
+      lag: how many of the last tokens are fed anew in each round. After full acceptance the cache lacks 2; one that is
+        the inner drafter of `hierarchical` may lack 4.
+      keep_laws: hand the draft's laws on in greedy and coupled decoding too, to a controller that reads them.
+
+    State: the draft's key/value cache, and the keys and values of one tree. Raises: UsageError for a setting below 1.
+    """
+    if lag < 2:
+        raise UsageError(f"lag must be at least 2, not {lag}")
+    builder = trees.builder_of(num_tokens, tree, stop, keep_laws)
+    return functions(draft.model, builder, lag, group=1).replace(params=draft.params)
+
+
+@functools.cache
+def functions(
+    model: Model, builder: Builder, lag: int, shorten: Callable[[Context], Context] | None = None, group: int = 1
+) -> Drafter:
+    """The drafter, without its parameters.
+
+    `shorten`: the prompts that the draft model reads in place of the target's, equal in their last `lag` tokens. Its
+    buffer is that of the cache, so the shortened text must end within it.
+
+    `group`: of the passes below the root (`Model.forward`); the text is always fed exactly. A `lag` above the deepest
+    level keeps what they leave out of the cache.
+    """
+    approximately = {} if group == 1 else {"group": group}
+    # All rows feed the same number of tokens, whatever each lacks, so that they stay in step; on accelerators that
+    # costs what one token does.
+    slots = lag + (builder.levels - 1) * builder.frontier
+    longest = builder.max_depth + lag
+
+    def start(length):
+        """How many tokens of a text the cache holds when a round begins."""
+        return jnp.maximum(length - lag, 0)
+
+    def init(params, context: Context):
+        seen = context if shorten is None else shorten(context)
+        batch, buffer = seen.tokens.shape
+        cache = model.init_cache(batch, buffer + slots)
+        cache = prefill(model, params, cache, seen.tokens, start(seen.length))
+        _, pending = feed_last(model, params, cache, seen, seen.length, lag)
+        zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.int32)
+        return _State(
+            cache=cache,
+            pending=kv.widen(pending, slots),
+            path=zeros(longest),
+            accepted=zeros(),
+            places=zeros(builder.num_nodes),
+            length=zeros() + lag,
+            dropped=context.length - seen.length,
+        )
+
+    def propose(params, keys, state: _State, context: Context, limit):
+        length = context.length - state.dropped
+        cache = model.commit(state.cache, state.pending, state.path, state.accepted)
+        cache = cache._replace(length=start(length))
+        logits, pending = feed_last(model, params, cache, context, length, lag)
+        before_root = _real(length, lag)[:, None, :-1]
+
+        def feed(pending, place, tokens, depth, seen):
+            batch, width = tokens.shape
+            text = jnp.broadcast_to(before_root, (batch, width, lag - 1))
+            among = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+            output, new = model.forward(
+                params, tokens, cache, positions=length[:, None] - 1 + depth,
+                mask=jnp.concatenate([text, seen, among], 2), earlier=pending, **approximately,
+            )  # fmt: skip
+            return kv.insert(pending, new, lag - 1 + place), output.logits
+
+        root = take_along(context.tokens, context.length[:, None] - 1, 1)[:, 0]
+        grown, pending = trees.grow(builder, feed, kv.widen(pending, slots), root, logits, keys, context, limit)
+        return grown.tree, _State(cache, pending, state.path, state.accepted, grown.places, length, state.dropped)
+
+    def update(params, state: _State, tree, verdict, output):
+        """Note what was accepted. The next round commits it: a branch of the verify pass would copy the cache."""
+        nodes = jnp.pad(verdict.path, ((0, 0), (0, longest)))[:, :longest]
+        place = lag - 1 + take_along(state.places, jnp.maximum(nodes, 0), 1)  # the root stands at lag - 1
+        text = jnp.broadcast_to(jnp.arange(lag - 1), (place.shape[0], lag - 1))
+        fed = jnp.concatenate([text, place], 1)
+        skip = jnp.maximum(lag - state.length, 0)[:, None]  # tokens that a short text does not have
+        path = take_along(fed, jnp.minimum(skip + jnp.arange(longest), fed.shape[1] - 1), 1)
+        # What the next round does not feed anew; the deepest node may never have been fed, and is behind that.
+        accepted = start(state.length + verdict.num_nodes) - start(state.length)
+        return state._replace(path=jnp.clip(path, 0, slots - 1), accepted=accepted)
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        num_nodes=builder.num_nodes,
+        max_depth=builder.max_depth,
+        draws=builder.draws,
+        widths=builder.widths,
+    )
+
+
+def feed_last(
+    model: Model, params: PyTree, cache: PyTree, context: Context, length: Array, lag: int
+) -> tuple[Array, PyTree]:
+    """Feed the last `lag` tokens of the text, the root last: its logits [B, V], and what is pending.
+
+    `length` int32[B]: of the text as this model counts it. Tokens that a shorter text does not have are fed too, and
+    seen by nobody.
+    """
+    back = jnp.arange(lag) - lag
+    tokens = take_along(context.tokens, jnp.maximum(context.length[:, None] + back, 0), 1)
+    positions = jnp.maximum(length[:, None] + back, 0)
+    mask = jnp.tril(jnp.ones((lag, lag), bool)) & (_real(length, lag)[:, None, :] | jnp.eye(lag, dtype=bool))
+    output, pending = model.forward(params, tokens, cache, positions=positions, mask=mask)
+    return output.logits[:, -1], pending
+
+
+def _real(length: Array, lag: int) -> Array:
+    """bool[B, lag]: which of the last `lag` tokens a text has."""
+    return jnp.arange(lag) >= lag - length[:, None]

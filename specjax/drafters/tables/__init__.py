@@ -1,0 +1,1 @@
+"""Drafters that keep what the target computed in passing."""

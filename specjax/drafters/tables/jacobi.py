@@ -1,0 +1,139 @@
+"""Speculative Jacobi decoding: the target's last pass is the draft of its next one.
+
+Teng, Shi, Liu, Ning, Dai, Wang, Li, Liu: Accelerating Auto-regressive Text-to-Image Generation with Training-free
+Speculative Jacobi Decoding (ICLR 2025), arXiv 2410.01699.
+
+Rule: one pass over [last token, d_1 ... d_W] gives p_1 ... p_{W+1}; accept d_i with min(1, p_i(d_i) / q_i(d_i)). Where
+token i is the first not accepted, keep q'_j = p_j for the positions j > i behind it, though they were computed after
+rejected tokens, and draw d'_j ~ q'_j *afresh*. Positions beyond take an initial token, with a one-hot q:
+  random: uniform over `ids`;
+  repeat: the token `stride` positions before (1: the left neighbour; the width of an image row: the one above);
+  sample: the likeliest token under the left neighbour's law.
+Where there is no such neighbour yet the token is random.
+Guarantee: distribution. q' is a function of the past and d' a fresh draw from it, independent of the token just
+committed: any exact rule for chains keeps the target's law. Keeping the old d with the new q would not.
+Deviations: each row shifts by what it accepted (the released code takes the smallest of the batch) and the window works
+from the first token to the last (theirs starts 3 tokens after the prompt and stops 10 before the end; a controller can
+do that). The laws are stored before warping and warped when drawn from. Neighbours are taken from the text, so the
+first column of an image copies the last column of the row above. No guidance: it belongs into the target's forward
+pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import sampling
+from specjax.errors import UsageError
+from specjax.indexing import first_largest, take_along
+from specjax.trees.operations import chain
+from specjax.types import Array, Context, Drafter, Output, Sampling, TokenTree, Verdict
+
+Initial = Literal["random", "repeat", "sample"]
+
+
+class JacobiState(NamedTuple):
+    """What the last pass said about the positions behind the text."""
+
+    logits: Array  # float32[B, W, V], not warped
+    known: Array  # int32[B], how many rows of `logits` count
+    likeliest: Array  # int32[B], by the last row of the pass; -1 before the first pass
+
+
+@functools.cache
+def jacobi(
+    vocab_size: int,
+    *,
+    window: int = 15,
+    initial: Initial = "random",
+    ids: tuple[int, int] | None = None,
+    stride: int = 1,
+) -> Drafter:
+    """A chain of `window` tokens, redrawn from the laws that the target gave their positions in its last pass.
+
+    Args:
+      initial: what the end of the window starts with. ids: (first, end) of the tokens that random ones come from;
+        default: all. stride: for "repeat", how far back the copied token is.
+
+    State: JacobiState, window x V floats per row.
+    Raises: UsageError for a setting outside its range.
+    """
+    first, end = ids or (0, vocab_size)
+    if window < 1:
+        raise UsageError(f"window must be at least 1, not {window}; for none use the drafter autoregressive")
+    if initial not in ("random", "repeat", "sample"):
+        raise UsageError(f'initial must be "random", "repeat" or "sample", not "{initial}"')
+    if not 0 <= first < end <= vocab_size:
+        raise UsageError(f"ids must be a range within 0 to {vocab_size}, not {first} to {end}")
+    if stride < 1 or (stride > 1 and initial != "repeat"):
+        raise UsageError(f'stride must be at least 1, and 1 unless initial is "repeat"; it is {stride}')
+
+    def init(params, context: Context) -> JacobiState:
+        batch = context.tokens.shape[0]
+        none = jnp.zeros((batch,), jnp.int32)
+        return JacobiState(jnp.zeros((batch, window, vocab_size), jnp.float32), none, none - 1)
+
+    def propose(params, keys: Array, state: JacobiState, context: Context, limit: Array):
+        slot_keys = jax.vmap(lambda key: jax.vmap(lambda s: jax.random.fold_in(key, s))(jnp.arange(2 * window)))(keys)
+        draw_keys = slot_keys[:, :window]
+        if context.noise is not None:  # the target's own noise at each position
+            slots = jnp.broadcast_to(jnp.arange(window), (keys.shape[0], window))
+            draw_keys = sampling.node_keys(context.noise, context.length, slots)
+        drawn, laws = _draw(draw_keys, state.logits, context.sampling)
+        randoms = jax.vmap(jax.vmap(lambda key: jax.random.randint(key, (), first, end)))(slot_keys[:, window:])
+        known = jnp.arange(window) < state.known[:, None]
+        tokens = _fill(drawn, known, randoms, state.likeliest, context)
+        nodes = jnp.concatenate([_text(context, 1), tokens], 1)
+        valid = jnp.arange(window + 1) <= limit[:, None]
+        if laws is None or context.noise is not None:
+            return chain(nodes, valid), state
+        one_hot = jnp.where(jnp.arange(vocab_size) == tokens[:, :, None], 0.0, -jnp.inf)
+        laws = jnp.where(known[:, :, None], laws, one_hot)
+        return chain(nodes, valid, jnp.pad(laws, ((0, 0), (0, 1), (0, 0)))), state
+
+    def _fill(drawn: Array, known: Array, randoms: Array, likeliest: Array, context: Context) -> Array:
+        """int32[B, W]: drawn tokens where the law is known, initial ones behind them."""
+        if initial == "random":
+            return jnp.where(known, drawn, randoms)
+        if initial == "sample":  # the left neighbour of later slots is one-hot: it is its own likeliest token
+            start = jnp.where(likeliest < 0, randoms[:, 0], likeliest)[:, None]
+            return jnp.where(known, drawn, start)
+        tokens: list[Array] = []
+        for slot in range(window):
+            back = stride - slot  # of the copied token, from the end of the text
+            source = tokens[-stride] if back <= 0 else _text(context, back)[:, 0]
+            source = jnp.where(context.length >= back, source, randoms[:, slot])
+            tokens.append(jnp.where(known[:, slot], drawn[:, slot], source))
+        return jnp.stack(tokens, 1)
+
+    def update(params, state: JacobiState, tree: TokenTree, verdict: Verdict, output: Output) -> JacobiState:
+        # Row i is the law of the position behind node i. That of the last accepted node gave the committed token. Rows
+        # of invalid nodes did not see the draft.
+        last = jnp.sum(tree.valid, 1, dtype=jnp.int32) - 1
+        rows = verdict.num_nodes[:, None] + jnp.arange(window)
+        logits = take_along(output.logits, jnp.minimum(rows, last[:, None])[:, :, None], 1)
+        end_of_pass = take_along(output.logits, last[:, None, None], 1)[:, 0]
+        return JacobiState(
+            logits.astype(jnp.float32),
+            last + 1 - verdict.num_nodes,
+            first_largest(end_of_pass),
+        )
+
+    return Drafter(init, propose, update, num_nodes=window + 1, max_depth=window, draws="chain")
+
+
+def _draw(keys: Array, logits: Array, settings: Sampling) -> tuple[Array, Array | None]:
+    """Tokens int32[B, W] drawn with keys [B, W], and their warped laws (None when greedy)."""
+    if settings.temperature is None:
+        return first_largest(logits), None
+    laws = sampling.warp(logits, settings)
+    return jax.vmap(sampling.draw)(keys, laws), laws
+
+
+def _text(context: Context, back: int) -> Array:
+    """int32[B, 1]: the token `back` from the end of the text (1: the last); any token if there is none."""
+    return take_along(context.tokens, jnp.maximum(context.length[:, None] - back, 0), 1)

@@ -1,0 +1,213 @@
+"""Token Recycling: draft a static tree from the tokens the target lately thought likely after each token.
+
+Luo et al., Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling
+(ACL 2025), arXiv 2408.08696.
+
+Rule: a matrix M[V, k] holds, best first, the k likeliest tokens seen after each token. The child of rank r of a node
+with token t is M[t, r]. After each pass every node i of the tree, accepted or not, writes
+M[token_i] <- top-k of logits_i.
+Guarantee: distribution (a point-mass tree).
+Deviations: one matrix per row, so that a row does not depend on its batch; unknown successors are left out of the tree
+instead of drafted as token 0. Where a token occurs twice in a tree, accepted nodes win, then shallower ones, then
+earlier ones. The authors keep one matrix for all requests: `DecodeResult.drafter` holds it for the next call; of
+several rows the first that learnt something about a token counts. `read_prompt` fills the matrix from the prompt's
+outputs too, which the authors do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.indexing import at, take_along
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest
+from specjax.trees.operations import compact
+from specjax.trees.templates import Template
+from specjax.types import Array, Context, Drafter, TokenTree
+
+RANKS = 8
+
+# Number of children of each rank path, from the authors' code: 80 nodes at depths 8/21/25/15/8/3.
+_CHILDREN = {
+    1: {"": 8},
+    2: {"0": 8, "1": 4, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1},
+    3: {
+        "00": 8, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1,
+        "10": 2, "11": 1, "20": 1, "30": 1, "40": 1, "50": 1,
+    },
+    4: {"000": 5, "001": 2, "002": 1, "003": 1, "004": 1, "010": 1, "020": 1, "100": 1, "200": 1, "300": 1},
+    5: {"0000": 3, "0001": 1, "0002": 1, "0010": 1, "0100": 1, "1000": 1},
+    6: {"00000": 2, "00010": 1},
+}  # fmt: skip
+
+
+def paper_tree() -> list[tuple[int, ...]]:
+    """The 80 rank paths of the authors' tree."""
+    return [
+        (*map(int, parent), rank)
+        for level in _CHILDREN.values()
+        for parent, children in level.items()
+        for rank in range(children)
+    ]
+
+
+def best_paths(num_nodes: int) -> list[tuple[int, ...]]:
+    """The `num_nodes` likeliest paths of the authors' tree, for passes that cannot afford 80.
+
+    A path is scored by the product over its ranks of how often that rank names the next token, ACCEPTED_RANKS: SmolLM2-
+    135M-Instruct, greedy, 3,032 tokens after Spec-Bench prompts (benchmarks/token_recycling_ranks.py).
+    """
+
+    def score(path):
+        product = 1.0
+        for rank in path:
+            product *= ACCEPTED_RANKS[rank]
+        return product
+
+    return sorted(paper_tree(), key=lambda path: (-score(path), len(path), path))[:num_nodes]
+
+
+ACCEPTED_RANKS = (0.506, 0.095, 0.044, 0.026, 0.020, 0.019, 0.013, 0.013)
+
+
+class Recycled(NamedTuple):
+    """The matrix M, best first. As parameters without the axis B: what an earlier call learnt."""
+
+    tokens: Array  # int32[B, V, 8], -1 where unknown
+    log_p: Array | None  # float32[B, V, 8], of these tokens when they were seen; None: not kept
+
+
+class Noted(NamedTuple):
+    """What the last pass showed. `propose` writes it: in `update`, a branch of the verify pass, XLA would copy M."""
+
+    tokens: Array  # int32[B, N], the rows of M to write
+    valid: Array  # bool[B, N]
+    order: Array  # int32[B, N], of equal tokens the lowest wins
+    best: Recycled  # [B, N, 8]
+
+
+class RecyclingState(NamedTuple):
+    """M, and what is to be written to it."""
+
+    matrix: Recycled
+    noted: Noted
+
+
+@functools.cache
+def token_recycling(
+    vocab_size: int,
+    *,
+    num_nodes: int = 80,
+    tree: tuple[tuple[int, ...], ...] | None = None,
+    read_prompt: bool = False,
+    keep_chances: bool = False,
+) -> Drafter:
+    """A static tree of `num_nodes` drafted tokens (at most 80), or of the rank paths `tree`, over the recycled matrix.
+
+    Args:
+      read_prompt: learn from the target's outputs for the prompt: a head and a top-k for each of its tokens.
+      keep_chances: keep the tokens' log-probabilities too, for drafters that weigh nodes.
+
+    State: `RecyclingState`, 32 bytes per token of the vocabulary and row, 64 with chances.
+    Raises: UsageError for a budget outside 1 ... 80 or a rank above 7.
+    """
+    if tree is None and not 1 <= num_nodes <= 80:
+        raise UsageError(f"num_nodes must be from 1 to 80, not {num_nodes}")
+    template = Template(best_paths(num_nodes) if tree is None else tree)
+    if template.ranks.max() >= RANKS:
+        raise UsageError(f"the tree asks for rank {template.ranks.max()}, but the matrix keeps ranks 0 to {RANKS - 1}")
+
+    def init(params, context):
+        batch = context.tokens.shape[0]
+        matrix = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), params) if params else unknown(batch, vocab_size)
+        slots = jnp.zeros((batch, template.num_nodes), jnp.int32)
+        return RecyclingState(matrix, Noted(slots, slots > 0, slots, unknown(batch, template.num_nodes)))
+
+    def unknown(batch: int, rows: int) -> Recycled:
+        shape = (batch, rows, RANKS)
+        chances = jnp.full(shape, -jnp.inf, jnp.float32) if keep_chances else None
+        return Recycled(jnp.full(shape, -1, jnp.int32), chances)
+
+    def propose(params, keys, state: RecyclingState, context, limit):
+        state = written(state)
+        return compact(recycled_tree(template, state.matrix, context, limit)), state
+
+    def update(params, state: RecyclingState, tree, verdict, output):
+        n = min(tree.tokens.shape[1], template.num_nodes)  # the tree may be another drafter's
+        on_path = jnp.any(verdict.path[:, :, None] == jnp.arange(n), 1)
+        order = jnp.arange(n) + jnp.where(on_path, 0, n)  # nodes stand in order of depth
+        seen = Noted(tree.tokens[:, :n], tree.valid[:, :n], order, _best(output.logits[:, :n], keep_chances))
+        write = lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim)
+        empty = state.noted._replace(valid=jnp.zeros_like(state.noted.valid))
+        return state._replace(noted=jax.tree.map(write, empty, seen))
+
+    def read(params, state: RecyclingState, tokens, count, output):
+        order = jnp.broadcast_to(-jnp.arange(tokens.shape[1]), tokens.shape)  # the latest wins
+        valid = jnp.arange(tokens.shape[1]) < count[:, None]
+        best = _best(output.logits, keep_chances)
+        return state._replace(matrix=_write(state.matrix, tokens, valid, order, best))
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        num_nodes=template.num_nodes,
+        max_depth=template.max_depth,
+        widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes),
+        follows_any_tree=True,
+        read=read if read_prompt else None,
+        remember=_first_that_learnt,
+    )
+
+
+def written(state: RecyclingState) -> RecyclingState:
+    """With what the last pass showed in the matrix."""
+    return state._replace(matrix=_write(state.matrix, *state.noted))
+
+
+def recycled_tree(template: Template, matrix: Recycled, context: Context, limit: Array) -> TokenTree:
+    """The template below the end of the text; valid are its known nodes no deeper than `limit` int32[B]."""
+    level = take_along(context.tokens, context.length[:, None] - 1, 1)  # tokens; -1: not known
+    row, tokens = np.arange(len(level))[:, None], [level]
+    for place, ranks in template.below_root():
+        parent = level[:, place]
+        level = jnp.where(parent >= 0, at(matrix.tokens, row, jnp.maximum(parent, 0), ranks), -1)
+        tokens.append(level)
+    return template.filled(tokens, limit)
+
+
+def _best(logits: Array, keep_chances: bool) -> Recycled:
+    """The best tokens of each row of logits [B, N, V]: [B, N, 8]; -1 where there are no more that can follow."""
+    kept = min(RANKS, logits.shape[-1])
+    best, score = likeliest(logits, kept) if keep_chances else gumbel_topk(None, logits, kept)
+    filled = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, RANKS - kept)), constant_values=value)
+    best = filled(jnp.where(score > -jnp.inf, best, -1), -1)
+    return Recycled(best, filled(score, -jnp.inf) if keep_chances else None)
+
+
+def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Recycled) -> Recycled:
+    """Write `best` [B, N, 8] to the rows of `tokens` int32[B, N]; of equal tokens the one of lowest order wins.
+
+    The winner is chosen beforehand: of several writes to one place none is defined to be the last.
+    """
+    batch, n = tokens.shape
+    place = jnp.broadcast_to(order, (batch, n))
+    same = (tokens[:, :, None] == tokens[:, None, :]) & valid[:, None, :]
+    beaten = jnp.any(same & (place[:, None, :] < place[:, :, None]), 2)
+    target = jnp.where(valid & ~beaten, tokens, matrix.tokens.shape[1])
+    rows = np.arange(batch)[:, None]
+    return jax.tree.map(lambda old, new: old.at[rows, target].set(new, mode="drop"), matrix, best)
+
+
+def _first_that_learnt(params, state: RecyclingState) -> Recycled:
+    """One matrix out of those of the rows [B, V, 8]."""
+    matrix = written(state).matrix
+    before = params.tokens if params else -1
+    learnt = jnp.any(matrix.tokens != before, 2)  # [B, V]
+    row = jnp.argmax(learnt, 0)  # 0 where none did: all rows hold what was there before
+    return jax.tree.map(lambda x: take_along(x, row[None, :, None], 0)[0], matrix)

@@ -1,0 +1,172 @@
+"""A datastore on the host: shards of token ids, each with its suffix array.
+
+Documents stand one after another, each closed by the id END = `vocab_size`, which no text holds: what matches or
+follows never crosses a document's end. A suffix array lists the places of a shard in the order of what begins there,
+END being the largest id, so all places that begin with the same tokens are neighbours.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.errors import UsageError
+
+SHARD_TOKENS = 1 << 25
+"""Places of a shard: building one takes about 1 GB of memory, or 2 for vocabularies above 65,535 ids."""
+
+
+class Shard(NamedTuple):
+    """A piece of the corpus. Memory-mapped, if it lies in a file."""
+
+    tokens: np.ndarray  # uint16[n] or uint32[n], ends with END
+    suffixes: np.ndarray  # int32[n], places in the order of what begins there
+
+
+class Match(NamedTuple):
+    """Where the longest known end of a text occurs."""
+
+    span: int  # tokens of the text that match; 0: none
+    first: list[int]  # per shard, the first rank of the suffix array that begins with them
+    counts: list[int]  # per shard, how many ranks do
+
+
+@dataclass(frozen=True, eq=False)
+class Datastore:
+    """A corpus to retrieve from. `info`: what the folder's meta.json says, if it lies in one."""
+
+    shards: tuple[Shard, ...]
+    vocab_size: int
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Places of all shards, the documents' ends included."""
+        return sum(len(shard.tokens) for shard in self.shards)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What it is: counts, memory, and hashes of its vocabulary and its text."""
+        per_token = token_dtype(self.vocab_size).itemsize + 4
+        return {
+            "documents": self.info.get("documents"),
+            "tokens": self.num_tokens,
+            "shards": len(self.shards),
+            "bytes": self.num_tokens * per_token,
+            "vocab_size": self.vocab_size,
+            "tokenizer": self.info.get("tokenizer"),
+            "text": self.info.get("text"),
+        }
+
+    def to_device(self, mesh=None):
+        """The `Index` on the device, or its shards spread over the target's mesh. See `index.to_device`."""
+        from specjax.retrieval.datastore.index import to_device
+
+        return to_device(self, mesh)
+
+    def search(self, text: Sequence[int], max_span: int = 16, min_span: int = 2) -> Match:
+        """The longest end of `text`, of `min_span` to `max_span` tokens, that occurs in the corpus."""
+        for span in range(min(max_span, len(text)), min_span - 1, -1):
+            wanted = [int(token) for token in text[len(text) - span :]]
+            if max(wanted) >= self.vocab_size:  # such an id matches nothing
+                continue
+            first, count = [], []
+            for shard in self.shards:
+                begins = lambda i, tokens=shard.tokens, span=span: tokens[i : i + span].tolist()
+                first.append(bisect.bisect_left(shard.suffixes, wanted, key=begins))
+                count.append(bisect.bisect_right(shard.suffixes, wanted, key=begins) - first[-1])
+            if any(count):
+                return Match(span, first, count)
+        return Match(0, [0] * len(self.shards), [0] * len(self.shards))
+
+    def continuations(self, match: Match, num_paths: int, length: int) -> np.ndarray:
+        """What follows a match: int32[num_paths, length], -1 behind a document's end.
+
+        All occurrences if there are at most `num_paths` (then rows of -1), else so many, evenly spread over them in
+        the order of the shards and their suffix arrays: continuations come in proportion to how often they occur.
+        """
+        paths = np.full((num_paths, length), -1, np.int32)
+        before = np.cumsum([0, *match.counts])  # occurrences in earlier shards
+        total = int(before[-1])
+        for j in range(min(total, num_paths)):
+            rank = j if total <= num_paths else j * total // num_paths
+            i = int(np.searchsorted(before, rank, side="right")) - 1
+            tokens, suffixes = self.shards[i]
+            start = int(suffixes[match.first[i] + rank - before[i]]) + match.span
+            follows = tokens[start : start + length].astype(np.int64)
+            end = np.argmax(np.append(follows, self.vocab_size) == self.vocab_size)
+            paths[j, :end] = follows[:end]
+        return paths
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every id and END."""
+    return np.dtype(np.uint16 if vocab_size < 1 << 16 else np.uint32)
+
+
+def from_documents(
+    documents: Iterable[Sequence[int]], vocab_size: int, *, shard_tokens: int = SHARD_TOKENS
+) -> Datastore:
+    """A datastore in memory. Raises: UsageError for ids outside the vocabulary, or if there are none."""
+    pieces = (np.array([*document, vocab_size]) for document in documents if len(document))
+    store = Datastore(tuple(make_shard(tokens) for tokens, _, _ in cut(pieces, vocab_size, shard_tokens)), vocab_size)
+    if not store.shards:
+        raise UsageError("the corpus has no tokens; give at least one document that is not empty")
+    return store
+
+
+def cut(
+    pieces: Iterable[np.ndarray], vocab_size: int, shard_tokens: int, place: int = 0
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Tokens of one shard after another, out of pieces of text (ids, END included): all full but the last.
+
+    A document that runs over the border of a shard is cut there: every shard ends with END.
+
+    Args: place: where in the first piece to begin.
+
+    Yields: tokens; how many pieces are used up, and the place in the next one.
+    """
+    if shard_tokens < 2:
+        raise UsageError(f"shard_tokens must be at least 2 (a token and the document's end), not {shard_tokens}")
+    dtype = token_dtype(vocab_size)
+    parts: list[np.ndarray] = []
+    room, used = shard_tokens - 1, 0
+
+    def closed():
+        tokens = np.concatenate(parts)
+        return tokens if tokens[-1] == vocab_size else np.append(tokens, dtype.type(vocab_size))
+
+    for piece in pieces:
+        if len(piece) and not 0 <= piece.min() <= piece.max() <= vocab_size:
+            raise UsageError(
+                f"the corpus has ids from {piece.min()} to {piece.max()}, but the vocabulary has those from 0 to "
+                f"{vocab_size - 1}; use the tokenizer that belongs to it"
+            )
+        while len(piece) - place > room:
+            parts.append(piece[place : place + room].astype(dtype))
+            place += room
+            yield closed(), used, place
+            parts, room = [], shard_tokens - 1
+        parts.append(piece[place:].astype(dtype))
+        room -= len(parts[-1])
+        used, place = used + 1, 0
+    if parts:
+        yield closed(), used, 0
+
+
+def make_shard(tokens: np.ndarray) -> Shard:
+    """Sort the suffixes: 20 bytes of memory per token (twice that above 65,535 ids), 0.25 s per million.
+
+    Raises: UsageError without the package pydivsufsort.
+    """
+    try:
+        import pydivsufsort
+    except ImportError:
+        raise UsageError(
+            "building a datastore needs the package pydivsufsort; run pip install 'specjax[datastore]'"
+        ) from None
+    return Shard(tokens, pydivsufsort.divsufsort(tokens).astype(np.int32, copy=False))

@@ -1,0 +1,54 @@
+"""SWIFT's tree: a chain whose tokens have more siblings the less sure the drafter is.
+
+Xia et al.: SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration (ICLR 2025), arXiv 2410.06916.
+
+Rule: of the law of a level's tokens, with largest probability c, take so many, the first of them the chain's:
+  c > 0.95, > 0.8, > 0.5, else:  3, 5, 8, 10 likeliest (greedy);  1, 3, 5, 10 drawn (sampling).
+Guarantee: siblings are drawn without replacement; their number is a fact of the law, not of what was drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.trees.growing import Builder, Level, Parents
+
+SURE = (0.95, 0.8, 0.5)
+LIKELIEST = (3, 5, 8, 10)
+DRAWN = (1, 3, 5, 10)
+
+
+@functools.cache
+def chain_with_siblings(num_tokens: int = 25) -> Builder:
+    """A chain of `num_tokens` tokens, each beside up to 9 others."""
+    if num_tokens < 1:
+        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+    width = max(LIKELIEST)
+    nodes = 1 + num_tokens * width
+
+    def expand(state, level, parents: Parents):
+        batch, _, vocab = parents.log_q.shape
+        tokens, scores = parents.best(min(width, vocab))  # [B, 1, k]
+        best = jnp.exp(jnp.max(parents.log_q, (1, 2)))
+        counts = jnp.array(LIKELIEST if parents.keys is None else DRAWN)
+        count = counts[jnp.sum(best[:, None] <= jnp.array(SURE), 1)]
+        valid = (scores[:, 0] > -jnp.inf) & (jnp.arange(tokens.shape[2]) < count[:, None]) & parents.valid
+        fill = lambda x: jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
+        above = jnp.broadcast_to(parents.ids, (batch, width))
+        return state, Level(fill(tokens[:, 0]), above, fill(valid), jnp.zeros((batch, 1), jnp.int32)), parents.log_q
+
+    return Builder(
+        init=lambda batch: (),
+        expand=expand,
+        finish=lambda state, parents, valid: jnp.broadcast_to(jnp.arange(nodes), parents.shape),
+        num_nodes=nodes,
+        max_depth=num_tokens,
+        width=width,
+        frontier=1,
+        levels=num_tokens,
+        draws="without_replacement",
+        widths=tuple(w for w in (16, 32, 64) if w < nodes),
+    )

@@ -1,0 +1,172 @@
+"""Trees of fixed shape: branching specs, RSD-C, Sequoia's and Medusa's shapes, and independent paths.
+
+RSD-C: Jeon et al., Recursive Speculative Decoding (2024), arXiv 2402.14160. The children of a node are the tokens with
+the largest log q + Gumbel noise: a sample without replacement, in order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.indexing import first_largest, take_along
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk
+from specjax.trees.growing import Builder, Level, Parents, Stop, with_stop
+from specjax.trees.templates import Template
+from specjax.types import Array
+
+How = Literal[
+    "without_replacement", "with_replacement", "top_and_sampled", "point_mass", "without_replacement_then_uniform"
+]
+
+SUPPORT = 1e-35
+"""A token of less mass is none of the law's, for siblings that go on uniformly once those of the law are drawn."""
+
+
+def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> Builder:
+    """`"4x2x1"` or (4, 2, 1): four children of the root, two of each of these, one of each of those.
+
+    draws: how siblings are drawn. Without replacement this is RSD-C, `without_replacement_then_uniform` Sequoia's way
+      where the law has fewer tokens than there are children; `point_mass` takes the likeliest tokens.
+    """
+    try:
+        widths = tuple(int(w) for w in spec.split("x")) if isinstance(spec, str) else tuple(spec)
+    except ValueError:
+        raise UsageError(f'a branching spec is numbers joined by x, such as 4x2x1, not "{spec}"') from None
+    if not widths or min(widths) < 1:
+        raise UsageError(f"a branching spec needs one number of at least 1 per level, not {spec}")
+    paths: list[tuple[int, ...]] = []
+    level: list[tuple[int, ...]] = [()]
+    for width in widths:
+        level = [(*path, rank) for path in level for rank in range(width)]
+        paths += level
+    return static(tuple(paths), draws)
+
+
+def chain(num_tokens: int, *, stop: Stop | None = None) -> Builder:
+    """`num_tokens` tokens in a row, fewer where `stop` says so."""
+    return with_stop(branching((1,) * num_tokens), stop)
+
+
+def independent_paths(paths: int, depth: int) -> Builder:
+    """`paths` chains of `depth` tokens drawn independently: the drafts of SpecTr and of multi-path verification."""
+    if min(paths, depth) < 1:
+        raise UsageError(f"paths and depth must be at least 1, not {paths} and {depth}")
+    return branching((paths, *(1,) * (depth - 1)), "with_replacement")
+
+
+@functools.cache
+def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement") -> Builder:
+    """The tree of rank paths, as `specjax.tree.Template` takes them."""
+    template = Template(paths)
+    shape = _tables(template)
+    most = int(shape.counts.max())
+
+    def expand(state, level, parents: Parents):
+        row, rank, valid, feed, counts = (jnp.asarray(t)[level] for t in shape[:5])
+        children, exists, log_q = _draw_children(draws, parents, most, counts[: parents.ids.shape[1]])
+        batch = parents.ids.shape[0]
+        own = jnp.broadcast_to(row, (batch, len(row)))
+        at = lambda x: take_along(x, own, 1)
+        flat = lambda x: take_along(x.reshape(batch, -1), own * children.shape[2] + rank, 1)
+        real = valid & at(parents.valid) & (rank < children.shape[2]) & flat(exists)
+        return state, Level(flat(children), at(parents.ids), real, jnp.broadcast_to(feed, (batch, len(feed)))), log_q
+
+    def finish(state, parents, valid):
+        return jnp.broadcast_to(jnp.asarray(shape.ids), (parents.shape[0], template.num_nodes))
+
+    is_chain = template.num_nodes == template.max_depth + 1
+    return Builder(
+        init=lambda batch: (),
+        expand=expand,
+        finish=finish,
+        num_nodes=template.num_nodes,
+        max_depth=template.max_depth,
+        width=shape.row.shape[1],
+        frontier=shape.feed.shape[1],
+        levels=template.max_depth,
+        draws="chain" if is_chain and draws != "point_mass" else draws,
+    )
+
+
+def builder_of(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_laws: bool = False) -> Builder:
+    """The builder of the settings that drafters with a model share. Raises: UsageError for a chain of no tokens."""
+    if num_tokens < 1:
+        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+    builder = tree or chain(num_tokens)
+    if stop is None and not keep_laws:
+        return builder
+    return with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
+
+
+def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tuple[Array, Array, Array]:
+    """`most` children for each parent: tokens int32[B, F, most], whether they exist, and the law they came from.
+
+    Args: counts: int32[F], how many of them each parent has (`top_and_sampled` depends on it).
+    """
+    log_q = parents.log_q
+    most = min(most, log_q.shape[-1])
+    if parents.keys is None or parents.coupled:
+        draws = "point_mass" if draws == "point_mass" else "without_replacement"  # equal siblings would be wasted
+    if draws in ("point_mass", "without_replacement"):
+        tokens, scores = parents.best(most, noisy=draws != "point_mass")
+        return tokens, scores > -jnp.inf, log_q
+    if draws == "without_replacement_then_uniform":
+        return *_draw_beyond_support(parents, most), log_q
+    if draws == "with_replacement":
+        tokens = jnp.stack([first_largest(log_q + parents.noise(race)) for race in range(most)], -1)
+        return tokens, jnp.ones(tokens.shape, bool), log_q
+    # top_and_sampled: the counts - 1 likeliest are fixed; one is drawn from the others and comes first.
+    top, values = parents.best(most, noisy=False)  # [B, F, most]
+    slot = jnp.where(jnp.arange(most) < counts[:, None] - 1, top, log_q.shape[-1])
+    batch, f = top.shape[:2]
+    others = log_q.at[jnp.arange(batch)[:, None, None], jnp.arange(f)[:, None], slot].set(-jnp.inf, mode="drop")
+    sampled = first_largest(others + parents.noise())[:, :, None]
+    exists = jnp.concatenate([jnp.max(others, -1, keepdims=True), values[:, :, : most - 1]], -1) > -jnp.inf
+    return jnp.concatenate([sampled, top[:, :, : most - 1]], -1), exists, others
+
+
+def _draw_beyond_support(parents: Parents, most: int) -> tuple[Array, Array]:
+    """As `Parents.best`, with the tokens that have no mass behind those that have some, in random order."""
+    supported = parents.log_q > jnp.log(SUPPORT)
+    tokens, scores = gumbel_topk(parents.keys, jnp.where(supported, parents.log_q, -jnp.inf), most)
+    # The noise of these tokens was not used yet.
+    others, more = gumbel_topk(parents.keys, jnp.where(supported, -jnp.inf, 0.0), most)
+    rank = jnp.arange(most) - jnp.sum(scores > -jnp.inf, -1, keepdims=True)
+    take = lambda x: take_along(x, jnp.maximum(rank, 0), -1)
+    return jnp.where(rank < 0, tokens, take(others)), (rank < 0) | (take(more) > -jnp.inf)
+
+
+class _Tables(NamedTuple):
+    """A template as arrays per level. A level has as many slots as the widest, its frontier the most inner nodes."""
+
+    row: np.ndarray  # int32[levels, W], the parent's place in the frontier
+    rank: np.ndarray  # int32[levels, W], among the siblings
+    valid: np.ndarray  # bool[levels, W]
+    feed: np.ndarray  # int32[levels, F], slots of the inner nodes
+    counts: np.ndarray  # int32[levels, F], children of each parent
+    ids: np.ndarray  # int32[N], node numbers of the template's nodes while the tree grows
+
+
+def _tables(template: Template) -> _Tables:
+    parents = template.parents
+    inner = [[n for n in range(*level) if n in set(parents.tolist())] for level in template.levels]
+    depth = template.max_depth
+    w = max(stop - start for start, stop in template.levels[1:])
+    f = max(1, *(len(nodes) for nodes in inner))
+    row, rank, valid, feed, counts = (np.zeros((depth, size), np.int32) for size in (w, w, w, f, f))
+    tables = _Tables(row, rank, valid, feed, counts, np.zeros(template.num_nodes, np.int32))
+    for level, (start, stop) in enumerate(template.levels[1:]):
+        for slot, node in enumerate(range(start, stop)):
+            tables.row[level, slot] = inner[level].index(parents[node])
+            tables.rank[level, slot] = template.ranks[node]
+            tables.valid[level, slot] = 1
+            tables.ids[node] = 1 + level * w + slot
+        tables.feed[level, : len(inner[level + 1])] = [n - start for n in inner[level + 1]]
+        tables.counts[level, : len(inner[level])] = [int((parents == n).sum()) for n in inner[level]]
+    return tables._replace(valid=tables.valid.astype(bool))

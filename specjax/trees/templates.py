@@ -1,0 +1,46 @@
+"""Static trees, given by rank paths."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.types import Array, TokenTree
+
+
+class Template:
+    """A static tree given by rank paths: `(0, 2)` is the third child of the first child of the root.
+
+    Fields are numpy: `parents` int[N], `ranks` int[N] (rank among the siblings; 0 for the root), `depths` int[N], and
+    `levels`, one (start, stop) slice of nodes per depth.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]]):
+        nodes = [(), *sorted((tuple(p) for p in paths), key=lambda p: (len(p), p))]
+        index = {path: i for i, path in enumerate(nodes)}
+        orphans = [p for p in nodes[1:] if p[:-1] not in index]
+        if orphans:
+            raise UsageError(f"the path {orphans[0]} of the tree has no parent; add {orphans[0][:-1]}")
+        self.parents = np.array([index[p[:-1]] if p else -1 for p in nodes], np.int32)
+        self.ranks = np.array([p[-1] if p else 0 for p in nodes], np.int32)
+        depth = [len(p) for p in nodes]
+        self.depths = np.array(depth, np.int32)
+        self.max_depth = max(depth)
+        self.levels = [(depth.index(d), depth.index(d) + depth.count(d)) for d in range(self.max_depth + 1)]
+        self.num_nodes = len(nodes)
+
+    def below_root(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of the nodes of each level from depth 1 on: their parents' places in the level above, and their ranks."""
+        for (above, _), (start, stop) in itertools.pairwise(self.levels):
+            yield self.parents[start:stop] - above, self.ranks[start:stop]
+
+    def filled(self, tokens: Sequence[Array], limit: Array) -> TokenTree:
+        """The point-mass tree of tokens int32[B, level], one array per level, -1 where there is no node; no deeper than
+        `limit` int32[B]."""
+        drawn = jnp.concatenate(tokens, 1)
+        parents = jnp.broadcast_to(self.parents, drawn.shape)
+        return TokenTree(jnp.maximum(drawn, 0), parents, (drawn >= 0) & (self.depths <= limit[:, None]))

@@ -1,0 +1,1 @@
+"""Rules that keep the law of the target, one per file."""

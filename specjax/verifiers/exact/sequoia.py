@@ -1,0 +1,46 @@
+"""Sequoia: recursive rejection that goes on uniformly once the draft's law is exhausted.
+
+Chen et al.: Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding (2024), arXiv 2402.12374.
+
+Rule at a node with children x_1 ... x_m in draft order, r <- p, d <- q, U the tokens without mass under q:
+  accept x_j if u_j d(x_j) < r(x_j), and descend;
+  else r <- norm([r - d]+), then d(x_j) <- 0, d <- norm(d); when nothing is left of d, d <- uniform on U.
+When no child is left the next token is drawn from r.
+Guarantee: distribution, for siblings drawn without replacement from q and then from U. Where q never runs out of tokens
+it is `recursive_rejection`.
+When it matters: with top-k or top-p, a node can have more children than tokens that the drafter would draw.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax.trees.builders.static import SUPPORT
+from specjax.verifiers.descent import Rule, descend, without
+from specjax.verifiers.verifier import Verifier, normalise, residual, with_keys
+
+
+def _enter(p, q, children):
+    return p, jnp.where(q > SUPPORT, q, -1.0)  # below 0: not tried yet, and not drawn while q has tokens
+
+
+def _reject(r, d, token):
+    rest = without(d, token)
+    drawn, waiting = jnp.maximum(rest, 0.0), jnp.where(rest < 0, 1.0, 0.0)
+    exhausted = jnp.sum(drawn, -1, keepdims=True) == 0
+    following = jnp.where(exhausted, normalise(waiting, waiting), normalise(drawn, drawn) - waiting)
+    return residual(r, jnp.maximum(d, 0.0)), following
+
+
+core = functools.partial(descend, Rule(enter=_enter, reject=_reject))
+
+sequoia = Verifier(
+    "sequoia",
+    with_keys(core),
+    draws=("chain", "without_replacement", "without_replacement_then_uniform"),
+    guarantee="distribution",
+    summary="recursive rejection that goes on uniformly once the draft's law is exhausted",
+    paper="Chen et al. 2024, arXiv 2402.12374",
+)

@@ -1,0 +1,103 @@
+"""Traversal verification: a tree is verified from its leaves to its root.
+
+Weng et al.: Traversal Verification for Speculative Tree Decoding (NeurIPS 2025), arXiv 2505.12398.
+
+Rule: w(root) = 1, w(child x) = min(1, w(parent) p(x) / q(x)) with the parent's current p, q. Take the first leaf in
+depth-first order; accept the path to it if u < w (the root: always) and draw the next token from its current p; else
+delete it and at its parent a set s = [w(a) p - q]+, w(a) <- sum s / (sum s + 1 - w(a)), p <- norm(s), q(x) <- 0,
+q <- norm(q).
+Guarantee: distribution, for siblings drawn without replacement, or independently once equal siblings are merged.
+A deep path can be accepted although its first token alone would not have been. On a chain it is block verification.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.indexing import take_along
+from specjax.trees import operations
+from specjax.types import Array, TokenTree
+from specjax.verifiers.descent import without
+from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, normalise, with_keys
+
+
+class _State(NamedTuple):
+    going: Array  # bool[B]
+    node: Array  # int32[B]
+    left: Array  # bool[B, N], nodes not deleted
+    weight: Array  # float32[B, N]
+    p: Array  # float32[B, N, V], current laws
+    q: Array  # float32[B, N, V]
+
+
+def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
+    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used)."""
+    tree = operations.merge_equal_siblings(tree)
+    batch, n = tree.tokens.shape
+    rows = jnp.arange(batch)
+    at = lambda x, node: take_along(x, node[:, None], 1)[:, 0]
+
+    def step(s: _State) -> _State:
+        """Go down to the first child, or test the leaf and, if it fails, delete it and go up."""
+        children = s.left & (tree.parents == s.node[:, None])
+        inner = jnp.any(children, 1)
+        weight = at(s.weight, s.node)
+        stop = ~inner & ((s.node == 0) | (at(u, s.node) < weight))
+        fail = s.going & ~inner & ~stop
+
+        above = jnp.maximum(at(tree.parents, s.node), 0)
+        failed = at(tree.tokens, s.node)
+        p_a, q_a, up = jax.lax.cond(
+            jnp.any(fail),
+            lambda p_a, q_a, w: _delete(p_a, q_a, w, failed),
+            lambda p_a, q_a, w: (p_a, q_a, w),
+            s.p[rows, above], s.q[rows, above], at(s.weight, above),
+        )  # fmt: skip
+        # Written outside of the branch and before the next read: XLA copies the buffers otherwise.
+        place = jnp.where(fail, above, n)
+        p, q = s.p.at[rows, place].set(p_a, mode="drop"), s.q.at[rows, place].set(q_a, mode="drop")
+
+        child = jnp.argmax(children, 1).astype(jnp.int32)
+        token = at(tree.tokens, child)
+        p_x, q_x = p[rows, s.node, token], q[rows, s.node, token]
+        down = jnp.minimum(1.0, weight * jnp.where(q_x > 0, p_x / jnp.where(q_x > 0, q_x, 1.0), 0.0))
+        deeper = s.going & inner
+        node = jnp.where(deeper, child, jnp.where(fail, above, s.node))
+        changed = jnp.where(deeper, down, jnp.where(fail, up, at(s.weight, node)))
+        left = s.left & ~(fail[:, None] & (jnp.arange(n) == s.node[:, None]))
+        return _State(s.going & ~stop, node, left, s.weight.at[rows, node].set(changed), p, q)
+
+    state = _State(
+        going=jnp.ones((batch,), bool),
+        node=jnp.zeros((batch,), jnp.int32),
+        left=tree.valid,
+        weight=jnp.ones((batch, n)),
+        p=law(target_logits),
+        q=law(need_logits(tree)),
+    )
+    end = jax.lax.while_loop(lambda s: jnp.any(s.going), step, state)
+    path, num_nodes = operations.path_to(tree.parents, end.node)
+    return Accepted(path, num_nodes, end.p[rows, end.node])
+
+
+def _delete(p: Array, q: Array, weight: Array, token: Array):
+    """The laws [B, V] and weight [B] of a node once its child `token` [B] has failed."""
+    s = jnp.maximum(weight[:, None] * p - q, 0.0)
+    total = jnp.sum(s, -1)
+    rest = without(q, token)
+    enough = total + 1 - weight
+    up = jnp.where(total > 0, total / jnp.where(enough > 0, enough, 1.0), 0.0)
+    return normalise(s, p), normalise(rest, rest), up
+
+
+traversal = Verifier(
+    "traversal",
+    with_keys(core),
+    draws=("chain", "without_replacement", "with_replacement"),
+    guarantee="distribution",
+    summary="verifies a tree from the leaves up: a deep path can outweigh its first token",
+    paper="Weng et al. 2025, arXiv 2505.12398",
+)

@@ -1,0 +1,69 @@
+"""Top-beta acceptance: keep what is among the target's best and not far behind the very best.
+
+Xia, Ge, Wang, Chen, Wei, Sui: Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
+Generation (2022), arXiv 2203.16487; as generalised aggressive decoding (GAD) in Ge, Xia, Sun, Chen, Wei: Lossless
+Acceleration for Seq2seq Generation with Aggressive Decoding (2022), arXiv 2205.10350.
+
+Rule: node x below c passes if fewer than beta tokens are likelier than x under p(. | c) and
+max log p - log p(x) <= tau. Accept the longest path from the root whose nodes all pass; ties: the larger sum of log p,
+then the first node. The next token is the argmax of p.
+Guarantee: lossy. With beta = 1 or tau = 0 only the argmax passes (and its ties), so the text is the greedy one,
+whatever was drafted and at any temperature; beta = V with tau = inf keeps the whole draft. Typical acceptance asks for
+a probability that depends on the entropy, this rule for one that depends on the best token's, and for a rank.
+p is the warped law: at temperature 0 it is one-hot and the rule is greedy verification. For the relaxed rule with
+greedy text, the setting of the papers, decode at temperature 1.
+Deviations: the rank is counted, not read from a sorted vocabulary, and equal tokens pass or fail together. On trees,
+which the papers do not have, the longest run counts. After a whole block is accepted the target's own token follows
+(the authors draft the next block behind it).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.indexing import first_largest, take_along
+from specjax.types import Array, TokenTree
+from specjax.verifiers.lossy.typical import longest_run, node_log_probability
+from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
+
+
+def core(u: Array, tree: TokenTree, target_logits: Array, *, beta: int | Array, tau: float | Array) -> Accepted:
+    """The rule; it does not read the uniforms float32[B, N]."""
+    del u
+    rank, gap = rank_and_gap(target_logits, tree)
+    path, num_nodes, last = longest_run(tree, (rank < beta) & (gap <= tau), node_log_probability(target_logits, tree))
+    best = first_largest(law(target_logits, last))
+    return Accepted(path, num_nodes, jax.nn.one_hot(best, target_logits.shape[-1]))
+
+
+def rank_and_gap(logits: Array, tree: TokenTree) -> tuple[Array, Array]:
+    """Of each node's token below its parent: how many tokens are likelier int32[B, N], and by how many nats the best is
+    float32[B, N]. Those of the root are not defined.
+    """
+    above = take_along(logits, jnp.maximum(tree.parents, 0)[:, :, None], 1)  # not stored: it is only compared
+    own = jnp.take_along_axis(above, tree.tokens[:, :, None], 2)
+    return jnp.sum(above > own, -1, dtype=jnp.int32), jnp.max(above, -1) - own[:, :, 0]
+
+
+@functools.cache
+def top_beta(beta: int = 5, tau: float = 3.0) -> Verifier:
+    """The rule for any tree, with the authors' defaults (batches of 32).
+
+    Raises: UsageError for beta < 1 or tau < 0, with which no token could ever pass.
+    """
+    if beta < 1:
+        raise UsageError(f"beta must be at least 1, not {beta}; 1 accepts the argmax only")
+    if not tau >= 0:
+        raise UsageError(f"tau must be at least 0, not {tau}; 0 accepts the argmax only")
+    return Verifier(
+        "top_beta",
+        with_keys(functools.partial(core, beta=beta, tau=tau)),
+        draws=ANY,
+        guarantee="lossy",
+        summary="accepts what is among the target's best tokens and not far behind the best",
+        paper="Xia et al. 2022, arXiv 2203.16487",
+    )

@@ -1,0 +1,371 @@
+"""The conformance suite: what every row of METHODS must do.
+
+Compilation is nearly all of its time, so the tests share shapes and settings: a row of METHODS costs ten programs.
+"""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiers import those
+from toy import (
+    ADVERSARY,
+    DRAFT_ROWS,
+    TARGET_ROWS,
+    branching_drafter,
+    chi_square,
+    joint_law,
+    markov,
+    sampled_triples,
+    tiny_datastore,
+    tiny_llama,
+)
+
+import specjax
+from specjax import METHODS, Target, UsageError, decode, make_drafter, stream
+from specjax.sampling import draw
+from specjax.types import Context
+from specjax.verifiers import sample_and_match, standard
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
+PROMPT_TUPLES = tuple(map(tuple, PROMPTS))  # hashable
+OPTIONS = {
+    "auto": {"widths": (1, 3, 6), "costs": (1.0, 1.1, 1.2), "num_recycled": 7},
+    "choice": {"num_nodes": 4, "depths": (2,)},
+    "dynamic_exit": {"num_tokens": 4},
+    "early_exit": {"exit_layer": 1, "num_tokens": 3},
+    "easyspec": {"num_tokens": 3, "group": 2},
+    "aded": {"num_nodes": 7, "depth": 3, "buckets": 8},
+    "hierarchical": {"min_tokens": 3},
+    "input_guided": {"num_tokens": 6},
+    "jacobi": {"window": 4},
+    "lookahead": {"ngram": 3, "window": 3, "guesses": 2, "buckets": 16},
+    "prompt_lookup": {"num_tokens": 4},
+    "rasd": {"tree": "top:2x1"},
+    "suffix": {"num_tokens": 5},
+    "rapid": {"num_tokens": 3, "budget": 12, "chunk": 4, "query": 3, "max_new_tokens": 20},
+    "rest": {"num_nodes": 7, "depth": 4, "max_span": 4, "num_paths": 8},
+    "superposed": {"exit_layer": 1, "num_tokens": 3, "drafts": 2},
+    "swift": {"num_tokens": 4, "layers": (0, 1), "ratio": 0.5, "window": 4, "stop": 0.1},
+    "stand": {"tree": ((0,), (1,), (0, 0)), "buckets": 4, "read_prompt": False},
+    "token_recycling": {"num_nodes": 7},
+    "two_model": {"num_tokens": 3},
+}
+NAMES = sorted(METHODS)
+# What compiles most is done for one row of each kind; for the others in the tier `exhaustive`.
+OF_EACH_KIND = {"auto", "jacobi", "prompt_lookup", "rasd", "rest", "swift", "two_model"}
+EXACT = [name for name in NAMES if METHODS[name].guarantee == "distribution"]
+DRAWS_ITS_POINTS = {"jacobi", "lookahead", "stand"}  # by the row's key, apart from the noise of the target's draws
+BATCH_WIDE = {"auto", "choice"}  # decide for the whole batch: a row's passes depend on it, its text does not
+
+
+def make(name, target, draft):
+    options = dict(OPTIONS.get(name, {}))
+    if METHODS[name].needs_datastore:
+        options["datastore"] = tiny_datastore(target.model.vocab_size)
+    return make_drafter(name, target, draft, **options)
+
+
+@functools.cache
+def drafter_of(name):
+    return make(name, tiny_llama(), draft_of(name))
+
+
+def draft_of(name):
+    return tiny_llama(seed=1, layers=5 if name == "easyspec" else 1)  # middle layers to group
+
+
+@functools.cache
+def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0, sampling="speculative", **options):
+    """Lists of new tokens of a method on the tiny Llama, and the result."""
+    result = decode(
+        tiny_llama(),
+        drafter_of(name),
+        prompts,
+        key=jax.random.key(seed),
+        max_new_tokens=new,
+        temperature=temperature,
+        eos=eos,
+        sampling=sampling,
+        **options,
+    )
+    return result.to_lists(), result
+
+
+NOT_IN_THE_TABLE = {"nar_block"}  # takes a model of a kind that the command line cannot load
+
+
+def test_every_drafter_file_is_in_the_table():
+    files = {path.stem for path in pathlib.Path(specjax.drafters.__file__).parent.rglob("*.py")} - {
+        "__init__",
+        "composed",
+    }
+    assert files - NOT_IN_THE_TABLE == set(METHODS)
+    assert all(name == method.name and method.summary for name, method in METHODS.items())
+    assert {method.guarantee for method in METHODS.values()} <= {"distribution", "greedy", "lossy"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_output_equals_plain_greedy_on_ragged_batches(name):
+    ours, result = run(name, eos=(27, 12))
+    assert ours == run("autoregressive", eos=(27, 12))[0]
+    assert 0 < result.hit_eos.sum() < len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", those({"auto", "lookahead"}, NAMES))
+def test_no_controller_changes_a_greedy_text(name):
+    """One that would do harm: limits that jump about, differently in every row."""
+    ours, _ = run(name, eos=(27, 12), controller=ADVERSARY)
+    assert ours == run("autoregressive", eos=(27, 12))[0]
+
+
+@pytest.mark.parametrize("name", those({"rasd"}, NAMES))
+def test_every_draft_is_one_that_its_rule_can_take(name):
+    """`debug` looks at all of them: parents before children, laws that gave every token, siblings that differ."""
+    ours, result = run(name, 1.0, debug=True)
+    assert result.stats.violations.tolist() == [0] * len(PROMPTS)
+    assert ours == run(name, 1.0)[0]
+
+
+@pytest.mark.parametrize("name", those({"auto", "two_model"}, EXACT))
+def test_coupled_text_is_that_of_plain_sampling(name):
+    ours = run(name, temperature=0.8, sampling="coupled")[0]
+    assert ours == run("autoregressive", temperature=0.8)[0]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_point_mass_methods_sample_the_text_of_plain_sampling(name):
+    if drafter_of(name).draws == "point_mass":
+        assert run(name, temperature=1.0)[0] == run("autoregressive", temperature=1.0)[0]
+    else:
+        assert run(name, temperature=1.0)[0] != run("autoregressive", temperature=1.0)[0]  # other draws, same law
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_does_not_depend_on_its_neighbours(name):
+    """Two rows of a batch in other places among other rows: the same program, so this is cheap."""
+    batch, whole = run(name, temperature=0.7)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4))
+    order = [2, 3, 1, 0]
+    others = [PROMPTS[2], [9, 8, 9], PROMPTS[1], [6, 1]]
+    moved = decode(
+        tiny_llama(), drafter_of(name), others, key=keys[np.array(order)], max_new_tokens=24, temperature=0.7
+    )
+    for ours, theirs in ((0, 2), (2, 1)):
+        assert moved.to_lists()[ours] == batch[theirs]
+        if name not in BATCH_WIDE:
+            for one, other in zip(*map(jax.tree.leaves, (moved.stats, whole.stats)), strict=True):
+                np.testing.assert_array_equal(one[ours], other[theirs])
+
+
+@pytest.mark.parametrize("name", those({"auto", "two_model"}, NAMES))
+def test_a_row_alone_equals_the_row_in_a_batch(name):
+    temperature = 0.8
+    batch, whole = run(name, temperature)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4))
+    for b in (1, 2):
+        alone = decode(
+            tiny_llama(),
+            drafter_of(name),
+            [PROMPTS[b]],
+            key=keys[b : b + 1],
+            max_new_tokens=24,
+            temperature=temperature,
+        )
+        assert alone.to_lists()[0] == batch[b]
+        if name in BATCH_WIDE:
+            continue
+        for ours, theirs in zip(*map(jax.tree.leaves, (alone.stats, whole.stats)), strict=True):
+            np.testing.assert_array_equal(ours[0], theirs[b])
+
+
+@pytest.mark.parametrize("name", those({"auto", "two_model"}, NAMES))
+def test_stream_equals_decode(name):
+    rows = [[] for _ in PROMPTS]
+    passes = 0
+    steps = stream(tiny_llama(), drafter_of(name), PROMPTS, key=jax.random.key(0), max_new_tokens=24, temperature=0.7)
+    for step in steps:
+        passes += 1
+        for row, new, accepted in zip(rows, step.tokens, step.accepted, strict=True):
+            assert 0 <= accepted <= len(new)
+            row += new
+    lists, result = run(name, temperature=0.7)
+    assert rows == lists
+    assert passes == int(result.stats.target_passes.max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_call_compiles_nothing(name):
+    run(name, temperature=0.8)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
+    )
+    rebuilt = make(name, tiny_llama(), draft_of(name))
+    key = jax.random.key(1).block_until_ready()
+    compiled.clear()
+    again = decode(tiny_llama(), rebuilt, PROMPTS, key=key, max_new_tokens=24, temperature=0.5)
+    jax.block_until_ready(again)
+    assert compiled == []
+
+
+@pytest.mark.parametrize("name", those(OF_EACH_KIND, NAMES))
+def test_steps_transfer_nothing(name):
+    call = {"key": jax.random.key(1), "max_new_tokens": 24, "temperature": 0.5}
+    inputs, *arrays, static = specjax.decode.__globals__["prepare"](tiny_llama(), drafter_of(name), PROMPTS, **call)
+    start, step = (specjax.decode.__globals__[f] for f in ("_start", "_step"))
+    state = start(inputs, *arrays, **static)
+    decoding = {"controller": static["controller"]}
+    state, _, _ = step(inputs, state, **decoding)
+    with jax.transfer_guard("disallow"):
+        step(inputs, state, **decoding)
+
+
+@pytest.mark.parametrize("name", those({"auto", "rasd"}, NAMES))
+def test_drafting_twice_gives_the_same_tree(name):
+    """After two steps; with another key of the row, too, if the method draws nothing."""
+    call = {"key": jax.random.key(1), "max_new_tokens": 24, "temperature": 0.5}
+    inputs, *arrays, static = specjax.decode.__globals__["prepare"](tiny_llama(), drafter_of(name), PROMPTS, **call)
+    start, step = (specjax.decode.__globals__[f] for f in ("_start", "_step"))
+    state = start(inputs, *arrays, **static)
+    for _ in range(2):
+        state, _, _ = step(inputs, state, controller=static["controller"])
+
+    @jax.jit
+    def drafts(drafter, state, *keys):
+        context = Context(state.tokens, state.length, inputs.sampling, cache=state.cache)
+        limit = jnp.full(len(PROMPTS), drafter.max_depth)
+        return [drafter.propose(drafter.params, key, state.draft, context, limit)[0] for key in keys]
+
+    keys, others = (jax.random.split(jax.random.key(seed), len(PROMPTS)) for seed in (2, 3))
+    first, second, third = drafts(inputs.drafter, state, keys, keys, others)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    if inputs.drafter.draws == "point_mass" and name not in DRAWS_ITS_POINTS:
+        jax.tree.map(np.testing.assert_array_equal, first, third)
+
+
+@pytest.mark.parametrize("name", those({"auto", "two_model"}, NAMES))
+def test_works_inside_the_callers_jit(name):
+    @jax.jit
+    def program(target, drafter, tokens, lengths, key):
+        return decode(target, drafter, (tokens, lengths), key=key, max_new_tokens=24, temperature=0.8).tokens
+
+    tokens = np.zeros((len(PROMPTS), 128), np.int32)
+    for place, prompt in zip(tokens, PROMPTS, strict=True):
+        place[: len(prompt)] = prompt
+    ours = program(tiny_llama(), drafter_of(name), tokens, np.array(list(map(len, PROMPTS))), jax.random.key(0))
+    np.testing.assert_array_equal(ours, run(name, temperature=0.8)[1].tokens)
+
+
+def toy_drafter(name):
+    return make(name, markov(), markov(DRAFT_ROWS))
+
+
+# The others draft point masses: their text is that of plain sampling, as was shown above.
+DRAWN = {"dynamic_exit", "early_exit", "easyspec", "hierarchical", "rapid"}
+
+
+@pytest.mark.parametrize("name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, EXACT))
+def test_sampled_text_has_the_joint_law_of_the_target(name):
+    counts = sampled_triples(toy_drafter(name), TARGET_ROWS)
+    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+
+
+@pytest.mark.parametrize("branching", [(1, 1), (2, 2), (3, 1)])
+def test_trees_drawn_without_replacement_have_the_joint_law_of_the_target(branching):
+    drafter = branching_drafter(branching).replace(params=jnp.asarray(DRAFT_ROWS))
+    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+
+
+def accept_all(keys, tree, logits):
+    """A mutant: takes every drafted token."""
+    verdict = standard(keys, tree, logits)
+    n = tree.tokens.shape[1]
+    last = draw(keys[:, -1], logits[:, -1])
+    return verdict._replace(
+        path=jnp.broadcast_to(jnp.arange(n), tree.tokens.shape), num_nodes=jnp.full(len(last), n), next_token=last
+    )
+
+
+def bonus_without_residual(keys, tree, logits):
+    """A mutant: after a rejection draws from p instead of the residual."""
+    verdict = standard(keys, tree, logits)
+    row = jnp.arange(keys.shape[0])
+    node = verdict.path[row, verdict.num_nodes - 1]
+    return verdict._replace(next_token=draw(keys[row, node], logits[row, node]))
+
+
+def one_key_for_all_positions(keys, tree, logits):
+    """A mutant: every node of the tree draws with the root's noise."""
+    return sample_and_match(jnp.broadcast_to(keys[:, :1], keys.shape), tree, logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("two_model", accept_all), ("two_model", bonus_without_residual), ("prompt_lookup", one_key_for_all_positions)],
+)
+def test_the_chi_square_catches_broken_rules(name, mutant):
+    counts = sampled_triples(toy_drafter(name), TARGET_ROWS, verifier=mutant)
+    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) < 1e-6
+
+
+def test_one_key_for_all_rows_is_caught():
+    """The bug of a key that is replicated over shards: rows repeat each other."""
+    key = jnp.broadcast_to(jax.random.key(0), (16,))
+    same = decode(tiny_llama(), drafter_of("two_model"), [[1, 2]] * 16, key=key, max_new_tokens=8, temperature=1.0)
+    assert len({tuple(row) for row in same.to_lists()}) == 1
+    rows = run("two_model", 1.0, 8, (), ((1, 2),) * 16)[0]
+    assert len({tuple(row) for row in rows}) > 8
+
+
+@pytest.mark.parametrize("name", those({"auto"}, NAMES))
+def test_eight_devices_equal_one(name):
+    """Rows of different lengths sharded over 8 devices, parameters replicated."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), "data")
+    place = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+    prompts = [[i + 1, 2, 3, i + 1, 2, 3, i + 1] for i in range(8)]
+    tokens, lengths = jnp.array(prompts), jnp.array([5, 1, 7, 2, 3, 6, 4, 5])  # behind the prompt: padding
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(8))
+    target, drafter = tiny_llama(), drafter_of(name)
+    options = {"max_new_tokens": 16, "temperature": 0.8, "eos": (3,), "sampling": "coupled"}
+    alone = decode(target, drafter, (tokens, lengths), key=keys, **options)
+    spread = decode(
+        Target(target.model, place(target.params)),
+        drafter.replace(params=place(drafter.params)),
+        (place(tokens, "data"), place(lengths, "data")),
+        key=place(keys, "data"),
+        **options,
+    )
+    np.testing.assert_array_equal(alone.tokens, spread.tokens)
+    for ours, theirs in zip(*map(jax.tree.leaves, (alone.stats, spread.stats)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_name_will_do_and_none_is_auto():
+    target, call = markov(), {"key": jax.random.key(0), "max_new_tokens": 9}
+    wanted = decode(target, "autoregressive", [[0]], **call).to_lists()
+    assert decode(target, None, [[0]], **call).to_lists() == wanted
+    rows = np.full((7, 7), 1e-6, np.float32)
+    rows[np.arange(7), (np.arange(7) + 1) % 7] = 1.0
+    drafted = lambda drafter: int(
+        decode(markov(rows), drafter, [[*range(7)] * 3], **call | {"max_new_tokens": 60}).stats.drafted[0]
+    )
+    assert drafted(None) == drafted("auto") > 20 > drafted("autoregressive") == 0
+    with pytest.raises(UsageError, match="unknown method"):
+        decode(target, "nothing", [[0]], **call)
+
+
+def test_unknown_and_incomplete_methods():
+    with pytest.raises(UsageError, match='unknown method "medusa"; choose one of auto, autoregressive'):
+        make_drafter("medusa", tiny_llama())
+    with pytest.raises(UsageError, match="needs a draft model"):
+        make_drafter("two_model", tiny_llama())
+    with pytest.raises(UsageError, match=r"64 tokens .* 3"):
+        make_drafter("two_model", markov(), tiny_llama())
+    with pytest.raises(UsageError, match="needs a datastore"):
+        make_drafter("rest", tiny_llama())
+    with pytest.raises(UsageError, match=r"64 tokens .* 3"):
+        make_drafter("rest", markov(), datastore=tiny_datastore(64))

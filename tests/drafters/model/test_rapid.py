@@ -1,0 +1,129 @@
+"""Retrieval against plain Python, positions of the short prompt, and a full cache (RAPID, A9)."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import compiled, tiny_llama
+
+from specjax import UsageError, decode
+from specjax.drafters import rapid
+from specjax.drafters.model.rapid import retrieve
+from specjax.types import Context, Verdict
+
+SMALL = {"budget": 12, "chunk": 4, "query": 3}
+
+
+def reference(text, budget, chunk, query):
+    """The shortened prompt, from the docstring of the module."""
+    if len(text) <= budget:
+        return text
+    body, asked = text[: len(text) - query], text[len(text) - query :]
+    chunks = [body[i : i + chunk] for i in range(0, len(body), chunk)]
+    held_by = {t: sum(t in c for c in chunks) for t in asked}
+    rarity = {t: round(1024 * math.log(len(chunks) / n)) for t, n in held_by.items() if n}
+    score = lambda i: (i != 0, -sum(rarity.get(t, 0) for t in set(chunks[i])), i)
+    best = sorted(sorted(range(len(chunks)), key=score)[: (budget - query) // chunk])
+    return [t for i in best for t in chunks[i]] + asked
+
+
+def shortened(texts, size=64, **options):
+    tokens = np.full((len(texts), size), 99, np.int32)  # what is behind a text has nothing to say
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    context = Context(jnp.asarray(tokens), jnp.array([len(text) for text in texts]))
+    short = jax.jit(functools.partial(retrieve, slots=40, **(SMALL | options)))(context)
+    assert short.tokens.shape == (len(texts), 40)
+    return [row[:n].tolist() for row, n in zip(np.asarray(short.tokens), short.length, strict=True)]
+
+
+def test_the_chunk_that_shares_rare_tokens_with_the_query_is_kept():
+    #       first chunk |             |             | holds 8, rare |            | the query
+    text = [50, 51, 52, 53, 1, 2, 3, 4, 1, 7, 1, 7, 1, 8, 2, 3, 5, 7, 6, 1, 8, 1, 7]
+    assert shortened([text])[0] == [50, 51, 52, 53, 1, 8, 2, 3, 8, 1, 7]
+    assert shortened([text], budget=16)[0] == [50, 51, 52, 53, 1, 7, 1, 7, 1, 8, 2, 3, 8, 1, 7]  # in document order
+    assert shortened([text], budget=30)[0] == text
+
+
+def test_equals_plain_python():
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 12, n).tolist() for n in (1, 2, 4, 11, 12, 13, 15, *rng.integers(13, 60, 50))]
+    assert shortened(texts) == [reference(text, **SMALL) for text in texts]
+    assert shortened(texts, budget=20) == [reference(text, 20, 4, 3) for text in texts]
+
+
+def last_logits(target, texts, length):
+    """Logits after the first `length[b]` tokens of texts [B, 32]."""
+    tokens = jnp.asarray(texts)
+    batch, t = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(t), (batch, t))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (batch, t, t))
+    output, _ = target.model.forward(
+        target.params, tokens, target.model.init_cache(batch, t), positions=positions, mask=mask
+    )
+    return jnp.take_along_axis(output.logits, length[:, None, None] - 1, 1)[:, 0]
+
+
+def test_drafts_are_what_a_fresh_pass_over_the_short_text_predicts():
+    """For a long prompt and one of a single token, after rounds that accepted all, none and one."""
+    target, prompts = tiny_llama(seed=3), [np.arange(100) * 7 % 64, [5]]
+    drafter = compiled(rapid(target, 3, max_new_tokens=40, **SMALL))
+    texts, short = [list(p) for p in prompts], [reference(list(p), **SMALL) for p in prompts]
+    assert [len(s) for s in short] == [11, 1]
+    rng = np.random.default_rng(0)
+    fresh = jax.jit(functools.partial(last_logits, target))
+
+    def buffer(rows, size):
+        return jnp.asarray([[*map(int, row), *[0] * (size - len(row))] for row in rows], jnp.int32)
+
+    context = lambda: Context(buffer(texts, 300), jnp.array([len(row) for row in texts]))
+    state = drafter.init(drafter.params, context())
+    assert state.cache.k[0].shape[-2] == 256  # 12 + 40 tokens and a chunk of the prefill; the text's buffer has 300
+    for accepted in (3, 0, 1, 3):
+        tree, state = drafter.propose(drafter.params, None, state, context(), jnp.full(2, 3))
+        drafted = np.asarray(tree.tokens)
+        for depth in range(1, 4):
+            grown = [row + d[1:depth].tolist() for row, d in zip(short, drafted, strict=True)]
+            logits = fresh(buffer(grown, 32), jnp.array([len(row) for row in grown]))
+            np.testing.assert_array_equal(drafted[:, depth], logits.argmax(-1))
+        path = np.where(np.arange(4) <= accepted, np.arange(4), -1)
+        verdict = Verdict(np.stack([path, path]), np.full(2, accepted + 1), np.zeros(2, np.int32))
+        state = drafter.update(drafter.params, state, tree, verdict, None)
+        for text, row, d in zip(texts, short, drafted, strict=True):
+            new = [*d[1 : accepted + 1].tolist(), int(rng.integers(64))]
+            text += new
+            row += new
+
+
+def test_a_prompt_within_the_budget_is_read_whole():
+    """Then it is `two_model`; the target as its own draft is always right."""
+    run = lambda drafter, prompt: decode(tiny_llama(), drafter, [prompt], key=jax.random.key(0), max_new_tokens=12)
+    options = SMALL | {"budget": 16, "max_new_tokens": 12}
+    assert run(rapid(tiny_llama(), 3, **options), list(range(16))).stats.target_passes.tolist() == [3]
+    short = run(rapid(tiny_llama(), 3, **options), list(range(60)))
+    assert short.stats.target_passes.tolist() > [3]
+
+
+def test_a_row_that_outgrows_the_cache_is_drafted_for_no_longer():
+    """Its text goes on, past the slots that its cache has; the other row is drafted for as long as it fits."""
+    prompts = [list(range(12)), [1]]
+    drafter = rapid(tiny_llama(), 3, max_new_tokens=20, **SMALL)
+    result = decode(tiny_llama(), drafter, prompts, key=jax.random.key(0), max_new_tokens=280)
+    assert result.lengths.tolist() == [280, 280]
+    drafted = result.stats.drafted.tolist()
+    assert 15 <= drafted[0] <= 20 and 24 <= drafted[1] <= 31
+
+
+def test_bad_settings():
+    for options, sentence in [
+        ({"num_tokens": 0}, "num_tokens must be at least 1"),
+        ({"chunk": 0}, "chunk must be at least 1"),
+        ({"query": 1}, "query must be at least 2"),
+        ({"budget": 0}, "budget must hold a chunk and the query, 192 tokens at least; it is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ]:
+        with pytest.raises(UsageError, match=sentence):
+            rapid(tiny_llama(), **options)

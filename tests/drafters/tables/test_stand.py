@@ -1,0 +1,228 @@
+"""The card's examples of STAND (A6): the mean of laws, the draws, a replay with the table kept."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+from tiers import exhaustive
+from toy import TARGET_ROWS, chi_square, joint_law, markov, sampled_triples
+
+from specjax import UsageError, decode
+from specjax.drafters import autoregressive, stand
+from specjax.drafters.tables.stand import ACCEPTED, Entry, _find, _learn, accepted_path, best_paths, mix
+from specjax.types import Context, Output, Sampling, TokenTree
+
+A, B, C, D = range(4)
+CHAIN = tuple((0,) * d for d in range(1, 5))
+SMALL = ((0,), (1,), (0, 0))
+ONE = Context(jnp.zeros((1, 9), jnp.int32), jnp.ones(1, jnp.int32))  # a row with one token
+
+
+def entry(seen=1, **probs):
+    """An entry of three tokens."""
+    tokens = [globals()[name] for name in probs] + [-1] * (3 - len(probs))
+    return Entry(jnp.array(tokens), jnp.array([*probs.values()] + [0.0] * (3 - len(probs))), jnp.array(seen))
+
+
+def law(x):
+    """{token: probability}, the likeliest first."""
+    return {int(t): float(p) for t, p in zip(x.tokens, x.probs, strict=True) if t >= 0}
+
+
+def test_the_cards_means():
+    first = mix(entry(A=0.7, B=0.2, C=0.1), entry(A=0.3, B=0.6, D=0.1))
+    assert (list(law(first)), int(first.seen)) == ([A, B, C], 2)  # C and D tie: the lower id
+    assert law(first) == pytest.approx({A: 0.5, B: 0.4, C: 0.05})
+    second = mix(first, entry(A=0.1, B=0.8, D=0.1))
+    assert list(law(second))[:2] == [B, A]
+    assert list(law(second).values()) == pytest.approx([1.6 / 3, 1.1 / 3, 0.1 / 3])
+    assert law(mix(entry(seen=0), entry(B=0.5))) == {B: 0.5}
+    assert law(mix(entry(seen=3, B=0.5), entry(seen=0))) == {B: 0.5}
+
+
+def test_tokens_of_no_probability_are_none():
+    assert law(mix(entry(seen=0), entry(A=1.0, B=0.0))) == {A: 1.0}
+
+
+def taught_by(*laws):
+    """A table that was taught, one after another, that a token follows a context; -1: not known, no context of it."""
+    table = stand(9, tree=CHAIN, buckets=16).init((), ONE).table
+    for context, token in laws:
+        seen = Entry(jnp.full((1, 1, 9), -1).at[0, 0, 0].set(token), jnp.eye(9)[None, None, 0], jnp.ones((1, 1), int))
+        table = jax.jit(_learn)(table, jnp.array([[context]]), seen)
+    return table
+
+
+def test_the_longest_context_that_either_table_knows_counts():
+    two, three = taught_by(([-1, -1, 3, 4], A)), taught_by(([-1, 2, 3, 4], B))
+    find = lambda *tables: jax.tree.map(lambda x: x[0, 0], jax.jit(_find)(*tables, jnp.array([[[1, 2, 3, 4]]])))
+    for tables in ((two, three), (three, two), ((), three)):
+        assert (law(find(*tables)), int(find(*tables).seen)) == ({B: 1.0}, 1)
+    other = taught_by(([-1, -1, 3, 4], C))
+    assert (law(find(two, other)), int(find(two, other).seen)) == ({A: 0.5, C: 0.5}, 2)
+    assert (law(find(other, taught_by())), int(find((), taught_by()).seen)) == ({C: 1.0}, 0)
+
+
+def test_contexts_of_different_lengths_are_told_apart():
+    """3 tokens are not the 4 that begin with any one token."""
+    table = taught_by(([0, 1, 2, 3], A), ([8, 1, 2, 3], B))
+    found = jax.jit(_find)((), table, jnp.array([[[0, 1, 2, 3], [8, 1, 2, 3], [7, 1, 2, 3]]]))
+    laws = [law(Entry(*entry)) for entry in zip(found.tokens[0], found.probs[0], found.seen[0], strict=True)]
+    assert laws == [{A: 1.0}, {B: 1.0}, {A: 0.5, B: 0.5}]
+
+
+def read_in_parts(drafter, context, logits, *parts):
+    """The state after the prompt, whose outputs come in chunks [start, stop)."""
+    state = jax.jit(drafter.init)((), context)
+    for start, stop in parts:
+        count = jnp.clip(context.length - 1 - start, 0, stop - start)
+        output = Output(logits[:, start:stop], logits[:, start:stop])
+        state = jax.jit(drafter.read)((), state, context.tokens[:, start:stop], count, output)
+    return state
+
+
+def test_the_prompt_is_read_in_chunks():
+    tokens = jnp.array([[0, 1, 2, 3, 1, 2, 0, 0], [3, 2, 1, 0, 0, 0, 0, 0]])
+    context = Context(tokens, jnp.array([6, 3]))
+    logits = jax.random.normal(jax.random.key(0), (2, 8, 4))
+    drafter = stand(4, tree=SMALL, buckets=16)
+    whole = read_in_parts(drafter, context, logits, (0, 8))
+    parts = read_in_parts(drafter, context, logits, (0, 3), (3, 6))
+    contexts = jnp.array([[[0, 1, 2, 3], [9, 9, 0, 1], [9, 9, 2, 0]], [[9, 9, 3, 2], [9, 9, 2, 1], [9, 9, 9, 9]]])
+    for state in (whole, parts):
+        found = _find((), state.table, contexts)
+        assert found.seen.tolist() == [[1, 1, 0], [1, 0, 0]]  # the last token of a prompt is not read but decoded
+        np.testing.assert_allclose(found.probs[0, 0], -np.sort(-jax.nn.softmax(logits[0, 3])), rtol=1e-5)
+        np.testing.assert_array_equal(found.tokens[1, 0], np.argsort(-logits[1, 1]))
+
+
+@pytest.mark.parametrize("verify", ["sample_and_match", exhaustive("recursive_rejection")])
+def test_children_are_drawn_without_replacement_from_the_stored_law(verify):
+    """At temperature 2, from squares; one draw per row, 20,000 of the 1e5 of the card."""
+    rows, p = 20_000, np.array([0.25, 0.04, 0.36])
+    drafter = stand(3, tree=SMALL, buckets=2, verify=verify)
+    one = Context(jnp.array([[0, 1, 0, 1]]), jnp.array([4]))
+    known = read_in_parts(drafter, one, jnp.log(jnp.asarray(p / p.sum()))[None, None].repeat(4, 1), (0, 4))
+
+    @jax.jit
+    def draw(table, keys):
+        many = Context(one.tokens.repeat(rows, 0), jnp.full(rows, 4), Sampling(jnp.array(2.0)))
+        tree, _ = drafter.propose(table, keys, drafter.init((), many), many, jnp.full(rows, 9))
+        return tree
+
+    tree = draw(jax.jit(drafter.remember)((), known), jax.random.split(jax.random.key(1), rows))
+    assert tree.valid[:, :3].all()
+    pairs = np.bincount(np.asarray(tree.tokens[:, 1] * 3 + tree.tokens[:, 2]), minlength=9).reshape(3, 3)
+    q = p**0.5 / np.sum(p**0.5)
+    wanted = q[:, None] * q / (1 - q)[:, None] * (1 - np.eye(3))
+    assert np.trace(pairs) == 0
+    off = ~np.eye(3, dtype=bool)
+    assert chisquare(pairs[off], wanted[off] * rows).pvalue > 1e-3
+    if verify == "sample_and_match":
+        assert tree.logits is None
+    else:
+        np.testing.assert_allclose(jax.nn.softmax(tree.logits[0, 0]), q, rtol=1e-5)
+
+
+@functools.cache
+def taught(verify):
+    """A drafter that remembers the laws of the toy: 60 tokens hold every context of two."""
+    drafter = stand(3, tree=((0,), (1,), (0, 0), (0, 1)), verify=verify, read_prompt=False, buckets=64)
+    settings = {"key": jax.random.key(9), "max_new_tokens": 60, "temperature": 1.0}
+    return decode(markov(TARGET_ROWS), drafter, [[0]], **settings).drafter
+
+
+@pytest.mark.parametrize("verify", ["sample_and_match", "recursive_rejection"])
+def test_sampled_text_has_the_joint_law_of_the_target(verify):
+    counts = sampled_triples(taught(verify), TARGET_ROWS)
+    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+
+
+def test_good_entries_are_accepted():
+    """Where the entries are the target's laws nearly all is accepted, 3 tokens per pass: by shared noise, or q = p."""
+    prompts = [[0, 1, 2, 0]] * 4
+    settings = {"key": jax.random.key(0), "max_new_tokens": 40, "temperature": 1.0, "debug": True}
+    plain = decode(markov(TARGET_ROWS), autoregressive(), prompts, **settings)
+    for verify in ("sample_and_match", "recursive_rejection"):
+        coupled = decode(markov(TARGET_ROWS), taught(verify), prompts, sampling="coupled", **settings)
+        assert coupled.to_lists() == plain.to_lists()
+        assert float(coupled.block_efficiency.mean()) > 2.6
+    rejecting = decode(markov(TARGET_ROWS), taught("recursive_rejection"), prompts, **settings)
+    assert float(rejecting.block_efficiency.mean()) > 2.6
+
+
+def counting(n=16):
+    rows = np.full((n, n), 1e-6, np.float32)
+    rows[np.arange(n - 1), np.arange(1, n)] = 1.0
+    return markov(rows)
+
+
+def test_a_trajectory_replayed_is_accepted_to_full_depth():
+    settings = {"key": jax.random.key(0), "max_new_tokens": 12}
+    first = decode(counting(), stand(16, tree=CHAIN, read_prompt=False, buckets=64), [[0], [0]], **settings)
+    again = decode(counting(), first.drafter, [[0], [0]], **settings)
+    assert again.to_lists() == first.to_lists() == [list(range(1, 13))] * 2
+    assert first.stats.target_passes.tolist() == [12, 12]
+    # The first pass has no context of two tokens; then 4 drafted and the bonus, twice; and what is left.
+    assert again.stats.target_passes.tolist() == [4, 4]
+    both, more = (jax.jit(_shared)(drafter.params) for drafter in (first.drafter, again.drafter))
+    assert both.seen.tolist() == [[2, 2]]  # one of each row, the last of the text too
+    assert more.seen.tolist() == [[4, 4]]
+
+
+def test_the_prompt_teaches_the_first_drafts():
+    """0 to 11, then 0, 1, 2, 3: what followed in the prompt is drafted at once."""
+    prompt = [*range(12), 0, 1, 2, 3]
+    run = lambda **options: decode(
+        counting(), stand(16, tree=CHAIN, buckets=64, **options), [prompt], key=jax.random.key(0), max_new_tokens=8
+    )
+    read, unread = run(), run(read_prompt=False)
+    assert read.to_lists() == unread.to_lists() == [list(range(4, 12))]
+    assert read.stats.target_passes.tolist() == [2]  # 4 drafted and the bonus, twice
+    assert int(unread.stats.target_passes[0]) > 2
+
+
+def _shared(params):
+    """What is remembered about the contexts 4, 5 and 10, 11."""
+    nothing = stand(16, tree=CHAIN, read_prompt=False, buckets=64).init((), ONE)
+    return _find(params, nothing.table, jnp.array([[[9, 9, 4, 5], [9, 9, 10, 11]]]))
+
+
+def test_the_tree_of_calibration_results():
+    tree = TokenTree(
+        jnp.array([[0, 5, 6, 7, 8]]), jnp.array([[-1, 0, 0, 2, 2]]), jnp.array([[True, True, True, True, False]])
+    )
+    assert accepted_path(tree, 0, [6, 7, 1]) == (1, 0)
+    assert accepted_path(tree, 0, [6, 8]) == (1,)  # invalid: not drafted
+    assert accepted_path(tree, 0, [9]) == ()
+    paths = [(0, 0), (0, 0), (1,), (0, 1), (2, 0), ()]
+    assert best_paths(paths, 99) == ((0,), (0, 0), (1,), (2,), (0, 1), (2, 0))
+    assert best_paths([(2,), (2,), (0,)], 3) == ((0,), (1,), (2,))  # 2 is drawn after 0 and 1
+
+
+def test_the_default_tree_has_its_parents_first():
+    for n in (1, 7, 32, len(ACCEPTED)):
+        chosen = set(ACCEPTED[:n])
+        assert len(chosen) == n
+        assert all(path[:-1] in chosen or len(path) == 1 for path in chosen)
+        assert all((*path[:-1], path[-1] - 1) in chosen for path in chosen if path[-1])  # no rank is left out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_nodes": 0}, "num_nodes must be from 1 to"),
+        ({"verify": "standard"}, "verify must be"),
+        ({"draw": "beam"}, "draw must be"),
+        ({"verify": "recursive_rejection", "draw": "likeliest"}, "for drawn trees"),
+        ({"tree": tuple((r,) for r in range(11))}, "rank 10"),
+        ({"tree": ((0,), (0, 1))}, "without its earlier sibling; add"),
+        ({"buckets": 5}, "power of two"),
+    ],
+)
+def test_bad_settings(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        stand(99, **options)

@@ -1,0 +1,173 @@
+"""Requests in the slots of a running batch: every text is the one that its request would have alone."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiers import those
+from toy import tiny_llama
+
+import specjax
+from specjax import Request, UsageError, controllers, decode, drafters, serve
+from specjax.engine import serve as module
+
+LIMITS = {"slots": 2, "longest_prompt": 12, "max_new_tokens": 14}
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], [7, 8, 7, 8, 7], [9, 1], [3] * 12]
+COUNTS = [14, 3, 9, 1, 14]
+
+
+def request(i):
+    return Request(PROMPTS[i], jax.random.key(i), COUNTS[i])
+
+
+def served(drafter, order, target=None, limits=LIMITS, **options):
+    """Texts and reasons by the number of the request's prompt."""
+    texts, reasons = {i: [] for i in order}, {}
+    for news in serve(target or tiny_llama(), drafter, (request(i) for i in order), **limits, **options):
+        assert news.accepted <= len(news.tokens) and order[news.request] not in reasons
+        texts[order[news.request]] += news.tokens
+        if news.finish_reason:
+            reasons[order[news.request]] = news.finish_reason
+    return texts, reasons
+
+
+@functools.cache
+def alone(name, i, **options):
+    """As many tokens of its text as request i asks for."""
+    drafter, key = DRAFTERS[name](), jax.random.key(i)[None]
+    text = decode(tiny_llama(), drafter, [PROMPTS[i]], key=key, max_new_tokens=LIMITS["max_new_tokens"], **options)
+    return text.to_lists()[0][: COUNTS[i]]
+
+
+DRAFTERS = {
+    "autoregressive": drafters.autoregressive,
+    "prompt_lookup": lambda: drafters.prompt_lookup(3, min_ngram=1),
+    "token_recycling": lambda: drafters.token_recycling(64, num_nodes=7, read_prompt=True),
+    "two_model": lambda: drafters.two_model(tiny_llama(seed=1, layers=1), 3),
+    "close": lambda: drafters.two_model(tiny_llama(), 3),
+    "auto": lambda: drafters.auto(64, costs=(1.0, 1.0, 1.0, 1.0)),
+}
+
+
+OF_EACH_KIND = ("two_model", 1.0), ("token_recycling", 0.0), ("auto", 1.0)
+
+
+@pytest.mark.parametrize("setting", those(OF_EACH_KIND, itertools.product(DRAFTERS, (0.0, 1.0))))
+def test_texts_do_not_depend_on_when_requests_come(setting):
+    name, temperature = setting
+    options = {"temperature": temperature, "sampling": "coupled" if temperature else "speculative"}
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
+        texts, reasons = served(DRAFTERS[name](), order, **options)
+        assert texts == {i: alone(name, i, **options) for i in order}
+        assert set(reasons.values()) == {"length"}
+
+
+def test_rows_draft_as_they_would_alone():
+    """A request finds nothing of the row before in the draft model's cache."""
+    order, accepted = [2, 0, 3, 4], {0: 0, 4: 0}
+    for news in serve(tiny_llama(), DRAFTERS["close"](), map(request, order), **LIMITS):
+        if order[news.request] in accepted:
+            accepted[order[news.request]] += news.accepted
+    for i in accepted:
+        key = jax.random.key(i)[None]
+        stats = decode(tiny_llama(), DRAFTERS["close"](), [PROMPTS[i]], key=key, max_new_tokens=COUNTS[i]).stats
+        assert accepted[i] == int(stats.accepted[0]) > 7
+
+
+def test_one_slot_and_more_slots_than_requests():
+    for slots in (1, 8):
+        texts, _ = served(DRAFTERS["token_recycling"](), [2, 0, 1], limits=LIMITS | {"slots": slots})
+        assert texts == {i: alone("token_recycling", i) for i in (0, 1, 2)}
+
+
+def test_a_row_ends_with_its_eos():
+    text = alone("prompt_lookup", 0)
+    eos = next(token for token in text[4:] if token not in text[:4])
+    texts, reasons = served(DRAFTERS["prompt_lookup"](), [0, 1, 2], eos=eos)
+    assert texts[0] == text[: text.index(eos) + 1] and reasons[0] == "eos"
+    assert texts == {i: alone("prompt_lookup", i, eos=eos) for i in (0, 1, 2)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", [2, 4])
+def test_over_a_mesh(model):
+    target = specjax.shard(tiny_llama(), specjax.mesh(data=1, model=model))
+    texts, _ = served(DRAFTERS["token_recycling"](), [0, 1, 2, 3], target)
+    assert texts == {i: alone("token_recycling", i) for i in range(4)}
+
+
+def test_nothing_of_the_row_before_is_left(monkeypatch):
+    """Where every free row is full of NaN before a request comes, the texts are the same."""
+    admit = module._admit
+
+    def poisoned(inputs, state, slot, *rest, **static):
+        spoil = lambda x: x.at[slot].set(jnp.nan) if x.dtype == jnp.float32 and x.ndim > 2 else x
+        return admit(inputs, state._replace(cache=jax.tree.map(spoil, state.cache)), slot, *rest, **static)
+
+    monkeypatch.setattr(module, "_admit", poisoned)
+    texts, _ = served(DRAFTERS["two_model"](), [0, 1, 2, 3, 4])
+    assert texts == {i: alone("two_model", i) for i in range(5)}
+
+
+def test_a_second_batch_of_requests_compiles_nothing():
+    served(DRAFTERS["prompt_lookup"](), [0, 1])
+    sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module._step)]
+    before = sizes()
+    served(DRAFTERS["prompt_lookup"](), [4, 3, 2, 1])
+    assert sizes() == before and min(before) > 0
+
+
+def test_what_rows_share_is_kept_and_what_is_theirs_is_new():
+    """Goodput's rates are of all rows; those of a row begin anew with its request."""
+    inputs, tokens, _, keys, static = specjax.decode.__globals__["prepare"](
+        tiny_llama(), DRAFTERS["prompt_lookup"](), (np.zeros((2, 4), np.int32), np.ones(2, np.int32)),
+        key=jax.random.key(0), max_new_tokens=4, controller=controllers.goodput(costs=(1.0,) * 6),
+    )  # fmt: skip
+    state = module._empty(inputs, tokens, keys, controller=static["controller"])
+    used = state._replace(control=jax.tree.map(lambda x: x + 1, state.control))
+    after = module._admitted(inputs, used, 1, Request([3, 4], jax.random.key(7)), 4, static["controller"])
+    control, start = after.control, state.control
+    np.testing.assert_array_equal(control.rate, start.rate + 1)
+    np.testing.assert_array_equal(control.seen, start.seen + jnp.array([[1], [0]]))
+    assert after.length.tolist() == [1, 2] and after.done.tolist() == [True, False]
+
+
+def test_it_waits_for_requests_that_have_not_come_yet():
+    """None: nothing is there yet. The others go on meanwhile."""
+
+    def arrivals():
+        yield request(0)
+        yield from (None, None)
+        yield request(1)
+        for i in (2, 3, 4):
+            yield None
+            yield request(i)
+
+    texts = {i: [] for i in range(5)}
+    for news in serve(tiny_llama(), DRAFTERS["prompt_lookup"](), arrivals(), **LIMITS):
+        texts[news.request] += news.tokens
+    assert texts == {i: alone("prompt_lookup", i) for i in range(5)}
+
+
+def test_what_does_not_fit_is_refused_and_the_others_go_on():
+    key = jax.random.key(0)
+    wrong = [Request([], key), Request([1] * 13, key), Request([1], key, 15), Request([1], key, 0)]
+    news = list(serve(tiny_llama(), None, [*wrong, request(1)], **LIMITS))
+    refused = {n.request: n.error for n in news if n.finish_reason == "refused"}
+    assert sorted(refused) == [0, 1, 2, 3]
+    assert refused[1] == "its prompt has 13 tokens, not 1 to longest_prompt (12)"
+    assert refused[2] == "its max_new_tokens is 15, not 1 to that of serve (14)"
+    assert [token for n in news if n.request == 4 for token in n.tokens] == alone("autoregressive", 1)
+
+
+def test_bad_settings():
+    with pytest.raises(UsageError, match="slots and longest_prompt must be at least 1"):
+        serve(tiny_llama(), None, [], **LIMITS | {"slots": 0})
+    with pytest.raises(UsageError, match="over the capacity"):
+        serve(tiny_llama(), None, [], **LIMITS, capacity=20)
+    with pytest.raises(UsageError, match="use data=1"):
+        serve(specjax.shard(tiny_llama(), specjax.mesh(data=2)), None, [], **LIMITS)
+    assert list(serve(tiny_llama(), None, [], **LIMITS)) == []

@@ -1,0 +1,96 @@
+"""LANTERN: golden values, plain Python, and what it lends."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lossy import (
+    GOLDEN,
+    NEAREST,
+    NEIGHBOURS6,
+    P5,
+    Q5,
+    lantern_core,
+    one_step,
+    random_chains,
+    surrogate,
+    tv,
+)
+
+from specjax.types import TokenTree
+from specjax.verifiers.lossy.lantern import lantern
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.parametrize(("k", "delta"), [(0, 0.0), (2, 0.25), (4, 0.45)])
+def test_lantern_is_golden(k, delta):
+    case = GOLDEN["lantern"][f"k={k},delta={delta}"]
+    accept, output = one_step(lambda *x: lantern_core(*x, NEAREST[:, :k], delta), P5, Q5)
+    np.testing.assert_allclose(accept, case["accept_prob_per_token"], atol=2e-6)
+    np.testing.assert_allclose(accept @ Q5, case["acceptance"], atol=2e-6)
+    np.testing.assert_allclose(output, case["output"], atol=2e-6)
+    np.testing.assert_allclose(tv(output, P5), case["tv_to_target"], atol=2e-6)
+    p = jnp.tile(jnp.asarray(P5, jnp.float32), (5, 1))
+    lent = surrogate(p, jnp.arange(5), jnp.asarray(NEAREST[:, :k]), delta, 0.0, 0)
+    for x, used in enumerate(case["neighbourhood_used"]):
+        assert np.flatnonzero(lent[x] == 0).tolist() == sorted(used)
+        np.testing.assert_allclose(lent[x, x], P5[x] + P5[used].sum(), atol=1e-6)
+        assert tv(np.asarray(lent[x]), P5) <= delta + 1e-6
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 2.0, 4.0])
+def test_lantern_relative_bound_equals_plain_python(share):
+    """LANTERN++: the neighbours may add at most (lambda - 1) p(x)."""
+    lent = surrogate(jnp.tile(jnp.asarray(P5, jnp.float32), (5, 1)), jnp.arange(5), jnp.asarray(NEAREST), 0.0, share, 0)
+    expected = np.tile(P5, (5, 1))
+    for x in range(5):
+        total = 0.0
+        for y in NEAREST[x]:
+            total += P5[y]
+            if total > share * P5[x]:
+                break
+            expected[x, x], expected[x, y] = expected[x, x] + P5[y], 0.0
+    np.testing.assert_allclose(lent, expected, atol=1e-6)
+
+
+def test_lantern_relative_arguments():
+    assert [float(x) for x in lantern(NEAREST, 3.0, relative=True).params[1:3]] == [0.0, 2.0]
+    assert float(lantern(NEAREST, 0.25).params[1]) == 0.25
+    with pytest.raises(ValueError, match="at least 1"):
+        lantern(NEAREST, 0.1, relative=True)
+
+
+def test_lantern_accepts_more_the_larger_delta_and_all_at_one():
+    u, tree, logits = random_chains()
+    core = jax.jit(lambda delta: lantern_core(u, tree, logits, NEIGHBOURS6, delta).num_nodes)
+    lengths = [np.asarray(core(delta)) for delta in (0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 1.0)]
+    for low, high in itertools.pairwise(lengths):
+        assert (high >= low).all() and (high > low).any()
+    np.testing.assert_array_equal(lengths[-1], tree.valid.sum(1))
+
+
+def test_lantern_point_masses_take_out_the_token_and_what_it_borrowed():
+    """The one-hot setting of EAGLE-2: token 0 (p .3) borrows from 1 (.22); rejected, both are gone."""
+    tree = TokenTree(jnp.array([[2, 0, 1, 3]]), jnp.array([[-1, 0, 0, 0]]), jnp.ones((1, 4), bool))
+    logits = jnp.log(jnp.asarray(P5, jnp.float32))[None, None].repeat(4, 1)
+    core = jax.jit(lambda u: lantern_core(u, tree, logits, NEAREST, 0.25))
+    run = lambda *u: core(jnp.array([[0.0, *u]]))
+    assert run(0.5, 1.0, 1.0).path[0, :2].tolist() == [0, 1]  # 0.5 < 0.3 + 0.22
+    rest = np.array([0, 0, 0.2, 0.16, 0.12]) / 0.48
+    end = run(0.53, 0.0, 0.99)  # token 1 has nothing left: rejected at u = 0. Then 3 borrows from 4: no more than 0.25
+    assert end.num_nodes[0] == 1
+    np.testing.assert_allclose(end.residual[0], np.array([0, 0, rest[2], 0, rest[4]]) / (rest[2] + rest[4]), atol=1e-6)
+    assert run(0.53, 0.0, 0.3).path[0, :2].tolist() == [0, 3]  # 0.3 < 0.16 / 0.48
+
+
+def test_lantern_offset_shifts_the_table():
+    p = jnp.tile(jnp.array([0.1, 0.1, *(P5 * 0.8)], jnp.float32), (7, 1))
+    lent = surrogate(p, jnp.arange(7), jnp.asarray(NEAREST[:, :2]), 0.25, 0.0, 2)
+    within = surrogate(p[:5, 2:], jnp.arange(5), jnp.asarray(NEAREST[:, :2]), 0.25, 0.0, 0)
+    np.testing.assert_array_equal(lent[:2], p[:2])  # tokens without a row borrow nothing
+    np.testing.assert_array_equal(lent[2:, 2:], within)
+    np.testing.assert_array_equal(lent[2:, :2], p[2:, :2])
+    assert (within != p[:5, 2:]).any()
