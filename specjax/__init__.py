@@ -7,11 +7,13 @@ print(tokenizer.decode(result.to_lists()[0]))
 
 from specjax import controllers, decoders, drafters, trees, verifiers
 from specjax.catalog.methods import METHODS, make_drafter
-from specjax.engine.run import DecodeResult, StreamStep, decode, stream
-from specjax.engine.serve import Request, Served, serve
+from specjax.engine.prepare import Settings
+from specjax.engine.results import DecodeResult, StreamStep
+from specjax.engine.serve import Request, Served
 from specjax.errors import UsageError
+from specjax.facade import decode, serve, stream
 from specjax.parallel import mesh, shard
-from specjax.types import Controller, Drafter, Model, Output, Target, TokenTree, Verdict
+from specjax.types import Capabilities, Controller, Drafter, Model, Output, Target, TokenTree, Verdict
 from specjax.verifiers import VERIFIERS, Verifier
 
 __version__ = "0.1.0"
@@ -19,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "METHODS",
     "VERIFIERS",
+    "Capabilities",
     "Controller",
     "DecodeResult",
     "Drafter",
@@ -26,6 +29,7 @@ __all__ = [
     "Output",
     "Request",
     "Served",
+    "Settings",
     "StreamStep",
     "Target",
     "TokenTree",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from specjax.types import Array
+Array = jax.Array
 
 BLOCK = 64
 

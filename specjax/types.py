@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from specjax import buffers
+from specjax.indexing import take_along
+
 Array = jax.Array
 PyTree = Any
 
@@ -87,35 +90,66 @@ class Sublayers(NamedTuple):
     mlp: Array  # bool[B, layers]
 
 
+class Capabilities(NamedTuple):
+    """What a model can do besides predicting the next token. Whether it can rewind, `Model.rewind` says itself."""
+
+    num_layers: int = 0  # that can be named in `taps` (0: the embedding) and `layers`
+    taps: bool = False
+    layer_skipping: bool = False
+    groups: tuple[int, ...] | None = ()  # the values above 1 that `group` takes; None: any
+    trees: bool = True  # passes over trees; else over chains only
+    mixtures: bool = False  # takes a `Mixture` for tokens
+
+
 class Model(NamedTuple):
     """A language model as pure functions. Hashable: equal hyperparameters give the same object.
 
+    `begin(params, inputs, batch, capacity) -> cache` of no tokens, with room for `capacity`. `inputs` are what a text is
+    conditioned on besides its own tokens, arrays [B, ...] such as an encoder's input; None for most models.
+
     `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None, layers=None,
     group=1)` returns `(Output, pending)`. It reads the cache and does not change it. `mask` is only *among the new
-    tokens*; which slots of the cache count is the cache's own `length[B]`. `pending` is what the new tokens would add.
-    Tokens may also see `earlier`, P tokens that are pending still (a tree that grows level by level): the mask is then
-    [B, T, P + T]. `layers` are the `Sublayers` to run, None: all; what is pending of the others is zeros. Tokens may be
-    a `Mixture`. With a `group` above 1 the pass is approximate: of the middle layers, the attention of so many in a row
-    reads one stream, that before them, so that it can run at once. It is never asked of models of less than 4 layers.
+    tokens*: it names each token's ancestors and itself; what the cache holds is seen by all. `pending` is what the new
+    tokens would add. Of the rest a caller passes only what `capabilities` allows:
+      earlier: P tokens that are pending still (a tree that grows level by level); the mask is then [B, T, P + T].
+      taps: layers after which `Output.taps` has the residual stream.
+      layers: the `Sublayers` to run, None: all. What is pending of the others is zeros.
+      group: above 1 the pass is approximate: of the middle layers, the attention of so many in a row reads one stream,
+        that before them, so that it can run at once. Never asked of models of less than 4 layers.
 
-    `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`. Prefill, plain
-    decoding, chains and trees are these two calls; rolling back is committing fewer nodes.
+    `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`, a path down the
+    tree. Prefill, plain decoding, chains and trees are these two calls; what is not committed is forgotten.
 
-    `head(params, stream[B, T, D]) -> float32[B, T, V]`: the final norm and the head on a residual stream, such as one
-    of `Output.taps`: what the model would predict if it ended there.
+    `rewind(cache, length[B]) -> cache` forgets all but the first `length` tokens. None: the model cannot, as one whose
+    memory is a running state cannot; then nothing may be committed that could be taken back.
+
+    `widen(pending, slots)` gives what is pending room for `slots` tokens; `insert(wide, new, place)` writes what a
+    later pass left at slot `place` (an int, int32[] or one per row [B]) and following. The defaults are for `pending`
+    whose arrays are all [B, T, ...]. `axes(cache or pending)` has the place of B in the shape of each array, by default
+    0, and `shardings(cache or pending)` how each lies on the model's mesh.
+
+    `embed(params, tokens[B, T]) -> [B, T, D]` is what the first layer reads, `unembed(params, hidden[..., D]) ->
+    float32[..., V]` the head without the final norm, `head(params, stream[B, T, D]) -> float32[B, T, V]` both: what the
+    model would predict if it ended at a residual stream such as one of `Output.taps`. For drafters that share them.
     """
 
-    init_cache: Callable[..., PyTree]  # (batch, capacity) -> cache
+    begin: Callable[..., PyTree]
     forward: Callable[..., tuple[Output, PyTree]]
     commit: Callable[..., PyTree]
     vocab_size: int
     max_positions: int
     name: str = "model"
+    rewind: Callable[[PyTree, Array], PyTree] | None = None
+    widen: Callable[[PyTree, int], PyTree] = buffers.widen
+    insert: Callable[[PyTree, PyTree, Any], PyTree] = buffers.insert
+    axes: Callable[[PyTree], PyTree] = buffers.rows_first
+    shardings: Callable[[PyTree], PyTree] | None = None
+    embed: Callable[[PyTree, Array], Array] | None = None
+    unembed: Callable[[PyTree, Array], Array] | None = None
+    head: Callable[[PyTree, Array], Array] | None = None
+    capabilities: Capabilities = Capabilities()
     config: Any = None  # what it was made from, if by `specjax.models`
     mesh: jax.sharding.Mesh | None = None  # over which its parameters lie
-    num_layers: int = 0  # 0: it has none that could be tapped or skipped
-    head: Callable[[PyTree, Array], Array] | None = None
-    group: int | None = None  # if its layers lie on devices of their own: the `group` it takes, besides 1; None: any
 
 
 @jax.tree_util.register_dataclass
@@ -136,46 +170,77 @@ class Sampling(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a drafter may read: the committed text and how the target samples."""
+    """What a drafter may read: the committed text, the target, and how it samples."""
 
     tokens: Array  # int32[B, L]
     length: Array  # int32[B], committed tokens
     sampling: Sampling = Sampling()
     noise: Array | None = None  # key[B] of the target's own draws, for drafters that share them (coupled sampling)
-    cache: PyTree = (
-        None  # the target's, of the first length - 1 tokens, for drafters made of its own layers; not in init
-    )
+    cache: PyTree = None  # the target's, of the first length - 1 tokens; not in `init`
+    target: Target | None = None  # for drafters made of its layers or its head
+    inputs: PyTree = None  # what the text is conditioned on besides its tokens, as `Model.begin` has it; only in `init`
+
+    @property
+    def root(self) -> Array:
+        """int32[B, 1]: the last committed token, node 0 of every tree."""
+        return take_along(self.tokens, self.length[:, None] - 1, 1)
+
+
+def _no_state(params: PyTree, context: Context) -> PyTree:
+    return ()
+
+
+def _sees_nothing(params: PyTree, state: PyTree, tree: TokenTree, verdict: Verdict, output: Output) -> PyTree:
+    return ()
+
+
+def _learns_nothing(params: PyTree, state: PyTree, seen: PyTree, verdict: Verdict) -> PyTree:
+    return state
+
+
+def _static(**default: Any) -> Any:
+    return field(metadata={"static": True}, **default)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Drafter:
-    """A proposer of token trees as pure functions, with its parameters as the only leaves.
-
-    `init(params, context) -> state` reads the prompts.
+    """A proposer of token trees as pure functions, with its parameters as the only leaves. All but `propose` and the
+    size of its trees have defaults.
 
     `propose(params, keys[B], state, context, limit[B]) -> (TokenTree, state)` drafts a tree of `num_nodes` nodes no
     deeper than `limit`.
 
-    `update(params, state, tree, verdict, output) -> state` learns from the round; `tree` and `output` may be cut to the
-    first nodes, which are then the valid ones. `output.taps` has the layers that `taps` names, here and in `read`.
+    `init(params, context) -> state` reads the prompts. Default: ().
+
+    After the target's pass it learns in two parts. `observe(params, state, tree, verdict, output) -> seen` picks out what
+    it wants of the pass; `tree` and `output` are cut to the first nodes, the valid ones among them, and `seen` must be
+    small and of one shape however many these are, for every width of the pass is a branch, and what a branch returns is
+    copied. `output.taps` has the layers that `taps` names, here and in `read`. `update(params, state, seen, verdict) ->
+    state` comes after it, outside of the branches, where caches and tables are written in place.
 
     Two more, if it has use for them. `read(params, state, tokens[B, T], count[B], output) -> state` sees the target's
     outputs for the prompt, chunk by chunk: the first `count` of these T tokens are its next ones. `remember(params,
     state) -> params` says what a later call may start from: `DecodeResult.drafter` has it.
+
+    `axes(state)` has the place of B in the shape of each array of the state, `buffers.SHARED` for one that all rows
+    share. Default: 0 for all.
     """
 
-    init: Callable[..., PyTree] = field(metadata={"static": True})
-    propose: Callable[..., tuple[TokenTree, PyTree]] = field(metadata={"static": True})
-    update: Callable[..., PyTree] = field(metadata={"static": True})
-    num_nodes: int = field(metadata={"static": True})  # N
-    max_depth: int = field(metadata={"static": True})
-    draws: Draws = field(metadata={"static": True}, default="point_mass")
-    widths: tuple[int, ...] = field(metadata={"static": True}, default=())  # verify widths worth compiling, besides N
-    follows_any_tree: bool = field(metadata={"static": True}, default=False)  # `update` may get trees drafted by others
-    read: Callable[..., PyTree] | None = field(metadata={"static": True}, default=None)
-    remember: Callable[..., PyTree] | None = field(metadata={"static": True}, default=None)
-    taps: tuple[int, ...] = field(metadata={"static": True}, default=())  # the target's streams that it reads
+    propose: Callable[..., tuple[TokenTree, PyTree]] = _static()
+    num_nodes: int = _static()  # N
+    max_depth: int = _static()
+    draws: Draws = _static(default="point_mass")
+    init: Callable[..., PyTree] = _static(default=_no_state)
+    observe: Callable[..., PyTree] = _static(default=_sees_nothing)
+    update: Callable[..., PyTree] = _static(default=_learns_nothing)
+    widths: tuple[int, ...] = _static(default=(1,))  # verify widths worth compiling, besides N; above 1: of trees whose
+    # valid nodes stand in front (`trees.operations.compact`)
+    follows_any_tree: bool = _static(default=False)  # `observe` may get trees drafted by others
+    read: Callable[..., PyTree] | None = _static(default=None)
+    remember: Callable[..., PyTree] | None = _static(default=None)
+    axes: Callable[[PyTree], PyTree] = _static(default=buffers.rows_first)
+    taps: tuple[int, ...] = _static(default=())  # the target's streams that it reads
     params: PyTree = ()
 
     replace = replace
@@ -197,6 +262,7 @@ class Controller(NamedTuple):
     limit: Callable[[PyTree], Array]  # (state) -> int32[B]
     update: Callable[[PyTree, Any], PyTree]  # (state, Info) -> state
     reads_signals: bool = False  # needs `Info.signals`
+    axes: Callable[[PyTree], PyTree] = buffers.rows_first  # as `Drafter.axes`, of its state
 
 
 class Signals(NamedTuple):

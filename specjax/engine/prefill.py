@@ -47,7 +47,8 @@ def prefill_reading(
         start, cache, seen = carry
         window = jnp.take(tokens, start + offset, axis=1, mode="clip")
         positions = jnp.broadcast_to(start + offset, (batch, CHUNK))
-        output, pending = model.forward(params, window, cache, positions=positions, mask=mask, taps=taps)
+        wanted = {"taps": taps} if taps else {}
+        output, pending = model.forward(params, window, cache, positions=positions, mask=mask, **wanted)
         here = jnp.clip(count - start, 0, CHUNK)
         return start + CHUNK, model.commit(cache, pending, path, here), read(seen, window, here, output)
 

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.engine.run import _step, prepare
-from specjax.engine.step import Inputs, speculative
-from specjax.errors import UsageError
+from specjax import buffers
+from specjax.engine import step as one
+from specjax.engine.parts import Job, Parts
+from specjax.engine.run import step
 from specjax.parallel.arrays import replicate
-from specjax.types import Array, DecodeState, Drafter, Info, Target
+from specjax.types import Array, DecodeState, Info, PyTree
 
 
 class Request(NamedTuple):
@@ -34,6 +35,7 @@ class Request(NamedTuple):
     prompt: Sequence[int]
     key: Array  # one PRNG key; its text is that of `decode(..., [prompt], key=key[None])`
     max_new_tokens: int | None = None  # at most that of `serve`; None: as many
+    inputs: PyTree = None  # what its text is conditioned on, arrays without the axis B, for models that take them
 
 
 class Served(NamedTuple):
@@ -53,47 +55,14 @@ class _Row(NamedTuple):
     left: int  # tokens that may still come
 
 
-def serve(
-    target: Target,
-    drafter: Drafter | str | None,
-    requests: Iterable[Request | None],
-    *,
-    slots: int,
-    longest_prompt: int,
-    max_new_tokens: int,
-    **options: Any,
+def serve_requests(
+    job: Job, requests: Iterable[Request | None], longest_prompt: int, max_new_tokens: int
 ) -> Generator[Served, None, None]:
-    """Decode requests as they come, `slots` of them at a time, and yield what each step adds to each of them.
-
-    After the first request nothing is compiled any more, whatever their lengths.
-
-    Args:
-      target, drafter: as for `decode`.
-      requests: asked for the next one whenever a slot is free; None where there is none yet, and it is asked again
-        after the next step. With nothing to decode it is asked at once, so it may wait there for work.
-      slots: rows of the batch. longest_prompt, max_new_tokens: of any request, which set the size of the cache.
-      options: those of `decode` but `key` and `logprobs`, for all requests alike: temperature, top_k, top_p, eos,
-        sampling, verifier, controller, capacity.
-
-    A request that does not fit is refused (`Served.error`), and the others go on. On several hosts each must give the
-    same requests at the same times, and sees all of their texts.
-    Raises: UsageError for a setting outside its range, or a mesh that splits the batch.
-    """
-    if slots < 1 or longest_prompt < 1:
-        raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
-    if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:
-        raise UsageError("serve reads one prompt at a time, which a mesh cannot split over data; use data=1")
-    widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)
-    inputs, tokens, _, keys, static = prepare(
-        target, drafter, widest, key=jax.random.key(0), max_new_tokens=max_new_tokens, **options
-    )
-    return _serve(inputs, requests, tokens, keys, static["controller"], longest_prompt, max_new_tokens)
-
-
-def _serve(inputs: Inputs, requests, tokens, keys, controller, longest_prompt: int, max_new_tokens: int):
-    state = _empty(inputs, tokens, keys, controller=controller)
+    """As `specjax.serve`. `job`: of a batch of as many rows, with the longest prompts and the most tokens."""
+    parts, rows_of_batch = job.parts, len(job.lengths)
+    state = _empty(job)
     waiting, came = iter(requests), -1
-    rows: list[_Row | None] = [None] * len(keys)
+    rows: list[_Row | None] = [None] * rows_of_batch
     read: tuple[Info, list[_Row | None]] | None = None  # a step that was dispatched, and whose rows these were then
     more = True
     while True:
@@ -112,10 +81,10 @@ def _serve(inputs: Inputs, requests, tokens, keys, controller, longest_prompt: i
                 count = max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
                 slot = rows.index(None)
                 rows[slot] = _Row(came, count)
-                state = _admitted(inputs, state, slot, request, count, controller)
+                state = _admitted(parts, state, slot, request, count)
         before, read = read, None
         if any(rows):
-            state, info, _ = _step(inputs, state, controller=controller)
+            state, info, _ = step(parts, state)
             read = replicate(info), list(rows)  # the device goes on while the step before is read
         if before is not None:
             for slot, row, served in _news(*before):
@@ -147,34 +116,23 @@ def _misfit(request: Request, longest_prompt: int, max_new_tokens: int) -> str |
     return None
 
 
-def _admitted(inputs: Inputs, state: DecodeState, slot: int, request: Request, count: int, controller) -> DecodeState:
+def _admitted(parts: Parts, state: DecodeState, slot: int, request: Request, count: int) -> DecodeState:
     tokens = np.zeros((1, state.tokens.shape[1]), np.int32)
     tokens[0, : len(request.prompt)] = request.prompt
     length = np.array([len(request.prompt)], np.int32)
-    return _admit(
-        inputs, state, np.int32(slot), tokens, length, request.key[None], length + count, controller=controller
-    )
+    inputs = jax.tree.map(lambda x: x[None], request.inputs)
+    return _admit(parts, state, np.int32(slot), tokens, length, request.key[None], length + count, inputs)
 
 
-@functools.partial(jax.jit, static_argnames=("controller",))
-def _empty(inputs: Inputs, tokens, keys, *, controller) -> DecodeState:
+@jax.jit
+def _empty(job: Job) -> DecodeState:
     """A batch whose rows have all ended."""
-    one = jnp.ones(keys.shape, jnp.int32)
-    return speculative(controller).init(inputs, tokens, one, keys, one)
+    ones = jnp.ones_like(job.lengths)
+    return one.init(job.parts, job.tokens, ones, job.keys, ones, job.inputs)
 
 
-@functools.partial(jax.jit, static_argnames=("controller",), donate_argnames=("state",))
-def _admit(inputs: Inputs, state: DecodeState, slot, tokens, length, key, stop, *, controller) -> DecodeState:
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _admit(parts: Parts, state: DecodeState, slot, tokens, length, key, stop, inputs: PyTree) -> DecodeState:
     """`state` with the prompt int32[1, L] read into row `slot`."""
-    alone = speculative(controller).init(inputs, tokens, length, key, stop)
-    if state.length.shape == alone.length.shape:
-        return alone  # the only row; what it shares with none begins anew
-    return jax.tree.map(functools.partial(_put, slot), state, alone)
-
-
-def _put(slot: Array, batch: Array, row: Array) -> Array:
-    """`batch` with `row`, an array of a batch of one, at `slot`; what all rows share, whose shape tells, stays."""
-    if batch.shape == row.shape:
-        return batch
-    axis = next(i for i, (many, one) in enumerate(zip(batch.shape, row.shape, strict=True)) if many != one)
-    return jax.lax.dynamic_update_slice_in_dim(batch, row.astype(batch.dtype), slot * row.shape[axis], axis)
+    alone = one.init(parts, tokens, length, key, stop, inputs)
+    return buffers.put_row(state, alone, slot, one.axes(parts, state))

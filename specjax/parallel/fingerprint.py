@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from specjax.engine.parts import Job
 from specjax.parallel.arrays import gather
 from specjax.types import Model, PyTree
 
@@ -31,28 +32,30 @@ def digest(value: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def of_run(inputs, tokens, lengths, keys, static: dict) -> dict[str, str]:
-    """Digests of what `specjax.decode.prepare` returns, under the names that a message may use.
+def of_run(job: Job) -> dict[str, str]:
+    """Digests of what decides the texts of a job, under the names that a message may use.
 
     On several hosts every host must call it.
     """
-    tokens, lengths = gather((tokens, lengths))
+    parts = job.parts
+    tokens, lengths, stop = gather((job.tokens, job.lengths, job.stop))
     tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
     settings = [
-        inputs.verifier,
-        inputs.coupled,
-        inputs.debug,
-        inputs.keep_logprobs,
-        static,
-        gather((inputs.sampling, inputs.eos)),
+        parts.verifier,
+        parts.controller,
+        parts.coupled,
+        parts.keep,
+        stop - lengths,
+        gather((parts.sampling, parts.eos)),
     ]
-    drafter = dataclasses.replace(inputs.drafter, params=())
+    drafter = dataclasses.replace(parts.drafter, params=())
     return {
         "prompts": digest(tokens.tobytes() + lengths.tobytes() + repr(tokens.shape).encode()),
-        "random keys": digest(np.asarray(gather(jax.random.key_data(keys))).tobytes()),
+        "inputs": digest(_samples(job.inputs)),
+        "random keys": digest(np.asarray(gather(jax.random.key_data(job.keys))).tobytes()),
         "settings": digest(describe(settings)),
-        "target": of_model(inputs.target),
-        "drafter": digest((describe(drafter), _samples(inputs.drafter.params))),
+        "target": of_model(parts.target),
+        "drafter": digest((describe(drafter), _samples(parts.drafter.params))),
     }
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.engine.step import add_stats, zero_stats
+from specjax.engine.parts import Job
+from specjax.engine.statistics import add_stats, zero_stats
 from specjax.parallel import fingerprint
 from specjax.parallel.arrays import gather, place_one
 from specjax.parallel.checkpoint import Checkpoints, Running
@@ -18,14 +19,14 @@ from specjax.types import DecodeState, Info, Stats
 class Kept:
     """The state of a run and the sums of its steps, written every so many steps.
 
-    prepared: from `decode.prepare`, by which the run is known again.
+    job: by which the run is known again.
     """
 
-    def __init__(self, checkpoint: Checkpoints, prepared: tuple):
-        inputs, _, self.prompt_lengths, *_ = prepared
-        self.stats = zero_stats(len(self.prompt_lengths), inputs.drafter.max_depth, inputs.debug)
+    def __init__(self, checkpoint: Checkpoints, job: Job):
+        self.prompt_lengths = job.lengths
+        self.stats = zero_stats(len(job.lengths), job.parts.drafter.max_depth, job.parts.keep.violations)
         self.steps, self.every = 0, checkpoint.every
-        self.running = Running(checkpoint, fingerprint.of_run(*prepared))
+        self.running = Running(checkpoint, fingerprint.of_run(job))
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
         """The state to go on from and, if it is an earlier run's, its text, as if one step had added it, and its sums.

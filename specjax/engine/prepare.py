@@ -1,0 +1,168 @@
+"""From the arguments of `decode` to a `Job`: everything that can be wrong is found here, before anything compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.controllers import fixed
+from specjax.engine.parts import Job, Keep, Parts
+from specjax.engine.step import buffer_size
+from specjax.errors import UsageError
+from specjax.parallel.arrays import gather
+from specjax.sampling import row_keys
+from specjax.types import Array, Controller, Drafter, PyTree, Sampling, Target, VerifyFn
+from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
+
+Prompts = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to decode, as `specjax.decode` explains it; checked when it is made.
+
+    Raises: UsageError for a value outside its range, where values are known.
+    """
+
+    temperature: float | Array = 0.0
+    top_k: int | Array | None = None
+    top_p: float | Array | None = None
+    eos: int | Sequence[int] | Array = ()
+    sampling: Literal["speculative", "coupled"] = "speculative"
+    verifier: Verifier | VerifyFn | None = None
+    controller: Controller | None = None
+    capacity: int | None = None
+    logprobs: bool = False
+    debug: bool = False
+
+    def __post_init__(self):
+        _check_range("temperature", self.temperature, lambda x: x >= 0, "at least 0")
+        _check_range("top_k", self.top_k, lambda x: x >= 1, "at least 1")
+        _check_range("top_p", self.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1")
+        if self.sampling not in ("speculative", "coupled"):
+            raise UsageError(f'sampling must be "speculative" or "coupled", not "{self.sampling}"')
+        if self.sampling == "coupled" and self.verifier is not None:
+            raise UsageError('sampling="coupled" brings its own verifier, sample_and_match; leave verifier out')
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the greedy program is compiled: a Python 0, not a traced one."""
+        return isinstance(self.temperature, int | float) and self.temperature == 0
+
+    @property
+    def is_coupled(self) -> bool:
+        return self.sampling == "coupled" and not self.is_greedy
+
+    def warping(self) -> Sampling:
+        """What makes a distribution of logits, traced."""
+        if self.is_greedy:
+            return Sampling()
+        return Sampling(*(None if x is None else jnp.asarray(x) for x in (self.temperature, self.top_k, self.top_p)))
+
+    def verifier_for(self, drafter: Drafter) -> Verifier:
+        """The rule asked for, or the exact one; at temperature 0 every exact rule is the greedy one.
+
+        Raises: UsageError for a rule that is not valid for the way the drafter draws.
+        """
+        verifier = self.verifier
+        if self.sampling == "coupled":
+            return greedy if self.is_greedy else sample_and_match
+        if verifier is None:
+            return exact_verifier(drafter, self.is_greedy)
+        if not isinstance(verifier, Verifier):  # the caller's own function promises nothing
+            name = getattr(verifier, "__name__", "custom")
+            verifier = Verifier(name, verifier, ANY, "lossy", "the caller's own rule")
+        if self.is_greedy and verifier.guarantee != "lossy":
+            return greedy
+        if drafter.draws not in verifier.draws:
+            default = exact_verifier(drafter, self.is_greedy).name
+            raise UsageError(
+                f"verifier {verifier.name} is not valid for drafts drawn {drafter.draws}, "
+                f"only for {', '.join(verifier.draws)}; the default for this drafter is {default}"
+            )
+        return verifier
+
+
+def prepare(
+    target: Target,
+    drafter: Drafter,
+    prompts: Prompts,
+    settings: Settings,
+    *,
+    key: Array,
+    max_new_tokens: int,
+    inputs: PyTree = None,
+) -> Job:
+    """Check the arguments of `decode` against each other, and lay the prompts out.
+
+    Raises: UsageError for no prompt, an empty one, one over the capacity, or a rule or drafter that does not fit.
+    """
+    if max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    _check_capabilities(target, drafter)
+    capacity = settings.capacity or target.model.max_positions
+    tokens, lengths = _pack(prompts, drafter, max_new_tokens, capacity)
+    parts = Parts(
+        target=target,
+        drafter=drafter,
+        verifier=settings.verifier_for(drafter),
+        controller=settings.controller or fixed(),
+        sampling=settings.warping(),
+        eos=jnp.atleast_1d(jnp.asarray(settings.eos, jnp.int32)),
+        coupled=settings.is_coupled,
+        keep=Keep(logprobs=settings.logprobs, violations=settings.debug),
+    )
+    keys = row_keys(key, tokens.shape[0])
+    return Job(parts, tokens, lengths, keys, lengths + max_new_tokens, inputs)
+
+
+def _check_capabilities(target: Target, drafter: Drafter) -> None:
+    able, name = target.model.capabilities, target.model.name
+    if drafter.num_nodes > drafter.max_depth + 1 and not able.trees:
+        raise UsageError(f"the model {name} takes chains only, and this drafter drafts trees; choose one of chains")
+    if drafter.taps and not able.taps:
+        raise UsageError(f"the drafter reads the target's layers {drafter.taps}, which the model {name} does not show")
+
+
+def _check_range(name: str, value, holds: Callable[[np.ndarray], np.ndarray], wanted: str) -> None:
+    if value is None or isinstance(value, jax.core.Tracer):
+        return
+    if not np.all(holds(np.asarray(gather(value)))):
+        raise UsageError(f"{name} must be {wanted}, not {value}")
+
+
+def _pack(prompts: Prompts, drafter: Drafter, max_new_tokens: int, capacity: int) -> tuple[Array, Array]:
+    """(tokens int32[B, L], lengths int32[B]) from either form of prompts; checks lengths where they are known."""
+    if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
+        tokens, lengths = jnp.asarray(prompts[0], jnp.int32), jnp.asarray(prompts[1], jnp.int32)
+        if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+            raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")
+        _check_lengths(lengths, max_new_tokens, capacity)
+        size = buffer_size(tokens.shape[1], max_new_tokens, drafter, capacity)
+        return jnp.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
+    if not len(prompts):
+        raise UsageError("prompts is empty; give at least one prompt")
+    rows = [len(row) for row in prompts]
+    _check_lengths(np.asarray(rows), max_new_tokens, capacity)
+    padded = np.zeros((len(prompts), buffer_size(max(rows), max_new_tokens, drafter, capacity)), np.int32)
+    for place, prompt in zip(padded, prompts, strict=True):
+        place[: len(prompt)] = prompt
+    return jnp.asarray(padded), jnp.asarray(rows, jnp.int32)
+
+
+def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: int) -> None:
+    if isinstance(lengths, jax.core.Tracer):
+        return
+    for row, length in enumerate(gather(lengths)):
+        if length < 1:
+            raise UsageError(f"prompt {row} is empty; a prompt needs at least one token (such as bos)")
+        if length + max_new_tokens > capacity:
+            raise UsageError(
+                f"prompt {row} has {length} tokens and max_new_tokens is {max_new_tokens}, over the capacity of "
+                f"{capacity} positions; shorten the prompt, lower max_new_tokens or raise capacity"
+            )

@@ -1,0 +1,67 @@
+"""What a loop gives back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.parallel.arrays import is_far
+from specjax.types import Array, Drafter, Info, Stats
+
+
+class DecodeResult(NamedTuple):
+    """What was decoded. A pytree of arrays, so it can leave the caller's own `jit`."""
+
+    tokens: Array  # int32[B, max_new_tokens], without the prompts; -1 behind the end
+    lengths: Array  # int32[B]
+    hit_eos: Array  # bool[B]
+    stats: Stats
+    drafter: Drafter | None = None  # as it is after what it saw, for the next call; None if it remembers nothing
+    logprobs: Array | None = None  # float32[B, max_new_tokens], 0 behind the end; if asked for
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Per row "eos" or "length"."""
+        return ["eos" if eos else "length" for eos in _here(self.hit_eos)]
+
+    @property
+    def block_efficiency(self) -> Array:
+        """float32[B]: tokens per target pass, the bonus token included."""
+        return self.lengths / jnp.maximum(self.stats.target_passes, 1)
+
+    @property
+    def mean_accepted(self) -> Array:
+        """float32[B]: drafted tokens emitted per target pass (the bonus token excluded)."""
+        return self.stats.accepted / jnp.maximum(self.stats.target_passes, 1)
+
+    @property
+    def acceptance_by_depth(self) -> Array:
+        """float32[B, D]: of the rounds that drafted depth d + 1, the fraction that accepted it; nan if none did."""
+        return self.stats.accepted_by_depth / self.stats.drafted_by_depth
+
+    def to_lists(self) -> list[list[int]]:
+        """The decoded tokens of each row, without padding."""
+        return [row[:n].tolist() for row, n in zip(_here(self.tokens), _here(self.lengths), strict=True)]
+
+    def cut(self, max_new_tokens: int) -> DecodeResult:
+        """With arrays of so many tokens, which all rows fit into."""
+        logprobs = None if self.logprobs is None else self.logprobs[:, :max_new_tokens]
+        return self._replace(tokens=self.tokens[:, :max_new_tokens], logprobs=logprobs)
+
+
+def _here(x) -> np.ndarray:
+    if is_far(x):
+        raise UsageError("some rows are on other hosts; call specjax.parallel.gather(result) on every host first")
+    return np.asarray(x)
+
+
+class StreamStep(NamedTuple):
+    """What one step added, as numpy."""
+
+    tokens: list[list[int]]  # per row
+    accepted: np.ndarray | Array  # int32[B], how many of them, from the front, were drafted; the rest are not
+    info: Info
+    earlier: Stats | None = None  # of the first step after a restart, which has the text so far: the sums until then

@@ -1,0 +1,57 @@
+"""The steps of a job, driven from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from specjax.engine.parts import Job
+from specjax.engine.results import StreamStep
+from specjax.engine.run import start, step
+from specjax.parallel.arrays import replicate
+from specjax.types import DecodeState, Info, Stats
+
+
+class Record(Protocol):
+    """What writes a run down, to go on from after a restart: `specjax.parallel.resuming.Kept`."""
+
+    def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
+        """The state to go on from and, if it is an earlier run's, its text as if one step had added it, and its sums."""
+        ...
+
+    def add(self, state: DecodeState, info: Info) -> None:
+        """After a step, and before the next one takes the state's place."""
+        ...
+
+    def finish(self, state: DecodeState) -> None:
+        """After the last step."""
+        ...
+
+
+def steps(job: Job, record: Record | None = None) -> Generator[StreamStep, None, None]:
+    """What each step adds, as soon as it is known. The next one is dispatched before the tokens of this one are read."""
+    state = start(job)
+    if record is not None:
+        state, info, earlier = record.resume(state)
+        if info is not None:
+            yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info, earlier)
+    ahead = None if bool(jnp.all(state.done)) else step(job.parts, state)
+    while ahead is not None:
+        state, info, over = ahead
+        info, over = replicate((info, over))  # before the next step, or it would have to wait for that
+        if record is not None:
+            record.add(state, info)
+        # Dispatched on the chance that rows are left: the device need not wait for this host.
+        following = step(job.parts, state)
+        info, over = jax.device_get((info, over))
+        if record is not None and over:
+            record.finish(following[0])  # a step of rows that have ended changes nothing
+        yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info)
+        ahead = None if over else following
+
+
+def _rows(tokens, count) -> list[list[int]]:
+    return [row[:n].tolist() for row, n in zip(tokens, count, strict=True)]

@@ -1,0 +1,153 @@
+"""One pass of the target over a drafted tree: as wide as the draft, judged by the verifier, committed to the cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.engine.checks import violations
+from specjax.engine.one_of import one_of_two
+from specjax.engine.parts import Parts
+from specjax.indexing import take_along
+from specjax.sampling import node_keys, warp
+from specjax.trees import operations
+from specjax.types import Array, DecodeState, PyTree, Scored, TokenTree, Verdict
+
+
+class Emitted(NamedTuple):
+    """The tokens of a verdict, cut at the first eos and at the row's limit."""
+
+    tokens: Array  # int32[B, N]
+    count: Array  # int32[B], how many of them; 0 for finished rows
+    is_eos: Array  # bool[B], whether the last of these is an eos
+
+
+class Kept(NamedTuple):
+    """Fields of `Info` that need the target's logits, those that were asked for."""
+
+    laws: Array | None
+    logprobs: Array | None
+    violations: Array | None
+    scored: Scored | None
+
+
+class Passed(NamedTuple):
+    """What a pass leaves behind besides the cache."""
+
+    verdict: Verdict
+    emitted: Emitted
+    depth: Array  # int32[B], of the deepest valid node
+    seen: PyTree  # what the drafter observed
+    kept: Kept
+
+
+def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, draft: PyTree) -> tuple[PyTree, Passed]:
+    """The cache with what was accepted of `tree`, and the outcome. `draft` is the drafter's state.
+
+    The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
+    draft costs one plain step. Which width ran changes rounding, never the law.
+    """
+    n = parts.drafter.num_nodes
+    widths = sorted({w for w in parts.drafter.widths if w < n} | {n})
+    if parts.keep.scored:
+        widths = [n]
+    needed = jnp.max(jnp.sum(tree.valid, 1))
+
+    def over(widths: list[int], cache: PyTree) -> tuple[PyTree, Passed]:
+        """By the narrowest of `widths` that holds the draft."""
+        judged, pending = _narrowest(
+            widths, needed, functools.partial(judge_at, parts, state, tree, draft, cache), parts.target.model.widen
+        )
+        verdict, depth, seen, kept = judged
+        emitted = emit(parts, state, tree, verdict)
+        num_nodes = jnp.minimum(verdict.num_nodes, emitted.count)
+        cache = parts.target.model.commit(cache, pending, verdict.path[:, : widths[-1]], num_nodes)
+        return cache, Passed(verdict, emitted, depth, seen, kept)
+
+    if widths[0] > 1 or len(widths) == 1:
+        return over(widths, state.cache)
+    # A plain step is a program of its own, with nothing in it that only wider ones need, such as keys and values with
+    # room for 16 nodes.
+    plain, wider = (functools.partial(over, some) for some in ([1], widths[1:]))
+    return one_of_two(needed == 1, plain, wider, state.cache)
+
+
+def _narrowest(widths: list[int], needed: Array, judge, widen) -> tuple[tuple, PyTree]:
+    """`judge(width)`, whose second result is pending, at the first of the rising `widths` that is not below `needed`
+    int32[], with room for the last of them."""
+    if len(widths) == 1:
+        return judge(widths[0])
+
+    def at(width: int):
+        judged, pending = judge(width)
+        return judged, widen(pending, widths[-1]) if width < widths[-1] else pending
+
+    return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), [functools.partial(at, width) for width in widths])
+
+
+def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, draft: PyTree, cache: PyTree, width: int):
+    """A pass over the first `width` nodes: (verdict, depth, seen, kept) of `Passed`, and what is pending."""
+    drafter, model, n = parts.drafter, parts.target.model, parts.drafter.num_nodes
+    part = operations.cut(tree, width)
+    mask = operations.ancestor_mask(part.parents, part.valid, drafter.max_depth)
+    depth = jnp.sum(mask, 2) - 1  # 0 of invalid nodes
+    positions = state.length[:, None] - 1 + depth
+    taps = {"taps": drafter.taps} if drafter.taps else {}
+    output, pending = model.forward(parts.target.params, part.tokens, cache, positions=positions, mask=mask, **taps)
+    keys = node_keys(state.keys, state.length, depth)  # [B, width]
+    # The greedy rule needs no laws.
+    logits = output.logits if parts.verifier.guarantee == "greedy" else warp(output.logits, parts.sampling)
+    verdict = parts.verifier(keys, part, logits, output.hidden)
+    seen = drafter.observe(drafter.params, draft, part, verdict, output)
+    along_path = jnp.maximum(verdict.path, 0)[:, :, None]
+    kept = Kept(
+        laws=_widen(take_along(logits, along_path, 1), n) if parts.keep.laws else None,
+        logprobs=_widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
+        violations=violations(part, drafter.draws, logits) if parts.keep.violations else None,
+        scored=Scored(part, logits, output.hidden) if parts.keep.scored else None,
+    )
+    verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
+    return (verdict, jnp.max(depth, 1), seen, kept), pending
+
+
+def _widen(x: Array, n: int) -> Array:
+    """x [B, T, ...] with n in place of T, zeros behind."""
+    return jnp.pad(x, ((0, 0), (0, n - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
+
+
+def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) -> Array:
+    """float32[B, N]: log p of each token of the verdict under the law [B, N, V] that it was drawn from, then zeros."""
+    n = tree.tokens.shape[1]
+    index = jnp.arange(n)
+    if parts.verifier.guarantee == "greedy":  # its law has one token
+        return jnp.zeros(tree.tokens.shape)
+    # By reductions over the vocabulary, which a mesh may split.
+    place = jnp.where(index < verdict.num_nodes[:, None], verdict.path, n)
+    rows = jnp.arange(place.shape[0])[:, None]
+    following = jnp.zeros(tree.tokens.shape, jnp.int32).at[rows, place].set(_tokens(tree, verdict), mode="drop")
+    is_token = jnp.arange(logits.shape[-1]) == following[:, :, None]
+    log_p = jnp.max(jnp.where(is_token, logits, -jnp.inf), -1) - jax.nn.logsumexp(logits, -1)
+    return jnp.where(place < n, take_along(log_p, jnp.minimum(place, n - 1), 1), 0.0)
+
+
+def _tokens(tree: TokenTree, verdict: Verdict) -> Array:
+    """int32[B, N]: the accepted drafts, without the root, and the target's own token; then padding."""
+    following = jnp.roll(verdict.path, -1, 1)
+    drafted = take_along(tree.tokens, jnp.maximum(following, 0), 1)
+    accepted = verdict.num_nodes[:, None] - 1
+    return jnp.where(jnp.arange(tree.tokens.shape[1]) < accepted, drafted, verdict.next_token[:, None])
+
+
+def emit(parts: Parts, state: DecodeState, tree: TokenTree, verdict: Verdict) -> Emitted:
+    """What a verdict adds to the text."""
+    index = jnp.arange(tree.tokens.shape[1])
+    tokens = _tokens(tree, verdict)
+    room = jnp.where(state.done, 0, state.stop - state.length)[:, None]
+    alive = index < jnp.minimum(verdict.num_nodes[:, None], room)
+    ends = jnp.any(tokens[:, :, None] == parts.eos, -1) & alive
+    is_eos = jnp.any(ends, 1)
+    count = jnp.where(is_eos, jnp.argmax(ends, 1) + 1, jnp.sum(alive, 1))
+    return Emitted(tokens, count.astype(jnp.int32), is_eos)

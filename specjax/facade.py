@@ -1,0 +1,170 @@
+"""`decode`, `stream` and `serve`: the engine with what users name for short, such as a method, a folder for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.catalog import make_drafter
+from specjax.engine import checks
+from specjax.engine.parts import Job
+from specjax.engine.prepare import Prompts, Settings, prepare
+from specjax.engine.results import DecodeResult, StreamStep
+from specjax.engine.run import run
+from specjax.engine.serve import Request, Served, serve_requests
+from specjax.engine.stream import steps
+from specjax.errors import UsageError
+from specjax.parallel.arrays import gather
+from specjax.parallel.checkpoint import Checkpoints
+from specjax.types import Array, Controller, Drafter, PyTree, Target, VerifyFn
+from specjax.verifiers import Verifier
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | str | None,
+    prompts: Prompts,
+    *,
+    key: Array,
+    max_new_tokens: int,
+    temperature: float | Array = 0.0,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    eos: int | Sequence[int] | Array = (),
+    sampling: Literal["speculative", "coupled"] = "speculative",
+    verifier: Verifier | VerifyFn | None = None,
+    controller: Controller | None = None,
+    capacity: int | None = None,
+    logprobs: bool = False,
+    debug: bool = False,
+    inputs: PyTree = None,
+) -> DecodeResult:
+    """Decode a batch of prompts: prefill and the whole loop in one compiled program.
+
+    May be called inside the caller's own `jit` with `target`, `drafter`, `prompts` and `key` as arguments. A second
+    call with the same batch compiles nothing, whatever its prompts and `max_new_tokens`, if prompt and new tokens fit
+    the same buffer; buffers grow by a third or a half, so a chat that grows compiles a handful of programs in its life.
+
+    Args:
+      target: the model and its parameters.
+      drafter: see `specjax.drafters`; its parameters, if any, are its leaves. The name of a row of METHODS that needs
+        nothing else will do; None is "auto", which drafts where it pays.
+      prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
+      key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B]. A row's text depends on its
+        key and prompt only, not on the batch.
+      max_new_tokens: exact, unless the row ends with an eos.
+      temperature: a Python 0 compiles the greedy program; else a float or [B], traced, where 0 is greedy too.
+      top_k, top_p: None, or a number or [B], applied to target and draft alike, after the temperature.
+      eos: ids that end a row; the eos itself is the last token of the row.
+      sampling: "speculative" accepts a drafted token by its p/q, as often as any rule for one token can, and keeps the
+        law of the text. "coupled" draws target and draft with the same noise, so that the text for a key is that of
+        plain sampling, whatever drafter, tree, batch or mesh; it accepts a little less of one chain, and more of wide
+        trees (docs/verifiers.md).
+      verifier: one of `specjax.verifiers`, or your own `VerifyFn`; default: the exact rule for how the drafter draws.
+      controller: how deep to draft, one of `specjax.controllers`; default: always as deep as possible.
+      capacity: largest length of prompt plus new tokens; default: the model's own limit. No buffer is larger than it
+        takes.
+      logprobs: also return the log-probability of each token under the target's law it was drawn from: after
+        temperature, top-k and top-p, so 0 for a greedy token and -inf for one that only a lossy rule lets through.
+      debug: check every draft for what its verifier needs (`specjax.engine.checks`) and raise UsageError if one lacks
+        it; inside the caller's `jit`, where nothing can be raised, look at `stats.violations`.
+      inputs: what the texts are conditioned on besides their tokens, arrays [B, ...], for models whose `begin` takes
+        them.
+
+    Returns: DecodeResult.
+    Raises: UsageError for an empty prompt, one over the capacity, or a setting outside its range, before compiling.
+    """
+    settings = Settings(
+        temperature, top_k, top_p, eos, sampling, verifier, controller, capacity, logprobs, debug
+    )  # fmt: skip
+    job = _prepare(target, drafter, prompts, settings, key=key, max_new_tokens=max_new_tokens, inputs=inputs)
+    result = run(job).cut(max_new_tokens)
+    if debug and not isinstance(result.stats.violations, jax.core.Tracer):
+        checks.refuse(gather(result.stats.violations), job.parts.drafter.draws)
+    return result
+
+
+def _prepare(target: Target, drafter: Drafter | str | None, prompts: Prompts, settings: Settings, **call: Any) -> Job:
+    return prepare(target, _drafter(target, drafter), prompts, settings, **call)
+
+
+def _drafter(target: Target, drafter: Drafter | str | None) -> Drafter:
+    return drafter if isinstance(drafter, Drafter) else make_drafter(drafter or "auto", target)
+
+
+def stream(
+    target: Target,
+    drafter: Drafter | str | None,
+    prompts: Prompts,
+    *,
+    key: Array,
+    max_new_tokens: int,
+    checkpoint: Checkpoints | None = None,
+    inputs: PyTree = None,
+    **settings: Any,
+) -> Generator[StreamStep, None, None]:
+    """Like `decode`, with the same arguments, but yields what each step added, as soon as it is known.
+
+    The step is the one that `decode` loops. On several hosts each must run through all steps; every one sees all rows.
+
+    checkpoint: `specjax.parallel.Checkpoints`, to survive a restart. A run that finds its own state in the folder
+    yields the text so far as its first step, without saying which of it was drafted, and goes on from there: together
+    the tokens of an uninterrupted run. One that finds that of another run raises UsageError. Not with `logprobs`, which
+    it does not keep.
+    """
+    job = _prepare(
+        target, drafter, prompts, Settings(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs
+    )
+    if checkpoint is None:
+        return steps(job)
+    if job.parts.keep.logprobs:
+        raise UsageError("a checkpoint does not keep log-probabilities; leave logprobs or checkpoint out")
+    from specjax.parallel.resuming import Kept
+
+    kept = Kept(checkpoint, job)
+    return kept.closing(steps(job, kept))
+
+
+def serve(
+    target: Target,
+    drafter: Drafter | str | None,
+    requests: Iterable[Request | None],
+    *,
+    slots: int,
+    longest_prompt: int,
+    max_new_tokens: int,
+    inputs: PyTree = None,
+    **settings: Any,
+) -> Generator[Served, None, None]:
+    """Decode requests as they come, `slots` of them at a time, and yield what each step adds to each of them.
+
+    After the first request nothing is compiled any more, whatever their lengths.
+
+    Args:
+      target, drafter: as for `decode`.
+      requests: asked for the next one whenever a slot is free; None where there is none yet, and it is asked again
+        after the next step. With nothing to decode it is asked at once, so it may wait there for work.
+      slots: rows of the batch. longest_prompt, max_new_tokens: of any request, which set the size of the cache.
+      inputs: those of one request, for their shapes, if the model takes any (`Request.inputs`).
+      settings: those of `decode` but `logprobs`, for all requests alike: temperature, top_k, top_p, eos, sampling,
+        verifier, controller, capacity.
+
+    A request that does not fit is refused (`Served.error`), and the others go on. On several hosts each must give the
+    same requests at the same times, and sees all of their texts.
+    Raises: UsageError for a setting outside its range, or a mesh that splits the batch.
+    """
+    if slots < 1 or longest_prompt < 1:
+        raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
+    if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:
+        raise UsageError("serve reads one prompt at a time, which a mesh cannot split over data; use data=1")
+    widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)
+    inputs = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
+    job = _prepare(
+        target, drafter, widest, Settings(**settings), key=jax.random.key(0), max_new_tokens=max_new_tokens,
+        inputs=inputs,
+    )  # fmt: skip
+    return serve_requests(job, requests, longest_prompt, max_new_tokens)
