@@ -44,7 +44,7 @@ def widen(pending: Any, slots: int, axis: int = 1) -> Any:
 
 
 def insert(wide: Any, new: Any, place: Any, axis: int = 1) -> Any:
-    """Arrays [B, S, ...] with those of T tokens, [B, T, ...], from slot `place` on: int, int32[], or int32[B] per row."""
+    """Arrays [B, S, ...] with those of T tokens, [B, T, ...], from slot `place` on: int32[] or, per row, int32[B]."""
     write = jax.lax.dynamic_update_slice_in_dim
     if jnp.ndim(place) == 0:
         return jax.tree.map(lambda old, new: write(old, new, place, axis), wide, new)
