@@ -89,8 +89,11 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     round uses (key, length of the text): drawn afresh each round, since discarded drafts may have taught the drafter.
     """
     drafter, controller = parts.drafter, parts.controller
-    tree, draft = _draft(parts, state)
-    cache, passed = pass_over(parts, state, tree, draft)
+    noise = state.keys if parts.coupled else None
+    context = Context(state.tokens, state.length, parts.sampling, noise, state.cache, parts.target)
+    tree, draft = _draft(parts, state, context)
+    observe = functools.partial(drafter.observe, drafter.params, draft, context)
+    cache, passed = pass_over(parts, state, tree, observe)
     draft = drafter.update(drafter.params, draft, passed.seen, passed.verdict)
     verdict, kept, (emitted, count, is_eos) = passed.verdict, passed.kept, passed.emitted
     index = jnp.arange(drafter.num_nodes)
@@ -120,11 +123,9 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     ), info
 
 
-def _draft(parts: Parts, state: DecodeState) -> tuple[TokenTree, PyTree]:
+def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTree, PyTree]:
     """The tree of a round, empty in rows that have ended, and the drafter's state."""
     drafter = parts.drafter
-    noise = state.keys if parts.coupled else None
-    context = Context(state.tokens, state.length, parts.sampling, noise, state.cache, parts.target)
     limit = jnp.clip(parts.controller.limit(state.control), 0, drafter.max_depth)
     # Deeper nodes than the row may still emit are wasted; a row that has ended keeps no draft loop going.
     limit = jnp.minimum(limit, jnp.where(state.done, 0, jnp.maximum(state.stop - state.length - 1, 0)))
