@@ -44,7 +44,7 @@ def widen(pending: Any, slots: int, axis: int = 1) -> Any:
 
 
 def insert(wide: Any, new: Any, place: Any, axis: int = 1, rows: int = 0) -> Any:
-    """Arrays [B, S, ...] with those of T tokens, [B, T, ...], from slot `place` on: int, int32[], or int32[B] per row.
+    """Arrays [B, S, ...] with those of T tokens, [B, T, ...], from slot `place` on: int32[] or, per row, int32[B].
 
     axis, rows: where else their slots and their rows are counted; both from the front or both from the end.
     """

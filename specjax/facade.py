@@ -1,4 +1,4 @@
-"""`decode`, `stream` and `serve`: the engine with what users name for short, such as a method, a folder for checkpoints."""
+"""`decode`, `stream` and `serve`: the engine, with names for drafters and folders for checkpoints."""
 
 from __future__ import annotations
 

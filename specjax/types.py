@@ -61,7 +61,9 @@ class Verdict(NamedTuple):
     """What the target accepts of a tree."""
 
     path: Array  # int32[B, N], accepted nodes from the root down, then -1
-    num_nodes: Array  # int32[B], accepted nodes, root included: 1 ... depth + 1
+    num_nodes: (
+        Array  # int32[B], accepted nodes, root included: 1 ... depth + 1; a drafter sees 0 in rows that had ended
+    )
     next_token: Array  # int32[B], drawn by the target after the last accepted node
 
 
@@ -104,8 +106,8 @@ class Capabilities(NamedTuple):
 class Model(NamedTuple):
     """A language model as pure functions. Hashable: equal hyperparameters give the same object.
 
-    `begin(params, inputs, batch, capacity) -> cache` of no tokens, with room for `capacity`. `inputs` are what a text is
-    conditioned on besides its own tokens, arrays [B, ...] such as an encoder's input; None for most models.
+    `begin(params, inputs, batch, capacity) -> cache` of no tokens, with room for `capacity`. `inputs` are what a text
+    is conditioned on besides its own tokens, arrays [B, ...] such as an encoder's input; None for most models.
 
     `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None, layers=None,
     group=1)` returns `(Output, pending)`. It reads the cache and does not change it. `mask` is only *among the new
@@ -198,8 +200,7 @@ def _learns_nothing(params: PyTree, state: PyTree, seen: PyTree, verdict: Verdic
     return state
 
 
-def _static(**default: Any) -> Any:
-    return field(metadata={"static": True}, **default)
+STATIC = {"static": True}  # part of a pytree's structure, not one of its leaves
 
 
 @jax.tree_util.register_dataclass
@@ -213,34 +214,38 @@ class Drafter:
 
     `init(params, context) -> state` reads the prompts. Default: ().
 
-    After the target's pass it learns in two parts. `observe(params, state, tree, verdict, output) -> seen` picks out what
-    it wants of the pass; `tree` and `output` are cut to the first nodes, the valid ones among them, and `seen` must be
-    small and of one shape however many these are, for every width of the pass is a branch, and what a branch returns is
-    copied. `output.taps` has the layers that `taps` names, here and in `read`. `update(params, state, seen, verdict) ->
-    state` comes after it, outside of the branches, where caches and tables are written in place.
+    After the target's pass it learns in two parts. `observe(params, state, context, tree, verdict, output) -> seen`
+    picks out what it wants of the pass; `tree` and `output` are cut to the first nodes, the valid ones among them.
+    `seen` must be small, and of one shape however many nodes these are: every width of the pass is a branch, and what a
+    branch returns is copied. `output.taps` has the layers that `taps` names, here and in `read`. `update(params, state,
+    seen, verdict) -> state` comes after it, outside of the branches, where caches and tables are written in place. In
+    rows that had ended the verdict accepts 0 nodes. Within a round the state may hold more than between two: `propose`
+    may note in it what only its own `update` reads, unless the drafter follows any tree.
 
-    Two more, if it has use for them. `read(params, state, tokens[B, T], count[B], output) -> state` sees the target's
-    outputs for the prompt, chunk by chunk: the first `count` of these T tokens are its next ones. `remember(params,
-    state) -> params` says what a later call may start from: `DecodeResult.drafter` has it.
+    Two more, if it has use for them. `read(params, state, context, tokens[B, T], count[B], output) -> state` sees the
+    target's outputs for the prompt, chunk by chunk: the first `count` of these T tokens are its next ones.
+    `remember(params, state) -> params` says what a later call may start from: `DecodeResult.drafter` has it.
 
     `axes(state)` has the place of B in the shape of each array of the state, `buffers.SHARED` for one that all rows
     share. Default: 0 for all.
     """
 
-    propose: Callable[..., tuple[TokenTree, PyTree]] = _static()
-    num_nodes: int = _static()  # N
-    max_depth: int = _static()
-    draws: Draws = _static(default="point_mass")
-    init: Callable[..., PyTree] = _static(default=_no_state)
-    observe: Callable[..., PyTree] = _static(default=_sees_nothing)
-    update: Callable[..., PyTree] = _static(default=_learns_nothing)
-    widths: tuple[int, ...] = _static(default=(1,))  # verify widths worth compiling, besides N; above 1: of trees whose
+    propose: Callable[..., tuple[TokenTree, PyTree]] = field(metadata=STATIC)
+    num_nodes: int = field(metadata=STATIC)  # N
+    max_depth: int = field(metadata=STATIC)
+    draws: Draws = field(metadata=STATIC, default="point_mass")
+    init: Callable[..., PyTree] = field(metadata=STATIC, default=_no_state)
+    observe: Callable[..., PyTree] = field(metadata=STATIC, default=_sees_nothing)
+    update: Callable[..., PyTree] = field(metadata=STATIC, default=_learns_nothing)
+    widths: tuple[int, ...] = field(
+        metadata=STATIC, default=(1,)
+    )  # verify widths worth compiling, besides N; above 1: of trees whose
     # valid nodes stand in front (`trees.operations.compact`)
-    follows_any_tree: bool = _static(default=False)  # `observe` may get trees drafted by others
-    read: Callable[..., PyTree] | None = _static(default=None)
-    remember: Callable[..., PyTree] | None = _static(default=None)
-    axes: Callable[[PyTree], PyTree] = _static(default=buffers.rows_first)
-    taps: tuple[int, ...] = _static(default=())  # the target's streams that it reads
+    follows_any_tree: bool = field(metadata=STATIC, default=False)  # `observe` may get trees drafted by others
+    read: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
+    remember: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
+    axes: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=buffers.rows_first)
+    taps: tuple[int, ...] = field(metadata=STATIC, default=())  # the target's streams that it reads
     params: PyTree = ()
 
     replace = replace

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from specjax.buffers import shared
 from specjax.errors import UsageError
 from specjax.types import Array, Controller, Info
 
@@ -52,4 +53,5 @@ def bass(start: int = 7, *, up: int = 2, part: int = 10, most: int = 32) -> Cont
         init=lambda batch: _State(jnp.full((batch,), start, jnp.int32), jnp.array(False)),
         limit=lambda state: state.limit,
         update=update,
+        axes=shared,
     )

@@ -14,6 +14,7 @@ import itertools
 
 import jax.numpy as jnp
 
+from specjax.buffers import shared
 from specjax.errors import UsageError
 from specjax.types import Controller
 
@@ -40,4 +41,5 @@ def by_batch(ladder: tuple[tuple[int, int], ...] = LADDER, *, above: int = 0) ->
         init=lambda batch: jnp.full((batch,), depth_at(batch), jnp.int32),
         limit=lambda state: state,
         update=lambda state, info: state,
+        axes=shared,
     )

@@ -11,7 +11,6 @@ import functools
 
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
 from specjax.trees.operations import chain
 from specjax.types import Drafter
 
@@ -19,17 +18,8 @@ from specjax.types import Drafter
 @functools.cache
 def autoregressive() -> Drafter:
     """The drafter that drafts nothing."""
-    return Drafter(init=_init, propose=_propose, update=_update, num_nodes=1, max_depth=0, follows_any_tree=True)
-
-
-def _init(params, context):
-    return ()
+    return Drafter(propose=_propose, num_nodes=1, max_depth=0, widths=(), follows_any_tree=True)
 
 
 def _propose(params, keys, state, context, limit):
-    root = take_along(context.tokens, context.length[:, None] - 1, 1)
-    return chain(root, jnp.ones_like(root, bool)), state
-
-
-def _update(params, state, tree, verdict, output):
-    return state
+    return chain(context.root, jnp.ones_like(context.root, bool)), state

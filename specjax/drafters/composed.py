@@ -8,7 +8,7 @@ from specjax.types import Drafter, PyTree
 
 
 def read_each(several: Sequence[Drafter], params: Sequence, states: Sequence, *chunk) -> tuple[PyTree, ...]:
-    """Their states after a chunk of the prompt, as `Drafter.read` has it."""
+    """Their states after a chunk of the prompt, as `Drafter.read` has it: context, tokens, count, output."""
     each = zip(several, params, states, strict=True)
     return tuple(drafter.read(own, state, *chunk) if drafter.read else state for drafter, own, state in each)
 

@@ -27,7 +27,7 @@ def start(job: Job) -> DecodeState:
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info, Array]:
-    """One pass of the target: the next state, in the place of `state`; what was added; bool[], whether all rows ended."""
+    """One pass of the target: the next state, in the place of `state`; what was added; whether all rows ended."""
     state, info = one.step(parts, state)
     return state, info, jnp.all(state.done)
 

@@ -23,9 +23,9 @@ BUCKET = 128
 def buffer_size(longest: int, max_new_tokens: int, drafter: Drafter, capacity: int | None = None) -> int:
     """Slots of the token buffer and the cache for prompts of at most `longest` tokens.
 
-    Behind the text there is room for a whole tree, and for a whole prefill chunk: `dynamic_update_slice` clamps silently
-    near capacity, and with this slack it never gets there. Sizes are 1 or 1.5 times a power of two, so that texts of
-    all lengths share a handful of programs; none is larger than a text of `capacity` tokens needs.
+    Behind the text there is room for a whole tree, and for a whole prefill chunk: `dynamic_update_slice` clamps
+    silently near capacity, and with this slack it never gets there. Sizes are 1 or 1.5 times a power of two, so that
+    texts of all lengths share a handful of programs; none is larger than a text of `capacity` tokens needs.
     """
     needed = longest + max(max_new_tokens + drafter.num_nodes, CHUNK) + 1
     if capacity is not None:
@@ -64,7 +64,7 @@ def init(parts: Parts, tokens: Array, length: Array, keys: Array, stop: Array, i
     draft = drafter.init(drafter.params, context)
 
     def read(draft, *chunk):
-        return draft if drafter.read is None else drafter.read(drafter.params, draft, *chunk)
+        return draft if drafter.read is None else drafter.read(drafter.params, draft, context, *chunk)
 
     count = jnp.maximum(length - 1, 0)
     cache, draft = prefill_reading(target.model, target.params, cache, tokens, count, read, draft, taps=drafter.taps)
@@ -99,7 +99,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     info = Info(
         tokens=emitted,
         emitted=count,
-        accepted=jnp.minimum(verdict.num_nodes - 1, count),
+        accepted=jnp.clip(verdict.num_nodes - 1, 0, count),
         drafted=jnp.where(state.done, 0, jnp.sum(tree.valid, 1, dtype=jnp.int32) - 1),
         drafted_depth=passed.depth,
         active=~state.done,

@@ -19,7 +19,7 @@ class Record(Protocol):
     """What writes a run down, to go on from after a restart: `specjax.parallel.resuming.Kept`."""
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
-        """The state to go on from and, if it is an earlier run's, its text as if one step had added it, and its sums."""
+        """The state to go on from and, of an earlier run, its text as if one step had added it, and its sums."""
         ...
 
     def add(self, state: DecodeState, info: Info) -> None:
@@ -32,7 +32,7 @@ class Record(Protocol):
 
 
 def steps(job: Job, record: Record | None = None) -> Generator[StreamStep, None, None]:
-    """What each step adds, as soon as it is known. The next one is dispatched before the tokens of this one are read."""
+    """What each step adds, as soon as it is known; the next one is dispatched before its tokens are read."""
     state = start(job)
     if record is not None:
         state, info, earlier = record.resume(state)

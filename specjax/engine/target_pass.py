@@ -100,7 +100,7 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, draft: PyTree, c
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
     # The greedy rule needs no laws.
     logits = output.logits if parts.verifier.guarantee == "greedy" else warp(output.logits, parts.sampling)
-    verdict = parts.verifier(keys, part, logits, output.hidden)
+    verdict = _of_running(parts.verifier(keys, part, logits, output.hidden), state.done)
     seen = drafter.observe(drafter.params, draft, part, verdict, output)
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     kept = Kept(
@@ -111,6 +111,12 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, draft: PyTree, c
     )
     verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
     return (verdict, jnp.max(depth, 1), seen, kept), pending
+
+
+def _of_running(verdict: Verdict, done: Array) -> Verdict:
+    """The verdict with nothing accepted in rows that had ended."""
+    path = jnp.where(done[:, None], -1, verdict.path)
+    return verdict._replace(path=path, num_nodes=jnp.where(done, 0, verdict.num_nodes))
 
 
 def _widen(x: Array, n: int) -> Array:

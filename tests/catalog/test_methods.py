@@ -26,6 +26,8 @@ from toy import (
 
 import specjax
 from specjax import METHODS, Target, UsageError, decode, make_drafter, stream
+from specjax.engine import run as engine
+from specjax.engine.prepare import Settings, prepare
 from specjax.sampling import draw
 from specjax.types import Context
 from specjax.verifiers import sample_and_match, standard
@@ -212,38 +214,37 @@ def test_second_call_compiles_nothing(name):
     assert compiled == []
 
 
+def job_of(name):
+    settings = Settings(temperature=0.5)
+    return prepare(tiny_llama(), drafter_of(name), PROMPTS, settings, key=jax.random.key(1), max_new_tokens=24)
+
+
 @pytest.mark.parametrize("name", those(OF_EACH_KIND, NAMES))
 def test_steps_transfer_nothing(name):
-    call = {"key": jax.random.key(1), "max_new_tokens": 24, "temperature": 0.5}
-    inputs, *arrays, static = specjax.decode.__globals__["prepare"](tiny_llama(), drafter_of(name), PROMPTS, **call)
-    start, step = (specjax.decode.__globals__[f] for f in ("_start", "_step"))
-    state = start(inputs, *arrays, **static)
-    decoding = {"controller": static["controller"]}
-    state, _, _ = step(inputs, state, **decoding)
+    job = job_of(name)
+    state, _, _ = engine.step(job.parts, engine.start(job))
     with jax.transfer_guard("disallow"):
-        step(inputs, state, **decoding)
+        engine.step(job.parts, state)
 
 
 @pytest.mark.parametrize("name", those({"auto", "rasd"}, NAMES))
 def test_drafting_twice_gives_the_same_tree(name):
     """After two steps; with another key of the row, too, if the method draws nothing."""
-    call = {"key": jax.random.key(1), "max_new_tokens": 24, "temperature": 0.5}
-    inputs, *arrays, static = specjax.decode.__globals__["prepare"](tiny_llama(), drafter_of(name), PROMPTS, **call)
-    start, step = (specjax.decode.__globals__[f] for f in ("_start", "_step"))
-    state = start(inputs, *arrays, **static)
+    job = job_of(name)
+    state = engine.start(job)
     for _ in range(2):
-        state, _, _ = step(inputs, state, controller=static["controller"])
+        state, _, _ = engine.step(job.parts, state)
 
     @jax.jit
     def drafts(drafter, state, *keys):
-        context = Context(state.tokens, state.length, inputs.sampling, cache=state.cache)
+        context = Context(state.tokens, state.length, job.parts.sampling, cache=state.cache, target=job.parts.target)
         limit = jnp.full(len(PROMPTS), drafter.max_depth)
         return [drafter.propose(drafter.params, key, state.draft, context, limit)[0] for key in keys]
 
     keys, others = (jax.random.split(jax.random.key(seed), len(PROMPTS)) for seed in (2, 3))
-    first, second, third = drafts(inputs.drafter, state, keys, keys, others)
+    first, second, third = drafts(job.parts.drafter, state, keys, keys, others)
     jax.tree.map(np.testing.assert_array_equal, first, second)
-    if inputs.drafter.draws == "point_mass" and name not in DRAWS_ITS_POINTS:
+    if job.parts.drafter.draws == "point_mass" and name not in DRAWS_ITS_POINTS:
         jax.tree.map(np.testing.assert_array_equal, first, third)
 
 

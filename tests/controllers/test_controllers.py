@@ -11,8 +11,9 @@ from toy import ADVERSARY, DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, marko
 from specjax import UsageError, controllers, decode, trees
 from specjax.controllers.spec_kv import HIDDEN, Weights
 from specjax.drafters import autoregressive, hierarchical, two_model
-from specjax.engine.run import _start, prepare
-from specjax.engine.step import speculative
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import start
+from specjax.engine.step import step
 from specjax.trees import stops
 
 
@@ -170,15 +171,13 @@ def test_the_limit_does_not_depend_on_the_randomness_of_its_round(name):
     """The same past and another key: other drafts and verdicts, the same depth."""
     controller, drafter = ALL[name], two_model(markov(DRAFT_ROWS), 8)
     prompts = (jnp.zeros((64, 4), jnp.int32), jnp.full((64,), 4))
-    inputs, *arrays, static = prepare(
-        markov(), drafter, prompts, key=jax.random.key(0), max_new_tokens=40, temperature=1.0, controller=controller
-    )
-    state = _start(inputs, *arrays, **static)
-    step = jax.jit(speculative(controller).step)
+    settings = Settings(temperature=1.0, controller=controller)
+    job = prepare(markov(), drafter, prompts, settings, key=jax.random.key(0), max_new_tokens=40)
+    state, advance = start(job), jax.jit(step)
     for _ in range(2):
-        state, _ = step(inputs, state)
+        state, _ = advance(job.parts, state)
     others = state._replace(keys=jax.random.split(jax.random.key(9), 64))
-    (_, ours), (_, theirs) = step(inputs, state), step(inputs, others)
+    (_, ours), (_, theirs) = advance(job.parts, state), advance(job.parts, others)
     np.testing.assert_array_equal(ours.drafted_depth, theirs.drafted_depth)
     np.testing.assert_array_equal(ours.drafted_depth, np.minimum(controller.limit(state.control), 8))
     assert (ours.accepted != theirs.accepted).any()

@@ -13,6 +13,7 @@ from toy import tiny_llama
 import specjax
 from specjax import Request, UsageError, controllers, decode, drafters, serve
 from specjax.engine import serve as module
+from specjax.engine.prepare import Settings, prepare
 
 LIMITS = {"slots": 2, "longest_prompt": 12, "max_new_tokens": 14}
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], [7, 8, 7, 8, 7], [9, 1], [3] * 12]
@@ -103,9 +104,9 @@ def test_nothing_of_the_row_before_is_left(monkeypatch):
     """Where every free row is full of NaN before a request comes, the texts are the same."""
     admit = module._admit
 
-    def poisoned(inputs, state, slot, *rest, **static):
+    def poisoned(parts, state, slot, *rest):
         spoil = lambda x: x.at[slot].set(jnp.nan) if x.dtype == jnp.float32 and x.ndim > 2 else x
-        return admit(inputs, state._replace(cache=jax.tree.map(spoil, state.cache)), slot, *rest, **static)
+        return admit(parts, state._replace(cache=jax.tree.map(spoil, state.cache)), slot, *rest)
 
     monkeypatch.setattr(module, "_admit", poisoned)
     texts, _ = served(DRAFTERS["two_model"](), [0, 1, 2, 3, 4])
@@ -114,7 +115,7 @@ def test_nothing_of_the_row_before_is_left(monkeypatch):
 
 def test_a_second_batch_of_requests_compiles_nothing():
     served(DRAFTERS["prompt_lookup"](), [0, 1])
-    sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module._step)]
+    sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module.step)]
     before = sizes()
     served(DRAFTERS["prompt_lookup"](), [4, 3, 2, 1])
     assert sizes() == before and min(before) > 0
@@ -122,13 +123,13 @@ def test_a_second_batch_of_requests_compiles_nothing():
 
 def test_what_rows_share_is_kept_and_what_is_theirs_is_new():
     """Goodput's rates are of all rows; those of a row begin anew with its request."""
-    inputs, tokens, _, keys, static = specjax.decode.__globals__["prepare"](
-        tiny_llama(), DRAFTERS["prompt_lookup"](), (np.zeros((2, 4), np.int32), np.ones(2, np.int32)),
-        key=jax.random.key(0), max_new_tokens=4, controller=controllers.goodput(costs=(1.0,) * 6),
-    )  # fmt: skip
-    state = module._empty(inputs, tokens, keys, controller=static["controller"])
+    prompts = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
+    settings = Settings(controller=controllers.goodput(costs=(1.0,) * 6))
+    key = jax.random.key(0)
+    job = prepare(tiny_llama(), DRAFTERS["prompt_lookup"](), prompts, settings, key=key, max_new_tokens=4)
+    state = module._empty(job)
     used = state._replace(control=jax.tree.map(lambda x: x + 1, state.control))
-    after = module._admitted(inputs, used, 1, Request([3, 4], jax.random.key(7)), 4, static["controller"])
+    after = module._admitted(job.parts, used, 1, Request([3, 4], jax.random.key(7)), 4)
     control, start = after.control, state.control
     np.testing.assert_array_equal(control.rate, start.rate + 1)
     np.testing.assert_array_equal(control.seen, start.seen + jnp.array([[1], [0]]))

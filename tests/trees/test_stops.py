@@ -15,7 +15,8 @@ from toy import DRAFT_ROWS, TARGET_ROWS, Count, chi_square, joint_law, markov, s
 
 from specjax import UsageError, controllers, decode, trees
 from specjax.drafters import autoregressive, two_model
-from specjax.engine.run import _decode, prepare
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import run
 from specjax.models import cache as kv
 from specjax.trees import stops
 from specjax.trees.operations import depths
@@ -264,7 +265,7 @@ def counting(vocab: int) -> Model:
         return Output(jnp.log(params[tokens]), jnp.zeros((*tokens.shape, 1))), ()
 
     return Model(
-        init_cache=lambda batch, capacity: Count(jnp.zeros((batch,), jnp.int32)),
+        begin=lambda params, inputs, batch, capacity: Count(jnp.zeros((batch,), jnp.int32)),
         forward=forward,
         commit=lambda cache, pending, path, num_nodes: Count(cache.length + num_nodes),
         vocab_size=vocab,
@@ -306,11 +307,10 @@ def test_a_row_that_has_ended_keeps_no_pass_running():
 def copies(drafter, batch=8):
     """Copies of a layer's slots of the cache within the loops of the compiled program."""
     prompts = (jnp.ones((batch, 384), jnp.int32), jnp.full((batch,), 384))
-    inputs, *arrays, static = prepare(
-        tiny_llama(head_dim=64, num_kv_heads=1), drafter, prompts, key=jax.random.key(0), max_new_tokens=32
-    )
-    program = _decode.lower(inputs, *arrays, **static).compile().as_text().split("ENTRY")[0]
-    slots = -(-(arrays[0].shape[1] + 4) // kv.SLOTS) * kv.SLOTS
+    target = tiny_llama(head_dim=64, num_kv_heads=1)
+    job = prepare(target, drafter, prompts, Settings(), key=jax.random.key(0), max_new_tokens=32)
+    program = run.lower(job).compile().as_text().split("ENTRY")[0]
+    slots = -(-(job.tokens.shape[1] + 4) // kv.SLOTS) * kv.SLOTS
     shape = f"f32[{batch},2,{slots},64]"
     assert shape in program
     return [line for line in program.splitlines() if f"= {shape}" in line and " copy(" in line]

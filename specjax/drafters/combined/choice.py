@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax import buffers
 from specjax import costs as costs_of
 from specjax.controllers.bandit import Arms, Bandit, ucb
 from specjax.drafters.composed import read_each, remember_each
@@ -95,16 +96,28 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
         tree, states = jax.lax.switch(jnp.maximum(which, 0), branches, state.several)
         return tree, _State(states, state.arms, arm)
 
-    def update(params: Memory, state: _State, tree, verdict, output):
-        states = tuple(
-            drafter.update(own, memory, tree, verdict, output)
+    def observe(params: Memory, state: _State, context: Context, tree, verdict, output) -> tuple[PyTree, Array]:
+        seen = tuple(
+            drafter.observe(own, memory, context, tree, verdict, output)
             for drafter, own, memory in zip(several, params.several, state.several, strict=True)
         )
-        batch, width = tree.tokens.shape
+        batch, width = tree.tokens.shape  # that of the pass
         known = costs_of.at(costs, widths, batch, dtype, platform)
-        # The tree was cut to the width of the pass.
-        reward = jnp.mean(verdict.num_nodes.astype(jnp.float32)) / known[widths.index(width)]
+        running = jnp.sum(verdict.num_nodes > 0)
+        reward = jnp.sum(verdict.num_nodes) / jnp.maximum(running, 1) / known[widths.index(width)]
+        return seen, reward
+
+    def update(params: Memory, state: _State, seen: tuple[PyTree, Array], verdict) -> _State:
+        each, reward = seen
+        states = tuple(
+            drafter.update(own, memory, noticed, verdict)
+            for drafter, own, memory, noticed in zip(several, params.several, state.several, each, strict=True)
+        )
         return _State(states, bandit.update(state.arms, state.arm, reward), state.arm)
+
+    def axes(state: _State) -> _State:
+        each = zip(several, state.several, strict=True)
+        return _State(tuple(drafter.axes(own) for drafter, own in each), *buffers.shared((state.arms, state.arm)))
 
     def read(params: Memory, state: _State, *chunk):
         return state._replace(several=read_each(several, params.several, state.several, *chunk))
@@ -115,7 +128,9 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
     return Drafter(
         init=init,
         propose=propose,
+        observe=observe,
         update=update,
+        axes=axes,
         read=read if any(drafter.read for drafter in several) else None,
         remember=remember,
         num_nodes=nodes,

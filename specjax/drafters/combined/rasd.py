@@ -24,13 +24,14 @@ from specjax.drafters.model.two_model import two_model
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.trees import Builder, operations, parse
-from specjax.types import Array, Context, Drafter, PyTree, Target
+from specjax.types import Array, Context, Drafter, PyTree, Target, Verdict
 
 
 class _State(NamedTuple):
     model: PyTree
     retrieval: PyTree
-    origin: Array  # int32[B, N], which node of the draft model's tree each node of the fused one is; 0 for the others
+    # Within a round: int32[B, N], which node of the draft model's tree each node of the fused one is; 0 for the others.
+    origin: Array | tuple[()] = ()
 
 
 def rasd(
@@ -76,29 +77,37 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
     nodes = model.num_nodes + retrieval.num_nodes - 1
 
     def init(params, context: Context) -> _State:
-        states = model.init(params[0], context), retrieval.init(params[1], context)
-        return _State(*states, jnp.zeros((context.tokens.shape[0], nodes), jnp.int32))
+        return _State(model.init(params[0], context), retrieval.init(params[1], context))
 
     def propose(params, keys, state: _State, context: Context, limit: Array):
-        drafted, of_model = model.propose(params[0], keys, state.model, context, limit)
-        retrieved, of_retrieval = retrieval.propose(params[1], keys, state.retrieval, context, limit)
+        drafted, model_state = model.propose(params[0], keys, state.model, context, limit)
+        retrieved, retrieval_state = retrieval.propose(params[1], keys, state.retrieval, context, limit)
         if prune:
             retrieved = operations.keep_likely(drafted, retrieved)
         fused, order = operations.fuse(drafted, retrieved)
-        return fused, _State(of_model, of_retrieval, jnp.where(order < model.num_nodes, order, 0))
+        return fused, _State(model_state, retrieval_state, jnp.where(order < model.num_nodes, order, 0))
 
-    def update(params, state: _State, tree, verdict, output):
-        path = verdict.path
-        if not model.follows_any_tree:
-            # Nodes that only the retrieval had are behind those of the draft model on every path, and are read anew.
-            path = jnp.where(path < 0, -1, take_along(state.origin, jnp.maximum(path, 0), 1))
-        of_model = model.update(params[0], state.model, tree, verdict._replace(path=path), output)
-        of_retrieval = retrieval.update(params[1], state.retrieval, tree, verdict, output)
-        return _State(of_model, of_retrieval, state.origin)
+    def of_model(state: _State, verdict: Verdict) -> Verdict:
+        """The verdict as if the model's own tree had been judged."""
+        if model.follows_any_tree:
+            return verdict
+        # Nodes that only the retrieval had are behind those of the draft model on every path, and are read anew.
+        path = take_along(state.origin, jnp.clip(verdict.path, 0, nodes - 1), 1)
+        return verdict._replace(path=jnp.where(verdict.path < 0, -1, path))
+
+    def observe(params, state: _State, context: Context, tree, verdict, output):
+        first = model.observe(params[0], state.model, context, tree, of_model(state, verdict), output)
+        return first, retrieval.observe(params[1], state.retrieval, context, tree, verdict, output)
+
+    def update(params, state: _State, seen, verdict):
+        drafted = model.update(params[0], state.model, seen[0], of_model(state, verdict))
+        return _State(drafted, retrieval.update(params[1], state.retrieval, seen[1], verdict), ())
+
+    def axes(state: _State) -> _State:
+        return _State(model.axes(state.model), retrieval.axes(state.retrieval), ())
 
     def read(params, state: _State, *chunk):
-        of_model, of_retrieval = read_each((model, retrieval), params, state[:2], *chunk)
-        return _State(of_model, of_retrieval, state.origin)
+        return _State(*read_each((model, retrieval), params, state[:2], *chunk))
 
     def remember(params, state: _State):
         return remember_each((model, retrieval), params, state[:2])
@@ -106,7 +115,9 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
     return Drafter(
         init=init,
         propose=propose,
+        observe=observe,
         update=update,
+        axes=axes,
         read=read if model.read or retrieval.read else None,
         remember=remember if model.remember or retrieval.remember else None,
         follows_any_tree=model.follows_any_tree,

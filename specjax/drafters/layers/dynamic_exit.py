@@ -28,17 +28,17 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.drafters.layers.early_exit import Stop, confidence, first_layers, layers_of, self_draft
+from specjax.drafters.layers.early_exit import Stop, confidence, first_layers, layers_of, self_draft, target_of
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
-from specjax.types import Array, Context, Drafter, Model, Output, PyTree, Target, TokenTree, Verdict
+from specjax.types import Array, Context, Drafter, Output, Target, TokenTree, Verdict
 
 PROMPT_SAMPLES = 16
 IDLE_PERIOD = 8
 
 
-class Counts(NamedTuple):
-    """Decayed counts, and whether the coming round is to be counted."""
+class Agreement(NamedTuple):
+    """How often the exits agreed with the target, decayed, and whether the coming round is to be counted."""
 
     matches: Array  # float32[B, E], per exit
     positions: Array  # float32[B]
@@ -58,7 +58,7 @@ def dynamic_exit(
       exits: the layers to choose from; default: every second one of the first half. Each costs a read-out of the head
         per round. decay: w above; it forgets within 1 / (1 - w) rounds.
 
-    State: Counts. Raises: UsageError for an exit that the model does not have or a setting outside its range.
+    State: Agreement. Raises: UsageError for an exit that the model does not have or a setting outside its range.
     """
     most = layers_of(target)
     if target.model.head is None:
@@ -70,57 +70,65 @@ def dynamic_exit(
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     if not 0 <= decay < 1:
         raise UsageError(f"decay must be at least 0 and below 1, not {decay}")
-    return _functions(target.model, num_tokens, exits, decay).replace(params=target.params)
+    return _functions(most, num_tokens, exits, decay)
 
 
 @functools.cache
-def _functions(model: Model, num_tokens: int, exits: tuple[int, ...], decay: float) -> Drafter:
+def _functions(num_layers: int, num_tokens: int, exits: tuple[int, ...], decay: float) -> Drafter:
     builder = trees.chain(num_tokens)
 
-    def init(params, context: Context) -> Counts:
+    def init(params, context: Context) -> Agreement:
         batch = context.length.shape[0]
-        return Counts(jnp.zeros((batch, len(exits))), jnp.zeros((batch,)), jnp.zeros((batch,), bool))
+        return Agreement(jnp.zeros((batch, len(exits))), jnp.zeros((batch,)), jnp.zeros((batch,), bool))
 
-    def propose(params, keys, state: Counts, context: Context, limit):
-        layer, length = choose(acceptance(state), exits, model.num_layers, num_tokens)
+    def propose(params, keys, state: Agreement, context: Context, limit):
+        layer, length = choose(acceptance(state), exits, num_layers, num_tokens)
         limit = jnp.minimum(limit, length)
-        layers = first_layers(model, layer)
-        tree = self_draft(model, builder, params, keys, context, limit, layers, falling(layer, model.num_layers))
+        layers = first_layers(target_of(context).model, layer)
+        tree = self_draft(builder, keys, context, limit, layers, falling(layer, num_layers))
         return tree, state._replace(watching=(length > 0) | (context.length % IDLE_PERIOD == 0))
 
-    def update(params, state: Counts, tree: TokenTree, verdict: Verdict, output: Output) -> Counts:
+    def observe(params, state: Agreement, context: Context, tree: TokenTree, verdict: Verdict, output: Output):
+        """At how many accepted nodes each exit named the target's token float32[B, E], and how many there were [B]."""
         valid = jnp.any(verdict.path[:, :, None] == jnp.arange(tree.tokens.shape[1]), 1) & state.watching[:, None]
 
         def matching():
-            return matches(model, params, output.taps[:-1], first_largest(output.logits), valid)
+            return matches(target_of(context), output.taps[:-1], first_largest(output.logits), valid)
 
         zeros = jnp.zeros_like(state.matches)
-        return add(state, jax.lax.cond(jnp.any(state.watching), matching, lambda: zeros), valid, decay)
+        return jax.lax.cond(jnp.any(state.watching), matching, lambda: zeros), jnp.sum(valid, 1)
 
-    def read(params, state: Counts, tokens, count, output: Output) -> Counts:
-        assert model.head is not None
+    def update(params, state: Agreement, seen: tuple[Array, Array], verdict: Verdict) -> Agreement:
+        return add(state, *seen, decay)
+
+    def read(params, state: Agreement, context: Context, tokens, count, output: Output) -> Agreement:
+        target = target_of(context)
+        assert target.model.head is not None
         # Evenly spread over the row's part of the chunk; all of it if it is short.
         place = jnp.arange(PROMPT_SAMPLES) * jnp.maximum(count, PROMPT_SAMPLES)[:, None] // PROMPT_SAMPLES
         valid = place < count[:, None]
         place = jnp.minimum(place, tokens.shape[1] - 1)
         taps = [take_along(tap, place[:, :, None], 1) for tap in output.taps]
-        wanted = first_largest(model.head(params, taps[-1]))  # of few positions: `output.logits` would be of all
-        return add(state, matches(model, params, taps[:-1], wanted, valid), valid, decay)
+        wanted = first_largest(
+            target.model.head(target.params, taps[-1])
+        )  # of few positions: `output.logits` would be of all
+        return add(state, matches(target, taps[:-1], wanted, valid), jnp.sum(valid, 1), decay)
 
     return Drafter(
         init=init,
         propose=propose,
+        observe=observe,
         update=update,
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
         widths=tuple(w for w in (1, 4, 8) if w < builder.num_nodes),
         read=read,
-        taps=(*exits, model.num_layers),
+        taps=(*exits, num_layers),
     )
 
 
-def acceptance(state: Counts) -> Array:
+def acceptance(state: Agreement) -> Array:
     """float32[B, E]: the estimate a_l of each exit."""
     return (state.matches + 0.5) / (state.positions[:, None] + 1)
 
@@ -152,19 +160,19 @@ def falling(layer: Array, num_layers: int) -> Stop:
     return Stop((ones, ones), update)
 
 
-def matches(model: Model, params: PyTree, taps, wanted: Array, valid: Array) -> Array:
+def matches(target: Target, taps, wanted: Array, valid: Array) -> Array:
     """float32[B, E]: at how many `valid` positions the shadow token of each tap [B, T, D] is `wanted` int32[B, T]."""
-    assert model.head is not None
-    shadow = first_largest(model.head(params, jnp.concatenate(taps, 1)))
+    assert target.model.head is not None
+    shadow = first_largest(target.model.head(target.params, jnp.concatenate(taps, 1)))
     shadow = shadow.reshape(wanted.shape[0], len(taps), -1)
     return jnp.sum((shadow == wanted[:, None]) & valid[:, None], -1, dtype=jnp.float32)
 
 
-def add(state: Counts, matched: Array, valid: Array, decay: float) -> Counts:
-    """The counts after one more round; a row without a valid position keeps its own."""
-    new = jnp.any(valid, 1)
+def add(state: Agreement, matched: Array, count: Array, decay: float) -> Agreement:
+    """After one more round with `count` int32[B] positions; a row without any keeps its own."""
+    new = count > 0
     forget = jnp.where(new, decay, 1.0)
     return state._replace(
         matches=forget[:, None] * state.matches + matched,
-        positions=forget * state.positions + jnp.sum(valid, 1),
+        positions=forget * state.positions + count,
     )

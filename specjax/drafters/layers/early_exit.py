@@ -22,8 +22,6 @@ import jax.numpy as jnp
 
 from specjax import trees
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.models import cache as kv
 from specjax.trees import Builder
 from specjax.trees.operations import depths
 from specjax.types import Array, Context, Drafter, Mixture, Model, PyTree, Sublayers, Target, TokenTree
@@ -47,19 +45,17 @@ def early_exit(
     """
     exit_layer = chosen_exit(target, exit_layer)
     builder = trees.builder_of(num_tokens, tree, stop)
-    return _functions(target.model, builder, exit_layer).replace(params=target.params)
+    return _functions(builder, exit_layer)
 
 
 @functools.cache
-def _functions(model: Model, builder: Builder, exit_layer: int) -> Drafter:
+def _functions(builder: Builder, exit_layer: int) -> Drafter:
     def propose(params, keys, state, context: Context, limit):
-        layers = first_layers(model, jnp.full_like(context.length, exit_layer))
-        return self_draft(model, builder, params, keys, context, limit, layers), state
+        layers = first_layers(target_of(context).model, jnp.full_like(context.length, exit_layer))
+        return self_draft(builder, keys, context, limit, layers), state
 
     return Drafter(
-        init=lambda params, context: (),
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
@@ -80,22 +76,21 @@ class Stop(NamedTuple):
 
 
 def self_draft(
-    model: Model,
     builder: Builder,
-    params: PyTree,
     keys: Array,
     context: Context,
     limit: Array,
     layers: Sublayers,
     stop: Stop | None = None,
 ) -> TokenTree:
-    """The tree that `builder` grows from a model with only the sublayers `layers` of it.
+    """The tree that `builder` grows from the target with only the sublayers `layers` of it.
 
-    The model's cache is `context.cache`: the root is fed first, and every pass reads the cache and the passes before. A
-    row that may draft no deeper runs no layers, and a pass that no row needs is left out.
+    The root is fed first, and every pass reads the target's cache and the passes before. A row that may draft no deeper
+    runs no layers, and a pass that no row needs is left out.
     """
+    model = target_of(context).model
     slots = 1 + (builder.levels - 1) * builder.frontier
-    look = functools.partial(look_below, model, params, context, layers)
+    look = functools.partial(look_below, context, layers)
 
     def judge(limit, seen, depth, logits):
         if stop is None:
@@ -108,20 +103,18 @@ def self_draft(
         pending, limit, judged = memory
         among = jnp.broadcast_to(jnp.eye(tokens.shape[1], dtype=bool), (*tokens.shape, tokens.shape[1]))
         logits, new = look(tokens, depth, limit, mask=jnp.concatenate([seen, among], 2), earlier=pending)
-        return (kv.insert(pending, new, place), *judge(limit, judged, depth, logits)), logits
+        return (model.insert(pending, new, place), *judge(limit, judged, depth, logits)), logits
 
-    root = take_along(context.tokens, context.length[:, None] - 1, 1)
+    root = context.root
     start = jnp.zeros_like(root)
     logits, pending = look(root, start, limit, mask=jnp.ones((*root.shape, 1), bool))
-    memory = kv.widen(pending, slots), *judge(limit, () if stop is None else stop.state, start, logits)
+    memory = model.widen(pending, slots), *judge(limit, () if stop is None else stop.state, start, logits)
     grown, (_, limit, _) = trees.grow(builder, feed, memory, root[:, 0], logits[:, 0], keys, context, limit)
     tree = grown.tree
     return tree._replace(valid=tree.valid & (depths(tree.parents) <= limit[:, None]))
 
 
 def look_below(
-    model: Model,
-    params: PyTree,
     context: Context,
     layers: Sublayers,
     tokens: Array | Mixture,
@@ -135,12 +128,14 @@ def look_below(
 
     Zeros, and nothing runs, if all of them stand at their row's `limit` int32[B].
     """
+    target = target_of(context)
     drafting = jnp.any(depth < limit[:, None], 1)
 
     def run():
-        output, pending = model.forward(
-            params, tokens, context.cache, positions=context.length[:, None] - 1 + depth, mask=mask, earlier=earlier,
-            layers=jax.tree.map(lambda runs: runs & drafting[:, None], layers),
+        earlier_too = {} if earlier is None else {"earlier": earlier}
+        output, pending = target.model.forward(
+            target.params, tokens, context.cache, positions=context.length[:, None] - 1 + depth, mask=mask,
+            layers=jax.tree.map(lambda runs: runs & drafting[:, None], layers), **earlier_too,
         )  # fmt: skip
         return output.logits, pending
 
@@ -150,7 +145,7 @@ def look_below(
 
 def first_layers(model: Model, count: Array) -> Sublayers:
     """Per row the first `count` int32[B] layers."""
-    runs = jnp.arange(model.num_layers) < count[:, None]
+    runs = jnp.arange(model.capabilities.num_layers) < count[:, None]
     return Sublayers(runs, runs)
 
 
@@ -169,7 +164,17 @@ def chosen_exit(target: Target, exit_layer: int | None) -> int:
 
 
 def layers_of(target: Target) -> int:
-    """How many layers the model has. Raises: UsageError if it cannot tell."""
-    if target.model.num_layers < 1:
-        raise UsageError(f"the model {target.model.name} has no layers to draft with; give Model.num_layers")
-    return target.model.num_layers
+    """How many layers the model has. Raises: UsageError if it cannot skip any."""
+    able = target.model.capabilities
+    if able.num_layers < 1 or not able.layer_skipping:
+        raise UsageError(
+            f"the model {target.model.name} cannot run a part of its layers; say in Model.capabilities how many it has "
+            "(num_layers) and that it can (layer_skipping), or choose a drafter without layers"
+        )
+    return able.num_layers
+
+
+def target_of(context: Context) -> Target:
+    """The target whose layers draft."""
+    assert context.target is not None, "the engine gives every drafter its target"
+    return context.target

@@ -20,12 +20,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters.layers.early_exit import chosen_exit, first_layers, look_below
+from specjax.drafters.layers.early_exit import chosen_exit, first_layers, look_below, target_of
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.models import cache as kv
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.types import Array, Context, Drafter, Mixture, Model, Target, TokenTree
+from specjax.types import Array, Context, Drafter, Mixture, Target, TokenTree
 
 
 def superposed(
@@ -53,23 +52,22 @@ def superposed(
     if temperature <= 0:
         raise UsageError(f"temperature must be above 0, not {temperature}")
     drafts = min(drafts, target.model.vocab_size)
-    functions = _functions(target.model, exit_layer, num_tokens, drafts, candidates, temperature)
-    return functions.replace(params=target.params)
+    if not target.model.capabilities.mixtures:
+        raise UsageError(f"the model {target.model.name} takes no mixtures of tokens, which superposed drafts from")
+    return _functions(exit_layer, num_tokens, drafts, candidates, temperature)
 
 
 @functools.cache
-def _functions(
-    model: Model, exit_layer: int, num_tokens: int, drafts: int, candidates: int, temperature: float
-) -> Drafter:
+def _functions(exit_layer: int, num_tokens: int, drafts: int, candidates: int, temperature: float) -> Drafter:
     nodes = 1 + num_tokens * drafts
 
     def named_by(logits: Array) -> tuple[Array, Array]:
-        return likeliest(logits[:, 0] / temperature, min(candidates, model.vocab_size))
+        return likeliest(logits[:, 0] / temperature, min(candidates, logits.shape[-1]))
 
     def propose(params, keys, state, context: Context, limit):
-        layers = first_layers(model, jnp.full_like(context.length, exit_layer))
-        look = functools.partial(look_below, model, params, context, layers)
-        root = take_along(context.tokens, context.length[:, None] - 1, 1)
+        model = target_of(context).model
+        look = functools.partial(look_below, context, first_layers(model, jnp.full_like(context.length, exit_layer)))
+        root = context.root
         logits, pending = look(root, jnp.zeros_like(root), limit, mask=jnp.ones((*root.shape, 1), bool))
         tokens, scores = (x[:, :drafts] for x in named_by(logits))
 
@@ -84,9 +82,9 @@ def _functions(
             named, log_p = named_by(logits)
             draft, choice, scores = extend(scores, jnp.broadcast_to(log_p[:, None], (*tokens.shape, named.shape[1])))
             tokens = take_along(named, choice, 1)
-            return (kv.insert(pending, new, depth), tokens, scores), (tokens, draft)
+            return (model.insert(pending, new, depth), tokens, scores), (tokens, draft)
 
-        first, start = tokens, (kv.widen(pending, num_tokens), tokens, scores)
+        first, start = tokens, (model.widen(pending, num_tokens), tokens, scores)
         _, (tokens, draft) = jax.lax.scan(level, start, jnp.arange(1, num_tokens))
         by_row = lambda x: x.swapaxes(0, 1).reshape(root.shape[0], -1)
         above = 1 + jnp.arange(num_tokens - 1)[:, None, None] * drafts + draft  # [levels, B, k]
@@ -96,9 +94,7 @@ def _functions(
         return TokenTree(tokens, parents, depth <= jnp.maximum(limit, 0)[:, None]), state
 
     return Drafter(
-        init=lambda params, context: (),
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
         num_nodes=nodes,
         max_depth=num_tokens,
         follows_any_tree=True,

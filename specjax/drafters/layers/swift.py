@@ -29,13 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import trees
-from specjax.drafters.layers.early_exit import Stop, confidence, layers_of, self_draft
+from specjax.drafters.layers.early_exit import Stop, confidence, layers_of, self_draft, target_of
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
-from specjax.models import cache as kv
 from specjax.trees import Builder
 from specjax.trees.operations import compact
-from specjax.types import Array, Context, Drafter, Model, PyTree, Sublayers, Target
+from specjax.types import Array, Context, Drafter, Sublayers, Target
 
 
 class SkipSet(NamedTuple):
@@ -82,12 +81,16 @@ def swift(
     for name, value, least in (("num_tokens", num_tokens, 1), ("window", window, 1), ("max_trials", max_trials, 0)):
         if value < least:
             raise UsageError(f"{name} must be at least {least}, not {value}")
-    search = _Search(target.model, layers, ratio, window, enough, patience, max_trials)
-    return _functions(search, tree or trees.chain(num_tokens), stop).replace(params=target.params)
+    if target.model.rewind is None and max_trials:
+        raise UsageError(
+            f"the model {target.model.name} cannot rewind its cache, in which sets are scored; use max_trials=0"
+        )
+    search = _Search(most, layers, ratio, window, enough, patience, max_trials)
+    return _functions(search, tree or trees.chain(num_tokens), stop)
 
 
 class _Search(NamedTuple):
-    model: Model
+    num_layers: int
     layers: tuple[int, ...]
     ratio: float
     window: int
@@ -109,7 +112,7 @@ class _Search(NamedTuple):
     def sublayers(self, skipped: Array) -> Sublayers:
         """Those that run."""
         n, places = len(self.layers), jnp.array(self.layers)
-        every = jnp.ones((skipped.shape[0], self.model.num_layers), bool)
+        every = jnp.ones((skipped.shape[0], self.num_layers), bool)
         return Sublayers(every.at[:, places].set(~skipped[:, :n]), every.at[:, places].set(~skipped[:, n:]))
 
 
@@ -123,18 +126,15 @@ def _functions(search: _Search, builder: Builder, stop: float) -> Drafter:
 
     def propose(params, keys, state: SkipSet, context: Context, limit):
         if search.size > 0 and search.max_trials > 0:
-            state = search_once(search, params, state, context)
+            state = search_once(search, state, context)
         unsure = Stop((), lambda state, depth, logits: (state, confidence(logits) < stop))
-        tree = self_draft(
-            search.model, builder, params, keys, context, limit, search.sublayers(state.skipped),
-            unsure if stop else None,
-        )  # fmt: skip
+        layers = search.sublayers(state.skipped)
+        tree = self_draft(builder, keys, context, limit, layers, unsure if stop else None)
         return compact(tree), state
 
     return Drafter(
         init=init,
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
@@ -142,7 +142,7 @@ def _functions(search: _Search, builder: Builder, stop: float) -> Drafter:
     )
 
 
-def search_once(search: _Search, params: PyTree, state: SkipSet, context: Context) -> SkipSet:
+def search_once(search: _Search, state: SkipSet, context: Context) -> SkipSet:
     """Score one more set for each row that still searches; nothing runs if none does."""
     done = (state.hits > search.enough * search.window) | (state.failures >= search.patience)
     searching = ~done & (state.trials < search.max_trials) & (context.length > state.start + search.window)
@@ -150,7 +150,7 @@ def search_once(search: _Search, params: PyTree, state: SkipSet, context: Contex
     zeros = jnp.zeros_like(state.hits)
     hits = jax.lax.cond(
         jnp.any(searching),
-        lambda: matchness(search, params, tried, searching, state.start, context),
+        lambda: matchness(search, tried, searching, state.start, context),
         lambda: zeros,
     )
     better = searching & (hits > state.hits)
@@ -163,7 +163,7 @@ def search_once(search: _Search, params: PyTree, state: SkipSet, context: Contex
     )
 
 
-def matchness(search: _Search, params: PyTree, skipped: Array, rows: Array, start: Array, context: Context) -> Array:
+def matchness(search: _Search, skipped: Array, rows: Array, start: Array, context: Context) -> Array:
     """int32[B]: how many of the tokens start + 1 ... start + w the model without `skipped` bool[B, C] names first.
 
     Runs for `rows` bool[B] only. The tokens read the cache of the prompt, of `start` int32[B] tokens, and each other.
@@ -171,8 +171,10 @@ def matchness(search: _Search, params: PyTree, skipped: Array, rows: Array, star
     batch, w = skipped.shape[0], search.window
     places = start[:, None] + jnp.arange(w + 1)
     text = take_along(context.tokens, jnp.minimum(places, context.tokens.shape[1] - 1), 1)
-    output, _ = search.model.forward(
-        params, text[:, :-1], kv.rewind(context.cache, start), positions=places[:, :-1],
+    model, params = target_of(context).model, target_of(context).params
+    assert model.rewind is not None
+    output, _ = model.forward(
+        params, text[:, :-1], model.rewind(context.cache, start), positions=places[:, :-1],
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((w, w), bool)), (batch, w, w)),
         layers=jax.tree.map(lambda runs: runs & rows[:, None], search.sublayers(skipped)),
     )  # fmt: skip

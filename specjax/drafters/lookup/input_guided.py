@@ -74,7 +74,7 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
     def propose(params, keys, state: _State, context: Context, limit):
         tokens, length = context.tokens, context.length
         source, size = params or (tokens, state.prompt)
-        root = last_tokens(tokens, length, 1)
+        root = context.root
         place = _follow(state, source, size, root, length)
         ending = last_tokens(tokens, length, max_ngram)
         ending = jnp.where(jnp.arange(max_ngram) < (length - state.prompt)[:, None], ending, -1)  # of the output
@@ -85,7 +85,6 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
     return Drafter(
         init=init,
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,  # the next round sees the text
         num_nodes=num_tokens + 1,
         max_depth=num_tokens,
         widths=(1,),

@@ -48,12 +48,10 @@ def prompt_lookup(
         tokens, length = context.tokens, context.length
         matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_ngram))
         start = find(matched, length, num_tokens, min_ngram, max_ngram)  # [B], -1: nothing found
-        return copied_chain(last_tokens(tokens, length, 1), tokens, length, start, num_tokens, limit), state
+        return copied_chain(context.root, tokens, length, start, num_tokens, limit), state
 
     return Drafter(
-        init=lambda params, context: (),
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
         num_nodes=num_tokens + 1,
         max_depth=num_tokens,
         widths=(1,),

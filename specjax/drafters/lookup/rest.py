@@ -57,9 +57,7 @@ def _functions(num_nodes: int, depth: int, max_span: int, min_span: int, num_pat
         return from_paths(text[:, -1], paths, jnp.ones(paths.shape[:2]), num_nodes + 1), state
 
     return Drafter(
-        init=lambda params, context: (),
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
         num_nodes=num_nodes + 1,
         max_depth=depth,
         widths=tuple(w for w in (1, 8, 16, 32) if w <= num_nodes),

@@ -95,7 +95,7 @@ def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, 
 
     def propose(params: Params, keys, state, context: Context, limit: Array):
         start, matched = find(context.tokens, context.length, num_tokens, max_match, occurrence)
-        root = last_tokens(context.tokens, context.length, 1)
+        root = context.root
         copied = copied_chain(root, context.tokens, context.length, start, num_tokens, limit)
         if params.corpus is not None:
             known, there = in_corpus(params.corpus, context, root, limit)
@@ -124,6 +124,7 @@ def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, 
     return other.replace(
         init=lambda params, context: other.init(params.fallback, context),
         propose=propose,
+        observe=lambda params, *round: other.observe(params.fallback, *round),
         update=lambda params, *round: other.update(params.fallback, *round),
         read=read if other.read else None,
         remember=remember if other.remember else None,

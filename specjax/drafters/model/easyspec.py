@@ -54,11 +54,14 @@ def _group(model: Model, group: int | None) -> int:
     """As the model takes it: equal settings give one drafter."""
     if group is not None and group < 1:
         raise UsageError(f"group must be at least 1, not {group}")
-    if model.group is None:
-        return max(1, min(group or GROUP, model.num_layers - 2))
-    if group not in (None, 1, model.group):
+    groups, num_layers = model.capabilities.groups, model.capabilities.num_layers
+    if groups is None:
+        return max(1, min(group or GROUP, num_layers - 2))
+    if not groups:
+        return 1
+    if group not in (None, 1, *groups):
         raise UsageError(
-            f"the draft model {model.name} is placed for groups of {model.group} layers, not {group}; leave group out, "
+            f"the draft model {model.name} is placed for groups of {groups[0]} layers, not {group}; leave group out, "
             'or give the mesh an axis "layer" of that size'
         )
-    return group or model.group
+    return group or groups[0]

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from specjax import sampling
 from specjax.controllers import fixed
 from specjax.drafters.model.two_model import feed_last
+from specjax.engine.parts import Keep, Parts
 from specjax.engine.prefill import prefill
-from specjax.engine.step import Inputs, speculative
+from specjax.engine.step import step
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.trees.operations import chain
@@ -50,24 +51,26 @@ def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6) -> Draf
     """
     if min_tokens < 1:
         raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
+    if middle.model.rewind is None:
+        raise UsageError(f"the model {middle.model.name} cannot rewind its cache, as the middle one must")
     return _functions(middle.model, inner.replace(params=()), min_tokens).replace(params=(middle.params, inner.params))
 
 
 @functools.cache
 def _functions(model: Model, shape: Drafter, min_tokens: int) -> Drafter:
     longest = min_tokens + shape.max_depth
-    decoder = speculative(fixed())
 
     def init(params, context: Context) -> _State:
         batch, buffer = context.tokens.shape
-        cache = model.init_cache(batch, buffer + longest + shape.num_nodes)
+        cache = model.begin(params[0], context.inputs, batch, buffer + longest + shape.num_nodes)
         cache = prefill(model, params[0], cache, context.tokens, jnp.maximum(context.length - LAG, 0))
-        return _State(cache, shape.init(params[1], context))
+        return _State(cache, shape.init(params[1], context._replace(target=Target(model, params[0]))))
 
     def own_token(params, keys, cache: PyTree, context: Context):
         """Feed what the cache lacks: M's own next token [B], its law [B, V], and the cache with the whole text."""
         length = context.length
-        cache = cache._replace(length=jnp.maximum(length - LAG, 0))
+        assert model.rewind is not None
+        cache = model.rewind(cache, jnp.maximum(length - LAG, 0))
         logits, pending = feed_last(model, params[0], cache, context, length, LAG)
         path = jnp.where(length[:, None] == 1, 1, jnp.arange(LAG))  # a text of one token has the last of the two only
         cache = model.commit(cache, pending, path, jnp.minimum(length, LAG))
@@ -86,14 +89,15 @@ def _functions(model: Model, shape: Drafter, min_tokens: int) -> Drafter:
         is_greedy, coupled = context.sampling.temperature is None, context.noise is not None
         first, law, cache = own_token(params, keys, state.cache, context)
         wanted = context.length + jnp.minimum(min_tokens, jnp.maximum(limit, 1))
-        inputs = Inputs(
+        parts = Parts(
             target=Target(model, params[0]),
             drafter=shape.replace(params=params[1]),
             verifier=sample_and_match if coupled else exact_verifier(shape, is_greedy),
-            coupled=coupled,
+            controller=fixed(),
             sampling=context.sampling,
             eos=jnp.zeros((0,), jnp.int32),
-            keep_laws=not (is_greedy or coupled),
+            coupled=coupled,
+            keep=Keep(laws=not (is_greedy or coupled)),
         )
         inner = DecodeState(
             tokens=context.tokens.at[rows, context.length].set(first, mode="drop"),
@@ -106,13 +110,13 @@ def _functions(model: Model, shape: Drafter, min_tokens: int) -> Drafter:
             control=fixed().init(batch),
         )
         laws = None
-        if inputs.keep_laws:
+        if parts.keep.laws:
             laws = jnp.zeros((batch, longest + 1, model.vocab_size)).at[:, 0].set(law)
 
         def more(carry):
             inner, laws = carry
             before = inner.length - context.length
-            inner, info = decoder.step(inputs, inner)
+            inner, info = step(parts, inner)
             if laws is not None and info.laws is not None:
                 index = jnp.arange(info.laws.shape[1])
                 place = jnp.where(index < info.emitted[:, None], before[:, None] + index, longest + 1)
@@ -129,7 +133,7 @@ def _functions(model: Model, shape: Drafter, min_tokens: int) -> Drafter:
     return Drafter(
         init=init,
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,  # the next round rewinds
+        axes=lambda state: _State(model.axes(state.cache), shape.axes(state.draft)),
         num_nodes=longest + 1,
         max_depth=longest,
         draws="chain",

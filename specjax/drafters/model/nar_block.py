@@ -20,7 +20,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
+from specjax.indexing import first_largest
 from specjax.trees.operations import chain
 from specjax.types import Array, Context, Drafter, PyTree
 
@@ -57,14 +57,12 @@ def _functions(fill: FillFn, mask_token: int, num_tokens: int) -> Drafter:
         given = jnp.arange(tokens.shape[1]) < length
         logits = fill(params, jnp.where(given, tokens, mask_token), given, length + block)
         drafted = first_largest(logits.at[:, :, mask_token].set(-jnp.inf, mode="drop"))
-        root = take_along(tokens, length - 1, 1)
+        root = context.root
         valid = jnp.concatenate([jnp.ones_like(root, bool), block < limit[:, None]], 1)
         return chain(jnp.concatenate([root, drafted], 1), valid), state
 
     return Drafter(
-        init=lambda params, context: (),
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
         num_nodes=num_tokens + 1,
         max_depth=num_tokens,
     )

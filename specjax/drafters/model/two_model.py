@@ -21,21 +21,24 @@ from specjax import trees
 from specjax.engine.prefill import prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.models import cache as kv
 from specjax.trees import Builder, Stop
 from specjax.types import Array, Context, Drafter, Model, PyTree, Target
 
 
 class _State(NamedTuple):
-    """The draft model's memory: its cache, and what the last round left to commit to it."""
+    """The draft model's memory between two rounds."""
 
-    cache: PyTree
-    pending: PyTree  # of the tokens fed: the last `lag` of the text, then the tree's inner nodes
-    path: Array  # int32[B, P], the accepted ones among them
-    accepted: Array  # int32[B], how many of `path` count
+    cache: PyTree  # of all but the last `lag` tokens of the text
+    dropped: Array  # int32[B], tokens of the prompt that it does not see
+
+
+class _Drafted(NamedTuple):
+    """Within a round: what the draft model was fed, until it is known what of it to keep."""
+
+    state: _State
+    pending: PyTree  # of the last `lag` tokens of the text, then of the tree's inner nodes
     places: Array  # int32[B, N], of the tree's nodes, from `trees.Grown`
     length: Array  # int32[B], of the text as the draft model sees it
-    dropped: Array  # int32[B], tokens of the prompt that it does not see
 
 
 def two_model(
@@ -55,7 +58,7 @@ def two_model(
         the inner drafter of `hierarchical` may lack 4.
       keep_laws: hand the draft's laws on in greedy and coupled decoding too, to a controller that reads them.
 
-    State: the draft's key/value cache, and the keys and values of one tree. Raises: UsageError for a setting below 1.
+    State: the draft's own memory. Raises: UsageError for a setting below 1.
     """
     if lag < 2:
         raise UsageError(f"lag must be at least 2, not {lag}")
@@ -88,24 +91,14 @@ def functions(
     def init(params, context: Context):
         seen = context if shorten is None else shorten(context)
         batch, buffer = seen.tokens.shape
-        cache = model.init_cache(batch, buffer + slots)
+        cache = model.begin(params, seen.inputs, batch, buffer + slots)
         cache = prefill(model, params, cache, seen.tokens, start(seen.length))
-        _, pending = feed_last(model, params, cache, seen, seen.length, lag)
-        zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.int32)
-        return _State(
-            cache=cache,
-            pending=kv.widen(pending, slots),
-            path=zeros(longest),
-            accepted=zeros(),
-            places=zeros(builder.num_nodes),
-            length=zeros() + lag,
-            dropped=context.length - seen.length,
-        )
+        return _State(cache, context.length - seen.length)
 
     def propose(params, keys, state: _State, context: Context, limit):
-        length = context.length - state.dropped
-        cache = model.commit(state.cache, state.pending, state.path, state.accepted)
-        cache = cache._replace(length=start(length))
+        cache, length = state.cache, context.length - state.dropped
+        if model.rewind is not None:  # as inner drafter of `hierarchical` it has seen drafts that were taken back
+            cache = model.rewind(cache, start(length))
         logits, pending = feed_last(model, params, cache, context, length, lag)
         before_root = _real(length, lag)[:, None, :-1]
 
@@ -117,28 +110,30 @@ def functions(
                 params, tokens, cache, positions=length[:, None] - 1 + depth,
                 mask=jnp.concatenate([text, seen, among], 2), earlier=pending, **approximately,
             )  # fmt: skip
-            return kv.insert(pending, new, lag - 1 + place), output.logits
+            return model.insert(pending, new, lag - 1 + place), output.logits
 
-        root = take_along(context.tokens, context.length[:, None] - 1, 1)[:, 0]
-        grown, pending = trees.grow(builder, feed, kv.widen(pending, slots), root, logits, keys, context, limit)
-        return grown.tree, _State(cache, pending, state.path, state.accepted, grown.places, length, state.dropped)
+        pending = model.widen(pending, slots)
+        grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], logits, keys, context, limit)
+        return grown.tree, _Drafted(_State(cache, state.dropped), pending, grown.places, length)
 
-    def update(params, state: _State, tree, verdict, output):
-        """Note what was accepted. The next round commits it: a branch of the verify pass would copy the cache."""
+    def update(params, drafted: _Drafted, seen, verdict) -> _State:
+        """Commit what was accepted."""
         nodes = jnp.pad(verdict.path, ((0, 0), (0, longest)))[:, :longest]
-        place = lag - 1 + take_along(state.places, jnp.maximum(nodes, 0), 1)  # the root stands at lag - 1
+        place = lag - 1 + take_along(drafted.places, jnp.maximum(nodes, 0), 1)  # the root stands at lag - 1
         text = jnp.broadcast_to(jnp.arange(lag - 1), (place.shape[0], lag - 1))
         fed = jnp.concatenate([text, place], 1)
-        skip = jnp.maximum(lag - state.length, 0)[:, None]  # tokens that a short text does not have
+        skip = jnp.maximum(lag - drafted.length, 0)[:, None]  # tokens that a short text does not have
         path = take_along(fed, jnp.minimum(skip + jnp.arange(longest), fed.shape[1] - 1), 1)
         # What the next round does not feed anew; the deepest node may never have been fed, and is behind that.
-        accepted = start(state.length + verdict.num_nodes) - start(state.length)
-        return state._replace(path=jnp.clip(path, 0, slots - 1), accepted=accepted)
+        accepted = start(drafted.length + verdict.num_nodes) - start(drafted.length)
+        path = jnp.clip(path, 0, slots - 1)
+        return drafted.state._replace(cache=model.commit(drafted.state.cache, drafted.pending, path, accepted))
 
     return Drafter(
         init=init,
         propose=propose,
         update=update,
+        axes=lambda state: _State(model.axes(state.cache), 0),
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,

@@ -119,7 +119,6 @@ def aded(
     return Drafter(
         init=init,
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
         num_nodes=drafted + 1,
         max_depth=depth,
         widths=tuple(w for w in (1, 8, 16, 32) if w <= drafted),

@@ -110,7 +110,9 @@ def jacobi(
             tokens.append(jnp.where(known[:, slot], drawn[:, slot], source))
         return jnp.stack(tokens, 1)
 
-    def update(params, state: JacobiState, tree: TokenTree, verdict: Verdict, output: Output) -> JacobiState:
+    def observe(
+        params, state: JacobiState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
+    ) -> JacobiState:
         # Row i is the law of the position behind node i. That of the last accepted node gave the committed token. Rows
         # of invalid nodes did not see the draft.
         last = jnp.sum(tree.valid, 1, dtype=jnp.int32) - 1
@@ -123,7 +125,15 @@ def jacobi(
             first_largest(end_of_pass),
         )
 
-    return Drafter(init, propose, update, num_nodes=window + 1, max_depth=window, draws="chain")
+    return Drafter(
+        init=init,
+        propose=propose,
+        observe=observe,
+        update=lambda params, state, seen, verdict: seen,
+        num_nodes=window + 1,
+        max_depth=window,
+        draws="chain",
+    )
 
 
 def _draw(keys: Array, logits: Array, settings: Sampling) -> tuple[Array, Array | None]:

@@ -34,14 +34,13 @@ from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Ve
 
 
 class LookaheadState(NamedTuple):
-    """The pool, the window, and what the last pass found."""
+    """The pool and the window."""
 
     pool: PyTree  # ngrams.Table of n-grams of N tokens, by their first; () without candidates
     window: Array  # int32[B, N - 1, W]; -1: to be drawn
     rows: Array  # int32[B], how many of its rows count
-    ends: Array  # int32[B, W], the node at the bottom of each column; -1: not in the tree
-    grams: Array  # int32[B, W, N], found by the last pass, not in the pool yet
-    found: Array  # bool[B, W], which of them count
+    # Within a round: int32[B, W], the node at the bottom of each column; -1: not in the tree.
+    ends: Array | tuple[()] = ()
 
 
 @functools.cache
@@ -80,62 +79,55 @@ def lookahead(
         if guesses and seed_pool:
             pool = ngrams.learn_text(pool, context.tokens, context.length, ngram, learn)
         unknown = lambda *shape: jnp.full((batch, *shape), -1, jnp.int32)
-        return LookaheadState(
-            pool=pool,
-            window=unknown(rows, window),
-            rows=jnp.ones((batch,), jnp.int32),
-            ends=unknown(window),
-            grams=unknown(window, ngram),
-            found=jnp.zeros((batch, window), bool),
-        )
+        return LookaheadState(pool, unknown(rows, window), jnp.ones((batch,), jnp.int32))
 
     def propose(params, keys: Array, state: LookaheadState, context: Context, limit: Array):
         batch = context.tokens.shape[0]
-        root = take_along(context.tokens, context.length[:, None] - 1, 1)
+        root, pool = context.root, state.pool
         guessed = _fill(state.window, keys, context).at[:, 0, 0].set(root[:, 0])
-        state = state._replace(window=guessed)
         parts = [(root, jnp.full_like(root, -1), jnp.ones_like(root, bool))]  # (tokens, parents, valid)
         if guesses:
-            grams, wanted = state.grams, state.found
             if seed_pool:
                 start = context.length - 2 * ngram + 1  # all that end in the last N tokens
-                last, inside = ngrams.windows(context.tokens, context.length, start, ngram, ngram)
-                grams, wanted = jnp.concatenate([grams, last], 1), jnp.concatenate([wanted, inside], 1)
-            state = state._replace(pool=learn(state.pool, grams, wanted))
-            parts.append(_trie(*_candidates(ngrams.find(state.pool, root[:, :, None]))))
+                pool = learn(pool, *ngrams.windows(context.tokens, context.length, start, ngram, ngram))
+            parts.append(_trie(*_candidates(ngrams.find(pool, root[:, :, None]))))
         above = jnp.broadcast_to(shape.window_parents, (batch, rows * window - 1))
         parts.append((guessed.reshape(batch, -1)[:, 1:], above, jnp.less(shape.window_row, state.rows[:, None])))
         tokens, parents, valid = (jnp.concatenate(part, 1) for part in zip(*parts, strict=True))
         valid &= shape.depth <= limit[:, None]
         bottom = shape.node(state.rows[:, None] - 1, jnp.arange(window))
         place = jnp.where(valid, jnp.cumsum(valid, 1, dtype=jnp.int32) - 1, -1)  # in the compact tree
-        state = state._replace(ends=take_along(place, bottom, 1))
-        return compact(TokenTree(tokens, parents, valid)), state
+        ends = take_along(place, bottom, 1)
+        return compact(TokenTree(tokens, parents, valid)), LookaheadState(pool, guessed, state.rows, ends)
 
-    def update(params, state: LookaheadState, tree: TokenTree, verdict: Verdict, output: Output) -> LookaheadState:
-        # The pool is written by the next `propose`: XLA would copy it here, in a branch of the verify pass.
-        likeliest = first_largest(output.logits)
-        y = take_along(likeliest, jnp.maximum(state.ends, 0), 1)
-        y = jnp.where(state.ends >= 0, y, -1)  # [B, W]
+    def observe(
+        params, state: LookaheadState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
+    ) -> Array:
+        """int32[B, W]: the likeliest token below each column; -1 where the column is not in the tree."""
+        likeliest = take_along(first_largest(output.logits), jnp.maximum(state.ends, 0), 1)
+        return jnp.where(state.ends >= 0, likeliest, -1)
+
+    def update(params, state: LookaheadState, y: Array, verdict: Verdict) -> LookaheadState:
         full = state.rows == rows
         known = jnp.pad(state.window, ((0, 0), (0, 1), (0, 0)))  # a row for y
         known = jnp.where(jnp.arange(ngram)[:, None] == state.rows[:, None, None], y[:, None], known)
         by_column = known.swapaxes(1, 2)  # [B, W, N]
+        pool = state.pool
+        if guesses:
+            pool = learn(pool, by_column, full[:, None] & (y >= 0))
         # A full window drops its first row: one step down is one position, as one column is.
         column = jnp.arange(window) + (verdict.num_nodes - full)[:, None]
         below = (jnp.arange(rows) + full[:, None])[:, None, :]
         moved = take_along(by_column, jnp.minimum(column, window - 1)[:, :, None], 1)
         moved = take_along(moved, jnp.broadcast_to(below, (*column.shape, rows)), 2)
         moved = jnp.where((column < window)[:, :, None], moved, -1)
-        found = full[:, None] & (state.ends >= 0)
-        return state._replace(
-            window=moved.swapaxes(1, 2), rows=jnp.minimum(state.rows + 1, rows), grams=by_column, found=found
-        )
+        return LookaheadState(pool, moved.swapaxes(1, 2), jnp.minimum(state.rows + 1, rows))
 
     steady = rows * window
     return Drafter(
         init=init,
         propose=propose,
+        observe=observe,
         update=update,
         num_nodes=shape.num_nodes,
         max_depth=int(shape.depth.max()),

@@ -68,13 +68,10 @@ class Entry(NamedTuple):
 
 
 class StandState(NamedTuple):
-    """The table of this call, and what the last round has to teach it."""
+    """The table of this call."""
 
     table: ngrams.Table  # of contexts of all ORDERS; values Entry
-    tail: Array  # int32[B, 4], the end of the text; -1 before its beginning
-    length: Array  # int32[B], of the text at the last draft
-    contexts: Array  # int32[B, D + 1, 4], of the last round's laws
-    laws: Entry  # [B, D + 1]; seen 1, or 0 for none
+    tail: Array  # int32[B, 4], the end of the text that was read or drafted after last; -1 before its beginning
 
 
 @functools.cache
@@ -122,16 +119,9 @@ def stand(
         batch = context.tokens.shape[0]
         if params and params.ages.shape[1] != buckets:
             raise UsageError(f"buckets must be that of the table remembered, {params.ages.shape[1]}, not {buckets}")
-        laws = Entry(
-            jnp.full((batch, rounds, kept), -1, jnp.int32),
-            jnp.zeros((batch, rounds, kept), jnp.float32),
-            jnp.zeros((batch, rounds), jnp.int32),
-        )
-        tail = jnp.full((batch, longest), -1, jnp.int32)
-        contexts = jnp.full((batch, rounds, longest), -1, jnp.int32)
-        return StandState(empty(batch), tail, jnp.zeros((batch,), jnp.int32), contexts, laws)
+        return StandState(empty(batch), jnp.full((batch, longest), -1, jnp.int32))
 
-    def read(params, state: StandState, tokens: Array, count: Array, output: Output) -> StandState:
+    def read(params, state: StandState, context: Context, tokens: Array, count: Array, output: Output) -> StandState:
         text = jnp.concatenate([state.tail, tokens], 1)
         t = tokens.shape[1]
         contexts = text[:, 1 + np.arange(t)[:, None] + np.arange(longest)]
@@ -140,37 +130,36 @@ def stand(
         return state._replace(table=ngrams.by_chunks(_learn, state.table, contexts, laws), tail=tail)
 
     def propose(params, keys: Array, state: StandState, context: Context, limit: Array):
-        grown = context.length > state.length  # a row that is done teaches nothing more
-        laws = state.laws._replace(seen=jnp.where(grown[:, None], state.laws.seen, 0))
-        learned = _learn(state.table, state.contexts, laws)
         place = context.length[:, None] - longest + jnp.arange(longest)
         tail = take_along(context.tokens, jnp.maximum(place, 0), 1)
         tail = jnp.where(place >= 0, tail, -1)
-        state = state._replace(table=learned, tail=tail, length=context.length)
-        find = functools.partial(_find, params, learned)
+        find = functools.partial(_find, params, state.table)
         drawn = _draw(template, find, tail, keys, context, limit, vocab_size, sampled=draw == "sampled", exact=exact)
-        return compact(drawn), state
+        return compact(drawn), StandState(state.table, tail)
 
-    def update(params, state: StandState, tree: TokenTree, verdict: Verdict, output: Output) -> StandState:
-        # The table is written by the next `propose`: XLA would copy it here, in a branch of the verify pass.
+    def observe(
+        params, state: StandState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
+    ) -> tuple[Array, Entry]:
+        """The contexts int32[B, D + 1, 4] of the tokens added to the text, and their laws [B, D + 1]."""
         path = verdict.path[:, :rounds]
         node = jnp.maximum(path, 0)
         text = jnp.concatenate([state.tail, take_along(tree.tokens, node, 1)[:, 1:]], 1)
         contexts = text[:, np.arange(path.shape[1])[:, None] + np.arange(longest)]
         laws = _laws(take_along(output.logits, node[:, :, None], 1), path >= 0, kept)
-        fill = lambda x, value: jnp.pad(
-            x, ((0, 0), (0, rounds - x.shape[1]), *[(0, 0)] * (x.ndim - 2)), constant_values=value
-        )
-        return state._replace(
-            contexts=fill(contexts, -1), laws=Entry(fill(laws.tokens, -1), fill(laws.probs, 0), fill(laws.seen, 0))
-        )
+        missing = rounds - path.shape[1]
+        fill = lambda x: jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
+        return jax.tree.map(fill, (contexts, laws))
+
+    def update(params, state: StandState, seen: tuple[Array, Entry], verdict: Verdict) -> StandState:
+        return state._replace(table=_learn(state.table, *seen))
 
     def remember(params, state: StandState) -> ngrams.Table:
-        return ngrams.merge(params or empty(1), _learn(state.table, state.contexts, state.laws), mix)
+        return ngrams.merge(params or empty(1), state.table, mix)
 
     return Drafter(
         init=init,
         propose=propose,
+        observe=observe,
         update=update,
         num_nodes=template.num_nodes,
         max_depth=template.max_depth,

@@ -82,20 +82,13 @@ class Recycled(NamedTuple):
     log_p: Array | None  # float32[B, V, 8], of these tokens when they were seen; None: not kept
 
 
-class Noted(NamedTuple):
-    """What the last pass showed. `propose` writes it: in `update`, a branch of the verify pass, XLA would copy M."""
+class Seen(NamedTuple):
+    """What a pass shows."""
 
     tokens: Array  # int32[B, N], the rows of M to write
     valid: Array  # bool[B, N]
     order: Array  # int32[B, N], of equal tokens the lowest wins
     best: Recycled  # [B, N, 8]
-
-
-class RecyclingState(NamedTuple):
-    """M, and what is to be written to it."""
-
-    matrix: Recycled
-    noted: Noted
 
 
 @functools.cache
@@ -113,7 +106,7 @@ def token_recycling(
       read_prompt: learn from the target's outputs for the prompt: a head and a top-k for each of its tokens.
       keep_chances: keep the tokens' log-probabilities too, for drafters that weigh nodes.
 
-    State: `RecyclingState`, 32 bytes per token of the vocabulary and row, 64 with chances.
+    State: `Recycled`, 32 bytes per token of the vocabulary and row, 64 with chances.
     Raises: UsageError for a budget outside 1 ... 80 or a rank above 7.
     """
     if tree is None and not 1 <= num_nodes <= 80:
@@ -124,37 +117,35 @@ def token_recycling(
 
     def init(params, context):
         batch = context.tokens.shape[0]
-        matrix = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), params) if params else unknown(batch, vocab_size)
-        slots = jnp.zeros((batch, template.num_nodes), jnp.int32)
-        return RecyclingState(matrix, Noted(slots, slots > 0, slots, unknown(batch, template.num_nodes)))
-
-    def unknown(batch: int, rows: int) -> Recycled:
-        shape = (batch, rows, RANKS)
+        if params:
+            return jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), params)
+        shape = (batch, vocab_size, RANKS)
         chances = jnp.full(shape, -jnp.inf, jnp.float32) if keep_chances else None
         return Recycled(jnp.full(shape, -1, jnp.int32), chances)
 
-    def propose(params, keys, state: RecyclingState, context, limit):
-        state = written(state)
-        return compact(recycled_tree(template, state.matrix, context, limit)), state
+    def propose(params, keys, matrix: Recycled, context, limit):
+        return compact(recycled_tree(template, matrix, context, limit)), matrix
 
-    def update(params, state: RecyclingState, tree, verdict, output):
-        n = min(tree.tokens.shape[1], template.num_nodes)  # the tree may be another drafter's
+    def observe(params, matrix: Recycled, context: Context, tree, verdict, output) -> Seen:
+        width, n = tree.tokens.shape[1], template.num_nodes
+        fit = lambda x: jnp.pad(x[:, :n], ((0, 0), (0, max(n - width, 0)), *[(0, 0)] * (x.ndim - 2)))  # any drafter's
         on_path = jnp.any(verdict.path[:, :, None] == jnp.arange(n), 1)
         order = jnp.arange(n) + jnp.where(on_path, 0, n)  # nodes stand in order of depth
-        seen = Noted(tree.tokens[:, :n], tree.valid[:, :n], order, _best(output.logits[:, :n], keep_chances))
-        write = lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim)
-        empty = state.noted._replace(valid=jnp.zeros_like(state.noted.valid))
-        return state._replace(noted=jax.tree.map(write, empty, seen))
+        best = jax.tree.map(fit, best_tokens(output.logits[:, :n], keep_chances))
+        return Seen(fit(tree.tokens), fit(tree.valid), order, best)
 
-    def read(params, state: RecyclingState, tokens, count, output):
+    def update(params, matrix: Recycled, seen: Seen, verdict) -> Recycled:
+        return _write(matrix, *seen)
+
+    def read(params, matrix: Recycled, context: Context, tokens, count, output) -> Recycled:
         order = jnp.broadcast_to(-jnp.arange(tokens.shape[1]), tokens.shape)  # the latest wins
         valid = jnp.arange(tokens.shape[1]) < count[:, None]
-        best = _best(output.logits, keep_chances)
-        return state._replace(matrix=_write(state.matrix, tokens, valid, order, best))
+        return _write(matrix, tokens, valid, order, best_tokens(output.logits, keep_chances))
 
     return Drafter(
         init=init,
         propose=propose,
+        observe=observe,
         update=update,
         num_nodes=template.num_nodes,
         max_depth=template.max_depth,
@@ -165,14 +156,9 @@ def token_recycling(
     )
 
 
-def written(state: RecyclingState) -> RecyclingState:
-    """With what the last pass showed in the matrix."""
-    return state._replace(matrix=_write(state.matrix, *state.noted))
-
-
 def recycled_tree(template: Template, matrix: Recycled, context: Context, limit: Array) -> TokenTree:
     """The template below the end of the text; valid are its known nodes no deeper than `limit` int32[B]."""
-    level = take_along(context.tokens, context.length[:, None] - 1, 1)  # tokens; -1: not known
+    level = context.root  # tokens; -1: not known
     row, tokens = np.arange(len(level))[:, None], [level]
     for place, ranks in template.below_root():
         parent = level[:, place]
@@ -181,7 +167,7 @@ def recycled_tree(template: Template, matrix: Recycled, context: Context, limit:
     return template.filled(tokens, limit)
 
 
-def _best(logits: Array, keep_chances: bool) -> Recycled:
+def best_tokens(logits: Array, keep_chances: bool) -> Recycled:
     """The best tokens of each row of logits [B, N, V]: [B, N, 8]; -1 where there are no more that can follow."""
     kept = min(RANKS, logits.shape[-1])
     best, score = likeliest(logits, kept) if keep_chances else gumbel_topk(None, logits, kept)
@@ -204,9 +190,8 @@ def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Re
     return jax.tree.map(lambda old, new: old.at[rows, target].set(new, mode="drop"), matrix, best)
 
 
-def _first_that_learnt(params, state: RecyclingState) -> Recycled:
+def _first_that_learnt(params, matrix: Recycled) -> Recycled:
     """One matrix out of those of the rows [B, V, 8]."""
-    matrix = written(state).matrix
     before = params.tokens if params else -1
     learnt = jnp.any(matrix.tokens != before, 2)  # [B, V]
     row = jnp.argmax(learnt, 0)  # 0 where none did: all rows hold what was there before

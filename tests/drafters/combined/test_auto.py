@@ -16,6 +16,7 @@ from specjax.drafters.combined.auto import (
     DOUBT,
     HOPE,
     LEAD,
+    LEARN,
     LOOK,
     MEMORY,
     RECENT,
@@ -31,7 +32,7 @@ from specjax.drafters.combined.auto import (
 )
 from specjax.trees import operations
 from specjax.trees.templates import Template
-from specjax.types import Context
+from specjax.types import Context, Output, Verdict
 
 rank = lambda shape, *arrays: jax.jit(functools.partial(_rank, shape))(*arrays)
 learn = lambda shape, *arrays: jax.jit(functools.partial(_learn, shape))(*arrays)
@@ -185,6 +186,21 @@ def test_where_looking_does_not_pay_it_is_seldom_done():
     assert int(hopeful.record.rest) == 0 and float(hopeful.record.promise) == HOPE * (1 - RECENT)
     _, weary = propose(9.0, promise=jnp.float32(LOOK))
     assert int(weary.record.rest) == REST
+
+
+def test_while_it_rests_it_learns_from_every_fourth_step():
+    drafter = auto(9, widths=(1, 4))
+    context = Context(jnp.array([[1, 2, 3, 0, 0]]), jnp.array([3]))
+    state = drafter.init((), context)
+    tree = operations.chain(jnp.array([[3]]), jnp.ones((1, 1), bool))
+    verdict = Verdict(jnp.array([[0]]), jnp.array([1]), jnp.array([4]))
+    output = Output(jnp.zeros((1, 1, 9)).at[0, 0, 4].set(5.0), None)
+    learnt = []
+    for rest in range(REST + 1):
+        resting = state._replace(record=state.record._replace(rest=jnp.int32(rest)))
+        seen = drafter.observe((), resting, context, tree, verdict, output)
+        learnt.append(int(drafter.update((), resting, seen, verdict).matrix.tokens[0, 3, 0]))
+    assert learnt == [-1 if rest % LEARN else 4 for rest in range(REST + 1)]
 
 
 def test_plain_decoding_keeps_learning():

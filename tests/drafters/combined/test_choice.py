@@ -9,8 +9,10 @@ from toy import markov, tiny_llama
 
 from specjax import UsageError, decode
 from specjax.drafters import auto, autoregressive, choice, prompt_lookup, token_recycling, two_model
-from specjax.engine.run import _start, prepare
-from specjax.engine.step import speculative
+from specjax.engine.parts import Keep
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import start
+from specjax.engine.step import step
 
 
 def cycle(n):
@@ -49,16 +51,14 @@ def test_a_step_does_not_read_its_own_randomness(name):
         "choice": lambda: choice(prompt_lookup(3, min_ngram=1), token_recycling(64, num_nodes=3), costs=(1.0, 1.01)),
     }[name]()
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2, i] for i in range(16)]
-    inputs, *arrays, static = prepare(
-        tiny_llama(), drafter, prompts, key=jax.random.key(0), max_new_tokens=40, temperature=1.0
-    )
-    inputs = dataclasses.replace(inputs, keep_scored=True)
-    state = _start(inputs, *arrays, **static)
-    step = jax.jit(speculative(static["controller"]).step)
+    settings = Settings(temperature=1.0)
+    job = prepare(tiny_llama(), drafter, prompts, settings, key=jax.random.key(0), max_new_tokens=40)
+    parts = dataclasses.replace(job.parts, keep=Keep(scored=True))
+    state, advance = start(job), jax.jit(step)
     seen = 0
     for number in range(6):
         others = state._replace(keys=jax.random.split(jax.random.key(9 + number), len(prompts)))
-        (state, ours), (_, theirs) = step(inputs, state), step(inputs, others)
+        (state, ours), (_, theirs) = advance(parts, state), advance(parts, others)
         for one, other in zip(jax.tree.leaves(ours.scored.tree), jax.tree.leaves(theirs.scored.tree), strict=True):
             np.testing.assert_array_equal(one, other)
         assert (ours.tokens != theirs.tokens).any()

@@ -10,7 +10,7 @@ from toy import compiled, tiny_llama
 
 from specjax import Target, UsageError, decode, trees
 from specjax.drafters import dynamic_exit, early_exit
-from specjax.drafters.layers.dynamic_exit import Counts, acceptance, add, choose, falling, matches, tokens_per_layer
+from specjax.drafters.layers.dynamic_exit import Agreement, acceptance, add, choose, falling, matches, tokens_per_layer
 from specjax.drafters.layers.early_exit import first_layers, self_draft
 from specjax.engine.prefill import prefill
 from specjax.trees.operations import ancestor_mask
@@ -52,13 +52,13 @@ def drafted(layer):
     target = tiny_llama(layers=4)
     tokens = jnp.zeros((1, 260), jnp.int32).at[0, :4].set(jnp.array([3, 1, 4, 1]))
     length = jnp.array([4])
-    cache = prefill(target.model, target.params, target.model.init_cache(1, 260), tokens, length - 1)
-    context = Context(tokens, length, cache=cache)
+    cache = prefill(target.model, target.params, target.model.begin(target.params, None, 1, 260), tokens, length - 1)
+    context = Context(tokens, length, cache=cache, target=target)
     layers = first_layers(target.model, jnp.array([layer]))
 
     @jax.jit
     def both(params, context, layers):
-        tree = self_draft(target.model, trees.chain(3), params, None, context, jnp.array([3]), layers)
+        tree = self_draft(trees.chain(3), None, context, jnp.array([3]), layers)
         output, _ = target.model.forward(
             params, tree.tokens, context.cache, positions=length[:, None] - 1 + jnp.arange(4),
             mask=ancestor_mask(tree.parents), taps=(1, 2, 4),
@@ -73,18 +73,18 @@ def test_shadow_tokens_of_an_exit_are_its_drafts_and_of_the_last_layer_the_targe
     target, _, tree, output = drafted(layer)
     valid = jnp.array([[True, True, True, False]])
     drafts = jnp.roll(tree.tokens, -1, 1)
-    agree = jax.jit(functools.partial(matches, target.model))
-    assert agree(target.params, output.taps, drafts, valid)[0, tap] == 3
+    agree = jax.jit(matches)
+    assert agree(target, output.taps, drafts, valid)[0, tap] == 3
     own = jnp.argmax(output.logits, -1)
-    assert agree(target.params, output.taps, own, valid)[0, 2] == 3
-    assert agree(target.params, output.taps, own + 1, valid)[0, 2] == 0
+    assert agree(target, output.taps, own, valid)[0, 2] == 3
+    assert agree(target, output.taps, own + 1, valid)[0, 2] == 0
 
 
 def test_a_draft_is_the_beginning_of_that_of_early_exit():
     target, context, _, _ = drafted(1)
     fixed = compiled(early_exit(target, 1, num_tokens=6))
     ours = compiled(dynamic_exit(target, 6, exits=(1, 2)))
-    hopeful = Counts(jnp.array([[90.0, 0.0]]), jnp.array([90.0]), jnp.array([True]))
+    hopeful = Agreement(jnp.array([[90.0, 0.0]]), jnp.array([90.0]), jnp.array([True]))
     limit = jnp.array([6])
     wanted, _ = fixed.propose(fixed.params, None, (), context, limit)
     tree, state = ours.propose(ours.params, None, hopeful, context, limit)
@@ -101,18 +101,18 @@ def test_a_draft_is_the_beginning_of_that_of_early_exit():
 
 def test_the_choice_follows_a_text_that_changes():
     """Exit 1 right and exit 2 wrong, then the other way round: the choice turns within 1 / (1 - w) rounds."""
-    state = Counts(jnp.zeros((1, 2)), jnp.zeros((1,)), jnp.array([True]))
-    valid = jnp.ones((1, 2), bool)
+    state = Agreement(jnp.zeros((1, 2)), jnp.zeros((1,)), jnp.array([True]))
+    two = jnp.array([2])
     pick = lambda state: int(choose(acceptance(state), (4, 8), 32, 18)[0][0])
     for _ in range(60):
-        state = add(state, jnp.array([[2.0, 0.0]]), valid, 0.95)
+        state = add(state, jnp.array([[2.0, 0.0]]), two, 0.95)
     assert pick(state) == 4
     rounds = 0
     while pick(state) == 4:
-        state = add(state, jnp.array([[0.0, 2.0]]), valid, 0.95)
+        state = add(state, jnp.array([[0.0, 2.0]]), two, 0.95)
         rounds += 1
     assert 5 <= rounds <= 25
-    same = add(state, jnp.zeros((1, 2)), valid & False, 0.95)  # nothing seen, nothing forgotten
+    same = add(state, jnp.zeros((1, 2)), two * 0, 0.95)  # nothing seen, nothing forgotten
     assert same.positions == state.positions
 
 
@@ -123,8 +123,8 @@ def test_the_prompt_is_read_at_spread_positions_whatever_else_is_in_the_batch():
     seen = []
     original = drafter.read
 
-    def read(params, state, tokens, count, output):
-        state = original(params, state, tokens, count, output)
+    def read(params, state, context, tokens, count, output):
+        state = original(params, state, context, tokens, count, output)
         jax.debug.callback(lambda s: seen.append(s), state)
         return state
 

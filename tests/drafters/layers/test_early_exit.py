@@ -15,7 +15,7 @@ from specjax.drafters.layers.early_exit import Stop, first_layers, self_draft
 from specjax.engine.prefill import prefill
 from specjax.models import layers as L
 from specjax.models import make_model
-from specjax.types import Context
+from specjax.types import Capabilities, Context
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5]]
 
@@ -72,17 +72,15 @@ def test_passes_and_layers_that_no_row_needs_do_not_run(monkeypatch):
     target = tiny_llama(layers=3)
     tokens = jnp.zeros((2, 260), jnp.int32).at[:, :3].set(jnp.array([[1, 2, 3], [4, 5, 6]]))
     length = jnp.array([3, 2])
-    cache = prefill(target.model, target.params, target.model.init_cache(2, 260), tokens, length - 1)
-    context = Context(tokens, length, cache=cache)
+    cache = prefill(target.model, target.params, target.model.begin(target.params, None, 2, 260), tokens, length - 1)
+    context = Context(tokens, length, cache=cache, target=target)
     monkeypatch.setattr(L.GatedMLP, "__call__", counted)
 
     @functools.partial(jax.jit, static_argnames="stopping")
     def draft(limit, exits, last, stopping=False):
         stop = Stop((), lambda state, depth, logits: (state, depth >= last)) if stopping else None
         layers = first_layers(target.model, exits)
-        return self_draft(
-            target.model, trees.chain(4), target.params, None, context, jnp.asarray(limit), layers, stop
-        )  # fmt: skip
+        return self_draft(trees.chain(4), None, context, jnp.asarray(limit), layers, stop)
 
     for limit, exits, last, depths, passes in (
         ((4, 4), (1, 1), None, (4, 4), 4),  # one layer in each of four passes
@@ -104,6 +102,6 @@ def test_bad_settings():
         early_exit(tiny_llama(), 3)
     with pytest.raises(UsageError, match="num_tokens must be at least 1"):
         early_exit(tiny_llama(), num_tokens=0)
-    nameless = Target(tiny_llama().model._replace(num_layers=0), ())
-    with pytest.raises(UsageError, match=r"has no layers .* give Model.num_layers"):
+    nameless = Target(tiny_llama().model._replace(capabilities=Capabilities()), ())
+    with pytest.raises(UsageError, match="cannot run a part of its layers; say in Model.capabilities"):
         early_exit(nameless)

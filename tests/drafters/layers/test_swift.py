@@ -25,7 +25,7 @@ LENGTH = START + 8
 
 def search(**changes):
     settings = {"layers": (1, 2), "ratio": 0.25, "window": WINDOW, "enough": 1.0, "patience": 99, "max_trials": 99}
-    return _Search(tiny_llama(layers=4).model, **(settings | changes))
+    return _Search(**({"num_layers": 4} | settings | changes))
 
 
 @functools.cache
@@ -34,13 +34,13 @@ def context():
     target = tiny_llama(layers=4)
     own = decode(target, autoregressive(), PROMPTS, key=jax.random.key(0), max_new_tokens=8).to_lists()
     tokens = jnp.asarray([(prompt + new + [0] * 300)[:212] for prompt, new in zip(PROMPTS, own, strict=True)])
-    cache = prefill(target.model, target.params, target.model.init_cache(2, 212), tokens, LENGTH - 1)
-    return Context(tokens, LENGTH, cache=cache)
+    cache = prefill(target.model, target.params, target.model.begin(target.params, None, 2, 212), tokens, LENGTH - 1)
+    return Context(tokens, LENGTH, cache=cache, target=target)
 
 
 def scored(skipped, rows=(True, True)):
     run = jax.jit(functools.partial(matchness, search()))
-    return run(tiny_llama(layers=4).params, skipped, np.array(rows), START, context())
+    return run(skipped, np.array(rows), START, context())
 
 
 def empty(search, start=START):
@@ -50,9 +50,7 @@ def empty(search, start=START):
 
 
 def test_sets_have_27_of_60_sublayers_between_the_first_and_the_last_layer():
-    big = search(layers=tuple(range(1, 31)), ratio=0.45)._replace(
-        model=tiny_llama(layers=1).model._replace(num_layers=32)
-    )
+    big = search(num_layers=32, layers=tuple(range(1, 31)), ratio=0.45)
     assert (big.size, len(big.first()), big.first().sum()) == (27, 60, 27)
     assert big.first()[:6].tolist() == [True, False] * 3  # attention of layers 1, 3, 5
     state = empty(big)
@@ -77,7 +75,7 @@ def test_matchness_in_one_pass_is_that_of_single_steps():
     target, here = tiny_llama(layers=4), search()
     skipped = jnp.array([[False, False, True, False], [True, False, False, True]])
     hits = np.zeros(2, int)
-    cache = context().cache._replace(length=START)
+    cache = target.model.rewind(context().cache, START)
 
     @jax.jit
     def step(cache, tokens, positions):
@@ -103,13 +101,13 @@ def test_matchness_in_one_pass_is_that_of_single_steps():
 def test_the_search_is_monotone_and_reaches_the_best_set():
     """All sets of two of eight sublayers."""
     target, here, own = tiny_llama(layers=4), search(layers=(0, 1, 2, 3)), context()
-    score = jax.jit(lambda skipped: matchness(here, target.params, skipped, jnp.array([True, True]), START, own))
+    score = jax.jit(lambda skipped: matchness(here, skipped, jnp.array([True, True]), START, own))
     sets = [np.isin(np.arange(8), pair) for pair in itertools.combinations(range(8), here.size)]
     scores = np.array([score(jnp.stack([jnp.asarray(s)] * 2)) for s in sets])
     best = scores.max(0)
     assert len(sets) == 28
     assert (np.mean(scores == best, 0) < 0.5).all()  # most sets are worse
-    run = jax.jit(lambda state: search_once(here, target.params, state, own))
+    run = jax.jit(lambda state: search_once(here, state, own))
     state = empty(here)
     for trial in range(60):
         before, state = state, run(state)
@@ -122,7 +120,7 @@ def test_the_search_is_monotone_and_reaches_the_best_set():
 
 def test_the_search_waits_for_enough_text_and_ends():
     target = tiny_llama(layers=4)
-    run = lambda here, state: search_once(here, target.params, state, context())
+    run = lambda here, state: search_once(here, state, context())
     waiting = empty(search(), jnp.array([6, 4]))  # 6 and 7 tokens are there: not more than 6, and more
     assert run(search(), waiting).trials.tolist() == [0, 1]
     spent = empty(search())._replace(

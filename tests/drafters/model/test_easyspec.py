@@ -76,7 +76,7 @@ def forward_at(group):
         tokens = jnp.array([[3, 1, 4, 1], [5, 9, 2, 6]])
         positions = jnp.broadcast_to(jnp.arange(4), (2, 4))
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((4, 4), bool)), (2, 4, 4))
-        cache = target.model.init_cache(2, 8)
+        cache = target.model.begin(target.params, None, 2, 8)
         options = {"positions": positions, "mask": mask, "taps": tuple(range(7)), "group": group}
         return target.model.forward(target.params, tokens, cache, **options)
 
@@ -148,7 +148,7 @@ def rounds(drafter, accepted):
         text[:, length : length + count] = tree.tokens[:, 1 : count + 1]
         path = np.where(np.arange(4) <= count, np.arange(4), -1)
         verdict = Verdict(np.stack([path, path]), np.full(2, count + 1), np.zeros(2, np.int32))
-        state = drafter.update(drafter.params, state, tree, verdict, None)
+        state = drafter.update(drafter.params, state, (), verdict)
         length += count + 1
 
 
@@ -159,7 +159,7 @@ def test_the_cache_is_that_of_an_exact_prefill(lag):
     if lag == 2:  # the mutant: keeps what approximate passes left
         drafter = functions(draft_model().model, trees.chain(3), 2, group=3).replace(params=draft_model().params)
     forward = jax.jit(lambda target, tokens: target.model.forward(
-        target.params, tokens, target.model.init_cache(2, 8), positions=jnp.broadcast_to(jnp.arange(32), (2, 32)),
+        target.params, tokens, target.model.begin(target.params, None, 2, 8), positions=jnp.broadcast_to(jnp.arange(32), (2, 32)),
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((32, 32), bool)), (2, 32, 32)),
     )[1])  # fmt: skip
     gaps = []
@@ -187,7 +187,7 @@ def test_sampled_text_has_the_law_of_the_target():
     counts = np.bincount(np.asarray(result.tokens) @ np.array([16, 4, 1]), minlength=64)
     triples = np.stack(np.meshgrid(*[np.arange(4)] * 3, indexing="ij"), -1).reshape(-1, 3)
     output, _ = jax.jit(target.model.forward)(
-        target.params, np.pad(triples, ((0, 0), (1, 0)), constant_values=1), target.model.init_cache(64, 8),
+        target.params, np.pad(triples, ((0, 0), (1, 0)), constant_values=1), target.model.begin(target.params, None, 64, 8),
         positions=np.tile(np.arange(4), (64, 1)), mask=np.tile(np.tril(np.ones((4, 4), bool)), (64, 1, 1)),
     )  # fmt: skip
     laws = np.asarray(jax.nn.softmax(output.logits[:, :3] / 3.0, -1), np.float64)

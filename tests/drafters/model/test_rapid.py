@@ -62,7 +62,7 @@ def last_logits(target, texts, length):
     positions = jnp.broadcast_to(jnp.arange(t), (batch, t))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (batch, t, t))
     output, _ = target.model.forward(
-        target.params, tokens, target.model.init_cache(batch, t), positions=positions, mask=mask
+        target.params, tokens, target.model.begin(target.params, None, batch, t), positions=positions, mask=mask
     )
     return jnp.take_along_axis(output.logits, length[:, None, None] - 1, 1)[:, 0]
 
@@ -91,7 +91,7 @@ def test_drafts_are_what_a_fresh_pass_over_the_short_text_predicts():
             np.testing.assert_array_equal(drafted[:, depth], logits.argmax(-1))
         path = np.where(np.arange(4) <= accepted, np.arange(4), -1)
         verdict = Verdict(np.stack([path, path]), np.full(2, accepted + 1), np.zeros(2, np.int32))
-        state = drafter.update(drafter.params, state, tree, verdict, None)
+        state = drafter.update(drafter.params, state, (), verdict)
         for text, row, d in zip(texts, short, drafted, strict=True):
             new = [*d[1 : accepted + 1].tolist(), int(rng.integers(64))]
             text += new

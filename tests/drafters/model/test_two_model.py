@@ -19,7 +19,7 @@ def last_logits(target, tokens, length):
     batch, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t), (batch, t))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (batch, t, t))
-    cache = target.model.init_cache(batch, t)
+    cache = target.model.begin(target.params, None, batch, t)
     output, _ = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
     return output.logits[:, length - 1]
 
@@ -43,7 +43,7 @@ def test_drafts_are_what_a_fresh_pass_predicts(length, lag):
             grown[:, length + depth - 1] = wanted
         path = np.where(np.arange(4) <= accepted, np.arange(4), -1)
         verdict = Verdict(np.stack([path, path]), np.full(2, accepted + 1), np.zeros(2, np.int32))
-        state = drafter.update(drafter.params, state, tree, verdict, None)
+        state = drafter.update(drafter.params, state, (), verdict)
         text[:, length : length + accepted] = grown[:, length : length + accepted]
         length += accepted + 1  # and one token of the target's, here the random text's
 

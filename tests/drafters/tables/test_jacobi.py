@@ -75,13 +75,13 @@ def keeps_old_tokens(window):
         tokens = jnp.where(stays, state[1], tree.tokens[:, 1:])
         return tree._replace(tokens=jnp.concatenate([tree.tokens[:, :1], tokens], 1)), state
 
-    def update(params, state, tree, verdict, output):
+    def observe(params, state, context, tree, verdict, output):
         shift = verdict.num_nodes[:, None] + 1 + jnp.arange(window)
-        old = jnp.take_along_axis(tree.tokens, jnp.minimum(shift, window), 1)
-        new = inner.update(params, state[0], tree, verdict, output)
+        old = jnp.take_along_axis(tree.tokens, jnp.minimum(shift, tree.tokens.shape[1] - 1), 1)
+        new = inner.observe(params, state[0], context, tree, verdict, output)
         return new._replace(known=jnp.maximum(new.known - 1, 0)), old  # the last position had no token before
 
-    return inner.replace(init=init, propose=propose, update=update)
+    return inner.replace(init=init, propose=propose, observe=observe)
 
 
 def test_the_chi_square_catches_old_tokens_with_new_laws():

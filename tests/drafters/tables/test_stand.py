@@ -80,7 +80,7 @@ def read_in_parts(drafter, context, logits, *parts):
     for start, stop in parts:
         count = jnp.clip(context.length - 1 - start, 0, stop - start)
         output = Output(logits[:, start:stop], logits[:, start:stop])
-        state = jax.jit(drafter.read)((), state, context.tokens[:, start:stop], count, output)
+        state = jax.jit(drafter.read)((), state, context, context.tokens[:, start:stop], count, output)
     return state
 
 

@@ -58,7 +58,8 @@ def recycle(tree, path):
     drafter = token_recycling(20, num_nodes=nodes - 1)
     state = drafter.init((), Context(tree.tokens, jnp.array([1])))
     verdict = Verdict(jnp.array([path]), jnp.array([1]), jnp.array([0]))
-    state = drafter.update((), state, tree, verdict, Output(logits, None))
+    seen = drafter.observe((), state, None, tree, verdict, Output(logits, None))
+    state = drafter.update((), state, seen, verdict)
     return drafter.remember((), state).tokens[:4, 0].tolist()
 
 

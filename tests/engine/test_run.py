@@ -1,0 +1,51 @@
+"""Programs of a job: how many there are, and that `start` and `step` are what `run` loops."""
+
+import jax
+import numpy as np
+import pytest
+from toy import markov
+
+from specjax import Settings, decode, drafters
+from specjax.engine import prepare as preparing
+from specjax.engine.run import run, start, step
+from specjax.engine.step import BUCKET, buffer_size
+
+KEY = jax.random.key(0)
+
+
+def test_a_chat_that_grows_compiles_a_handful_of_programs():
+    """From 1 to 900 tokens, with another number of new ones at every turn."""
+    target, drafter = markov(), drafters.prompt_lookup(4)
+    before, sizes = run._cache_size(), set()
+    for turn, length in enumerate(range(1, 900, 37)):
+        new = (3, 40, 17, 90)[turn % 4]
+        result = decode(target, drafter, [[turn % 3] * length], key=KEY, max_new_tokens=new)
+        assert result.tokens.shape == (1, new) and result.lengths.tolist() == [new]
+        sizes.add(buffer_size(length, new, drafter, target.model.max_positions))
+    assert run._cache_size() - before == len(sizes) <= 6
+
+
+@pytest.mark.parametrize("longest", [1, 100, 127, 128, 129, 500, 1000, 5000])
+@pytest.mark.parametrize("new", [1, 128, 1000])
+def test_a_buffer_has_room_for_all_that_is_written_and_little_more(longest, new):
+    drafter = drafters.prompt_lookup(30)
+    needed = longest + max(new + drafter.num_nodes, BUCKET) + 1
+    size = buffer_size(longest, new, drafter)
+    assert needed <= size <= max(needed * 3 / 2, 2 * BUCKET) and size % BUCKET == 0
+    tight = buffer_size(longest, new, drafter, capacity=longest + new)
+    assert needed <= tight <= min(size, longest + new + 2 * BUCKET)
+
+
+def test_start_and_step_are_what_run_loops():
+    settings = Settings(temperature=0.9)
+    job = preparing.prepare(
+        markov(), drafters.prompt_lookup(4), [[0, 1, 0, 1], [2]], settings, key=KEY, max_new_tokens=9
+    )
+    whole, state, passes = run(job).cut(9), start(job), 0
+    over = False
+    while not over:
+        state, _, over = step(job.parts, state)
+        passes += 1
+    ours = [np.asarray(state.tokens)[b, n : n + 9].tolist() for b, n in enumerate((4, 1))]
+    assert ours == whole.to_lists()
+    assert passes == int(whole.stats.target_passes.max())
