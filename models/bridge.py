@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -12,9 +14,9 @@ from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models.gemma3 import Gemma3, Gemma3Config
 from specjax.models.layers import run_layers
-from specjax.models.layout import spread
+from specjax.models.layout import Layout, spread
 from specjax.models.llama import Llama, LlamaConfig
-from specjax.types import Model, PyTree
+from specjax.types import Capabilities, Model, PyTree
 
 FAMILIES = {LlamaConfig: Llama, Gemma3Config: Gemma3}
 Config = LlamaConfig | Gemma3Config
@@ -64,8 +66,9 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
         config, layout = spread(config, mesh, over)
     graphdef, _ = _abstract(config)
 
-    def init_cache(batch: int, capacity: int) -> kv.KVCache:
+    def begin(params, inputs, batch: int, capacity: int) -> kv.KVCache:
         c = config
+        check_no_inputs(c.name, inputs)
         capacity = capacity if layout is None else layout.capacity(capacity)
         cache = kv.init(
             batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.cache_dtype or c.dtype, c.stacked,
@@ -80,12 +83,49 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
             run_layers=functools.partial(run_layers, group=group),
         )  # fmt: skip
 
+    return Model(
+        begin=begin,
+        forward=forward,
+        commit=kv.commit if layout is None else layout.commit,
+        shardings=None if layout is None else layout.cache,
+        config=whole,
+        mesh=mesh,
+        capabilities=Capabilities(config.num_layers, taps=True, layer_skipping=True, groups=None, mixtures=True),
+        **of_attention(config),
+        **outside_of_layers(lambda params: nnx.merge(graphdef, nnx.State(params)), layout),
+    )
+
+
+def of_attention(config: Config) -> dict[str, Any]:
+    """The fields of a `Model` that all with a key/value cache share."""
+    return {
+        "vocab_size": config.vocab_size,
+        "max_positions": config.max_positions,
+        "name": config.name,
+        "rewind": kv.rewind,
+        "widen": kv.widen,
+        "insert": kv.insert,
+        "axes": kv.axes,
+    }
+
+
+def outside_of_layers(module_of: Callable[[PyTree], Any], layout: Layout | None) -> dict[str, Any]:
+    """`embed`, `unembed` and `head` of a `Model` whose module is `module_of(params)`."""
+
+    def embed(params, tokens):
+        return module_of(params).embedded(tokens, layout)
+
+    def unembed(params, hidden):
+        return module_of(params).predict(hidden, layout)
+
     def head(params, stream):
-        module = nnx.merge(graphdef, nnx.State(params))
+        module = module_of(params)
         return module.predict(module.norm(stream), layout)
 
-    commit = kv.commit if layout is None else layout.commit
-    return Model(
-        init_cache, forward, commit, config.vocab_size, config.max_positions, config.name, whole, mesh,
-        config.num_layers, head,
-    )  # fmt: skip
+    return {"embed": embed, "unembed": unembed, "head": head}
+
+
+def check_no_inputs(name: str, inputs: PyTree) -> None:
+    """Raises: UsageError if a model that reads tokens only is given something else."""
+    if inputs is not None:
+        raise UsageError(f"the model {name} reads nothing besides tokens; leave inputs out, or choose one that does")

@@ -12,24 +12,26 @@ far as those of int8 are from float32, and up to 1e-4 without int8. So near-ties
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specjax import buffers
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.quantization import Quantized, quantize
 from specjax.types import Array, PyTree
 
 SLOTS = 128  # a cache has a multiple of these, as the TPU reads it in whole tiles
+ROWS = 2  # by so many dimensions the rows stand before the tokens, in keys, values and scales
 
 
 class KVCache(NamedTuple):
     """Keys and values of the first `length[b]` tokens of row b; what lies beyond is never read.
 
-    `k` and `v` are a tuple of one array [B, K, S, head_dim] per layer, or one array [layers, B, K, S, head_dim]; each
-    may be `Quantized`.
+    `k` and `v` are a tuple of one array [B, K, S, head_dim] per layer, or one array [layers, B, K, S, head_dim], or any
+    tree of such; each may be `Quantized`.
     """
 
     k: PyTree
@@ -115,7 +117,7 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, firs
         raise UsageError(f"a cache split over its slots takes drafts of at most {SLOTS} nodes, not {path.shape[1]}")
 
     def write(axis, slots, new):  # [..., B, K, S, h], [..., B, K, T, h]; of scales [..., B, K, S], [..., B, K, T]
-        rows = axis - 2
+        rows = axis - ROWS
         shape = [1] * new.ndim
         shape[rows], shape[axis] = path.shape
         chosen = take_along(new, jnp.maximum(path, 0).reshape(shape), axis)
@@ -149,36 +151,41 @@ def _within(new: Array, start: Array, held: int, axis: int) -> tuple[Array, Arra
     return jax.lax.dynamic_slice_in_dim(behind, jnp.maximum(-start, 0), count, axis), jnp.maximum(start, 0)
 
 
-def widen(pending: PyTree, slots: int) -> PyTree:
+def widen(pending: Pending, slots: int) -> Pending:
     """`pending` with room for `slots` tokens, those behind its own empty."""
-
-    def pad(axis, x):
-        behind = [(0, 0)] * x.ndim
-        behind[axis] = (0, slots - x.shape[axis])
-        return jnp.pad(x, behind)
-
-    return _along_tokens(pad, pending)
+    k, v = _along_tokens(lambda axis, x: buffers.widen(x, slots, axis), (pending.k, pending.v))
+    return pending._replace(k=k, v=v, positions=buffers.widen(pending.positions, slots))
 
 
-def insert(pending: PyTree, new: PyTree, place: Array | int) -> PyTree:
-    """`pending` with the tokens of `new` at slot `place` and following."""
-    write = lambda axis, old, new: jax.lax.dynamic_update_slice_in_dim(old, new, place, axis)
-    return _along_tokens(write, pending, new, without=lambda old, new: new)
+def insert(pending: Pending, new: Pending, place: Array | int) -> Pending:
+    """`pending` with the tokens of `new` from slot `place` on: an int, int32[], or int32[B] per row."""
+
+    def write(axis, old, new):
+        return buffers.insert(old, new, place, axis, axis - ROWS)
+
+    k, v = _along_tokens(write, (pending.k, pending.v), (new.k, new.v))
+    return Pending(k, v, buffers.insert(pending.positions, new.positions, place), new.after)
 
 
-def _along_tokens(fn: Callable[..., Array], tree: PyTree, *others: PyTree, without=lambda x, *others: x) -> PyTree:
-    """`fn(axis, *arrays)` on the arrays of a cache or of what is pending, with the axis of the tokens, from the end.
+def axes(held: KVCache | Pending) -> PyTree:
+    """The place of the rows in the shape of each array."""
+    k, v = _along_tokens(lambda axis, x: x.ndim + axis - ROWS, (held.k, held.v))
+    return type(held)(k, v, *buffers.rows_first(held[2:]))
 
-    Positions are [B, T], keys and values [..., B, K, T, h], their scales [..., B, K, T]; `without` does what has none.
+
+def _along_tokens(fn: Callable[..., Any], keys: PyTree, *others: PyTree) -> PyTree:
+    """`fn(axis, *arrays)` on the arrays of keys or values, with the axis of the tokens, counted from the end.
+
+    They are [..., B, K, T, h], their scales [..., B, K, T]; what stands before the rows counts layers.
     """
 
     def one(x, *others):
         if isinstance(x, Quantized):
             values = fn(-2, x.values, *(other.values for other in others))
             return Quantized(values, fn(-1, x.scale, *(other.scale for other in others)))
-        return fn(-1 if x.ndim == 2 else -2, x, *others) if x.ndim > 1 else without(x, *others)
+        return fn(-2, x, *others)
 
-    return jax.tree.map(one, tree, *others, is_leaf=lambda x: isinstance(x, Quantized))
+    return jax.tree.map(one, keys, *others, is_leaf=lambda x: isinstance(x, Quantized))
 
 
 def rewind(cache: KVCache, length: Array) -> KVCache:

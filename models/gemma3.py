@@ -91,18 +91,22 @@ class Gemma3(nnx.Module):
         is_global = jnp.array(c.is_global)
         frequencies = jnp.where(is_global[:, None], full, local)  # [layers, h/2]
         windows = jnp.where(is_global, GLOBAL, c.window)
-        x = step.place(self.embed(tokens), "data", None, None)
-        x = x * jnp.asarray(c.width**0.5, x.dtype)
         stream, pending = run_layers(
-            self.layers, x, step, cache, (frequencies, windows),
+            self.layers, self.embedded(tokens, layout), step, cache, (frequencies, windows),
             lambda block, x, step, prefix, layer: block.attend(x, step, prefix, *layer),
             lambda block, x, step: block.feed(x, step),
         )  # fmt: skip
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 
+    def embedded(self, tokens: Array | Mixture, layout=None) -> Array:
+        """What the first layer reads: [B, T, D]."""
+        x = self.embed(tokens)
+        x = x if layout is None else layout.place(x, "data", None, None)
+        return x * jnp.asarray(self.config.width**0.5, x.dtype)
+
     def predict(self, hidden: Array, layout=None) -> Array:
-        """Logits of normed states."""
+        """Logits of normed states [..., D]."""
         c, logits = self.config, (self.head or self.embed).logits(hidden)
-        logits = logits if layout is None else layout.place(logits, "data", None, "vocab")
+        logits = logits if layout is None else layout.over_vocabulary(logits)
         return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)

@@ -105,14 +105,20 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(one, params)
 
-    def cache(self, cache: PyTree) -> PyTree:
-        """Shardings of a `KVCache`, a `Pending` or a part of one: rows over "data", heads as in attention."""
-        tokens = "slots" if isinstance(cache, kv.KVCache) else None
+    def over_vocabulary(self, logits: Array) -> Array:
+        """Logits [B, ..., V], or [V], where their rows and the head lie."""
+        return self.place(logits, *("data", *[None] * (logits.ndim - 2), "vocab")[-logits.ndim :])
 
-        def one(x):
-            return self.keys(x, tokens) if x.ndim > 2 else self.sharding(x.shape, *("data", None)[: x.ndim])
+    def rows(self, x: Array) -> NamedSharding:
+        """Sharding of an array [B, ...]."""
+        return self.sharding(x.shape, "data", *[None] * (x.ndim - 1))
 
-        return jax.tree.map(one, cache, is_leaf=lambda x: isinstance(x, Quantized))
+    def cache(self, held: kv.KVCache | kv.Pending) -> PyTree:
+        """Shardings of a cache, or of what is pending: rows over "data", heads as in attention."""
+        tokens = "slots" if isinstance(held, kv.KVCache) else None
+        one = lambda keys: self.keys(keys, tokens)
+        k, v = jax.tree.map(one, (held.k, held.v), is_leaf=lambda x: isinstance(x, Quantized))
+        return type(held)(k, v, *map(self.rows, held[2:]))
 
     def keys(self, x: Array | Quantized, tokens: str | None) -> Any:
         """Sharding of keys or values [..., B, K, n, h]; `tokens`: what n counts, "slots" or None."""
@@ -129,7 +135,8 @@ class Layout:
     def commit(self, cache: kv.KVCache, pending: kv.Pending, path: Array, num_nodes: Array) -> kv.KVCache:
         """`cache.commit`, each device its own part: left to itself, the compiler gathers what it cannot split."""
         args = cache, pending, path, num_nodes
-        specs = tuple(jax.tree.map(lambda s: s.spec, self.cache(arg)) for arg in args)
+        shardings = self.cache(cache), self.cache(pending), self.rows(path), self.rows(num_nodes)
+        specs = jax.tree.map(lambda s: s.spec, shardings)
         axes = self.axes("slots")
 
         def local(cache, pending, path, num_nodes):
@@ -154,7 +161,7 @@ class Layout:
                 self.sharding(q.shape, "data", None, "heads", None),
                 *(self.keys(x, None) for x in (k, v)),
                 *(self.keys(x, "slots") for x in (prefix_k, prefix_v)),
-                *(self.sharding(x.shape, *("data", None, None)[: x.ndim]) for x in rows),
+                *map(self.rows, rows),
             )
             specs = jax.tree.map(lambda s: s.spec, shardings)
 

@@ -73,14 +73,19 @@ class Llama(nnx.Module):
         c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
         frequencies = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         stream, pending = run_layers(
-            self.layers, step.place(self.embed(tokens), "data", None, None), step, cache, (),
+            self.layers, self.embedded(tokens, layout), step, cache, (),
             lambda block, x, step, prefix, _: block.attend(x, step, prefix, frequencies, c.window),
             lambda block, x, step: block.feed(x, step),
         )  # fmt: skip
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 
+    def embedded(self, tokens: Array | Mixture, layout=None) -> Array:
+        """What the first layer reads: [B, T, D]."""
+        x = self.embed(tokens)
+        return x if layout is None else layout.place(x, "data", None, None)
+
     def predict(self, hidden: Array, layout=None) -> Array:
-        """Logits of normed states."""
+        """Logits of normed states [..., D]."""
         logits = (self.head or self.embed).logits(hidden)
-        return logits if layout is None else layout.place(logits, "data", None, "vocab")
+        return logits if layout is None else layout.over_vocabulary(logits)

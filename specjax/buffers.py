@@ -43,10 +43,14 @@ def widen(pending: Any, slots: int, axis: int = 1) -> Any:
     return jax.tree.map(pad, pending)
 
 
-def insert(wide: Any, new: Any, place: Any, axis: int = 1) -> Any:
-    """Arrays [B, S, ...] with those of T tokens, [B, T, ...], from slot `place` on: int32[] or, per row, int32[B]."""
+def insert(wide: Any, new: Any, place: Any, axis: int = 1, rows: int = 0) -> Any:
+    """Arrays [B, S, ...] with those of T tokens, [B, T, ...], from slot `place` on: int32[] or, per row, int32[B].
+
+    axis, rows: where else their slots and their rows are counted; both from the front or both from the end.
+    """
     write = jax.lax.dynamic_update_slice_in_dim
     if jnp.ndim(place) == 0:
         return jax.tree.map(lambda old, new: write(old, new, place, axis), wide, new)
-    by_row = jax.vmap(lambda old, new, place: write(old, new, place, axis - 1))
+    left = axis - (0 <= rows < axis)  # of a row alone
+    by_row = jax.vmap(lambda old, new, place: write(old, new, place, left), (rows, rows, 0), rows)
     return jax.tree.map(lambda old, new: by_row(old, new, place), wide, new)

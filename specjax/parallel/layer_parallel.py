@@ -30,13 +30,19 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.errors import UsageError
 from specjax.models import cache as kv
-from specjax.models.bridge import abstract_module, abstract_params
+from specjax.models.bridge import (
+    abstract_module,
+    abstract_params,
+    check_no_inputs,
+    of_attention,
+    outside_of_layers,
+)
 from specjax.models.layers import Step, segments
 from specjax.models.layout import Layout, check_axes, check_heads, copies_of_kv_heads, repeat_kv_heads
 from specjax.parallel.arrays import place_one, with_shardings
 from specjax.parallel.layer_pass import Parts, Pass
 from specjax.parallel.sharding import config_to_spread
-from specjax.types import Model, PyTree, Target
+from specjax.types import Capabilities, Model, PyTree, Target
 
 OWN = ("attention_norm", "attention")
 """The parts of a block that only the layer's own device has."""
@@ -152,7 +158,8 @@ def _model(config: Any, mesh: Mesh) -> Model:
     specs_of_cache = functools.partial(_specs, parts, kv.KVCache)
     specs_of_pending = functools.partial(_specs, parts, kv.Pending)
 
-    def init_cache(batch: int, capacity: int) -> kv.KVCache:
+    def begin(params, inputs, batch: int, capacity: int) -> kv.KVCache:
+        check_no_inputs(config.name, inputs)
         one = kv.init(
             batch, capacity, 1, wide.num_kv_heads, wide.head_dim, wide.cache_dtype or wide.dtype, False,
             wide.cache_lanes,
@@ -202,11 +209,14 @@ def _model(config: Any, mesh: Mesh) -> Model:
             run_layers=functools.partial(run_layers, group, params["layers"]),
         )  # fmt: skip
 
-    def head(params, stream):
-        module = module_of(params)
-        return module.predict(module.norm(stream), layout)
-
     return Model(
-        init_cache, forward, commit, config.vocab_size, config.max_positions, config.name, config, mesh,
-        config.num_layers, head, parts.group,
-    )  # fmt: skip
+        begin=begin,
+        forward=forward,
+        commit=commit,
+        shardings=functools.partial(cache_shardings, config, mesh),
+        config=config,
+        mesh=mesh,
+        capabilities=Capabilities(config.num_layers, taps=True, groups=(parts.group,), mixtures=True),
+        **of_attention(config),
+        **outside_of_layers(module_of, layout),
+    )
