@@ -13,8 +13,7 @@ from specjax.errors import UsageError
 from specjax.parallel import mesh, shard
 from specjax.types import Controller, Drafter, Model, Output, Target, TokenTree, Verdict
 from specjax.verifiers import VERIFIERS, Verifier
-
-__version__ = "0.1.0"
+from specjax.version import __version__
 
 __all__ = [
     "METHODS",
@@ -32,6 +31,7 @@ __all__ = [
     "UsageError",
     "Verdict",
     "Verifier",
+    "__version__",
     "compile_report",
     "controllers",
     "decode",
