@@ -59,4 +59,8 @@ def __getattr__(name: str):
         from specjax import planning
 
         return getattr(planning, name)
+    if name in ("tree", "datastore"):  # former names, which warn
+        import importlib
+
+        return importlib.import_module(f"specjax.{name}")
     raise AttributeError(f"module 'specjax' has no attribute '{name}'")

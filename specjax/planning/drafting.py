@@ -13,6 +13,7 @@ from specjax import drafters, trees
 from specjax.catalog.methods import METHODS, make_drafter
 from specjax.costs.tokens import expected_tokens, rank_acceptance
 from specjax.drafters.tables.token_recycling import best_paths
+from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.models import abstract_params, make_model
@@ -91,7 +92,7 @@ def probe(num_nodes: int) -> Drafter:
     A step with it is one verify pass over so many nodes; the law of the draft does not matter for what a pass costs.
     """
     if num_nodes == 1:
-        return drafters.autoregressive()
+        return autoregressive()
 
     def propose(params, keys, state, context, limit) -> tuple[TokenTree, PyTree]:
         root = take_along(context.tokens, context.length[:, None] - 1, 1)

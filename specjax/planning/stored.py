@@ -35,9 +35,9 @@ def versions() -> dict[str, str]:
 def _sources() -> str:
     """A hash of the package's own files: an editable checkout changes without its version."""
     digest = hashlib.sha256()
-    elsewhere = (folder for package in (models, configs, pallas_kernels) for folder in package.__path__)
+    elsewhere = [Path(folder) for package in (models, configs, pallas_kernels) for folder in package.__path__]
     for folder in (Path(__file__).parents[1], *elsewhere):
-        for file in sorted(Path(folder).rglob("*.py")):
+        for file in sorted(folder.rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -66,7 +66,7 @@ def _caches(model: Model, batch: int) -> list[PyTree]:
 
 def _cache_in(state: PyTree, model: Model, batch: int) -> PyTree | None:
     """The first part of a drafter's state that is a cache of the model; None: there is none."""
-    wanted = jax.tree.structure(_caches(model, batch)[0])
+    wanted: Any = jax.tree.structure(_caches(model, batch)[0])
     is_cache = lambda part: jax.tree.structure(part) == wanted
     return next(filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache)), None)
 

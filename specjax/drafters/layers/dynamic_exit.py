@@ -37,7 +37,7 @@ PROMPT_SAMPLES = 16
 IDLE_PERIOD = 8
 
 
-class Counts(NamedTuple):
+class ExitCounts(NamedTuple):
     """Decayed counts, and whether the coming round is to be counted."""
 
     matches: Array  # float32[B, E], per exit
@@ -58,7 +58,7 @@ def dynamic_exit(
       exits: the layers to choose from; default: every second one of the first half. Each costs a read-out of the head
         per round. decay: w above; it forgets within 1 / (1 - w) rounds.
 
-    State: Counts. Raises: UsageError for an exit that the model does not have or a setting outside its range.
+    State: ExitCounts. Raises: UsageError for an exit that the model does not have or a setting outside its range.
     """
     most = layers_of(target)
     if target.model.head is None:
@@ -77,18 +77,18 @@ def dynamic_exit(
 def _functions(model: Model, num_tokens: int, exits: tuple[int, ...], decay: float) -> Drafter:
     builder = trees.chain(num_tokens)
 
-    def init(params, context: Context) -> Counts:
+    def init(params, context: Context) -> ExitCounts:
         batch = context.length.shape[0]
-        return Counts(jnp.zeros((batch, len(exits))), jnp.zeros((batch,)), jnp.zeros((batch,), bool))
+        return ExitCounts(jnp.zeros((batch, len(exits))), jnp.zeros((batch,)), jnp.zeros((batch,), bool))
 
-    def propose(params, keys, state: Counts, context: Context, limit):
+    def propose(params, keys, state: ExitCounts, context: Context, limit):
         layer, length = choose(acceptance(state), exits, model.num_layers, num_tokens)
         limit = jnp.minimum(limit, length)
         layers = first_layers(model, layer)
         tree = self_draft(model, builder, params, keys, context, limit, layers, falling(layer, model.num_layers))
         return tree, state._replace(watching=(length > 0) | (context.length % IDLE_PERIOD == 0))
 
-    def update(params, state: Counts, tree: TokenTree, verdict: Verdict, output: Output) -> Counts:
+    def update(params, state: ExitCounts, tree: TokenTree, verdict: Verdict, output: Output) -> ExitCounts:
         valid = jnp.any(verdict.path[:, :, None] == jnp.arange(tree.tokens.shape[1]), 1) & state.watching[:, None]
 
         def matching():
@@ -97,7 +97,7 @@ def _functions(model: Model, num_tokens: int, exits: tuple[int, ...], decay: flo
         zeros = jnp.zeros_like(state.matches)
         return add(state, jax.lax.cond(jnp.any(state.watching), matching, lambda: zeros), valid, decay)
 
-    def read(params, state: Counts, tokens, count, output: Output) -> Counts:
+    def read(params, state: ExitCounts, tokens, count, output: Output) -> ExitCounts:
         assert model.head is not None
         # Evenly spread over the row's part of the chunk; all of it if it is short.
         place = jnp.arange(PROMPT_SAMPLES) * jnp.maximum(count, PROMPT_SAMPLES)[:, None] // PROMPT_SAMPLES
@@ -120,7 +120,7 @@ def _functions(model: Model, num_tokens: int, exits: tuple[int, ...], decay: flo
     )
 
 
-def acceptance(state: Counts) -> Array:
+def acceptance(state: ExitCounts) -> Array:
     """float32[B, E]: the estimate a_l of each exit."""
     return (state.matches + 0.5) / (state.positions[:, None] + 1)
 
@@ -160,7 +160,7 @@ def matches(model: Model, params: PyTree, taps, wanted: Array, valid: Array) -> 
     return jnp.sum((shadow == wanted[:, None]) & valid[:, None], -1, dtype=jnp.float32)
 
 
-def add(state: Counts, matched: Array, valid: Array, decay: float) -> Counts:
+def add(state: ExitCounts, matched: Array, valid: Array, decay: float) -> ExitCounts:
     """The counts after one more round; a row without a valid position keeps its own."""
     new = jnp.any(valid, 1)
     forget = jnp.where(new, decay, 1.0)

@@ -10,7 +10,7 @@ from toy import compiled, tiny_llama
 
 from specjax import Target, UsageError, decode, trees
 from specjax.drafters import dynamic_exit, early_exit
-from specjax.drafters.layers.dynamic_exit import Counts, acceptance, add, choose, falling, matches, tokens_per_layer
+from specjax.drafters.layers.dynamic_exit import ExitCounts, acceptance, add, choose, falling, matches, tokens_per_layer
 from specjax.drafters.layers.early_exit import first_layers, self_draft
 from specjax.engine.prefill import prefill
 from specjax.trees.operations import ancestor_mask
@@ -84,7 +84,7 @@ def test_a_draft_is_the_beginning_of_that_of_early_exit():
     target, context, _, _ = drafted(1)
     fixed = compiled(early_exit(target, 1, num_tokens=6))
     ours = compiled(dynamic_exit(target, 6, exits=(1, 2)))
-    hopeful = Counts(jnp.array([[90.0, 0.0]]), jnp.array([90.0]), jnp.array([True]))
+    hopeful = ExitCounts(jnp.array([[90.0, 0.0]]), jnp.array([90.0]), jnp.array([True]))
     limit = jnp.array([6])
     wanted, _ = fixed.propose(fixed.params, None, (), context, limit)
     tree, state = ours.propose(ours.params, None, hopeful, context, limit)
@@ -101,7 +101,7 @@ def test_a_draft_is_the_beginning_of_that_of_early_exit():
 
 def test_the_choice_follows_a_text_that_changes():
     """Exit 1 right and exit 2 wrong, then the other way round: the choice turns within 1 / (1 - w) rounds."""
-    state = Counts(jnp.zeros((1, 2)), jnp.zeros((1,)), jnp.array([True]))
+    state = ExitCounts(jnp.zeros((1, 2)), jnp.zeros((1,)), jnp.array([True]))
     valid = jnp.ones((1, 2), bool)
     pick = lambda state: int(choose(acceptance(state), (4, 8), 32, 18)[0][0])
     for _ in range(60):
