@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from specjax.bench import measure
+from specjax.bench import measure, near_ties
 from specjax.bench import records as report
 from specjax.cli.options import Drafting, Settings
 from specjax.cli.prompts import Encoded
@@ -124,10 +124,10 @@ class Bench:
 
     def _differences(self, group: Group, name: str) -> Iterable[dict]:
         for row, ours, plain in zip(group.rows, group.runs[name].tokens, group.runs[PLAIN].tokens, strict=True):
-            found = measure.difference(self.session.target, row.ids, ours, plain, self.session.coarsest)
+            found = near_ties.difference(self.session.target, row.ids, ours, plain, self.session.coarsest)
             if found is not None:
                 where = {"method": name, "task": group.task, "line": row.prompt.line}
-                yield measure.difference_record(
+                yield near_ties.difference_record(
                     found, self.session.tokenizer, **where, question_id=row.prompt.question_id
                 )
 

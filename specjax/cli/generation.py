@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from specjax.bench import measure
+from specjax.bench import measure, near_ties
 from specjax.bench import records as report
 from specjax.catalog.methods import METHODS
 from specjax.cli.options import Drafting, Settings
@@ -134,10 +134,10 @@ class Generation:
             return
         pairs = zip(self.rows, report.merge(self.runs).tokens, report.merge(self.plain_runs).tokens, strict=True)
         for number, (row, ours, plain) in enumerate(pairs):
-            found = measure.difference(self.session.target, row.ids, ours, plain, self.session.coarsest)
+            found = near_ties.difference(self.session.target, row.ids, ours, plain, self.session.coarsest)
             if found is not None:
                 where = {"prompt": number, "line": row.prompt.line}
-                self.differences.append(measure.difference_record(found, self.session.tokenizer, **where))
+                self.differences.append(near_ties.difference_record(found, self.session.tokenizer, **where))
 
     def record(self) -> dict:
         """The JSON record over all prompts."""

@@ -18,6 +18,7 @@ from rich.console import Console
 from specjax import costs as costs_of
 from specjax.cli.options import AS_EACH_DOES, Drafting, budget_option, exit_option, require
 from specjax.errors import UsageError
+from specjax.folders import cache_folder
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.types import Drafter, Target
 
@@ -206,25 +207,11 @@ def use_cache(on: bool) -> None:
 
     if not on or jax.config.values["jax_compilation_cache_dir"]:
         return
-    folder = cache_folder()
+    folder = cache_folder() / "compiled"
     with contextlib.suppress(OSError):  # a cache is a convenience
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-
-
-def cache_folder() -> Path:
-    """Where compiled programs are kept."""
-    home = Path.home()
-    if os.environ.get("XDG_CACHE_HOME"):
-        base = Path(os.environ["XDG_CACHE_HOME"])
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    else:
-        base = home / ".cache"
-    return base / "specjax" / "compiled"
 
 
 class Clock:

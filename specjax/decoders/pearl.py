@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specjax.drafters import autoregressive
+from specjax.engine.autoregressive import autoregressive
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.run import DecodeResult, Prompts, prepare
 from specjax.engine.step import on_mesh
@@ -195,7 +195,7 @@ def _numpy_of(x: AnyArray) -> Any:
 
 def _run(roles, caches, start: Text, eos: np.ndarray, gamma: int, max_new_tokens: int) -> PearlResult:
     (draft_side, target_side), (drafted_cache, cache) = roles, caches
-    text, counts, trace = start, Counts.zero(len(start.tokens), gamma), []
+    text, counts, trace = start, Sums.zero(len(start.tokens), gamma), []
     while not text.done.all():
         # Both are under way before either is read.
         picks, cache = _verify(target_side, cache, text.window(text.verified - 1, gamma), text.verified)
@@ -248,7 +248,7 @@ def join(text: Text, drafts: AnyArray, picks: AnyArray, eos: AnyArray) -> tuple[
     return after, xp.where(text.post[:, None], xp.roll(accepted, 1, 1), accepted)
 
 
-class Counts(NamedTuple):
+class Sums(NamedTuple):
     """The sums of `Stats`, but for who ended."""
 
     target_passes: AnyArray  # int32[B]
@@ -258,15 +258,15 @@ class Counts(NamedTuple):
     accepted_by_depth: AnyArray
 
     @classmethod
-    def zero(cls, batch: int, gamma: int) -> Counts:
+    def zero(cls, batch: int, gamma: int) -> Sums:
         row, by_depth = np.zeros((batch,), np.int32), np.zeros((batch, gamma), np.int32)
         return cls(row, row, row, by_depth, by_depth)
 
-    def add(self, active: AnyArray, accepted: AnyArray) -> Counts:
+    def add(self, active: AnyArray, accepted: AnyArray) -> Sums:
         """One more step of the `active` rows bool[B], and what it `accepted`, from `join`."""
         drafted = active[:, None] & (accepted | True)
         new = active, drafted.sum(1), accepted.sum(1), drafted, accepted
-        return Counts(*(old + x.astype(np.int32) for old, x in zip(self, new, strict=True)))
+        return Sums(*(old + x.astype(np.int32) for old, x in zip(self, new, strict=True)))
 
 
 def _place(role: Role) -> Role:

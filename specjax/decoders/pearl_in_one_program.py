@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax.decoders.pearl import Counts, Role, Text, check_pair, commit_all, draws, join, triangle
-from specjax.drafters import autoregressive
+from specjax.decoders.pearl import Role, Sums, Text, check_pair, commit_all, draws, join, triangle
+from specjax.engine.autoregressive import autoregressive
 from specjax.engine.prefill import prefill
 from specjax.engine.run import DecodeResult, Prompts, prepare
 from specjax.errors import UsageError
@@ -85,7 +85,7 @@ def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, 
     return DecodeResult(new, count, text.hit_eos, Stats(*counts, text.hit_eos))
 
 
-def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> tuple[Text, Counts]:
+def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> tuple[Text, Sums]:
     """What each of the two devices runs."""
     drafts_here = jax.lax.axis_index("role") == 0
     drafter, target = roles
@@ -110,7 +110,7 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
 
     batch = start.tokens.shape[0]
     caches = of_both(lambda: _read(drafter, start), lambda: _read(target, start))
-    counts = jax.tree.map(jnp.asarray, Counts.zero(batch, gamma))
+    counts = jax.tree.map(jnp.asarray, Sums.zero(batch, gamma))
     going = lambda carry: ~jnp.all(carry[0].done)
     return jax.lax.while_loop(going, body, (start, counts, caches))[:2]
 

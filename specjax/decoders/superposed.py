@@ -23,14 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters import autoregressive
-from specjax.drafters.layers.superposed import extend, likeliest
+from specjax.engine.autoregressive import autoregressive
 from specjax.engine.prefill import prefill
 from specjax.engine.run import Prompts, prepare
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.retrieval.datastore.index import Index, search
 from specjax.retrieval.suffixes import last_tokens
+from specjax.trees.superposition import extend, likeliest
 from specjax.types import Array, Guarantee, Mixture, PyTree, Target
 
 GUARANTEE: Guarantee = "lossy"
