@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,33 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax import parallel
-from specjax.engine.run import PROMPT_BUCKET
-from specjax.engine.step import Inputs, buffer_size
+from specjax import buffers, parallel
+from specjax.buffers import SHARED
+from specjax.controllers import fixed
+from specjax.engine import step
+from specjax.engine.parts import Job, Parts
+from specjax.engine.prepare import Settings
+from specjax.engine.step import buffer_size
 from specjax.models import abstract_params, make_model
-from specjax.models import cache as kv
-from specjax.models.layout import spread
 from specjax.parallel import layer_parallel
 from specjax.parallel.arrays import with_shardings
 from specjax.planning.drafting import drafter_of
 from specjax.planning.workload import Workload
 from specjax.types import Drafter, PyTree, Sampling, Target
-from specjax.verifiers import exact_verifier
 
 
 class Abstract(NamedTuple):
-    """The arguments of `specjax.decode`'s program, as shapes with shardings."""
+    """What `specjax.decode` would run, as shapes with shardings."""
 
-    inputs: Inputs
-    tokens: PyTree
-    lengths: PyTree
-    keys: PyTree
+    job: Job
     mesh: Mesh
     draft: Target | None  # the draft model of the workload
 
 
-def abstract_inputs(work: Workload, devices: list, drafter: Drafter | None = None) -> Abstract:
-    """Everything that `decode` would pass to its program, for a drafter of one's own or that of its method.
+def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) -> Abstract:
+    """What `decode` would pass to its program, for a drafter of one's own or that of the workload's method.
 
     Rows of the batch lie over "data", parameters and caches as `specjax.models.layout` says, all else everywhere.
     """
@@ -45,60 +43,74 @@ def abstract_inputs(work: Workload, devices: list, drafter: Drafter | None = Non
     target = _spread(work.target, mesh)
     draft = None if work.draft is None else _spread(work.draft, mesh, work.is_layer_parallel)
     drafter = drafter or drafter_of(work, target, draft)
-    size = buffer_size(-(-work.context // PROMPT_BUCKET) * PROMPT_BUCKET, work.max_new_tokens, drafter)
-    is_greedy = work.temperature == 0
-    scalar = _place(jax.ShapeDtypeStruct((), jnp.float32), lambda leaf: PartitionSpec(), mesh)
-    eos = _place(jax.ShapeDtypeStruct((1,), jnp.int32), lambda leaf: PartitionSpec(), mesh)
-    sampling = Sampling() if is_greedy else Sampling(scalar)
-    inputs = Inputs(target, drafter, exact_verifier(drafter, is_greedy), False, sampling, eos)
-    rows = jax.ShapeDtypeStruct((work.batch,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((work.batch, size), jnp.int32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), work.batch))
-    tokens, rows, keys = _place((tokens, rows, keys), _by_rows(work), mesh)
-    return Abstract(inputs, tokens, rows, keys, mesh, draft)
+    settings = Settings(temperature=work.temperature)
+    everywhere = lambda *shape, dtype: _place(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
+    by_rows = lambda tree: _place(tree, buffers.rows_first(tree), work, mesh)
+    parts = Parts(
+        target=target,
+        drafter=drafter,
+        verifier=settings.verifier_for(drafter),
+        controller=fixed(),
+        sampling=Sampling() if settings.is_greedy else Sampling(everywhere(dtype=jnp.float32)),
+        eos=everywhere(1, dtype=jnp.int32),
+    )
+    size = buffer_size(work.context, work.max_new_tokens, drafter, target.model.max_positions)
+    tokens, rows = (by_rows(jax.ShapeDtypeStruct((work.batch, *more), jnp.int32)) for more in ((size,), ()))
+    keys = by_rows(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), work.batch)))
+    return Abstract(Job(parts, tokens, rows, keys, rows), mesh, draft)
 
 
 def _spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
     """Shapes of a model, over as much of the mesh as divides it; on one device the plain model, as `load` gives it."""
     if mesh.size == 1:
-        return Target(make_model(config), _place(abstract_params(config), lambda leaf: PartitionSpec(), mesh))
+        params = abstract_params(config)
+        return Target(
+            make_model(config),
+            with_shardings(params, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), params)),
+        )
     if by_layer:
         return layer_parallel.abstract_draft(config, mesh)
     return parallel.abstract_target(config, mesh, parallel.over_that_fits(config, mesh))
 
 
-def _by_rows(work: Workload) -> Callable[[Any], PartitionSpec]:
-    """Over "data" what has one entry per row of the batch."""
+def _place(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
+    """Shapes with their rows, on these axes, over "data"."""
 
-    def spec(leaf) -> PartitionSpec:
-        is_rows = leaf.ndim and leaf.shape[0] == work.batch and work.batch % work.data == 0
-        return PartitionSpec("data") if is_rows and work.data > 1 else PartitionSpec()
+    def one(axis: int, leaf) -> NamedSharding:
+        if axis == SHARED or work.data == 1 or work.batch % work.data:
+            return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
 
-    return spec
-
-
-def _place(tree: PyTree, spec: Callable[[Any], PartitionSpec], mesh: Mesh) -> PyTree:
-    return with_shardings(tree, jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), tree))
+    return with_shardings(tree, jax.tree.map(one, axes, tree))
 
 
-def place_state(work: Workload, state: PyTree, mesh: Mesh) -> PyTree:
-    """The state between two steps: caches as their models have them."""
-    is_cache = lambda x: isinstance(x, kv.KVCache | kv.Pending)
+def place_state(work: Workload, args: Abstract, state: PyTree) -> PyTree:
+    """The state between two steps: caches as their models have them, all else by its rows."""
+    placed = _place(state, step.axes(args.job.parts, state), work, args.mesh)
+    if args.mesh.size == 1:
+        return placed
+    placed = placed._replace(cache=_place_cache(args.job.parts.target, state.cache))
+    if args.draft is None:
+        return placed
+    is_cache = functools.partial(is_cache_of, args.draft)
+    place = lambda part: _place_cache(args.draft, part) if is_cache(part) else part
+    return placed._replace(draft=jax.tree.map(place, placed.draft, is_leaf=is_cache))
 
-    def place(tree, config, by_layer=False):
-        def one(part):
-            if not is_cache(part) or mesh.size == 1 or config is None:
-                return _place(part, _by_rows(work), mesh)
-            if by_layer:
-                shardings = layer_parallel.cache_shardings(config, mesh, part)
-            else:
-                shardings = spread(config, mesh, parallel.over_that_fits(config, mesh))[1].cache(part)
-            return with_shardings(part, shardings)
 
-        return jax.tree.map(one, tree, is_leaf=is_cache)
+def _place_cache(target: Target, cache: PyTree) -> PyTree:
+    assert target.model.shardings is not None, "a model of specjax.models, on a mesh"
+    return with_shardings(cache, target.model.shardings(cache))
 
-    placed = place(state, work.target)
-    return placed._replace(draft=place(state.draft, work.draft, work.is_layer_parallel))
+
+def is_cache_of(target: Target, part: PyTree) -> bool:
+    """Whether a part of a drafter's state has the form of this model's cache."""
+    wanted: Any = jax.tree.structure(cache_shapes(target, 1, 1))
+    return jax.tree.structure(part) == wanted
+
+
+def cache_shapes(target: Target, batch: int, capacity: int) -> PyTree:
+    """Shapes of a cache of the model."""
+    return jax.eval_shape(lambda params: target.model.begin(params, None, batch, capacity), target.params)
 
 
 def shard_bytes(tree: PyTree) -> int:

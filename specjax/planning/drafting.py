@@ -15,7 +15,6 @@ from specjax.costs.tokens import expected_tokens, rank_acceptance
 from specjax.drafters.tables.token_recycling import best_paths
 from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.models import abstract_params, make_model
 from specjax.planning.workload import Workload
 from specjax.trees.best_shapes import Paths
@@ -95,15 +94,13 @@ def probe(num_nodes: int) -> Drafter:
         return autoregressive()
 
     def propose(params, keys, state, context, limit) -> tuple[TokenTree, PyTree]:
-        root = take_along(context.tokens, context.length[:, None] - 1, 1)
-        tokens = jnp.pad(root, ((0, 0), (0, num_nodes - 1)))
+        tokens = jnp.pad(context.root, ((0, 0), (0, num_nodes - 1)))
         depth: Array = jnp.arange(num_nodes)
         return chain(tokens, jnp.broadcast_to(depth <= limit[:, None], tokens.shape)), state
 
     return Drafter(
-        init=lambda params, context: (),
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
         num_nodes=num_nodes,
         max_depth=num_nodes - 1,
+        widths=(),
     )

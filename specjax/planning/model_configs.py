@@ -14,8 +14,7 @@ import jax
 
 from specjax import configs
 from specjax.errors import UsageError
-from specjax.models import abstract_params
-from specjax.models import cache as kv
+from specjax.models import abstract_params, lanes_of
 from specjax.models.loading import families, gguf, hf
 
 
@@ -25,7 +24,7 @@ def builtin_configs() -> dict[str, Callable[..., Any]]:
     return {name: importlib.import_module(f"specjax.configs.{name}").get_config for name in names}
 
 
-ON_TPU = {"stacked": True, "cache_lanes": kv.lanes_of("tpu")}
+ON_TPU = {"stacked": True, "cache_lanes": lanes_of("tpu")}
 """How `specjax.load` lays out a model there."""
 
 

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from specjax.controllers import fixed
 from specjax.engine.prefill import CHUNK
-from specjax.engine.run import _decode, _start, _step
+from specjax.engine.run import run, start, step
 from specjax.planning import hlo
-from specjax.planning.abstract import Abstract, abstract_inputs, local_shape, place_state
+from specjax.planning.abstract import Abstract, abstract_job, local_shape, place_state
 from specjax.planning.workload import Workload
 from specjax.trees.growing import LEVELS
 from specjax.types import Drafter, PyTree
@@ -51,37 +50,35 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
 
     Args: rounds: how often the loop of the third is assumed to run; None: once per new token.
     """
-    args = abstract_inputs(work, devices, drafter)
-    first = args.inputs, args.tokens, args.lengths, args.keys
-    static = {"controller": fixed(), "max_new_tokens": work.max_new_tokens}
+    args = abstract_job(work, devices, drafter)
+    parts = args.job.parts
     with _device_kind(args.mesh):
-        state = jax.eval_shape(lambda *leaves: _start(*leaves, **static), *first)
-    state = place_state(work, state, args.mesh)
+        state = jax.eval_shape(start, args.job)
+    state = place_state(work, args, state)
     chunks = max(1, math.ceil((work.context - 1) / CHUNK))
     blocks = math.ceil(work.context / BLOCK)
-    passes = max(args.inputs.drafter.max_depth - 1, 0)  # of the drafter, behind the root's: none stops early
+    passes = max(parts.drafter.max_depth - 1, 0)  # of the drafter, behind the root's: none stops early
     assumed = {
         "prefill_chunks": float(chunks), "rounds": float(rounds or work.max_new_tokens), "cache_blocks": float(blocks),
         "draft_passes": float(passes),
     }  # fmt: skip
-    large = frozenset(_keys_of(state.cache) | _keys_of(args.inputs.target.params))
+    large = frozenset(_keys_of(state.cache) | _keys_of(parts.target.params))
     # As many blocks as a chunk sees on average.
     in_prefill = lambda loop: chunks if loop.depth == 0 else max(1.0, blocks / 2)
     in_step = _drafting(passes, lambda loop: float(blocks))
     in_loop = _drafting(passes, _in_loop(chunks, blocks, assumed["rounds"]))
 
-    def lowering(function, *args_, **static_):
+    def program(name: str, function, arguments: tuple, trips: hlo.Trips) -> Program:
         def lower():
             with _device_kind(args.mesh):
-                return function.lower(*args_, **static_)
+                return function.lower(*arguments)
 
-        return lower
+        return Program(name, lower, arguments, trips, assumed, large)
 
-    second = args.inputs, state
     found = [
-        Program("prefill", lowering(_start, *first, **static), first, in_prefill, assumed, large),
-        Program("step", lowering(_step, *second, controller=fixed()), second, in_step, assumed, large),
-        Program("loop", lowering(_decode, *first, **static), first, in_loop, assumed, large),
+        program("prefill", start, (args.job,), in_prefill),
+        program("step", step, (parts, state), in_step),
+        program("loop", run, (args.job,), in_loop),
     ]
     return Programs(found, args, state)
 

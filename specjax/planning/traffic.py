@@ -10,15 +10,15 @@ from typing import Any
 import jax
 
 from specjax.engine.prefill import CHUNK
-from specjax.planning.abstract import Abstract, shard_bytes
+from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes
 from specjax.planning.workload import Workload
-from specjax.types import Model, PyTree, Target
+from specjax.types import PyTree, Target
 
 
 def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, rounds: float) -> dict[str, float]:
     """Per program, the bytes that a device has to move: `draft_passes` of the draft model and one of the target."""
-    passes = [(1, _pass_of(work.target, args.inputs.target, work.batch, state.cache))]
-    cache = None if args.draft is None else _cache_in(state.draft, args.draft.model, work.batch)
+    passes = [(1, _pass_of(work.target, args.job.parts.target, work.batch, state.cache))]
+    cache = None if args.draft is None else _cache_in(state.draft, args.draft)
     if args.draft is not None and cache is not None:
         passes.append((draft_passes, _pass_of(work.draft, args.draft, work.batch, cache)))
 
@@ -33,7 +33,7 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
 
 def _pass_of(config: Any, target: Target, batch: int, cache: PyTree) -> Callable[..., float]:
     """`pass_bytes` of a model, by the context."""
-    return functools.partial(pass_bytes, config, target.params, bytes_per_token(target.model, batch, cache))
+    return functools.partial(pass_bytes, config, target.params, bytes_per_token(target, batch, cache))
 
 
 def pass_bytes(config: Any, params: Any, per_token: float, context: float, *, head: bool = True) -> float:
@@ -48,9 +48,9 @@ def pass_bytes(config: Any, params: Any, per_token: float, context: float, *, he
     return weights + per_token * _mean_context(config, context)
 
 
-def bytes_per_token(model: Model, batch: int, cache: PyTree) -> float:
+def bytes_per_token(target: Target, batch: int, cache: PyTree) -> float:
     """Bytes of a model's `cache` that a device holds per token of all rows: of what grows with the capacity."""
-    small, large = _caches(model, batch)
+    small, large = (cache_shapes(target, batch, capacity) for capacity in (1024, 2048))
 
     def of_leaf(leaf, less, more) -> float:
         grown = [axis for axis, (a, b) in enumerate(zip(less.shape, more.shape, strict=True)) if a != b]
@@ -59,15 +59,9 @@ def bytes_per_token(model: Model, batch: int, cache: PyTree) -> float:
     return sum(jax.tree.leaves(jax.tree.map(of_leaf, cache, small, large)))
 
 
-def _caches(model: Model, batch: int) -> list[PyTree]:
-    """Shapes of two caches of a model, the second of twice the capacity."""
-    return [jax.eval_shape(lambda capacity=capacity: model.init_cache(batch, capacity)) for capacity in (1024, 2048)]
-
-
-def _cache_in(state: PyTree, model: Model, batch: int) -> PyTree | None:
+def _cache_in(state: PyTree, draft: Target) -> PyTree | None:
     """The first part of a drafter's state that is a cache of the model; None: there is none."""
-    wanted: Any = jax.tree.structure(_caches(model, batch)[0])
-    is_cache = lambda part: jax.tree.structure(part) == wanted
+    is_cache = functools.partial(is_cache_of, draft)
     return next(filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache)), None)
 
 
