@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.catalog.methods import make_drafter
 from specjax.controllers import fixed
 from specjax.engine import checks
 from specjax.engine.step import Inputs, add_stats, buffer_size, speculative, zero_stats
@@ -212,6 +211,8 @@ def prepare(
     Returns: Inputs, padded tokens int32[B, L], lengths int32[B], keys [B] and the static arguments of the program.
     """
     if not isinstance(drafter, Drafter):
+        from specjax.catalog import make_drafter  # which has loops among its rows that import this file
+
         drafter = make_drafter(drafter or "auto", target)
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")

@@ -15,7 +15,6 @@ per collective, which is what decides at few tokens.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -157,28 +156,17 @@ def draft_shape(job: Job, num_nodes: int, max_depth: int) -> Callable[[float], f
 
 
 def _static_paths(job: Job, num_nodes: int, max_depth: int) -> Paths | None:
-    kind, _, numbers = (job.tree or "").rpartition(":")
-    if kind in ("beam", "dyspec", "eagle2"):
-        return None
+    if job.tree:
+        from specjax import trees
+
+        return trees.paths_of(job.tree)
     if num_nodes == max_depth + 1:
         return tuple((0,) * depth for depth in range(1, max_depth + 1))
     if job.method == "token_recycling":
         from specjax.drafters.tables.token_recycling import best_paths
 
         return tuple(best_paths(num_nodes - 1))
-    if kind in ("", "top", "mixed") and numbers:
-        return branching_paths(tuple(int(n) for n in numbers.split("x")))
-    if kind == "paths":
-        first, depth = (int(n) for n in numbers.split("x"))
-        return branching_paths((first, *(1,) * (depth - 1)))
     return None
-
-
-def branching_paths(widths: Sequence[int]) -> Paths:
-    """The rank paths of the tree AxBxC."""
-    return tuple(
-        path for depth in range(1, len(widths) + 1) for path in itertools.product(*(range(w) for w in widths[:depth]))
-    )
 
 
 def draft_passes(job: Job, max_depth: int) -> int:
@@ -186,6 +174,6 @@ def draft_passes(job: Job, max_depth: int) -> int:
     from specjax import trees
     from specjax.catalog import methods
 
-    if not methods.METHODS[job.method].needs_draft:
+    if "draft" not in methods.METHODS[job.method].needs:
         return 0
     return trees.parse(job.tree).levels if job.tree else max_depth

@@ -212,22 +212,18 @@ def _abstract_draft(job: Job, mesh: Mesh) -> Target:
 
 def drafter_of(job: Job, target: Target, draft: Target | None) -> Drafter:
     """The drafter of the job's method; the parameters of both models may be shapes."""
-    import inspect
+    from specjax.catalog import find_drafter, make_drafter
 
-    from specjax import trees
-    from specjax.catalog import methods
-
-    method = methods.METHODS[job.method]
-    options: dict[str, Any] = {"platform": "tpu"} if method.takes_costs else {}
+    method = find_drafter(job.method)
+    options: dict[str, Any] = {"platform": "tpu"} if method.uses("costs") else {}
     if job.tree is not None:
-        options["tree"] = trees.parse(job.tree)
+        (option,) = (option for option in method.options if option.name == "tree")
+        options["tree"] = option.parse(job.tree)
     elif job.num_draft_tokens is not None:
-        known = inspect.signature(getattr(drafters, job.method)).parameters
-        sizes = {name: job.num_draft_tokens for name in ("num_tokens", "num_nodes") if name in known}
-        options |= sizes
-        if not sizes:
+        if method.size is None:
             raise UsageError(f"--num-draft-tokens does not apply to method {job.method}; leave it out")
-    return methods.make_drafter(job.method, target, draft if method.needs_draft else None, **options)
+        options[method.size] = job.num_draft_tokens
+    return make_drafter(job.method, target, draft if "draft" in method.needs else None, **options)
 
 
 def _by_rows(job: Job) -> Callable[[Any], PartitionSpec]:

@@ -8,6 +8,7 @@ import pytest
 
 from specjax import trees
 from specjax.planning import chips, cost, hlo, programs
+from specjax.trees.builders.static import branching_paths
 
 CHIP = dataclasses.replace(
     chips.CHIPS["v5e"], hbm_bandwidth=1e9, peak_flops=1e12, flops_per_cycle=1000, link_bandwidth=1e9
@@ -36,7 +37,7 @@ def test_expected_tokens_of_chains_and_trees():
     for n, depth in ((5, None), (6, None), (4, 2)):
         value, paths = trees.sequoia(a, n, depth)
         assert cost.expected_tokens(paths, a) == pytest.approx(value)
-    assert cost.expected_tokens(cost.branching_paths((2, 1)), a) == pytest.approx(1 + 0.8 + 0.8 * 0.6)
+    assert cost.expected_tokens(branching_paths((2, 1)), a) == pytest.approx(1 + 0.8 + 0.8 * 0.6)
     assert cost.expected_tokens(((3,),), a) == 1  # a rank that was not measured is worth nothing
 
 

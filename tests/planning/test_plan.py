@@ -9,6 +9,7 @@ import pytest
 from specjax import UsageError, trees
 from specjax.planning import cost
 from specjax.planning.plan import choose, read_acceptance
+from specjax.trees.builders.static import branching_paths
 
 A = (0.6, 0.2, 0.1)
 
@@ -45,7 +46,7 @@ def test_the_best_spec_is_one_that_parses_and_is_as_good_as_it_says():
     found = choose(A, [(1, 1.0), (8, 1.2), (32, 1.5)], draft=0.1)
     builder = trees.parse(found.spec)
     widths = tuple(int(w) for w in found.spec.split("x"))
-    tokens = cost.expected_tokens(cost.branching_paths(widths), A)
+    tokens = cost.expected_tokens(branching_paths(widths), A)
     import numpy as np
 
     seconds = builder.max_depth * 0.1 + np.interp(builder.num_nodes, [1, 8, 32], [1.0, 1.2, 1.5])

@@ -62,6 +62,14 @@ class Datastore:
             "text": self.info.get("text"),
         }
 
+    def documents(self) -> Iterator[np.ndarray]:
+        """Their ids, one after another; one that runs over the border of a shard comes in two pieces."""
+        for tokens, _ in self.shards:
+            start = 0
+            for end in np.flatnonzero(tokens == self.vocab_size):
+                yield tokens[start:end]
+                start = end + 1
+
     def to_device(self, mesh=None):
         """The `Index` on the device, or its shards spread over the target's mesh. See `index.to_device`."""
         from specjax.retrieval.datastore.index import to_device

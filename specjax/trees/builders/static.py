@@ -7,6 +7,7 @@ the largest log q + Gumbel noise: a sample without replacement, in order.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -40,12 +41,13 @@ def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> 
         raise UsageError(f'a branching spec is numbers joined by x, such as 4x2x1, not "{spec}"') from None
     if not widths or min(widths) < 1:
         raise UsageError(f"a branching spec needs one number of at least 1 per level, not {spec}")
-    paths: list[tuple[int, ...]] = []
-    level: list[tuple[int, ...]] = [()]
-    for width in widths:
-        level = [(*path, rank) for path in level for rank in range(width)]
-        paths += level
-    return static(tuple(paths), draws)
+    return static(branching_paths(widths), draws)
+
+
+def branching_paths(widths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The rank paths of the tree with so many children per node on each level."""
+    levels = range(1, len(widths) + 1)
+    return tuple(path for depth in levels for path in itertools.product(*map(range, widths[:depth])))
 
 
 def chain(num_tokens: int, *, stop: Stop | None = None) -> Builder:
@@ -62,7 +64,7 @@ def independent_paths(paths: int, depth: int) -> Builder:
 
 @functools.cache
 def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement") -> Builder:
-    """The tree of rank paths, as `specjax.tree.Template` takes them."""
+    """The tree of rank paths, as `specjax.trees.templates.Template` takes them."""
     template = Template(paths)
     shape = _tables(template)
     most = int(shape.counts.max())
