@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import jax
 
@@ -49,12 +50,12 @@ def _choice(
     target: Target,
     draft: Target | None,
     *,
-    several: str | Sequence[Drafter] = "prompt_lookup+token_recycling",
+    several: str | Sequence[str | Drafter] = "prompt_lookup+token_recycling",
     num_nodes: int = 7,
     datastore: Datastore | None = None,
     **options,
 ) -> Drafter:
-    specs = several.split("+") if isinstance(several, str) else several
+    specs: Sequence[str | Drafter] = several.split("+") if isinstance(several, str) else several
     # At most one of them reads the corpus: the first that can.
     readers = [isinstance(spec, str) and _row_of(spec).uses("datastore") for spec in specs]
     if datastore is not None and True not in readers:
@@ -99,7 +100,8 @@ def _suffix(
     **options,
 ) -> Drafter:
     other = None if fallback is None else _inner(fallback, target)
-    return drafters.suffix(fallback=other, corpus=datastore and datastore.to_device(target.model.mesh), **options)
+    corpus = None if datastore is None else datastore.to_device(target.model.mesh)
+    return drafters.suffix(fallback=other, corpus=corpus, **options)
 
 
 def _rest(target: Target, draft: Target | None, *, datastore: Datastore, **options) -> Drafter:
@@ -112,7 +114,8 @@ def _aded(
     drafter = drafters.aded(buckets=buckets, **options)
     if datastore is None:
         return drafter
-    return drafter.replace(params=drafters.corpus_table(list(datastore.documents()), buckets=buckets))
+    texts: list[Any] = list(datastore.documents())
+    return drafter.replace(params=drafters.corpus_table(texts, buckets=buckets))
 
 
 def _row_of(spec: str) -> Method:
@@ -122,6 +125,17 @@ def _row_of(spec: str) -> Method:
     if name not in known:
         raise UsageError(f'"{name}" is no drafter for the inside of another; choose one of {", ".join(known)}')
     return known[name]
+
+
+def inside(spec: str) -> str:
+    """A text such as `suffix` or `suffix:7,bias=2`. Raises: UsageError unless it names a drafter and its options."""
+    read_call(spec, _row_of(spec).options)
+    return spec
+
+
+def several_inside(specs: str) -> str:
+    """Such texts, joined by +. Raises: UsageError."""
+    return "+".join(map(inside, specs.split("+")))
 
 
 def _inner(spec: str | Drafter, target: Target, datastore: Datastore | None = None, size: int | None = None) -> Drafter:
@@ -233,7 +247,7 @@ DRAFTERS: dict[str, Method] = {
             takes=frozenset({"datastore"}),
             options=(
                 Option("min_tokens", int, 6, "drafted tokens after which it stops"),
-                Option("inner", str, "prompt_lookup", "what drafts for the smaller model, such as suffix:7"),
+                Option("inner", inside, "prompt_lookup", "what drafts for the smaller model, such as suffix:7"),
             ),
         ),
         Method(
@@ -246,7 +260,7 @@ DRAFTERS: dict[str, Method] = {
             needs=frozenset({"draft"}),
             takes=frozenset({"datastore"}),
             options=(
-                Option("retrieval", str, None, "what is fused with it, such as rest:16; default: suffix:7"),
+                Option("retrieval", inside, None, "what is fused with it, such as rest:16; default: suffix:7"),
                 Option("tree", trees.parse, "top:8x2x1x1", "of the smaller model, without randomness"),
                 Option("prune", yes_or_no, True, "keep only retrieved paths that start as the smaller model would"),
             ),
@@ -305,7 +319,7 @@ DRAFTERS: dict[str, Method] = {
                 Option("max_match", int, 16, "tokens of the longest match"),
                 Option("min_match", int, None, "and of the shortest; default: 2, with a fallback 5"),
                 Option("occurrence", ("latest", "earliest"), "latest", "which one in the text to copy from"),
-                Option("fallback", str, None, "what drafts where nothing matches, such as token_recycling"),
+                Option("fallback", inside, None, "what drafts where nothing matches, such as token_recycling"),
                 Option("bias", int, 5, "tokens by which a match in the corpus must be longer than one in the text"),
             ),
             cpu_options=MappingProxyType({"num_tokens": 7}),
@@ -494,7 +508,7 @@ DRAFTERS: dict[str, Method] = {
             "Auer et al. 2002; Garivier, Moulines 2008, arXiv 0805.3415",
             takes=frozenset({"costs", "datastore"}),
             options=(
-                Option("several", str, "prompt_lookup+token_recycling", "drafters to pick from, joined by +"),
+                Option("several", several_inside, "prompt_lookup+token_recycling", "what to pick from, joined by +"),
                 num_nodes(7),
                 Option("depths", numbers, (3, 7), "depths to pick from"),
             ),

@@ -24,20 +24,21 @@ class Option(NamedTuple):
     @property
     def form(self) -> str:
         """How a value is written."""
-        return "|".join(self.type) if isinstance(self.type, tuple) else _FORMS[self.type]
+        return "|".join(self.type) if isinstance(self.type, tuple) else _FORMS.get(self.type, "NAME")
 
-    def parse(self, text: str) -> Any:
-        """The value of a text. Raises: UsageError that names the option."""
+    def parse(self, text: str, name: str | None = None) -> Any:
+        """The value of a text. Raises: UsageError about `name`; default: the option's own."""
+        name = name or self.name
         if isinstance(self.type, tuple):
             if text not in self.type:
-                raise UsageError(f'{self.name} must be one of {", ".join(self.type)}, not "{text}"')
+                raise UsageError(f'{name} must be one of {", ".join(self.type)}, not "{text}"')
             return text
         try:
             return self.type(text)
         except UsageError as error:
-            raise UsageError(f"{self.name}: {error}") from None
+            raise UsageError(f"{name}: {error}") from None
         except ValueError:
-            raise UsageError(f'{self.name} must be {_WORDS[self.type]}, not "{text}"') from None
+            raise UsageError(f'{name} must be {_WORDS[self.type]}, not "{text}"') from None
 
 
 def yes_or_no(text: str) -> bool:
@@ -51,7 +52,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 _FORMS: dict[Any, str] = {
-    int: "N", float: "X", yes_or_no: "yes|no", numbers: "N,N,...", str: "NAME", tree: "TREE", parse_paths: "SHAPE",
+    int: "N", float: "X", yes_or_no: "yes|no", numbers: "N,N,...", tree: "TREE", parse_paths: "SHAPE",
     stops.parse: "STOP",
 }  # fmt: skip
 _WORDS: dict[Any, str] = {

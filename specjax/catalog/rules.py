@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from specjax.catalog.options import REQUIRED, Option, read_call, yes_or_no
 from specjax.errors import UsageError
-from specjax.verifiers import VERIFIERS, Verifier, grouped, multipath_block, rapid, rollback, top_beta, typical
+from specjax.verifiers import VERIFIERS, Verifier, multipath_block, rapid, rollback, top_beta, typical
 
 _SAMPLE = "draw the target's own tokens instead of taking the likeliest"
 
@@ -42,19 +42,12 @@ PARAMETERS: dict[str, tuple[Callable[..., Verifier], tuple[Option, ...]]] = {
             Option("sample", yes_or_no, True, _SAMPLE),
         ),
     ),
-    "grouped": (
-        grouped,
-        (
-            Option("size", int, 10, "tokens of a cluster"),
-            Option("max_gap", float, float("inf"), "largest difference of probability within it"),
-        ),
-    ),
 }
 """The rules that can be told something in words, with the factory of each."""
 
 SAMPLING = {
-    "speculative": "a drafted token is accepted by a rule, --verifier, or the exact one for how it was drawn",
-    "coupled": "target and draft draw with the same noise: the text for a seed is that of plain sampling, whatever drafts",
+    "speculative": "a drafted token is accepted by a rule: --verifier, or the exact one for how it was drawn",
+    "coupled": "target and draft draw with the same noise: the text for a seed is plain sampling's, whatever drafts",
 }
 
 
@@ -70,8 +63,6 @@ def parse_rule(spec: str) -> Verifier:
         make, options = PARAMETERS[name]
         return make(**read_call(spec, options))
     if colon and name in VERIFIERS:
-        raise UsageError(
-            f'rule "{name}" takes no parameters; write {name}, or one of {", ".join(PARAMETERS)} with some'
-        )
-    known = dict.fromkeys([*VERIFIERS, *(f"{name}:..." for name in PARAMETERS)])
+        raise UsageError(f'rule "{name}" takes no parameters, only {", ".join(PARAMETERS)} do; write {name}')
+    known = [*VERIFIERS, *(f"{name}:{options[0].form}" for name, (_, options) in PARAMETERS.items())]
     raise UsageError(f'unknown rule "{spec}"; choose one of {", ".join(known)}')

@@ -81,10 +81,7 @@ def make_job(
         if option is None or num_draft_tokens is not None:
             grown = " and ".join(name for name, other in of_kind("drafter").items() if other.option("tree"))
             raise UsageError(f"--tree applies to {grown}, and without --num-draft-tokens, which sets the size too")
-        try:
-            option.parse(tree)
-        except UsageError as error:
-            raise UsageError(f"--{error}") from None
+        option.parse(tree, "--tree")
         tree = inline(tree)  # results are kept by the job, not by what a file once held
     for flag, value in (("--batch-size", batch), ("--context", context), ("--max-new-tokens", max_new_tokens),
                         ("--data", data), ("--layer", layer), ("--sequence", sequence),

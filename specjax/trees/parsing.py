@@ -16,10 +16,10 @@ from specjax.trees.growing import Builder
 
 SHAPES = {
     "AxBxC": "branching: A children of the root, B of each of these, ...",
-    "sequoia:A,B,...:NxD": "the best N nodes, root included, on D levels (without xD: on any), if a node's first, second, "
-    "... child is accepted with chance A, B, ...",
-    "medusa:A,B,.../C,D,...:N": "the N likeliest nodes, if the token of rank 1, 2, ... is right with chance A, B, ... at "
-    "depth 1, C, D, ... at depth 2, ...",
+    "sequoia:A,B,...:NxD": "the best N nodes, root included, on D levels (:N alone: on any), if the first, second, ... "
+    "child of a node is accepted with chance A, B, ...",
+    "medusa:A,B,.../C,D,...:N": "the N likeliest nodes, if the token of rank 1, 2, ... is right with chance A, B, ... "
+    "at depth 1, C, D, ... at depth 2, ...",
     "FILE.json": "what `specjax plan --json` printed (its choice by the schedule; FILE.json:roofline is the other), or "
     "rank paths, [[0], [1], [0, 0]]",
 }
@@ -72,15 +72,16 @@ def parse_paths(spec: str) -> Paths:
     chances, _, numbers = rest.rpartition(":")
     sizes = _sizes(numbers)
     try:
-        if kind == "sequoia" and len(sizes) in (1, 2):
-            paths = sequoia([float(x) for x in chances.split(",")], *sizes)[1]
-            if paths:
-                return paths
+        rows = [[float(x) for x in row.split(",")] for row in chances.split("/")]
+    except ValueError:
+        rows = []
+    if kind == "sequoia" and len(rows) == 1 and len(sizes) in (1, 2):
+        paths = sequoia(rows[0], *sizes)[1]
+        if not paths:
             raise UsageError(f'"{spec}": no tree with so few ranks has {sizes[0]} nodes on {sizes[-1]} levels')
-        if kind == "medusa" and len(sizes) == 1:
-            return medusa([[float(x) for x in row.split(",")] for row in chances.split("/")], *sizes)[1]
-    except ValueError:  # of float
-        pass
+        return paths
+    if kind == "medusa" and rows and len(sizes) == 1:
+        return medusa(rows, *sizes)[1]
     raise UsageError(f'"{spec}" is not a tree; the forms are {", ".join(FORMS)}')
 
 

@@ -66,7 +66,7 @@ class Datastore:
         """Their ids, one after another; one that runs over the border of a shard comes in two pieces."""
         for tokens, _ in self.shards:
             start = 0
-            for end in np.flatnonzero(tokens == self.vocab_size):
+            for end in np.flatnonzero(tokens == self.vocab_size).tolist():
                 yield tokens[start:end]
                 start = end + 1
 
