@@ -56,7 +56,6 @@ def _choice(
     **options,
 ) -> Drafter:
     specs: Sequence[str | Drafter] = several.split("+") if isinstance(several, str) else several
-    # At most one of them reads the corpus: the first that can.
     readers = [isinstance(spec, str) and _row_of(spec).uses("datastore") for spec in specs]
     if datastore is not None and True not in readers:
         raise UsageError(f"none of {several} retrieves from a datastore; leave it out or name suffix or rest")

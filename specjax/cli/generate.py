@@ -94,9 +94,9 @@ def generate(
     checkpoint: hosts.CheckpointOption = None,
     checkpoint_every: hosts.EveryOption = 64,
 ) -> None:
+    arguments = dict(locals())
     from specjax.trees import inline
 
-    arguments = dict(locals())
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     method = method or ("two_model" if draft else "auto")
