@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from specjax.errors import UsageError
 from specjax.trees.best_shapes import Paths, medusa, sequoia
 from specjax.trees.builders.beam import beam
+from specjax.trees.builders.chain_with_siblings import chain_with_siblings
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import How, branching_paths, independent_paths, static
@@ -32,8 +34,10 @@ FORMS = {
     "uniform:SHAPE": "any of these, drawn without replacement, then uniformly where the distribution has no token left",
     "paths:KxL": "K independent chains of L tokens",
     "beam:WxL": "stochastic beam search, W nodes on each of L levels",
-    "dyspec:WxL": "grown where the drafter is sure, at most W nodes on each of L levels",
-    "dyspec:N": "the N likeliest draws, one draft pass each",
+    "siblings:N": "a chain of N tokens, each beside the more others the less sure the drafter is",
+    "dyspec:WxL": "grown where the drafter is sure, at most W nodes on each of L levels; `,threshold=P,children=C` may "
+    "follow",
+    "dyspec:N": "the N likeliest draws, one draft pass each; `,children=C` may follow",
     "eagle2:KxLxN": "the N likeliest of L levels of K x K candidates",
 }
 
@@ -46,16 +50,20 @@ _WAYS: dict[str, How] = {
 def parse(spec: str) -> Builder:
     """A builder from one of `FORMS`. Raises: UsageError for any other text."""
     kind, _, rest = spec.partition(":")
-    sizes = _sizes(rest)
+    numbers, *more = rest.split(",")
+    sizes, named = _sizes(numbers), _named(more) if kind == "dyspec" else {}
     makers = {
-        ("paths", 2): lambda: independent_paths(*sizes),
-        ("beam", 2): lambda: beam(*sizes),
-        ("dyspec", 1): lambda: dyspec_fixed(*sizes),
-        ("dyspec", 2): lambda: dyspec(threshold=1 / (1 + sizes[0] * sizes[1]), width=sizes[0], depth=sizes[1]),
-        ("eagle2", 3): lambda: eagle2(top_k=sizes[0], depth=sizes[1], total=sizes[2]),
+        ("paths", 2): independent_paths,
+        ("beam", 2): beam,
+        ("siblings", 1): chain_with_siblings,
+        ("dyspec", 1): functools.partial(dyspec_fixed, **named),
+        ("dyspec", 2): lambda width, depth: dyspec(
+            **{"threshold": 1 / (1 + width * depth), "width": width, "depth": depth} | named
+        ),
+        ("eagle2", 3): lambda top_k, depth, total: eagle2(top_k=top_k, depth=depth, total=total),
     }
-    if (kind, len(sizes)) in makers:
-        return makers[kind, len(sizes)]()
+    if (kind, len(sizes)) in makers and len(named) == len(more) and (len(sizes) == 2 or "threshold" not in named):
+        return makers[kind, len(sizes)](*sizes)
     way, shape = _split(spec)
     return static(parse_paths(shape), _WAYS[way])
 
@@ -88,7 +96,7 @@ def parse_paths(spec: str) -> Paths:
 def paths_of(spec: str) -> Paths | None:
     """The rank paths of a tree of `FORMS`; None: its shape is not known before it is drafted."""
     kind, _, rest = spec.partition(":")
-    if kind in ("beam", "dyspec", "eagle2"):
+    if kind in ("beam", "dyspec", "eagle2", "siblings"):
         return None
     if kind == "paths":
         first, depth = _sizes(rest)
@@ -113,6 +121,16 @@ def _sizes(text: str) -> tuple[int, ...]:
     parts = text.split("x")
     good = all(part.isdecimal() and int(part) >= 1 for part in parts)
     return tuple(map(int, parts)) if good else ()
+
+
+def _named(parts: list[str]) -> dict[str, Any]:
+    """The options of DySpec that are no size: those of the parts that name one."""
+    types: dict[str, Any] = {"threshold": float, "children": int}
+    pairs = [part.partition("=") for part in parts]
+    try:
+        return {name: types[name](value) for name, _, value in pairs if name in types}
+    except ValueError:
+        return {}
 
 
 def _from_file(spec: str) -> Paths:

@@ -24,6 +24,10 @@ def test_the_builder_is_the_one_that_python_makes():
     assert parse("uniform:3x1") is trees.branching("3x1", "without_replacement_then_uniform")
     assert parse("mixed:sequoia:.6,.2:5") is trees.static(parse_paths("sequoia:.6,.2:5"), "top_and_sampled")
     assert parse("paths:3x2") is trees.independent_paths(3, 2) and parse("dyspec:7") is trees.dyspec_fixed(7)
+    assert parse("dyspec:7,children=2") is trees.dyspec_fixed(7, children=2)
+    assert parse("dyspec:8x3") is trees.dyspec(threshold=1 / 25, width=8, depth=3)
+    assert parse("dyspec:8x3,children=2,threshold=.1") is trees.dyspec(threshold=0.1, width=8, depth=3, children=2)
+    assert parse("siblings:4") is trees.chain_with_siblings(4)
     assert parse("eagle2:4x5x16") is trees.eagle2(top_k=4, depth=5, total=16)
 
 
@@ -49,6 +53,11 @@ def test_a_file_by_what_it_says(tmp_path):
     [
         ("4x0", '"4x0" is not a tree; the forms are AxBxC'),
         ("beam:4", "is not a tree"),
+        ("beam:4x2,children=2", "is not a tree"),
+        ("dyspec:4,threshold=.1", "is not a tree"),
+        ("dyspec:4x2,children=two", "is not a tree"),
+        ("dyspec:4x2,width=2", "is not a tree"),
+        ("dyspec:4x2,threshold=2", "threshold must lie between 0 and 1"),
         ("sequoia:.6:2x1x1", "is not a tree"),
         ("sequoia:.6:4x2", "no tree with so few ranks has 4 nodes on 2 levels"),
         ("medusa:1.5:3", "accuracy must hold rows of chances"),
