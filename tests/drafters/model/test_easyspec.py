@@ -167,9 +167,10 @@ def test_the_cache_is_that_of_an_exact_prefill(lag):
     for state, text, length in rounds(drafter, (3, 0, 1, 3, 2, 3)):
         exact = forward(draft_model(), jnp.asarray(text[:, :32]))
         start = length - lag
-        assert state.cache.length.tolist() == [start] * 2
+        cache = state.state.cache
+        assert cache.length.tolist() == [start] * 2
         for ours, pending, wanted in zip(
-            (*state.cache.k, *state.cache.v), (*state.pending.k, *state.pending.v), (*exact.k, *exact.v), strict=True
+            (*cache.k, *cache.v), (*state.pending.k, *state.pending.v), (*exact.k, *exact.v), strict=True
         ):
             ours, pending, wanted = map(np.asarray, (ours, pending, wanted))
             found = np.concatenate([ours[:, :, :start], pending[:, :, :lag]], 2)
