@@ -101,6 +101,7 @@ class Capabilities(NamedTuple):
     groups: tuple[int, ...] | None = ()  # the values above 1 that `group` takes; None: any
     trees: bool = True  # passes over trees; else over chains only
     mixtures: bool = False  # takes a `Mixture` for tokens
+    inputs: bool = False  # `begin` reads some; others are given None
 
 
 class Model(NamedTuple):

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.controllers import fixed
-from specjax.engine.run import Prompts, prepare
-from specjax.engine.step import speculative
+from specjax.engine import step as one
+from specjax.engine.parts import Keep
+from specjax.engine.prepare import Prompts, Settings, prepare
+from specjax.engine.run import start
 from specjax.errors import UsageError
 from specjax.sampling import fold_in, node_keys
 from specjax.trees import operations
@@ -46,30 +47,23 @@ def expected_tokens(
         if drafter.draws not in verifier.draws:
             raise UsageError(f"verifier {verifier.name} is not valid for drafts drawn {drafter.draws}")
     room = passes * (drafter.max_depth + 1)
-    inputs, tokens, length, keys, _ = prepare(
-        target, drafter, prompts, key=key, max_new_tokens=room, temperature=temperature,
-        verifier=verifiers[0] if temperature else None,
-    )  # fmt: skip
-    inputs = dataclasses.replace(inputs, keep_scored=True)
-    state = _start(inputs, tokens, length, keys, length + room)
+    settings = Settings(temperature, verifier=verifiers[0] if temperature else None)
+    job = prepare(target, drafter, prompts, settings, key=key, max_new_tokens=room)
+    parts = dataclasses.replace(job.parts, keep=Keep(scored=True))
+    state = start(job)
     found: dict[str, list[np.ndarray]] = {verifier.name: [] for verifier in verifiers}
     for _ in range(passes):
-        state, length, scored = _step(inputs, state)
+        state, length, scored = _step(parts, state)
         for verifier in verifiers:
-            count = _judge(verifier, keys, length, scored, draws=draws if temperature else 1)
+            count = _judge(verifier, job.keys, length, scored, draws=draws if temperature else 1)
             found[verifier.name].append(np.asarray(count, np.float64))
     return {name: np.stack(columns, 1) for name, columns in found.items()}
 
 
-@jax.jit
-def _start(inputs, tokens, length, keys, stop):
-    return speculative(fixed()).init(inputs, tokens, length, keys, stop)
-
-
 @functools.partial(jax.jit, donate_argnames="state")
-def _step(inputs, state):
+def _step(parts, state):
     """The state after a step, the length before it, and what was judged."""
-    after, info = speculative(fixed()).step(inputs, state)
+    after, info = one.step(parts, state)
     return after, state.length, info.scored
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from specjax.drafters.layers.early_exit import chosen_exit, first_layers, look_below, target_of
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.pallas_kernels.gumbel_topk import gumbel_topk
+from specjax.trees.superposition import extend, likeliest
 from specjax.types import Array, Context, Drafter, Mixture, Target, TokenTree
 
 
@@ -99,19 +99,3 @@ def _functions(exit_layer: int, num_tokens: int, drafts: int, candidates: int, t
         max_depth=num_tokens,
         follows_any_tree=True,
     )
-
-
-def likeliest(logits: Array, candidates: int) -> tuple[Array, Array]:
-    """The likeliest tokens int32[B, C] of logits [B, V], best first, and their log-probabilities among themselves."""
-    tokens, scores = gumbel_topk(None, logits, candidates)
-    return tokens, jax.nn.log_softmax(scores, -1)
-
-
-def extend(scores: Array, log_r: Array, number: int | None = None) -> tuple[Array, Array, Array]:
-    """The best `number` (default: k) of `scores` float32[B, k] + `log_r` float32[B, k, C].
-
-    Returns: int32[B, number], the draft that each continues; likewise its candidate; float32, the new scores.
-    """
-    total = scores[:, :, None] + log_r
-    best, place = jax.lax.top_k(total.reshape(total.shape[0], -1), number or scores.shape[1])
-    return place // total.shape[2], place % total.shape[2], best

@@ -91,7 +91,8 @@ def functions(
     def init(params, context: Context):
         seen = context if shorten is None else shorten(context)
         batch, buffer = seen.tokens.shape
-        cache = model.begin(params, seen.inputs, batch, buffer + slots)
+        inputs = seen.inputs if model.capabilities.inputs else None
+        cache = model.begin(params, inputs, batch, buffer + slots)
         cache = prefill(model, params, cache, seen.tokens, start(seen.length))
         return _State(cache, context.length - seen.length)
 
