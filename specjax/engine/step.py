@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax import buffers
 from specjax.engine.parts import Parts
 from specjax.engine.prefill import CHUNK, prefill_reading
 from specjax.engine.target_pass import pass_over
@@ -155,8 +156,7 @@ def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
 
 def axes(parts: Parts, state: DecodeState) -> DecodeState:
     """The place of the rows in the shape of each array of a state; `buffers.SHARED` of what all rows share."""
-    rows = DecodeState(*(0 for _ in state))
-    return rows._replace(
+    return buffers.rows_first(state)._replace(
         cache=parts.target.model.axes(state.cache),
         draft=parts.drafter.axes(state.draft),
         control=parts.controller.axes(state.control),
