@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := Fix the spelling and print the whole text: The quick brwon fox jumps over the lazy dog. It then runs into the forrest, where it meets a wise old owl. The owl asks the fox why it is in such a hury.
 
-.PHONY: demo test test-all test-tpu-compile lint types check format bench clean
+.PHONY: demo test test-all test-tpu-compile lint linked types check format bench clean
 
 # Decode a prompt with SmolLM2 next to plain decoding, and say whether the texts are identical.
 demo: $(VENV)/.demo
@@ -13,15 +13,18 @@ demo: $(VENV)/.demo
 # Lint, types and every test that fits on a CPU.
 test: lint types check
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev linked
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	cd build/linked && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml
 
-# The packages live in several folders; mypy sees them where the wheel puts them.
-types: $(VENV)/.dev
-	@rm -rf build/types && mkdir -p build/types/specjax
-	@ln -s $(CURDIR)/specjax/* $(CURDIR)/models $(CURDIR)/configs $(CURDIR)/pallas_kernels build/types/specjax/
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p specjax
+# The packages live in several folders; mypy and import-linter see them where the wheel puts them.
+linked:
+	@rm -rf build/linked && mkdir -p build/linked/specjax
+	@ln -s $(CURDIR)/specjax/* $(CURDIR)/models $(CURDIR)/configs $(CURDIR)/pallas_kernels build/linked/specjax/
+
+types: $(VENV)/.dev linked
+	cd build/linked && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p specjax
 
 check: $(VENV)/.dev
 	$(BIN)/pytest -n auto --dist loadfile -m "not exhaustive"

@@ -18,9 +18,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from specjax.costs.chips import CHIPS
 from specjax.errors import UsageError
-from specjax.planning import chips, compiler
+from specjax.planning.compiler import compile_programs
+from specjax.planning.drafting import tokens_of
 from specjax.planning.report import ProgramReport
+from specjax.planning.topologies import Topology, larger, one_of
+from specjax.planning.workload import make_workload
 
 SIDES = ("roofline", "schedule")
 
@@ -50,16 +54,16 @@ def main() -> None:
         plot(found, args)
 
 
-def slices(chip: str, most: int) -> list[chips.Topology]:
+def slices(chip: str, most: int) -> list[Topology]:
     """One chip, and every larger slice of the table."""
-    topology, found = chips.one_of(chips.CHIPS[chip]), []
+    topology, found = one_of(CHIPS[chip]), []
     while topology is not None and topology.num_devices <= most:
         found.append(topology)
-        topology = chips.larger(topology)
+        topology = larger(topology)
     return found
 
 
-def measure(args: argparse.Namespace, topology: chips.Topology, log: Console) -> dict:
+def measure(args: argparse.Namespace, topology: Topology, log: Console) -> dict:
     """Milliseconds of a step of both kinds on one slice, or the reason why it does not compile."""
     total = topology.num_devices
     model = max(n for n in range(1, min(args.most_model, total) + 1) if total % n == 0)
@@ -67,13 +71,13 @@ def measure(args: argparse.Namespace, topology: chips.Topology, log: Console) ->
     options = {"batch": args.rows * data, "context": args.context, "data": data, "model": model}
     row = {"slice": topology.name, "chips": total, "data": data, "model": model, "reason": ""}
     try:
-        plain = compiler.make_job(args.target, topology.name, **options)
-        tree = compiler.make_job(args.target, topology.name, draft=args.draft, tree=args.tree, **options)
+        plain = make_workload(args.target, topology.name, **options)
+        tree = make_workload(args.target, topology.name, draft=args.draft, tree=args.tree, **options)
     except UsageError as error:
         return row | {"reason": str(error)}
-    tokens = compiler.tokens_of(tree)(args.acceptance)
-    for name, job, per_step in (("plain", plain, 1.0), ("tree", tree, tokens)):
-        report: ProgramReport = compiler.compile_programs(job, True, lambda what: None, only=("step",))[0]
+    tokens = tokens_of(tree)(args.acceptance)
+    for name, work, per_step in (("plain", plain, 1.0), ("tree", tree, tokens)):
+        report: ProgramReport = compile_programs(work, True, lambda what: None, only=("step",))[0]
         if not report.compiles:
             return row | {"reason": report.reason}
         for side in SIDES:

@@ -30,11 +30,15 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import costs, drafters, parallel
+from specjax.costs import roofline
 from specjax.models import init_params, make_model
 from specjax.models.layout import Layout
 from specjax.parallel.arrays import with_shardings
-from specjax.planning import chips, compiler, cost, hlo
-from specjax.planning.programs import Job, builtin_configs
+from specjax.planning import hlo
+from specjax.planning.compiler import compile_programs
+from specjax.planning.model_configs import builtin_configs
+from specjax.planning.topologies import describe_devices
+from specjax.planning.workload import Workload, make_workload
 from specjax.types import Context, Drafter, Output, Sampling, Target, Verdict
 
 
@@ -71,11 +75,11 @@ ROUNDS = 1000
 CALLS, RUNS, PERIOD = 200, 5, 97
 
 
-def overhead(name: str, drafter: Drafter, job: Job) -> Overhead:
+def overhead(name: str, drafter: Drafter, work: Workload) -> Overhead:
     """Of one round."""
-    mesh = job.mesh(chips.describe_devices(job.topology))
-    layout = Layout(mesh, ("data", *parallel.over_that_fits(job.target, mesh)))
-    rows, length = job.batch, job.context
+    mesh = work.mesh(describe_devices(work.topology))
+    layout = Layout(mesh, ("data", *parallel.over_that_fits(work.target, mesh)))
+    rows, length = work.batch, work.context
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, "int32", sharding=layout.sharding(dims))
     placed = lambda tree: with_shardings(tree, jax.tree.map(lambda x: layout.sharding(x.shape), tree))
     context = Context(shape(rows, length), shape(rows), Sampling())
@@ -95,14 +99,14 @@ def overhead(name: str, drafter: Drafter, job: Job) -> Overhead:
 
     n = drafter.num_nodes
     verdict = Verdict(shape(rows, n), shape(rows), shape(rows))
-    dims = rows, n, job.target.vocab_size
+    dims = rows, n, work.target.vocab_size
     output = Output(jax.ShapeDtypeStruct(dims, "float32", sharding=layout.sharding(dims, "data", None, "vocab")), None)
 
     def seconds(function, arguments, kept: int):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             program = jax.jit(function, donate_argnums=kept).lower(*arguments).compile()  # the state stays in place
         totals = hlo.totals(hlo.parse(program.as_text()), lambda loop: float(drafter.max_depth))
-        return cost.estimate(job.topology.chip, totals, 0.0).schedule, program.memory_analysis()
+        return roofline.estimate(work.topology.chip, totals, 0.0).schedule, program.memory_analysis()
 
     both, memory = seconds(rounds, (keys, state, tree, context, shape(rows), verdict, output), 1)
     update, _ = seconds(functools.partial(learn, drafter), (drafter.params, drafted, context, tree, verdict, output), 1)
@@ -131,10 +135,8 @@ def overhead_here(name: str, drafter: Drafter, vocab_size: int, rows: int, lengt
     context = Context(jnp.asarray(text, jnp.int32), jnp.full((rows,), length - CALLS, jnp.int32), Sampling())
     keys, limit = jax.random.split(jax.random.key(0), rows), jnp.full((rows,), drafter.max_depth, jnp.int32)
     state = jax.jit(drafter.init)(drafter.params, context)
-    propose, update = (
-        jax.jit(drafter.propose, donate_argnums=2),
-        jax.jit(functools.partial(learn, drafter), donate_argnums=1),
-    )
+    propose = jax.jit(drafter.propose, donate_argnums=2)
+    update = jax.jit(functools.partial(learn, drafter), donate_argnums=1)
     n = drafter.num_nodes
     logits = jnp.asarray(rng.normal(size=(rows, n, vocab_size)), jnp.float32)
     path = jnp.full((rows, n), -1, jnp.int32).at[:, 0].set(0)
@@ -168,17 +170,17 @@ def main() -> None:
         config = builtin_configs()[args.target]()
         step, where = step_here(config, args.rows, args.context), f"{jax.default_backend()}, measured"
     else:
-        job = compiler.make_job(args.target, args.topology, batch=args.rows, context=args.context)
-        plain = compiler.compile_programs(job, True, lambda what: None, only=("step",))[0]
+        work = make_workload(args.target, args.topology, batch=args.rows, context=args.context)
+        plain = compile_programs(work, True, lambda what: None, only=("step",))[0]
         if not plain.compiles:
             log.print(f"the plain step does not compile: {plain.reason}")
             raise SystemExit(1)
-        config, step, where = job.target, plain.seconds["schedule"], f"{args.topology}, compiler's schedule"
+        config, step, where = work.target, plain.seconds["schedule"], f"{args.topology}, compiler's schedule"
     found = []
     for name, drafter in model_free(config.vocab_size, None if args.here else "tpu").items():
         if not args.only or name in args.only:
             sizes = config.vocab_size, args.rows, args.context
-            found.append(overhead_here(name, drafter, *sizes) if args.here else overhead(name, drafter, job))
+            found.append(overhead_here(name, drafter, *sizes) if args.here else overhead(name, drafter, work))
             log.print(f"{name}: {1e6 * found[-1].propose:.0f} + {1e6 * found[-1].update:.0f} us", style="dim")
     table = Table(title=f"{args.target} on {where}, {args.rows} rows: plain step {1e3 * step:.2f} ms")
     for column in ("drafter", "nodes", "propose us", "update us", "of a step", "MB per row"):

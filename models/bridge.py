@@ -18,13 +18,13 @@ from specjax.models.layout import Layout, spread
 from specjax.models.llama import Llama, LlamaConfig
 from specjax.types import Capabilities, Model, PyTree
 
-FAMILIES = {LlamaConfig: Llama, Gemma3Config: Gemma3}
+MODULES = {LlamaConfig: Llama, Gemma3Config: Gemma3}
 Config = LlamaConfig | Gemma3Config
 
 
 def abstract_module(config: Config) -> nnx.Module:
     """The module of `config` with shapes for parameters; nothing is allocated."""
-    return nnx.eval_shape(lambda: FAMILIES[type(config)](config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: MODULES[type(config)](config, rngs=nnx.Rngs(0)))
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def abstract_params(config: Config) -> PyTree:
 
 def init_params(config: Config, key) -> PyTree:
     """Random parameters, for tests and for training from scratch."""
-    module = FAMILIES[type(config)](config, rngs=nnx.Rngs(params=key))
+    module = MODULES[type(config)](config, rngs=nnx.Rngs(params=key))
     return nnx.to_pure_dict(nnx.split(module)[1])
 
 

@@ -15,8 +15,7 @@ from specjax.facade import decode, serve, stream
 from specjax.parallel import mesh, shard
 from specjax.types import Capabilities, Controller, Drafter, Model, Output, Target, TokenTree, Verdict
 from specjax.verifiers import VERIFIERS, Verifier
-
-__version__ = "0.1.0"
+from specjax.version import __version__
 
 __all__ = [
     "METHODS",
@@ -36,6 +35,7 @@ __all__ = [
     "UsageError",
     "Verdict",
     "Verifier",
+    "__version__",
     "compile_report",
     "controllers",
     "decode",
@@ -63,4 +63,8 @@ def __getattr__(name: str):
         from specjax import planning
 
         return getattr(planning, name)
+    if name in ("tree", "datastore"):  # former names, which warn
+        import importlib
+
+        return importlib.import_module(f"specjax.{name}")
     raise AttributeError(f"module 'specjax' has no attribute '{name}'")

@@ -123,7 +123,7 @@ def stream(
         return steps(job)
     if job.parts.keep.logprobs:
         raise UsageError("a checkpoint does not keep log-probabilities; leave logprobs or checkpoint out")
-    from specjax.parallel.resuming import Kept
+    from specjax.resuming import Kept
 
     kept = Kept(checkpoint, job)
     return kept.closing(steps(job, kept))

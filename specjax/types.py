@@ -193,7 +193,9 @@ def _no_state(params: PyTree, context: Context) -> PyTree:
     return ()
 
 
-def _sees_nothing(params: PyTree, state: PyTree, tree: TokenTree, verdict: Verdict, output: Output) -> PyTree:
+def _sees_nothing(
+    params: PyTree, state: PyTree, context: Context, tree: TokenTree, verdict: Verdict, output: Output
+) -> PyTree:
     return ()
 
 

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.engine import step as one
 from specjax.engine.parts import Keep
 from specjax.engine.prepare import Prompts, Settings, prepare
-from specjax.engine.run import start
+from specjax.engine.run import start, step
 from specjax.errors import UsageError
 from specjax.sampling import fold_in, node_keys
 from specjax.trees import operations
@@ -47,24 +46,17 @@ def expected_tokens(
         if drafter.draws not in verifier.draws:
             raise UsageError(f"verifier {verifier.name} is not valid for drafts drawn {drafter.draws}")
     room = passes * (drafter.max_depth + 1)
-    settings = Settings(temperature, verifier=verifiers[0] if temperature else None)
+    settings = Settings(temperature=temperature, verifier=verifiers[0] if temperature else None)
     job = prepare(target, drafter, prompts, settings, key=key, max_new_tokens=room)
-    parts = dataclasses.replace(job.parts, keep=Keep(scored=True))
-    state = start(job)
+    parts, state = dataclasses.replace(job.parts, keep=Keep(scored=True)), start(job)
     found: dict[str, list[np.ndarray]] = {verifier.name: [] for verifier in verifiers}
     for _ in range(passes):
-        state, length, scored = _step(parts, state)
+        length = state.length + 0  # the state is given away
+        state, info, _ = step(parts, state)
         for verifier in verifiers:
-            count = _judge(verifier, job.keys, length, scored, draws=draws if temperature else 1)
+            count = _judge(verifier, job.keys, length, info.scored, draws=draws if temperature else 1)
             found[verifier.name].append(np.asarray(count, np.float64))
     return {name: np.stack(columns, 1) for name, columns in found.items()}
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def _step(parts, state):
-    """The state after a step, the length before it, and what was judged."""
-    after, info = one.step(parts, state)
-    return after, state.length, info.scored
 
 
 @functools.partial(jax.jit, static_argnames="draws")

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import drafters, sampling
+from specjax import sampling
+from specjax.engine.autoregressive import autoregressive
 from specjax.engine.prefill import prefill
 from specjax.engine.step import buffer_size
 from specjax.errors import UsageError
@@ -86,7 +87,7 @@ def record(
     parts = []
     for number, prompt in enumerate(prompts):
         result = decode(
-            target, drafters.autoregressive(), [prompt], key=keys[number : number + 1], max_new_tokens=max_new_tokens,
+            target, autoregressive(), [prompt], key=keys[number : number + 1], max_new_tokens=max_new_tokens,
             temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, capacity=capacity,
         )  # fmt: skip
         new = result.to_lists()[0]

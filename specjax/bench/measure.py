@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import parallel
-from specjax.bench.records import NEAR_TIE, Difference, Run, first_difference
+from specjax.bench.records import Run
 from specjax.engine import run
-from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.results import StreamStep
 from specjax.engine.statistics import add_stats, zero_stats
 from specjax.engine.step import BUCKET
 from specjax.facade import decode, stream
-from specjax.indexing import take_along
 from specjax.sampling import fold_in
 from specjax.types import Array, Drafter, Target
 
@@ -133,46 +131,3 @@ def _enter_widths(target: Target, drafter: Drafter, prompts, keys: Array, option
     for width in (*drafter.widths, drafter.num_nodes):
         state = run.start(job)
         jax.block_until_ready(run.step(job.parts, state._replace(stop=state.length + width)))
-
-
-def next_logits(target: Target, ids: Sequence[int]) -> np.ndarray:
-    """float32[V]: the target's logits after `ids`, from one pass over them."""
-    size = -(-len(ids) // CHUNK) * CHUNK
-    tokens = np.zeros((1, size + CHUNK + 1), np.int32)
-    tokens[0, : len(ids)] = ids
-    return parallel.gather(_next_logits(target, jnp.asarray(tokens), jnp.asarray([len(ids)], jnp.int32)))
-
-
-@jax.jit
-def _next_logits(target: Target, tokens: Array, length: Array) -> Array:
-    model, params = target.model, target.params
-    cache = prefill(model, params, model.begin(params, None, *tokens.shape), tokens, length - 1)
-    last = take_along(tokens, length[:, None] - 1, 1)
-    output, _ = model.forward(params, last, cache, positions=length[:, None] - 1, mask=jnp.ones((1, 1, 1), bool))
-    return output.logits[0, 0].astype(jnp.float32)
-
-
-def difference(target: Target, prompt: Sequence[int], ours: list[int], plain: list[int], dtype: str):
-    """Where two greedy texts part and how close the choice was there: Difference, or None if they are equal."""
-    position = first_difference(ours, plain)
-    if position is None:
-        return None
-    logits = next_logits(target, [*prompt, *plain[:position]])
-    second, largest = np.sort(logits)[-2:]
-    pair = [text[position] if position < len(text) else None for text in (ours, plain)]
-    behind = float("inf") if None in pair else float(largest - min(logits[token] for token in pair))
-    return Difference(position, pair[0], pair[1], float(largest - second), behind, behind < NEAR_TIE[dtype])
-
-
-def difference_record(d: Difference, tokenizer, **where) -> dict:
-    """A difference as JSON."""
-    pieces = [None if token is None else tokenizer.decode([token]) for token in (d.token, d.plain_token)]
-    return where | {
-        "position": d.position,
-        "token": d.token,
-        "plain_token": d.plain_token,
-        "text": pieces[0],
-        "plain_text": pieces[1],
-        "top_two_gap": d.top_two_gap,
-        "near_tie": d.near_tie,
-    }

@@ -16,11 +16,6 @@ import numpy as np
 
 from specjax.types import Draws, Guarantee, Stats
 
-NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0}
-"""By how much the better of two logits may lead for a flip between programs to count as rounding. In bfloat16, logits
-of 16 to 32, which is where the best ones are, lie 0.125 apart. int8: of the cache, which magnifies rounding; passes of
-two widths were up to 0.7 apart in one logit (SmolLM2)."""
-
 
 class Run(NamedTuple):
     """One or several decoded batches with their clock."""
@@ -31,17 +26,6 @@ class Run(NamedTuple):
     seconds: float
     first_token_seconds: float | None = None  # None: not measured
     resumed: int = 0  # tokens that an earlier process had decoded, in no part of the clock
-
-
-class Difference(NamedTuple):
-    """Where two texts part."""
-
-    position: int  # in the new tokens, from 0
-    token: int | None  # of the method; None: its text had ended
-    plain_token: int | None  # of plain decoding
-    top_two_gap: float  # between the two largest target logits after the common prefix
-    behind: float  # how far the worse of the two tokens is behind the largest logit; inf where one is missing
-    near_tie: bool
 
 
 def merge(runs: Sequence[Run]) -> Run:
@@ -118,11 +102,3 @@ def is_comparable(guarantee: Guarantee, draws: Draws, is_greedy: bool, is_couple
     if guarantee == "lossy" or is_greedy:
         return guarantee != "lossy"
     return guarantee == "distribution" and (is_coupled or draws == "point_mass")
-
-
-def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
-    """The first position at which two texts differ; None if they are equal."""
-    for position, (a, b) in enumerate(zip(ours, plain, strict=False)):
-        if a != b:
-            return position
-    return None if len(ours) == len(plain) else min(len(ours), len(plain))

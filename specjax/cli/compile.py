@@ -57,7 +57,7 @@ def compile_(
     from rich.console import Console
 
     from specjax.planning import compile_report
-    from specjax.planning.report import show
+    from specjax.planning.tables import show_report
 
     log = Console(stderr=True)
     with p.progress(log) as notify:
@@ -70,7 +70,7 @@ def compile_(
     if as_json:
         print(json.dumps(report.to_json(), allow_nan=False))
     else:
-        show(report, Console())
+        show_report(report, Console())
 
 
 compile_.__doc__ = HELP

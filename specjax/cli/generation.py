@@ -6,10 +6,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from specjax.bench import measure
+from specjax.bench import measure, near_ties
 from specjax.bench import records as report
-from specjax.catalog.methods import METHODS
-from specjax.cli.options import Drafting, Settings
+from specjax.catalog import METHODS
+from specjax.cli.drafting import Drafting
+from specjax.cli.options import Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import DRAFTED_STYLE, TextStream
@@ -39,7 +40,7 @@ class Generation:
         self.plain = session.drafter("autoregressive") if compare else None
         self.rows = rows
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-        self.options = settings.keywords(session, method)
+        self.options = session.keywords(settings, method)
         self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
         self.runs: list[report.Run] = []
         self.plain_runs: list[report.Run] = []
@@ -134,10 +135,10 @@ class Generation:
             return
         pairs = zip(self.rows, report.merge(self.runs).tokens, report.merge(self.plain_runs).tokens, strict=True)
         for number, (row, ours, plain) in enumerate(pairs):
-            found = measure.difference(self.session.target, row.ids, ours, plain, self.session.coarsest)
+            found = near_ties.difference(self.session.target, row.ids, ours, plain, self.session.coarsest)
             if found is not None:
                 where = {"prompt": number, "line": row.prompt.line}
-                self.differences.append(measure.difference_record(found, self.session.tokenizer, **where))
+                self.differences.append(near_ties.difference_record(found, self.session.tokenizer, **where))
 
     def record(self) -> dict:
         """The JSON record over all prompts."""

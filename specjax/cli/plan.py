@@ -52,7 +52,7 @@ def plan(
     from rich.console import Console
 
     from specjax import planning
-    from specjax.planning.plan import show
+    from specjax.planning.tables import show_plan
 
     log = Console(stderr=True)
     with p.progress(log) as notify:
@@ -64,7 +64,7 @@ def plan(
     if as_json:
         print(json.dumps(found.to_json(), allow_nan=False))
     else:
-        show(found, Console())
+        show_plan(found, Console())
 
 
 plan.__doc__ = HELP

@@ -72,7 +72,7 @@ class ContinuousModel:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ContinuousResult(DecodeResult):
-    """`tokens` are float32[B, max_new_tokens, d]; passes are those of the backbone, a depth is a place in the window."""
+    """`tokens` are float32[B, max_new_tokens, d], passes those of the backbone; a depth is a place in the window."""
 
     exhausted: Array  # int32[B], tokens for which no candidate passed
 

@@ -1,6 +1,5 @@
 """Drafters, one published method per file. Each factory returns a `Drafter`."""
 
-from specjax.drafters.autoregressive import autoregressive
 from specjax.drafters.combined.auto import auto
 from specjax.drafters.combined.choice import choice
 from specjax.drafters.combined.rasd import rasd
@@ -22,6 +21,7 @@ from specjax.drafters.tables.jacobi import jacobi
 from specjax.drafters.tables.lookahead import lookahead
 from specjax.drafters.tables.stand import stand
 from specjax.drafters.tables.token_recycling import token_recycling
+from specjax.engine.autoregressive import autoregressive
 
 __all__ = [
     "aded",

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax import buffers
 from specjax.engine.parts import Parts
 from specjax.engine.prefill import CHUNK, prefill_reading
 from specjax.engine.target_pass import pass_over
@@ -89,8 +90,11 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     round uses (key, length of the text): drawn afresh each round, since discarded drafts may have taught the drafter.
     """
     drafter, controller = parts.drafter, parts.controller
-    tree, draft = _draft(parts, state)
-    cache, passed = pass_over(parts, state, tree, draft)
+    noise = state.keys if parts.coupled else None
+    context = Context(state.tokens, state.length, parts.sampling, noise, state.cache, parts.target)
+    tree, draft = _draft(parts, state, context)
+    observe = functools.partial(drafter.observe, drafter.params, draft, context)
+    cache, passed = pass_over(parts, state, tree, observe)
     draft = drafter.update(drafter.params, draft, passed.seen, passed.verdict)
     verdict, kept, (emitted, count, is_eos) = passed.verdict, passed.kept, passed.emitted
     index = jnp.arange(drafter.num_nodes)
@@ -120,11 +124,9 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     ), info
 
 
-def _draft(parts: Parts, state: DecodeState) -> tuple[TokenTree, PyTree]:
+def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTree, PyTree]:
     """The tree of a round, empty in rows that have ended, and the drafter's state."""
     drafter = parts.drafter
-    noise = state.keys if parts.coupled else None
-    context = Context(state.tokens, state.length, parts.sampling, noise, state.cache, parts.target)
     limit = jnp.clip(parts.controller.limit(state.control), 0, drafter.max_depth)
     # Deeper nodes than the row may still emit are wasted; a row that has ended keeps no draft loop going.
     limit = jnp.minimum(limit, jnp.where(state.done, 0, jnp.maximum(state.stop - state.length - 1, 0)))
@@ -154,8 +156,7 @@ def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
 
 def axes(parts: Parts, state: DecodeState) -> DecodeState:
     """The place of the rows in the shape of each array of a state; `buffers.SHARED` of what all rows share."""
-    rows = DecodeState(*(0 for _ in state))
-    return rows._replace(
+    return buffers.rows_first(state)._replace(
         cache=parts.target.model.axes(state.cache),
         draft=parts.drafter.axes(state.draft),
         control=parts.controller.axes(state.control),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,14 +15,16 @@ from specjax.engine.parts import Parts
 from specjax.indexing import take_along
 from specjax.sampling import node_keys, warp
 from specjax.trees import operations
-from specjax.types import Array, DecodeState, PyTree, Scored, TokenTree, Verdict
+from specjax.types import Array, DecodeState, Output, PyTree, Scored, TokenTree, Verdict
+
+ObserveFn = Callable[[TokenTree, Verdict, Output], PyTree]
 
 
 class Emitted(NamedTuple):
     """The tokens of a verdict, cut at the first eos and at the row's limit."""
 
     tokens: Array  # int32[B, N]
-    count: Array  # int32[B], how many of them; 0 for finished rows
+    number: Array  # int32[B], how many of them; 0 for finished rows
     is_eos: Array  # bool[B], whether the last of these is an eos
 
 
@@ -44,8 +47,8 @@ class Passed(NamedTuple):
     kept: Kept
 
 
-def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, draft: PyTree) -> tuple[PyTree, Passed]:
-    """The cache with what was accepted of `tree`, and the outcome. `draft` is the drafter's state.
+def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, observe: ObserveFn) -> tuple[PyTree, Passed]:
+    """The cache with what was accepted of `tree`, and the outcome; `observe` gives the drafter's view of it.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
     draft costs one plain step. Which width ran changes rounding, never the law.
@@ -59,11 +62,11 @@ def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, draft: PyTree) 
     def over(widths: list[int], cache: PyTree) -> tuple[PyTree, Passed]:
         """By the narrowest of `widths` that holds the draft."""
         judged, pending = _narrowest(
-            widths, needed, functools.partial(judge_at, parts, state, tree, draft, cache), parts.target.model.widen
+            widths, needed, functools.partial(judge_at, parts, state, tree, observe, cache), parts.target.model.widen
         )
         verdict, depth, seen, kept = judged
         emitted = emit(parts, state, tree, verdict)
-        num_nodes = jnp.minimum(verdict.num_nodes, emitted.count)
+        num_nodes = jnp.minimum(verdict.num_nodes, emitted.number)
         cache = parts.target.model.commit(cache, pending, verdict.path[:, : widths[-1]], num_nodes)
         return cache, Passed(verdict, emitted, depth, seen, kept)
 
@@ -88,7 +91,7 @@ def _narrowest(widths: list[int], needed: Array, judge, widen) -> tuple[tuple, P
     return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), [functools.partial(at, width) for width in widths])
 
 
-def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, draft: PyTree, cache: PyTree, width: int):
+def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, observe: ObserveFn, cache: PyTree, width: int):
     """A pass over the first `width` nodes: (verdict, depth, seen, kept) of `Passed`, and what is pending."""
     drafter, model, n = parts.drafter, parts.target.model, parts.drafter.num_nodes
     part = operations.cut(tree, width)
@@ -101,7 +104,7 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, draft: PyTree, c
     # The greedy rule needs no laws.
     logits = output.logits if parts.verifier.guarantee == "greedy" else warp(output.logits, parts.sampling)
     verdict = _of_running(parts.verifier(keys, part, logits, output.hidden), state.done)
-    seen = drafter.observe(drafter.params, draft, part, verdict, output)
+    seen = observe(part, verdict, output)
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     kept = Kept(
         laws=_widen(take_along(logits, along_path, 1), n) if parts.keep.laws else None,

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from specjax.engine.parts import Job
 from specjax.parallel.arrays import gather
 from specjax.types import Model, PyTree
 
@@ -32,39 +31,12 @@ def digest(value: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def of_run(job: Job) -> dict[str, str]:
-    """Digests of what decides the texts of a job, under the names that a message may use.
-
-    On several hosts every host must call it.
-    """
-    parts = job.parts
-    tokens, lengths, stop = gather((job.tokens, job.lengths, job.stop))
-    tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
-    settings = [
-        parts.verifier,
-        parts.controller,
-        parts.coupled,
-        parts.keep,
-        stop - lengths,
-        gather((parts.sampling, parts.eos)),
-    ]
-    drafter = dataclasses.replace(parts.drafter, params=())
-    return {
-        "prompts": digest(tokens.tobytes() + lengths.tobytes() + repr(tokens.shape).encode()),
-        "inputs": digest(_samples(job.inputs)),
-        "random keys": digest(np.asarray(gather(jax.random.key_data(job.keys))).tobytes()),
-        "settings": digest(describe(settings)),
-        "target": of_model(parts.target),
-        "drafter": digest((describe(drafter), _samples(parts.drafter.params))),
-    }
-
-
 def of_model(target) -> str:
     """Of a target: its shape, and some values of every parameter."""
-    return digest((describe(target.model), _samples(target.params)))
+    return digest((describe(target.model), samples(target.params)))
 
 
-def _samples(params: PyTree) -> list:
+def samples(params: PyTree) -> list:
     """(path, dtype, some values) of the leaves: of the first, middle and last row (of the stacked layers), wherever."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     values = gather(_some([leaf for _, leaf in leaves]))

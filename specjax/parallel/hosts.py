@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.version import __version__
 
 FAILED = 3
 """Exit code of a host that ends because another one did."""
@@ -118,9 +119,7 @@ def check_same(value, what: str) -> None:
 
 def versions() -> dict[str, str]:
     """Of what decides which programs are launched: for `check_same`."""
-    import specjax
-
-    return {"specjax": specjax.__version__, "jax": jax.__version__}
+    return {"specjax": __version__, "jax": jax.__version__}
 
 
 def fail(sentence: str, code: int) -> None:

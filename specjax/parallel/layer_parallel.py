@@ -65,7 +65,7 @@ def place(draft: Target, mesh: Mesh, group: int | None = None) -> Target:
     return Target(_model(config, mesh), jax.tree.map(place_one, params, _shardings(config, mesh, params)))
 
 
-def abstract_target(config: Any, mesh: Mesh) -> Target:
+def abstract_draft(config: Any, mesh: Mesh) -> Target:
     """Shapes of what `place` returns, as `jax.ShapeDtypeStruct` with shardings: to compile without weights."""
     check(config, mesh)
     params = jax.eval_shape(lambda params: _arrange(config, mesh, params), abstract_params(config))

@@ -1,17 +1,20 @@
 """Plan a decode for TPUs that are not here: the real compiler, no chip and no weights."""
 
-from specjax.planning.chips import CHIPS, known_topologies, parse_topology
-from specjax.planning.compiler import compile_report, make_job
-from specjax.planning.plan import Plan, plan
+from specjax.costs.chips import CHIPS
+from specjax.planning.decode_report import compile_report
 from specjax.planning.report import Report
+from specjax.planning.topologies import known_topologies, parse_topology
+from specjax.planning.tree_plan import Plan, plan
+from specjax.planning.workload import Workload, make_workload
 
 __all__ = [
     "CHIPS",
     "Plan",
     "Report",
+    "Workload",
     "compile_report",
     "known_topologies",
-    "make_job",
+    "make_workload",
     "parse_topology",
     "plan",
 ]

@@ -8,7 +8,7 @@ from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import branching, builder_of, chain, independent_paths, static
 from specjax.trees.growing import Builder, Stop, grow, with_stop
-from specjax.trees.parsing import FORMS, parse
+from specjax.trees.parsing import FORMS, inline, parse, parse_paths, paths_of
 from specjax.trees.paths import from_paths
 
 __all__ = [
@@ -26,8 +26,11 @@ __all__ = [
     "from_paths",
     "grow",
     "independent_paths",
+    "inline",
     "medusa",
     "parse",
+    "parse_paths",
+    "paths_of",
     "sequoia",
     "static",
     "stops",

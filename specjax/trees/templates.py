@@ -12,6 +12,13 @@ from specjax.errors import UsageError
 from specjax.types import Array, TokenTree
 
 
+def branching_paths(widths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The rank paths of the tree AxBxC."""
+    return tuple(
+        path for depth in range(1, len(widths) + 1) for path in itertools.product(*(range(w) for w in widths[:depth]))
+    )
+
+
 class Template:
     """A static tree given by rank paths: `(0, 2)` is the third child of the first child of the root.
 

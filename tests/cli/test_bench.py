@@ -7,8 +7,8 @@ import json
 import jax.monitoring
 import pytest
 
-from specjax.bench import measure
-from specjax.bench.records import Difference
+from specjax.bench import measure, near_ties
+from specjax.bench.near_ties import Difference
 from specjax.cli import bench as command
 from specjax.cli import bench_run, files
 from specjax.cli.prompts import Prompt
@@ -149,8 +149,8 @@ def test_refuses_outputs_that_differ(cli, prompts, tmp_path, monkeypatch):
         found = honest_difference(*arguments)
         return found and Difference(found.position, found.token, found.plain_token, 1e-5, 1e-5, True)
 
-    honest_difference = measure.difference
-    monkeypatch.setattr(measure, "difference", near_tie)
+    honest_difference = near_ties.difference
+    monkeypatch.setattr(near_ties, "difference", near_tie)
     result = cli("bench", prompts, *SHORT, "--out", out)
     assert result.code == 0 and "near-tie" in result.err
     record = json.loads(out.read_text())["overall"]["auto"]
@@ -176,7 +176,7 @@ def test_bad_lines_and_long_prompts(cli, tmp_path):
     [
         (["--method", "magic"], "--method"),
         (["--method", "two_model"], "--draft"),
-        (["--stop", "entropy:1"], "--stop"),
+        (["--draft-stop", "entropy:1"], "--draft-stop"),
         (["--controller", "fixed:0.5"], "--controller"),
         (["--limit", 0], "--limit"),
         (["--offset", 99], "--offset"),

@@ -9,6 +9,7 @@ import pytest
 from toy import tiny_llama
 
 from specjax import controllers, costs, decode, drafters
+from specjax.costs import curves
 from specjax.errors import UsageError
 
 
@@ -58,7 +59,7 @@ def test_the_rule_of_thumb_is_asked_for_the_rows_there_are(which, monkeypatch):
         asked.append(batch)
         return real(widths, batch, *rest)
 
-    monkeypatch.setattr(costs, "estimated", spy)
+    monkeypatch.setattr(curves, "estimated", spy)
     lookup = drafters.prompt_lookup(3)
     drafter = {"auto": drafters.auto(64), "choice": drafters.choice(lookup, depths=(2,)), "goodput": lookup}[which]
     controller = controllers.goodput((0, 1, 2)) if which == "goodput" else None

@@ -106,9 +106,9 @@ def cli(*arguments: str) -> None:
 
 def of_version(version: str, *arguments: str) -> None:
     """The command line of another release."""
-    import specjax
+    from specjax.parallel import hosts
 
-    specjax.__version__ = version
+    hosts.__version__ = version
     cli(*arguments)
 
 

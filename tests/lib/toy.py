@@ -36,7 +36,8 @@ ADVERSARY = Controller(
 def markov_model(vocab: int) -> Model:
     """A model whose next token depends on the last one alone; params: float32[V, V], rows of probabilities.
 
-    It remembers nothing. Two layers: each that runs, attention and MLP by half, takes it from the uniform law towards that of the row.
+    It remembers nothing. Two layers: each that runs, attention and MLP by half, takes it from the uniform law towards
+    that of the row.
     """
 
     def law(params, tokens, share):

@@ -13,6 +13,6 @@ def devices(topology: str = "v5e:2x2") -> tuple:
     """The devices of a slice such as "v5e:2x2"; skips the test, by the compiler's name, where libtpu is missing."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed (pip install 'specjax[tpu-compile]')")
-    from specjax.planning import chips
+    from specjax.planning import topologies
 
-    return tuple(chips.describe_devices(chips.parse_topology(topology)))
+    return tuple(topologies.describe_devices(topologies.parse_topology(topology)))

@@ -104,7 +104,7 @@ def test_devices_keep_their_own_layers():
     """Of the five layers in the middle: attention and cache by layer and head, MLPs by width."""
     mesh = specjax.mesh(1, 2, layer=4)
     placed = layer_parallel.place(whole(LLAMA), mesh)
-    shapes = layer_parallel.abstract_target(LLAMA, mesh)
+    shapes = layer_parallel.abstract_draft(LLAMA, mesh)
     assert shapes.model is placed.model
     for ours, theirs in zip(jax.tree.leaves(placed.params), jax.tree.leaves(shapes.params), strict=True):
         assert (ours.shape, ours.dtype, ours.sharding) == (theirs.shape, theirs.dtype, theirs.sharding)
@@ -123,7 +123,7 @@ def test_devices_keep_their_own_layers():
 def test_collectives_of_a_group(model):
     """One for all attentions and one per MLP; exactly, two per layer. In the compiled loop over the two groups."""
     config = dataclasses.replace(LLAMA, num_layers=10, num_kv_heads=4)
-    placed = layer_parallel.abstract_target(config, specjax.mesh(1, model, layer=4))
+    placed = layer_parallel.abstract_draft(config, specjax.mesh(1, model, layer=4))
 
     def count(group):
         def forward(target):

@@ -98,19 +98,22 @@ def test_import_is_light():
 
 
 def test_results_are_kept_and_read_back(tmp_path, monkeypatch):
-    from specjax.planning import chips, compiler, programs
+    from specjax.planning import stored
+    from specjax.planning.model_configs import load_config
     from specjax.planning.report import Memory, ProgramReport
+    from specjax.planning.topologies import parse_topology
+    from specjax.planning.workload import Workload
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    job = programs.Job(programs.load_config("smollm2_135m", "bfloat16"), chips.parse_topology("v5e:1x1"))
+    work = Workload(load_config("smollm2_135m", "bfloat16"), parse_topology("v5e:1x1"))
     report = ProgramReport(
         "step", True, memory=Memory(1, 2, 3, 1, 9), seconds={"roofline": 1.0}, findings=({"kind": "copy"},)
     )
-    compiler._save(job, "step", None, report)
-    assert compiler._load(job, "step", None) == report
-    assert compiler._load(job, "loop", None) is None
-    assert compiler._load(dataclasses.replace(job, batch=2), "step", None) is None
-    assert compiler._load(job, "step", 8) is None
+    stored.save(work, "step", None, report)
+    assert stored.load(work, "step", None) == report
+    assert stored.load(work, "loop", None) is None
+    assert stored.load(dataclasses.replace(work, batch=2), "step", None) is None
+    assert stored.load(work, "step", 8) is None
     for file in tmp_path.rglob("*.json"):
         file.write_text("{damaged")
-    assert compiler._load(job, "step", None) is None
+    assert stored.load(work, "step", None) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specjax.costs.roofline import Kernel
 from specjax.planning import hlo
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"%d"}}'
@@ -206,7 +207,7 @@ def test_a_kernel_counts_by_its_authors_estimate():
         '"transcendentals":"20480","bytes_accessed":"655360"}}}'
     )
     totals = hlo.totals(module)
-    assert totals.kernels == hlo.Kernel(1, 10485760, 655360)
+    assert totals.kernels == Kernel(1, 10485760, 655360)
     assert totals.hbm_bytes == 655360
 
 

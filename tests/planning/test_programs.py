@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.drafters.combined.auto import WIDTHS
-from specjax.planning import compiler, hlo
+from specjax.planning import hlo
 from specjax.planning.programs import _drafting
 from specjax.types import Context
 
@@ -26,9 +25,3 @@ def test_the_loop_over_draft_passes_is_told_from_those_within():
     module = hlo.parse(jax.jit(program).lower(jnp.ones((8, 8)), jnp.eye(8)).compile().as_text())
     trips = _drafting(3, lambda loop: 99.0)
     assert [(loop.depth, trips(loop)) for loop in hlo.dynamic_loops(module)] == [(0, 3.0), (1, 99.0)]
-
-
-def test_auto_is_planned_with_the_widths_of_the_chip():
-    """Not with those of the machine that plans."""
-    job = compiler.make_job("llama3_8b", "v5e:2x4", method="auto")
-    assert (*compiler._drafter_shape(job).widths, compiler._drafter_shape(job).num_nodes) == WIDTHS

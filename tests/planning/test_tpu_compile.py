@@ -13,9 +13,12 @@ import tpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import compile_report, plan
+from specjax.costs.chips import CHIPS
 from specjax.models import LlamaConfig
-from specjax.planning import chips, compiler, hlo
-from specjax.planning.report import needed_bytes
+from specjax.planning import hlo
+from specjax.planning.compiler import compile_programs, needed_bytes
+from specjax.planning.topologies import parse_topology
+from specjax.planning.workload import make_workload
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -76,7 +79,7 @@ def test_a_loop_that_depends_on_the_data_is_asked_for():
 def test_cycles_are_those_of_the_clock():
     """A product that keeps the matrix units busy is scheduled at most of the published peak: the clock is right."""
     totals = hlo.totals(hlo.parse(compiled(lambda a, b: a @ b, (4096, 4096), (4096, 4096)).as_text()))
-    chip = chips.CHIPS["v5e"]
+    chip = CHIPS["v5e"]
     assert 0.6 < totals.flops / chip.peak_flops / (totals.cycles / chip.clock) < 1.0
 
 
@@ -90,7 +93,7 @@ def test_a_sum_over_devices_is_found():
 def test_memory_message_of_the_compiler():
     with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as refused:
         compiled(lambda x: (x * 2, x * 3), (200_000, 100_000))
-    assert needed_bytes(str(refused.value)) > chips.CHIPS["v5e"].hbm_bytes
+    assert needed_bytes(str(refused.value)) > CHIPS["v5e"].hbm_bytes
 
 
 def test_report_on_a_tiny_model():
@@ -138,8 +141,8 @@ def test_int8_cache_moves_and_holds_half():
     """One chip, a batch and a context at which the cache counts; its slots are not copied."""
     config = dataclasses.replace(TINY, head_dim=128)  # narrower heads are laid out anew where a lone step begins
     options = {"model": 1, "batch": 8, "context": 3072, "max_new_tokens": 32}
-    jobs = [compiler.make_job(config, "v5e:2x2", cache_dtype=dtype, **options) for dtype in (None, "int8")]
-    (plain,), (int8,) = (compiler.compile_programs(job, False, lambda _: None, only=("step",)) for job in jobs)
+    jobs = [make_workload(config, "v5e:2x2", cache_dtype=dtype, **options) for dtype in (None, "int8")]
+    (plain,), (int8,) = (compile_programs(job, False, lambda _: None, only=("step",)) for job in jobs)
     vectors = 8 * 3072 * config.num_layers * 2 * config.num_kv_heads
     saved = vectors * (2 * config.head_dim - (config.head_dim + 4))
     assert plain.must_bytes - int8.must_bytes == pytest.approx(saved)
@@ -156,9 +159,9 @@ def test_what_does_not_fit_is_a_result_with_what_would():
     )  # fmt: skip
     report = compile_report(wide, "v5e:2x2", model=2, context=256, max_new_tokens=16)
     step = report.program("step")
-    assert not step.compiles and step.needed_bytes > chips.CHIPS["v5e"].hbm_bytes
+    assert not step.compiles and step.needed_bytes > CHIPS["v5e"].hbm_bytes
     assert "GiB" in step.reason and step.memory is None
-    assert report.fits[0].change == "--model 4" and report.fits[0].needed_bytes < chips.CHIPS["v5e"].hbm_bytes
+    assert report.fits[0].change == "--model 4" and report.fits[0].needed_bytes < CHIPS["v5e"].hbm_bytes
 
 
 def test_plan_proposes_a_tree():
@@ -172,4 +175,4 @@ def test_plan_proposes_a_tree():
 
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_every_generation_has_a_compiler(topology):
-    assert len(tpu.devices(topology)) == chips.parse_topology(topology).num_devices
+    assert len(tpu.devices(topology)) == parse_topology(topology).num_devices

@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters.autoregressive import autoregressive
 from specjax.drafters.composed import read_each, remember_each
+from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
 from specjax.retrieval.datastore.index import Index, continuations, search
 from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from specjax import trees
+from specjax import buffers, trees
 from specjax.engine.prefill import prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
@@ -134,7 +134,7 @@ def functions(
         init=init,
         propose=propose,
         update=update,
-        axes=lambda state: _State(model.axes(state.cache), 0),
+        axes=lambda state: buffers.rows_first(state)._replace(cache=model.axes(state.cache)),
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,8 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.indexing import take_along
-from specjax.retrieval.datastore.store import Datastore
 from specjax.types import Array
+
+Shards = Sequence[tuple[np.ndarray, np.ndarray]]
+"""Tokens and suffixes of each: `Datastore.shards`."""
 
 
 @jax.tree_util.register_dataclass
@@ -35,19 +38,19 @@ class Matches(NamedTuple):
     counts: Array  # int32[B, S]
 
 
-def to_device(store: Datastore, mesh: Mesh | None = None) -> Index:
-    """The arrays of a datastore on the device; with a mesh, the target's, its shards spread over all axes but "data".
+def to_device(shards: Shards, vocab_size: int, mesh: Mesh | None = None) -> Index:
+    """Shards on the device; with a mesh, the target's, spread over all its axes but "data".
 
     Over P devices a device holds ceil(S / P) shards, as long as the longest; those along "data", where other rows are
     decoded, hold the same ones, as they do of the weights. The host reads the shards of one device at a time, and those
     of its own devices only.
     """
     if mesh is None:
-        tokens, suffixes, sizes = jax.device_put(_arrays(store, 0, len(store.shards)))
-        return Index(tokens, suffixes, sizes, store.vocab_size)
+        tokens, suffixes, sizes = jax.device_put(_arrays(shards, vocab_size, 0, len(shards)))
+        return Index(tokens, suffixes, sizes, vocab_size)
     axes = tuple(axis for axis in mesh.axis_names if axis != "data")
     parts = math.prod(mesh.shape[axis] for axis in axes)
-    each = -(-len(store.shards) // parts)
+    each = -(-len(shards) // parts)
     sharding = NamedSharding(mesh, PartitionSpec(axes))
     holders: dict[int, list[jax.Device]] = {}  # first shard -> this host's devices that hold it
     for device, (rows,) in sharding.devices_indices_map((each * parts,)).items():
@@ -55,23 +58,23 @@ def to_device(store: Datastore, mesh: Mesh | None = None) -> Index:
             holders.setdefault(rows.start or 0, []).append(device)
     placed = []
     for first, devices in holders.items():
-        arrays = _arrays(store, first, each)
+        arrays = _arrays(shards, vocab_size, first, each)
         placed += [jax.device_put(arrays, device) for device in devices]
     whole = lambda *pieces: jax.make_array_from_single_device_arrays(
         (each * parts, *pieces[0].shape[1:]), sharding, list(pieces)
     )
     tokens, suffixes, sizes = map(whole, *placed)
-    return Index(tokens, suffixes, sizes, store.vocab_size)
+    return Index(tokens, suffixes, sizes, vocab_size)
 
 
-def _arrays(store: Datastore, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _arrays(shards: Shards, vocab_size: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, suffixes and sizes of `count` shards from `first` on, empty ones behind the last."""
-    longest = max(len(shard.tokens) for shard in store.shards)
-    tokens = np.full((count, longest), store.vocab_size, np.uint16 if store.vocab_size < 1 << 16 else np.int32)
+    longest = max(len(tokens) for tokens, _ in shards)
+    tokens = np.full((count, longest), vocab_size, np.uint16 if vocab_size < 1 << 16 else np.int32)
     suffixes, sizes = np.zeros((count, longest), np.int32), np.zeros(count, np.int32)
-    for i, shard in enumerate(store.shards[first : first + count]):
-        sizes[i] = len(shard.tokens)
-        tokens[i, : sizes[i]], suffixes[i, : sizes[i]] = shard
+    for i, (ids, places) in enumerate(shards[first : first + count]):
+        sizes[i] = len(ids)
+        tokens[i, : sizes[i]], suffixes[i, : sizes[i]] = ids, places
     return tokens, suffixes, sizes
 
 

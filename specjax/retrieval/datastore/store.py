@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax.errors import UsageError
+from specjax.retrieval.datastore.index import Index, to_device
 
 SHARD_TOKENS = 1 << 25
 """Places of a shard: building one takes about 1 GB of memory, or 2 for vocabularies above 65,535 ids."""
@@ -62,11 +64,17 @@ class Datastore:
             "text": self.info.get("text"),
         }
 
-    def to_device(self, mesh=None):
-        """The `Index` on the device, or its shards spread over the target's mesh. See `index.to_device`."""
-        from specjax.retrieval.datastore.index import to_device
+    def documents(self) -> Iterator[np.ndarray]:
+        """Their ids, one after another; one that runs over the border of a shard comes in two pieces."""
+        for tokens, _ in self.shards:
+            start = 0
+            for end in np.flatnonzero(tokens == self.vocab_size).tolist():
+                yield tokens[start:end]
+                start = end + 1
 
-        return to_device(self, mesh)
+    def to_device(self, mesh: Mesh | None = None) -> Index:
+        """The `Index` on the device, or its shards spread over the target's mesh. See `index.to_device`."""
+        return to_device(self.shards, self.vocab_size, mesh)
 
     def search(self, text: Sequence[int], max_span: int = 16, min_span: int = 2) -> Match:
         """The longest end of `text`, of `min_span` to `max_span` tokens, that occurs in the corpus."""

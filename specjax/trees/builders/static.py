@@ -17,7 +17,7 @@ from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.trees.growing import Builder, Level, Parents, Stop, with_stop
-from specjax.trees.templates import Template
+from specjax.trees.templates import Template, branching_paths
 from specjax.types import Array
 
 How = Literal[
@@ -40,12 +40,7 @@ def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> 
         raise UsageError(f'a branching spec is numbers joined by x, such as 4x2x1, not "{spec}"') from None
     if not widths or min(widths) < 1:
         raise UsageError(f"a branching spec needs one number of at least 1 per level, not {spec}")
-    paths: list[tuple[int, ...]] = []
-    level: list[tuple[int, ...]] = [()]
-    for width in widths:
-        level = [(*path, rank) for path in level for rank in range(width)]
-        paths += level
-    return static(tuple(paths), draws)
+    return static(branching_paths(widths), draws)
 
 
 def chain(num_tokens: int, *, stop: Stop | None = None) -> Builder:
@@ -62,7 +57,7 @@ def independent_paths(paths: int, depth: int) -> Builder:
 
 @functools.cache
 def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement") -> Builder:
-    """The tree of rank paths, as `specjax.tree.Template` takes them."""
+    """The tree of rank paths, as `specjax.trees.templates.Template` takes them."""
     template = Template(paths)
     shape = _tables(template)
     most = int(shape.counts.max())

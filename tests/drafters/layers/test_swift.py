@@ -100,7 +100,7 @@ def test_matchness_in_one_pass_is_that_of_single_steps():
 
 def test_the_search_is_monotone_and_reaches_the_best_set():
     """All sets of two of eight sublayers."""
-    target, here, own = tiny_llama(layers=4), search(layers=(0, 1, 2, 3)), context()
+    here, own = search(layers=(0, 1, 2, 3)), context()
     score = jax.jit(lambda skipped: matchness(here, skipped, jnp.array([True, True]), START, own))
     sets = [np.isin(np.arange(8), pair) for pair in itertools.combinations(range(8), here.size)]
     scores = np.array([score(jnp.stack([jnp.asarray(s)] * 2)) for s in sets])
@@ -119,7 +119,6 @@ def test_the_search_is_monotone_and_reaches_the_best_set():
 
 
 def test_the_search_waits_for_enough_text_and_ends():
-    target = tiny_llama(layers=4)
     run = lambda here, state: search_once(here, state, context())
     waiting = empty(search(), jnp.array([6, 4]))  # 6 and 7 tokens are there: not more than 6, and more
     assert run(search(), waiting).trials.tolist() == [0, 1]

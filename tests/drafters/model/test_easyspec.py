@@ -159,16 +159,18 @@ def test_the_cache_is_that_of_an_exact_prefill(lag):
     if lag == 2:  # the mutant: keeps what approximate passes left
         drafter = functions(draft_model().model, trees.chain(3), 2, group=3).replace(params=draft_model().params)
     forward = jax.jit(lambda target, tokens: target.model.forward(
-        target.params, tokens, target.model.begin(target.params, None, 2, 8), positions=jnp.broadcast_to(jnp.arange(32), (2, 32)),
+        target.params, tokens, target.model.begin(target.params, None, 2, 8),
+        positions=jnp.broadcast_to(jnp.arange(32), (2, 32)),
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((32, 32), bool)), (2, 32, 32)),
     )[1])  # fmt: skip
     gaps = []
     for state, text, length in rounds(drafter, (3, 0, 1, 3, 2, 3)):
         exact = forward(draft_model(), jnp.asarray(text[:, :32]))
         start = length - lag
-        assert state.cache.length.tolist() == [start] * 2
+        cache = state.state.cache
+        assert cache.length.tolist() == [start] * 2
         for ours, pending, wanted in zip(
-            (*state.cache.k, *state.cache.v), (*state.pending.k, *state.pending.v), (*exact.k, *exact.v), strict=True
+            (*cache.k, *cache.v), (*state.pending.k, *state.pending.v), (*exact.k, *exact.v), strict=True
         ):
             ours, pending, wanted = map(np.asarray, (ours, pending, wanted))
             found = np.concatenate([ours[:, :, :start], pending[:, :, :lag]], 2)
@@ -187,7 +189,8 @@ def test_sampled_text_has_the_law_of_the_target():
     counts = np.bincount(np.asarray(result.tokens) @ np.array([16, 4, 1]), minlength=64)
     triples = np.stack(np.meshgrid(*[np.arange(4)] * 3, indexing="ij"), -1).reshape(-1, 3)
     output, _ = jax.jit(target.model.forward)(
-        target.params, np.pad(triples, ((0, 0), (1, 0)), constant_values=1), target.model.begin(target.params, None, 64, 8),
+        target.params, np.pad(triples, ((0, 0), (1, 0)), constant_values=1),
+        target.model.begin(target.params, None, 64, 8),
         positions=np.tile(np.arange(4), (64, 1)), mask=np.tile(np.tril(np.ones((4, 4), bool)), (64, 1, 1)),
     )  # fmt: skip
     laws = np.asarray(jax.nn.softmax(output.logits[:, :3] / 3.0, -1), np.float64)

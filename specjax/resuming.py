@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Generator
 from typing import Any
 
@@ -26,7 +27,7 @@ class Kept:
         self.prompt_lengths = job.lengths
         self.stats = zero_stats(len(job.lengths), job.parts.drafter.max_depth, job.parts.keep.violations)
         self.steps, self.every = 0, checkpoint.every
-        self.running = Running(checkpoint, fingerprint.of_run(job))
+        self.running = Running(checkpoint, fingerprint_of(job))
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
         """The state to go on from and, if it is an earlier run's, its text, as if one step had added it, and its sums.
@@ -77,3 +78,30 @@ class Kept:
 
 
 _add_stats = jax.jit(add_stats)
+
+
+def fingerprint_of(job: Job) -> dict[str, str]:
+    """Digests of what decides the texts of a job, under the names that a message may use.
+
+    On several hosts every host must call it.
+    """
+    parts = job.parts
+    tokens, lengths, stop = gather((job.tokens, job.lengths, job.stop))
+    tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+    settings = [
+        parts.verifier,
+        parts.controller,
+        parts.coupled,
+        parts.keep,
+        stop - lengths,
+        gather((parts.sampling, parts.eos)),
+    ]
+    drafter = dataclasses.replace(parts.drafter, params=())
+    return {
+        "prompts": fingerprint.digest(tokens.tobytes() + lengths.tobytes() + repr(tokens.shape).encode()),
+        "inputs": fingerprint.digest(fingerprint.samples(job.inputs)),
+        "random keys": fingerprint.digest(np.asarray(gather(jax.random.key_data(job.keys))).tobytes()),
+        "settings": fingerprint.digest(fingerprint.describe(settings)),
+        "target": fingerprint.of_model(parts.target),
+        "drafter": fingerprint.digest((fingerprint.describe(drafter), fingerprint.samples(parts.drafter.params))),
+    }

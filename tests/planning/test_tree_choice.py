@@ -1,14 +1,13 @@
-"""The choice of a tree from a cost curve, and where acceptance comes from."""
+"""The choice of a tree from a cost curve."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from specjax import UsageError, trees
-from specjax.planning import cost
-from specjax.planning.plan import choose, read_acceptance
+from specjax import trees
+from specjax.costs.tokens import expected_tokens
+from specjax.planning.tree_choice import choose
+from specjax.trees.templates import branching_paths
 
 A = (0.6, 0.2, 0.1)
 
@@ -31,7 +30,7 @@ def test_the_choice_is_the_minimum_over_all_sizes_and_depths():
         if trees.sequoia(A, n, depth)[0] > 0
     ]
     assert found.seconds_per_token == pytest.approx(min(every))
-    assert cost.expected_tokens(found.paths, A) == pytest.approx(found.tokens)
+    assert expected_tokens(found.paths, A) == pytest.approx(found.tokens)
     assert max(map(len, found.paths)) == found.depth
 
 
@@ -45,37 +44,9 @@ def test_the_best_spec_is_one_that_parses_and_is_as_good_as_it_says():
     found = choose(A, [(1, 1.0), (8, 1.2), (32, 1.5)], draft=0.1)
     builder = trees.parse(found.spec)
     widths = tuple(int(w) for w in found.spec.split("x"))
-    tokens = cost.expected_tokens(cost.branching_paths(widths), A)
+    tokens = expected_tokens(branching_paths(widths), A)
     import numpy as np
 
     seconds = builder.max_depth * 0.1 + np.interp(builder.num_nodes, [1, 8, 32], [1.0, 1.2, 1.5])
     assert found.spec_speedup == pytest.approx(tokens / seconds)
     assert found.spec_speedup <= found.speedup + 1e-9 or builder.num_nodes not in (8, 32)
-
-
-def test_acceptance_from_text_and_numbers():
-    assert read_acceptance(".6,.2,.1") == ([0.6, 0.2, 0.1], "given")
-    assert read_acceptance([0.5])[0] == [0.5]
-    for bad in ("a,b", "0.9,0.3", "-0.1", "", "nan"):
-        with pytest.raises(UsageError, match="--acceptance"):
-            read_acceptance(bad)
-
-
-def test_acceptance_from_files(tmp_path):
-    rules = [
-        {"rule": "standard", "n": 1, "acceptance": 0.7},
-        {"rule": "recursive_rejection", "n": 2, "acceptance": 0.8},
-        {"rule": "recursive_rejection", "n": 4, "acceptance": 0.9},
-        {"rule": "spectr", "n": 2, "acceptance": 0.81},
-    ]
-    file = tmp_path / "verifiers.json"
-    file.write_text(json.dumps({"rules": rules}))
-    curve, source = read_acceptance(file)
-    assert curve == pytest.approx([0.7, 0.1, 0.05, 0.05]) and "recursive_rejection" in source
-    file.write_text(json.dumps({"overall": {"two_model": {"acceptance_by_depth": [0.8, 0.6, None]}}}))
-    curve, source = read_acceptance(str(file))
-    assert curve == pytest.approx([0.7]) and "rank 1" in source
-    for text in ("{}", "[]", "no json", json.dumps({"overall": {"x": {"acceptance_by_depth": [None]}}})):
-        file.write_text(text)
-        with pytest.raises(UsageError, match="--acceptance"):
-            read_acceptance(file)

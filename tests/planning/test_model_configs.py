@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specjax import UsageError
-from specjax.planning import programs
+from specjax.planning.model_configs import builtin_configs, load_config, num_params
 
 # Parameters as the model cards and the safetensors files of the original checkpoints state them.
 PARAMETERS = {
@@ -22,7 +22,7 @@ PARAMETERS = {
 
 
 def test_built_in_configs_have_the_published_sizes():
-    found = {name: programs.num_params(programs.load_config(name, "bfloat16")) for name in programs.builtin_configs()}
+    found = {name: num_params(load_config(name, "bfloat16")) for name in builtin_configs()}
     assert found == PARAMETERS
 
 
@@ -32,19 +32,19 @@ def test_a_folder_needs_no_weights(tmp_path):
         "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 512,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    config = programs.load_config(tmp_path, "float32")
+    config = load_config(tmp_path, "float32")
     assert (config.width, config.stacked, config.dtype, config.name) == (64, True, "float32", tmp_path.name)
     (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": {"bits": 4}}))
     with pytest.raises(UsageError, match=r"--draft.*quantised"):
-        programs.load_config(tmp_path, "float32", "--draft")
+        load_config(tmp_path, "float32", "--draft")
 
 
 @pytest.mark.parametrize("source", ["llama3_9b", "org/name", "missing.gguf"])
 def test_other_sources_are_refused_with_the_built_in_names(source):
     with pytest.raises(UsageError, match=r"--target.*llama3_8b"):
-        programs.load_config(source, "bfloat16")
+        load_config(source, "bfloat16")
 
 
 def test_dtype_is_checked():
     with pytest.raises(UsageError, match="--dtype"):
-        programs.load_config("llama3_8b", "int4")
+        load_config("llama3_8b", "int4")

@@ -1,18 +1,11 @@
-"""Chips and topologies."""
+"""Slices of chips by name."""
 
 from __future__ import annotations
 
 import pytest
 
 from specjax import UsageError
-from specjax.planning import chips
-
-
-def test_clocks_are_those_of_the_chips():
-    """Peak over the work of a cycle: 1.05 and 1.75 GHz are published of v4 and v5p, 1.5 of v5e."""
-    clocks = {name: round(chip.clock / 1e9, 2) for name, chip in chips.CHIPS.items()}
-    assert clocks == {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
-    assert all(chip.source for chip in chips.CHIPS.values())
+from specjax.planning.topologies import describe_devices, known_topologies, larger, parse_topology
 
 
 @pytest.mark.parametrize(
@@ -20,7 +13,7 @@ def test_clocks_are_those_of_the_chips():
     [("v5e:1x1", 1), ("v5e:2x4", 8), ("v6e:16x16", 256), ("v4:2x2x1", 4), ("tpu7x:2x2x1", 8), ("v5p:4x4x8", 128)],
 )
 def test_topologies(name, devices):
-    topology = chips.parse_topology(name)
+    topology = parse_topology(name)
     assert topology.name == name and topology.num_devices == devices
 
 
@@ -29,16 +22,16 @@ def test_topologies(name, devices):
 )
 def test_unknown_topologies_are_refused_with_the_known_ones(name):
     with pytest.raises(UsageError, match=r"(?s)--topology.*2x2"):
-        chips.parse_topology(name)
+        parse_topology(name)
 
 
 def test_known_topologies_parse():
-    assert [chips.parse_topology(name).name for name in chips.known_topologies()] == chips.known_topologies()
+    assert [parse_topology(name).name for name in known_topologies()] == known_topologies()
 
 
 def test_larger_slices_end():
-    topology, seen = chips.parse_topology("v5e:1x1"), []
-    while (topology := chips.larger(topology)) is not None:
+    topology, seen = parse_topology("v5e:1x1"), []
+    while (topology := larger(topology)) is not None:
         seen.append(topology.num_devices)
     assert seen == [4, 8, 16, 32, 64, 128, 256]
 
@@ -46,4 +39,4 @@ def test_larger_slices_end():
 def test_missing_compiler_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'specjax\[tpu-compile\]'"):
-        chips.describe_devices(chips.parse_topology("v5e:2x2"))
+        describe_devices(parse_topology("v5e:2x2"))

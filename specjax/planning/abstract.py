@@ -1,0 +1,127 @@
+"""The arguments of a workload's programs as shapes with shardings. Nothing is allocated."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from specjax import buffers, parallel
+from specjax.buffers import SHARED
+from specjax.controllers import fixed
+from specjax.engine import step
+from specjax.engine.parts import Job, Parts
+from specjax.engine.prepare import Settings
+from specjax.engine.step import buffer_size
+from specjax.models import abstract_params, make_model
+from specjax.parallel import layer_parallel
+from specjax.parallel.arrays import with_shardings
+from specjax.planning.drafting import drafter_of
+from specjax.planning.workload import Workload
+from specjax.types import Drafter, PyTree, Sampling, Target
+
+
+class Abstract(NamedTuple):
+    """What `specjax.decode` would run, as shapes with shardings."""
+
+    job: Job
+    mesh: Mesh
+    draft: Target | None  # the draft model of the workload
+
+
+def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) -> Abstract:
+    """What `decode` would pass to its program, for a drafter of one's own or that of the workload's method.
+
+    Rows of the batch lie over "data", parameters and caches as `specjax.models.layout` says, all else everywhere.
+    """
+    mesh = work.mesh(devices)
+    target = _spread(work.target, mesh)
+    draft = None if work.draft is None else _spread(work.draft, mesh, work.is_layer_parallel)
+    drafter = drafter or drafter_of(work, target, draft)
+    settings = Settings(temperature=work.temperature)
+    everywhere = lambda *shape, dtype: _place(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
+    by_rows = lambda tree: _place(tree, buffers.rows_first(tree), work, mesh)
+    parts = Parts(
+        target=target,
+        drafter=drafter,
+        verifier=settings.verifier_for(drafter),
+        controller=fixed(),
+        sampling=Sampling() if settings.is_greedy else Sampling(everywhere(dtype=jnp.float32)),
+        eos=everywhere(1, dtype=jnp.int32),
+    )
+    size = buffer_size(work.context, work.max_new_tokens, drafter, target.model.max_positions)
+    tokens, rows = (by_rows(jax.ShapeDtypeStruct((work.batch, *more), jnp.int32)) for more in ((size,), ()))
+    keys = by_rows(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), work.batch)))
+    return Abstract(Job(parts, tokens, rows, keys, rows), mesh, draft)
+
+
+def _spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
+    """Shapes of a model, over as much of the mesh as divides it; on one device the plain model, as `load` gives it."""
+    if mesh.size == 1:
+        params = abstract_params(config)
+        return Target(
+            make_model(config),
+            with_shardings(params, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), params)),
+        )
+    if by_layer:
+        return layer_parallel.abstract_draft(config, mesh)
+    return parallel.abstract_target(config, mesh, parallel.over_that_fits(config, mesh))
+
+
+def _place(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
+    """Shapes with their rows, on these axes, over "data"."""
+
+    def one(axis: int, leaf) -> NamedSharding:
+        if axis == SHARED or work.data == 1 or work.batch % work.data:
+            return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
+
+    return with_shardings(tree, jax.tree.map(one, axes, tree))
+
+
+def place_state(work: Workload, args: Abstract, state: PyTree) -> PyTree:
+    """The state between two steps: caches as their models have them, all else by its rows."""
+    placed = _place(state, step.axes(args.job.parts, state), work, args.mesh)
+    if args.mesh.size == 1:
+        return placed
+    placed = placed._replace(cache=_place_cache(args.job.parts.target, state.cache))
+    if args.draft is None:
+        return placed
+    is_cache = functools.partial(is_cache_of, args.draft)
+    place = lambda part: _place_cache(args.draft, part) if is_cache(part) else part
+    return placed._replace(draft=jax.tree.map(place, placed.draft, is_leaf=is_cache))
+
+
+def _place_cache(target: Target, cache: PyTree) -> PyTree:
+    assert target.model.shardings is not None, "a model of specjax.models, on a mesh"
+    return with_shardings(cache, target.model.shardings(cache))
+
+
+def is_cache_of(target: Target, part: PyTree) -> bool:
+    """Whether a part of a drafter's state has the form of this model's cache."""
+    wanted: Any = jax.tree.structure(cache_shapes(target, 1, 1))
+    return jax.tree.structure(part) == wanted
+
+
+def cache_shapes(target: Target, batch: int, capacity: int) -> PyTree:
+    """Shapes of a cache of the model."""
+    return jax.eval_shape(lambda params: target.model.begin(params, None, batch, capacity), target.params)
+
+
+def shard_bytes(tree: PyTree) -> int:
+    """Bytes that one device holds of shapes with shardings."""
+    return sum(math.prod(local_shape(leaf)) * _item_bytes(leaf.dtype) for leaf in jax.tree.leaves(tree))
+
+
+def local_shape(leaf) -> tuple[int, ...]:
+    """Of the part that one device holds."""
+    return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+
+
+def _item_bytes(dtype) -> int:
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize

@@ -1,0 +1,98 @@
+"""The drafter of a workload: what it costs in passes, and what it is worth in tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.catalog import find_drafter, make_drafter
+from specjax.costs.tokens import expected_tokens, rank_acceptance
+from specjax.drafters.tables.token_recycling import best_paths
+from specjax.engine.autoregressive import autoregressive
+from specjax.errors import UsageError
+from specjax.models import abstract_params, make_model
+from specjax.planning.workload import Workload
+from specjax.trees.best_shapes import Paths
+from specjax.trees.operations import chain
+from specjax.types import Array, Drafter, PyTree, Target, TokenTree
+
+
+def drafter_of(work: Workload, target: Target, draft: Target | None) -> Drafter:
+    """The drafter of the workload's method; the parameters of both models may be shapes."""
+    method = find_drafter(work.method)
+    options: dict[str, Any] = {"platform": "tpu"} if method.uses("costs") else {}
+    if work.tree is not None:
+        option = method.option("tree")
+        assert option is not None, "make_workload has checked that"
+        options["tree"] = option.parse(work.tree)
+    elif work.num_draft_tokens is not None:
+        if method.size is None:
+            raise UsageError(f"--num-draft-tokens does not apply to method {work.method}; leave it out")
+        options[method.size] = work.num_draft_tokens
+    return make_drafter(work.method, target, draft if "draft" in method.needs else None, **options)
+
+
+@functools.cache
+def drafter_shape(work: Workload) -> Drafter:
+    """The workload's drafter, of which only the static fields are used."""
+    whole = lambda config: Target(make_model(config), abstract_params(config))
+    return drafter_of(work, whole(work.target), None if work.draft is None else whole(work.draft))
+
+
+def draft_passes(work: Workload) -> int:
+    """Passes of the draft model per round: one per level of its tree, at most, for methods with such a model."""
+    if "draft" not in find_drafter(work.method).needs:
+        return 0
+    return trees.parse(work.tree).levels if work.tree else drafter_shape(work).max_depth
+
+
+def tokens_of(work: Workload) -> Callable[[float], float]:
+    """(acceptance rate) -> expected tokens per pass of the workload's drafter.
+
+    Exact for chains, branching specs, independent paths and static trees. Trees that grow where the drafter is sure
+    count as the best static tree of their size and depth (Sequoia's programme), which they beat or miss a little.
+    """
+    shape = drafter_shape(work)
+    return _tokens_of_shape(work, shape.num_nodes, shape.max_depth)
+
+
+def _tokens_of_shape(work: Workload, num_nodes: int, max_depth: int) -> Callable[[float], float]:
+    paths = _static_paths(work, num_nodes, max_depth)
+    if paths is not None:
+        return lambda rate: expected_tokens(paths, rank_acceptance(rate))
+    return lambda rate: trees.sequoia(rank_acceptance(rate, min(16, num_nodes - 1)), num_nodes, max_depth)[0]
+
+
+def _static_paths(work: Workload, num_nodes: int, max_depth: int) -> Paths | None:
+    if work.tree:
+        return trees.paths_of(work.tree)
+    if num_nodes == max_depth + 1:
+        return tuple((0,) * depth for depth in range(1, max_depth + 1))
+    if work.method == "token_recycling":
+        return tuple(best_paths(num_nodes - 1))
+    return None
+
+
+def probe(num_nodes: int) -> Drafter:
+    """A drafter that costs nothing: a chain of `num_nodes` nodes, the root included, of token 0.
+
+    A step with it is one verify pass over so many nodes; the law of the draft does not matter for what a pass costs.
+    """
+    if num_nodes == 1:
+        return autoregressive()
+
+    def propose(params, keys, state, context, limit) -> tuple[TokenTree, PyTree]:
+        tokens = jnp.pad(context.root, ((0, 0), (0, num_nodes - 1)))
+        depth: Array = jnp.arange(num_nodes)
+        return chain(tokens, jnp.broadcast_to(depth <= limit[:, None], tokens.shape)), state
+
+    return Drafter(
+        propose=propose,
+        num_nodes=num_nodes,
+        max_depth=num_nodes - 1,
+        widths=(),
+    )

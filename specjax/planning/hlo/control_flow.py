@@ -1,0 +1,151 @@
+"""What of a program runs, and how often: calls, branches, and loops with their trip counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from specjax.planning.hlo.parsing import Instruction, Module
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A while loop, where control flow reaches it."""
+
+    instruction: Instruction
+    depth: int  # loops around it
+    path: tuple[str, ...]  # names of the loops around it
+    index: int  # among the loops of its computation, in schedule order
+    siblings: int  # how many those are
+    trips: int | None  # None: it depends on the data
+
+
+Trips = Callable[[Loop], float]
+"""How often a loop runs whose trip count depends on the data."""
+
+
+def walk(module: Module, trips: Trips = lambda loop: 1.0) -> Iterator[tuple[str, Instruction, float]]:
+    """(computation, instruction, how often it runs) of everything that control flow reaches; fusions are one thing.
+
+    Of a conditional's branches the dearest one in cycles runs: here, the widest verify pass.
+    """
+    yield from _walk(module, module.entry, 1.0, 0, (), trips)
+
+
+def _walk(module: Module, name: str, times: float, depth: int, path: tuple[str, ...], trips: Trips):
+    loops = loops_of(module, name, depth, path)
+    for instruction in module.computations.get(name, {}).values():
+        yield name, instruction, times
+        if instruction.opcode == "while":
+            loop = loops[instruction.name]
+            count = trips(loop) if loop.trips is None else loop.trips
+            for part in instruction.called("body", "condition"):
+                yield from _walk(module, part, times * count, depth + 1, (*path, instruction.name), trips)
+        elif instruction.opcode == "conditional":
+            branches = instruction.called("branch_computations", "true_computation", "false_computation")
+            if branches:
+                chosen = max(branches, key=lambda branch: _cycles(module, branch, times, depth, path, trips))
+                yield from _walk(module, chosen, times, depth, path, trips)
+        elif instruction.opcode in ("call", "async-start"):
+            for part in instruction.called("to_apply", "calls", "called_computations"):
+                yield from _walk(module, part, times, depth, path, trips)
+
+
+def _cycles(module, name, times, depth, path, trips) -> float:
+    return sum(i.cycles * n for _, i, n in _walk(module, name, times, depth, path, trips))
+
+
+def loops_of(module: Module, name: str, depth: int = 0, path: tuple[str, ...] = ()) -> dict[str, Loop]:
+    """The while loops of one computation, by name, in schedule order."""
+    found = [i for i in module.computations.get(name, {}).values() if i.opcode == "while"]
+    counts = [trip_count(module, name, i) for i in found]
+    dynamic = [i.name for i, count in zip(found, counts, strict=True) if count is None]
+    place = {name: index for index, name in enumerate(dynamic)}
+    return {
+        i.name: Loop(i, depth, path, place.get(i.name, -1), len(dynamic), count)
+        for i, count in zip(found, counts, strict=True)
+    }
+
+
+def dynamic_loops(module: Module) -> list[Loop]:
+    """Loops whose trip count depends on the data, outer ones first, each computation once."""
+    found: list[Loop] = []
+
+    def note(loop: Loop) -> float:
+        if loop.instruction.name not in {other.instruction.name for other in found}:
+            found.append(loop)
+        return 1.0
+
+    for _ in walk(module, note):
+        pass
+    return found
+
+
+def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
+    """How often a loop runs: what the compiler notes, or a counter compared with a constant; None: neither."""
+    noted = re.search(r'"?known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)', loop.attributes)
+    if noted:
+        return int(noted.group(1))
+    condition = module.computations.get((loop.called("condition") or [""])[0], {})
+    root = next((i for i in condition.values() if i.is_root), None)
+    if root is None or root.opcode != "compare" or len(root.operands) != 2:
+        return None
+    direction = (re.search(r"direction=(\w+)", root.attributes) or ["", ""])[1]
+    left, right = (condition.get(name) for name in root.operands)
+    counter, limit = _counter(condition, left), _constant(condition, right)
+    if counter is None:  # constant > counter
+        counter, limit = _counter(condition, right), _constant(condition, left)
+        direction = {"GT": "LT", "GE": "LE"}.get(direction, "")
+    body = module.computations.get((loop.called("body") or [""])[0], {})
+    start = _initial(module.computations[computation], loop, counter)
+    step = _step(body, counter)
+    if None in (counter, limit, start, step) or direction not in ("LT", "LE") or not step or step < 0:
+        return None
+    assert limit is not None and start is not None
+    return max(0, -(-(limit - start + (direction == "LE")) // step))
+
+
+def _behind_copies(computation: dict[str, Instruction], instruction: Instruction | None) -> Instruction | None:
+    """What an instruction copies, or itself."""
+    while instruction is not None and instruction.opcode in ("copy", "bitcast") and instruction.operands:
+        instruction = computation.get(instruction.operands[0])
+    return instruction
+
+
+def _counter(computation: dict[str, Instruction], instruction: Instruction | None) -> int | None:
+    """Which element of the loop's state is read; None: it is no such read."""
+    instruction = _behind_copies(computation, instruction)
+    if instruction is None or instruction.opcode != "get-tuple-element":
+        return None
+    found = re.search(r"index=(\d+)", instruction.attributes)
+    return int(found.group(1)) if found else None
+
+
+def _constant(computation: dict[str, Instruction], instruction: Instruction | None) -> int | None:
+    """The value of an integer."""
+    instruction = _behind_copies(computation, instruction)
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    return int(instruction.inside) if re.fullmatch(r"-?\d+", instruction.inside) else None
+
+
+def _initial(computation: dict[str, Instruction], loop: Instruction, index: int | None) -> int | None:
+    state = computation.get(loop.operands[0]) if loop.operands else None
+    if state is None or state.opcode != "tuple" or index is None or index >= len(state.operands):
+        return None
+    return _constant(computation, computation.get(state.operands[index]))
+
+
+def _step(body: dict[str, Instruction], index: int | None) -> int | None:
+    """By how much the body raises element `index` of its state."""
+    root = next((i for i in body.values() if i.is_root), None)
+    if root is None or root.opcode != "tuple" or index is None or index >= len(root.operands):
+        return None
+    new = _behind_copies(body, body.get(root.operands[index]))
+    if new is None or new.opcode != "add":
+        return None
+    sides = [body.get(name) for name in new.operands]
+    if not any(_counter(body, side) == index for side in sides):
+        return None
+    return next((value for side in sides if (value := _constant(body, side)) is not None), None)

@@ -1,0 +1,78 @@
+"""Multiplications and additions of an instruction."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+
+from specjax.planning.hlo.parsing import COLLECTIVES, FREE, Array, Instruction, Module
+
+_NO_FLOPS = FREE | {
+    "copy", "copy-start", "slice-start", "async-start", "fusion", "custom-call", "reshape", "transpose", "broadcast",
+    "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "gather", "scatter", "iota", "convert",
+    "bitcast-convert", "reverse", "rng-bit-generator", "reduce-precision", "select", "infeed", "outfeed", "send",
+    "recv",
+}  # fmt: skip
+
+
+def flops_of(module: Module, computation: dict[str, Instruction], instruction: Instruction) -> float:
+    """Multiplications and additions of one run, as XLA counts them: 2 per product of a dot, 1 per element otherwise."""
+    if instruction.opcode == "fusion":
+        inner = module.computations.get((instruction.called("calls") or [""])[0], {})
+        return sum(flops_of(module, inner, part) for part in inner.values())
+    out = float(sum(a.elements for a in instruction.arrays))
+    if instruction.opcode in ("dot", "convolution"):
+        operands = [computation[name].arrays for name in instruction.operands if name in computation]
+        if len(operands) < 2 or not operands[0] or not operands[1]:
+            return 0.0
+        products = _dot_products if instruction.opcode == "dot" else _convolution_products
+        return 2.0 * products(out, operands[0][0], operands[1][0], instruction)
+    if instruction.opcode in ("reduce", "reduce-window"):
+        first = computation.get(instruction.operands[0]) if instruction.operands else None
+        return float(first.arrays[0].elements) if first is not None and first.arrays else 0.0
+    if instruction.opcode in _NO_FLOPS or instruction.opcode.split("-start")[0] in COLLECTIVES:
+        return 0.0
+    return out if any(a.dtype in ("f32", "bf16", "f16", "f64") for a in instruction.arrays) else 0.0
+
+
+def _dot_products(out: float, left: Array, right: Array, instruction: Instruction) -> float:
+    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+    chosen = [int(n) for n in dims.group(1).split(",") if n] if dims else []
+    return out * math.prod(left.dims[d] for d in chosen)
+
+
+def _convolution_products(out: float, left: Array, right: Array, instruction: Instruction) -> float:
+    """Products of a convolution. The TPU compiler writes dots as such, batch dimensions as dilated windows."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    if labels is None:
+        return 0.0
+    kernel, result, data = labels.group(2), labels.group(3), labels.group(1)
+    inputs = right.dims[kernel.index("i")]
+    spatial = [c for c in kernel if c.isdigit()]
+    window = _window(instruction.attributes, len(spatial))
+    pairs, positions = 1.0, 1.0
+    for axis, label in enumerate(spatial):
+        size_out = instruction.arrays[0].dims[result.index(label)]
+        pairs *= _valid_pairs(left.dims[data.index(label)], size_out, *(values[axis] for values in window))
+        positions *= size_out
+    return out / positions * pairs * inputs
+
+
+def _window(attributes: str, axes: int) -> tuple[list[int], ...]:
+    """size, stride, padding in front, dilation of the data, dilation of the window, per spatial axis."""
+    text = (re.search(r"window=\{([^}]*)\}", attributes) or ["", ""])[1]
+
+    def read(key: str, default: int) -> list[int]:
+        found = re.search(rf"\b{key}=([\d\-_x]+)", text)
+        values = [int(part.split("_")[0]) for part in found.group(1).split("x")] if found else []
+        return values + [default] * (axes - len(values))
+
+    return read("size", 1), read("stride", 1), read("pad", 0), read("lhs_dilate", 1), read("rhs_dilate", 1)
+
+
+def _valid_pairs(size_in, size_out, size, stride, pad, dilate_in, dilate_window) -> float:
+    """(output position, window position) pairs that meet an element of the data, not padding or a hole."""
+    place = np.arange(size_out)[:, None] * stride + np.arange(size) * dilate_window - pad
+    return float(np.sum((place >= 0) & (place < (size_in - 1) * dilate_in + 1) & (place % dilate_in == 0)))

@@ -1,0 +1,84 @@
+"""What makes a program slow: sorts of the vocabulary, calls of the host, copies of caches and parameters."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from specjax.planning.hlo.control_flow import Trips, walk
+from specjax.planning.hlo.parsing import Array, Instruction, Module
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that makes a program slow, or that its author should know."""
+
+    kind: str
+    count: float  # runs
+    bytes: float
+    sentence: str
+
+
+def findings(
+    module: Module, trips: Trips = lambda loop: 1.0, *, vocab_size: int = 0, large: frozenset[tuple] = frozenset()
+) -> list[Finding]:
+    """Sorts of the vocabulary, calls of the host, and copies of arrays whose (dtype, dims) are in `large`.
+
+    A move into on-chip memory or out of it is no copy: the compiler keeps there what it uses most (of Gemma 3 270M half
+    of the cache, through all of a prefill). A change of the order in memory is one wherever it goes.
+
+    Args: large: the cache and the parameters as one device holds them; only these are worth naming.
+    """
+    sorts = host = 0.0
+    copies: dict[tuple, list[float]] = {}
+    for name, instruction, times in walk(module, trips):
+        for computation, part in _parts(module, name, instruction):
+            if part.opcode == "sort" and vocab_size:
+                sizes = [a for o in part.operands if o in computation for a in computation[o].arrays]
+                sorts += times * any(vocab_size in a.dims for a in sizes)
+            if _is_host_call(part):
+                host += times
+        array = instruction.arrays[0] if instruction.arrays else None
+        if array is None or (array.dtype, tuple(sorted(array.dims))) not in large:
+            continue
+        if _is_copy(module.computations[name], instruction, array):
+            sums = copies.setdefault((array.dtype, array.dims), [0.0, 0.0])
+            sums[0] += times
+            sums[1] += times * array.bytes
+    found = []
+    if sorts:
+        found.append(Finding("vocabulary_sort", sorts, 0.0, f"sorts the vocabulary of {vocab_size} {sorts:g} times"))
+    if host:
+        found.append(Finding("host_call", host, 0.0, f"calls the host {host:g} times"))
+    for (dtype, dims), (count, moved) in copies.items():
+        shape = f"{dtype}[{','.join(map(str, dims))}]"
+        sentence = f"copies {shape} {count:g} times, {moved / 1e6:.0f} MB together"
+        found.append(Finding("copy", count, moved, sentence))
+    return found
+
+
+def _is_copy(computation: dict[str, Instruction], instruction: Instruction, array: Array) -> bool:
+    if instruction.opcode not in ("copy", "copy-start", "transpose") or not instruction.operands:
+        return False
+    operand = computation.get(instruction.operands[0])
+    source = operand.arrays[0] if operand is not None and operand.arrays else array
+    moved = array.in_vmem or source.in_vmem
+    return not moved or source.order != array.order or instruction.opcode == "transpose"
+
+
+def _parts(module: Module, name: str, instruction: Instruction):
+    """An instruction, or all of a fusion's, each with its computation."""
+    yield module.computations[name], instruction
+    if instruction.opcode == "fusion":
+        inner = module.computations.get((instruction.called("calls") or [""])[0], {})
+        for part in inner.values():
+            yield inner, part
+
+
+def _is_host_call(instruction: Instruction) -> bool:
+    if instruction.opcode in ("infeed", "outfeed"):
+        return True
+    if instruction.opcode in ("send", "recv"):
+        return "is_host_transfer=true" in instruction.attributes
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    return bool(target and re.search(r"callback|Host", target.group(1)))

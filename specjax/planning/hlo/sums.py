@@ -1,0 +1,69 @@
+"""Sums over a program: cycles, FLOPs, bytes to and from HBM, collectives."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from specjax.costs.roofline import Collective, Kernel, Totals
+from specjax.planning.hlo.control_flow import Trips, walk
+from specjax.planning.hlo.flops import flops_of
+from specjax.planning.hlo.hbm import kernel_of, traffic
+from specjax.planning.hlo.parsing import COLLECTIVES, FREE, Instruction, Module
+
+
+def totals(module: Module, trips: Trips = lambda loop: 1.0) -> Totals:
+    """Cycles, FLOPs, bytes to and from HBM, and collectives."""
+    cycles = flops = moved = instructions = 0.0
+    kernels = Kernel(0)
+    collectives: dict[tuple[str, int], list[float]] = {}
+    for name, instruction, times in walk(module, trips):
+        computation = module.computations[name]
+        cycles += times * instruction.cycles
+        flops += times * flops_of(module, computation, instruction)
+        moved += times * traffic(module, computation, instruction)
+        instructions += times * (instruction.opcode not in FREE)
+        kernel = kernel_of(instruction)
+        if kernel is not None:
+            kernels = Kernel(
+                kernels.calls + times, kernels.flops + times * kernel.flops, kernels.bytes + times * kernel.bytes
+            )
+            flops += times * kernel.flops
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            size, wire, group = _sent(computation, instruction, kind)
+            sums = collectives.setdefault((kind, group), [0.0, 0.0, 0.0])
+            for place, value in enumerate((1, size, wire)):
+                sums[place] += times * value
+    found = tuple(
+        Collective(kind, count, size, wire, group) for (kind, group), (count, size, wire) in sorted(collectives.items())
+    )
+    return Totals(cycles, flops, moved, instructions, kernels, found)
+
+
+def _sent(computation, instruction: Instruction, kind: str) -> tuple[float, float, int]:
+    """(bytes of the result, bytes that a device sends on a ring, devices of a group)."""
+    group = _group_size(instruction.attributes)
+    operands = sum(a.bytes for name in instruction.operands if name in computation for a in computation[name].arrays)
+    share = (group - 1) / group if group > 1 else 1.0
+    size, wire = {
+        "all-reduce": (operands, 2 * share * operands),
+        "all-gather": (operands * group, (group - 1) * operands),
+        "reduce-scatter": (operands / group, share * operands),
+        "all-to-all": (operands, share * operands),
+    }.get(kind, (operands, operands))
+    return size, wire, group
+
+
+def _group_size(attributes: str) -> int:
+    """From replica_groups={{0,1},{2,3}}, [4,2]<=[8] (groups, devices of each) or mesh['x'=2,'y'=4] {'y'}."""
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes)
+    if named:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
+        chosen = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named.group(2))  # a whole axis, or a part of one
+        return math.prod(int(part) if part else sizes.get(name, 1) for name, part in chosen)
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
+    if listed:
+        return len(listed.group(1).split(","))
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes)
+    return int(counted.group(2)) if counted else 1

@@ -1,0 +1,66 @@
+"""Reports kept on disk by what they depend on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import jax
+
+from specjax import configs, models, pallas_kernels
+from specjax.folders import cache_folder
+from specjax.planning.report import ProgramReport
+from specjax.planning.workload import Workload
+from specjax.version import __version__
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of everything that decides what is compiled."""
+    found = {"specjax": __version__, "jax": jax.__version__}
+    for name in ("jaxlib", "libtpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of the package's own files: an editable checkout changes without its version."""
+    digest = hashlib.sha256()
+    elsewhere = [Path(folder) for package in (models, configs, pallas_kernels) for folder in package.__path__]
+    for folder in (Path(__file__).parents[1], *elsewhere):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _file(work: Workload, name: str, nodes: int | None) -> Path:
+    key = json.dumps([repr(work), name, nodes, versions(), _sources()])
+    return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def load(work: Workload, name: str, nodes: int | None) -> ProgramReport | None:
+    """The report on program `name` of a workload, verifying `nodes`; None: there is none, or it cannot be read."""
+    try:
+        return ProgramReport.from_json(json.loads(_file(work, name, nodes).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save(work: Workload, name: str, nodes: int | None, report: ProgramReport) -> None:
+    """Whole or not at all; without a writable folder, not at all."""
+    path = _file(work, name, nodes)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(report), file)
+        os.replace(temporary, path)

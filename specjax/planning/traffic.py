@@ -1,0 +1,74 @@
+"""Bytes that the programs of a workload have to move, by the shapes of their parameters and caches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from specjax.engine.prefill import CHUNK
+from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes
+from specjax.planning.workload import Workload
+from specjax.types import PyTree, Target
+
+
+def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, rounds: float) -> dict[str, float]:
+    """Per program, the bytes that a device has to move: `draft_passes` of the draft model and one of the target."""
+    passes = [(1, _pass_of(work.target, args.job.parts.target, work.batch, state.cache))]
+    cache = None if args.draft is None else _cache_in(state.draft, args.draft)
+    if args.draft is not None and cache is not None:
+        passes.append((draft_passes, _pass_of(work.draft, args.draft, work.batch, cache)))
+
+    def step(context: float) -> float:
+        return sum(count * one_pass(context) for count, one_pass in passes)
+
+    chunks = max(1, math.ceil((work.context - 1) / CHUNK))
+    prefill = sum(chunks * one_pass(work.context / 2, head=False) for _, one_pass in passes)
+    middle = work.context + work.max_new_tokens / 2
+    return {"prefill": prefill, "step": step(work.context), "loop": prefill + rounds * step(middle)}
+
+
+def _pass_of(config: Any, target: Target, batch: int, cache: PyTree) -> Callable[..., float]:
+    """`pass_bytes` of a model, by the context."""
+    return functools.partial(pass_bytes, config, target.params, bytes_per_token(target, batch, cache))
+
+
+def pass_bytes(config: Any, params: Any, per_token: float, context: float, *, head: bool = True) -> float:
+    """Bytes that one pass moves on a device: its weights, and what the cache holds of `context` tokens.
+
+    An embedding that is not the head too is only looked up; prompts are read without the head. Windowed layers read
+    their window.
+    """
+    weights = shard_bytes(params)
+    weights -= 0 if config.tied and head else shard_bytes(params["embed"])
+    weights -= 0 if config.tied or head else shard_bytes(params["head"])
+    return weights + per_token * _mean_context(config, context)
+
+
+def bytes_per_token(target: Target, batch: int, cache: PyTree) -> float:
+    """Bytes of a model's `cache` that a device holds per token of all rows: of what grows with the capacity."""
+    small, large = (cache_shapes(target, batch, capacity) for capacity in (1024, 2048))
+
+    def of_leaf(leaf, less, more) -> float:
+        grown = [axis for axis, (a, b) in enumerate(zip(less.shape, more.shape, strict=True)) if a != b]
+        return shard_bytes(leaf) / leaf.shape[grown[0]] if grown else 0.0
+
+    return sum(jax.tree.leaves(jax.tree.map(of_leaf, cache, small, large)))
+
+
+def _cache_in(state: PyTree, draft: Target) -> PyTree | None:
+    """The first part of a drafter's state that is a cache of the model; None: there is none."""
+    is_cache = functools.partial(is_cache_of, draft)
+    return next(filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache)), None)
+
+
+def _mean_context(config: Any, context: float) -> float:
+    """Cached tokens that a layer reads, in the mean over layers."""
+    window = getattr(config, "window", None)
+    if window is None:
+        return context
+    full = getattr(config, "is_global", (False,) * config.num_layers)
+    return sum(context if is_full else min(context, window) for is_full in full) / len(full)

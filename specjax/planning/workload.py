@@ -1,0 +1,181 @@
+"""What is to be planned: a decode, with its models, method, sizes, and chips."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from specjax import parallel, trees
+from specjax.catalog import find_drafter, of_kind
+from specjax.errors import UsageError
+from specjax.models.bridge import check_cache_dtype
+from specjax.models.layout import fits_heads
+from specjax.planning.model_configs import load_config, num_params
+from specjax.planning.topologies import Topology, parse_topology
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be planned. Hashable; everything that a report depends on, besides the versions of the packages."""
+
+    target: Any  # a config of specjax.models
+    topology: Topology
+    draft: Any = None
+    method: str = "autoregressive"
+    tree: str | None = None
+    num_draft_tokens: int | None = None
+    batch: int = 1
+    context: int = 1024  # tokens in the cache when a step is judged
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    data: int = 1
+    model: int = 1
+    layer: int = 1
+    sequence: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.layer * self.sequence * self.model
+
+    @property
+    def is_layer_parallel(self) -> bool:
+        """Whether the draft model's layers lie side by side."""
+        return self.method == "easyspec" and self.layer > 1
+
+    def mesh(self, devices: list) -> Mesh:
+        """In libtpu's order of the devices: "model" along neighbours."""
+        return parallel.mesh(self.data, self.model, layer=self.layer, sequence=self.sequence, devices=devices)
+
+
+def make_workload(
+    target: str | Any,
+    topology: str,
+    *,
+    draft: str | Any | None = None,
+    method: str | None = None,
+    tree: str | None = None,
+    num_draft_tokens: int | None = None,
+    batch: int = 1,
+    context: int = 1024,
+    max_new_tokens: int = 128,
+    dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
+    temperature: float = 0.0,
+    data: int = 1,
+    model: int | None = None,
+    layer: int = 1,
+    sequence: int = 1,
+) -> Workload:
+    """Check what is asked for, before anything is compiled.
+
+    Args:
+      data, layer, sequence, model: axes of the mesh, as of `specjax.mesh`; model None: as many as there are and the
+        target's heads can be split over.
+      cache_dtype: "int8" for both models' caches; None: as their configs say, else their dtype.
+
+    Raises: UsageError that names the option at fault.
+    """
+    check_cache_dtype(cache_dtype, "--cache-dtype")
+    slice_ = parse_topology(topology)
+    method = method or ("two_model" if draft is not None else "autoregressive")
+    try:
+        row = find_drafter(method)
+    except UsageError as error:
+        raise UsageError(f"--method: {error}") from None
+    if row.needs - {"draft"}:
+        what = " and ".join(sorted(row.needs - {"draft"}))
+        raise UsageError(f"--method {method} needs a {what}, of which nothing is known here; choose another method")
+    if ("draft" in row.needs) != (draft is not None):
+        fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
+        raise UsageError(f"--method {method} needs {'a' if draft is None else 'no'} draft model; {fix}")
+    if tree is not None:
+        option = row.option("tree")
+        if option is None or num_draft_tokens is not None:
+            grown = " and ".join(name for name, other in of_kind("drafter").items() if other.option("tree"))
+            raise UsageError(f"--tree applies to {grown}, and without --num-draft-tokens, which sets the size too")
+        option.parse(tree, "--tree")
+        tree = trees.inline(tree)  # results are kept by the workload, not by what a file once held
+    for flag, value in (("--batch-size", batch), ("--context", context), ("--max-new-tokens", max_new_tokens),
+                        ("--data", data), ("--layer", layer), ("--sequence", sequence),
+                        ("--num-draft-tokens", 1 if num_draft_tokens is None else num_draft_tokens),
+                        ("--model", 1 if model is None else model)):  # fmt: skip
+        if value < 1:
+            raise UsageError(f"{flag} must be at least 1, not {value}")
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise UsageError(f"--temperature must be at least 0, not {temperature:g}; 0 is greedy")
+    if batch % data:
+        raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
+
+    def load(source, flag: str):
+        config = load_config(source, dtype, flag) if isinstance(source, str | Path) else source
+        return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
+
+    target_config = load(target, "--target")
+    draft_config = None if draft is None else load(draft, "--draft")
+    if draft_config is not None and draft_config.vocab_size != target_config.vocab_size:
+        raise UsageError(
+            f"--draft has {draft_config.vocab_size} tokens in its vocabulary and the target "
+            f"{target_config.vocab_size}; choose a draft model of the same family"
+        )
+    most = min(c.max_positions for c in (target_config, draft_config) if c is not None)
+    if context + max_new_tokens > most:
+        raise UsageError(f"--context plus --max-new-tokens is {context + max_new_tokens}, over the models' {most}")
+    if method == "easyspec" and layer > 1:
+        _check_layers(draft_config, layer)
+    model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)
+    return Workload(
+        target_config, slice_, draft_config, method, tree, num_draft_tokens, batch, context, max_new_tokens,
+        float(temperature), data, model, layer, sequence,
+    )  # fmt: skip
+
+
+def _check_layers(draft: Any, layer: int) -> None:
+    """Raises: UsageError for a draft model with too few layers for a group of `layer`."""
+    if draft.num_layers < layer + 2:
+        raise UsageError(
+            f"--layer {layer}: {draft.name} has {draft.num_layers} layers, too few for such a group between the first "
+            "and the last; lower it"
+        )
+
+
+def _model_axis(config: Any, slice_: Topology, others: dict[str, int], model: int | None) -> int:
+    """The size of the axis "model". Raises: UsageError for too many devices, or heads that they do not divide."""
+    left, layer = slice_.num_devices // math.prod(others.values()), others["--layer"]
+    if left < (model or 1):
+        asked = " times ".join(f"{flag} {n}" for flag, n in (others | {"--model": model or 1}).items() if n > 1)
+        raise UsageError(f"{asked} is more than the {slice_.num_devices} devices of {slice_.name}")
+    fitting = [n for n in range(1, left + 1) if fits_heads(config, layer * n)]
+    if model is None and fitting:
+        return fitting[-1]
+    if model not in fitting:
+        what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads of {config.name}"
+        flags = (
+            f"--layer {layer}" if model is None else f"--model {model}" + (f" x --layer {layer}" if layer > 1 else "")
+        )
+        fix = f"--model {' or '.join(map(str, fitting))}" if fitting else "a lower --layer"
+        raise UsageError(f"{flags} does not divide the {what}; choose {fix}")
+    return model
+
+
+def describe(work: Workload) -> dict[str, Any]:
+    """What was asked for, as JSON."""
+    names = (
+        "method", "tree", "num_draft_tokens", "batch", "context", "max_new_tokens", "temperature", "data", "layer",
+        "sequence", "model",
+    )  # fmt: skip
+    return {
+        "target": work.target.name,
+        "target_params": num_params(work.target),
+        "draft": work.draft.name if work.draft else None,
+        "draft_params": num_params(work.draft) if work.draft else None,
+        "dtype": str(work.target.dtype),
+        "cache_dtype": work.target.cache_dtype,
+        "topology": work.topology.name,
+        "devices": work.devices,
+        **{name: getattr(work, name) for name in names},
+    }

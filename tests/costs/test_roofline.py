@@ -1,0 +1,29 @@
+"""From totals to seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from specjax.costs import roofline
+from specjax.costs.chips import CHIPS
+
+CHIP = dataclasses.replace(CHIPS["v5e"], hbm_bandwidth=1e9, peak_flops=1e12, flops_per_cycle=1000, link_bandwidth=1e9)
+
+
+def test_seconds_of_a_program():
+    reduce = roofline.Collective("all-reduce", count=10, bytes=8e6, wire_bytes=14e6, group=8)
+    totals = roofline.Totals(2e6, 5e9, 4e6, 100, roofline.Kernel(3, 1e9, 1e6), (reduce,))
+    seconds = roofline.estimate(CHIP, totals, must_bytes=3e6)
+    ring = 14e6 / 2e9 + 10 * 4 * 1e-6  # both directions, half the ring per collective
+    assert seconds.memory == pytest.approx(3e-3) and seconds.compute == pytest.approx(5e-3)
+    assert seconds.collectives == pytest.approx(ring)
+    assert seconds.roofline == pytest.approx(5e-3 + ring)
+    assert seconds.schedule == pytest.approx(2e6 / 1e9 + 1e-3 + ring)
+    # Weights kept on the chip are moved once.
+    assert roofline.estimate(CHIP, totals, must_bytes=9e6).memory == pytest.approx(4e-3)
+
+
+def test_one_device_has_nothing_to_send():
+    assert roofline.collective_seconds(CHIP, roofline.Collective("all-reduce", 3, 1e6, 1e6, group=1)) == 0

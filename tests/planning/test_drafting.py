@@ -1,0 +1,42 @@
+"""What the draft of a workload is worth in tokens, and which drafter it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from specjax import trees
+from specjax.costs.tokens import rank_acceptance
+from specjax.drafters.combined.auto import WIDTHS
+from specjax.planning import drafting
+from specjax.planning.model_configs import load_config
+from specjax.planning.topologies import parse_topology
+from specjax.planning.workload import Workload, make_workload
+
+
+def workload(**changes):
+    return Workload(load_config("smollm2_135m", "bfloat16"), parse_topology("v5e:1x1"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "depth", "tokens"),
+    [
+        ({"method": "prompt_lookup"}, 6, 5, 2.94117),
+        ({"method": "two_model", "tree": "2x1"}, 5, 2, 1 + 0.91 + 0.91 * 0.7),
+        ({"method": "two_model", "tree": "paths:2x2"}, 5, 2, 1 + 0.91 + 0.91 * 0.7),
+    ],
+)
+def test_tokens_of_a_drafts_shape(changes, nodes, depth, tokens):
+    assert drafting._tokens_of_shape(workload(**changes), nodes, depth)(0.7) == pytest.approx(tokens)
+
+
+def test_trees_that_grow_count_as_the_best_of_their_size():
+    tokens = drafting._tokens_of_shape(workload(method="two_model", tree="dyspec:4"), 5, 4)
+    assert tokens(0.6) == pytest.approx(trees.sequoia(rank_acceptance(0.6, 4), 5, 4)[0])
+    recycling = drafting._tokens_of_shape(workload(method="token_recycling"), 8, 3)
+    assert 1 < recycling(0.3) < recycling(0.6)
+
+
+def test_auto_is_planned_with_the_widths_of_the_chip():
+    """Not with those of the machine that plans."""
+    shape = drafting.drafter_shape(make_workload("llama3_8b", "v5e:2x4", method="auto"))
+    assert (*shape.widths, shape.num_nodes) == WIDTHS
