@@ -7,7 +7,7 @@ from specjax.trees.builders.beam import beam
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import branching, independent_paths
-from specjax.trees.growing import Builder
+from specjax.trees.contracts import Builder
 
 FORMS = {
     "AxBxC": "branching: A children of the root, B of each of these, ..., drawn without replacement",
