@@ -4,9 +4,9 @@ Shen, Fan, Pratt, Park, Wallingford, Kakade, Holtzman, Krishna, Farhadi, Kusupat
 Generations from a Single Autoregressive Inference Pass (NeurIPS 2024), arXiv 2405.18400; here the drafter.
 `specjax.decoders.superposed` is the generator of completions.
 
-Rule: k drafts with scores s_i. The next input is sum_i softmax(s)_i E[last token of draft i]; what follows it, cut to the
-`candidates` likeliest tokens and normalised, is the next distribution p of every draft; of all s_i + log p(v) the k
-best are the drafts of the next level. The first level takes the k likeliest tokens. Each level's drafts are its nodes
+Rule: k drafts with scores s_i. The next input is sum_i softmax(s)_i E[last token of draft i]. What follows it, cut to
+the `candidates` likeliest tokens and normalised, is the next distribution p of every draft; of all s_i + log p(v) the
+k best are the drafts of the next level. The first level takes the k likeliest tokens. Each level's drafts are its nodes
 of the tree.
 Guarantee: distribution (a point-mass tree).
 Deviations: the passes are those of the target's first layers, over its own cache (an early exit; the paper decodes with
