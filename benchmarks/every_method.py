@@ -54,7 +54,7 @@ def make(name: str, target: specjax.Target, draft: specjax.Target, store, nodes:
         drafter = drafters.hierarchical(draft, drafters.prompt_lookup(half), min_tokens=nodes - half)
     else:
         drafter = specjax.make_drafter(
-            name, target, draft, datastore=store if specjax.METHODS[name].needs_datastore else None, **options
+            name, target, draft, datastore=store if "datastore" in specjax.METHODS[name].needs else None, **options
         )
     assert drafter.num_nodes <= nodes + 1, (name, drafter.num_nodes)
     return drafter
@@ -182,7 +182,8 @@ def run(args, report: dict[str, Any]) -> None:
     prompts = [tokenizer.chat(prompt.text) for prompt in chosen]
     texts = [np.asarray(tokenizer.encode(prompt.text)) for prompt in others]
     store = datastore.from_documents(texts, target.model.vocab_size)
-    names = [name for name in specjax.METHODS if name in (args.method or specjax.METHODS)]
+    known = [name for name, row in specjax.METHODS.items() if row.kind == "drafter" and "fill" not in row.needs]
+    names = [name for name in known if name in (args.method or known)]
     settings = {
         "target": target.model.name, "draft": draft.model.name if args.draft else "first 8 layers",
         "prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "budget": args.budget,

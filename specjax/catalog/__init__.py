@@ -1,5 +1,21 @@
-"""Every method by name."""
+"""Every method by name: what it promises, what it needs, what it can be told."""
 
-from specjax.catalog.methods import METHODS, Method, make_drafter
+from specjax.catalog.method import Kind, Method, Need
+from specjax.catalog.methods import METHODS, find_drafter, make_drafter, of_kind
+from specjax.catalog.options import REQUIRED, Option
+from specjax.catalog.rules import PARAMETERS, SAMPLING, parse_rule
 
-__all__ = ["METHODS", "Method", "make_drafter"]
+__all__ = [
+    "METHODS",
+    "PARAMETERS",
+    "REQUIRED",
+    "SAMPLING",
+    "Kind",
+    "Method",
+    "Need",
+    "Option",
+    "find_drafter",
+    "make_drafter",
+    "of_kind",
+    "parse_rule",
+]

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from specjax.cli import options as o
+from specjax.cli.drafting import read_costs, read_drafting
 
 HELP = """Compare methods with plain decoding on a prompt file.
 
@@ -63,8 +64,11 @@ def bench(
     datastore: o.DatastoreOption = None,
     num_draft_tokens: o.BudgetOption = None,
     tree: o.TreeOption = None,
-    stop: o.StopOption = None,
+    draft_stop: o.StopOption = None,
+    stop: o.OldStopOption = None,
     exit_layer: o.ExitOption = None,
+    settings: o.SetOption = None,
+    source: o.SourceOption = None,
     controller: o.ControllerOption = None,
     costs: o.CostsOption = None,
     verifier: o.VerifierOption = None,
@@ -80,14 +84,18 @@ def bench(
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
-    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
+    decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     names = list(dict.fromkeys(method or ["two_model" if draft else "auto"]))
     for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
-    drafting = o.Drafting(num_draft_tokens, tree, stop, exit_layer)
-    o.check_methods(names, draft, datastore, drafting)
-    weighed = o.read_costs(costs, names, controller)
+    named = {
+        "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
+    }  # fmt: skip
+    drafting = read_drafting(
+        names, draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop
+    )
+    weighed = read_costs(costs, names, controller)
 
     from rich.console import Console
 
@@ -107,7 +115,7 @@ def bench(
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
     session = weigh(session, weighed, batch_size, log)
-    run = Bench(session, settings, names, drafting, rows, batch_size, repeats)
+    run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)
     document: dict = {}
     try:
         for _ in run.run(log):

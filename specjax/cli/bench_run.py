@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specjax.bench import measure, near_ties
 from specjax.bench import records as report
-from specjax.cli.options import Drafting, Settings
+from specjax.cli.drafting import Drafting
+from specjax.cli.options import Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes
 from specjax.types import Drafter
@@ -55,9 +56,9 @@ class Bench:
         self.untimed = 1 if repeats < 3 else 0
         self.drafters: dict[str, Drafter] = {PLAIN: session.drafter("autoregressive")}
         self.drafters |= {name: session.drafter(name, drafting) for name in methods}
-        self.options = {name: settings.keywords(session, name) for name in methods}
+        self.options = {name: session.keywords(settings, name) for name in methods}
         # It drafts nothing.
-        self.options[PLAIN] = settings.keywords(session, "autoregressive") | {"verifier": None, "controller": None}
+        self.options[PLAIN] = session.keywords(settings, "autoregressive") | {"verifier": None, "controller": None}
         self.groups = list(_groups(rows, batch_size))
         self.done: list[Group] = []
         self.compile_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # by method and bucket

@@ -1,4 +1,4 @@
-"""Files that are whole or absent."""
+"""Files of text, and files that are whole or absent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from typing import BinaryIO
 
 from specjax.cli.options import require
 from specjax.errors import UsageError
+
+
+def read_text(path: Path, flag: str) -> str:
+    """The text of a file. Raises: UsageError that names the flag."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag}: {path} is not UTF-8 text (byte {error.start}); convert it") from None
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot read {path} ({error.strerror or error}); check the path") from None
 
 
 def check_writable(path: Path, flag: str) -> None:

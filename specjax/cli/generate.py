@@ -10,6 +10,7 @@ import typer
 
 from specjax.cli import hosts
 from specjax.cli import options as o
+from specjax.cli.drafting import read_costs, read_drafting
 
 if TYPE_CHECKING:
     from specjax.cli.generation import Generation
@@ -51,8 +52,11 @@ def generate(
     ] = None,
     num_draft_tokens: o.BudgetOption = None,
     tree: o.TreeOption = None,
-    stop: o.StopOption = None,
+    draft_stop: o.StopOption = None,
+    stop: o.OldStopOption = None,
     exit_layer: o.ExitOption = None,
+    settings: o.SetOption = None,
+    source: o.SourceOption = None,
     controller: o.ControllerOption = None,
     costs: o.CostsOption = None,
     verifier: o.VerifierOption = None,
@@ -91,18 +95,25 @@ def generate(
     checkpoint_every: hosts.EveryOption = 64,
 ) -> None:
     arguments = dict(locals())
-    settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
+    from specjax.trees import inline
+
+    decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     method = method or ("two_model" if draft else "auto")
-    drafting = o.Drafting(num_draft_tokens, tree, stop, exit_layer)
-    o.check_methods([method], draft, datastore, drafting)
-    weighed = o.read_costs(costs, [method], controller)
+    named = {
+        "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
+    }  # fmt: skip
+    drafting = read_drafting(
+        [method], draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop
+    )
+    weighed = read_costs(costs, [method], controller)
     o.require(
         not distributed or costs != "measured",
         "--costs measured differs from host to host, and all must run one program; with --distributed give a file",
     )
     o.require(checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {checkpoint_every}")
-    hosts.join(arguments)
+    # Of a file what it says counts, which may differ from host to host.
+    hosts.join(arguments | {"tree": tree and inline(tree), "source": drafting.source})
 
     from rich.console import Console
 
@@ -126,7 +137,7 @@ def generate(
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
     generation = Generation(
-        session, settings, method, drafting, rows, batch_size, compare, checkpoint, checkpoint_every
+        session, decoding, method, drafting, rows, batch_size, compare, checkpoint, checkpoint_every
     )
     generation.compile(log)
     generation.run(log, out)

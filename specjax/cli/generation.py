@@ -8,8 +8,9 @@ from rich.table import Table
 
 from specjax.bench import measure, near_ties
 from specjax.bench import records as report
-from specjax.catalog.methods import METHODS
-from specjax.cli.options import Drafting, Settings
+from specjax.catalog import METHODS
+from specjax.cli.drafting import Drafting
+from specjax.cli.options import Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import DRAFTED_STYLE, TextStream
@@ -39,7 +40,7 @@ class Generation:
         self.plain = session.drafter("autoregressive") if compare else None
         self.rows = rows
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-        self.options = settings.keywords(session, method)
+        self.options = session.keywords(settings, method)
         self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
         self.runs: list[report.Run] = []
         self.plain_runs: list[report.Run] = []

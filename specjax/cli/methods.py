@@ -3,55 +3,184 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from specjax.cli import options as o
+from specjax.cli.options import parsed
+
+HELP = """List the methods, what each promises about its text, and its paper.
+
+distribution: the exact distribution of the target at any temperature, hence
+equal text at temperature 0. greedy: equal text at temperature 0 only. lossy:
+neither; TV: how far three tokens of its text are from the target's
+distribution (total variation) on a toy pair, where keeping every draft gives
+0.33.
+
+With a METHOD, its options, for --set.
+"""
 
 
 def methods(
+    method: Annotated[str | None, typer.Argument(help="Show the options of this one.", show_default=False)] = None,
+    rules: Annotated[bool, typer.Option("--rules", help="List the acceptance rules, for --verifier.")] = False,
+    trees: Annotated[bool, typer.Option("--trees", help="List the trees, for --tree, and --draft-stop.")] = False,
+    controllers: Annotated[bool, typer.Option("--controllers", help="List them, for --controller.")] = False,
+    sampling: Annotated[bool, typer.Option("--sampling", help="List the ways to draw, for --sampling.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List all of these.")] = False,
     as_json: o.JsonOption = False,
-    rules: Annotated[bool, typer.Option("--rules", help="List the acceptance rules instead, for --verifier.")] = False,
 ) -> None:
-    """List the methods, what each promises about its text, and its paper.
-
-    distribution: the exact law of the target at any temperature, hence equal
-    text at temperature 0. greedy: equal text at temperature 0 only. lossy:
-    neither; TV: how far three tokens of its text are from the target's law
-    (total variation) on a toy pair, where keeping every draft gives 0.33.
-    """
     from rich.console import Console
+
+    out = Console()
+    if method is not None:
+        _show_one(method, as_json, out)
+        return
+    wanted = {"rules": rules, "trees": trees, "controllers": controllers, "sampling": sampling}
+    names = [name for name, asked in wanted.items() if asked or everything]
+    if everything or not names:
+        names = ["methods", *names]
+    if "trees" in names:
+        names.insert(names.index("trees") + 1, "stops")
+    sections = {name: _rows(name) for name in names}
+    if as_json:
+        print(json.dumps(sections if len(names) > 1 else sections[names[0]], allow_nan=False))
+        return
+    for name, rows in sections.items():
+        {"methods": _show_methods, "rules": _show_rules}.get(name, _show_forms)(rows, out, name)
+
+
+methods.__doc__ = HELP
+
+
+def _rows(section: str) -> list[dict[str, Any]]:
+    """What there is of a section, as JSON."""
+    from specjax import controllers, trees
+    from specjax.catalog import METHODS, PARAMETERS, SAMPLING
+    from specjax.verifiers import VERIFIERS, rules_with_arrays
+
+    if section == "methods":
+        return [_described(row) for row in METHODS.values()]
+    if section == "rules":
+        fields = ("name", "guarantee", "draws", "summary", "paper", "distance", "setting")
+        others = rules_with_arrays()
+        return [
+            {field: getattr(rule, field) for field in fields}
+            | {"options": _options(PARAMETERS[name][1] if name in PARAMETERS else ()), "takes_arrays": name in others}
+            for name, rule in {**VERIFIERS, **others}.items()
+        ]
+    forms = {"trees": trees.FORMS, "stops": trees.stops.FORMS, "controllers": controllers.FORMS, "sampling": SAMPLING}
+    return [{"form": form, "summary": summary} for form, summary in forms[section].items()]
+
+
+def _described(row) -> dict[str, Any]:
+    words = {field: getattr(row, field) for field in ("name", "kind", "guarantee", "summary", "paper")}
+    return words | {"needs": sorted(row.needs), "takes": sorted(row.takes), "options": _options(row.options)}
+
+
+def _options(options) -> list[dict[str, Any]]:
+    from specjax.catalog import REQUIRED
+
+    return [
+        {
+            "name": option.name,
+            "form": option.form,
+            "required": option.default is REQUIRED,
+            "default": None if option.default is REQUIRED else option.default,
+            "help": option.help,
+        }
+        for option in options
+    ]
+
+
+def _show_one(name: str, as_json: bool, out) -> None:
     from rich.table import Table
 
-    from specjax.catalog.methods import METHODS
-    from specjax.verifiers import ANY, VERIFIERS, rules_with_arrays
+    from specjax.catalog import METHODS, find_drafter
 
-    others = rules_with_arrays() if rules else {}
-    rows: list[Any] = list({**VERIFIERS, **others}.values() if rules else METHODS.values())
-    fields: tuple[str, ...] = ("name", "guarantee", "draws" if rules else "needs_draft", "summary", "paper")
+    row = METHODS.get(name) or parsed("METHOD", find_drafter, name)
+    described = _described(row)
     if as_json:
-        fields += ("distance", "setting") if rules else ("needs_datastore",)
-        print(json.dumps([{name: getattr(row, name) for name in fields} for row in rows]))
+        print(json.dumps(described, allow_nan=False))
         return
-    heads = ("rule", "guarantee", "for drafts drawn") if rules else ("method", "guarantee", "needs")
-    table = Table(*heads, "what it does", "paper")
-    for column in table.columns[:2]:
-        column.no_wrap = True
-    table.columns[4].overflow = "fold"
-    for row in rows:
-        if rules:
-            third = "any way" if set(row.draws) == set(ANY) else ", ".join(row.draws)
-        else:
-            third = "draft" if row.needs_draft else "datastore" if row.needs_datastore else ""
-        style = "yellow" if row.guarantee == "lossy" else ""
-        promise, summary = row.guarantee, row.summary
-        if rules and row.distance is not None:
-            promise, summary = f"{promise} (TV {row.distance:g})", f"{summary}; TV at {row.setting}"
-        table.add_row(row.name, promise, third, summary, row.paper, style=style)
-    out = Console()
+    say = lambda text: out.print(text, highlight=False, markup=False, soft_wrap=True)
+    say(f"{name}: {row.summary} (guarantee: {row.guarantee})")
+    if row.paper:
+        say(row.paper)
+    if row.kind == "decoder":
+        say(f"a loop of its own; in Python, specjax.decoders.{row.make.__name__}")
+    for word in ("needs", "takes"):
+        if described[word]:
+            say(f"{word}: {', '.join(described[word])}")
+    if row.cpu_options:
+        say(f"on CPU: {', '.join(f'{option}={value}' for option, value in row.cpu_options.items())}")
+    if not row.options:
+        return
+    table = Table("option", "value", "default", "what it is")
+    for option in described["options"]:
+        default = "required" if option["required"] else _text(option["default"])
+        table.add_row(option["name"], option["form"], default, option["help"])
     out.print(table)
-    if others:
-        out.print(
-            f"Not for --verifier, since they take arrays: {', '.join(others)}. See specjax.verifiers.", style="dim"
+
+
+def _text(value: Any) -> str:
+    """A default as it would be written."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _table(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...], out, lossy: int | None = None) -> None:
+    """A table whose first two columns do not wrap; lossy rows, by the column that says so, are yellow."""
+    from rich.table import Table
+
+    table = Table(*heads)
+    for column in table.columns[: 2 if len(heads) > 2 else 0]:
+        column.no_wrap = True
+    table.columns[-1].overflow = "fold"
+    for row in rows:
+        table.add_row(*row, style="yellow" if lossy is not None and row[lossy].startswith("lossy") else "")
+    out.print(table)
+
+
+def _show_methods(rows: list[dict[str, Any]], out, section: str) -> None:
+    for kind, title in (("drafter", "method"), ("decoder", "loop of its own")):
+        _table(
+            [
+                (row["name"], row["guarantee"], ", ".join(row["needs"]), row["summary"], row["paper"])
+                for row in rows
+                if row["kind"] == kind
+            ],
+            (title, "guarantee", "needs", "what it does", "paper"),
+            out,
+            lossy=1,
         )
+    out.print(
+        "`specjax methods METHOD`: its options. Also: --rules, --trees, --controllers, --sampling; --all.", style="dim"
+    )
+
+
+def _show_rules(rows: list[dict[str, Any]], out, section: str) -> None:
+    from specjax.catalog import PARAMETERS
+    from specjax.verifiers import ANY
+
+    lines = []
+    for row in rows:
+        drawn = "any way" if set(row["draws"]) == set(ANY) else ", ".join(row["draws"])
+        promise, summary = row["guarantee"], row["summary"]
+        if row["distance"] is not None:
+            promise, summary = f"{promise} (TV {row['distance']:g})", f"{summary}; TV at {row['setting']}"
+        lines.append((row["name"], promise, drawn, summary, row["paper"]))
+    _table(lines, ("rule", "guarantee", "for drafts drawn", "what it does", "paper"), out, lossy=1)
+    written = lambda options: ",".join(option.name.upper() for option in options)
+    calls = [f"{name}:{written(options)}" for name, (_, options) in PARAMETERS.items()]
+    arrays = ", ".join(row["name"] for row in rows if row["takes_arrays"])
+    out.print(f"With parameters, in this order or by name (typical:delta=0.4): {', '.join(calls)}.", style="dim")
+    out.print(f"Not for --verifier, since they take arrays: {arrays}. See specjax.verifiers.", style="dim")
+
+
+def _show_forms(rows: list[dict[str, Any]], out, section: str) -> None:
+    titles = {"trees": "--tree", "stops": "--draft-stop", "controllers": "--controller", "sampling": "--sampling"}
+    _table([(row["form"], row["summary"]) for row in rows], (titles[section], "what it is"), out)

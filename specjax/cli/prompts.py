@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specjax.cli.files import read_text
 from specjax.cli.options import require
-from specjax.errors import UsageError
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 """Categories that Spec-Bench reports together."""
@@ -50,12 +50,7 @@ def read(path: Path, flag: str, *, jsonl: bool | None = None) -> tuple[list[Prom
 
     Raises: UsageError if the file cannot be read or holds no prompt at all.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{flag}: {path} is not UTF-8 text (byte {error.start}); convert it") from None
-    except OSError as error:
-        raise UsageError(f"{flag}: cannot read {path} ({error.strerror or error}); check the path") from None
+    lines = read_text(path, flag).split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     require(bool(numbered), f"{flag}: {path} holds no prompts; write one per line")
     if jsonl is None:

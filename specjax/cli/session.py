@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from specjax import controllers
 from specjax import costs as costs_of
-from specjax.cli.options import AS_EACH_DOES, Drafting, budget_option, exit_option, require
+from specjax.catalog import METHODS, make_drafter, parse_rule
+from specjax.cli.drafting import AS_EACH_DOES, Drafting
+from specjax.cli.options import Settings, require
 from specjax.errors import UsageError
 from specjax.folders import cache_folder
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
@@ -49,39 +52,43 @@ class Session(NamedTuple):
 
     def draft_cost(self, method: str) -> float:
         """A pass of what drafts by passes, in passes of the target."""
-        from specjax.catalog.methods import METHODS
-
-        if not METHODS[method].needs_draft or self.draft is None:
-            return METHODS[method].draft_cost
+        row = METHODS[method]
+        if "draft" not in row.needs or self.draft is None:
+            return row.draft_cost
         return costs_of.of_draft(self.target, self.draft) if self.draft_pass is None else self.draft_pass
 
     def drafter(self, method: str, drafting: Drafting = AS_EACH_DOES) -> Drafter:
-        """The drafter of a method, with what of the options it takes."""
-        from specjax.catalog.methods import METHODS, make_drafter
+        """The drafter of a method, with what the flags say of it."""
+        import jax
 
-        draft = self.draft if METHODS[method].needs_draft else None
-        budget, exit_layer = budget_option(method, drafting.budget), exit_option(method, drafting.exit_layer)
-        options: dict[str, Any] = budget | exit_layer
-        if METHODS[method].takes_datastore:
-            options["datastore"] = self.datastore
-        if METHODS[method].takes_costs:
+        row = METHODS[method]
+        options: dict[str, Any] = dict(row.cpu_options) if jax.default_backend() == "cpu" else {}
+        options |= drafting.values(method)
+        if row.uses("costs"):
             options["costs"] = self.costs
-        if METHODS[method].takes_tree:
-            from specjax.trees import parse, stops
-
-            tree, stop = drafting.tree, drafting.stop
-            options |= {"tree": tree and parse(tree), "stop": stop and stops.parse(stop)}
+        if row.uses("source") and drafting.source is not None:
+            options["source"] = [list(self.tokenizer.encode(drafting.source, special=False))]
+        draft = self.draft if "draft" in row.needs else None
         try:
-            drafter = make_drafter(method, self.target, draft, **options)
-            mesh = self.target.model.mesh
-            return drafter if mesh is None else _on_mesh(drafter, mesh)
+            drafter = make_drafter(method, self.target, draft, datastore=self.datastore, **options)
         except UsageError as error:
-            sentence = str(error)
-            for option in budget:  # the flag, not the factory's name for it
-                sentence = sentence.replace(option, "--num-draft-tokens")
-            for option in exit_layer:
-                sentence = sentence.replace(option, "--exit-layer")
-            raise UsageError(sentence) from None
+            raise UsageError(drafting.in_flags(method, str(error))) from None
+        mesh = self.target.model.mesh
+        return drafter if mesh is None else _on_mesh(drafter, mesh)
+
+    def keywords(self, settings: Settings, method: str) -> dict[str, Any]:
+        """The settings as `decode` and `stream` want them, for a method."""
+        spec = settings.controller
+        return {
+            "max_new_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+            "eos": self.tokenizer.eos,
+            "sampling": settings.sampling,
+            "verifier": settings.verifier and parse_rule(settings.verifier),
+            "controller": spec and controllers.parse(spec, self.costs, self.dtype, draft_cost=self.draft_cost(method)),
+        }
 
 
 def open_session(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
-from specjax import drafters, trees
-from specjax.catalog.methods import METHODS, make_drafter
+from specjax import trees
+from specjax.catalog import find_drafter, make_drafter
 from specjax.costs.tokens import expected_tokens, rank_acceptance
 from specjax.drafters.tables.token_recycling import best_paths
 from specjax.engine.autoregressive import autoregressive
@@ -19,23 +18,22 @@ from specjax.models import abstract_params, make_model
 from specjax.planning.workload import Workload
 from specjax.trees.best_shapes import Paths
 from specjax.trees.operations import chain
-from specjax.trees.templates import branching_paths
 from specjax.types import Array, Drafter, PyTree, Target, TokenTree
 
 
 def drafter_of(work: Workload, target: Target, draft: Target | None) -> Drafter:
     """The drafter of the workload's method; the parameters of both models may be shapes."""
-    method = METHODS[work.method]
-    options: dict[str, Any] = {"platform": "tpu"} if method.takes_costs else {}
+    method = find_drafter(work.method)
+    options: dict[str, Any] = {"platform": "tpu"} if method.uses("costs") else {}
     if work.tree is not None:
-        options["tree"] = trees.parse(work.tree)
+        option = method.option("tree")
+        assert option is not None, "make_workload has checked that"
+        options["tree"] = option.parse(work.tree)
     elif work.num_draft_tokens is not None:
-        known = inspect.signature(getattr(drafters, work.method)).parameters
-        sizes = {name: work.num_draft_tokens for name in ("num_tokens", "num_nodes") if name in known}
-        options |= sizes
-        if not sizes:
+        if method.size is None:
             raise UsageError(f"--num-draft-tokens does not apply to method {work.method}; leave it out")
-    return make_drafter(work.method, target, draft if method.needs_draft else None, **options)
+        options[method.size] = work.num_draft_tokens
+    return make_drafter(work.method, target, draft if "draft" in method.needs else None, **options)
 
 
 @functools.cache
@@ -47,7 +45,7 @@ def drafter_shape(work: Workload) -> Drafter:
 
 def draft_passes(work: Workload) -> int:
     """Passes of the draft model per round: one per level of its tree, at most, for methods with such a model."""
-    if not METHODS[work.method].needs_draft:
+    if "draft" not in find_drafter(work.method).needs:
         return 0
     return trees.parse(work.tree).levels if work.tree else drafter_shape(work).max_depth
 
@@ -70,18 +68,12 @@ def _tokens_of_shape(work: Workload, num_nodes: int, max_depth: int) -> Callable
 
 
 def _static_paths(work: Workload, num_nodes: int, max_depth: int) -> Paths | None:
-    kind, _, numbers = (work.tree or "").rpartition(":")
-    if kind in ("beam", "dyspec", "eagle2"):
-        return None
+    if work.tree:
+        return trees.paths_of(work.tree)
     if num_nodes == max_depth + 1:
         return tuple((0,) * depth for depth in range(1, max_depth + 1))
     if work.method == "token_recycling":
         return tuple(best_paths(num_nodes - 1))
-    if kind in ("", "top", "mixed") and numbers:
-        return branching_paths(tuple(int(n) for n in numbers.split("x")))
-    if kind == "paths":
-        first, depth = (int(n) for n in numbers.split("x"))
-        return branching_paths((first, *(1,) * (depth - 1)))
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from specjax import parallel, trees
-from specjax.catalog.methods import METHODS
+from specjax.catalog import find_drafter, of_kind
 from specjax.errors import UsageError
 from specjax.models.bridge import check_cache_dtype
 from specjax.models.layout import fits_heads
@@ -83,21 +83,23 @@ def make_workload(
     check_cache_dtype(cache_dtype, "--cache-dtype")
     slice_ = parse_topology(topology)
     method = method or ("two_model" if draft is not None else "autoregressive")
-    if method not in METHODS:
-        raise UsageError(f'--method: unknown method "{method}"; choose one of {", ".join(METHODS)}')
-    if METHODS[method].needs_datastore:
-        raise UsageError(f"--method {method} reads a datastore, whose size is not known here; choose another method")
-    if METHODS[method].needs_draft != (draft is not None):
+    try:
+        row = find_drafter(method)
+    except UsageError as error:
+        raise UsageError(f"--method: {error}") from None
+    if row.needs - {"draft"}:
+        what = " and ".join(sorted(row.needs - {"draft"}))
+        raise UsageError(f"--method {method} needs a {what}, of which nothing is known here; choose another method")
+    if ("draft" in row.needs) != (draft is not None):
         fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
         raise UsageError(f"--method {method} needs {'a' if draft is None else 'no'} draft model; {fix}")
     if tree is not None:
-        if not METHODS[method].takes_tree or num_draft_tokens is not None:
-            grown = " and ".join(name for name, row in METHODS.items() if row.takes_tree)
+        option = row.option("tree")
+        if option is None or num_draft_tokens is not None:
+            grown = " and ".join(name for name, other in of_kind("drafter").items() if other.option("tree"))
             raise UsageError(f"--tree applies to {grown}, and without --num-draft-tokens, which sets the size too")
-        try:
-            trees.parse(tree)
-        except UsageError as error:
-            raise UsageError(f"--tree: {error}") from None
+        option.parse(tree, "--tree")
+        tree = trees.inline(tree)  # results are kept by the workload, not by what a file once held
     for flag, value in (("--batch-size", batch), ("--context", context), ("--max-new-tokens", max_new_tokens),
                         ("--data", data), ("--layer", layer), ("--sequence", sequence),
                         ("--num-draft-tokens", 1 if num_draft_tokens is None else num_draft_tokens),

@@ -9,7 +9,7 @@ from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import branching, builder_of, chain, independent_paths, static
 from specjax.trees.contracts import Builder, Stop, with_stop
 from specjax.trees.growing import grow
-from specjax.trees.parsing import FORMS, parse
+from specjax.trees.parsing import FORMS, inline, parse, parse_paths, paths_of
 from specjax.trees.paths import from_paths
 
 __all__ = [
@@ -27,8 +27,11 @@ __all__ = [
     "from_paths",
     "grow",
     "independent_paths",
+    "inline",
     "medusa",
     "parse",
+    "parse_paths",
+    "paths_of",
     "sequoia",
     "static",
     "stops",

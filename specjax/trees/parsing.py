@@ -2,43 +2,172 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
 from specjax.errors import UsageError
+from specjax.trees.best_shapes import Paths, medusa, sequoia
 from specjax.trees.builders.beam import beam
+from specjax.trees.builders.chain_with_siblings import chain_with_siblings
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
-from specjax.trees.builders.static import branching, independent_paths
+from specjax.trees.builders.static import How, independent_paths, static
 from specjax.trees.contracts import Builder
+from specjax.trees.templates import branching_paths
+
+SHAPES = {
+    "AxBxC": "branching: A children of the root, B of each of these, ...",
+    "sequoia:A,B,...:NxD": "the best N nodes, root included, on D levels (:N alone: on any), if the first, second, ... "
+    "child of a node is accepted with chance A, B, ...",
+    "medusa:A,B,.../C,D,...:N": "the N likeliest nodes, if the token of rank 1, 2, ... is right with chance A, B, ... "
+    "at depth 1, C, D, ... at depth 2, ...",
+    "FILE.json": "what `specjax plan --json` printed (its choice by the schedule; FILE.json:roofline is the other), or "
+    "rank paths, [[0], [1], [0, 0]]",
+}
+"""Trees of fixed shape, as rank paths."""
 
 FORMS = {
-    "AxBxC": "branching: A children of the root, B of each of these, ..., drawn without replacement",
-    "top:AxBxC": "the same shape from the likeliest tokens",
-    "mixed:AxBxC": "the same shape, one sibling sampled beside the likeliest",
+    **{shape: f"{what}; drawn without replacement" for shape, what in SHAPES.items()},
+    "top:SHAPE": "any of these shapes from the likeliest tokens",
+    "mixed:SHAPE": "any of these, one sibling sampled beside the likeliest",
+    "uniform:SHAPE": "any of these, drawn without replacement, then uniformly where the distribution has no token left",
     "paths:KxL": "K independent chains of L tokens",
     "beam:WxL": "stochastic beam search, W nodes on each of L levels",
-    "dyspec:WxL": "grown where the drafter is sure, at most W nodes on each of L levels",
-    "dyspec:N": "the N likeliest draws, one draft pass each",
+    "siblings:N": "a chain of N tokens, each beside the more others the less sure the drafter is",
+    "dyspec:WxL": "grown where the drafter is sure, at most W nodes on each of L levels; `,threshold=P,children=C` may "
+    "follow",
+    "dyspec:N": "the N likeliest draws, one draft pass each; `,children=C` may follow",
     "eagle2:KxLxN": "the N likeliest of L levels of K x K candidates",
 }
+
+_WAYS: dict[str, How] = {
+    "": "without_replacement", "top": "point_mass", "mixed": "top_and_sampled",
+    "uniform": "without_replacement_then_uniform",
+}  # fmt: skip
 
 
 def parse(spec: str) -> Builder:
     """A builder from one of `FORMS`. Raises: UsageError for any other text."""
-    kind, _, numbers = spec.rpartition(":")
-    try:
-        sizes = tuple(int(x) for x in numbers.split("x"))
-    except ValueError:
-        sizes = ()
+    kind, _, rest = spec.partition(":")
+    numbers, *more = rest.split(",")
+    sizes, named = _sizes(numbers), _named(more) if kind == "dyspec" else {}
     makers = {
-        ("", None): lambda: branching(sizes),
-        ("top", None): lambda: branching(sizes, "point_mass"),
-        ("mixed", None): lambda: branching(sizes, "top_and_sampled"),
-        ("paths", 2): lambda: independent_paths(*sizes),
-        ("beam", 2): lambda: beam(*sizes),
-        ("dyspec", 1): lambda: dyspec_fixed(*sizes),
-        ("dyspec", 2): lambda: dyspec(threshold=1 / (1 + sizes[0] * sizes[1]), width=sizes[0], depth=sizes[1]),
-        ("eagle2", 3): lambda: eagle2(top_k=sizes[0], depth=sizes[1], total=sizes[2]),
+        ("paths", 2): independent_paths,
+        ("beam", 2): beam,
+        ("siblings", 1): chain_with_siblings,
+        ("dyspec", 1): functools.partial(dyspec_fixed, **named),
+        ("dyspec", 2): lambda width, depth: dyspec(
+            **{"threshold": 1 / (1 + width * depth), "width": width, "depth": depth} | named
+        ),
+        ("eagle2", 3): lambda top_k, depth, total: eagle2(top_k=top_k, depth=depth, total=total),
     }
-    make = makers.get((kind, len(sizes))) or makers.get((kind, None))
-    if not sizes or min(sizes) < 1 or make is None:
-        raise UsageError(f'"{spec}" is not a tree; the forms are {", ".join(FORMS)}')
-    return make()
+    if (kind, len(sizes)) in makers and len(named) == len(more) and (len(sizes) == 2 or "threshold" not in named):
+        return makers[kind, len(sizes)](*sizes)
+    way, shape = _split(spec)
+    return static(parse_paths(shape), _WAYS[way])
+
+
+def parse_paths(spec: str) -> Paths:
+    """Rank paths from one of `SHAPES`. Raises: UsageError for any other text, or a file that holds no tree."""
+    kind, _, rest = spec.partition(":")
+    if sizes := _sizes(spec):
+        return branching_paths(sizes)
+    if spec.startswith("["):
+        return _checked(spec, "the tree")
+    if ".json" in spec:
+        return _from_file(spec)
+    chances, _, numbers = rest.rpartition(":")
+    sizes = _sizes(numbers)
+    try:
+        rows = [[float(x) for x in row.split(",")] for row in chances.split("/")]
+    except ValueError:
+        rows = []
+    if kind == "sequoia" and len(rows) == 1 and len(sizes) in (1, 2):
+        paths = sequoia(rows[0], *sizes)[1]
+        if not paths:
+            raise UsageError(f'"{spec}": no tree with so few ranks has {sizes[0]} nodes on {sizes[-1]} levels')
+        return paths
+    if kind == "medusa" and rows and len(sizes) == 1:
+        return medusa(rows, *sizes)[1]
+    raise UsageError(f'"{spec}" is not a tree; the forms are {", ".join(FORMS)}')
+
+
+def paths_of(spec: str) -> Paths | None:
+    """The rank paths of a tree of `FORMS`; None: its shape is not known before it is drafted."""
+    kind, _, rest = spec.partition(":")
+    if kind in ("beam", "dyspec", "eagle2", "siblings"):
+        return None
+    if kind == "paths":
+        first, depth = _sizes(rest)
+        return branching_paths((first, *(1,) * (depth - 1)))
+    return parse_paths(_split(spec)[1])
+
+
+def inline(spec: str) -> str:
+    """The same tree without a file: for whoever keeps results by this text."""
+    way, shape = _split(spec)
+    return f"{way}:{json.dumps(parse_paths(shape))}".removeprefix(":") if ".json" in shape else spec
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """How siblings are drawn, one of `_WAYS`, and the shape."""
+    kind, colon, rest = spec.partition(":")
+    return (kind, rest) if colon and kind in _WAYS else ("", spec)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """The numbers of AxBxC, () for any other text."""
+    parts = text.split("x")
+    good = all(part.isdecimal() and int(part) >= 1 for part in parts)
+    return tuple(map(int, parts)) if good else ()
+
+
+def _named(parts: list[str]) -> dict[str, Any]:
+    """The options of DySpec that are no size: those of the parts that name one."""
+    types: dict[str, Any] = {"threshold": float, "children": int}
+    pairs = [part.partition("=") for part in parts]
+    try:
+        return {name: types[name](value) for name, _, value in pairs if name in types}
+    except ValueError:
+        return {}
+
+
+def _from_file(spec: str) -> Paths:
+    name, _, side = spec.partition(".json")
+    name, side = f"{name}.json", side.removeprefix(":")
+    try:
+        document: Any = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {name} ({error.strerror or error}); check the path") from None
+    except ValueError:
+        raise UsageError(f"{name} is not JSON; write it with `specjax plan --json`") from None
+    if isinstance(document, list) and not side:
+        return _checked(json.dumps(document), name)
+    choices = document.get("choices") if isinstance(document, dict) else None
+    if not choices:
+        raise UsageError(f"{name} holds neither rank paths nor a plan; write it with `specjax plan --json`")
+    by_side = {choice["side"]: choice["paths"] for choice in choices}
+    side = side or next(iter(by_side))
+    if side not in by_side:
+        raise UsageError(f'{name} has no choice by "{side}"; write {name}:{" or ".join(by_side)}')
+    if not by_side[side]:
+        raise UsageError(f"{name}: by the {side} nothing should be drafted; leave the tree out")
+    return _checked(json.dumps(by_side[side]), name)
+
+
+def _checked(text: str, where: str) -> Paths:
+    """Rank paths of a JSON text. Raises: UsageError unless every node has its parent and its elder sibling."""
+    try:
+        paths = tuple(tuple(path) for path in json.loads(text))
+    except (ValueError, TypeError):
+        paths = ()
+    if not paths or not all(path and all(type(rank) is int and rank >= 0 for rank in path) for path in paths):
+        raise UsageError(f"{where} must be rank paths such as [[0], [1], [0, 0]]")
+    for path in paths:
+        elder = (*path[:-1], path[-1] - 1) if path[-1] else path
+        lacking = {path[:-1], elder} - {(), *paths}
+        if lacking:
+            raise UsageError(f"{where} has the path {list(path)} without {list(min(lacking))}; add it")
+    return paths

@@ -1,10 +1,9 @@
-"""The conformance suite: what every row of METHODS must do.
+"""The conformance suite: what every drafter of the catalogue must do.
 
-Compilation is nearly all of its time, so the tests share shapes and settings: a row of METHODS costs ten programs.
+Compilation is nearly all of its time, so the tests share shapes and settings: a row costs ten programs.
 """
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,8 @@ from toy import (
     tiny_llama,
 )
 
-import specjax
-from specjax import METHODS, Target, UsageError, decode, make_drafter, stream
+from specjax import Target, UsageError, decode, make_drafter, stream
+from specjax.catalog import of_kind
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
 from specjax.sampling import draw
@@ -56,6 +55,7 @@ OPTIONS = {
     "token_recycling": {"num_nodes": 7},
     "two_model": {"num_tokens": 3},
 }
+METHODS = of_kind("drafter")
 NAMES = sorted(METHODS)
 # What compiles most is done for one row of each kind; for the others in the tier `exhaustive`.
 OF_EACH_KIND = {"auto", "jacobi", "prompt_lookup", "rasd", "rest", "swift", "two_model"}
@@ -66,9 +66,24 @@ BATCH_WIDE = {"auto", "choice"}  # decide for the whole batch: a row's passes de
 
 def make(name, target, draft):
     options = dict(OPTIONS.get(name, {}))
-    if METHODS[name].needs_datastore:
+    if "datastore" in METHODS[name].needs:
         options["datastore"] = tiny_datastore(target.model.vocab_size)
+    if "fill" in METHODS[name].needs:
+        vocab = target.model.vocab_size
+        options |= {"fill": masked_places, "params": of_masked_places(vocab), "mask_token": vocab - 1, "num_tokens": 3}
     return make_drafter(name, target, draft, **options)
+
+
+def masked_places(params, tokens, given, positions):
+    """A model of masked places: params[t, i] are the logits of the place i behind the last given token t."""
+    last = jnp.max(jnp.where(given, jnp.arange(tokens.shape[1]), 0), 1)
+    token = jnp.take_along_axis(tokens, last[:, None], 1)
+    return params[token, jnp.arange(positions.shape[1])]
+
+
+@functools.cache
+def of_masked_places(vocab):
+    return jax.random.normal(jax.random.key(5), (vocab, 3, vocab))
 
 
 @functools.cache
@@ -95,19 +110,6 @@ def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0, sa
         **options,
     )
     return result.to_lists(), result
-
-
-NOT_IN_THE_TABLE = {"nar_block"}  # takes a model of a kind that the command line cannot load
-
-
-def test_every_drafter_file_is_in_the_table():
-    files = {path.stem for path in pathlib.Path(specjax.drafters.__file__).parent.rglob("*.py")} - {
-        "__init__",
-        "composed",
-    }
-    assert files - NOT_IN_THE_TABLE == set(METHODS)
-    assert all(name == method.name and method.summary for name, method in METHODS.items())
-    assert {method.guarantee for method in METHODS.values()} <= {"distribution", "greedy", "lossy"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -368,5 +370,10 @@ def test_unknown_and_incomplete_methods():
         make_drafter("two_model", markov(), tiny_llama())
     with pytest.raises(UsageError, match="needs a datastore"):
         make_drafter("rest", tiny_llama())
+    with pytest.raises(UsageError, match="needs a model of masked blocks"):
+        make_drafter("nar_block", tiny_llama(), mask_token=0)
+    for name, loop in (("pearl", "pearl"), ("superposed_decoding", "superposed")):
+        with pytest.raises(UsageError, match=rf"{name} is a loop of its own, .* call specjax\.decoders\.{loop}\("):
+            decode(markov(), name, [[0]], key=jax.random.key(0), max_new_tokens=1)
     with pytest.raises(UsageError, match=r"64 tokens .* 3"):
         make_drafter("rest", markov(), datastore=tiny_datastore(64))

@@ -176,7 +176,7 @@ def test_bad_lines_and_long_prompts(cli, tmp_path):
     [
         (["--method", "magic"], "--method"),
         (["--method", "two_model"], "--draft"),
-        (["--stop", "entropy:1"], "--stop"),
+        (["--draft-stop", "entropy:1"], "--draft-stop"),
         (["--controller", "fixed:0.5"], "--controller"),
         (["--limit", 0], "--limit"),
         (["--offset", 99], "--offset"),

@@ -106,8 +106,8 @@ def test_bad_input(refused, store, corpus, tmp_path):
 
 
 def test_methods_say_what_they_need(cli):
-    needs = {row["name"]: row["needs_datastore"] for row in json.loads(cli("methods", "--json").out)}
-    assert needs["rest"] and not needs["prompt_lookup"]
+    needs = {row["name"]: row["needs"] for row in json.loads(cli("methods", "--json").out)}
+    assert needs["rest"] == ["datastore"] and needs["prompt_lookup"] == []
     assert "datastore" in cli("methods").out
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import pathlib
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 import specjax
-from specjax import verifiers
 from specjax.bench import records as report
 from specjax.cli.text import DRAFTED_STYLE, TextStream
 
@@ -138,7 +136,7 @@ def test_goodput_knows_what_the_draft_model_costs(cli, monkeypatch, tmp_path):
 
 def test_early_exit_takes_a_layer_and_a_stop_rule(cli, refused):
     run = ("generate", "abc", *SHORT, "--method", "early_exit")
-    document = json.loads(cli(*run, "--exit-layer", 1, "--stop", "confidence:0.3", "--compare", "--json").out)
+    document = json.loads(cli(*run, "--exit-layer", 1, "--draft-stop", "confidence:0.3", "--compare", "--json").out)
     assert document["identical"] is True
     assert "--exit-layer must be from 1 to 1, the number of layers" in refused(*run, "--exit-layer", 2)
     words = refused(*run[:-1], "suffix", "--exit-layer", 1)
@@ -146,7 +144,7 @@ def test_early_exit_takes_a_layer_and_a_stop_rule(cli, refused):
 
 
 def test_a_stop_rule_and_a_controller(cli):
-    options = ("--draft", "draft", "--stop", "confidence:0.9", "--controller", "additive:2", *SHORT, "--compare")
+    options = ("--draft", "draft", "--draft-stop", "confidence:0.9", "--controller", "additive:2", *SHORT, "--compare")
     document = json.loads(cli("generate", "abc", *options, "--json").out)
     assert document["identical"] is True
     assert document["acceptance_by_depth"][2:] == [None, None]  # of 4, deeper than the controller's first rounds
@@ -227,8 +225,11 @@ def test_raw_has_no_template(cli):
         (["generate", "abc", "--num-draft-tokens", "0"], "--num-draft-tokens"),
         (["generate", "abc", "--method", "autoregressive", "--num-draft-tokens", "3"], "--num-draft-tokens"),
         (["generate", "abc", "--method", "token_recycling", "--num-draft-tokens", "900"], "--num-draft-tokens"),
-        (["generate", "abc", "--stop", "confidence:0.4"], "--stop does not apply to method auto"),
-        (["generate", "abc", "--draft", "draft", "--stop", "sure:1"], '--stop: "sure:1" is not a stop rule'),
+        (["generate", "abc", "--draft-stop", "confidence:0.4"], "--draft-stop does not apply to method auto"),
+        (
+            ["generate", "abc", "--draft", "draft", "--draft-stop", "sure:1"],
+            '--draft-stop: "sure:1" is not a stop rule',
+        ),
         (["generate", "abc", "--controller", "fast"], '--controller: "fast" is not a controller'),
         (["generate", "abc", "--dtype", "int4"], "--dtype"),
         (["generate", "abc", "--cache-dtype", "int4"], "--cache-dtype"),
@@ -251,33 +252,6 @@ def test_interrupt(cli, monkeypatch):
     monkeypatch.setattr(specjax, "load", interrupted)
     result = cli("generate", "abc")
     assert result.code == 130 and "Traceback" not in result.err
-
-
-def test_methods(cli):
-    listed = json.loads(cli("methods", "--json").out)
-    assert [entry["name"] for entry in listed] == list(specjax.METHODS)
-    out = cli("methods").out
-    assert "prompt_lookup" in out and "distribution" in out and "2211.17192" in out
-
-
-def test_rules_and_how_far_the_lossy_ones_are_from_the_target(cli, monkeypatch):
-    """Every acceptance rule of the package, and none that is lossy without its distance."""
-    monkeypatch.setenv("COLUMNS", "200")
-    others = {"greedy", "exact_verifier", "init_judge", "rules_with_arrays"}
-    public = {name for name in verifiers.__all__ if name.islower()} - others
-    listed = {entry["name"]: entry for entry in json.loads(cli("methods", "--rules", "--json").out)}
-    assert public <= {name.partition("(")[0] for name in listed} and "lantern++" in listed
-    lossy = {name for name, entry in listed.items() if entry["guarantee"] == "lossy"}
-    of_text = {"typical", "rollback", "judge", "grouped", "grouped_static", "top_beta", "rapid"}
-    assert lossy == of_text | {"lantern", "lantern++"}  # the last two are of images
-    table = cli("methods", "--rules").out
-    for name, entry in listed.items():
-        row = next(line for line in table.splitlines() if name in line.split())
-        assert (entry["distance"] is not None and entry["setting"] != "") == (name in lossy)
-        assert (f"lossy (TV {entry['distance']:g})" in row) if name in lossy else ("TV" not in row)
-    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
-    row = next(line for line in readme.splitlines() if "**lossy**" in line)
-    assert all(f"`{name}`" in row and f"{listed[name]['distance']:g}" in row for name in lossy)
 
 
 def test_a_lossy_rule_says_how_far_it_is_from_the_target(cli):

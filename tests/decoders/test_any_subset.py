@@ -1,5 +1,6 @@
 """The card's oracle tests of any-subset speculative decoding: a joint law by hand, and a small trained model."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 from toy import DATA, TARGET_ROWS, joint_law
+from toy_decoders import exact
 
 from specjax import UsageError
 from specjax.decoders import AnySubsetModel, any_subset
@@ -19,25 +21,6 @@ GOLDEN = json.loads((DATA / "verification_any_subset.json").read_text())
 JOINT = np.array(GOLDEN["joint"], np.float32).reshape(2, 2, 2)
 ROWS = 20_000
 SEQUENTIAL_CALLS = 3  # the golden 5 of k = 1 count two second calls that the loop skips
-
-
-def exact(joint) -> AnySubsetModel:
-    """The model whose predictions are the conditionals of `joint` [V, ..., V], one axis per position."""
-    joint = jnp.asarray(joint, jnp.float32)
-    vocab, size = joint.shape[0], joint.ndim
-    return AnySubsetModel(_exact(vocab, size), vocab, params=joint.ravel())
-
-
-@functools.cache
-def _exact(vocab, size):
-    texts = jnp.array(list(itertools.product(range(vocab), repeat=size)))  # [C, S]
-
-    def apply(params, tokens, content, positions, query):
-        agrees = jnp.all(~query[:, :, None, :] | (texts == tokens[:, None, None, :]), -1)  # [B, Q, C]
-        there = jax.nn.one_hot(jnp.moveaxis(texts[:, positions], 0, -1), vocab)  # [B, Q, C, V]
-        return jnp.log(jnp.einsum("bqc,bqcv,c->bqv", agrees, there, params))
-
-    return apply
 
 
 def blank(rows, size):
@@ -209,7 +192,7 @@ def test_a_trained_model_keeps_its_sequential_law(tokens, missing):
 
 
 def test_a_row_alone_equals_the_row_in_a_batch_and_a_second_call_compiles_nothing():
-    model = AnySubsetModel(_exact(3, 3), 3, mask_token=2, params=exact(joint_law(TARGET_ROWS, 0, 3)).params)
+    model = dataclasses.replace(exact(joint_law(TARGET_ROWS, 0, 3)), mask_token=2)
     tokens = jnp.array([[0, 1, 0], [1, 1, 0], [0, 0, 1]])
     missing = jnp.array([[True, True, True], [False, True, True], [True, False, False]])
     keys = jax.random.split(jax.random.key(5), 3)

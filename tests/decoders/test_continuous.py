@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from scipy.stats import kstest, norm
 from toy import DATA
+from toy_decoders import linear, previous_token
 
 from specjax import UsageError
-from specjax.decoders import ContinuousModel, continuous
+from specjax.decoders import continuous
 from specjax.decoders.continuous import GUARANTEES, aligned_log_ratio, path_log_ratio, sample_path
 
 GOLDEN = json.loads((DATA / "verification_continuous.json").read_text())
@@ -20,27 +21,6 @@ HEAD = GOLDEN["two_step_head"]
 ROWS = 20_000
 ALPHA_ALIGNED = 0.894  # of the two-step head, by the card
 ALPHA_COUPLED = 0.852093  # 1 - E TV(N(0, 0.3^2), N(0.9 d, 0.35^2)), d ~ N(0, 0.02): x_1 of the two on the same noise
-
-
-def previous_token(params, condition, tokens, positions):
-    """float32[B, Q, d]: `params["link"]` times the token before, 0 at the start."""
-    before = jnp.take_along_axis(tokens, jnp.maximum(positions - 1, 0)[:, :, None], 1)
-    return params["link"] * jnp.where(positions[:, :, None] > 0, before, 0.0)
-
-
-def linear_mean(params, t, x, z):
-    return params["mean"][t - 1] + params["slope"][t - 1] * x + z
-
-
-def linear_std(params, t, z):
-    return params["std"][t - 1]
-
-
-def linear(slope, std, mean=0.0, link=0.0, dim=1) -> ContinuousModel:
-    """x_{t-1} = mean_t + slope_t x_t + z + std_t eps; entry 0 of each is the last step, t = 1."""
-    as_row = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), (len(slope),))
-    params = {"slope": as_row(slope), "std": as_row(std), "mean": as_row(mean), "link": jnp.float32(link)}
-    return ContinuousModel(previous_token, linear_mean, linear_std, dim, len(slope), params)
 
 
 def two_step(name, link=0.0):

@@ -14,7 +14,8 @@ from tiers import exhaustive, those
 from toy import tiny_llama
 
 import specjax
-from specjax import METHODS, parallel
+from specjax import parallel
+from specjax.catalog import of_kind
 from specjax.parallel import hosts
 
 ADDRESS = ("ADDRESS", "COUNT", "HOST")
@@ -32,7 +33,7 @@ def alone(name):
     [
         (2, ("prompt_lookup",)),
         exhaustive(4, ("token_recycling",)),
-        exhaustive(2, sorted(METHODS)),
+        exhaustive(2, sorted(of_kind("drafter"))),
     ],
 )
 def test_texts_are_those_of_one_process(count, names):

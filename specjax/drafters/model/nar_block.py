@@ -9,7 +9,7 @@ the chain of their likeliest tokens. Each position is predicted without knowing 
 Guarantee: distribution (a point-mass chain). The papers' relaxed acceptance is `specjax.verifiers.top_beta`.
 Deviations: none in the draft. What the model attends besides the text, such as the source of a translation, is its own
 affair (its `params`).
-Not in METHODS: it takes a model of a kind that the command line cannot load.
+The command line cannot load a model of this kind; the catalogue says so by `needs`.
 """
 
 from __future__ import annotations

@@ -64,6 +64,14 @@ class Datastore:
             "text": self.info.get("text"),
         }
 
+    def documents(self) -> Iterator[np.ndarray]:
+        """Their ids, one after another; one that runs over the border of a shard comes in two pieces."""
+        for tokens, _ in self.shards:
+            start = 0
+            for end in np.flatnonzero(tokens == self.vocab_size).tolist():
+                yield tokens[start:end]
+                start = end + 1
+
     def to_device(self, mesh: Mesh | None = None) -> Index:
         """The `Index` on the device, or its shards spread over the target's mesh. See `index.to_device`."""
         return to_device(self.shards, self.vocab_size, mesh)

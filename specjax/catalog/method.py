@@ -1,0 +1,48 @@
+"""What a row of the catalogue says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from specjax.catalog.options import Option
+from specjax.types import Guarantee
+
+Kind = Literal["drafter", "decoder"]
+"""`drafter`: drafts for the loop of `specjax.decode`. `decoder`: a loop of its own."""
+
+Need = Literal["draft", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous"]
+"""`draft`: a second, smaller model. `datastore`: a corpus. `costs`: what wide passes cost, of `specjax.costs`.
+`source`: a text to be edited. `devices`: some of its own for each model. `fill`: a model of masked blocks, as
+`drafters.nar_block` takes it. `any_order`, `continuous`: a target of `decoders.AnySubsetModel`, `ContinuousModel`.
+"""
+
+
+class Method(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    kind: Kind
+    make: Callable[..., Any]  # of a drafter (target, draft, **options) -> Drafter; of a decoder the loop itself
+    guarantee: Guarantee
+    summary: str
+    paper: str = ""
+    needs: frozenset[Need] = frozenset()  # what it cannot do without, besides the target
+    takes: frozenset[Need] = frozenset()  # and what else it can use
+    options: tuple[Option, ...] = ()
+    cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines where wide passes are dear
+    draft_cost: float = 0.0  # of one drafting pass of the target itself, in its whole passes
+
+    def option(self, name: str) -> Option | None:
+        """The option of that name, if there is one."""
+        return next((option for option in self.options if option.name == name), None)
+
+    @property
+    def size(self) -> str | None:
+        """The option that says how many tokens are drafted per round, if one does."""
+        return next((option.name for option in self.options if option.name in ("num_tokens", "num_nodes")), None)
+
+    def uses(self, what: Need) -> bool:
+        """Whether it needs or takes it."""
+        return what in self.needs | self.takes

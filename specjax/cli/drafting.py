@@ -1,0 +1,200 @@
+"""What the command line says of the drafters, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specjax.cli.files import read_text
+from specjax.cli.options import parsed, require
+from specjax.errors import UsageError
+
+if TYPE_CHECKING:
+    from specjax.catalog import Method, Option
+
+LOADABLE = {"draft", "datastore"}
+"""What the command line can give to a method that cannot do without."""
+
+
+class Given(NamedTuple):
+    """The value of an option, and the flag that set it."""
+
+    flag: str
+    value: Any
+
+
+class Drafting(NamedTuple):
+    """What the flags say; where they say nothing each method does as it does."""
+
+    options: Mapping[str, Mapping[str, Given]] = MappingProxyType({})  # by method and name
+    source: str | None = None  # the text to be edited
+
+    def values(self, method: str) -> dict[str, Any]:
+        """The options of a method."""
+        return {name: given.value for name, given in self.options.get(method, {}).items()}
+
+    def in_flags(self, method: str, sentence: str) -> str:
+        """A factory's complaint with the flags in place of its own names."""
+        for name, given in self.options.get(method, {}).items():
+            sentence = re.sub(rf"(?<![\w-]){name}\b", given.flag, sentence, count=1)
+        return sentence
+
+
+AS_EACH_DOES = Drafting()
+
+
+def _stop(method: Method) -> Option | None:
+    from specjax.trees import stops
+
+    option = method.option("stop")
+    return option if option and option.type is stops.parse else None  # that of swift is a number
+
+
+NAMED: dict[str, Callable[[Method], Option | None]] = {
+    "--num-draft-tokens": lambda method: method.option(method.size) if method.size else None,
+    "--tree": lambda method: method.option("tree"),
+    "--draft-stop": _stop,
+    "--exit-layer": lambda method: method.option("exit_layer"),
+}
+"""Flags of their own, and the option of a method that each sets."""
+
+
+def read_drafting(
+    names: list[str],
+    draft: str | None,
+    datastore: Path | None = None,
+    *,
+    named: Mapping[str, Any] = MappingProxyType({}),
+    settings: Sequence[str] | None = None,
+    source: Path | None = None,
+    batch_size: int = 1,
+    old_stop: str | None = None,
+) -> Drafting:
+    """Check the flags of the methods, and read their values.
+
+    Args:
+      named: values of the flags of NAMED, None: not given. settings: of --set. old_stop: of --stop, as it was called.
+
+    Raises: UsageError for an unknown method, one that lacks something, or a flag that no method has a use for.
+    """
+    from specjax.catalog import METHODS, of_kind
+
+    require(old_stop is None, f"--stop of drafts is called --draft-stop now; write --draft-stop {old_stop}")
+    for name in names:
+        _check_method(name, draft, datastore)
+    rows = {name: METHODS[name] for name in names}
+    drafting, retrieving = (any(row.uses(what) for row in rows.values()) for what in ("draft", "datastore"))
+    require(
+        draft is None or drafting,
+        f"--draft is given, but {' and '.join(names)} drafts without a model; leave it out or use --method two_model",
+    )
+    require(
+        datastore is None or retrieving,
+        f"--datastore is given, but {' and '.join(names)} retrieves nothing; leave it out or use --method rest",
+    )
+    found: dict[str, dict[str, Given]] = {name: {} for name in names}
+    for flag, value in named.items():
+        if value is None:
+            continue
+        options = {name: NAMED[flag](row) for name, row in rows.items()}
+        others = " and ".join(name for name, row in of_kind("drafter").items() if NAMED[flag](row))
+        # A size is for all of them: what is compared should be equally large.
+        for some in [[name] for name in names] if flag == "--num-draft-tokens" else [names]:
+            where = f"{flag} does not apply to method {' or '.join(some)}, only to {others}"
+            require(any(options[name] for name in some), where)
+        for name, option in options.items():
+            if option is not None:
+                found[name][option.name] = Given(flag, option.parse(str(value), flag))
+    size = named.get("--num-draft-tokens")
+    require(size is None or size >= 1, f"--num-draft-tokens must be at least 1, not {size}")
+    both = size is not None and named.get("--tree") is not None
+    require(not both, "--tree and --num-draft-tokens both set the size of the draft; leave one out")
+    for text in settings or ():
+        name, option, value = _read_setting(text, rows)
+        earlier = found[name].get(option.name)
+        require(
+            earlier is None,
+            f"--set {text}: {earlier and earlier.flag} has set {option.name} already; leave one out",
+        )
+        flag = f"--set {option.name}"
+        found[name][option.name] = Given(flag, option.parse(value, flag))
+    return Drafting(found, None if source is None else _read_source(source, rows, batch_size))
+
+
+def _check_method(name: str, draft: str | None, datastore: Path | None) -> None:
+    from specjax.catalog import find_drafter
+
+    needs = parsed("--method", find_drafter, name).needs
+    require(
+        needs <= LOADABLE,
+        f"--method: the command line cannot load what {name} needs; call specjax.drafters.{name} in Python",
+    )
+    require(draft is not None or "draft" not in needs, f"method {name} needs a draft model; give one with --draft")
+    require(
+        datastore is not None or "datastore" not in needs,
+        f"method {name} needs a datastore; make one with `specjax datastore build`, give it with --datastore",
+    )
+
+
+def _read_setting(text: str, rows: Mapping[str, Method]) -> tuple[str, Option, str]:
+    """The method, the option and the value of one --set."""
+    left, equals, value = text.partition("=")
+    name, dot, word = left.rpartition(".")
+    require(bool(equals and word), f'--set wants NAME=VALUE, such as group=3, not "{text}"')
+    require(
+        bool(dot) or len(rows) == 1,
+        f"--set {text}: there are several methods; say which one, such as --set {next(iter(rows))}.{text}",
+    )
+    name = name or next(iter(rows))
+    require(name in rows, f"--set {text}: {name} is not among the methods of this run, {', '.join(rows)}")
+    option, known = rows[name].option(word), ", ".join(option.name for option in rows[name].options)
+    if option is None:
+        fix = f"its options are {known}" if known else "it has none; leave it out"
+        raise UsageError(f'--set {text}: method {name} has no option "{word}"; {fix}')
+    return name, option, value
+
+
+def _read_source(path: Path, rows: Mapping[str, Method], batch_size: int) -> str:
+    from specjax.catalog import METHODS
+
+    editing = " and ".join(name for name, row in METHODS.items() if row.uses("source"))
+    require(
+        any(row.uses("source") for row in rows.values()),
+        f"--source does not apply to method {' or '.join(rows)}, only to {editing}; leave it out",
+    )
+    require(batch_size == 1, f"--source is one text, for one prompt at a time; leave --batch-size {batch_size} out")
+    text = read_text(path, "--source")
+    require(bool(text.strip()), f"--source: {path} is empty; give the text to be edited")
+    return text
+
+
+def read_costs(costs: str | None, names: list[str], controller: str | None):
+    """What --costs stands for: None, "measured" or the curve of a plan.
+
+    Raises: UsageError if nothing reads it, or for what is no plan.
+    """
+    from specjax.catalog import METHODS
+    from specjax.costs import planned
+
+    if costs is None:
+        return None
+    weighing = [name for name, method in METHODS.items() if method.uses("costs")]
+    require(
+        controller == "goodput" or any(name in weighing for name in names),
+        f"--costs does not apply to method {' or '.join(names)}, only to {' and '.join(weighing)} and to --controller "
+        "goodput; leave it out",
+    )
+    if costs == "measured":
+        return costs
+    try:
+        plan = json.loads(Path(costs).read_text(encoding="utf-8"))
+    except OSError:
+        what = f'--costs must be measured or the JSON that `specjax plan --json` printed, not "{costs}"'
+        raise UsageError(what) from None
+    except ValueError:
+        raise UsageError(f"--costs: {costs}: it is not JSON; write it with `specjax plan --json`") from None
+    return parsed(f"--costs: {costs}", planned, plan)

@@ -1,0 +1,129 @@
+"""The conformance suite of loops of their own: what every decoder of the catalogue must do, on tiny models."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import kstest, norm
+from toy import TARGET_ROWS, joint_law, tiny_llama, tiny_llama_alike
+from toy_decoders import exact, linear
+
+import specjax
+from specjax.catalog import of_kind
+
+DECODERS = of_kind("decoder")
+PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7]]
+KEYS = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(3))
+TOKENS = np.array([[0, 1, 0], [1, 1, 0], [0, 0, 1]])
+MISSING = np.array([[True, True, True], [False, True, True], [True, False, False]])
+HEADS = linear([0.0], [1.2], 0.5), linear([0.0], [1.0])  # target, draft
+NO_KEYS = {"superposed_decoding"}  # it draws nothing
+
+
+@functools.cache
+def pair(apart: bool):
+    models = tiny_llama(), tiny_llama_alike()
+    return tuple(jax.device_put(m, jax.devices()[i + 1]) for i, m in enumerate(models)) if apart else models
+
+
+def run(name, rows=(0, 1, 2), keys=KEYS, **options):
+    """What a decoder writes in these rows, each with its key."""
+    rows, decode = list(rows), DECODERS[name].make
+    keys = keys[jnp.array(rows)]
+    prompts = [PROMPTS[row] for row in rows]
+    text = {"key": keys, "max_new_tokens": 12, "temperature": 0.8, "num_tokens": 3} | options
+    if name in ("pearl", "pearl_in_one_program"):
+        return decode(*pair(name == "pearl"), prompts, **text).to_lists()
+    if name == "any_subset":
+        options = {"window": 2} | options
+        return decode(
+            exact(joint_law(TARGET_ROWS, 0, 3)), TOKENS[rows], MISSING[rows], key=keys, **options
+        ).tokens.tolist()
+    if name == "continuous":
+        starts = jnp.arange(1.0, 4.0)[jnp.array(rows), None, None]
+        return decode(*HEADS, starts, key=keys, **{"max_new_tokens": 6, "window": 2} | options).tokens.tolist()
+    return decode(tiny_llama(), prompts, **{"max_new_tokens": 12, "drafts": 2} | options).to_lists()
+
+
+def plain(**options):
+    return specjax.decode(tiny_llama(), "autoregressive", PROMPTS, key=KEYS, max_new_tokens=12, **options).to_lists()
+
+
+def test_a_test_for_every_row():
+    assert set(GUARANTEES) == set(DECODERS)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_key_gives_one_text(name):
+    first = run(name)
+    assert run(name) == first
+    if name not in NO_KEYS:
+        assert run(name, keys=jax.random.split(jax.random.key(1), 3)) != first
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_rows_do_not_depend_on_their_batch(name):
+    together = run(name)
+    assert run(name, rows=(2, 0)) == [together[2], together[0]]
+    assert run(name, rows=(1,)) == [together[1]]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_second_call_compiles_nothing(name):
+    run(name)
+    compiled, other = [], jax.random.split(jax.random.key(2), 3)
+    run(name, keys=other)  # programs that only prepare arguments
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
+    )
+    run(name, keys=other)
+    assert compiled == []
+
+
+def of_plain_decoding(name):
+    """distribution, and more: the text of plain decoding."""
+    for temperature in (0.0, 0.8):
+        assert run(name, temperature=temperature) == plain(temperature=temperature)
+
+
+def of_any_window(name):
+    """distribution, hence the greedy text whatever the window: one token after another with a window of 1."""
+    greedy = run(name, temperature=0.0, window=1)
+    assert greedy == run(name, temperature=0.0, window=3)
+    best = TARGET_ROWS.argmax(1)
+    assert greedy[1] == [1, best[1], best[best[1]]]
+
+
+def of_the_heads_law(name):
+    """distribution: one token each in 4,000 rows."""
+    models = [HEADS, HEADS[::-1]]
+    for target, draft in models:
+        result = DECODERS[name].make(
+            target, draft, jnp.zeros((4000, 0, 1)), key=jax.random.key(3), max_new_tokens=1, window=1, prefill_ratio=0.0
+        )
+        mean, std = (float(target.params[part][0]) for part in ("mean", "std"))
+        values = np.asarray(result.tokens)[:, 0, 0]
+        assert kstest(values, norm(mean, std).cdf).pvalue > 1e-3
+        assert kstest(values, norm(0.5 - mean, 2.2 - std).cdf).pvalue < 1e-6  # the draft's
+
+
+def of_one_greedy_draft(name):
+    """lossy, but with one draft and no corpus greedy decoding."""
+    assert DECODERS[name].guarantee == "lossy"
+    assert [row[0] for row in run(name, drafts=1)] == plain()
+
+
+GUARANTEES = {
+    "pearl": of_plain_decoding,
+    "pearl_in_one_program": of_plain_decoding,
+    "any_subset": of_any_window,
+    "continuous": of_the_heads_law,
+    "superposed_decoding": of_one_greedy_draft,
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_it_promises(name):
+    GUARANTEES[name](name)
