@@ -14,7 +14,7 @@ from specjax.trees.builders.chain_with_siblings import chain_with_siblings
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import How, independent_paths, static
-from specjax.trees.growing import Builder
+from specjax.trees.contracts import Builder
 from specjax.trees.templates import branching_paths
 
 SHAPES = {
