@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -65,6 +66,11 @@ class Overhead(NamedTuple):
     state_bytes: int  # of a row; on a chip as the loop holds it, with the padding of the layouts there
 
 
+def learn(drafter: Drafter, params, state, context: Context, tree, verdict: Verdict, output: Output):
+    """The state after `observe` and `update`."""
+    return drafter.update(params, state, drafter.observe(params, state, context, tree, verdict, output), verdict)
+
+
 ROUNDS = 1000
 CALLS, RUNS, PERIOD = 200, 5, 97
 
@@ -79,16 +85,15 @@ def overhead(name: str, drafter: Drafter, work: Workload) -> Overhead:
     context = Context(shape(rows, length), shape(rows), Sampling())
     keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)))
     state = placed(jax.eval_shape(drafter.init, drafter.params, context))
-    tree, state = placed(jax.eval_shape(drafter.propose, drafter.params, keys, state, context, shape(rows)))
+    tree, drafted = placed(jax.eval_shape(drafter.propose, drafter.params, keys, state, context, shape(rows)))
 
-    def rounds(keys, state, tree, context, limit):
+    def rounds(keys, state, tree, context, limit, verdict, output):
         """Each on a longer text, lest the compiler draft once for all."""
 
         def one(i, carry):
-            tree, state = drafter.propose(
-                drafter.params, keys, carry[1], context._replace(length=context.length + i), limit
-            )
-            return tree, state
+            longer = context._replace(length=context.length + i)
+            tree, drafted = drafter.propose(drafter.params, keys, carry[1], longer, limit)
+            return tree, learn(drafter, drafter.params, drafted, longer, tree, verdict, output)
 
         return jax.lax.fori_loop(0, ROUNDS, one, (tree, state))
 
@@ -103,9 +108,9 @@ def overhead(name: str, drafter: Drafter, work: Workload) -> Overhead:
         totals = hlo.totals(hlo.parse(program.as_text()), lambda loop: float(drafter.max_depth))
         return roofline.estimate(work.topology.chip, totals, 0.0).schedule, program.memory_analysis()
 
-    propose, memory = seconds(rounds, (keys, state, tree, context, shape(rows)), 1)
-    update, _ = seconds(drafter.update, (drafter.params, state, tree, verdict, output), 1)
-    return Overhead(name, n, propose / ROUNDS, update, memory.temp_size_in_bytes // rows)
+    both, memory = seconds(rounds, (keys, state, tree, context, shape(rows), verdict, output), 1)
+    update, _ = seconds(functools.partial(learn, drafter), (drafter.params, drafted, context, tree, verdict, output), 1)
+    return Overhead(name, n, both / ROUNDS - update, update, memory.temp_size_in_bytes // rows)
 
 
 def step_here(config: Any, rows: int, length: int) -> float:
@@ -130,7 +135,8 @@ def overhead_here(name: str, drafter: Drafter, vocab_size: int, rows: int, lengt
     context = Context(jnp.asarray(text, jnp.int32), jnp.full((rows,), length - CALLS, jnp.int32), Sampling())
     keys, limit = jax.random.split(jax.random.key(0), rows), jnp.full((rows,), drafter.max_depth, jnp.int32)
     state = jax.jit(drafter.init)(drafter.params, context)
-    propose, update = jax.jit(drafter.propose, donate_argnums=2), jax.jit(drafter.update, donate_argnums=1)
+    propose = jax.jit(drafter.propose, donate_argnums=2)
+    update = jax.jit(functools.partial(learn, drafter), donate_argnums=1)
     n = drafter.num_nodes
     logits = jnp.asarray(rng.normal(size=(rows, n, vocab_size)), jnp.float32)
     path = jnp.full((rows, n), -1, jnp.int32).at[:, 0].set(0)
@@ -143,7 +149,7 @@ def overhead_here(name: str, drafter: Drafter, vocab_size: int, rows: int, lengt
             start = time.perf_counter()
             tree, state = jax.block_until_ready(propose(drafter.params, keys, state, now, limit))
             proposed = time.perf_counter()
-            state = jax.block_until_ready(update(drafter.params, state, tree, verdict, Output(logits, None)))
+            state = jax.block_until_ready(update(drafter.params, state, now, tree, verdict, Output(logits, None)))
             seconds[run] += proposed - start, time.perf_counter() - proposed
     median = np.median(seconds[1:], axis=0) / CALLS
     return Overhead(name, n, *median.tolist(), sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // rows)

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from specjax.drafters.tables.stand import KEPT, ORDERS, best_paths
+from specjax.drafters.tables.stand import best_paths
+from specjax.retrieval.contexts import KEPT, ORDERS
 
 DEEPEST, LONGEST = 8, 256  # tokens of a path; of prompt and text
 
@@ -75,7 +76,7 @@ def main(texts: str, out: str, count: str = "64") -> None:
     with open(texts) as file:
         data = json.load(file)
     pairs = [x for x in zip(data["prompts"], data["texts"], strict=True) if sum(map(len, x)) <= LONGEST][: int(count)]
-    laws, cache = [], target.model.init_cache(1, 1)
+    laws, cache = [], target.model.begin(target.params, None, 1, 1)
     for prompt, text in pairs:
         padded = np.zeros((1, LONGEST), np.int32)
         padded[0, : len(prompt) + len(text)] = prompt + text

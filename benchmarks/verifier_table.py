@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import specjax
 from specjax import analysis, trees, verifiers
 from specjax.drafters import autoregressive, token_recycling, two_model
+from specjax.engine.prefill import prefill
 from specjax.types import Context, Output, Sampling, TokenTree, Verdict
 
 WIDE = {8: "2x1x1x1", 16: "2x2x1x1", 32: "4x2x1x1", 64: "4x2x2x1x1"}  # branching specs of at most as many nodes
@@ -203,8 +204,8 @@ class Clocks:
 
     def _pass_ms(self, width: int) -> float:
         length = len(self.prompt)
-        cache = self.target.model.init_cache(1, length + 256)
-        held = [cache._replace(length=jnp.full((1,), length, jnp.int32))]  # donated, so that it is not copied
+        tokens = jnp.zeros((1, length + 256), jnp.int32)
+        held = [filled(self.target, tokens, jnp.array([length]))]  # donated, so that it is not copied
 
         def run():
             held[0], token = target_pass(self.target, held[0], jnp.zeros((1, width), jnp.int32), length)
@@ -232,7 +233,16 @@ def draft_round(drafter, keys, state, context, logits):
     limit = jnp.full_like(context.length, drafter.max_depth)
     tree, state = drafter.propose(drafter.params, keys, state, context, limit)
     verdict = Verdict(jnp.zeros_like(tree.parents), jnp.ones_like(limit), jnp.zeros_like(limit))
-    return tree, drafter.update(drafter.params, state, tree, verdict, Output(logits, logits[..., :1]))
+    output = Output(logits, logits[..., :1])
+    seen = drafter.observe(drafter.params, state, context, tree, verdict, output)
+    return tree, drafter.update(drafter.params, state, seen, verdict)
+
+
+@jax.jit
+def filled(target, tokens, count):
+    """The cache of the first `count` int32[1] of tokens int32[1, S]."""
+    model, params = target.model, target.params
+    return prefill(model, params, model.begin(params, None, *tokens.shape), tokens, count)
 
 
 @jax.jit
@@ -247,7 +257,7 @@ def target_pass(target, cache, tokens, length: int):
     positions, mask = length + jnp.arange(width)[None], jnp.tril(jnp.ones((1, width, width), bool))
     output, pending = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
     cache = target.model.commit(cache, pending, jnp.arange(width)[None], jnp.ones((1,), jnp.int32))
-    return cache._replace(length=jnp.full((1,), length, jnp.int32)), jnp.argmax(output.logits, -1)
+    return target.model.rewind(cache, jnp.full((1,), length)), jnp.argmax(output.logits, -1)
 
 
 def families(cells: list[dict], temperature: float) -> dict[tuple[str, str], dict[int, dict]]:

@@ -101,6 +101,7 @@ class Capabilities(NamedTuple):
     groups: tuple[int, ...] | None = ()  # the values above 1 that `group` takes; None: any
     trees: bool = True  # passes over trees; else over chains only
     mixtures: bool = False  # takes a `Mixture` for tokens
+    inputs: bool = False  # `begin` reads some; others are given None
 
 
 class Model(NamedTuple):
@@ -152,6 +153,11 @@ class Model(NamedTuple):
     capabilities: Capabilities = Capabilities()
     config: Any = None  # what it was made from, if by `specjax.models`
     mesh: jax.sharding.Mesh | None = None  # over which its parameters lie
+
+    def rewound(self, cache: PyTree, length: Array) -> PyTree:
+        """`rewind`, where it is known that the model can."""
+        assert self.rewind is not None, f"{self.name} cannot rewind"
+        return self.rewind(cache, length)
 
 
 @jax.tree_util.register_dataclass

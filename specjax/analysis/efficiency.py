@@ -13,8 +13,10 @@ import numpy as np
 from specjax.analysis.optimal import check_laws
 from specjax.bench.records import acceptance_by_depth
 from specjax.drafters import two_model
-from specjax.engine.run import DecodeResult, Prompts, decode
+from specjax.engine.prepare import Prompts
+from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
+from specjax.facade import decode
 from specjax.trees import Builder
 from specjax.types import Array, Model, Output, Target
 from specjax.verifiers import Verifier
@@ -101,19 +103,16 @@ def last_token_model(rows: np.ndarray) -> Target:
     return Target(_last_token_functions(len(rows)), jnp.asarray(rows))
 
 
-class _Count(NamedTuple):
-    length: Array
-
-
 @functools.cache
 def _last_token_functions(vocab: int) -> Model:
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
         return Output(jnp.log(params[tokens]), jnp.zeros((*tokens.shape, 1))), ()
 
     return Model(
-        init_cache=lambda batch, capacity: _Count(jnp.zeros((batch,), jnp.int32)),
+        begin=lambda params, inputs, batch, capacity: (),
         forward=forward,
-        commit=lambda cache, pending, path, num_nodes: _Count(cache.length + num_nodes),
+        commit=lambda cache, pending, path, num_nodes: (),
+        rewind=lambda cache, length: (),
         vocab_size=vocab,
         max_positions=1 << 20,
         name="last-token laws",

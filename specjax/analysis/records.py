@@ -23,9 +23,10 @@ import numpy as np
 
 from specjax import sampling
 from specjax.engine.autoregressive import autoregressive
-from specjax.engine.prefill import CHUNK, prefill
-from specjax.engine.run import PROMPT_BUCKET, decode
+from specjax.engine.prefill import prefill
+from specjax.engine.step import buffer_size
 from specjax.errors import UsageError
+from specjax.facade import decode
 from specjax.indexing import take_along
 from specjax.sampling import row_keys
 from specjax.types import Array, Model, PyTree, Sampling, Target
@@ -101,8 +102,7 @@ def record(
 
 def _laws_of_text(target, draft, prompt, new, max_new_tokens, warping, keep):
     """ids int32[T, 2 keep], both laws at them and what they drop, float32[T, 2 keep] and [T, 2], T = len(new)."""
-    width = -(-len(prompt) // PROMPT_BUCKET) * PROMPT_BUCKET
-    tokens = np.zeros((1, width + max(max_new_tokens, CHUNK) + 1), np.int32)
+    tokens = np.zeros((1, buffer_size(len(prompt), max_new_tokens, 1)), np.int32)
     tokens[0, : len(prompt) + len(new)] = [*prompt, *new]
     laws = _laws(target, draft, jnp.asarray(tokens), jnp.asarray([len(prompt)]), warping, max_new_tokens, keep)
     return [np.asarray(x)[: len(new)] for x in laws]
@@ -117,7 +117,7 @@ def _laws(target: Target, draft: Target, tokens, length, warping: Sampling, coun
 
 def _log_law(model: Model, params: PyTree, tokens: Array, length: Array, warping: Sampling, count: int) -> Array:
     """float32[count, V]: the warped law of each of the `count` tokens behind the first `length`."""
-    cache = prefill(model, params, model.init_cache(*tokens.shape), tokens, length - 1)
+    cache = prefill(model, params, model.begin(params, None, *tokens.shape), tokens, length - 1)
     positions = length[:, None] - 1 + jnp.arange(count)
     mask = jnp.tril(jnp.ones((1, count, count), bool))
     text = take_along(tokens, positions, 1)

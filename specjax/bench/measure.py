@@ -13,8 +13,12 @@ import numpy as np
 
 from specjax import parallel
 from specjax.bench.records import Run
-from specjax.engine.run import PROMPT_BUCKET, StreamStep, _start, _step, decode, prepare, stream
-from specjax.engine.step import add_stats, zero_stats
+from specjax.engine import run
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.results import StreamStep
+from specjax.engine.statistics import add_stats, zero_stats
+from specjax.engine.step import BUCKET
+from specjax.facade import decode, stream
 from specjax.sampling import fold_in
 from specjax.types import Array, Drafter, Target
 
@@ -32,7 +36,7 @@ def bucket(rows: Rows) -> tuple[int, int]:
 
     Buffers double in size, coarser than in `decode`: a few more slots cost less than another compilation.
     """
-    size = PROMPT_BUCKET
+    size = BUCKET
     while size < max(map(len, rows)):
         size *= 2
     return len(rows), size
@@ -122,8 +126,8 @@ def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> 
 
 def _enter_widths(target: Target, drafter: Drafter, prompts, keys: Array, options: dict) -> None:
     """Steps from the same text, with room for more and more tokens, and so for wider and wider drafts."""
-    inputs, tokens, lengths, keys, static = prepare(target, drafter, prompts, key=keys, **options)
+    settings = Settings(**{name: value for name, value in options.items() if name != "max_new_tokens"})
+    job = prepare(target, drafter, prompts, settings, key=keys, max_new_tokens=options["max_new_tokens"])
     for width in (*drafter.widths, drafter.num_nodes):
-        state = _start(inputs, tokens, lengths, keys, **static)
-        state = state._replace(stop=state.length + width)
-        jax.block_until_ready(_step(inputs, state, controller=static["controller"]))
+        state = run.start(job)
+        jax.block_until_ready(run.step(job.parts, state._replace(stop=state.length + width)))

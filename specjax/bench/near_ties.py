@@ -75,8 +75,8 @@ def next_logits(target: Target, ids: Sequence[int]) -> np.ndarray:
 
 @jax.jit
 def _next_logits(target: Target, tokens: Array, length: Array) -> Array:
-    model = target.model
-    cache = prefill(model, target.params, model.init_cache(*tokens.shape), tokens, length - 1)
+    model, params = target.model, target.params
+    cache = prefill(model, params, model.begin(params, None, *tokens.shape), tokens, length - 1)
     last = take_along(tokens, length[:, None] - 1, 1)
-    output, _ = model.forward(target.params, last, cache, positions=length[:, None] - 1, mask=jnp.ones((1, 1, 1), bool))
+    output, _ = model.forward(params, last, cache, positions=length[:, None] - 1, mask=jnp.ones((1, 1, 1), bool))
     return output.logits[0, 0].astype(jnp.float32)

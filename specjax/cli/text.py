@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from specjax.engine.run import StreamStep
+from specjax.engine.results import StreamStep
 
 DRAFTED_STYLE = "bold green"
 UNFINISHED = "\ufffd"

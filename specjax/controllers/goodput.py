@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import costs as costs_of
-from specjax.buffers import SHARED
+from specjax.buffers import SHARED, rows_first
 from specjax.errors import UsageError
 from specjax.types import Array, Controller, Info
 
@@ -93,7 +93,10 @@ def goodput(
         best, now = jnp.argmax(value), jnp.argmax(jnp.asarray(depths) == present)
         return jnp.asarray(depths)[jnp.where(value[best] > margin * value[now], best, now)]
 
-    return Controller(init, limit, update, axes=lambda state: _State(SHARED, 0, 0, SHARED, SHARED))
+    def axes(state: _State) -> _State:
+        return rows_first(state)._replace(rate=SHARED, depth=SHARED, rounds=SHARED)
+
+    return Controller(init, limit, update, axes=axes)
 
 
 def expected_tokens(acceptance: Array, depths: tuple[int, ...]) -> Array:

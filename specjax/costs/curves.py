@@ -6,6 +6,7 @@ by costs takes a `Curve`, its own numbers, or None for the rule of thumb, and as
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -93,14 +94,13 @@ def timed(
     context = min(512, target.model.max_positions - longest) if context is None else context
     if context + longest > target.model.max_positions:
         raise UsageError(f"context {context} with {longest} tokens is over the model's {target.model.max_positions}")
-    cache = target.model.init_cache(batch, context + longest)
-    cache = cache._replace(length=jnp.full((batch,), context, jnp.int32))
+    cache = _filled(target, batch, context, context + max(longest, CHUNK))
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(repeats + 1):
         for width in widths:
             tokens = jnp.zeros((batch, width), jnp.int32)
             start = time.perf_counter()
-            jax.block_until_ready(_pass(target, cache, tokens))
+            jax.block_until_ready(_pass(target, cache, jnp.int32(context), tokens))
             if turn:  # the first compiles
                 seconds[width].append(time.perf_counter() - start)
     return [statistics.median(seconds[width]) for width in widths]
@@ -112,10 +112,27 @@ def of_draft(target: Target, draft: Target) -> float:
     return read[0] / read[1]
 
 
+CHUNK = 128
+"""Tokens per pass, of those that are not timed."""
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _filled(target: Target, batch: int, context: int, capacity: int):
+    """A cache of `context` tokens."""
+    model, tokens = target.model, jnp.zeros((batch, CHUNK), jnp.int32)
+    path = jnp.broadcast_to(jnp.arange(CHUNK), tokens.shape)
+
+    def body(i, cache):
+        _, pending = _pass(target, cache, i * CHUNK, tokens)
+        return model.commit(cache, pending, path, jnp.full((batch,), jnp.minimum(context - i * CHUNK, CHUNK)))
+
+    return jax.lax.fori_loop(0, -(-context // CHUNK), body, model.begin(target.params, None, batch, capacity))
+
+
 @jax.jit
-def _pass(target: Target, cache, tokens):
+def _pass(target: Target, cache, start, tokens):
     batch, width = tokens.shape
-    positions = cache.length[:, None] + jnp.arange(width)
+    positions = jnp.broadcast_to(start + jnp.arange(width), tokens.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
     output, pending = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
     return first_largest(output.logits), pending

@@ -26,11 +26,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.engine.results import DecodeResult
+from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, warp
 from specjax.trees.operations import chain
-from specjax.types import Array, Guarantee, PyTree, Sampling
+from specjax.types import Array, Guarantee, PyTree, Sampling, Stats
 from specjax.verifiers.exact.standard import core as verify_chain
 
 GUARANTEE: Guarantee = "distribution"
@@ -53,13 +55,13 @@ class AnySubsetModel:
     params: PyTree = ()
 
 
-class AnySubsetResult(NamedTuple):
-    """The filled sequences and what they cost."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class AnySubsetResult(DecodeResult):
+    """`tokens` int32[B, S] are those that were missing, by position; `stats.target_passes` are the calls of the model
+    that a row needed, and a depth is a place in the draft."""
 
-    tokens: Array  # int32[B, S]
-    calls: Array  # int32[B], calls of the model that the row needed
-    drafted: Array  # int32[B]
-    accepted: Array  # int32[B]
+    filled: Array  # int32[B, S], the whole sequences
 
 
 class Order(NamedTuple):
@@ -128,9 +130,7 @@ def content_mask(order: Order) -> Array:
 class _State(NamedTuple):
     tokens: Array  # int32[B, S]
     known: Array  # int32[B]
-    calls: Array
-    drafted: Array
-    accepted: Array
+    stats: Stats
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
@@ -164,19 +164,25 @@ def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> An
         redrawn = count < jnp.sum(valid, 1)
         new = jnp.where(slots < count[:, None], drafted, next_token[:, None])
         committed = count + redrawn
-        active = jnp.any(valid, 1)
+        calls = jnp.any(valid, 1).astype(jnp.int32) + several
         return _State(
             s.tokens.at[row, place(slots < committed[:, None])].set(new, mode="drop"),
             s.known + committed,
-            s.calls + active + several,
-            s.drafted + jnp.sum(valid, 1, dtype=jnp.int32),
-            s.accepted + count,
+            add_round(s.stats, calls, valid, slots < count[:, None]),
         )
 
-    zero = jnp.zeros((batch,), jnp.int32)
-    state = _State(jnp.where(missing, blank, tokens), order.given, zero, zero, zero)
+    state = _State(jnp.where(missing, blank, tokens), order.given, zero_stats(batch, window))
     state = jax.lax.while_loop(lambda s: jnp.any(s.known < order.stop), body, state)
-    return AnySubsetResult(state.tokens, state.calls, state.drafted, state.accepted)
+    count = order.stop - order.given
+    ranks = order.given[:, None] + jnp.arange(size)
+    new = take_along(state.tokens, take_along(order.position, jnp.minimum(ranks, size - 1), 1), 1)
+    return AnySubsetResult(
+        jnp.where(jnp.arange(size) < count[:, None], new, -1),
+        count,
+        state.stats.hit_eos,
+        state.stats,
+        filled=state.tokens,
+    )
 
 
 def _keys_of_slots(keys: Array, count: int) -> Array:

@@ -37,9 +37,11 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.engine.results import DecodeResult
+from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.sampling import DRAFT, VERIFY, fold_in, row_keys
-from specjax.types import Array, Guarantee, PyTree
+from specjax.types import Array, Guarantee, PyTree, Stats
 
 Ratio = Literal["path", "coupled", "aligned"]
 
@@ -67,13 +69,11 @@ class ContinuousModel:
     params: PyTree = ()
 
 
-class ContinuousResult(NamedTuple):
-    """The tokens and what they cost."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ContinuousResult(DecodeResult):
+    """`tokens` are float32[B, max_new_tokens, d], passes those of the backbone; a depth is a place in the window."""
 
-    tokens: Array  # float32[B, max_new_tokens, d], without the prompts
-    target_passes: Array  # int32[B], of the backbone
-    drafted: Array  # int32[B]
-    accepted: Array  # int32[B], emitted ones of them
     exhausted: Array  # int32[B], tokens for which no candidate passed
 
 
@@ -190,10 +190,8 @@ def _log_normal(x: Array, mean: Array, std: Array) -> Array:
 class _State(NamedTuple):
     tokens: Array  # float32[B, S, d]
     length: Array  # int32[B]
-    passes: Array
-    drafted: Array
-    accepted: Array
-    exhausted: Array
+    stats: Stats
+    exhausted: Array  # int32[B]
 
 
 class _Models(NamedTuple):
@@ -216,14 +214,14 @@ class _Round(NamedTuple):
 def _decode(
     models: _Models, prompts, lengths, keys, *, max_new_tokens, window, ratio, alone, max_tries
 ) -> ContinuousResult:
-    zero, stop = jnp.zeros_like(lengths), lengths + max_new_tokens
+    stop = lengths + max_new_tokens
     slack = ((0, 0), (0, max_new_tokens + window + 1), (0, 0))  # room for a whole window behind the text
-    state = _State(jnp.pad(prompts, slack), lengths, zero, zero, zero, zero)
+    state = _State(jnp.pad(prompts, slack), lengths, zero_stats(len(lengths), window), jnp.zeros_like(lengths))
     state = jax.lax.fori_loop(0, alone, lambda _, s: _target_step(models, keys, s), state)
     step = functools.partial(_step, models, keys, stop, window, RULES[ratio], max_tries)
     state = jax.lax.while_loop(lambda s: jnp.any(s.length < stop), step, state)
     tokens = _take(state.tokens, lengths[:, None] + jnp.arange(max_new_tokens))
-    return ContinuousResult(tokens, state.passes, state.drafted, state.accepted, state.exhausted)
+    return ContinuousResult(tokens, state.length - lengths, state.stats.hit_eos, state.stats, exhausted=state.exhausted)
 
 
 def _target_step(models: _Models, keys: Array, s: _State) -> _State:
@@ -231,7 +229,12 @@ def _target_step(models: _Models, keys: Array, s: _State) -> _State:
     target, positions = models.target, s.length[:, None]
     z = target.features(target.params, models.condition, s.tokens, positions)
     token = sample_path(target, _noise(target, _purpose(keys, s.length, DRAFT), 1), z)[-1]
-    return s._replace(tokens=_write(s.tokens, positions, token), length=s.length + 1, passes=s.passes + 1)
+    none = jnp.zeros(s.stats.drafted_by_depth.shape, bool)
+    return s._replace(
+        tokens=_write(s.tokens, positions, token),
+        length=s.length + 1,
+        stats=add_round(s.stats, jnp.ones_like(s.length), none, none),
+    )
 
 
 def _step(models: _Models, keys: Array, stop: Array, window: int, rule, max_tries: int, s: _State) -> _State:
@@ -246,14 +249,13 @@ def _step(models: _Models, keys: Array, stop: Array, window: int, rule, max_trie
     n = jnp.sum(jnp.cumprod(jnp.log(u) < log_ratio, 1, dtype=jnp.int32), 1)
     token, failed = _first_kept(functools.partial(candidate, n), try_keys, ~active | (n == window), max_tries)
     count = jnp.where(active, jnp.minimum(n + 1, stop - s.length), 0)
+    accepted = jnp.minimum(n, count)
     new = jnp.where((slots == n[:, None])[:, :, None], token[:, None], _take(round_.tokens, positions))
     place = jnp.where(slots < count[:, None], positions, s.tokens.shape[1])
     return _State(
         tokens=_write(s.tokens, place, new),
         length=s.length + count,
-        passes=s.passes + active,
-        drafted=s.drafted + jnp.where(active, window, 0),
-        accepted=s.accepted + jnp.minimum(n, count),
+        stats=add_round(s.stats, active, *(slots[:-1] < end[:, None] for end in (window * active, accepted))),
         exhausted=s.exhausted + (failed & (n < count)),
     )
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -30,14 +30,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specjax.engine.autoregressive import autoregressive
 from specjax.engine.prefill import CHUNK, prefill
-from specjax.engine.run import DecodeResult, Prompts, prepare
+from specjax.engine.prepare import Prompts, Settings, pack
+from specjax.engine.results import DecodeResult
+from specjax.engine.statistics import add_round, zero_stats
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
 from specjax.indexing import first_largest
-from specjax.sampling import draw, node_keys, warp
-from specjax.types import Array, Guarantee, PyTree, Sampling, Stats, Target
+from specjax.sampling import draw, node_keys, row_keys, warp
+from specjax.types import Array, Guarantee, PyTree, Sampling, Target
 
 GUARANTEE: Guarantee = "distribution"
 
@@ -55,16 +56,13 @@ class Trace(NamedTuple):
     verified: np.ndarray  # int32[steps, B], new tokens
 
 
-class PearlResult(NamedTuple):
-    """What was decoded, and how."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PearlResult(DecodeResult):
+    """What was decoded, and how. In `stats`, a depth is a place in the draft; every step drafts all gamma."""
 
-    decoded: DecodeResult  # in its `stats`, a depth is a place in the draft; every step drafts all gamma
     trace: Trace
-    num_tokens: int  # gamma
-
-    def to_lists(self) -> list[list[int]]:
-        """The decoded tokens of each row, without padding."""
-        return self.decoded.to_lists()
+    num_tokens: int = field(metadata={"static": True})  # gamma
 
 
 def pearl(
@@ -80,6 +78,7 @@ def pearl(
     top_p: float | Array | None = None,
     eos=(),
     capacity: int | None = None,
+    inputs: PyTree = None,
 ) -> PearlResult:
     """Decode a batch; each row goes at its own speed. Not for the caller's own `jit`: see `pearl_in_one_program`.
 
@@ -92,30 +91,27 @@ def pearl(
         pass, rounded, as measured before the first step; clocks differ, so give it on several hosts.
       The others are those of `specjax.decode`.
 
-    Raises: UsageError for models that share a device or differ in vocabulary, a setting outside its range, or a text
-      longer than one of the models takes.
+    Raises: UsageError for models that share a device, differ in vocabulary or cannot rewind, a setting outside its
+      range, or a text longer than one of the models takes.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target, draft, prompts, key))):
         raise UsageError("pearl runs two programs and cannot be part of your own jit; pearl_in_one_program can")
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
-    # `prepare` checks what a decode would; the draft is not a drafter of one program, so none takes its place.
-    inputs, tokens, lengths, keys, _ = prepare(
-        target, autoregressive(), prompts, key=key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-        top_p=top_p, eos=eos, capacity=capacity,
-    )  # fmt: skip
+    settings = Settings(temperature, top_k, top_p, eos)
+    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity)
     check_pair(target, draft, num_tokens)
     if num_tokens is None and jax.process_count() > 1:
         raise UsageError("num_tokens is measured on one host only; give it on several hosts")
     _check_apart(devices_of(target), devices_of(draft))
     start = Text.of(np.asarray(tokens), np.asarray(lengths), max_new_tokens, num_tokens or LONGEST)
-    roles = [_place(Role(model, inputs.sampling, keys)) for model in (draft, target)]
+    roles = [_place(role) for role in make_roles(target, draft, settings, row_keys(key, len(lengths)), inputs)]
     caches = [_read(role, start.tokens, start.length - 1) for role in roles]  # both prompts at the same time, too
     gamma, caches = (num_tokens, caches) if num_tokens else _measure(roles, caches, start)
-    return _run(roles, caches, start, np.asarray(inputs.eos), gamma, max_new_tokens)
+    return _run(roles, caches, start, np.asarray(settings.ends()), gamma, max_new_tokens)
 
 
 def check_pair(target: Target, draft: Target, num_tokens: int | None) -> None:
-    """Raises: UsageError for a draft of no tokens, or models of different vocabularies."""
+    """Raises: UsageError for a draft of no tokens, models of different vocabularies, or one that cannot rewind."""
     if num_tokens is not None and num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     if target.model.vocab_size != draft.model.vocab_size:
@@ -123,6 +119,12 @@ def check_pair(target: Target, draft: Target, num_tokens: int | None) -> None:
             f"the draft model has {draft.model.vocab_size} tokens and the target {target.model.vocab_size}; "
             "choose a draft model of the same vocabulary"
         )
+    for model in (draft.model, target.model):
+        if model.rewind is None:
+            raise UsageError(
+                f"PEARL takes back drafts that failed, and the model {model.name} cannot rewind; decode with "
+                "specjax.drafters.two_model, which commits only what was accepted"
+            )
 
 
 def devices_of(model: Target) -> set[jax.Device]:
@@ -150,6 +152,13 @@ class Role:
     target: Target  # the model of this side
     sampling: Sampling
     keys: Array  # key[B]
+    inputs: PyTree = None  # those of its model, if it takes any
+
+
+def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
+    """Of the draft and of the target."""
+    of = lambda side: Role(side, settings.warping(), keys, inputs if side.model.capabilities.inputs else None)
+    return of(draft), of(target)
 
 
 class Text(NamedTuple):
@@ -195,7 +204,8 @@ def _numpy_of(x: AnyArray) -> Any:
 
 def _run(roles, caches, start: Text, eos: np.ndarray, gamma: int, max_new_tokens: int) -> PearlResult:
     (draft_side, target_side), (drafted_cache, cache) = roles, caches
-    text, counts, trace = start, Sums.zero(len(start.tokens), gamma), []
+    stats = jax.tree.map(np.asarray, zero_stats(len(start.tokens), gamma))
+    text, trace = start, []
     while not text.done.all():
         # Both are under way before either is read.
         picks, cache = _verify(target_side, cache, text.window(text.verified - 1, gamma), text.verified)
@@ -205,13 +215,19 @@ def _run(roles, caches, start: Text, eos: np.ndarray, gamma: int, max_new_tokens
         drafts, picks = jax.device_get((drafts, picks))
         active = ~text.done
         text, accepted = join(text, drafts, picks, eos)
-        counts = counts.add(active, accepted)
+        stats = add_round(stats, active, np.repeat(active[:, None], gamma, 1), accepted)
         trace.append((text.post, text.length - start.length, text.verified - start.length))
     count = text.verified - start.length
     tokens = np.where(np.arange(max_new_tokens) < count[:, None], text.window(start.length, max_new_tokens), -1)
-    stats = Stats(*map(jnp.asarray, (*counts, text.hit_eos)))
-    decoded = DecodeResult(jnp.asarray(tokens), jnp.asarray(count), stats.hit_eos, stats)
-    return PearlResult(decoded, Trace(*map(np.stack, zip(*trace, strict=True))), gamma)
+    stats = jax.tree.map(jnp.asarray, stats._replace(hit_eos=text.hit_eos))
+    return PearlResult(
+        jnp.asarray(tokens),
+        jnp.asarray(count),
+        stats.hit_eos,
+        stats,
+        trace=Trace(*map(np.stack, zip(*trace, strict=True))),
+        num_tokens=gamma,
+    )
 
 
 def join(text: Text, drafts: AnyArray, picks: AnyArray, eos: AnyArray) -> tuple[Text, AnyArray]:
@@ -248,33 +264,12 @@ def join(text: Text, drafts: AnyArray, picks: AnyArray, eos: AnyArray) -> tuple[
     return after, xp.where(text.post[:, None], xp.roll(accepted, 1, 1), accepted)
 
 
-class Sums(NamedTuple):
-    """The sums of `Stats`, but for who ended."""
-
-    target_passes: AnyArray  # int32[B]
-    drafted: AnyArray
-    accepted: AnyArray
-    drafted_by_depth: AnyArray  # int32[B, gamma]
-    accepted_by_depth: AnyArray
-
-    @classmethod
-    def zero(cls, batch: int, gamma: int) -> Sums:
-        row, by_depth = np.zeros((batch,), np.int32), np.zeros((batch, gamma), np.int32)
-        return cls(row, row, row, by_depth, by_depth)
-
-    def add(self, active: AnyArray, accepted: AnyArray) -> Sums:
-        """One more step of the `active` rows bool[B], and what it `accepted`, from `join`."""
-        drafted = active[:, None] & (accepted | True)
-        new = active, drafted.sum(1), accepted.sum(1), drafted, accepted
-        return Sums(*(old + x.astype(np.int32) for old, x in zip(self, new, strict=True)))
-
-
 def _place(role: Role) -> Role:
     """The small arrays of a role beside its parameters."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(role.target.params) if isinstance(leaf, jax.Array)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else shardings[0]
-    return Role(role.target, *jax.device_put((role.sampling, role.keys), everywhere))
+    return Role(role.target, *jax.device_put((role.sampling, role.keys, role.inputs), everywhere))
 
 
 @jax.jit
@@ -282,7 +277,7 @@ def _place(role: Role) -> Role:
 def _read(role: Role, tokens: Array, count: Array) -> PyTree:
     """The cache of the first `count` int32[B] of tokens int32[B, S]."""
     model, params = role.target.model, role.target.params
-    return prefill(model, params, model.init_cache(*tokens.shape), tokens, count)
+    return prefill(model, params, model.begin(params, role.inputs, *tokens.shape), tokens, count)
 
 
 @functools.partial(jax.jit, static_argnames=("gamma",), donate_argnames=("cache",))
@@ -296,7 +291,8 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
         return (cache, picks), picks[:, 0]
 
     # Rolled back to what the two sides agree on. The text has grown by no more than what was fed.
-    (cache, _), drafts = jax.lax.scan(one, (cache._replace(length=length - 1), last), jnp.arange(gamma))
+    cache = role.target.model.rewound(cache, length - 1)
+    (cache, _), drafts = jax.lax.scan(one, (cache, last), jnp.arange(gamma))
     return _whole(role, drafts.T), cache
 
 
@@ -305,7 +301,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
 def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
     """The target's draws int32[B, gamma] behind each token of `window` int32[B, gamma], which begins with the last
     verified token. Drafts in it that fail are forgotten by the next step."""
-    picks, cache = _next(role, cache._replace(length=verified - 1), window, verified)
+    picks, cache = _next(role, role.target.model.rewound(cache, verified - 1), window, verified)
     return _whole(role, picks), cache
 
 

@@ -18,12 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax.decoders.pearl import Role, Sums, Text, check_pair, commit_all, draws, join, triangle
-from specjax.engine.autoregressive import autoregressive
+from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, triangle
 from specjax.engine.prefill import prefill
-from specjax.engine.run import DecodeResult, Prompts, prepare
+from specjax.engine.prepare import Prompts, Settings, pack
+from specjax.engine.results import DecodeResult
+from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
-from specjax.models import cache as kv
+from specjax.sampling import row_keys
 from specjax.types import Array, PyTree, Stats, Target
 
 
@@ -41,6 +42,7 @@ def pearl_in_one_program(
     top_p: float | Array | None = None,
     eos=(),
     capacity: int | None = None,
+    inputs: PyTree = None,
 ) -> DecodeResult:
     """Decode a batch. A second call with the same shapes compiles nothing.
 
@@ -51,8 +53,8 @@ def pearl_in_one_program(
       The others are those of `specjax.decode`.
 
     Returns: DecodeResult, in whose `stats` a depth is a place in the draft; every step drafts all gamma.
-    Raises: UsageError for fewer than two devices, models that are sharded or differ in vocabulary, or a setting outside
-      its range.
+    Raises: UsageError for fewer than two devices, models that are sharded, differ in vocabulary or cannot rewind, or a
+      setting outside its range.
     """
     check_pair(target, draft, num_tokens)
     devices = jax.devices()[:2] if devices is None else devices
@@ -61,13 +63,12 @@ def pearl_in_one_program(
     for model in (target.model, draft.model):
         if model.mesh is not None:
             raise UsageError(f"{model.name} is sharded, but here each role has one device; pearl takes meshes")
-    inputs, tokens, lengths, keys, _ = prepare(
-        target, autoregressive(), prompts, key=key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-        top_p=top_p, eos=eos, capacity=min(capacity or target.model.max_positions, draft.model.max_positions),
-    )  # fmt: skip
+    settings = Settings(temperature, top_k, top_p, eos)
+    capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
+    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity)
     mesh = Mesh(np.array(devices), ("role",))
-    roles = Role(draft, inputs.sampling, keys), Role(target, inputs.sampling, keys)
-    arguments = roles, tokens, lengths, inputs.eos
+    roles = make_roles(target, draft, settings, row_keys(key, len(lengths)), inputs)
+    arguments = roles, tokens, lengths, settings.ends()
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         arguments = jax.device_put(arguments, NamedSharding(mesh, P()))
     return _run(*arguments, mesh=mesh, gamma=num_tokens, max_new_tokens=max_new_tokens)
@@ -79,13 +80,13 @@ def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, 
     loop = functools.partial(_loop, gamma=gamma)
     # Every device ends with the same, which the compiler cannot see.
     spread = jax.shard_map(loop, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    text, counts = spread(roles, start, eos)
+    text, stats = spread(roles, start, eos)
     count = text.verified - lengths
     new = jnp.where(np.arange(max_new_tokens) < count[:, None], text.window(lengths, max_new_tokens), -1)
-    return DecodeResult(new, count, text.hit_eos, Stats(*counts, text.hit_eos))
+    return DecodeResult(new, count, text.hit_eos, stats._replace(hit_eos=text.hit_eos))
 
 
-def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> tuple[Text, Sums]:
+def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> tuple[Text, Stats]:
     """What each of the two devices runs."""
     drafts_here = jax.lax.axis_index("role") == 0
     drafter, target = roles
@@ -95,8 +96,9 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
         return jax.lax.cond(drafts_here, lambda: (draft(), _zeros_of(verify)), lambda: (_zeros_of(draft), verify()))
 
     def body(carry):
-        text, counts, (drafted, cache) = carry
-        drafted, cache = drafted._replace(length=text.length - 1), cache._replace(length=text.verified - 1)
+        text, stats, (drafted, cache) = carry
+        drafted = drafter.target.model.rewound(drafted, text.length - 1)
+        cache = target.target.model.rewound(cache, text.verified - 1)
         last, window = text.window(text.length - 1, 1), text.window(text.verified - 1, gamma)
         (drafts, new), (picks, pending) = of_both(
             lambda: _draft(drafter, drafted, last, text.length, gamma),
@@ -105,20 +107,20 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
         # Outside of the branches, which would copy the caches that they give back.
         caches = commit_all(drafter, drafted, new, drafts), commit_all(target, cache, pending, window)
         drafts, picks = jax.lax.psum((drafts, picks), "role")
+        active = jnp.repeat(~text.done[:, None], gamma, 1)
         text, accepted = join(text, drafts, picks, eos)
-        return text, counts.add(~carry[0].done, accepted), caches
+        return text, add_round(stats, active[:, 0], active, accepted), caches
 
-    batch = start.tokens.shape[0]
     caches = of_both(lambda: _read(drafter, start), lambda: _read(target, start))
-    counts = jax.tree.map(jnp.asarray, Sums.zero(batch, gamma))
     going = lambda carry: ~jnp.all(carry[0].done)
-    return jax.lax.while_loop(going, body, (start, counts, caches))[:2]
+    return jax.lax.while_loop(going, body, (start, zero_stats(len(start.tokens), gamma), caches))[:2]
 
 
 def _read(role: Role, text: Text) -> PyTree:
     """The cache of the prompts but their last tokens."""
-    model = role.target.model
-    return prefill(model, role.target.params, model.init_cache(*text.tokens.shape), text.tokens, text.length - 1)
+    model, params = role.target.model, role.target.params
+    cache = model.begin(params, role.inputs, *text.tokens.shape)
+    return prefill(model, params, cache, text.tokens, text.length - 1)
 
 
 def _draft(role: Role, cache: PyTree, last: Array, length: Array, gamma: int) -> tuple[Array, PyTree]:
@@ -134,7 +136,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, gamma: int) ->
         seen = jnp.append(jnp.arange(gamma) < depth, True)
         mask = jnp.broadcast_to(seen, (batch, 1, gamma + 1))
         picks, new = draws(role, cache, token, length + depth, mask, pending)
-        return (kv.insert(pending, new, depth), picks), picks[:, 0]
+        return (role.target.model.insert(pending, new, depth), picks), picks[:, 0]
 
     (pending, _), drafts = jax.lax.scan(one, (none, last), jnp.arange(gamma))
     return drafts.T, pending

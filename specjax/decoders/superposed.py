@@ -17,15 +17,17 @@ context is the end of the prompt and the draft. Without a corpus alpha is 0: the
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.engine.autoregressive import autoregressive
 from specjax.engine.prefill import prefill
-from specjax.engine.run import Prompts, prepare
+from specjax.engine.prepare import Prompts, Settings, pack
+from specjax.engine.results import DecodeResult
+from specjax.engine.statistics import zero_stats
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.retrieval.datastore.index import Index, search
@@ -39,8 +41,8 @@ WEIGHTS = (0.01, 0.04, 0.15, 0.18, 0.12)
 UNKNOWN = -200.0
 
 
-class SuperposedResult(NamedTuple):
-    """The drafts, best first."""
+class Drafts(NamedTuple):
+    """Completions, best first."""
 
     tokens: Array  # int32[B, k, max_new_tokens], -1 behind the end
     lengths: Array  # int32[B, k]
@@ -50,6 +52,14 @@ class SuperposedResult(NamedTuple):
         """Per row its drafts."""
         tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
         return [[d[:n].tolist() for d, n in zip(row, ns, strict=True)] for row, ns in zip(tokens, lengths, strict=True)]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SuperposedResult(DecodeResult):
+    """The best completion of each prompt, and beside it all of them."""
+
+    drafts: Drafts
 
 
 def superposed(
@@ -64,16 +74,19 @@ def superposed(
     alpha: float = 0.54,
     eos=(),
     capacity: int | None = None,
+    inputs: PyTree = None,
 ) -> SuperposedResult:
     """`drafts` completions of each prompt in `max_new_tokens` passes, in one compiled program. Lossy.
 
     Args:
       candidates: likeliest tokens to choose from; temperature: of p. The authors' settings.
       corpus: `Datastore.to_device()`, whose ids are the target's: where the n-grams are counted. alpha: their weight.
-      eos: ids that end a draft. prompts, capacity: as for `decode`.
+      eos: ids that end a draft. prompts, capacity, inputs: as for `decode`.
 
-    Raises: UsageError for a setting outside its range.
+    Raises: UsageError for a setting outside its range, or a model that takes no mixtures of tokens.
     """
+    if not target.model.capabilities.mixtures:
+        raise UsageError(f"the model {target.model.name} takes no mixtures of tokens, which superposed decoding feeds")
     if drafts < 1:
         raise UsageError(f"drafts must be at least 1, not {drafts}")
     if not drafts <= candidates <= target.model.vocab_size:
@@ -82,12 +95,9 @@ def superposed(
         raise UsageError(f"temperature must be above 0, not {temperature}")
     if not 0 <= alpha < 1:
         raise UsageError(f"alpha must be at least 0 and below 1, not {alpha}")
-    inputs, tokens, lengths, *_ = prepare(
-        target, autoregressive(), prompts, key=jax.random.key(0), max_new_tokens=max_new_tokens, eos=eos,
-        capacity=capacity,
-    )  # fmt: skip
+    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity or target.model.max_positions)
     return _run(
-        target, corpus, tokens, lengths, inputs.eos, jnp.float32(temperature), jnp.float32(alpha),
+        target, inputs, corpus, tokens, lengths, Settings(eos=eos).ends(), jnp.float32(temperature), jnp.float32(alpha),
         drafts=drafts, candidates=candidates, max_new_tokens=max_new_tokens,
     )  # fmt: skip
 
@@ -123,12 +133,14 @@ class _State(NamedTuple):
     cache: PyTree
     tokens: Array  # int32[B, k, N], the drafts that go on
     scores: Array  # float32[B, k]
-    ended: SuperposedResult  # those that do not, best first
+    ended: Drafts  # those that do not, best first
+    passes: Array  # int32[B], that the row needed
 
 
 @functools.partial(jax.jit, static_argnames=("drafts", "candidates", "max_new_tokens"))
 def _run(
     target: Target,
+    inputs: PyTree,
     corpus: Index | None,
     prompt: Array,
     length: Array,
@@ -142,7 +154,7 @@ def _run(
 ) -> SuperposedResult:
     model, params = target.model, target.params
     batch, k, n = prompt.shape[0], drafts, max_new_tokens
-    cache = prefill(model, params, model.init_cache(*prompt.shape), prompt, length - 1)
+    cache = prefill(model, params, model.begin(params, inputs, *prompt.shape), prompt, length - 1)
 
     def look(cache: PyTree, step: Array, mixture: Mixture) -> tuple[PyTree, Array, Array]:
         """The cache with one more input, the candidates int32[B, C], best first, and their log p."""
@@ -163,7 +175,8 @@ def _run(
         draft, choice, scores = extend(state.scores, log_r, min(2 * k, k * candidates))
         token = take_along(named, choice, 1)
         history = take_along(state.tokens, draft[:, :, None], 1).at[:, :, step].set(token)
-        return step + 1, _State(cache, *sort_out(history, scores, token, step + 1, state.ended))
+        passes = state.passes + goes_on(state)
+        return step + 1, _State(cache, *sort_out(history, scores, token, step + 1, state.ended), passes)
 
     def counted(tokens: Array, step: Array, named: Array) -> Array:
         """f of the candidates behind every draft, [B, k, C]."""
@@ -176,29 +189,41 @@ def _run(
         ending = last_tokens(text, seen, len(WEIGHTS))[:, ::-1]
         return ngram_probability(corpus, ending, seen, jnp.repeat(named, k, 0)).reshape(batch, k, candidates)
 
-    def sort_out(history: Array, scores: Array, token: Array, count: Array, ended: SuperposedResult):
+    def goes_on(state: _State) -> Array:
+        """bool[B]: whether a draft of the row may still be among the k best."""
+        return jnp.any(state.scores > state.ended.scores[:, -1:], 1)
+
+    def sort_out(
+        history: Array, scores: Array, token: Array, count: Array, ended: Drafts
+    ) -> tuple[Array, Array, Drafts]:
         """The k best that go on, with their scores, and the k best that have ended, among drafts int32[B, M, N]."""
         is_eos = jnp.any(token[:, :, None] == eos, 2)
         alive, place = jax.lax.top_k(jnp.where(is_eos, -jnp.inf, scores), k)
         new = jnp.where(is_eos, scores, -jnp.inf)
         return take_along(history, place[:, :, None], 1), alive, best_of(ended, history, new, count)
 
-    def best_of(ended: SuperposedResult, tokens: Array, scores: Array, count: Array) -> SuperposedResult:
+    def best_of(ended: Drafts, tokens: Array, scores: Array, count: Array) -> Drafts:
         """The k best of those before and of drafts of `count` tokens."""
         lengths = jnp.where(scores > -jnp.inf, count, 0)
         best, place = jax.lax.top_k(jnp.concatenate([ended.scores, scores], 1), k)
         pick = lambda old, new: jnp.concatenate([old, new], 1)
         of_all = take_along(pick(ended.tokens, tokens), place[:, :, None], 1)
-        return SuperposedResult(of_all, take_along(pick(ended.lengths, lengths), place, 1), best)
+        return Drafts(of_all, take_along(pick(ended.lengths, lengths), place, 1), best)
 
     root = Mixture(take_along(prompt, length[:, None] - 1, 1)[:, :, None], jnp.ones((batch, 1, 1)))
     cache, named, log_p = look(cache, jnp.int32(0), root)
     none = jnp.full((batch, k, n), -1, jnp.int32)
-    ended = SuperposedResult(none, jnp.zeros((batch, k), jnp.int32), jnp.full((batch, k), -jnp.inf))
+    ended = Drafts(none, jnp.zeros((batch, k), jnp.int32), jnp.full((batch, k), -jnp.inf))
     width = min(2 * k, candidates)
     first = jnp.full((batch, width, n), -1, jnp.int32).at[:, :, 0].set(named[:, :width])
-    state = _State(cache, *sort_out(first, log_p[:, :width], named[:, :width], jnp.int32(1), ended))
-    alive = lambda carry: (carry[0] < n) & jnp.any(carry[1].scores > carry[1].ended.scores[:, -1:])
+    started = sort_out(first, log_p[:, :width], named[:, :width], jnp.int32(1), ended)
+    state = _State(cache, *started, jnp.ones((batch,), jnp.int32))
+    alive = lambda carry: (carry[0] < n) & jnp.any(goes_on(carry[1]))
     step, state = jax.lax.while_loop(alive, body, (jnp.int32(1), state))
-    result = best_of(state.ended, state.tokens, state.scores, step)
-    return result._replace(tokens=jnp.where(jnp.arange(n) < result.lengths[:, :, None], result.tokens, -1))
+    best = best_of(state.ended, state.tokens, state.scores, step)
+    best = best._replace(tokens=jnp.where(jnp.arange(n) < best.lengths[:, :, None], best.tokens, -1))
+    tokens, lengths = best.tokens[:, 0], best.lengths[:, 0]
+    last = take_along(tokens, jnp.maximum(lengths - 1, 0)[:, None], 1)
+    hit_eos = jnp.any(last == eos, 1)
+    stats = zero_stats(batch, 0)._replace(target_passes=state.passes, hit_eos=hit_eos)
+    return SuperposedResult(tokens, lengths, hit_eos, stats, drafts=best)

@@ -64,6 +64,10 @@ class Settings:
             return Sampling()
         return Sampling(*(None if x is None else jnp.asarray(x) for x in (self.temperature, self.top_k, self.top_p)))
 
+    def ends(self) -> Array:
+        """int32[E], ids that end a row."""
+        return jnp.atleast_1d(jnp.asarray(self.eos, jnp.int32))
+
     def verifier_for(self, drafter: Drafter) -> Verifier:
         """The rule asked for, or the exact one; at temperature 0 every exact rule is the greedy one.
 
@@ -102,18 +106,16 @@ def prepare(
 
     Raises: UsageError for no prompt, an empty one, one over the capacity, or a rule or drafter that does not fit.
     """
-    if max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     _check_capabilities(target, drafter)
     capacity = settings.capacity or target.model.max_positions
-    tokens, lengths = _pack(prompts, drafter, max_new_tokens, capacity)
+    tokens, lengths = pack(prompts, max_new_tokens, drafter.num_nodes, capacity)
     parts = Parts(
         target=target,
         drafter=drafter,
         verifier=settings.verifier_for(drafter),
         controller=settings.controller or fixed(),
         sampling=settings.warping(),
-        eos=jnp.atleast_1d(jnp.asarray(settings.eos, jnp.int32)),
+        eos=settings.ends(),
         coupled=settings.is_coupled,
         keep=Keep(logprobs=settings.logprobs, violations=settings.debug),
     )
@@ -136,20 +138,25 @@ def _check_range(name: str, value, holds: Callable[[np.ndarray], np.ndarray], wa
         raise UsageError(f"{name} must be {wanted}, not {value}")
 
 
-def _pack(prompts: Prompts, drafter: Drafter, max_new_tokens: int, capacity: int) -> tuple[Array, Array]:
-    """(tokens int32[B, L], lengths int32[B]) from either form of prompts; checks lengths where they are known."""
+def pack(prompts: Prompts, max_new_tokens: int, num_nodes: int, capacity: int) -> tuple[Array, Array]:
+    """(tokens int32[B, L], lengths int32[B]) from either form of prompts, with room for new tokens and a tree.
+
+    Raises: UsageError for no prompt or new token and, where lengths are known, an empty prompt or one over `capacity`.
+    """
+    if max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
         tokens, lengths = jnp.asarray(prompts[0], jnp.int32), jnp.asarray(prompts[1], jnp.int32)
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
             raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")
         _check_lengths(lengths, max_new_tokens, capacity)
-        size = buffer_size(tokens.shape[1], max_new_tokens, drafter, capacity)
+        size = buffer_size(tokens.shape[1], max_new_tokens, num_nodes, capacity)
         return jnp.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
     if not len(prompts):
         raise UsageError("prompts is empty; give at least one prompt")
     rows = [len(row) for row in prompts]
     _check_lengths(np.asarray(rows), max_new_tokens, capacity)
-    padded = np.zeros((len(prompts), buffer_size(max(rows), max_new_tokens, drafter, capacity)), np.int32)
+    padded = np.zeros((len(prompts), buffer_size(max(rows), max_new_tokens, num_nodes, capacity)), np.int32)
     for place, prompt in zip(padded, prompts, strict=True):
         place[: len(prompt)] = prompt
     return jnp.asarray(padded), jnp.asarray(rows, jnp.int32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,8 +14,10 @@ from specjax.parallel.arrays import is_far
 from specjax.types import Array, Drafter, Info, Stats
 
 
-class DecodeResult(NamedTuple):
-    """What was decoded. A pytree of arrays, so it can leave the caller's own `jit`."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeResult:
+    """What every loop gives back; some add what they alone know. A pytree, so it can leave the caller's own `jit`."""
 
     tokens: Array  # int32[B, max_new_tokens], without the prompts; -1 behind the end
     lengths: Array  # int32[B]
@@ -49,7 +53,7 @@ class DecodeResult(NamedTuple):
     def cut(self, max_new_tokens: int) -> DecodeResult:
         """With arrays of so many tokens, which all rows fit into."""
         logprobs = None if self.logprobs is None else self.logprobs[:, :max_new_tokens]
-        return self._replace(tokens=self.tokens[:, :max_new_tokens], logprobs=logprobs)
+        return replace(self, tokens=self.tokens[:, :max_new_tokens], logprobs=logprobs)
 
 
 def _here(x) -> np.ndarray:

@@ -67,21 +67,22 @@ def serve_requests(
     more = True
     while True:
         while more and None in rows:
-            request = next(waiting, waiting)
-            if request is waiting:
+            try:
+                request = next(waiting)
+            except StopIteration:
                 more = False
-            elif request is None:
                 break
-            else:
-                came += 1
-                error = _misfit(request, longest_prompt, max_new_tokens)
-                if error:
-                    yield Served(came, [], 0, "refused", error)
-                    continue
-                count = max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
-                slot = rows.index(None)
-                rows[slot] = _Row(came, count)
-                state = _admitted(parts, state, slot, request, count)
+            if request is None:
+                break
+            came += 1
+            error = _misfit(request, longest_prompt, max_new_tokens)
+            if error:
+                yield Served(came, [], 0, "refused", error)
+                continue
+            count = max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+            slot = rows.index(None)
+            rows[slot] = _Row(came, count)
+            state = _admitted(parts, state, slot, request, count)
         before, read = read, None
         if any(rows):
             state, info, _ = step(parts, state)

@@ -1,10 +1,12 @@
-"""Sums of `Info` over the steps of a decode."""
+"""Sums over the steps of a decode."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.types import Info, Stats
 
@@ -27,4 +29,18 @@ def add_stats(stats: Stats, info: Info) -> Stats:
         accepted_by_depth=stats.accepted_by_depth + (below < info.accepted[:, None]),
         hit_eos=stats.hit_eos | info.hit_eos,
         violations=functools.reduce(jnp.bitwise_or, found) if found else None,
+    )
+
+
+def add_round(stats: Stats, passes: Any, drafted: Any, accepted: Any) -> Stats:
+    """Sums after a round of a loop without `Info`, as arrays of numpy or of JAX like those given.
+
+    Args: passes: int32[B] or bool[B], of the target. drafted, accepted: bool[B, D], at which depths.
+    """
+    return stats._replace(
+        target_passes=stats.target_passes + passes,
+        drafted=stats.drafted + drafted.sum(1, dtype=np.int32),
+        accepted=stats.accepted + accepted.sum(1, dtype=np.int32),
+        drafted_by_depth=stats.drafted_by_depth + drafted,
+        accepted_by_depth=stats.accepted_by_depth + accepted,
     )

@@ -8,28 +8,29 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax import buffers
 from specjax.engine.parts import Parts
 from specjax.engine.prefill import CHUNK, prefill_reading
 from specjax.engine.target_pass import pass_over
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.sampling import DRAFT, entropy, fold_in
-from specjax.types import Array, Context, DecodeState, Drafter, Info, PyTree, Signals, TokenTree, Verdict
+from specjax.types import Array, Context, DecodeState, Info, PyTree, Signals, TokenTree, Verdict
 
 BUCKET = 128
 """Smallest size of a token buffer, and what all sizes are multiples of."""
 
 
-def buffer_size(longest: int, max_new_tokens: int, drafter: Drafter, capacity: int | None = None) -> int:
-    """Slots of the token buffer and the cache for prompts of at most `longest` tokens.
+def buffer_size(longest: int, max_new_tokens: int, num_nodes: int, capacity: int | None = None) -> int:
+    """Slots of the token buffer and the cache for prompts of at most `longest` tokens and trees of `num_nodes`.
 
     Behind the text there is room for a whole tree, and for a whole prefill chunk: `dynamic_update_slice` clamps
     silently near capacity, and with this slack it never gets there. Sizes are 1 or 1.5 times a power of two, so that
     texts of all lengths share a handful of programs; none is larger than a text of `capacity` tokens needs.
     """
-    needed = longest + max(max_new_tokens + drafter.num_nodes, CHUNK) + 1
+    needed = longest + max(max_new_tokens + num_nodes, CHUNK) + 1
     if capacity is not None:
-        most = max(needed, capacity + max(drafter.num_nodes, CHUNK) + 1)
+        most = max(needed, capacity + max(num_nodes, CHUNK) + 1)
         return min(_bucket(needed), -(-most // BUCKET) * BUCKET)
     return _bucket(needed)
 
@@ -155,8 +156,7 @@ def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
 
 def axes(parts: Parts, state: DecodeState) -> DecodeState:
     """The place of the rows in the shape of each array of a state; `buffers.SHARED` of what all rows share."""
-    rows = DecodeState(*(0 for _ in state))
-    return rows._replace(
+    return buffers.rows_first(state)._replace(
         cache=parts.target.model.axes(state.cache),
         draft=parts.drafter.axes(state.draft),
         control=parts.controller.axes(state.control),

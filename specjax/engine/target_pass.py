@@ -24,7 +24,7 @@ class Emitted(NamedTuple):
     """The tokens of a verdict, cut at the first eos and at the row's limit."""
 
     tokens: Array  # int32[B, N]
-    count: Array  # int32[B], how many of them; 0 for finished rows
+    number: Array  # int32[B], how many of them; 0 for finished rows
     is_eos: Array  # bool[B], whether the last of these is an eos
 
 
@@ -66,7 +66,7 @@ def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observ
         )
         verdict, depth, seen, kept = judged
         emitted = emit(parts, state, tree, verdict)
-        num_nodes = jnp.minimum(verdict.num_nodes, emitted.count)
+        num_nodes = jnp.minimum(verdict.num_nodes, emitted.number)
         cache = parts.target.model.commit(cache, pending, verdict.path[:, : widths[-1]], num_nodes)
         return cache, Passed(verdict, emitted, depth, seen, kept)
 

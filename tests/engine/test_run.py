@@ -21,7 +21,7 @@ def test_a_chat_that_grows_compiles_a_handful_of_programs():
         new = (3, 40, 17, 90)[turn % 4]
         result = decode(target, drafter, [[turn % 3] * length], key=KEY, max_new_tokens=new)
         assert result.tokens.shape == (1, new) and result.lengths.tolist() == [new]
-        sizes.add(buffer_size(length, new, drafter, target.model.max_positions))
+        sizes.add(buffer_size(length, new, drafter.num_nodes, target.model.max_positions))
     assert run._cache_size() - before == len(sizes) <= 6
 
 
@@ -30,9 +30,9 @@ def test_a_chat_that_grows_compiles_a_handful_of_programs():
 def test_a_buffer_has_room_for_all_that_is_written_and_little_more(longest, new):
     drafter = drafters.prompt_lookup(30)
     needed = longest + max(new + drafter.num_nodes, BUCKET) + 1
-    size = buffer_size(longest, new, drafter)
+    size = buffer_size(longest, new, drafter.num_nodes)
     assert needed <= size <= max(needed * 3 / 2, 2 * BUCKET) and size % BUCKET == 0
-    tight = buffer_size(longest, new, drafter, capacity=longest + new)
+    tight = buffer_size(longest, new, drafter.num_nodes, capacity=longest + new)
     assert needed <= tight <= min(size, longest + new + 2 * BUCKET)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from specjax.models import LlamaConfig, init_params, make_model
 from specjax.retrieval.datastore import Datastore, from_documents
 from specjax.trees import operations
 from specjax.trees.templates import Template
-from specjax.types import Controller, Drafter, Mixture, Model, Output, Target, TokenTree
+from specjax.types import Capabilities, Controller, Drafter, Mixture, Model, Output, Target, TokenTree
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 MARKOV = json.loads((DATA / "verification_joint_markov.json").read_text())
@@ -33,17 +32,12 @@ ADVERSARY = Controller(
 )
 
 
-class Count(NamedTuple):
-    """The cache of a Markov model: only its length."""
-
-    length: jax.Array
-
-
 @functools.cache
 def markov_model(vocab: int) -> Model:
     """A model whose next token depends on the last one alone; params: float32[V, V], rows of probabilities.
 
-    Two layers: each that runs, attention and MLP by half, takes it from the uniform law towards that of the row.
+    It remembers nothing. Two layers: each that runs, attention and MLP by half, takes it from the uniform law towards
+    that of the row.
     """
 
     def law(params, tokens, share):
@@ -60,14 +54,15 @@ def markov_model(vocab: int) -> Model:
         return Output(law(params, tokens, share), jnp.zeros((*positions.shape, 1)), streams), ()
 
     return Model(
-        init_cache=lambda batch, capacity: Count(jnp.zeros((batch,), jnp.int32)),
+        begin=lambda params, inputs, batch, capacity: (),
         forward=forward,
-        commit=lambda cache, pending, path, num_nodes: Count(cache.length + num_nodes),
+        commit=lambda cache, pending, path, num_nodes: cache,
+        rewind=lambda cache, length: cache,
         vocab_size=vocab,
         max_positions=1 << 20,
         name="markov",
-        num_layers=2,
         head=lambda params, stream: stream,
+        capabilities=Capabilities(num_layers=2, taps=True, layer_skipping=True, mixtures=True),
     )
 
 
@@ -85,7 +80,7 @@ def scripted_model(vocab: int) -> Model:
         logits = 9.0 * jax.nn.one_hot(following, vocab)
         return Output(logits, jnp.zeros((*tokens.shape, 1))), ()
 
-    return markov_model(vocab)._replace(forward=forward, name="scripted")
+    return markov_model(vocab)._replace(forward=forward, name="scripted", capabilities=Capabilities())
 
 
 def scripted(rows, vocab: int) -> Target:
@@ -131,9 +126,7 @@ def branching_drafter(branching: tuple[int, ...]) -> Drafter:
         return TokenTree(tokens, parents, valid, laws), state
 
     return Drafter(
-        init=lambda params, context: (),
         propose=propose,
-        update=lambda params, state, tree, verdict, output: state,
         num_nodes=shape.num_nodes,
         max_depth=len(branching),
         draws="without_replacement",
@@ -159,7 +152,8 @@ def tiny_llama_alike() -> Target:
 
 def compiled(drafter: Drafter) -> Drafter:
     """For tests that call its functions themselves: operation by operation they take several times as long."""
-    return drafter.replace(**{name: jax.jit(getattr(drafter, name)) for name in ("init", "propose", "update")})
+    names = ("init", "propose", "observe", "update")
+    return drafter.replace(**{name: jax.jit(getattr(drafter, name)) for name in names})
 
 
 @functools.cache

@@ -14,7 +14,7 @@ default; any drafter without randomness and without a model may stand in for it.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -30,8 +30,9 @@ from specjax.types import Array, Context, Drafter, PyTree, Target, Verdict
 class _State(NamedTuple):
     model: PyTree
     retrieval: PyTree
-    # Within a round: int32[B, N], which node of the draft model's tree each node of the fused one is; 0 for the others.
-    origin: Array | tuple[()] = ()
+    # Within a round, for a model that follows its own trees only: int32[B, N], which node of its tree each node of the
+    # fused one is; 0 for the others.
+    origin: Any = ()
 
 
 def rasd(
@@ -85,7 +86,8 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
         if prune:
             retrieved = operations.keep_likely(drafted, retrieved)
         fused, order = operations.fuse(drafted, retrieved)
-        return fused, _State(model_state, retrieval_state, jnp.where(order < model.num_nodes, order, 0))
+        origin = () if model.follows_any_tree else jnp.where(order < model.num_nodes, order, 0)
+        return fused, _State(model_state, retrieval_state, origin)
 
     def of_model(state: _State, verdict: Verdict) -> Verdict:
         """The verdict as if the model's own tree had been judged."""

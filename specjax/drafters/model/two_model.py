@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from specjax import trees
+from specjax import buffers, trees
 from specjax.engine.prefill import prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.trees import Builder, Stop
+from specjax.trees.contracts import Frontier
 from specjax.types import Array, Context, Drafter, Model, PyTree, Target
 
 
@@ -81,7 +82,7 @@ def functions(
     approximately = {} if group == 1 else {"group": group}
     # All rows feed the same number of tokens, whatever each lacks, so that they stay in step; on accelerators that
     # costs what one token does.
-    slots = lag + (builder.levels - 1) * builder.frontier
+    slots = lag - 1 + builder.places
     longest = builder.max_depth + lag
 
     def start(length):
@@ -91,7 +92,8 @@ def functions(
     def init(params, context: Context):
         seen = context if shorten is None else shorten(context)
         batch, buffer = seen.tokens.shape
-        cache = model.begin(params, seen.inputs, batch, buffer + slots)
+        inputs = seen.inputs if model.capabilities.inputs else None
+        cache = model.begin(params, inputs, batch, buffer + slots)
         cache = prefill(model, params, cache, seen.tokens, start(seen.length))
         return _State(cache, context.length - seen.length)
 
@@ -102,15 +104,13 @@ def functions(
         logits, pending = feed_last(model, params, cache, context, length, lag)
         before_root = _real(length, lag)[:, None, :-1]
 
-        def feed(pending, place, tokens, depth, seen):
-            batch, width = tokens.shape
-            text = jnp.broadcast_to(before_root, (batch, width, lag - 1))
-            among = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+        def feed(pending, frontier: Frontier):
+            text = jnp.broadcast_to(before_root, (*frontier.tokens.shape, lag - 1))
             output, new = model.forward(
-                params, tokens, cache, positions=length[:, None] - 1 + depth,
-                mask=jnp.concatenate([text, seen, among], 2), earlier=pending, **approximately,
+                params, frontier.tokens, cache, positions=length[:, None] - 1 + frontier.depth,
+                mask=jnp.concatenate([text, frontier.mask], 2), earlier=pending, **approximately,
             )  # fmt: skip
-            return model.insert(pending, new, lag - 1 + place), output.logits
+            return model.insert(pending, new, lag - 1 + frontier.place), output.logits
 
         pending = model.widen(pending, slots)
         grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], logits, keys, context, limit)
@@ -133,7 +133,7 @@ def functions(
         init=init,
         propose=propose,
         update=update,
-        axes=lambda state: _State(model.axes(state.cache), 0),
+        axes=lambda state: buffers.rows_first(state)._replace(cache=model.axes(state.cache)),
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
