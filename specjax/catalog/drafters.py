@@ -103,14 +103,13 @@ def _rest(target: Target, draft: Target | None, *, datastore: Datastore, **optio
     return drafters.rest(datastore.to_device(target.model.mesh), **options)
 
 
-def _aded(
-    target: Target, draft: Target | None, *, buckets: int = 4096, datastore: Datastore | None = None, **options
-) -> Drafter:
-    drafter = drafters.aded(buckets=buckets, **options)
+def _aded(target: Target, draft: Target | None, *, datastore: Datastore | None = None, **options) -> Drafter:
+    drafter = drafters.aded(**options)
     if datastore is None:
         return drafter
     texts: list[Any] = list(datastore.documents())
-    return drafter.replace(params=drafters.corpus_table(texts, buckets=buckets))
+    size = {"buckets": options["buckets"]} if "buckets" in options else {}
+    return drafter.replace(params=drafters.corpus_table(texts, **size))
 
 
 def _row_of(spec: str) -> Method:
