@@ -56,11 +56,7 @@ def _choice(
     **options,
 ) -> Drafter:
     specs: Sequence[str | Drafter] = several.split("+") if isinstance(several, str) else several
-    readers = [isinstance(spec, str) and _row_of(spec).uses("datastore") for spec in specs]
-    if datastore is not None and True not in readers:
-        raise UsageError(f"none of {several} retrieves from a datastore; leave it out or name suffix or rest")
-    stores = [datastore if reads else None for reads in readers]
-    made = [_inner(spec, target, store, num_nodes) for spec, store in zip(specs, stores, strict=True)]
+    made = (_inner(spec, target, datastore, num_nodes) for spec in specs)
     return drafters.choice(*made, dtype=_dtype(target), **options)
 
 
@@ -107,14 +103,13 @@ def _rest(target: Target, draft: Target | None, *, datastore: Datastore, **optio
     return drafters.rest(datastore.to_device(target.model.mesh), **options)
 
 
-def _aded(
-    target: Target, draft: Target | None, *, buckets: int = 4096, datastore: Datastore | None = None, **options
-) -> Drafter:
-    drafter = drafters.aded(buckets=buckets, **options)
+def _aded(target: Target, draft: Target | None, *, datastore: Datastore | None = None, **options) -> Drafter:
+    drafter = drafters.aded(**options)
     if datastore is None:
         return drafter
     texts: list[Any] = list(datastore.documents())
-    return drafter.replace(params=drafters.corpus_table(texts, buckets=buckets))
+    size = {"buckets": options["buckets"]} if "buckets" in options else {}
+    return drafter.replace(params=drafters.corpus_table(texts, **size))
 
 
 def _row_of(spec: str) -> Method:
@@ -148,11 +143,9 @@ def _inner(spec: str | Drafter, target: Target, datastore: Datastore | None = No
     options = read_call(spec, method.options)
     if size is not None and method.size is not None:
         options = {method.size: size} | options
-    if datastore is not None and not method.uses("datastore"):
-        raise UsageError(f"{method.name} retrieves nothing from a datastore; leave it out or name suffix or rest")
     if datastore is None and "datastore" in method.needs:
         raise UsageError(f"{method.name} needs a datastore; give one with --datastore (datastore= in Python)")
-    if datastore is not None:
+    if datastore is not None and method.uses("datastore"):
         options["datastore"] = datastore
     return method.make(target, None, **options)
 

@@ -81,7 +81,7 @@ def read_drafting(
 
     Raises: UsageError for an unknown method, one that lacks something, or a flag that no method has a use for.
     """
-    from specjax.catalog import METHODS, of_kind
+    from specjax.catalog import METHODS
 
     require(old_stop is None, f"--stop of drafts is called --draft-stop now; write --draft-stop {old_stop}")
     for name in names:
@@ -96,33 +96,39 @@ def read_drafting(
         datastore is None or retrieving,
         f"--datastore is given, but {' and '.join(names)} retrieves nothing; leave it out or use --method rest",
     )
-    found: dict[str, dict[str, Given]] = {name: {} for name in names}
-    for flag, value in named.items():
-        if value is None:
-            continue
-        options = {name: NAMED[flag](row) for name, row in rows.items()}
-        others = " and ".join(name for name, row in of_kind("drafter").items() if NAMED[flag](row))
-        # A size is for all of them: what is compared should be equally large.
-        for some in [[name] for name in names] if flag == "--num-draft-tokens" else [names]:
-            where = f"{flag} does not apply to method {' or '.join(some)}, only to {others}"
-            require(any(options[name] for name in some), where)
-        for name, option in options.items():
-            if option is not None:
-                found[name][option.name] = Given(flag, option.parse(str(value), flag))
+    found = _read_named(named, rows)
+    for text in settings or ():
+        name, option, value = _read_setting(text, rows)
+        earlier = found[name].get(option.name)
+        if earlier is not None:
+            raise UsageError(f"--set {text}: {earlier.flag} has set {option.name} already; leave one out")
+        flag = f"--set {option.name}"
+        found[name][option.name] = Given(flag, option.parse(value, flag))
+    return Drafting(found, None if source is None else _read_source(source, rows, batch_size))
+
+
+def _read_named(named: Mapping[str, Any], rows: Mapping[str, Method]) -> dict[str, dict[str, Given]]:
+    """What the flags of NAMED say of each method, of those that have the option."""
+    from specjax.catalog import of_kind
+
     size = named.get("--num-draft-tokens")
     require(size is None or size >= 1, f"--num-draft-tokens must be at least 1, not {size}")
     both = size is not None and named.get("--tree") is not None
     require(not both, "--tree and --num-draft-tokens both set the size of the draft; leave one out")
-    for text in settings or ():
-        name, option, value = _read_setting(text, rows)
-        earlier = found[name].get(option.name)
-        require(
-            earlier is None,
-            f"--set {text}: {earlier and earlier.flag} has set {option.name} already; leave one out",
-        )
-        flag = f"--set {option.name}"
-        found[name][option.name] = Given(flag, option.parse(value, flag))
-    return Drafting(found, None if source is None else _read_source(source, rows, batch_size))
+    found: dict[str, dict[str, Given]] = {name: {} for name in rows}
+    for flag, value in named.items():
+        if value is None:
+            continue
+        options = {name: NAMED[flag](row) for name, row in rows.items()}
+        # A size is for all of them: what is compared should be equally large.
+        lacking = [name for name, option in options.items() if option is None]
+        if lacking and (flag == "--num-draft-tokens" or len(lacking) == len(rows)):
+            others = " and ".join(name for name, row in of_kind("drafter").items() if NAMED[flag](row))
+            raise UsageError(f"{flag} does not apply to method {' or '.join(lacking)}, only to {others}")
+        for name, option in options.items():
+            if option is not None:
+                found[name][option.name] = Given(flag, option.parse(str(value), flag))
+    return found
 
 
 def _check_method(name: str, draft: str | None, datastore: Path | None) -> None:
