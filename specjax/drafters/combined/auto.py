@@ -34,13 +34,7 @@ from jax.typing import ArrayLike
 from specjax import buffers
 from specjax import costs as costs_of
 from specjax.drafters.lookup.suffix import find
-from specjax.drafters.tables.token_recycling import (
-    Recycled,
-    Seen,
-    best_paths,
-    recycled_tree,
-    token_recycling,
-)
+from specjax.drafters.tables.token_recycling import Recycled, Seen, best_paths, recycled_tree, token_recycling
 from specjax.errors import UsageError
 from specjax.indexing import at, take_along
 from specjax.retrieval.suffixes import copied_chain
@@ -128,7 +122,8 @@ def auto(
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
         raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
     costs_of.check(costs, len(widths), "width")
-    config = _Config(vocab_size, widths, costs, num_recycled, dtype, platform)
+    recycling = token_recycling(vocab_size, num_nodes=num_recycled, keep_chances=True)
+    config = _Config(recycling, widths, costs, dtype, platform)
     return Drafter(
         init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
@@ -144,21 +139,16 @@ def auto(
 
 
 class _Config(NamedTuple):
-    vocab_size: int
+    recycling: Drafter
     widths: tuple[int, ...]
     costs: costs_of.Costs
-    num_recycled: int
     dtype: str
     platform: str | None
 
     @property
-    def recycling(self) -> Drafter:
-        return token_recycling(self.vocab_size, num_nodes=self.num_recycled, keep_chances=True)
-
-    @property
     def template(self) -> Template:
         """Of the recycled nodes."""
-        return Template(best_paths(self.num_recycled))
+        return Template(best_paths(self.recycling.num_nodes - 1))
 
     @property
     def shape(self) -> Shape:
