@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import UsageError
 from specjax.models import cache as kv
-from specjax.pallas_kernels.tree_attention import over_slots
+from specjax.pallas_kernels.tree_attention.over_slots import over_slots
 from specjax.quantization import Quantized
 from specjax.types import Array, PyTree
 
@@ -118,7 +118,8 @@ class Layout:
         tokens = "slots" if isinstance(held, kv.KVCache) else None
         one = lambda keys: self.keys(keys, tokens)
         k, v = jax.tree.map(one, (held.k, held.v), is_leaf=lambda x: isinstance(x, Quantized))
-        return type(held)(k, v, *map(self.rows, held[2:]))
+        rest: Any = map(self.rows, held[2:])
+        return type(held)(k, v, *rest)
 
     def keys(self, x: Array | Quantized, tokens: str | None) -> Any:
         """Sharding of keys or values [..., B, K, n, h]; `tokens`: what n counts, "slots" or None."""

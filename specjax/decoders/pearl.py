@@ -291,7 +291,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
         return (cache, picks), picks[:, 0]
 
     # Rolled back to what the two sides agree on. The text has grown by no more than what was fed.
-    cache = role.target.model.rewind(cache, length - 1)
+    cache = role.target.model.rewound(cache, length - 1)
     (cache, _), drafts = jax.lax.scan(one, (cache, last), jnp.arange(gamma))
     return _whole(role, drafts.T), cache
 
@@ -301,7 +301,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
 def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
     """The target's draws int32[B, gamma] behind each token of `window` int32[B, gamma], which begins with the last
     verified token. Drafts in it that fail are forgotten by the next step."""
-    picks, cache = _next(role, role.target.model.rewind(cache, verified - 1), window, verified)
+    picks, cache = _next(role, role.target.model.rewound(cache, verified - 1), window, verified)
     return _whole(role, picks), cache
 
 

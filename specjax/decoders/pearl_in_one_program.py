@@ -97,8 +97,8 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
 
     def body(carry):
         text, stats, (drafted, cache) = carry
-        drafted = drafter.target.model.rewind(drafted, text.length - 1)
-        cache = target.target.model.rewind(cache, text.verified - 1)
+        drafted = drafter.target.model.rewound(drafted, text.length - 1)
+        cache = target.target.model.rewound(cache, text.verified - 1)
         last, window = text.window(text.length - 1, 1), text.window(text.verified - 1, gamma)
         (drafts, new), (picks, pending) = of_both(
             lambda: _draft(drafter, drafted, last, text.length, gamma),

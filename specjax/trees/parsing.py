@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def parse(spec: str) -> Builder:
     kind, _, rest = spec.partition(":")
     numbers, *more = rest.split(",")
     sizes, named = _sizes(numbers), _named(more) if kind == "dyspec" else {}
-    makers = {
+    makers: dict[tuple[str, int], Callable[..., Builder]] = {
         ("paths", 2): independent_paths,
         ("beam", 2): beam,
         ("siblings", 1): chain_with_siblings,

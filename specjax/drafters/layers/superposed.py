@@ -110,7 +110,8 @@ def _propose(config: _Config, params, keys, state, context: Context, limit: Arra
     above = 1 + levels[:-1, None, None] * config.drafts + draft
     tokens = jnp.concatenate([root, first, by_row(tokens)], 1)
     parents = jnp.concatenate([root * 0 - 1, first * 0, by_row(above)], 1)
-    return TokenTree(tokens, parents, config.depth <= jnp.maximum(limit, 0)[:, None]), state
+    valid = jnp.asarray(config.depth) <= jnp.maximum(limit, 0)[:, None]
+    return TokenTree(tokens, parents, valid), state
 
 
 def _named(config: _Config, logits: Array) -> tuple[Array, Array]:

@@ -176,9 +176,8 @@ def matchness(search: _Search, skipped: Array, rows: Array, start: Array, contex
     places = start[:, None] + jnp.arange(w + 1)
     text = take_along(context.tokens, jnp.minimum(places, context.tokens.shape[1] - 1), 1)
     model, params = target_of(context).model, target_of(context).params
-    assert model.rewind is not None
     output, _ = model.forward(
-        params, text[:, :-1], model.rewind(context.cache, start), positions=places[:, :-1],
+        params, text[:, :-1], model.rewound(context.cache, start), positions=places[:, :-1],
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((w, w), bool)), (batch, w, w)),
         layers=jax.tree.map(lambda runs: runs & rows[:, None], search.sublayers(skipped)),
     )  # fmt: skip

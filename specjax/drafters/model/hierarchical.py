@@ -114,8 +114,7 @@ def _propose(config: _Config, params, keys, state: _State, context: Context, lim
 def _own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:
     """Feed what the cache lacks: M's own next token [B], log q of it [B, V], and the cache with the whole text."""
     model, length = config.model, context.length
-    assert model.rewind is not None
-    cache = model.rewind(cache, jnp.maximum(length - LAG, 0))
+    cache = model.rewound(cache, jnp.maximum(length - LAG, 0))
     logits, pending = feed_last(model, params, cache, context, length, LAG)
     path = jnp.where(length[:, None] == 1, 1, jnp.arange(LAG))  # a text of one token has the last of the two only
     cache = model.commit(cache, pending, path, jnp.minimum(length, LAG))

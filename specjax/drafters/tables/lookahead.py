@@ -20,7 +20,7 @@ which tokens end a row. The pool is hashed: first tokens with the same bucket sh
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class LookaheadState(NamedTuple):
     window: Array  # int32[B, N - 1, W]; -1: to be drawn
     rows: Array  # int32[B], how many of its rows count
     # Within a round: int32[B, W], the node at the bottom of each column; -1: not in the tree.
-    ends: Array | tuple[()] = ()
+    ends: Any = ()
 
 
 @functools.cache
@@ -131,8 +131,8 @@ def _propose(config: _Config, params, keys: Array, state: LookaheadState, contex
         parts.append(_trie(*_candidates(ngrams.find(pool, root[:, :, None]))))
     there = np.arange(config.rows)[:, None] < state.rows[:, None, None]  # [B, N - 1, 1]
     of_window = guessed, places.above, there
-    parts.append(tuple(jnp.broadcast_to(x, guessed.shape).reshape(len(root), -1)[:, 1:] for x in of_window))
-    tokens, parents, valid = (jnp.concatenate(part, 1) for part in zip(*parts, strict=True))
+    flat = tuple(jnp.broadcast_to(x, guessed.shape).reshape(len(root), -1)[:, 1:] for x in of_window)
+    tokens, parents, valid = (jnp.concatenate(part, 1) for part in zip(*parts, flat, strict=True))
     valid &= places.depth <= limit[:, None]
     bottom = at(jnp.asarray(places.window), state.rows - 1)  # [B, W]
     place = jnp.where(valid, jnp.cumsum(valid, 1, dtype=jnp.int32) - 1, -1)  # in the compact tree
