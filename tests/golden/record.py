@@ -88,11 +88,12 @@ def of_methods():
 
 
 def of_rules():
+    rules = {**verifiers.VERIFIERS, "multipath_block": verifiers.multipath_block(2)}
     for tree, rule in RULES:
         drafter = specjax.drafters.two_model(tiny_llama_alike(), tree=trees.parse(tree))
         result = decode(
             tiny_llama(), drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=16, temperature=0.8,
-            verifier=verifiers.VERIFIERS[rule],
+            verifier=rules[rule],
         )  # fmt: skip
         yield f"{tree} {rule}", result.to_lists(), result.stats.target_passes
 

@@ -243,12 +243,12 @@ def even_draws(parents, count):
 @pytest.mark.parametrize(
     ("name", "where", "function", "mutant"),
     [
-        ("dyspec_m4", "trees.dyspec", "_race", even_draws),
-        ("rsd_s_L2_W2", "trees.beam", "_condition", lambda g, psi: g),  # without the parents' luck
+        ("dyspec_m4", "dyspec", "_race", even_draws),
+        ("rsd_s_L2_W2", "beam", "_condition", lambda g, psi: g),  # without the parents' luck
     ],
 )
 def test_the_golden_trees_catch_mutants(name, where, function, mutant, monkeypatch):
-    monkeypatch.setattr(module(where), function, mutant)
+    monkeypatch.setattr(importlib.import_module(f"specjax.trees.builders.{where}"), function, mutant)
     with pytest.raises(AssertionError):
         test_golden_trees_and_what_is_accepted_of_them(name)
 

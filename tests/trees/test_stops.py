@@ -11,7 +11,7 @@ from lossy import fall_back
 from rules import module
 from scipy.stats import chisquare
 from tiers import exhaustive
-from toy import DRAFT_ROWS, TARGET_ROWS, Count, chi_square, joint_law, markov, sampled_triples, tiny_llama
+from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, markov, markov_model, sampled_triples, tiny_llama
 
 from specjax import UsageError, controllers, decode, trees
 from specjax.drafters import autoregressive, two_model
@@ -20,7 +20,7 @@ from specjax.engine.run import run
 from specjax.models import cache as kv
 from specjax.trees import stops
 from specjax.trees.operations import depths
-from specjax.types import Context, Controller, Model, Output, Sampling, Target
+from specjax.types import Capabilities, Context, Controller, Model, Output, Sampling, Target
 
 bild, standard = module("bild"), module("standard")
 
@@ -264,13 +264,7 @@ def counting(vocab: int) -> Model:
         jax.debug.callback(lambda: PASSES.append(tokens.shape[1]))
         return Output(jnp.log(params[tokens]), jnp.zeros((*tokens.shape, 1))), ()
 
-    return Model(
-        begin=lambda params, inputs, batch, capacity: Count(jnp.zeros((batch,), jnp.int32)),
-        forward=forward,
-        commit=lambda cache, pending, path, num_nodes: Count(cache.length + num_nodes),
-        vocab_size=vocab,
-        max_positions=1 << 20,
-    )
+    return markov_model(vocab)._replace(forward=forward, name="counting", capabilities=Capabilities())
 
 
 def passes_of(controller=None, stop=None, new=12, eos=()):

@@ -15,9 +15,8 @@ Rule, of a draft:
        sum over rows of (1 + the w - 1 largest chances) / costs[w];
      w = 1 is plain decoding. A batch is ready when its slowest row is, so a row counts the less the further it is ahead
      of that.
-Chances are learnt in hindsight: a whole tree is kept, verified or not, until the text has passed it by. Then it is
-known what would have been accepted. So plain decoding keeps learning, and no decision reads the randomness of its own
-round.
+Chances are learnt in hindsight: a whole draft is kept, verified or not, until the text has passed it by. So no decision
+reads the randomness of its own round.
 Guarantee: distribution (a point-mass tree). All rows of a batch take the same width, so the number of passes of a row
 depends on its batch; its text does not.
 """
@@ -35,17 +34,12 @@ from jax.typing import ArrayLike
 from specjax import buffers
 from specjax import costs as costs_of
 from specjax.drafters.lookup.suffix import find
-from specjax.drafters.tables.token_recycling import (
-    Recycled,
-    Seen,
-    best_paths,
-    recycled_tree,
-    token_recycling,
-)
+from specjax.drafters.tables.token_recycling import Recycled, Seen, best_paths, recycled_tree, token_recycling
 from specjax.errors import UsageError
 from specjax.indexing import at, take_along
 from specjax.retrieval.suffixes import copied_chain
-from specjax.trees import operations
+from specjax.trees import hindsight, operations
+from specjax.trees.hindsight import Counts, Drafted, Hindsight, Shape, shape_of
 from specjax.trees.templates import Template
 from specjax.types import Array, Context, Drafter, TokenTree
 
@@ -59,14 +53,6 @@ LEVELS = (1, 2, 3)  # of depths of recycled tokens
 COPIED = len(MATCHES) * len(DEPTHS)
 CLASSES = COPIED + len(CHANCES) * len(LEVELS)
 
-MEMORY = 0.98
-"""How much of its counts a class keeps at each new trial: the last 50 count."""
-PRIOR = 6.0
-"""How many trials the prior chance is worth."""
-DOUBT = 3.0
-"""How many expected hits it takes to be half convinced that a text disappoints."""
-FADING = 0.95
-"""How much of what was found and expected is kept at each draft."""
 MARGIN = 1.1
 """By how much a wider pass must promise more than plain decoding: estimates are noisy, and a loss weighs more."""
 DRAFTING = 0.03
@@ -85,13 +71,6 @@ RECENT = 0.125
 """Weight of a draft in the average of what drafts promised."""
 
 
-class Counts(NamedTuple):
-    """Of the nodes whose parent was right, how many were, by class."""
-
-    hits: Array  # float32[B, CLASSES]
-    trials: Array  # float32[B, CLASSES]
-
-
 class Memory(NamedTuple):
     """What a call may start from: the parameters."""
 
@@ -99,38 +78,10 @@ class Memory(NamedTuple):
     counts: Counts  # [CLASSES]
 
 
-class Joined(NamedTuple):
-    """The drafts of one position side by side, equal paths apart: the nodes of `_Shape`."""
-
-    tokens: Array  # int32[B, M]
-    valid: Array  # bool[B, M]
-    kind: Array  # int32[B, M], the class of each node
-    start: Array  # int32[B], length of the text when it was drafted; 0: none
-
-
-class _Shape(NamedTuple):
-    """Of every joined tree: `copied` nodes of a chain below the root, then those of Token Recycling's. In numpy, so
-    that a program holds no step from parent to child: half of what drafting took on a TPU."""
-
-    copied: int
-    parents: np.ndarray  # int32[M]
-    depth: np.ndarray  # int32[M]
-    above: np.ndarray  # bool[M, M]: node j is node i or one of its ancestors
-
-
-def _shape(copied: int, template: Template) -> _Shape:
-    parents = np.concatenate(
-        [np.arange(-1, copied), np.where(template.parents[1:] > 0, template.parents[1:] + copied, 0)]
-    ).astype(np.int32)
-    return _Shape(copied, parents, operations.depths(parents[None])[0], operations.ancestor_mask(parents[None])[0])
-
-
 class _Record(NamedTuple):
-    """How good the drafts were."""
+    """How good the drafts were, and whether to draft."""
 
-    counts: Counts
-    shadow: Joined  # waits for the text to pass it by
-    found: Array  # float32[B, 2], of late: nodes that were right, and how many the classes had expected
+    past: Hindsight
     promise: Array  # float32[], average over the last drafts: passes of width 1 that the chosen width promised to save
     rest: Array  # int32[], plain steps until the next draft
     begun: Array  # int32[B], length of the prompt
@@ -171,7 +122,8 @@ def auto(
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
         raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
     costs_of.check(costs, len(widths), "width")
-    config = _Config(vocab_size, widths, costs, num_recycled, dtype, platform)
+    recycling = token_recycling(vocab_size, num_nodes=num_recycled, keep_chances=True)
+    config = _Config(recycling, widths, costs, dtype, platform)
     return Drafter(
         init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
@@ -187,36 +139,28 @@ def auto(
 
 
 class _Config(NamedTuple):
-    vocab_size: int
+    recycling: Drafter
     widths: tuple[int, ...]
     costs: costs_of.Costs
-    num_recycled: int
     dtype: str
     platform: str | None
 
     @property
-    def recycling(self) -> Drafter:
-        return token_recycling(self.vocab_size, num_nodes=self.num_recycled, keep_chances=True)
-
-    @property
     def template(self) -> Template:
         """Of the recycled nodes."""
-        return Template(best_paths(self.num_recycled))
+        return Template(best_paths(self.recycling.num_nodes - 1))
 
     @property
-    def shape(self) -> _Shape:
-        return _shape(max(self.widths) - 1, self.template)
+    def shape(self) -> Shape:
+        return shape_of(max(self.widths) - 1, self.template)
 
 
 def _init(config: _Config, params, context: Context) -> _State:
-    batch, nodes = context.tokens.shape[0], len(config.shape.parents)
+    batch = context.tokens.shape[0]
     matrix = config.recycling.init(params.recycled if params else (), context)
     counts = params.counts if params else Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
-    counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
-    none = jnp.zeros((batch, nodes), jnp.int32)
-    shadow = Joined(none, none > 0, none, none[:, 0])
-    found, promise, rest = jnp.zeros((batch, 2)), jnp.float32(HOPE), jnp.int32(0)
-    return _State(matrix, _Record(counts, shadow, found, promise, rest, context.length))
+    past = hindsight.begin(counts, batch, config.shape)
+    return _State(matrix, _Record(past, jnp.float32(HOPE), jnp.int32(0), context.length))
 
 
 def _axes(state: _State) -> _State:
@@ -239,17 +183,15 @@ def _rest(config: _Config, matrix: Recycled, record: _Record, context: Context, 
 
 def _draft(config: _Config, matrix: Recycled, record: _Record, context: Context, limit: Array):
     shape = config.shape
-    record = _learn(shape, record, context)
-    joined = _join(shape, recycled_tree(config.template, matrix, context, limit), matrix, context, limit)
-    tree, chance = _rank(shape, joined, record)
+    past = hindsight.learn(_prior(), shape, record.past, context)
+    drafted = _join(shape, recycled_tree(config.template, matrix, context, limit), matrix, context, limit)
+    tree, chance = hindsight.rank(_prior(), shape, drafted, past)
     width, saved = _best_width(config, chance, _weight(context.length - record.begun, limit > 0))
     tree = tree._replace(valid=tree.valid & (jnp.arange(len(shape.parents)) < width))
-    free = record.shadow.start == 0
-    pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-    shadow = jax.tree.map(pick, joined, record.shadow)
     promise = record.promise + RECENT * (saved - record.promise)
     rest = jnp.where((promise < DRAFTING) & (width == 1), REST, jnp.zeros_like(record.rest))
-    return operations.cut(tree, max(config.widths)), record._replace(shadow=shadow, promise=promise, rest=rest)
+    record = record._replace(past=hindsight.wait_for(past, drafted), promise=promise, rest=rest)
+    return operations.cut(tree, max(config.widths)), record
 
 
 def _observe(config: _Config, params, state: _State, context: Context, tree, verdict, output) -> Seen:
@@ -271,32 +213,11 @@ def _update(config: _Config, params, state: _State, seen: Seen, verdict) -> _Sta
 def _remember(config: _Config, params, state: _State) -> Memory:
     remember = config.recycling.remember
     assert remember is not None
-    counts = jax.tree.map(lambda x: jnp.mean(x, 0), state.record.counts)
+    counts = jax.tree.map(lambda x: jnp.mean(x, 0), state.record.past.counts)
     return Memory(remember(params.recycled if params else (), state.matrix), counts)
 
 
-def _learn(shape: _Shape, record: _Record, context: Context) -> _Record:
-    """Count the shadow's nodes once the text has passed it by."""
-    tokens, valid, kind, start = record.shadow
-    place = start[:, None] - 1 + shape.depth
-    passed = place < context.length[:, None]
-    text = take_along(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
-    agrees = valid & passed & (text == tokens) | (shape.depth == 0)
-    right = jnp.all(agrees[:, None, :] | ~shape.above, 2)  # the whole path
-    tried = valid & (shape.depth > 0) & right[:, np.maximum(shape.parents, 0)]
-    over = (start > 0) & ~jnp.any(tried & ~passed, 1)  # no node waits for a token that is not there yet
-    one_hot = (kind[:, :, None] == jnp.arange(CLASSES)) & (tried & over[:, None])[:, :, None]  # [B, M, CLASSES]
-    trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
-    hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
-    kept = MEMORY**trials
-    chance = jnp.where(tried, _chance(record.counts, kind), 0.0)
-    found = FADING * record.found + jnp.stack([jnp.sum(tried & right, 1), jnp.sum(chance, 1)], 1)
-    found = jnp.where(over[:, None], found, record.found)
-    counts = Counts(record.counts.hits * kept + hits, record.counts.trials * kept + trials)
-    return record._replace(counts=counts, found=found, shadow=record.shadow._replace(start=jnp.where(over, 0, start)))
-
-
-def _join(shape: _Shape, runners_up: TokenTree, recycled: Recycled, context: Context, limit: Array) -> Joined:
+def _join(shape: Shape, runners_up: TokenTree, recycled: Recycled, context: Context, limit: Array) -> Drafted:
     """The drafts for the present position: a copied chain, then the recycled tree."""
     count = shape.copied
     start, matched = find(context.tokens, context.length, count, MATCHES[-1], "latest")
@@ -308,7 +229,7 @@ def _join(shape: _Shape, runners_up: TokenTree, recycled: Recycled, context: Con
     beside = lambda x, y: jnp.concatenate([x, y], 1)
     kind = beside(beside(jnp.zeros_like(root), of_copy), COPIED + of_rest)
     tokens, valid = beside(copy.tokens, runners_up.tokens[:, 1:]), beside(copy.valid, runners_up.valid[:, 1:])
-    return Joined(tokens, valid, kind, context.length)
+    return Drafted(tokens, valid, kind, context.length)
 
 
 def _class(x: ArrayLike, bounds) -> Array:
@@ -327,29 +248,6 @@ def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
     return jnp.max(jnp.where(is_token, at(recycled.log_p, row, parent), -jnp.inf), 2)
 
 
-def _rank(shape: _Shape, joined: Joined, record: _Record) -> tuple[TokenTree, Array]:
-    """The union of the drafts in falling order of chance, and these float32[B, M]; 0 for the root and behind."""
-    tokens, valid = joined.tokens, joined.valid
-    nodes = np.arange(len(shape.parents))
-    # The copied node that stands for each recycled one, if their paths spell the same; else each for itself.
-    twin = np.minimum(shape.depth, shape.copied)
-    alike = (tokens == tokens[:, twin]) & valid & valid[:, twin] & (shape.depth <= shape.copied)
-    first = jnp.where(jnp.all(alike[:, None, :] | ~shape.above, 2), twin, nodes)
-    chance = _chance(record.counts, joined.kind) * _trust(record.found)
-    miss = jnp.where(valid, jnp.log1p(-chance), 0.0)
-    same = first[:, :, None] == first[:, None, :]  # [B, M, M]
-    chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
-    path = jnp.prod(jnp.where(shape.above & (nodes > 0), chance[:, None, :], 1.0), 2)
-    parents = first[:, np.maximum(shape.parents, 0)].at[:, 0].set(-1)
-    return operations.by_score(TokenTree(tokens, parents, valid & (first == nodes)), path)
-
-
-def _chance(counts: Counts, kind: Array) -> Array:
-    """float32[B, N]: that a node of this class is right where its parent is."""
-    chance = (counts.hits + PRIOR * _prior()) / (counts.trials + PRIOR)
-    return take_along(chance, kind, 1)
-
-
 def _prior() -> np.ndarray:
     """float32[CLASSES]: the chance of each class before anything was seen."""
     first = np.array([0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9])
@@ -358,13 +256,6 @@ def _prior() -> np.ndarray:
     edges = np.append(CHANCES, 1.0)
     recycled = np.repeat(0.6 * (edges[1:] + edges[:-1]) / 2, len(LEVELS))
     return np.concatenate([copied, recycled]).astype(np.float32)
-
-
-def _trust(found: Array) -> Array:
-    """float32[B, 1]: by how much to believe the classes. A text that disappoints does so in all of them, long before
-    each has seen enough to know."""
-    hits, expected = found[:, :1], found[:, 1:]
-    return jnp.minimum((hits + DOUBT) / (expected + DOUBT), 1.0)
 
 
 def _weight(written: Array, running: Array) -> Array:

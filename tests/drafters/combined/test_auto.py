@@ -1,6 +1,4 @@
-"""What auto decides, and what it learns: by hand, and against plain decoding."""
-
-import functools
+"""What auto decides: by hand, and against plain decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -10,43 +8,9 @@ from toy import markov, tiny_llama
 
 from specjax import UsageError, costs, decode, stream
 from specjax.drafters import auto, autoregressive
-from specjax.drafters.combined.auto import (
-    CLASSES,
-    COPIED,
-    DOUBT,
-    DRAFTING,
-    HOPE,
-    LEAD,
-    LEARN,
-    MEMORY,
-    RECENT,
-    REST,
-    Counts,
-    Joined,
-    _learn,
-    _prior,
-    _rank,
-    _Record,
-    _shape,
-    _weight,
-)
+from specjax.drafters.combined.auto import DRAFTING, HOPE, LEAD, LEARN, RECENT, REST, _weight
 from specjax.trees import operations
-from specjax.trees.templates import Template
 from specjax.types import Context, Output, Verdict
-
-rank = lambda shape, *arrays: jax.jit(functools.partial(_rank, shape))(*arrays)
-learn = lambda shape, *arrays: jax.jit(functools.partial(_learn, shape))(*arrays)
-NOTHING = Counts(jnp.zeros((1, CLASSES)), jnp.zeros((1, CLASSES)))
-
-
-def record(shadow=None, found=(0.0, 0.0)):
-    return _Record(NOTHING, shadow, jnp.array([found]), jnp.float32(0), jnp.int32(0), jnp.array([1]))
-
-
-def joined(copied, paths, tokens, kinds, start=0):
-    """A chain of `copied` tokens and recycled nodes at `paths`, all valid."""
-    shape = _shape(copied, Template(paths))
-    return shape, Joined(jnp.array([tokens]), jnp.ones((1, len(tokens)), bool), jnp.array([kinds]), jnp.array([start]))
 
 
 def run(target, drafter, prompts=((0,),), new=120, **options):
@@ -65,80 +29,6 @@ def mostly_a_cycle(chance):
     rows = np.full((9, 9), (1 - chance) / 8, np.float32)
     rows[np.arange(9), (np.arange(9) + 1) % 9] = chance
     return markov(rows)
-
-
-def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
-    # A copied chain 5 6 and recycled nodes 5, 7, and 6 below the recycled 5.
-    kinds = [0, 0, 1, COPIED, COPIED + 1, COPIED + 2]
-    shape, draft = joined(2, [(0,), (1,), (0, 0)], [1, 5, 6, 5, 7, 6], kinds)
-    assert shape.parents.tolist() == [-1, 0, 1, 0, 0, 3]
-    tree, chance = rank(shape, draft, record())
-    p = _prior()
-    of_5 = 1 - (1 - p[0]) * (1 - p[COPIED])
-    of_6 = of_5 * (1 - (1 - p[1]) * (1 - p[COPIED + 2]))
-    wanted = sorted([(of_5, 5), (of_6, 6), (p[COPIED + 1], 7)], reverse=True)
-    assert tree.valid.sum() == 4
-    assert tree.tokens[0, 1:4].tolist() == [token for _, token in wanted]
-    np.testing.assert_allclose(chance[0, :4], [0, *[value for value, _ in wanted]], rtol=1e-5)
-    six = tree.tokens[0].tolist().index(6)
-    assert tree.tokens[0, tree.parents[0, six]] == 5
-
-
-def test_hindsight_counts_what_would_have_been_accepted():
-    """Drafted when the text had 2 tokens: 5 is right, 6 after it is not; 7 is wrong; what follows it was not tried."""
-    shape, shadow = joined(2, [(0,), (0, 0)], [1, 5, 6, 7, 8], [0, 3, 4, 3, 9], start=2)
-    state = record(shadow)
-    text = jnp.array([[4, 1, 5, 9, 9, 9]])
-    waiting = learn(shape, state, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
-    assert int(waiting.shadow.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0
-    learnt = learn(shape, waiting, Context(text, jnp.array([4])))
-    assert int(learnt.shadow.start[0]) == 0
-    assert learnt.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
-    assert learnt.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
-    p = _prior()
-    np.testing.assert_allclose(learnt.found[0], [1, 2 * p[3] + p[4]], rtol=1e-6)
-    again = learn(shape, learnt._replace(shadow=shadow), Context(text, jnp.array([4])))
-    np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
-
-
-def test_a_text_that_disappoints_lowers_all_chances():
-    shape, draft = joined(1, [(0,)], [1, 5, 7], [0, 3, COPIED + 1])
-    believed = rank(shape, draft, record())[1]
-    doubted = rank(shape, draft, record(found=(0.0, DOUBT)))[1]
-    np.testing.assert_allclose(doubted, believed / 2, rtol=1e-5)
-    np.testing.assert_allclose(rank(shape, draft, record(found=(9.0, 1.0)))[1], believed, rtol=1e-6)
-
-
-@pytest.mark.parametrize("copied", [1, 2, 5])
-def test_the_joined_tree_is_the_union_of_both_drafts(copied):
-    """Against paths of tokens in plain Python; siblings among recycled nodes differ, as the matrix has them."""
-    rng, paths = np.random.default_rng(0), [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]
-    shape = _shape(copied, Template(paths))
-    ranked, shared = jax.jit(functools.partial(_rank, shape)), 0
-    for _ in range(30):
-        tokens, valid = np.zeros(len(shape.parents), int), np.ones(len(shape.parents), bool)
-        for i, parent in enumerate(shape.parents.tolist()[1:], 1):
-            before = [j for j in range(1 + copied, i) if shape.parents[j] == parent]
-            tokens[i] = rng.choice([t for t in range(4) if t not in tokens[before]])
-            valid[i] = valid[parent] and rng.random() < 0.8
-        kinds = rng.integers(0, CLASSES, len(tokens))
-        draft = Joined(*(jnp.asarray(x)[None] for x in (tokens, valid, kinds)), jnp.array([1]))
-        tree, chance = ranked(draft, record())
-
-        def spelt(i, tokens, parents):
-            return () if i == 0 else (*spelt(int(parents[i]), tokens, parents), int(tokens[i]))
-
-        miss = {}
-        for i in np.flatnonzero(valid)[1:]:
-            path = spelt(i, tokens, shape.parents)
-            shared += path in miss
-            miss[path] = miss.get(path, 1.0) * (1 - _prior()[kinds[i]])
-        wanted = {path: np.prod([1 - miss[path[: n + 1]] for n in range(len(path))]) for path in miss}
-        nodes = np.flatnonzero(tree.valid[0])[1:]
-        found = {spelt(i, tree.tokens[0], tree.parents[0]): float(chance[0, i]) for i in nodes}
-        assert len(found) == len(nodes) and found == pytest.approx(wanted, rel=1e-4)
-        assert (tree.parents[0, 1:] < np.arange(1, len(tokens)))[: len(nodes)].all()
-    assert shared > 10
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -178,7 +68,7 @@ def test_where_drafting_does_not_pay_it_is_seldom_tried():
 
     tree, resting = propose(1.01, rest=jnp.int32(2))
     assert tree.valid[0].tolist() == [True, False, False, False] and tree.tokens[0, 0] == 2
-    assert int(resting.record.rest) == 1 and int(resting.record.shadow.start[0]) == 0
+    assert int(resting.record.rest) == 1 and int(resting.record.past.shadow.start[0]) == 0
     tree, woken = propose(1.01, promise=jnp.float32(0))
     assert tree.valid.sum() == 4 and int(woken.record.rest) == 0  # what is in sight pays
     assert float(woken.record.promise) > DRAFTING

@@ -1,0 +1,135 @@
+"""How likely drafted nodes are to be right, by classes of nodes, learnt in hindsight.
+
+A whole draft is kept, verified or not, until the text has passed it by. Then it is known which of its nodes would have
+been accepted, whatever was: so plain decoding keeps learning, and what is learnt does not depend on what was verified.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.indexing import take_along
+from specjax.trees import operations
+from specjax.trees.templates import Template
+from specjax.types import Array, Context, TokenTree
+
+MEMORY = 0.98
+"""How much of its counts a class keeps at each new trial: the last 50 count."""
+PRIOR = 6.0
+"""How many trials the prior chance is worth."""
+DOUBT = 3.0
+"""How many expected hits it takes to be half convinced that a text disappoints."""
+FADING = 0.95
+"""How much of what was found and expected is kept at each draft."""
+
+
+class Shape(NamedTuple):
+    """Of every draft: a chain of `copied` nodes below the root, and beside it a template. In numpy, so that a program
+    holds no step from parent to child: half of what drafting took on a TPU."""
+
+    copied: int
+    parents: np.ndarray  # int32[M]
+    depth: np.ndarray  # int32[M]
+    above: np.ndarray  # bool[M, M]: node j is node i or one of its ancestors
+
+
+def shape_of(copied: int, template: Template) -> Shape:
+    """Of drafts with a chain of `copied` tokens and the nodes of `template`."""
+    parents = np.concatenate(
+        [np.arange(-1, copied), np.where(template.parents[1:] > 0, template.parents[1:] + copied, 0)]
+    ).astype(np.int32)
+    return Shape(copied, parents, operations.depths(parents[None])[0], operations.ancestor_mask(parents[None])[0])
+
+
+class Drafted(NamedTuple):
+    """The nodes of `Shape` at one place of the text; equal paths stand side by side."""
+
+    tokens: Array  # int32[B, M]
+    valid: Array  # bool[B, M]
+    kind: Array  # int32[B, M], the class of each node
+    start: Array  # int32[B], length of the text when it was drafted; 0: none
+
+
+class Counts(NamedTuple):
+    """Of the nodes whose parent was right, how many were, by class."""
+
+    hits: Array  # float32[B, C]
+    trials: Array  # float32[B, C]
+
+
+class Hindsight(NamedTuple):
+    """How good the drafts were."""
+
+    counts: Counts
+    shadow: Drafted  # waits for the text to pass it by
+    found: Array  # float32[B, 2], of late: nodes that were right, and how many the classes had expected
+
+
+def begin(counts: Counts, batch: int, shape: Shape) -> Hindsight:
+    """What rows know that start from `counts` float32[C] each."""
+    none = jnp.zeros((batch, len(shape.parents)), jnp.int32)
+    counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
+    return Hindsight(counts, Drafted(none, none > 0, none, none[:, 0]), jnp.zeros((batch, 2)))
+
+
+def learn(prior: np.ndarray, shape: Shape, past: Hindsight, context: Context) -> Hindsight:
+    """Count the nodes of the draft that waits, once the text has passed it by. prior: float32[C], as `rank` has it."""
+    tokens, valid, kind, start = past.shadow
+    place = start[:, None] - 1 + shape.depth
+    passed = place < context.length[:, None]
+    text = take_along(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
+    agrees = valid & passed & (text == tokens) | (shape.depth == 0)
+    right = jnp.all(agrees[:, None, :] | ~shape.above, 2)  # the whole path
+    tried = valid & (shape.depth > 0) & right[:, np.maximum(shape.parents, 0)]
+    over = (start > 0) & ~jnp.any(tried & ~passed, 1)  # no node waits for a token that is not there yet
+    one_hot = (kind[:, :, None] == jnp.arange(len(prior))) & (tried & over[:, None])[:, :, None]  # [B, M, C]
+    trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
+    hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
+    kept = MEMORY**trials
+    chance = jnp.where(tried, _chance(prior, past.counts, kind), 0.0)
+    found = FADING * past.found + jnp.stack([jnp.sum(tried & right, 1), jnp.sum(chance, 1)], 1)
+    found = jnp.where(over[:, None], found, past.found)
+    counts = Counts(past.counts.hits * kept + hits, past.counts.trials * kept + trials)
+    return Hindsight(counts, past.shadow._replace(start=jnp.where(over, 0, start)), found)
+
+
+def wait_for(past: Hindsight, drafted: Drafted) -> Hindsight:
+    """Keep a draft until the text has passed it by, in rows that do not wait for an earlier one."""
+    free = past.shadow.start == 0
+    pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+    return past._replace(shadow=jax.tree.map(pick, drafted, past.shadow))
+
+
+def rank(prior: np.ndarray, shape: Shape, drafted: Drafted, past: Hindsight) -> tuple[TokenTree, Array]:
+    """The union of both parts in falling order of the chances of their paths, and these float32[B, M]; 0 for the root
+    and behind. prior: float32[C], the chance of each class before anything was seen."""
+    tokens, valid = drafted.tokens, drafted.valid
+    nodes = np.arange(len(shape.parents))
+    # The copied node that stands for each recycled one, if their paths spell the same; else each for itself.
+    twin = np.minimum(shape.depth, shape.copied)
+    alike = (tokens == tokens[:, twin]) & valid & valid[:, twin] & (shape.depth <= shape.copied)
+    first = jnp.where(jnp.all(alike[:, None, :] | ~shape.above, 2), twin, nodes)
+    chance = _chance(prior, past.counts, drafted.kind) * _trust(past.found)
+    miss = jnp.where(valid, jnp.log1p(-chance), 0.0)
+    same = first[:, :, None] == first[:, None, :]  # [B, M, M]
+    chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
+    path = jnp.prod(jnp.where(shape.above & (nodes > 0), chance[:, None, :], 1.0), 2)
+    parents = first[:, np.maximum(shape.parents, 0)].at[:, 0].set(-1)
+    return operations.by_score(TokenTree(tokens, parents, valid & (first == nodes)), path)
+
+
+def _chance(prior: np.ndarray, counts: Counts, kind: Array) -> Array:
+    """float32[B, N]: that a node of this class is right where its parent is."""
+    chance = (counts.hits + PRIOR * prior) / (counts.trials + PRIOR)
+    return take_along(chance, kind, 1)
+
+
+def _trust(found: Array) -> Array:
+    """float32[B, 1]: by how much to believe the classes. A text that disappoints does so in all of them, long before
+    each has seen enough to know."""
+    hits, expected = found[:, :1], found[:, 1:]
+    return jnp.minimum((hits + DOUBT) / (expected + DOUBT), 1.0)
