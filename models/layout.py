@@ -113,12 +113,13 @@ class Layout:
         """Sharding of an array [B, ...]."""
         return self.sharding(x.shape, "data", *[None] * (x.ndim - 1))
 
-    def cache(self, held: kv.KVCache | kv.Pending) -> PyTree:
-        """Shardings of a cache, or of what is pending: rows over "data", heads as in attention."""
+    def cache(self, held: Any) -> PyTree:
+        """Shardings of a `KVCache` or a `Pending`: rows over "data", heads as in attention."""
         tokens = "slots" if isinstance(held, kv.KVCache) else None
         one = lambda keys: self.keys(keys, tokens)
         k, v = jax.tree.map(one, (held.k, held.v), is_leaf=lambda x: isinstance(x, Quantized))
-        return type(held)(k, v, *map(self.rows, held[2:]))
+        others = {name: self.rows(getattr(held, name)) for name in held._fields if name not in ("k", "v")}
+        return held._replace(k=k, v=v, **others)
 
     def keys(self, x: Array | Quantized, tokens: str | None) -> Any:
         """Sharding of keys or values [..., B, K, n, h]; `tokens`: what n counts, "slots" or None."""

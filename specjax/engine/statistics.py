@@ -9,6 +9,8 @@ import numpy as np
 
 from specjax.types import Array, Info, Stats
 
+AnyArray = Array | np.ndarray
+
 
 def zero_stats(batch: int, max_depth: int, debug: bool = False) -> Stats:
     """Sums before the first step."""
@@ -31,7 +33,7 @@ def add_stats(stats: Stats, info: Info) -> Stats:
     )
 
 
-def add_round(stats: Stats, passes: Array, drafted: Array, accepted: Array) -> Stats:
+def add_round(stats: Stats, passes: AnyArray, drafted: AnyArray, accepted: AnyArray) -> Stats:
     """Sums after a round of a loop without `Info`, as arrays of numpy or of JAX like those given.
 
     Args: passes: int32[B] or bool[B], of the target. drafted, accepted: bool[B, D], at which depths.

@@ -54,7 +54,7 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
         sampling=Sampling() if settings.is_greedy else Sampling(everywhere(dtype=jnp.float32)),
         eos=everywhere(1, dtype=jnp.int32),
     )
-    size = buffer_size(work.context, work.max_new_tokens, drafter, target.model.max_positions)
+    size = buffer_size(work.context, work.max_new_tokens, drafter.num_nodes, target.model.max_positions)
     tokens, rows = (by_rows(jax.ShapeDtypeStruct((work.batch, *more), jnp.int32)) for more in ((size,), ()))
     keys = by_rows(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), work.batch)))
     return Abstract(Job(parts, tokens, rows, keys, rows), mesh, draft)
