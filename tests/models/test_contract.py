@@ -44,7 +44,7 @@ def case_of(name: str) -> tuple[Target, float]:
     if name == "stacked":
         return tiny_llama(vocab=VOCAB, stacked=True), 1e-4
     if name == "int8":
-        return tiny_llama(vocab=VOCAB, cache_dtype="int8"), 0.3
+        return tiny_llama(vocab=VOCAB, cache_dtype="int8"), 0.02
     return {"gemma": gemma, "recurrent": recurrent, "encoding": encoding}[name](), 1e-4
 
 
