@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from specjax.drafters.tables.stand import KEPT, ORDERS, best_paths
+from specjax.drafters.tables.stand import best_paths
+from specjax.retrieval.contexts import KEPT, ORDERS
 
 DEEPEST, LONGEST = 8, 256  # tokens of a path; of prompt and text
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import UsageError
 from specjax.models import cache as kv
-from specjax.pallas_kernels.tree_attention import over_slots
+from specjax.pallas_kernels.tree_attention.over_slots import over_slots
 from specjax.quantization import Quantized
 from specjax.types import Array, PyTree
 
@@ -113,13 +113,13 @@ class Layout:
         """Sharding of an array [B, ...]."""
         return self.sharding(x.shape, "data", *[None] * (x.ndim - 1))
 
-    def cache(self, held: Any) -> PyTree:
-        """Shardings of a `KVCache` or a `Pending`: rows over "data", heads as in attention."""
+    def cache(self, held: kv.KVCache | kv.Pending) -> PyTree:
+        """Shardings of a cache, or of what is pending: rows over "data", heads as in attention."""
         tokens = "slots" if isinstance(held, kv.KVCache) else None
         one = lambda keys: self.keys(keys, tokens)
         k, v = jax.tree.map(one, (held.k, held.v), is_leaf=lambda x: isinstance(x, Quantized))
-        others = {name: self.rows(getattr(held, name)) for name in held._fields if name not in ("k", "v")}
-        return held._replace(k=k, v=v, **others)
+        rest: Any = map(self.rows, held[2:])
+        return type(held)(k, v, *rest)
 
     def keys(self, x: Array | Quantized, tokens: str | None) -> Any:
         """Sharding of keys or values [..., B, K, n, h]; `tokens`: what n counts, "slots" or None."""

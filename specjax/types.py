@@ -154,6 +154,11 @@ class Model(NamedTuple):
     config: Any = None  # what it was made from, if by `specjax.models`
     mesh: jax.sharding.Mesh | None = None  # over which its parameters lie
 
+    def rewound(self, cache: PyTree, length: Array) -> PyTree:
+        """`rewind`, where it is known that the model can."""
+        assert self.rewind is not None, f"{self.name} cannot rewind"
+        return self.rewind(cache, length)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
         return (cache, picks), picks[:, 0]
 
     # Rolled back to what the two sides agree on. The text has grown by no more than what was fed.
-    cache = rewound(role, cache, length - 1)
+    cache = role.target.model.rewound(cache, length - 1)
     (cache, _), drafts = jax.lax.scan(one, (cache, last), jnp.arange(gamma))
     return _whole(role, drafts.T), cache
 
@@ -301,14 +301,8 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
 def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
     """The target's draws int32[B, gamma] behind each token of `window` int32[B, gamma], which begins with the last
     verified token. Drafts in it that fail are forgotten by the next step."""
-    picks, cache = _next(role, rewound(role, cache, verified - 1), window, verified)
+    picks, cache = _next(role, role.target.model.rewound(cache, verified - 1), window, verified)
     return _whole(role, picks), cache
-
-
-def rewound(role: Role, cache: PyTree, length: Array) -> PyTree:
-    """The cache of the first `length` int32[B] tokens."""
-    assert role.target.model.rewind is not None  # see `check_pair`
-    return role.target.model.rewind(cache, length)
 
 
 def _next(role: Role, cache: PyTree, tokens: Array, length: Array) -> tuple[Array, PyTree]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, rewound, triangle
+from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, triangle
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Prompts, Settings, pack
 from specjax.engine.results import DecodeResult
@@ -97,7 +97,8 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
 
     def body(carry):
         text, stats, (drafted, cache) = carry
-        drafted, cache = rewound(drafter, drafted, text.length - 1), rewound(target, cache, text.verified - 1)
+        drafted = drafter.target.model.rewound(drafted, text.length - 1)
+        cache = target.target.model.rewound(cache, text.verified - 1)
         last, window = text.window(text.length - 1, 1), text.window(text.verified - 1, gamma)
         (drafts, new), (picks, pending) = of_both(
             lambda: _draft(drafter, drafted, last, text.length, gamma),

@@ -193,7 +193,9 @@ def _run(
         """bool[B]: whether a draft of the row may still be among the k best."""
         return jnp.any(state.scores > state.ended.scores[:, -1:], 1)
 
-    def sort_out(history: Array, scores: Array, token: Array, count: Array, ended: Drafts):
+    def sort_out(
+        history: Array, scores: Array, token: Array, count: Array, ended: Drafts
+    ) -> tuple[Array, Array, Drafts]:
         """The k best that go on, with their scores, and the k best that have ended, among drafts int32[B, M, N]."""
         is_eos = jnp.any(token[:, :, None] == eos, 2)
         alive, place = jax.lax.top_k(jnp.where(is_eos, -jnp.inf, scores), k)

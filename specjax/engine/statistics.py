@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.types import Array, Info, Stats
-
-AnyArray = Array | np.ndarray
+from specjax.types import Info, Stats
 
 
 def zero_stats(batch: int, max_depth: int, debug: bool = False) -> Stats:
@@ -33,7 +32,7 @@ def add_stats(stats: Stats, info: Info) -> Stats:
     )
 
 
-def add_round(stats: Stats, passes: AnyArray, drafted: AnyArray, accepted: AnyArray) -> Stats:
+def add_round(stats: Stats, passes: Any, drafted: Any, accepted: Any) -> Stats:
     """Sums after a round of a loop without `Info`, as arrays of numpy or of JAX like those given.
 
     Args: passes: int32[B] or bool[B], of the target. drafted, accepted: bool[B, D], at which depths.

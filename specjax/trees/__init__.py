@@ -1,4 +1,4 @@
-"""Builders of token trees: which tokens a drafter that gives logits drafts, and below which of them it looks."""
+"""Builders of token trees: which tokens of a drafter that gives logits to draft, and below which of them to go on."""
 
 from specjax.trees import stops
 from specjax.trees.best_shapes import medusa, sequoia
@@ -7,7 +7,8 @@ from specjax.trees.builders.chain_with_siblings import chain_with_siblings
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import branching, builder_of, chain, independent_paths, static
-from specjax.trees.growing import Builder, Stop, grow, with_stop
+from specjax.trees.contracts import Builder, Stop, with_stop
+from specjax.trees.growing import grow
 from specjax.trees.parsing import FORMS, inline, parse, parse_paths, paths_of
 from specjax.trees.paths import from_paths
 

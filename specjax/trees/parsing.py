@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from specjax.trees.builders.chain_with_siblings import chain_with_siblings
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import How, independent_paths, static
-from specjax.trees.growing import Builder
+from specjax.trees.contracts import Builder
 from specjax.trees.templates import branching_paths
 
 SHAPES = {
@@ -53,7 +54,7 @@ def parse(spec: str) -> Builder:
     kind, _, rest = spec.partition(":")
     numbers, *more = rest.split(",")
     sizes, named = _sizes(numbers), _named(more) if kind == "dyspec" else {}
-    makers = {
+    makers: dict[tuple[str, int], Callable[..., Builder]] = {
         ("paths", 2): independent_paths,
         ("beam", 2): beam,
         ("siblings", 1): chain_with_siblings,

@@ -1,14 +1,13 @@
-"""When to stop drafting: rules that look at the drafter's laws while a chain or tree grows, so that passes are saved.
+"""When to stop drafting: rules that judge the drafter's distributions while a tree grows, so that passes are saved.
 
 `confidence`, `entropy`: Kangaroo (Liu et al. 2024, arXiv 2404.18911) stops at a largest probability below 0.6, assisted
 generation (DISCO; Mamou et al. 2024, arXiv 2405.04304) below 0.4. `fallback`: BiLD (Kim et al. 2023, arXiv 2302.07863).
 `acceptance`: SpecDec++ (Huang, Guo, Wang 2024, arXiv 2405.19715), which shows that the best rule is a threshold on the
 chance that a candidate will be rejected.
 
-Guarantee: distribution, greedy and lossy rules keep what they promise: a rule never looks at a token before it decides
-whether that token is drafted.
-Deviations: q is the law that is sampled (warped; the drafter's own in greedy decoding). A drafter does not know eos,
-so none of them stops there.
+Guarantee: that of the verifier, whichever it is: a rule decides whether a token is drafted before it sees the token.
+Deviations: q is the distribution that is sampled (warped; the drafter's own in greedy decoding). A drafter does not
+know eos, so none of them stops there.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.errors import UsageError
-from specjax.trees.growing import Fed, Stop
+from specjax.trees.contracts import Fed, Stop
 from specjax.types import Array
 
 FORMS = {
@@ -46,7 +46,7 @@ def parse(spec: str) -> Stop:
 
 @functools.cache
 def confidence(threshold: float = 0.4) -> Stop:
-    """Stop after a token whose law's largest probability is below `threshold`; the token stays.
+    """Stop after a token drawn where the largest probability is below `threshold`; the token stays.
 
     0 never stops, above 1 there is one token. Raises: UsageError if it is negative.
     """
@@ -61,7 +61,7 @@ def kangaroo(threshold: float = 0.6) -> Stop:
 
 @functools.cache
 def entropy(threshold: float) -> Stop:
-    """Stop after a token whose law's entropy is above `threshold` nats; the token stays. Raises: UsageError if < 0."""
+    """Stop after a token drawn where the entropy is above `threshold` nats; it stays. Raises: UsageError if < 0."""
     _check(threshold)
     return Stop(lambda value, fed: (value, sampling.entropy(fed.log_q) <= threshold))
 
@@ -79,6 +79,11 @@ def fallback(threshold: float = 0.6) -> Stop:
 def top_probability(fed: Fed) -> Array:
     """float32[B, F]: the largest q of the children; how often they are accepted if the drafter is as right as sure."""
     return jnp.exp(jnp.max(fed.log_q, -1))
+
+
+def top_unwarped(fed: Fed) -> Array:
+    """float32[B, F]: likewise by the drafter's logits as they are, whatever the temperature."""
+    return jnp.exp(jnp.max(jax.nn.log_softmax(fed.logits.astype(jnp.float32), -1), -1))
 
 
 @functools.cache

@@ -15,9 +15,9 @@ def test_the_loop_over_draft_passes_is_told_from_those_within():
     def program(table, matrix):
         root = jnp.zeros(1, jnp.int32)
 
-        def feed(memory, place, tokens, depth, seen):
-            blocks = tokens[0, 0] % 3 + 1  # as attention over a cache whose length is data
-            return memory, jax.lax.fori_loop(0, blocks, lambda i, x: x @ matrix, table[tokens])
+        def feed(memory, frontier):
+            blocks = frontier.tokens[0, 0] % 3 + 1  # as attention over a cache whose length is data
+            return memory, jax.lax.fori_loop(0, blocks, lambda i, x: x @ matrix, table[frontier.tokens])
 
         context = Context(root[:, None], root + 1)
         return trees.grow(trees.chain(4), feed, (), root, table[root], None, context, root + 4)[0].tree.tokens

@@ -93,7 +93,7 @@ def kept_by_eagle2(laws, total):
         rows[token, list(law)] = list(law.values())
     logits, root = jnp.log(jnp.asarray(rows)), jnp.zeros((1,), jnp.int32)
     context, keys = Context(root[:, None], root + 1, Sampling()), jax.random.split(jax.random.key(0), 1)
-    feed = lambda memory, place, tokens, depth, seen: (memory, logits[tokens])
+    feed = lambda memory, frontier: (memory, logits[frontier.tokens])
     builder = trees.eagle2(top_k=2, depth=2, total=total)
     run = lambda: trees.grow(builder, feed, (), root, logits[root], keys, context, root + 2)[0].tree
     tree = jax.jit(run)()
@@ -129,7 +129,7 @@ def grown(builder, count):
     logits, root = jnp.log(jnp.asarray(DRAFT_ROWS)), jnp.zeros((count,), jnp.int32)
     context = Context(root[:, None], root + 1, Sampling(jnp.asarray(1.0)))
     keys = jax.random.split(jax.random.key(1), count)
-    feed = lambda memory, place, tokens, depth, seen: (memory, logits[tokens])
+    feed = lambda memory, frontier: (memory, logits[frontier.tokens])
     run = lambda: trees.grow(builder, feed, (), root, logits[root], keys, context, root + builder.max_depth)[0].tree
     return jax.jit(run)()
 

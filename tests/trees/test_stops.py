@@ -36,8 +36,8 @@ def scripted(tops, builder, *, limit=None, temperature=None):
     context = Context(root[:, None], root + 1, Sampling(temperature and jnp.float32(temperature)))
     keys = jax.random.split(jax.random.key(0), len(tops))
 
-    def feed(passes, place, tokens, depth, seen):
-        return passes + 1, jnp.take_along_axis(laws, depth[:, :, None], 1)
+    def feed(passes, frontier):
+        return passes + 1, jnp.take_along_axis(laws, frontier.depth[:, :, None], 1)
 
     limit = jnp.full(len(tops), builder.max_depth) if limit is None else jnp.asarray(limit)
     run = lambda: trees.grow(builder, feed, jnp.int32(0), root, laws[:, 0], keys, context, limit)
@@ -155,7 +155,7 @@ def grown(builder, count=20_000):
     logits, root = jnp.log(jnp.asarray(SURE)), jnp.zeros((count,), jnp.int32)
     context = Context(root[:, None], root + 1, Sampling(jnp.asarray(1.0)))
     keys = jax.random.split(jax.random.key(1), count)
-    feed = lambda memory, place, tokens, depth, seen: (memory, logits[tokens])
+    feed = lambda memory, frontier: (memory, logits[frontier.tokens])
     run = lambda: trees.grow(builder, feed, (), root, logits[root], keys, context, root + builder.max_depth)[0].tree
     return jax.jit(run)()
 

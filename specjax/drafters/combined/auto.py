@@ -4,16 +4,20 @@ Our own combination of published parts. The tree is the union of a suffix match 
 recycled runners-up (Token Recycling, arXiv 2408.08696), fused as in RASD (arXiv 2503.03434); its size is that of the
 best goodput (SmartSpec, arXiv 2406.14066), with the prefix rule for one affine batch.
 
-Rule: each drafted node belongs to a class: how long the match was and how deep the node lies, or how likely the target
-once found the token and how deep it lies. How often a node of the class turned out to be the text, its parent being
-so, is its chance; a token that both drafters propose fails only if both classes fail. The chance of a path is the
-product along it. A text in which fewer nodes were right of late than their classes said lowers all chances at once. The
-nodes stand in falling order of it, and the pass takes the width w of `widths` with the most
-expected tokens per cost, sum over rows of (1 + the w - 1 largest chances) / costs[w]; plain decoding is the width 1.
-A batch is ready when its slowest row is, so a row counts the less the further it is ahead of that.
-Chances are learnt in hindsight: a whole joined tree is kept, verified or not, until the text has passed it by. So what
-would have been accepted is known without trying, plain decoding keeps learning, and no decision reads the randomness
-of its own round.
+Rule, of a draft:
+  1. Each node belongs to a class: a copied one by the length of the match and its own depth, a recycled one by how
+     likely the target once found the token and its depth.
+  2. The chance of a node is how often nodes of its class turned out to be the text where their parents were. A token
+     that both drafters propose fails only if both classes fail. Where fewer nodes were right of late than their classes
+     said, all chances of the row are lowered at once.
+  3. The chance of a path is the product along it. The nodes stand in falling order of it.
+  4. The pass takes the w of `widths` with the most expected tokens per cost,
+       sum over rows of (1 + the w - 1 largest chances) / costs[w];
+     w = 1 is plain decoding. A batch is ready when its slowest row is, so a row counts the less the further it is ahead
+     of that.
+Chances are learnt in hindsight: a whole tree is kept, verified or not, until the text has passed it by. Then it is
+known what would have been accepted. So plain decoding keeps learning, and no decision reads the randomness of its own
+round.
 Guarantee: distribution (a point-mass tree). All rows of a batch take the same width, so the number of passes of a row
 depends on its batch; its text does not.
 """
@@ -62,23 +66,23 @@ PRIOR = 6.0
 DOUBT = 3.0
 """How many expected hits it takes to be half convinced that a text disappoints."""
 FADING = 0.95
-"""How much of what was found and expected is kept at each look back."""
+"""How much of what was found and expected is kept at each draft."""
 MARGIN = 1.1
 """By how much a wider pass must promise more than plain decoding: estimates are noisy, and a loss weighs more."""
-LOOK = 0.03
+DRAFTING = 0.03
 """What drafting costs, in passes of width 1: 0.016 for SmolLM2 on two cores (0.5 of 31 ms), 0.04 for Llama 3 8B on 8
 v5e chips (by the compiler's schedule)."""
 REST = 7
-"""Plain steps between two looks where looking does not pay."""
+"""Plain steps between two drafts where drafting does not pay."""
 LEARN = 4
 """Every how many of these resting steps runners-up are recycled. Of 16 rows of SmolLM2 that took 1.9 of 100 ms on two
 cores at each step; at batch 1 it makes drafts as good as recycling all of them (1.308 tokens per cost, not 1.309)."""
 HOPE = 0.25
-"""The promise before anything was seen: at least a dozen looks."""
+"""The promise before anything was seen: at least a dozen drafts."""
 LEAD = 4.0
 """How many tokens ahead of the slowest row divide what a row counts by e."""
 RECENT = 0.125
-"""Weight of a look in the average of what looks promised."""
+"""Weight of a draft in the average of what drafts promised."""
 
 
 class Counts(NamedTuple):
@@ -127,8 +131,8 @@ class _Record(NamedTuple):
     counts: Counts
     shadow: Joined  # waits for the text to pass it by
     found: Array  # float32[B, 2], of late: nodes that were right, and how many the classes had expected
-    promise: Array  # float32[], average over the last looks: passes of width 1 that the chosen width promised to save
-    rest: Array  # int32[], plain steps until the next look
+    promise: Array  # float32[], average over the last drafts: passes of width 1 that the chosen width promised to save
+    rest: Array  # int32[], plain steps until the next draft
     begun: Array  # int32[B], length of the prompt
 
 
@@ -167,90 +171,129 @@ def auto(
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
         raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
     costs_of.check(costs, len(widths), "width")
-    recycling = token_recycling(vocab_size, num_nodes=num_recycled, keep_chances=True)
-    template = Template(best_paths(num_recycled))
-    shape = _shape(max(widths) - 1, template)
-    nodes = len(shape.parents)
-
-    def init(params, context: Context) -> _State:
-        batch = context.tokens.shape[0]
-        matrix = recycling.init(params.recycled if params else (), context)
-        counts = params.counts if params else Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
-        none = jnp.zeros((batch, nodes), jnp.int32)
-        shadow = Joined(none, none > 0, none, none[:, 0])
-        counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
-        found, promise, rest = jnp.zeros((batch, 2)), jnp.float32(HOPE), jnp.int32(0)
-        return _State(matrix, _Record(counts, shadow, found, promise, rest, context.length))
-
-    def propose(params, keys, state: _State, context: Context, limit: Array):
-        context = context._replace(cache=None, target=None)  # a branch would be given them
-        tree, record = jax.lax.cond(state.record.rest > 0, plain, look, state.matrix, state.record, context, limit)
-        return tree, state._replace(record=record)
-
-    def plain(matrix, record: _Record, context: Context, limit: Array):
-        root = context.root
-        return operations.pad_nodes(operations.chain(root, root >= 0), max(widths)), record._replace(
-            rest=record.rest - 1
-        )
-
-    def look(matrix, record: _Record, context: Context, limit: Array):
-        record = _learn(shape, record, context)
-        joined = _join(shape, recycled_tree(template, matrix, context, limit), matrix, context, limit)
-        tree, chance = _rank(shape, joined, record)
-        width, saved = _width(chance, _weight(context.length - record.begun, limit > 0))
-        tree = tree._replace(valid=tree.valid & (jnp.arange(nodes) < width))
-        free = record.shadow.start == 0
-        pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        shadow = jax.tree.map(pick, joined, record.shadow)
-        promise = record.promise + RECENT * (saved - record.promise)
-        rest = jnp.where((promise < LOOK) & (width == 1), REST, jnp.zeros_like(record.rest))
-        return operations.cut(tree, max(widths)), record._replace(shadow=shadow, promise=promise, rest=rest)
-
-    def _width(chance: Array, weight: Array) -> tuple[Array, Array]:
-        """int32[]: of the pass with the most expected tokens per cost, and how many plain passes it promises to save,
-        float32[]. weight: float32[B], what a token of a row counts."""
-        total = jnp.cumsum(chance, 1)  # [B, M], of the nodes up to here; the root has none
-        tokens = jnp.sum(weight[:, None] * (1 + total[:, np.asarray(widths) - 1]), 0)  # [W]
-        known = jnp.asarray(costs_of.at(costs, widths, chance.shape[0], dtype, platform))
-        goodput = tokens / known
-        best = jnp.argmax(goodput.at[0].multiply(MARGIN))
-        saved = tokens[best] / jnp.maximum(tokens[0], 1e-6) - known[best]
-        return jnp.asarray(widths)[best], jnp.where(best > 0, saved, 0.0)
-
-    def observe(params, state: _State, context: Context, tree, verdict, output) -> Seen:
-        learn = lambda: recycling.observe((), state.matrix, context, tree, verdict, output)
-        if tree.tokens.shape[1] > widths[0]:
-            return learn()
-        nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(learn))
-        return jax.lax.cond(state.record.rest % LEARN == 0, learn, nothing)
-
-    def update(params, state: _State, seen: Seen, verdict) -> _State:
-        # A branch would copy the matrix; a loop of one turn or none writes in place.
-        write = lambda _, matrix: recycling.update((), matrix, seen, verdict)
-        is_news = jnp.any(seen.valid).astype(jnp.int32)
-        return state._replace(matrix=jax.lax.fori_loop(0, is_news, write, state.matrix))
-
-    def remember(params, state: _State) -> Memory:
-        assert recycling.remember is not None
-        counts = jax.tree.map(lambda x: jnp.mean(x, 0), state.record.counts)
-        return Memory(recycling.remember(params.recycled if params else (), state.matrix), counts)
-
-    def axes(state: _State) -> _State:
-        rows = buffers.rows_first(state)
-        return rows._replace(record=rows.record._replace(promise=buffers.SHARED, rest=buffers.SHARED))
-
+    config = _Config(vocab_size, widths, costs, num_recycled, dtype, platform)
     return Drafter(
-        init=init,
-        propose=propose,
-        observe=observe,
-        update=update,
-        axes=axes,
+        init=functools.partial(_init, config),
+        propose=functools.partial(_propose, config),
+        observe=functools.partial(_observe, config),
+        update=functools.partial(_update, config),
+        axes=_axes,
         num_nodes=max(widths),
-        max_depth=int(shape.depth.max()),
+        max_depth=int(config.shape.depth.max()),
         widths=widths[:-1],
         follows_any_tree=True,
-        remember=remember,
+        remember=functools.partial(_remember, config),
     )
+
+
+class _Config(NamedTuple):
+    vocab_size: int
+    widths: tuple[int, ...]
+    costs: costs_of.Costs
+    num_recycled: int
+    dtype: str
+    platform: str | None
+
+    @property
+    def recycling(self) -> Drafter:
+        return token_recycling(self.vocab_size, num_nodes=self.num_recycled, keep_chances=True)
+
+    @property
+    def template(self) -> Template:
+        """Of the recycled nodes."""
+        return Template(best_paths(self.num_recycled))
+
+    @property
+    def shape(self) -> _Shape:
+        return _shape(max(self.widths) - 1, self.template)
+
+
+def _init(config: _Config, params, context: Context) -> _State:
+    batch, nodes = context.tokens.shape[0], len(config.shape.parents)
+    matrix = config.recycling.init(params.recycled if params else (), context)
+    counts = params.counts if params else Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
+    counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
+    none = jnp.zeros((batch, nodes), jnp.int32)
+    shadow = Joined(none, none > 0, none, none[:, 0])
+    found, promise, rest = jnp.zeros((batch, 2)), jnp.float32(HOPE), jnp.int32(0)
+    return _State(matrix, _Record(counts, shadow, found, promise, rest, context.length))
+
+
+def _axes(state: _State) -> _State:
+    rows = buffers.rows_first(state)
+    return rows._replace(record=rows.record._replace(promise=buffers.SHARED, rest=buffers.SHARED))
+
+
+def _propose(config: _Config, params, keys, state: _State, context: Context, limit: Array) -> tuple[TokenTree, _State]:
+    context = context._replace(cache=None, target=None)  # a branch would be given them
+    rest, draft = functools.partial(_rest, config), functools.partial(_draft, config)
+    tree, record = jax.lax.cond(state.record.rest > 0, rest, draft, state.matrix, state.record, context, limit)
+    return tree, state._replace(record=record)
+
+
+def _rest(config: _Config, matrix: Recycled, record: _Record, context: Context, limit: Array):
+    root = context.root
+    tree = operations.pad_nodes(operations.chain(root, root >= 0), max(config.widths))
+    return tree, record._replace(rest=record.rest - 1)
+
+
+def _draft(config: _Config, matrix: Recycled, record: _Record, context: Context, limit: Array):
+    shape = config.shape
+    record = _learn(shape, record, context)
+    joined = _join(shape, recycled_tree(config.template, matrix, context, limit), matrix, context, limit)
+    tree, chance = _rank(shape, joined, record)
+    width, saved = _best_width(config, chance, _weight(context.length - record.begun, limit > 0))
+    tree = tree._replace(valid=tree.valid & (jnp.arange(len(shape.parents)) < width))
+    free = record.shadow.start == 0
+    pick = lambda new, old: jnp.where(free.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+    shadow = jax.tree.map(pick, joined, record.shadow)
+    promise = record.promise + RECENT * (saved - record.promise)
+    rest = jnp.where((promise < DRAFTING) & (width == 1), REST, jnp.zeros_like(record.rest))
+    return operations.cut(tree, max(config.widths)), record._replace(shadow=shadow, promise=promise, rest=rest)
+
+
+def _observe(config: _Config, params, state: _State, context: Context, tree, verdict, output) -> Seen:
+    """What Token Recycling sees; in narrow passes while it rests, only of every fourth."""
+    learn = lambda: config.recycling.observe((), state.matrix, context, tree, verdict, output)
+    if tree.tokens.shape[1] > config.widths[0]:
+        return learn()
+    nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(learn))
+    return jax.lax.cond(state.record.rest % LEARN == 0, learn, nothing)
+
+
+def _update(config: _Config, params, state: _State, seen: Seen, verdict) -> _State:
+    # A branch would copy the matrix; a loop of one turn or none writes in place.
+    write = lambda _, matrix: config.recycling.update((), matrix, seen, verdict)
+    is_news = jnp.any(seen.valid).astype(jnp.int32)
+    return state._replace(matrix=jax.lax.fori_loop(0, is_news, write, state.matrix))
+
+
+def _remember(config: _Config, params, state: _State) -> Memory:
+    remember = config.recycling.remember
+    assert remember is not None
+    counts = jax.tree.map(lambda x: jnp.mean(x, 0), state.record.counts)
+    return Memory(remember(params.recycled if params else (), state.matrix), counts)
+
+
+def _learn(shape: _Shape, record: _Record, context: Context) -> _Record:
+    """Count the shadow's nodes once the text has passed it by."""
+    tokens, valid, kind, start = record.shadow
+    place = start[:, None] - 1 + shape.depth
+    passed = place < context.length[:, None]
+    text = take_along(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
+    agrees = valid & passed & (text == tokens) | (shape.depth == 0)
+    right = jnp.all(agrees[:, None, :] | ~shape.above, 2)  # the whole path
+    tried = valid & (shape.depth > 0) & right[:, np.maximum(shape.parents, 0)]
+    over = (start > 0) & ~jnp.any(tried & ~passed, 1)  # no node waits for a token that is not there yet
+    one_hot = (kind[:, :, None] == jnp.arange(CLASSES)) & (tried & over[:, None])[:, :, None]  # [B, M, CLASSES]
+    trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
+    hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
+    kept = MEMORY**trials
+    chance = jnp.where(tried, _chance(record.counts, kind), 0.0)
+    found = FADING * record.found + jnp.stack([jnp.sum(tried & right, 1), jnp.sum(chance, 1)], 1)
+    found = jnp.where(over[:, None], found, record.found)
+    counts = Counts(record.counts.hits * kept + hits, record.counts.trials * kept + trials)
+    return record._replace(counts=counts, found=found, shadow=record.shadow._replace(start=jnp.where(over, 0, start)))
 
 
 def _join(shape: _Shape, runners_up: TokenTree, recycled: Recycled, context: Context, limit: Array) -> Joined:
@@ -284,10 +327,37 @@ def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
     return jnp.max(jnp.where(is_token, at(recycled.log_p, row, parent), -jnp.inf), 2)
 
 
+def _rank(shape: _Shape, joined: Joined, record: _Record) -> tuple[TokenTree, Array]:
+    """The union of the drafts in falling order of chance, and these float32[B, M]; 0 for the root and behind."""
+    tokens, valid = joined.tokens, joined.valid
+    nodes = np.arange(len(shape.parents))
+    # The copied node that stands for each recycled one, if their paths spell the same; else each for itself.
+    twin = np.minimum(shape.depth, shape.copied)
+    alike = (tokens == tokens[:, twin]) & valid & valid[:, twin] & (shape.depth <= shape.copied)
+    first = jnp.where(jnp.all(alike[:, None, :] | ~shape.above, 2), twin, nodes)
+    chance = _chance(record.counts, joined.kind) * _trust(record.found)
+    miss = jnp.where(valid, jnp.log1p(-chance), 0.0)
+    same = first[:, :, None] == first[:, None, :]  # [B, M, M]
+    chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
+    path = jnp.prod(jnp.where(shape.above & (nodes > 0), chance[:, None, :], 1.0), 2)
+    parents = first[:, np.maximum(shape.parents, 0)].at[:, 0].set(-1)
+    return operations.by_score(TokenTree(tokens, parents, valid & (first == nodes)), path)
+
+
 def _chance(counts: Counts, kind: Array) -> Array:
     """float32[B, N]: that a node of this class is right where its parent is."""
     chance = (counts.hits + PRIOR * _prior()) / (counts.trials + PRIOR)
     return take_along(chance, kind, 1)
+
+
+def _prior() -> np.ndarray:
+    """float32[CLASSES]: the chance of each class before anything was seen."""
+    first = np.array([0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9])
+    later = np.array([0.5, 0.6, 0.7, 0.75, 0.8, 0.88, 0.92])
+    copied = np.stack([first] + [later] * (len(DEPTHS) - 1), 1).reshape(-1)
+    edges = np.append(CHANCES, 1.0)
+    recycled = np.repeat(0.6 * (edges[1:] + edges[:-1]) / 2, len(LEVELS))
+    return np.concatenate([copied, recycled]).astype(np.float32)
 
 
 def _trust(found: Array) -> Array:
@@ -306,49 +376,14 @@ def _weight(written: Array, running: Array) -> Array:
     return jnp.where(running, jnp.exp((slowest - written) / LEAD), 0.0)
 
 
-def _rank(shape: _Shape, joined: Joined, record: _Record) -> tuple[TokenTree, Array]:
-    """The union of the drafts in falling order of chance, and these float32[B, M]; 0 for the root and behind."""
-    tokens, valid = joined.tokens, joined.valid
-    nodes = np.arange(len(shape.parents))
-    # The copied node that stands for each recycled one, if their paths spell the same; else each for itself.
-    twin = np.minimum(shape.depth, shape.copied)
-    alike = (tokens == tokens[:, twin]) & valid & valid[:, twin] & (shape.depth <= shape.copied)
-    first = jnp.where(jnp.all(alike[:, None, :] | ~shape.above, 2), twin, nodes)
-    chance = _chance(record.counts, joined.kind) * _trust(record.found)
-    miss = jnp.where(valid, jnp.log1p(-chance), 0.0)
-    same = first[:, :, None] == first[:, None, :]  # [B, M, M]
-    chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
-    path = jnp.prod(jnp.where(shape.above & (nodes > 0), chance[:, None, :], 1.0), 2)
-    parents = first[:, np.maximum(shape.parents, 0)].at[:, 0].set(-1)
-    return operations.by_score(TokenTree(tokens, parents, valid & (first == nodes)), path)
-
-
-def _learn(shape: _Shape, record: _Record, context: Context) -> _Record:
-    """Count the shadow's nodes once the text has passed it by."""
-    tokens, valid, kind, start = record.shadow
-    place = start[:, None] - 1 + shape.depth
-    passed = place < context.length[:, None]
-    text = take_along(context.tokens, jnp.clip(place, 0, context.tokens.shape[1] - 1), 1)
-    agrees = valid & passed & (text == tokens) | (shape.depth == 0)
-    right = jnp.all(agrees[:, None, :] | ~shape.above, 2)  # the whole path
-    tried = valid & (shape.depth > 0) & right[:, np.maximum(shape.parents, 0)]
-    over = (start > 0) & ~jnp.any(tried & ~passed, 1)  # no node waits for a token that is not there yet
-    one_hot = (kind[:, :, None] == jnp.arange(CLASSES)) & (tried & over[:, None])[:, :, None]  # [B, M, CLASSES]
-    trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
-    hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
-    kept = MEMORY**trials
-    chance = jnp.where(tried, _chance(record.counts, kind), 0.0)
-    found = FADING * record.found + jnp.stack([jnp.sum(tried & right, 1), jnp.sum(chance, 1)], 1)
-    found = jnp.where(over[:, None], found, record.found)
-    counts = Counts(record.counts.hits * kept + hits, record.counts.trials * kept + trials)
-    return record._replace(counts=counts, found=found, shadow=record.shadow._replace(start=jnp.where(over, 0, start)))
-
-
-def _prior() -> np.ndarray:
-    """float32[CLASSES]: the chance of each class before anything was seen."""
-    first = np.array([0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9])
-    later = np.array([0.5, 0.6, 0.7, 0.75, 0.8, 0.88, 0.92])
-    copied = np.stack([first] + [later] * (len(DEPTHS) - 1), 1).reshape(-1)
-    edges = np.append(CHANCES, 1.0)
-    recycled = np.repeat(0.6 * (edges[1:] + edges[:-1]) / 2, len(LEVELS))
-    return np.concatenate([copied, recycled]).astype(np.float32)
+def _best_width(config: _Config, chance: Array, weight: Array) -> tuple[Array, Array]:
+    """int32[]: of the pass with the most expected tokens per cost, and how many plain passes it promises to save,
+    float32[]. chance: float32[B, M], falling. weight: float32[B], what a token of a row counts."""
+    widths = np.asarray(config.widths)
+    total = jnp.cumsum(chance, 1)  # [B, M], of the nodes up to here; the root has none
+    tokens = jnp.sum(weight[:, None] * (1 + total[:, widths - 1]), 0)  # [W]
+    known = jnp.asarray(costs_of.at(config.costs, config.widths, chance.shape[0], config.dtype, config.platform))
+    goodput = tokens / known
+    best = jnp.argmax(goodput.at[0].multiply(MARGIN))
+    saved = tokens[best] / jnp.maximum(tokens[0], 1e-6) - known[best]
+    return jnp.asarray(widths)[best], jnp.where(best > 0, saved, 0.0)

@@ -9,8 +9,8 @@ each round drafts with the best l and d; d = 0 is plain decoding. a_l comes from
 would have drafted at each position that the target has just verified, up to the first mismatch: decayed counts
   M_l <- w M_l + matches,  C <- w C + positions,  a_l = (M_l + 1/2) / (C + 1).
 A draft of j tokens ends where one more would lower its own expected tokens per layer: with c_i the largest probability
-of draft i's law, it goes on iff c_1 ... c_j / l > (1 + c_1 + c_1 c_2 + ...) / (j l + L).
-Guarantee: distribution (verified with the q that was sampled; c_i is a fact of the law, not of the token drawn).
+where token i is drawn, at temperature 1, it goes on iff c_1 ... c_j / l > (1 + c_1 + c_1 c_2 + ...) / (j l + L).
+Guarantee: distribution (verified with the q that was sampled; c_i does not depend on the token drawn).
 
 Per row: each chooses its own l and d, so a row does not depend on its batch; exits are nested, so a batch runs the
 deepest exit of its rows, and as many passes as the longest draft.
@@ -21,6 +21,7 @@ without a draft only every eighth is learnt from, so that plain decoding stays f
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -28,9 +29,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.drafters.layers.early_exit import Stop, confidence, first_layers, layers_of, self_draft, target_of
+from specjax.drafters.layers.early_exit import first_layers, layers_of, self_draft, target_of
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
+from specjax.trees.contracts import Fed, Stop
+from specjax.trees.stops import top_unwarped
 from specjax.types import Array, Context, Drafter, Output, Target, TokenTree, Verdict
 
 PROMPT_SAMPLES = 16
@@ -70,62 +73,70 @@ def dynamic_exit(
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     if not 0 <= decay < 1:
         raise UsageError(f"decay must be at least 0 and below 1, not {decay}")
-    return _functions(most, num_tokens, exits, decay)
+    return _functions(_Config(most, num_tokens, exits, decay))
+
+
+class _Config(NamedTuple):
+    num_layers: int
+    num_tokens: int
+    exits: tuple[int, ...]
+    decay: float
 
 
 @functools.cache
-def _functions(num_layers: int, num_tokens: int, exits: tuple[int, ...], decay: float) -> Drafter:
-    builder = trees.chain(num_tokens)
-
-    def init(params, context: Context) -> Agreement:
-        batch = context.length.shape[0]
-        return Agreement(jnp.zeros((batch, len(exits))), jnp.zeros((batch,)), jnp.zeros((batch,), bool))
-
-    def propose(params, keys, state: Agreement, context: Context, limit):
-        layer, length = choose(acceptance(state), exits, num_layers, num_tokens)
-        limit = jnp.minimum(limit, length)
-        layers = first_layers(target_of(context).model, layer)
-        tree = self_draft(builder, keys, context, limit, layers, falling(layer, num_layers))
-        return tree, state._replace(watching=(length > 0) | (context.length % IDLE_PERIOD == 0))
-
-    def observe(params, state: Agreement, context: Context, tree: TokenTree, verdict: Verdict, output: Output):
-        """At how many accepted nodes each exit named the target's token float32[B, E], and how many there were [B]."""
-        valid = jnp.any(verdict.path[:, :, None] == jnp.arange(tree.tokens.shape[1]), 1) & state.watching[:, None]
-
-        def matching():
-            return matches(target_of(context), output.taps[:-1], first_largest(output.logits), valid)
-
-        zeros = jnp.zeros_like(state.matches)
-        return jax.lax.cond(jnp.any(state.watching), matching, lambda: zeros), jnp.sum(valid, 1)
-
-    def update(params, state: Agreement, seen: tuple[Array, Array], verdict: Verdict) -> Agreement:
-        return add(state, *seen, decay)
-
-    def read(params, state: Agreement, context: Context, tokens, count, output: Output) -> Agreement:
-        target = target_of(context)
-        assert target.model.head is not None
-        # Evenly spread over the row's part of the chunk; all of it if it is short.
-        place = jnp.arange(PROMPT_SAMPLES) * jnp.maximum(count, PROMPT_SAMPLES)[:, None] // PROMPT_SAMPLES
-        valid = place < count[:, None]
-        place = jnp.minimum(place, tokens.shape[1] - 1)
-        taps = [take_along(tap, place[:, :, None], 1) for tap in output.taps]
-        wanted = first_largest(
-            target.model.head(target.params, taps[-1])
-        )  # of few positions: `output.logits` would be of all
-        return add(state, matches(target, taps[:-1], wanted, valid), jnp.sum(valid, 1), decay)
-
+def _functions(config: _Config) -> Drafter:
+    builder = trees.chain(config.num_tokens)
     return Drafter(
-        init=init,
-        propose=propose,
-        observe=observe,
-        update=update,
+        init=functools.partial(_init, config),
+        propose=functools.partial(_propose, config),
+        observe=_observe,
+        update=functools.partial(_update, config),
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
         widths=tuple(w for w in (1, 4, 8) if w < builder.num_nodes),
-        read=read,
-        taps=(*exits, num_layers),
+        read=functools.partial(_read, config),
+        taps=(*config.exits, config.num_layers),
     )
+
+
+def _init(config: _Config, params, context: Context) -> Agreement:
+    batch = context.length.shape[0]
+    return Agreement(jnp.zeros((batch, len(config.exits))), jnp.zeros((batch,)), jnp.zeros((batch,), bool))
+
+
+def _read(config: _Config, params, state: Agreement, context: Context, tokens, count, output: Output) -> Agreement:
+    target = target_of(context)
+    assert target.model.head is not None
+    # Evenly spread over the row's part of the chunk; all of it if it is short.
+    place = jnp.arange(PROMPT_SAMPLES) * jnp.maximum(count, PROMPT_SAMPLES)[:, None] // PROMPT_SAMPLES
+    valid = place < count[:, None]
+    place = jnp.minimum(place, tokens.shape[1] - 1)
+    taps = [take_along(tap, place[:, :, None], 1) for tap in output.taps]
+    wanted = first_largest(target.model.head(target.params, taps[-1]))  # of few; `output.logits` would be of all
+    return add(state, matches(target, taps[:-1], wanted, valid), jnp.sum(valid, 1), config.decay)
+
+
+def _propose(config: _Config, params, keys, state: Agreement, context: Context, limit: Array):
+    layer, length = choose(acceptance(state), config.exits, config.num_layers, config.num_tokens)
+    builder = dataclasses.replace(trees.chain(config.num_tokens), stop=falling(layer, config.num_layers))
+    layers = first_layers(target_of(context).model, layer)
+    tree = self_draft(builder, keys, context, jnp.minimum(limit, length), layers)
+    return tree, state._replace(watching=(length > 0) | (context.length % IDLE_PERIOD == 0))
+
+
+def _observe(
+    params, state: Agreement, context: Context, tree: TokenTree, verdict: Verdict, output: Output
+) -> tuple[Array, Array]:
+    """At how many accepted nodes each exit named the target's token float32[B, E], and how many there were [B]."""
+    valid = jnp.any(verdict.path[:, :, None] == jnp.arange(tree.tokens.shape[1]), 1) & state.watching[:, None]
+    matching = lambda: matches(target_of(context), output.taps[:-1], first_largest(output.logits), valid)
+    zeros = jnp.zeros_like(state.matches)
+    return jax.lax.cond(jnp.any(state.watching), matching, lambda: zeros), jnp.sum(valid, 1)
+
+
+def _update(config: _Config, params, state: Agreement, seen: tuple[Array, Array], verdict: Verdict) -> Agreement:
+    return add(state, *seen, config.decay)
 
 
 def acceptance(state: Agreement) -> Array:
@@ -148,16 +159,19 @@ def choose(acceptance: Array, exits: tuple[int, ...], num_layers: int, most: int
 
 
 def falling(layer: Array, num_layers: int) -> Stop:
-    """Stop where one more token of exit `layer` int32[B] would lower the draft's expected tokens per layer."""
+    """Stop where one more token of exit `layer` int32[B] would lower the draft's expected tokens per layer.
 
-    def update(state, depth, logits):
-        product, tokens = state
-        product = product * confidence(logits)
+    Its value is c_1 ... c_j of the token drafted last, and the sum 1 + c_1 + c_1 c_2 + ... up to that.
+    """
+
+    def judge(value, fed: Fed):
+        product, tokens = value
+        product = product * top_unwarped(fed)
         tokens = tokens + product
-        return (product, tokens), product / layer <= tokens / (depth * layer + num_layers)
+        drafted, exit_layer = fed.depth + 1, layer[:, None]
+        return (product, tokens), product / exit_layer > tokens / (drafted * exit_layer + num_layers)
 
-    ones = jnp.ones(layer.shape)
-    return Stop((ones, ones), update)
+    return Stop(judge, start=(1.0, 1.0))
 
 
 def matches(target: Target, taps, wanted: Array, valid: Array) -> Array:

@@ -14,8 +14,6 @@ the first E, which are exact, and run the others only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.errors import UsageError
 from specjax.trees import Builder
-from specjax.trees.operations import depths
+from specjax.trees.contracts import Frontier
 from specjax.types import Array, Context, Drafter, Mixture, Model, PyTree, Sublayers, Target, TokenTree
 
 
@@ -50,12 +48,8 @@ def early_exit(
 
 @functools.cache
 def _functions(builder: Builder, exit_layer: int) -> Drafter:
-    def propose(params, keys, state, context: Context, limit):
-        layers = first_layers(target_of(context).model, jnp.full_like(context.length, exit_layer))
-        return self_draft(builder, keys, context, limit, layers), state
-
     return Drafter(
-        propose=propose,
+        propose=functools.partial(_propose, builder, exit_layer),
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
@@ -64,72 +58,48 @@ def _functions(builder: Builder, exit_layer: int) -> Drafter:
     )
 
 
-class Stop(NamedTuple):
-    """When a row drafts no deeper.
-
-    `update(state, depth int32[B], logits float32[B, F, V]) -> (state, bool[B])`, after each pass: whether the tokens at
-    `depth`, about to be drawn from these logits, are the row's last. It must not look at the tokens themselves.
-    """
-
-    state: PyTree
-    update: Callable[[PyTree, Array, Array], tuple[PyTree, Array]]
+def _propose(builder: Builder, exit_layer: int, params, keys, state, context: Context, limit: Array):
+    layers = first_layers(target_of(context).model, jnp.full_like(context.length, exit_layer))
+    return self_draft(builder, keys, context, limit, layers), state
 
 
-def self_draft(
-    builder: Builder,
-    keys: Array,
-    context: Context,
-    limit: Array,
-    layers: Sublayers,
-    stop: Stop | None = None,
-) -> TokenTree:
+def self_draft(builder: Builder, keys: Array | None, context: Context, limit: Array, layers: Sublayers) -> TokenTree:
     """The tree that `builder` grows from the target with only the sublayers `layers` of it.
 
-    The root is fed first, and every pass reads the target's cache and the passes before. A row that may draft no deeper
+    The root is fed first, and every pass reads the target's cache and the passes before. A row that drafts no deeper
     runs no layers, and a pass that no row needs is left out.
     """
     model = target_of(context).model
-    slots = 1 + (builder.levels - 1) * builder.frontier
-    look = functools.partial(look_below, context, layers)
+    score = functools.partial(score_below, context, layers)
 
-    def judge(limit, seen, depth, logits):
-        if stop is None:
-            return limit, seen
-        below = jnp.max(depth, 1) + 1
-        seen, last = stop.update(seen, below, logits)
-        return jnp.where(last, jnp.minimum(limit, below), limit), seen
-
-    def feed(memory, place, tokens, depth, seen):
-        pending, limit, judged = memory
-        among = jnp.broadcast_to(jnp.eye(tokens.shape[1], dtype=bool), (*tokens.shape, tokens.shape[1]))
-        logits, new = look(tokens, depth, limit, mask=jnp.concatenate([seen, among], 2), earlier=pending)
-        return (model.insert(pending, new, place), *judge(limit, judged, depth, logits)), logits
+    def feed(pending, frontier: Frontier):
+        logits, new = score(frontier.tokens, frontier.depth, frontier.below, mask=frontier.mask, earlier=pending)
+        return model.insert(pending, new, frontier.place), logits
 
     root = context.root
-    start = jnp.zeros_like(root)
-    logits, pending = look(root, start, limit, mask=jnp.ones((*root.shape, 1), bool))
-    memory = model.widen(pending, slots), *judge(limit, () if stop is None else stop.state, start, logits)
-    grown, (_, limit, _) = trees.grow(builder, feed, memory, root[:, 0], logits[:, 0], keys, context, limit)
-    tree = grown.tree
-    return tree._replace(valid=tree.valid & (depths(tree.parents) <= limit[:, None]))
+    logits, pending = score(root, jnp.zeros_like(root), limit[:, None] > 0, mask=jnp.ones((*root.shape, 1), bool))
+    pending = model.widen(pending, builder.places)
+    grown, _ = trees.grow(builder, feed, pending, root[:, 0], logits[:, 0], keys, context, limit)
+    return grown.tree
 
 
-def look_below(
+def score_below(
     context: Context,
     layers: Sublayers,
     tokens: Array | Mixture,
     depth: Array,
-    limit: Array,
+    below: Array,
     *,
     mask: Array,
     earlier: PyTree = None,
 ) -> tuple[Array, PyTree]:
     """Logits [B, F, V] below F nodes at `depth` int32[B, F] of a draft, by a part of the model, and what is pending.
 
-    Zeros, and nothing runs, if all of them stand at their row's `limit` int32[B].
+    Of rows that draft `below` bool[B, F] no node, no layers run; the logits of such a row are meaningless. Zeros, and
+    nothing runs, if there is no other.
     """
     target = target_of(context)
-    drafting = jnp.any(depth < limit[:, None], 1)
+    drafting = jnp.any(below, 1)
 
     def run():
         earlier_too = {} if earlier is None else {"earlier": earlier}
@@ -147,11 +117,6 @@ def first_layers(model: Model, count: Array) -> Sublayers:
     """Per row the first `count` int32[B] layers."""
     runs = jnp.arange(model.capabilities.num_layers) < count[:, None]
     return Sublayers(runs, runs)
-
-
-def confidence(logits: Array) -> Array:
-    """float32[B]: the largest probability that logits [B, F, V] give any token, at temperature 1."""
-    return jnp.exp(jnp.max(jax.nn.log_softmax(logits.astype(jnp.float32), -1), (1, 2)))
 
 
 def chosen_exit(target: Target, exit_layer: int | None) -> int:

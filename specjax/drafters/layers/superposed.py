@@ -4,9 +4,10 @@ Shen, Fan, Pratt, Park, Wallingford, Kakade, Holtzman, Krishna, Farhadi, Kusupat
 Generations from a Single Autoregressive Inference Pass (NeurIPS 2024), arXiv 2405.18400; here the drafter.
 `specjax.decoders.superposed` is the generator of completions.
 
-Rule: k drafts with scores s_i. The next input is sum_i softmax(s)_i E[last token of draft i]; its law p, cut to the
-`candidates` likeliest tokens and normalised, is the next law of every draft; of all s_i + log p(v) the k best are the
-drafts of the next level. The first level takes the k likeliest tokens. Each level's drafts are its nodes of the tree.
+Rule: k drafts with scores s_i. The next input is sum_i softmax(s)_i E[last token of draft i]. What follows it, cut to
+the `candidates` likeliest tokens and normalised, is the next distribution p of every draft; of all s_i + log p(v) the
+k best are the drafts of the next level. The first level takes the k likeliest tokens. Each level's drafts are its nodes
+of the tree.
 Guarantee: distribution (a point-mass tree).
 Deviations: the passes are those of the target's first layers, over its own cache (an early exit; the paper decodes with
 the whole model). No n-gram models tell the drafts apart (alpha = 0): the authors' are counted on a corpus; in a row's
@@ -16,11 +17,13 @@ own text most contexts are new, where their rule subtracts a constant. Drafts th
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specjax.drafters.layers.early_exit import chosen_exit, first_layers, look_below, target_of
+from specjax.drafters.layers.early_exit import chosen_exit, first_layers, score_below, target_of
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.trees.superposition import extend, likeliest
@@ -54,48 +57,63 @@ def superposed(
     drafts = min(drafts, target.model.vocab_size)
     if not target.model.capabilities.mixtures:
         raise UsageError(f"the model {target.model.name} takes no mixtures of tokens, which superposed drafts from")
-    return _functions(exit_layer, num_tokens, drafts, candidates, temperature)
+    return _functions(_Config(exit_layer, num_tokens, drafts, candidates, temperature))
+
+
+class _Config(NamedTuple):
+    exit_layer: int
+    num_tokens: int
+    drafts: int
+    candidates: int
+    temperature: float
+
+    @property
+    def depth(self) -> np.ndarray:
+        """int32[N]: of each node."""
+        return np.repeat(np.arange(self.num_tokens + 1), [1] + [self.drafts] * self.num_tokens)
 
 
 @functools.cache
-def _functions(exit_layer: int, num_tokens: int, drafts: int, candidates: int, temperature: float) -> Drafter:
-    nodes = 1 + num_tokens * drafts
-
-    def named_by(logits: Array) -> tuple[Array, Array]:
-        return likeliest(logits[:, 0] / temperature, min(candidates, logits.shape[-1]))
-
-    def propose(params, keys, state, context: Context, limit):
-        model = target_of(context).model
-        look = functools.partial(look_below, context, first_layers(model, jnp.full_like(context.length, exit_layer)))
-        root = context.root
-        logits, pending = look(root, jnp.zeros_like(root), limit, mask=jnp.ones((*root.shape, 1), bool))
-        tokens, scores = (x[:, :drafts] for x in named_by(logits))
-
-        def level(carry, depth):
-            pending, tokens, scores = carry
-            mixture = Mixture(tokens[:, None], jax.nn.softmax(scores, -1)[:, None])
-            seen = jnp.append(jnp.arange(num_tokens) < depth, True)  # the root, the mixtures before, and this one
-            logits, new = look(
-                mixture, jnp.full_like(root, depth), limit, earlier=pending,
-                mask=jnp.broadcast_to(seen, (root.shape[0], 1, num_tokens + 1)),
-            )  # fmt: skip
-            named, log_p = named_by(logits)
-            draft, choice, scores = extend(scores, jnp.broadcast_to(log_p[:, None], (*tokens.shape, named.shape[1])))
-            tokens = take_along(named, choice, 1)
-            return (model.insert(pending, new, depth), tokens, scores), (tokens, draft)
-
-        first, start = tokens, (model.widen(pending, num_tokens), tokens, scores)
-        _, (tokens, draft) = jax.lax.scan(level, start, jnp.arange(1, num_tokens))
-        by_row = lambda x: x.swapaxes(0, 1).reshape(root.shape[0], -1)
-        above = 1 + jnp.arange(num_tokens - 1)[:, None, None] * drafts + draft  # [levels, B, k]
-        tokens = jnp.concatenate([root, first, by_row(tokens)], 1)
-        parents = jnp.concatenate([root * 0 - 1, first * 0, by_row(above)], 1)
-        depth = (jnp.arange(nodes) + drafts - 1) // drafts
-        return TokenTree(tokens, parents, depth <= jnp.maximum(limit, 0)[:, None]), state
-
+def _functions(config: _Config) -> Drafter:
     return Drafter(
-        propose=propose,
-        num_nodes=nodes,
-        max_depth=num_tokens,
+        propose=functools.partial(_propose, config),
+        num_nodes=len(config.depth),
+        max_depth=config.num_tokens,
         follows_any_tree=True,
     )
+
+
+def _propose(config: _Config, params, keys, state, context: Context, limit: Array):
+    root, model, levels = context.root, target_of(context).model, np.arange(config.num_tokens)
+    exits = jnp.full_like(context.length, config.exit_layer)
+    score = functools.partial(score_below, context, first_layers(model, exits))
+    logits, pending = score(root, jnp.zeros_like(root), limit[:, None] > 0, mask=jnp.ones((*root.shape, 1), bool))
+    first, scores = (x[:, : config.drafts] for x in _named(config, logits))
+
+    def level(carry, depth):
+        """From the drafts at `depth` those of the next level: their tokens, and which draft each continues."""
+        pending, tokens, scores = carry
+        mixture = Mixture(tokens[:, None], jax.nn.softmax(scores, -1)[:, None])
+        seen = jnp.append(levels < depth, True)  # the root, the mixtures before, and this one
+        logits, new = score(
+            mixture, jnp.full_like(root, depth), depth < limit[:, None], earlier=pending,
+            mask=jnp.broadcast_to(seen, (root.shape[0], 1, len(seen))),
+        )  # fmt: skip
+        named, log_p = _named(config, logits)
+        draft, choice, scores = extend(scores, jnp.broadcast_to(log_p[:, None], (*tokens.shape, named.shape[1])))
+        tokens = take_along(named, choice, 1)
+        return (model.insert(pending, new, depth), tokens, scores), (tokens, draft)
+
+    start = model.widen(pending, config.num_tokens), first, scores
+    _, (tokens, draft) = jax.lax.scan(level, start, jnp.asarray(levels[1:]))  # [levels, B, k]
+    by_row = lambda x: x.swapaxes(0, 1).reshape(root.shape[0], -1)
+    above = 1 + levels[:-1, None, None] * config.drafts + draft
+    tokens = jnp.concatenate([root, first, by_row(tokens)], 1)
+    parents = jnp.concatenate([root * 0 - 1, first * 0, by_row(above)], 1)
+    valid = jnp.asarray(config.depth) <= jnp.maximum(limit, 0)[:, None]
+    return TokenTree(tokens, parents, valid), state
+
+
+def _named(config: _Config, logits: Array) -> tuple[Array, Array]:
+    """The candidates int32[B, C] of logits [B, 1, V], best first, and their log p."""
+    return likeliest(logits[:, 0] / config.temperature, min(config.candidates, logits.shape[-1]))

@@ -6,7 +6,7 @@ Rule: K = floor(ratio * C) of the C attention and MLP sublayers between the firs
 soon as more than w tokens are there, each round scores one other set: the share of the first w tokens x_t for which the
 model without it, all of them in one pass behind the prompt's cache, finds argmax = x_{t+1}. A better set replaces the
 best one. The search ends at a score above `enough`, after `patience` failures in a row or after `max_trials` sets.
-A draft ends behind the first token whose law gives no token `stop`.
+A draft ends behind the first token that is drawn where none has probability `stop`.
 Guarantee: distribution (verified with the q that was sampled).
 
 Per row: the set is the row's own, chosen by its own text, so a row does not depend on its batch. A sublayer runs if any
@@ -20,6 +20,7 @@ Bayesian proposal of every 25th step is left out. The confidence that ends a dra
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -29,11 +30,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import trees
-from specjax.drafters.layers.early_exit import Stop, confidence, layers_of, self_draft, target_of
+from specjax.drafters.layers.early_exit import layers_of, self_draft, target_of
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.trees import Builder
-from specjax.trees.operations import compact
+from specjax.trees.contracts import Stop
+from specjax.trees.stops import top_unwarped
 from specjax.types import Array, Context, Drafter, Sublayers, Target
 
 
@@ -64,7 +66,7 @@ def swift(
 
     Args:
       ratio: share of sublayers to skip. layers: those that may be skipped in part; default: all but the first and last.
-      stop: the draft ends behind a token whose law is less sure than this; 0: never.
+      stop: a draft ends behind a token that is less sure than this; 0: never. A `tree` with a stop rule keeps its own.
       window: tokens that a set is scored on. enough, patience, max_trials: when the search ends. Each round of the
         search costs a pass of the model, without the set, over `window` tokens; `max_trials=0` keeps the first set.
 
@@ -118,28 +120,30 @@ class _Search(NamedTuple):
 
 @functools.cache
 def _functions(search: _Search, builder: Builder, stop: float) -> Drafter:
-    def init(params, context: Context) -> SkipSet:
-        batch = context.length.shape[0]
-        zeros = jnp.zeros((batch,), jnp.int32)
-        first = jnp.broadcast_to(jnp.asarray(search.first()), (batch, 2 * len(search.layers)))
-        return SkipSet(first, zeros - 1, zeros, zeros, context.length)
-
-    def propose(params, keys, state: SkipSet, context: Context, limit):
-        if search.size > 0 and search.max_trials > 0:
-            state = search_once(search, state, context)
-        unsure = Stop((), lambda state, depth, logits: (state, confidence(logits) < stop))
-        layers = search.sublayers(state.skipped)
-        tree = self_draft(builder, keys, context, limit, layers, unsure if stop else None)
-        return compact(tree), state
-
+    widths = builder.widths or tuple(w for w in (4, 8, 16) if stop and w < builder.num_nodes)
+    if stop and builder.stop is None:
+        builder = dataclasses.replace(builder, stop=Stop(lambda value, fed: (value, top_unwarped(fed) >= stop)))
     return Drafter(
-        init=init,
-        propose=propose,
+        init=functools.partial(_init, search),
+        propose=functools.partial(_propose, search, builder),
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
-        widths=builder.widths or tuple(w for w in (4, 8, 16) if stop and w < builder.num_nodes),
+        widths=widths,
     )
+
+
+def _init(search: _Search, params, context: Context) -> SkipSet:
+    batch = context.length.shape[0]
+    zeros = jnp.zeros((batch,), jnp.int32)
+    first = jnp.broadcast_to(jnp.asarray(search.first()), (batch, 2 * len(search.layers)))
+    return SkipSet(first, zeros - 1, zeros, zeros, context.length)
+
+
+def _propose(search: _Search, builder: Builder, params, keys, state: SkipSet, context: Context, limit: Array):
+    if search.size > 0 and search.max_trials > 0:
+        state = search_once(search, state, context)
+    return self_draft(builder, keys, context, limit, search.sublayers(state.skipped)), state
 
 
 def search_once(search: _Search, state: SkipSet, context: Context) -> SkipSet:
@@ -172,9 +176,8 @@ def matchness(search: _Search, skipped: Array, rows: Array, start: Array, contex
     places = start[:, None] + jnp.arange(w + 1)
     text = take_along(context.tokens, jnp.minimum(places, context.tokens.shape[1] - 1), 1)
     model, params = target_of(context).model, target_of(context).params
-    assert model.rewind is not None
     output, _ = model.forward(
-        params, text[:, :-1], model.rewind(context.cache, start), positions=places[:, :-1],
+        params, text[:, :-1], model.rewound(context.cache, start), positions=places[:, :-1],
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((w, w), bool)), (batch, w, w)),
         layers=jax.tree.map(lambda runs: runs & rows[:, None], search.sublayers(skipped)),
     )  # fmt: skip

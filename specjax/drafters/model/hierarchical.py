@@ -6,8 +6,8 @@ arXiv 2308.04623.
 
 Rule: the middle model M draws one token itself, then decodes speculatively with its own drafter until the chain has
 `min_tokens` tokens. The target verifies the chain with q_i = M(. | text, x_<i).
-Guarantee: distribution. Given that token i exists it has the law M(. | text, x_<i): whether it exists depends on the
-tokens before it only, whatever lossless rule the inner verification uses.
+Guarantee: distribution. A token i that exists is drawn from M(. | text, x_<i): whether it exists depends on the tokens
+before it only, whatever lossless rule the inner verification uses.
 Why: a wide tree costs the target more than a short chain; the middle model can afford it.
 """
 
@@ -28,7 +28,7 @@ from specjax.engine.step import step
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.trees.operations import chain
-from specjax.types import Context, DecodeState, Drafter, Model, PyTree, Target
+from specjax.types import Array, Context, DecodeState, Drafter, Model, PyTree, Target, TokenTree
 from specjax.verifiers import exact_verifier, sample_and_match
 
 LAG = 2
@@ -53,88 +53,112 @@ def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6) -> Draf
         raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
     if middle.model.rewind is None:
         raise UsageError(f"the model {middle.model.name} cannot rewind its cache, as the middle one must")
-    return _functions(middle.model, inner.replace(params=()), min_tokens).replace(params=(middle.params, inner.params))
+    config = _Config(middle.model, inner.replace(params=()), min_tokens)
+    return _functions(config).replace(params=(middle.params, inner.params))
+
+
+class _Config(NamedTuple):
+    model: Model  # the middle one
+    inner: Drafter  # without its parameters
+    min_tokens: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a chain at most: the last inner round may begin one short of `min_tokens`."""
+        return self.min_tokens + self.inner.max_depth
 
 
 @functools.cache
-def _functions(model: Model, shape: Drafter, min_tokens: int) -> Drafter:
-    longest = min_tokens + shape.max_depth
-
-    def init(params, context: Context) -> _State:
-        batch, buffer = context.tokens.shape
-        cache = model.begin(params[0], context.inputs, batch, buffer + longest + shape.num_nodes)
-        cache = prefill(model, params[0], cache, context.tokens, jnp.maximum(context.length - LAG, 0))
-        return _State(cache, shape.init(params[1], context._replace(target=Target(model, params[0]))))
-
-    def own_token(params, keys, cache: PyTree, context: Context):
-        """Feed what the cache lacks: M's own next token [B], its law [B, V], and the cache with the whole text."""
-        length = context.length
-        assert model.rewind is not None
-        cache = model.rewind(cache, jnp.maximum(length - LAG, 0))
-        logits, pending = feed_last(model, params[0], cache, context, length, LAG)
-        path = jnp.where(length[:, None] == 1, 1, jnp.arange(LAG))  # a text of one token has the last of the two only
-        cache = model.commit(cache, pending, path, jnp.minimum(length, LAG))
-        law = sampling.warp(logits, context.sampling)
-        if context.sampling.temperature is None:
-            return first_largest(law), law, cache
-        if context.noise is not None:
-            own = sampling.node_keys(context.noise, length, jnp.zeros_like(length)[:, None])[:, 0]
-        else:
-            own = sampling.fold_in(keys, jnp.zeros_like(length))
-        return sampling.draw(own, law), law, cache
-
-    def propose(params, keys, state: _State, context: Context, limit):
-        batch, buffer = context.tokens.shape
-        rows = jnp.arange(batch)
-        is_greedy, coupled = context.sampling.temperature is None, context.noise is not None
-        first, law, cache = own_token(params, keys, state.cache, context)
-        wanted = context.length + jnp.minimum(min_tokens, jnp.maximum(limit, 1))
-        parts = Parts(
-            target=Target(model, params[0]),
-            drafter=shape.replace(params=params[1]),
-            verifier=sample_and_match if coupled else exact_verifier(shape, is_greedy),
-            controller=fixed(),
-            sampling=context.sampling,
-            eos=jnp.zeros((0,), jnp.int32),
-            coupled=coupled,
-            keep=Keep(laws=not (is_greedy or coupled)),
-        )
-        inner = DecodeState(
-            tokens=context.tokens.at[rows, context.length].set(first, mode="drop"),
-            length=context.length + 1,
-            done=context.length + 1 >= wanted,
-            keys=keys if context.noise is None else context.noise,
-            stop=context.length + longest,
-            cache=cache,
-            draft=state.draft,
-            control=fixed().init(batch),
-        )
-        laws = None
-        if parts.keep.laws:
-            laws = jnp.zeros((batch, longest + 1, model.vocab_size)).at[:, 0].set(law)
-
-        def more(carry):
-            inner, laws = carry
-            before = inner.length - context.length
-            inner, info = step(parts, inner)
-            if laws is not None and info.laws is not None:
-                index = jnp.arange(info.laws.shape[1])
-                place = jnp.where(index < info.emitted[:, None], before[:, None] + index, longest + 1)
-                laws = laws.at[rows[:, None], place].set(info.laws, mode="drop")
-            return inner._replace(done=inner.length >= wanted), laws
-
-        inner, laws = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), more, (inner, laws))
-        place = context.length[:, None] - 1 + jnp.arange(longest + 1)
-        tokens = take_along(inner.tokens, jnp.minimum(place, buffer - 1), 1)
-        drafted = jnp.minimum(inner.length - context.length, limit)
-        valid = jnp.arange(longest + 1) <= drafted[:, None]
-        return chain(tokens, valid, laws), _State(inner.cache, inner.draft)
-
+def _functions(config: _Config) -> Drafter:
     return Drafter(
-        init=init,
-        propose=propose,
-        axes=lambda state: _State(model.axes(state.cache), shape.axes(state.draft)),
-        num_nodes=longest + 1,
-        max_depth=longest,
+        init=functools.partial(_init, config),
+        propose=functools.partial(_propose, config),
+        axes=lambda state: _State(config.model.axes(state.cache), config.inner.axes(state.draft)),
+        num_nodes=config.longest + 1,
+        max_depth=config.longest,
         draws="chain",
     )
+
+
+def _init(config: _Config, params, context: Context) -> _State:
+    model, (middle, inner) = config.model, params
+    batch, buffer = context.tokens.shape
+    cache = model.begin(middle, context.inputs, batch, buffer + config.longest + config.inner.num_nodes)
+    cache = prefill(model, middle, cache, context.tokens, jnp.maximum(context.length - LAG, 0))
+    return _State(cache, config.inner.init(inner, context._replace(target=Target(model, middle))))
+
+
+def _propose(config: _Config, params, keys, state: _State, context: Context, limit: Array) -> tuple[TokenTree, _State]:
+    first, log_q, cache = _own_token(config, params[0], keys, state.cache, context)
+    wanted = context.length + jnp.minimum(config.min_tokens, jnp.maximum(limit, 1))
+    parts = _parts(config, params, context)
+    rows = jnp.arange(len(first))
+    inner = DecodeState(
+        tokens=context.tokens.at[rows, context.length].set(first, mode="drop"),
+        length=context.length + 1,
+        done=context.length + 1 >= wanted,
+        keys=keys if context.noise is None else context.noise,
+        stop=context.length + config.longest,
+        cache=cache,
+        draft=state.draft,
+        control=parts.controller.init(len(first)),
+    )
+    inner, laws = _decode(parts, inner, wanted, log_q if parts.keep.laws else None, config.longest + 1)
+    place = context.length[:, None] - 1 + jnp.arange(config.longest + 1)
+    tokens = take_along(inner.tokens, jnp.minimum(place, context.tokens.shape[1] - 1), 1)
+    drafted = jnp.minimum(inner.length - context.length, limit)
+    valid = jnp.arange(config.longest + 1) <= drafted[:, None]
+    return chain(tokens, valid, laws), _State(inner.cache, inner.draft)
+
+
+def _own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:
+    """Feed what the cache lacks: M's own next token [B], log q of it [B, V], and the cache with the whole text."""
+    model, length = config.model, context.length
+    cache = model.rewound(cache, jnp.maximum(length - LAG, 0))
+    logits, pending = feed_last(model, params, cache, context, length, LAG)
+    path = jnp.where(length[:, None] == 1, 1, jnp.arange(LAG))  # a text of one token has the last of the two only
+    cache = model.commit(cache, pending, path, jnp.minimum(length, LAG))
+    log_q = sampling.warp(logits, context.sampling)
+    if context.sampling.temperature is None:
+        return first_largest(log_q), log_q, cache
+    if context.noise is not None:
+        own = sampling.node_keys(context.noise, length, jnp.zeros_like(length)[:, None])[:, 0]
+    else:
+        own = sampling.fold_in(keys, jnp.zeros_like(length))
+    return sampling.draw(own, log_q), log_q, cache
+
+
+def _parts(config: _Config, params, context: Context) -> Parts:
+    """M as the target of the inner drafter."""
+    is_greedy, coupled = context.sampling.temperature is None, context.noise is not None
+    return Parts(
+        target=Target(config.model, params[0]),
+        drafter=config.inner.replace(params=params[1]),
+        verifier=sample_and_match if coupled else exact_verifier(config.inner, is_greedy),
+        controller=fixed(),
+        sampling=context.sampling,
+        eos=jnp.zeros((0,), jnp.int32),
+        coupled=coupled,
+        keep=Keep(laws=not (is_greedy or coupled)),
+    )
+
+
+def _decode(
+    parts: Parts, state: DecodeState, wanted: Array, first: Array | None, size: int
+) -> tuple[DecodeState, Array | None]:
+    """Decode until each row has `wanted` int32[B] tokens; and log q float32[B, size, V] of the chain, which begins with
+    `first` float32[B, V], if that is asked for."""
+    start = state.length - 1
+    laws = None if first is None else jnp.zeros((len(first), size, first.shape[1])).at[:, 0].set(first)
+
+    def more(carry):
+        state, laws = carry
+        before = state.length - start
+        state, info = step(parts, state)
+        if laws is not None and info.laws is not None:
+            index = jnp.arange(info.laws.shape[1])
+            place = jnp.where(index < info.emitted[:, None], before[:, None] + index, size)
+            laws = laws.at[jnp.arange(len(laws))[:, None], place].set(info.laws, mode="drop")
+        return state._replace(done=state.length >= wanted), laws
+
+    return jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), more, (state, laws))

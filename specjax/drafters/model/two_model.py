@@ -22,6 +22,7 @@ from specjax.engine.prefill import prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.trees import Builder, Stop
+from specjax.trees.contracts import Frontier
 from specjax.types import Array, Context, Drafter, Model, PyTree, Target
 
 
@@ -81,7 +82,7 @@ def functions(
     approximately = {} if group == 1 else {"group": group}
     # All rows feed the same number of tokens, whatever each lacks, so that they stay in step; on accelerators that
     # costs what one token does.
-    slots = lag + (builder.levels - 1) * builder.frontier
+    slots = lag - 1 + builder.places
     longest = builder.max_depth + lag
 
     def start(length):
@@ -103,15 +104,13 @@ def functions(
         logits, pending = feed_last(model, params, cache, context, length, lag)
         before_root = _real(length, lag)[:, None, :-1]
 
-        def feed(pending, place, tokens, depth, seen):
-            batch, width = tokens.shape
-            text = jnp.broadcast_to(before_root, (batch, width, lag - 1))
-            among = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+        def feed(pending, frontier: Frontier):
+            text = jnp.broadcast_to(before_root, (*frontier.tokens.shape, lag - 1))
             output, new = model.forward(
-                params, tokens, cache, positions=length[:, None] - 1 + depth,
-                mask=jnp.concatenate([text, seen, among], 2), earlier=pending, **approximately,
+                params, frontier.tokens, cache, positions=length[:, None] - 1 + frontier.depth,
+                mask=jnp.concatenate([text, frontier.mask], 2), earlier=pending, **approximately,
             )  # fmt: skip
-            return model.insert(pending, new, lag - 1 + place), output.logits
+            return model.insert(pending, new, lag - 1 + frontier.place), output.logits
 
         pending = model.widen(pending, slots)
         grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], logits, keys, context, limit)

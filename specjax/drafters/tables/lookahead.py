@@ -20,14 +20,14 @@ which tokens end a row. The pool is hashed: first tokens with the same bucket sh
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
+from specjax.indexing import at, first_largest, take_along
 from specjax.retrieval import ngrams
 from specjax.trees.operations import compact
 from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
@@ -40,7 +40,7 @@ class LookaheadState(NamedTuple):
     window: Array  # int32[B, N - 1, W]; -1: to be drawn
     rows: Array  # int32[B], how many of its rows count
     # Within a round: int32[B, W], the node at the bottom of each column; -1: not in the tree.
-    ends: Array | tuple[()] = ()
+    ends: Any = ()
 
 
 @functools.cache
@@ -63,96 +63,111 @@ def lookahead(
         raise UsageError(f"window must be at least 1, not {window}")
     if guesses < 0:
         raise UsageError(f"guesses must be at least 0, not {guesses}")
-    rows = ngram - 1
-    shape = _Shape(rows, window, guesses)
     if guesses:
         ngrams.check_buckets(buckets)
-
-    def learn(pool: ngrams.Table, grams: Array, wanted: Array) -> ngrams.Table:
-        return ngrams.write(pool, grams, (), wanted, prefix=1)
-
-    def init(params, context: Context) -> LookaheadState:
-        batch = context.tokens.shape[0]
-        pool: PyTree = ()
-        if guesses:
-            pool = ngrams.empty(batch, buckets, guesses, ngram)
-        if guesses and seed_pool:
-            pool = ngrams.learn_text(pool, context.tokens, context.length, ngram, learn)
-        unknown = lambda *shape: jnp.full((batch, *shape), -1, jnp.int32)
-        return LookaheadState(pool, unknown(rows, window), jnp.ones((batch,), jnp.int32))
-
-    def propose(params, keys: Array, state: LookaheadState, context: Context, limit: Array):
-        batch = context.tokens.shape[0]
-        root, pool = context.root, state.pool
-        guessed = _fill(state.window, keys, context).at[:, 0, 0].set(root[:, 0])
-        parts = [(root, jnp.full_like(root, -1), jnp.ones_like(root, bool))]  # (tokens, parents, valid)
-        if guesses:
-            if seed_pool:
-                start = context.length - 2 * ngram + 1  # all that end in the last N tokens
-                pool = learn(pool, *ngrams.windows(context.tokens, context.length, start, ngram, ngram))
-            parts.append(_trie(*_candidates(ngrams.find(pool, root[:, :, None]))))
-        above = jnp.broadcast_to(shape.window_parents, (batch, rows * window - 1))
-        parts.append((guessed.reshape(batch, -1)[:, 1:], above, jnp.less(shape.window_row, state.rows[:, None])))
-        tokens, parents, valid = (jnp.concatenate(part, 1) for part in zip(*parts, strict=True))
-        valid &= shape.depth <= limit[:, None]
-        bottom = shape.node(state.rows[:, None] - 1, jnp.arange(window))
-        place = jnp.where(valid, jnp.cumsum(valid, 1, dtype=jnp.int32) - 1, -1)  # in the compact tree
-        ends = take_along(place, bottom, 1)
-        return compact(TokenTree(tokens, parents, valid)), LookaheadState(pool, guessed, state.rows, ends)
-
-    def observe(
-        params, state: LookaheadState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
-    ) -> Array:
-        """int32[B, W]: the likeliest token below each column; -1 where the column is not in the tree."""
-        likeliest = take_along(first_largest(output.logits), jnp.maximum(state.ends, 0), 1)
-        return jnp.where(state.ends >= 0, likeliest, -1)
-
-    def update(params, state: LookaheadState, y: Array, verdict: Verdict) -> LookaheadState:
-        full = state.rows == rows
-        known = jnp.pad(state.window, ((0, 0), (0, 1), (0, 0)))  # a row for y
-        known = jnp.where(jnp.arange(ngram)[:, None] == state.rows[:, None, None], y[:, None], known)
-        by_column = known.swapaxes(1, 2)  # [B, W, N]
-        pool = state.pool
-        if guesses:
-            pool = learn(pool, by_column, full[:, None] & (y >= 0))
-        # A full window drops its first row: one step down is one position, as one column is.
-        column = jnp.arange(window) + (verdict.num_nodes - full)[:, None]
-        below = (jnp.arange(rows) + full[:, None])[:, None, :]
-        moved = take_along(by_column, jnp.minimum(column, window - 1)[:, :, None], 1)
-        moved = take_along(moved, jnp.broadcast_to(below, (*column.shape, rows)), 2)
-        moved = jnp.where((column < window)[:, :, None], moved, -1)
-        return LookaheadState(pool, moved.swapaxes(1, 2), jnp.minimum(state.rows + 1, rows))
-
-    steady = rows * window
+    config = _Config(ngram, window, guesses, seed_pool, buckets)
+    places, steady = _places(config), config.rows * window
     return Drafter(
-        init=init,
-        propose=propose,
-        observe=observe,
-        update=update,
-        num_nodes=shape.num_nodes,
-        max_depth=int(shape.depth.max()),
-        widths=tuple(sorted({steady, steady + rows} - {shape.num_nodes})),
+        init=functools.partial(_init, config),
+        propose=functools.partial(_propose, config),
+        observe=_observe,
+        update=functools.partial(_update, config),
+        num_nodes=len(places.depth),
+        max_depth=int(places.depth.max()),
+        widths=tuple(sorted({steady, steady + config.rows} - {len(places.depth)})),
     )
 
 
-class _Shape:
+class _Config(NamedTuple):
+    ngram: int
+    window: int
+    guesses: int
+    seed_pool: bool
+    buckets: int
+
+    @property
+    def rows(self) -> int:
+        """Of the window, and tokens of a candidate."""
+        return self.ngram - 1
+
+
+class _Places(NamedTuple):
     """Where things stand before `compact`: the root, the candidates one after another, the window row by row."""
 
-    def __init__(self, rows: int, window: int, guesses: int):
-        self.first = 1 + guesses * rows  # node of the window behind the root
-        self.window = window
-        self.num_nodes = self.first + rows * window - 1
-        row, column = np.divmod(np.arange(rows * window), window)
-        # Row 0 is a chain, and each of its nodes has a column below it.
-        parents = np.where(row == 0, self.node(row, column - 1), self.node(row - 1, column))
-        self.window_parents = parents[1:].astype(np.int32)
-        self.window_row = row[1:]
-        self.depth = np.concatenate([[0], np.tile(1 + np.arange(rows), guesses), (row + column)[1:]])
+    window: np.ndarray  # int[N - 1, W], the nodes of the window; the first is the root
+    above: np.ndarray  # int[N - 1, W], their parents
+    depth: np.ndarray  # int[nodes]
 
-    def node(self, row, column):
-        """The node of w[row, column], arrays of integers."""
-        place = row * self.window + column
-        return (place + self.first - 1) * (place > 0)
+
+def _places(config: _Config) -> _Places:
+    row, column = np.indices((config.rows, config.window))
+    window = config.guesses * config.rows + np.arange(row.size).reshape(row.shape)
+    window[0, 0] = 0
+    # Row 0 is a chain, and each of its nodes has a column below it.
+    above = np.concatenate([np.roll(window[:1], 1, 1), window[:-1]]).astype(np.int32)
+    candidates = np.tile(1 + np.arange(config.rows), config.guesses)
+    return _Places(window, above, np.concatenate([[0], candidates, (row + column).ravel()[1:]]))
+
+
+def _init(config: _Config, params, context: Context) -> LookaheadState:
+    batch = context.tokens.shape[0]
+    pool: PyTree = ()
+    if config.guesses:
+        pool = ngrams.empty(batch, config.buckets, config.guesses, config.ngram)
+    if config.guesses and config.seed_pool:
+        pool = ngrams.learn_text(pool, context.tokens, context.length, config.ngram, _learn)
+    unknown = jnp.full((batch, config.rows, config.window), -1, jnp.int32)
+    return LookaheadState(pool, unknown, jnp.ones((batch,), jnp.int32))
+
+
+def _propose(config: _Config, params, keys: Array, state: LookaheadState, context: Context, limit: Array):
+    root, pool, places, n = context.root, state.pool, _places(config), config.ngram
+    guessed = _fill(state.window, keys, context).at[:, 0, 0].set(root[:, 0])
+    parts = [(root, jnp.full_like(root, -1), jnp.ones_like(root, bool))]  # (tokens, parents, valid)
+    if config.guesses:
+        if config.seed_pool:
+            start = context.length - 2 * n + 1  # all that end in the last N tokens
+            pool = _learn(pool, *ngrams.windows(context.tokens, context.length, start, n, n))
+        parts.append(_trie(*_candidates(ngrams.find(pool, root[:, :, None]))))
+    there = np.arange(config.rows)[:, None] < state.rows[:, None, None]  # [B, N - 1, 1]
+    of_window = guessed, places.above, there
+    flat = tuple(jnp.broadcast_to(x, guessed.shape).reshape(len(root), -1)[:, 1:] for x in of_window)
+    tokens, parents, valid = (jnp.concatenate(part, 1) for part in zip(*parts, flat, strict=True))
+    valid &= places.depth <= limit[:, None]
+    bottom = at(jnp.asarray(places.window), state.rows - 1)  # [B, W]
+    place = jnp.where(valid, jnp.cumsum(valid, 1, dtype=jnp.int32) - 1, -1)  # in the compact tree
+    ends = take_along(place, bottom, 1)
+    return compact(TokenTree(tokens, parents, valid)), LookaheadState(pool, guessed, state.rows, ends)
+
+
+def _observe(
+    params, state: LookaheadState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
+) -> Array:
+    """int32[B, W]: the likeliest token below each column; -1 where the column is not in the tree."""
+    likeliest = take_along(first_largest(output.logits), jnp.maximum(state.ends, 0), 1)
+    return jnp.where(state.ends >= 0, likeliest, -1)
+
+
+def _update(config: _Config, params, state: LookaheadState, y: Array, verdict: Verdict) -> LookaheadState:
+    rows, window = config.rows, config.window
+    full = state.rows == rows
+    known = jnp.pad(state.window, ((0, 0), (0, 1), (0, 0)))  # a row for y
+    known = jnp.where(jnp.arange(config.ngram)[:, None] == state.rows[:, None, None], y[:, None], known)
+    by_column = known.swapaxes(1, 2)  # [B, W, N]
+    pool = state.pool
+    if config.guesses:
+        pool = _learn(pool, by_column, full[:, None] & (y >= 0))
+    # A full window drops its first row: one step down is one position, as one column is.
+    column = jnp.arange(window) + (verdict.num_nodes - full)[:, None]
+    below = (jnp.arange(rows) + full[:, None])[:, None, :]
+    moved = take_along(by_column, jnp.minimum(column, window - 1)[:, :, None], 1)
+    moved = take_along(moved, jnp.broadcast_to(below, (*column.shape, rows)), 2)
+    moved = jnp.where((column < window)[:, :, None], moved, -1)
+    return LookaheadState(pool, moved.swapaxes(1, 2), jnp.minimum(state.rows + 1, rows))
+
+
+def _learn(pool: ngrams.Table, grams: Array, wanted: Array) -> ngrams.Table:
+    return ngrams.write(pool, grams, (), wanted, prefix=1)
 
 
 def _fill(window: Array, keys: Array, context: Context) -> Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.growing import Builder, Level, Parents
+from specjax.trees.contracts import Builder, Level, Parents
 from specjax.types import Array
 
 

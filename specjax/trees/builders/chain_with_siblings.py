@@ -14,7 +14,7 @@ import functools
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.trees.growing import Builder, Level, Parents
+from specjax.trees.contracts import Builder, Level, Parents
 
 SURE = (0.95, 0.8, 0.5)
 LIKELIEST = (3, 5, 8, 10)

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.trees.growing import Builder, Level, Parents, valid_first
+from specjax.trees.contracts import Builder, Level, Parents
+from specjax.trees.growing import valid_first
 from specjax.types import Array
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.trees.growing import Builder, Level, Parents
+from specjax.trees.contracts import Builder, Level, Parents
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.growing import Builder, Level, Parents, Stop, with_stop
+from specjax.trees.contracts import Builder, Level, Parents, Stop, with_stop
 from specjax.trees.templates import Template, branching_paths
 from specjax.types import Array
 

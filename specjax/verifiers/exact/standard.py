@@ -46,9 +46,9 @@ def rest_of_chain(tree: TokenTree, last: Array, p: Array) -> Array:
     valid = jnp.pad(tree.valid, ((0, 0), (0, 1)))
     drafted = take_along(valid, last[:, None] + 1, 1)
     q = law(need_logits(tree), last)
-    bug = take_along(jnp.pad(tree.tokens, ((0, 0), (0, 1))), last[:, None] + 1, 1)
-    seen = jnp.take_along_axis(q, bug, 1) > 0  # a drafted token without mass leaves p as it is
-    return residual(p, jnp.where(drafted & seen, q, 0.0))
+    rejected = take_along(jnp.pad(tree.tokens, ((0, 0), (0, 1))), last[:, None] + 1, 1)
+    has_mass = jnp.take_along_axis(q, rejected, 1) > 0  # a drafted token without mass leaves p as it is
+    return residual(p, jnp.where(drafted & has_mass, q, 0.0))
 
 
 def chain_logits(tree: TokenTree, vocab: int) -> Array:

@@ -14,10 +14,10 @@ from specjax.drafters.combined.auto import (
     CLASSES,
     COPIED,
     DOUBT,
+    DRAFTING,
     HOPE,
     LEAD,
     LEARN,
-    LOOK,
     MEMORY,
     RECENT,
     REST,
@@ -167,7 +167,7 @@ def test_hopeless_texts_are_left_alone():
     assert int(result.stats.drafted[0]) < 100
 
 
-def test_where_looking_does_not_pay_it_is_seldom_done():
+def test_where_drafting_does_not_pay_it_is_seldom_tried():
     context = Context(jnp.array([[1, 2, 3, 1, 2, 3, 1, 2]]), jnp.array([8]))
     fresh = auto(64, widths=(1, 4)).init((), context)
 
@@ -181,10 +181,10 @@ def test_where_looking_does_not_pay_it_is_seldom_done():
     assert int(resting.record.rest) == 1 and int(resting.record.shadow.start[0]) == 0
     tree, woken = propose(1.01, promise=jnp.float32(0))
     assert tree.valid.sum() == 4 and int(woken.record.rest) == 0  # what is in sight pays
-    assert float(woken.record.promise) > LOOK
+    assert float(woken.record.promise) > DRAFTING
     _, hopeful = propose(9.0)
     assert int(hopeful.record.rest) == 0 and float(hopeful.record.promise) == HOPE * (1 - RECENT)
-    _, weary = propose(9.0, promise=jnp.float32(LOOK))
+    _, weary = propose(9.0, promise=jnp.float32(DRAFTING))
     assert int(weary.record.rest) == REST
 
 

@@ -13,6 +13,7 @@ from specjax.drafters import dynamic_exit, early_exit
 from specjax.drafters.layers.dynamic_exit import Agreement, acceptance, add, choose, falling, matches, tokens_per_layer
 from specjax.drafters.layers.early_exit import first_layers, self_draft
 from specjax.engine.prefill import prefill
+from specjax.trees.contracts import Fed
 from specjax.trees.operations import ancestor_mask
 from specjax.types import Context
 
@@ -38,11 +39,11 @@ def test_certain_and_hopeless_exits():
 def test_a_draft_ends_where_its_own_tokens_per_layer_would_fall():
     """L = 32, exit 8. c = .9: .9 / 8 > 1.9 / 40; then c = .5: .45 / 8 > 2.35 / 48; then .3: .135 / 8 <= 2.485 / 56."""
     stop = falling(jnp.array([8]), 32)
-    state, said = stop.state, []
-    for depth, c in enumerate((0.9, 0.5, 0.3), 1):
+    value, said = stop.start, []
+    for depth, c in enumerate((0.9, 0.5, 0.3)):
         logits = jnp.log(jnp.array([[[c, *[(1 - c) / 9] * 9]]]))
-        state, last = stop.update(state, jnp.array([depth]), logits)
-        said.append(bool(last[0]))
+        value, go_on = stop.judge(value, Fed(logits, jnp.array([[depth]]), logits))
+        said.append(not go_on[0, 0])
     assert said == [False, False, True]
 
 

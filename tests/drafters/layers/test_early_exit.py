@@ -11,7 +11,7 @@ from toy import tiny_llama
 
 from specjax import Target, UsageError, decode, trees
 from specjax.drafters import early_exit, two_model
-from specjax.drafters.layers.early_exit import Stop, first_layers, self_draft
+from specjax.drafters.layers.early_exit import first_layers, self_draft
 from specjax.engine.prefill import prefill
 from specjax.models import layers as L
 from specjax.models import make_model
@@ -78,9 +78,10 @@ def test_passes_and_layers_that_no_row_needs_do_not_run(monkeypatch):
 
     @functools.partial(jax.jit, static_argnames="stopping")
     def draft(limit, exits, last, stopping=False):
-        stop = Stop((), lambda state, depth, logits: (state, depth >= last)) if stopping else None
+        stop = trees.Stop(lambda value, fed: (value, fed.depth + 1 < last[:, None])) if stopping else None
         layers = first_layers(target.model, exits)
-        return self_draft(trees.chain(4), None, context, jnp.asarray(limit), layers, stop)
+        builder = dataclasses.replace(trees.chain(4), stop=stop)
+        return self_draft(builder, None, context, jnp.asarray(limit), layers)
 
     for limit, exits, last, depths, passes in (
         ((4, 4), (1, 1), None, (4, 4), 4),  # one layer in each of four passes

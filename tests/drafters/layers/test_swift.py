@@ -14,7 +14,7 @@ from specjax.drafters import autoregressive, swift
 from specjax.drafters.layers.swift import SkipSet, _proposal, _Search, matchness, search_once
 from specjax.engine.prefill import prefill
 from specjax.trees import chain_with_siblings
-from specjax.trees.growing import Parents
+from specjax.trees.contracts import Parents
 from specjax.types import Context
 
 WINDOW = 6

@@ -12,66 +12,13 @@ from toy import TARGET_ROWS, chi_square, joint_law, markov, sampled_triples
 
 from specjax import UsageError, decode
 from specjax.drafters import autoregressive, stand
-from specjax.drafters.tables.stand import ACCEPTED, Entry, _find, _learn, accepted_path, best_paths, mix
+from specjax.drafters.tables.stand import ACCEPTED, accepted_path, best_paths
+from specjax.retrieval.contexts import find
 from specjax.types import Context, Output, Sampling, TokenTree
 
-A, B, C, D = range(4)
 CHAIN = tuple((0,) * d for d in range(1, 5))
 SMALL = ((0,), (1,), (0, 0))
 ONE = Context(jnp.zeros((1, 9), jnp.int32), jnp.ones(1, jnp.int32))  # a row with one token
-
-
-def entry(seen=1, **probs):
-    """An entry of three tokens."""
-    tokens = [globals()[name] for name in probs] + [-1] * (3 - len(probs))
-    return Entry(jnp.array(tokens), jnp.array([*probs.values()] + [0.0] * (3 - len(probs))), jnp.array(seen))
-
-
-def law(x):
-    """{token: probability}, the likeliest first."""
-    return {int(t): float(p) for t, p in zip(x.tokens, x.probs, strict=True) if t >= 0}
-
-
-def test_the_cards_means():
-    first = mix(entry(A=0.7, B=0.2, C=0.1), entry(A=0.3, B=0.6, D=0.1))
-    assert (list(law(first)), int(first.seen)) == ([A, B, C], 2)  # C and D tie: the lower id
-    assert law(first) == pytest.approx({A: 0.5, B: 0.4, C: 0.05})
-    second = mix(first, entry(A=0.1, B=0.8, D=0.1))
-    assert list(law(second))[:2] == [B, A]
-    assert list(law(second).values()) == pytest.approx([1.6 / 3, 1.1 / 3, 0.1 / 3])
-    assert law(mix(entry(seen=0), entry(B=0.5))) == {B: 0.5}
-    assert law(mix(entry(seen=3, B=0.5), entry(seen=0))) == {B: 0.5}
-
-
-def test_tokens_of_no_probability_are_none():
-    assert law(mix(entry(seen=0), entry(A=1.0, B=0.0))) == {A: 1.0}
-
-
-def taught_by(*laws):
-    """A table that was taught, one after another, that a token follows a context; -1: not known, no context of it."""
-    table = stand(9, tree=CHAIN, buckets=16).init((), ONE).table
-    for context, token in laws:
-        seen = Entry(jnp.full((1, 1, 9), -1).at[0, 0, 0].set(token), jnp.eye(9)[None, None, 0], jnp.ones((1, 1), int))
-        table = jax.jit(_learn)(table, jnp.array([[context]]), seen)
-    return table
-
-
-def test_the_longest_context_that_either_table_knows_counts():
-    two, three = taught_by(([-1, -1, 3, 4], A)), taught_by(([-1, 2, 3, 4], B))
-    find = lambda *tables: jax.tree.map(lambda x: x[0, 0], jax.jit(_find)(*tables, jnp.array([[[1, 2, 3, 4]]])))
-    for tables in ((two, three), (three, two), ((), three)):
-        assert (law(find(*tables)), int(find(*tables).seen)) == ({B: 1.0}, 1)
-    other = taught_by(([-1, -1, 3, 4], C))
-    assert (law(find(two, other)), int(find(two, other).seen)) == ({A: 0.5, C: 0.5}, 2)
-    assert (law(find(other, taught_by())), int(find((), taught_by()).seen)) == ({C: 1.0}, 0)
-
-
-def test_contexts_of_different_lengths_are_told_apart():
-    """3 tokens are not the 4 that begin with any one token."""
-    table = taught_by(([0, 1, 2, 3], A), ([8, 1, 2, 3], B))
-    found = jax.jit(_find)((), table, jnp.array([[[0, 1, 2, 3], [8, 1, 2, 3], [7, 1, 2, 3]]]))
-    laws = [law(Entry(*entry)) for entry in zip(found.tokens[0], found.probs[0], found.seen[0], strict=True)]
-    assert laws == [{A: 1.0}, {B: 1.0}, {A: 0.5, B: 0.5}]
 
 
 def read_in_parts(drafter, context, logits, *parts):
@@ -93,7 +40,7 @@ def test_the_prompt_is_read_in_chunks():
     parts = read_in_parts(drafter, context, logits, (0, 3), (3, 6))
     contexts = jnp.array([[[0, 1, 2, 3], [9, 9, 0, 1], [9, 9, 2, 0]], [[9, 9, 3, 2], [9, 9, 2, 1], [9, 9, 9, 9]]])
     for state in (whole, parts):
-        found = _find((), state.table, contexts)
+        found = find((), state.table, contexts)
         assert found.seen.tolist() == [[1, 1, 0], [1, 0, 0]]  # the last token of a prompt is not read but decoded
         np.testing.assert_allclose(found.probs[0, 0], -np.sort(-jax.nn.softmax(logits[0, 3])), rtol=1e-5)
         np.testing.assert_array_equal(found.tokens[1, 0], np.argsort(-logits[1, 1]))
@@ -188,7 +135,7 @@ def test_the_prompt_teaches_the_first_drafts():
 def _shared(params):
     """What is remembered about the contexts 4, 5 and 10, 11."""
     nothing = stand(16, tree=CHAIN, read_prompt=False, buckets=64).init((), ONE)
-    return _find(params, nothing.table, jnp.array([[[9, 9, 4, 5], [9, 9, 10, 11]]]))
+    return find(params, nothing.table, jnp.array([[[9, 9, 4, 5], [9, 9, 10, 11]]]))
 
 
 def test_the_tree_of_calibration_results():
