@@ -14,6 +14,8 @@ from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, markov, sampled_
 from specjax import Target, UsageError, decode
 from specjax.drafters import two_model
 from specjax.engine.prepare import Settings
+from specjax.trees import operations
+from specjax.types import Context, Output
 from specjax.verifiers.verifier import law
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -74,6 +76,7 @@ def test_greedy_text_is_that_of_plain_decoding(drafter):
     assert set(plain.finish_reasons) == {"eos", "length"}
     assert (np.asarray(ours.stats.target_passes) <= np.asarray(plain.stats.target_passes)).all()
     assert int(ours.stats.accepted.sum()) > 8  # drafts that are never right would prove little
+    assert (np.asarray(ours.stats.drafted) > 0).all()  # below a prompt of one token too: it learnt from the text
 
 
 @pytest.mark.parametrize(
@@ -90,13 +93,21 @@ def test_an_empty_draft_of_the_drafter_costs_a_plain_step():
     assert 1 in DRAFTERS["bigrams"]().widths
 
 
-def test_the_table_of_the_drafter():
-    """Of the text 1 2 3 1 and what the target finds likeliest behind each node, the latest counts."""
-    learn = skeleton("A drafter")["_learn"]
-    table = learn(jnp.full((1, 4), -1), jnp.array([[1, 2, 3]]), jnp.array([[2, 3, 1]]), jnp.ones((1, 3), bool))
-    assert table.tolist() == [[-1, 2, 3, 1]]
-    table = learn(table, jnp.array([[3, 3, 1]]), jnp.array([[0, 2, 0]]), jnp.array([[True, True, False]]))
-    assert table.tolist() == [[-1, 2, 3, 2]]
+def test_a_round_of_the_drafter_by_hand():
+    drafter = skeleton("A drafter")["bigrams"](4, num_tokens=3)
+    text = Context(jnp.array([[0, 1, 2, 0]]), jnp.array([3]))
+    table = drafter.init((), text)
+    assert table.tolist() == [[1, 2, -1, -1]]
+    text = text._replace(length=jnp.array([4]))  # ends with 0
+    tree, table = drafter.propose((), None, table, text, jnp.array([3]))
+    assert tree.tokens[0, :3].tolist() == [0, 1, 2]
+    assert tree.valid.tolist() == [[True, True, True, False]]  # nothing is known behind 2
+    best = jax.nn.one_hot(jnp.array([[3, 2, 0]]), 4)  # the target would have 3 behind 0, 2 behind 1, 0 behind 2
+    for width, learnt in ((1, [3, 2, -1, -1]), (3, [3, 2, 0, -1])):
+        output = Output(best[:, :width], best[:, :width])
+        seen = drafter.observe((), table, text, operations.cut(tree, width), None, output)
+        assert {x.shape for x in seen} == {(1, drafter.num_nodes)}
+        assert drafter.update((), table, seen, None).tolist() == [learnt]
 
 
 def error_of(core):
