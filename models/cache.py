@@ -170,7 +170,7 @@ def insert(pending: Pending, new: Pending, place: Array | int) -> Pending:
 def axes(held: KVCache | Pending) -> PyTree:
     """The place of the rows in the shape of each array."""
     k, v = _along_tokens(lambda axis, x: x.ndim + axis - ROWS, (held.k, held.v))
-    return type(held)(k, v, *buffers.rows_first(held[2:]))
+    return buffers.rows_first(held)._replace(k=k, v=v)
 
 
 def _along_tokens(fn: Callable[..., Any], keys: PyTree, *others: PyTree) -> PyTree:

@@ -175,8 +175,8 @@ def _run(
         draft, choice, scores = extend(state.scores, log_r, min(2 * k, k * candidates))
         token = take_along(named, choice, 1)
         history = take_along(state.tokens, draft[:, :, None], 1).at[:, :, step].set(token)
-        passes = state.passes + goes_on(state)
-        return step + 1, _State(cache, *sort_out(history, scores, token, step + 1, state.ended), passes)
+        tokens, scores, ended = sort_out(history, scores, token, step + 1, state.ended)
+        return step + 1, _State(cache, tokens, scores, ended, state.passes + goes_on(state))
 
     def counted(tokens: Array, step: Array, named: Array) -> Array:
         """f of the candidates behind every draft, [B, k, C]."""
@@ -216,8 +216,8 @@ def _run(
     ended = Drafts(none, jnp.zeros((batch, k), jnp.int32), jnp.full((batch, k), -jnp.inf))
     width = min(2 * k, candidates)
     first = jnp.full((batch, width, n), -1, jnp.int32).at[:, :, 0].set(named[:, :width])
-    started = sort_out(first, log_p[:, :width], named[:, :width], jnp.int32(1), ended)
-    state = _State(cache, *started, jnp.ones((batch,), jnp.int32))
+    tokens, scores, ended = sort_out(first, log_p[:, :width], named[:, :width], jnp.int32(1), ended)
+    state = _State(cache, tokens, scores, ended, jnp.ones((batch,), jnp.int32))
     alive = lambda carry: (carry[0] < n) & jnp.any(goes_on(carry[1]))
     step, state = jax.lax.while_loop(alive, body, (jnp.int32(1), state))
     best = best_of(state.ended, state.tokens, state.scores, step)

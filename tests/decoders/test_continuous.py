@@ -42,7 +42,7 @@ def one_token(models, seed=0, **options):
     """One token in 20,000 rows: float[20,000], the fraction accepted, the result."""
     settings = {"max_new_tokens": 1, "window": 1, "prefill_ratio": 0.0, **options}
     result = continuous(*models, jnp.zeros((ROWS, 0, 1)), key=jax.random.key(seed), **settings)
-    return np.asarray(result.tokens)[:, 0, 0], float(result.accepted.mean()), result
+    return np.asarray(result.tokens)[:, 0, 0], float(result.stats.accepted.mean()), result
 
 
 def near(value, wanted, of=ROWS):
@@ -77,7 +77,7 @@ def test_one_step_outputs_follow_the_target():
     assert kstest(tokens, norm(0.5, 1.2).cdf).pvalue > 1e-3
     assert near(accepted, GOLDEN["exact_acceptance"])
     assert not result.exhausted.any()
-    assert (np.asarray(result.target_passes) == 1).all()
+    assert (np.asarray(result.stats.target_passes) == 1).all()
 
 
 def test_the_kolmogorov_smirnov_test_catches_a_missing_residual():
@@ -122,7 +122,7 @@ def test_the_joint_law_of_four_tokens(ratio):
         assert kstest(innovations[:, i], "norm").pvalue > 1e-3
     correlation = np.corrcoef(innovations.T) - np.eye(4)
     assert np.abs(correlation).max() < 4.5 / ROWS**0.5
-    assert 1.5 < float(result.target_passes.mean()) < 3.9  # both rejections and bonus tokens
+    assert 1.5 < float(result.stats.target_passes.mean()) < 3.9  # both rejections and bonus tokens
 
 
 @pytest.mark.parametrize("ratio", ["path", "aligned"])
@@ -130,9 +130,9 @@ def test_identical_models_accept_all(ratio):
     model = linear([0.9, 0.8, 0.7], [0.3, 0.5, 0.4], link=0.5, dim=2)
     options = {"max_new_tokens": 11, "window": 3, "prefill_ratio": 0.25}
     result = continuous(model, model, jnp.zeros((3, 1, 2)), key=jax.random.key(0), ratio=ratio, **options)
-    assert result.target_passes.tolist() == [5, 5, 5]  # three tokens of the target alone, then eight
-    assert result.accepted.tolist() == [6, 6, 6]
-    assert result.drafted.tolist() == [6, 6, 6]
+    assert result.stats.target_passes.tolist() == [5, 5, 5]  # three tokens of the target alone, then eight
+    assert result.stats.accepted.tolist() == [6, 6, 6]
+    assert result.stats.drafted.tolist() == [6, 6, 6]
     assert np.isfinite(result.tokens).all()
 
 
@@ -150,7 +150,7 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_a_second_call_compiles_nothin
         row = slice(b, b + 1)
         alone = run(prompts[row], lengths=lengths[row], condition=condition[row], key=keys[row])
         np.testing.assert_allclose(alone.tokens[0], whole.tokens[b], atol=1e-5)
-        assert alone.target_passes[0] == whole.target_passes[b]
+        assert alone.stats.target_passes[0] == whole.stats.target_passes[b]
     other = jax.block_until_ready(condition + 5)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import those
 from toy import markov, scripted, tiny_llama, tiny_llama_alike
+from toy_models import alike, encoding, inputs_of, recurrent
 
 import specjax
 from specjax import UsageError
 from specjax.decoders import pearl, pearl_in_one_program
-from specjax.decoders.pearl import Role, Text, _draft, _place, _read, _verify, join
-from specjax.engine.run import prepare
+from specjax.decoders.pearl import Role, Text, _draft, _place, _read, _verify, join, make_roles
+from specjax.engine.prepare import pack
 from specjax.types import Sampling, Target
 
 in_one = importlib.import_module("specjax.decoders.pearl_in_one_program")  # the function has its name
@@ -54,7 +55,7 @@ def test_hand_worked_rows_of_one_batch():
 
 
 def test_statistics_of_these_rows():
-    stats = run_scripts([{5}, range(40), ()]).decoded.stats
+    stats = run_scripts([{5}, range(40), ()]).stats
     assert stats.target_passes.tolist() == [6, 13, 5]
     assert stats.drafted.tolist() == [18, 39, 15]
     assert stats.accepted.tolist() == [12, 0, 13]
@@ -108,10 +109,10 @@ def test_text_of_plain_decoding_on_ragged_rows_with_eos(draft, temperature):
     plain = specjax.decode(target, "autoregressive", PROMPTS, temperature=temperature, eos=eos, **OPTIONS)
     result = pearl(on(target, 1), on(other, 2), PROMPTS, temperature=temperature, eos=eos, num_tokens=3, **OPTIONS)
     assert result.to_lists() == plain.to_lists()
-    assert result.decoded.tokens.tolist() == plain.tokens.tolist()
-    assert result.decoded.finish_reasons == plain.finish_reasons
+    assert result.tokens.tolist() == plain.tokens.tolist()
+    assert result.finish_reasons == plain.finish_reasons
     assert "eos" in plain.finish_reasons
-    stats = result.decoded.stats
+    stats = result.stats
     if draft == "itself":  # the noise is the target's, so it never errs: 1 token, then 3 per step
         assert stats.target_passes.tolist() == [1 + -(-(n - 1) // 3) for n in plain.lengths.tolist()]
     else:
@@ -209,6 +210,7 @@ def test_both_are_dispatched_before_either_is_read(monkeypatch):
         ({"draft": on(tiny_llama(seed=1), 1)}, "target and draft share .*:1, .*devices of their own"),
         ({"draft": jax.device_get(tiny_llama(seed=1))}, "the draft is on no device; place its parameters"),
         ({"draft": on(markov(), 2)}, "the draft model has 3 tokens and the target 64"),
+        ({"draft": on(recurrent(64), 2)}, "the model recurrent cannot rewind; decode with specjax.drafters.two_model"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
     ],
@@ -226,7 +228,7 @@ def test_one_program_gives_the_same_steps(temperature):
     options = {"temperature": temperature, "num_tokens": 3, **OPTIONS}
     plain = specjax.decode(target, "autoregressive", PROMPTS, temperature=temperature, **OPTIONS)
     options["eos"] = plain.to_lists()[1][7]
-    two = pearl(on(target, 1), on(draft, 2), PROMPTS, **options).decoded
+    two = pearl(on(target, 1), on(draft, 2), PROMPTS, **options)
     one = pearl_in_one_program(target, draft, PROMPTS, devices=jax.devices()[3:5], **options)
     assert one.to_lists() == two.to_lists() and 0 < int(one.hit_eos.sum()) < len(PROMPTS)
     for ours, theirs in zip(*map(jax.tree.leaves, (one.stats, two.stats)), strict=True):
@@ -241,18 +243,29 @@ def test_one_program_gives_the_same_steps(temperature):
 
 def test_one_program_has_no_collective_in_its_branches_and_copies_no_cache():
     target, draft = tiny_llama(), tiny_llama_alike()
-    inputs, tokens, lengths, keys, _ = prepare(target, "autoregressive", PROMPTS, **OPTIONS)
-    roles = Role(draft, inputs.sampling, keys), Role(target, inputs.sampling, keys)
+    tokens, lengths = pack(PROMPTS, 20, 1, target.model.max_positions)
+    settings = specjax.Settings()
+    roles = make_roles(target, draft, settings, jax.random.split(OPTIONS["key"], len(PROMPTS)), None)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("role",))
-    lowered = in_one._run.lower(roles, tokens, lengths, inputs.eos, mesh=mesh, gamma=3, max_new_tokens=20)
+    lowered = in_one._run.lower(roles, tokens, lengths, settings.ends(), mesh=mesh, gamma=3, max_new_tokens=20)
     text = lowered.compile().as_text()
     assert "conditional(" in text
-    slots = draft.model.init_cache(4, tokens.shape[1] + 128).k[0].shape
+    slots = draft.model.begin(draft.params, None, 4, tokens.shape[1] + 128).k[0].shape
     cache = "f32[" + ",".join(map(str, slots)) + "]"
     # Copies of zeros are the empty caches.
     assert cache in text and not re.findall(rf"= {re.escape(cache)}\S* copy\(%(?!\w*broadcast)", text)
     exchanges = [part for part in text.split("\n\n") if re.search(r" all-(reduce|gather)(-start)?\(", part)]
     assert len(exchanges) == 1 and " conditional(" in exchanges[0]  # in the body of the loop, beside the branches
+
+
+def test_models_with_an_encoder():
+    """Of both sides, each with the inputs; a draft model that takes none is given none."""
+    inputs, prompts = inputs_of(3), [[1, 2], [3], [4, 5, 6]]
+    options = {"key": jax.random.key(3), "max_new_tokens": 8, "inputs": inputs, "temperature": 0.8}
+    plain = specjax.decode(encoding(), "autoregressive", prompts, **options).to_lists()
+    result = pearl(on(encoding(), 1), on(alike(encoding()), 2), prompts, num_tokens=2, **options)
+    assert result.to_lists() == plain and result.stats.accepted.sum() > 0
+    assert pearl_in_one_program(encoding(), tiny_llama(vocab=12), prompts, num_tokens=2, **options).to_lists() == plain
 
 
 def test_what_it_cannot_do_is_named():
@@ -274,7 +287,7 @@ def slow(target, rounds):
 
     def slowly(params, tokens, cache, **options):
         output, pending = forward(params, tokens, cache, **options)
-        x = jnp.broadcast_to(cache.length[0].astype(jnp.float32), (200, 200))
+        x = jnp.broadcast_to(options["positions"][0, 0].astype(jnp.float32), (200, 200))
         work = jax.lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x), x)
         return output._replace(logits=output.logits + 1e-9 * work[0, 0]), pending
 

@@ -13,8 +13,8 @@ from specjax import UsageError, decode
 from specjax.decoders import superposed
 from specjax.decoders.superposed import UNKNOWN, WEIGHTS, mixed, ngram_probability
 from specjax.drafters import autoregressive
-from specjax.drafters.layers.superposed import extend
 from specjax.retrieval.datastore import from_documents
+from specjax.trees.superposition import extend
 from specjax.types import Mixture
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5]]
@@ -63,7 +63,9 @@ def test_ngrams_are_counted_as_written_out():
 
 def test_one_draft_is_greedy_decoding():
     target = tiny_llama()
-    assert [row[0] for row in superposed(target, PROMPTS, max_new_tokens=12, drafts=1).to_lists()] == greedy(target)
+    result = superposed(target, PROMPTS, max_new_tokens=12, drafts=1)
+    assert result.to_lists() == greedy(target)
+    assert result.finish_reasons == ["length"] * 2 and result.block_efficiency.tolist() == [1.0, 1.0]
 
 
 def beam(target, prompt, steps, k, candidates, temperature, f=None, alpha=0.54):
@@ -75,7 +77,7 @@ def beam(target, prompt, steps, k, candidates, temperature, f=None, alpha=0.54):
         mixture = Mixture(*(jnp.array([[*itertools.chain(*x)]]) for x in (ids, weights)))
         count = mixture.ids.shape[1]
         output, _ = target.model.forward(
-            target.params, mixture, target.model.init_cache(1, 128), positions=jnp.arange(count)[None],
+            target.params, mixture, target.model.begin(target.params, None, 1, 128), positions=jnp.arange(count)[None],
             mask=jnp.tril(jnp.ones((1, count, count), bool)),
         )  # fmt: skip
         logits = np.asarray(output.logits[0, -1], np.float64) / temperature
@@ -120,9 +122,9 @@ def test_the_rule_written_out(counted):
     ours = superposed(target, PROMPTS, max_new_tokens=4, drafts=3, corpus=corpus, **settings)
     for row, prompt in enumerate(PROMPTS):
         drafts, scores = beam(target, prompt, 4, 3, f=f, **settings)
-        assert ours.to_lists()[row] == drafts
-        np.testing.assert_allclose(ours.scores[row], scores, rtol=1e-4)
-    assert len({tuple(draft) for draft in ours.to_lists()[0]}) == 3
+        assert ours.drafts.to_lists()[row] == drafts
+        np.testing.assert_allclose(ours.drafts.scores[row], scores, rtol=1e-4)
+    assert len({tuple(draft) for draft in ours.drafts.to_lists()[0]}) == 3
 
 
 def test_drafts_that_end_are_set_aside_and_the_search_stops():
@@ -130,11 +132,13 @@ def test_drafts_that_end_are_set_aside_and_the_search_stops():
     plain = greedy(target)[0]
     eos = next(token for token in plain[2:] if token not in plain[:2])
     result = superposed(target, PROMPTS, max_new_tokens=12, drafts=2, eos=[eos])
-    for row in result.to_lists():
+    for row in result.drafts.to_lists():
         assert all(eos not in draft[:-1] for draft in row)
-    assert result.to_lists()[0][0] == plain[: plain.index(eos) + 1]
-    assert (np.diff(result.scores, axis=1) <= 0).all()
-    assert (result.tokens[0, 0, result.lengths[0, 0] :] == -1).all()
+    assert result.to_lists()[0] == result.drafts.to_lists()[0][0] == plain[: plain.index(eos) + 1]
+    assert result.finish_reasons[0] == "eos"
+    assert int(result.stats.target_passes[0]) >= int(result.lengths[0])
+    assert (np.diff(result.drafts.scores, axis=1) <= 0).all()
+    assert (result.tokens[0, result.lengths[0] :] == -1).all()
 
 
 def test_a_second_call_compiles_nothing():

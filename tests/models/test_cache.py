@@ -16,7 +16,8 @@ from toy import tiny_llama
 import specjax
 from specjax.drafters import autoregressive, prompt_lookup, swift, two_model
 from specjax.engine.prefill import CHUNK, prefill
-from specjax.engine.run import _decode, prepare
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import run
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import make_model
@@ -46,7 +47,7 @@ def verify_pass(target, cache, tokens, parents, path, count):
 
 @jax.jit
 def filled(target, tokens, count):
-    cache = target.model.init_cache(tokens.shape[0], CAPACITY)
+    cache = target.model.begin(target.params, None, tokens.shape[0], CAPACITY)
     dead = lambda tree, value: jax.tree.map(lambda x: jnp.full_like(x, 99 if x.dtype == jnp.int8 else value), tree)
     cache = cache._replace(k=dead(cache.k, jnp.nan), v=dead(cache.v, 1e9))
     return prefill(target.model, target.params, cache, tokens, count)
@@ -114,8 +115,9 @@ def test_prefill_in_chunks_equals_one_pass_and_rows_may_differ():
     tokens = jax.random.randint(jax.random.key(0), (2, length), 0, 64)
     cache = filled(target, tokens, jnp.array([length, 5]))
     mask = jnp.tril(jnp.ones((1, length, length), bool))
+    empty = target.model.begin(target.params, None, 1, 1)
     _, pending = jax.jit(target.model.forward)(
-        target.params, tokens[:1], target.model.init_cache(1, 1), positions=jnp.arange(length)[None], mask=mask
+        target.params, tokens[:1], empty, positions=jnp.arange(length)[None], mask=mask
     )
     assert cache.length.tolist() == [length, 5]
     for ours, theirs in zip(cache.k, pending.k, strict=True):
@@ -129,11 +131,10 @@ def test_prefill_in_chunks_equals_one_pass_and_rows_may_differ():
 def copies_of_the_cache(drafter, batch, cache_dtype=None):
     """Copies of a layer's slots within the loops of the compiled program of `decode`."""
     prompts = (jnp.ones((batch, 384), jnp.int32), jnp.full((batch,), 384))
-    inputs, *arrays, static = prepare(
-        tiny_llama(head_dim=64, cache_dtype=cache_dtype), drafter, prompts, key=jax.random.key(0), max_new_tokens=32
-    )
-    text = _decode.lower(inputs, *arrays, **static).compile().as_text()
-    shape = f"{batch},2,{-(-arrays[0].shape[1] // kv.SLOTS) * kv.SLOTS}"
+    target = tiny_llama(head_dim=64, cache_dtype=cache_dtype)
+    job = prepare(target, drafter, prompts, Settings(), key=jax.random.key(0), max_new_tokens=32)
+    text = run.lower(job).compile().as_text()
+    shape = f"{batch},2,{-(-job.tokens.shape[1] // kv.SLOTS) * kv.SLOTS}"
     shapes = [f"s8[{shape},64]", f"f32[{shape}]"] if cache_dtype else [f"f32[{shape},64]"]  # which kernels take, too
     loops = text.split("ENTRY")[0]
     assert all(shape in loops for shape in shapes)
@@ -180,7 +181,7 @@ def one_pass_and_steps(target, tokens):
         params, tokens, cache, positions=start + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool)), (batch, *(tokens.shape[1],) * 2)),
     )  # fmt: skip
-    cache = model.init_cache(batch, count + 1)
+    cache = model.begin(params, None, batch, count + 1)
 
     def step(cache, token):
         output, pending = forward(cache, token[:, None], cache.length[:, None])
@@ -247,8 +248,8 @@ def test_heads_that_fill_the_lanes_change_no_logit(changes):
     """As on a TPU, where heads of 8 lie in 128 lanes."""
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
     narrow, filled = (tiny_llama(cache_lanes=lanes, **changes) for lanes in (1, 128))
-    assert {leaf.shape[-1] for leaf in jax.tree.leaves(narrow.model.init_cache(2, 24).k)} <= {8, kv.SLOTS}
-    assert {leaf.shape[-1] for leaf in jax.tree.leaves(filled.model.init_cache(2, 24).k)} == {128}
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(narrow.model.begin(None, None, 2, 24).k)} <= {8, kv.SLOTS}
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(filled.model.begin(None, None, 2, 24).k)} == {128}
     one_pass, stepwise = jax.jit(one_pass_and_steps)(filled, tokens)
     for found, wanted in zip((one_pass, stepwise), jax.jit(one_pass_and_steps)(narrow, tokens), strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-5 if not changes else 2e-2)
@@ -256,7 +257,7 @@ def test_heads_that_fill_the_lanes_change_no_logit(changes):
 
 def test_int8_takes_half_the_memory_of_bfloat16():
     def size(**changes):
-        cache = tiny_llama(head_dim=64, **changes).model.init_cache(2, 256)
+        cache = tiny_llama(head_dim=64, **changes).model.begin(None, None, 2, 256)
         return sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
 
     assert size(cache_dtype="int8") / size(dtype="bfloat16") == (64 + 4) / (2 * 64)

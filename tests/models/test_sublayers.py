@@ -31,7 +31,7 @@ MLP = jnp.array([[False, True, True], [True, True, False]])
 def forward(model, params, layers=None, taps=()):
     positions = jnp.broadcast_to(jnp.arange(4), (2, 4))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((4, 4), bool)), (2, 4, 4))
-    cache = model.init_cache(2, 8)
+    cache = model.begin(params, None, 2, 8)
     return model.forward(params, TOKENS, cache, positions=positions, mask=mask, layers=layers, taps=taps)
 
 
@@ -100,4 +100,4 @@ def test_the_head_reads_a_stream(config):
     model, params = make_model(config), init_params(config, jax.random.key(0))
     output, _ = forward(model, params, taps=(3,))
     np.testing.assert_allclose(model.head(params, output.taps[0]), output.logits, atol=1e-6)
-    assert model.num_layers == 3
+    assert model.capabilities.num_layers == 3

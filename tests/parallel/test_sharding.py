@@ -13,7 +13,8 @@ from toy import tiny_llama
 import specjax
 from specjax import parallel, trees
 from specjax.drafters import prompt_lookup, two_model
-from specjax.engine.run import _decode, prepare
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import run
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 
@@ -42,7 +43,7 @@ def test_int8_cache_is_spread_like_any_other(data, model, kv_heads):
     target = tiny_llama(num_kv_heads=kv_heads, stacked=True, cache_dtype="int8", **HEADS)
     options = {"key": jax.random.key(3), "max_new_tokens": 8}
     sharded = parallel.shard(target, parallel.mesh(data, model))
-    cache = jax.jit(lambda: sharded.model.init_cache(4, 128))()
+    cache = jax.jit(lambda: sharded.model.begin(sharded.params, None, 4, 128))()
     parts = {leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves((cache.k, cache.v))}
     assert parts == {8} and cache.k.scale.dtype == jnp.float32
     whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
@@ -110,11 +111,10 @@ def test_draws_over_parts_of_the_vocabulary(noisy):
 def test_collectives_are_those_intended(temperature):
     """Two sums per layer and pass, and a few small ones; the cache and the logits are never gathered."""
     target = parallel.shard(tiny_llama(num_kv_heads=8, stacked=True, **HEADS), parallel.mesh(1, 8))
-    inputs, *arrays, static = prepare(
-        target, prompt_lookup(3), PROMPTS, key=jax.random.key(0), max_new_tokens=8, temperature=temperature
-    )
-    text = _decode.lower(inputs, *arrays, **static).compile().as_text()
-    cache = jax.eval_shape(lambda: target.model.init_cache(len(PROMPTS), arrays[0].shape[1])).k
+    settings = Settings(temperature)
+    job = prepare(target, prompt_lookup(3), PROMPTS, settings, key=jax.random.key(0), max_new_tokens=8)
+    text = run.lower(job).compile().as_text()
+    cache = jax.eval_shape(lambda: target.model.begin(target.params, None, *job.tokens.shape)).k
     gathered = re.findall(r"= (?:\()?(\w+)\[([\d,]*)\]\S* all-gather\(", text)
     sizes = [int(np.prod([int(n) for n in dims.split(",") if n])) for _, dims in gathered]
     assert max(sizes, default=0) < min(VOCAB, cache.size // 8), gathered
@@ -134,8 +134,9 @@ def test_top_k_and_top_p_over_parts_of_the_vocabulary(ties):
     whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
     assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
 
-    inputs, *arrays, static = prepare(sharded, prompt_lookup(3), PROMPTS, **options)
-    text = _decode.lower(inputs, *arrays, **static).compile().as_text()
+    settings = Settings(temperature=0.7, top_k=5, top_p=0.9)
+    job = prepare(sharded, prompt_lookup(3), PROMPTS, settings, key=options["key"], max_new_tokens=8)
+    text = run.lower(job).compile().as_text()
     sent = re.findall(r"= (.*) (?:all-\w+|reduce-scatter|collective-[a-z]+)(?:-start)?\(", text)
     shapes = {tuple(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w\[([\d,]*)\]", " ".join(sent))}
     width = target.params["embed"]["weight"].shape[1]

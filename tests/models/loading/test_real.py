@@ -43,7 +43,8 @@ def logits_of(source, dtype="float32"):
 
     @jax.jit
     def run(params, ids):
-        return model.forward(params, ids, model.init_cache(1, 8), positions=jnp.arange(200)[None], mask=mask)[0].logits
+        cache = model.begin(params, None, 1, 8)
+        return model.forward(params, ids, cache, positions=jnp.arange(200)[None], mask=mask)[0].logits
 
     return ids, np.asarray(run(target.params, ids)[0])
 

@@ -1,0 +1,165 @@
+"""Models that are no decoder-only transformers, as target and as draft: one that runs through its text and cannot go
+back, and one that reads an encoder's input.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import chi_square, tiny_llama
+from toy_models import INPUTS, VOCAB, alike, encoding, fold_in_order, inputs_of, recurrent, recurrent_model
+
+import specjax
+from specjax import buffers, trees
+from specjax.drafters import prompt_lookup, two_model
+from specjax.types import Target
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [5], [7, 8]]
+OPTIONS = {"key": jax.random.key(3), "max_new_tokens": 20}
+SMALL = 3
+
+
+def inputs_for(target: Target, **which):
+    return {"inputs": inputs_of(len(PROMPTS), **which)} if target.model.capabilities.inputs else {}
+
+
+def plain(target, **options):
+    return specjax.decode(target, "autoregressive", PROMPTS, **OPTIONS, **options).to_lists()
+
+
+PAIRS = {
+    "recurrent by itself": (recurrent, lambda: alike(recurrent())),
+    "recurrent by a transformer": (recurrent, lambda: tiny_llama(seed=1, layers=1, vocab=VOCAB)),
+    "transformer by recurrent": (lambda: tiny_llama(vocab=VOCAB), recurrent),
+    "encoding by itself": (encoding, lambda: alike(encoding())),
+    "encoding by recurrent": (encoding, recurrent),
+}
+
+
+@pytest.mark.parametrize("tree", [None, "4x2"], ids=["chain", "tree"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_greedy_text_is_that_of_plain_decoding(pair, tree):
+    target, draft = (make() for make in PAIRS[pair])
+    drafter = two_model(draft, 3, tree=tree and trees.parse(tree))
+    found = specjax.decode(target, drafter, PROMPTS, **OPTIONS, **inputs_for(target))
+    assert found.to_lists() == plain(target, **inputs_for(target))
+    if pair.endswith("itself"):  # so that paths of several nodes were committed, and rejected ones were not
+        assert float(found.mean_accepted.min()) > 0.5 and int(found.stats.drafted.sum() - found.stats.accepted.sum())
+
+
+@pytest.mark.parametrize("tree", [None, "4x2"], ids=["chain", "tree"])
+@pytest.mark.parametrize("make", [recurrent, encoding], ids=["recurrent", "encoding"])
+def test_coupled_text_is_that_of_plain_decoding(make, tree):
+    target = make()
+    drafter = two_model(alike(target), 3, tree=tree and trees.parse(tree))
+    options = {"temperature": 0.9, "sampling": "coupled"} | inputs_for(target)
+    found = specjax.decode(target, drafter, PROMPTS, **OPTIONS, **options)
+    assert found.to_lists() == plain(target, **options)
+    assert float(found.block_efficiency.mean()) > 1.2
+
+
+def joint_law(target: Target, prompt, inputs) -> np.ndarray:
+    """float64[V, V, V]: of the next three tokens, by a pass over every text."""
+    texts = np.array([[*prompt, *new] for new in itertools.product(range(SMALL), repeat=3)], np.int32)
+    count, width = texts.shape
+    repeated = None if inputs is None else jnp.repeat(inputs, count, 0)
+    cache = target.model.begin(target.params, repeated, count, 1)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (count, width, width))
+    positions = jnp.broadcast_to(jnp.arange(width), texts.shape)
+    output, _ = target.model.forward(target.params, jnp.asarray(texts), cache, positions=positions, mask=mask)
+    log_p = np.asarray(jax.nn.log_softmax(output.logits.astype(jnp.float32), -1), np.float64)[:, len(prompt) - 1 : -1]
+    each = np.take_along_axis(log_p, texts[:, len(prompt) :, None], 2)[:, :, 0]
+    return np.exp(each.sum(1)).reshape((SMALL,) * 3)
+
+
+@pytest.mark.parametrize("make", [recurrent, encoding], ids=["recurrent", "encoding"])
+def test_sampled_text_has_the_law_of_the_target(make):
+    target, rows, prompt = make(SMALL), 8000, [1, 0, 2, 1]
+    inputs = inputs_of(1, SMALL) if target.model.capabilities.inputs else None
+    law = joint_law(target, prompt, inputs)
+    assert abs(law.sum() - 1) < 1e-4
+    prompts = jnp.tile(jnp.array([prompt]), (rows, 1)), jnp.full((rows,), len(prompt))
+    others = {} if inputs is None else {"inputs": jnp.repeat(inputs, rows, 0)}
+    drafter = two_model(alike(target, 0.5), tree=trees.parse("2x1"))
+    options = {"key": jax.random.key(7), "max_new_tokens": 3, "temperature": 1.0}
+    result = specjax.decode(target, drafter, prompts, **options, **others)
+    index = np.asarray(result.tokens) @ np.array([SMALL**2, SMALL, 1])
+    counts = np.bincount(index, minlength=SMALL**3).reshape((SMALL,) * 3)
+    assert chi_square(counts, law) > 1e-3
+    of_draft = joint_law(alike(target, 0.5), prompt, inputs)
+    assert chi_square(counts, of_draft) < 1e-6  # the draft's own law would be caught
+
+
+def test_a_draft_model_that_ignores_the_tree_drafts_worse_but_writes_the_same():
+    """Guarantees never rest on the draft model: a wrong one costs acceptance."""
+    target, right = recurrent(), two_model(recurrent(), tree=trees.parse("4x2"))
+    wrong = two_model(Target(recurrent_model(VOCAB, fold_in_order), target.params), tree=trees.parse("4x2"))
+    good, bad = (specjax.decode(target, drafter, PROMPTS, **OPTIONS) for drafter in (right, wrong))
+    assert good.to_lists() == bad.to_lists() == plain(target)
+    assert float(good.block_efficiency.min()) > 2.8  # 3 tokens a pass, but for the last one
+    assert float(bad.block_efficiency.mean()) < 2.7
+
+
+def test_a_target_that_ignores_the_tree_writes_another_text():
+    wrong = Target(recurrent_model(VOCAB, fold_in_order), recurrent().params)
+    drafter = two_model(alike(recurrent()), tree=trees.parse("4x2"))
+    assert specjax.decode(wrong, drafter, PROMPTS, **OPTIONS).to_lists() != plain(wrong)
+
+
+def test_texts_depend_on_the_inputs():
+    target = encoding()
+    ours, others = (plain(target, **inputs_for(target, seed=seed)) for seed in (0, 1))
+    assert all(a != b for a, b in zip(ours, others, strict=True))
+
+
+REQUESTS = [[1, 2, 3, 1, 2, 3, 4], [5], [7, 8], [3, 3, 3], [9, 1]]
+
+
+def served(target: Target, drafter) -> list[list[int]]:
+    keys = jax.random.split(jax.random.key(5), len(REQUESTS))
+    has = target.model.capabilities.inputs
+    inputs = inputs_of(len(REQUESTS)) if has else [None] * len(REQUESTS)
+    requests = [
+        specjax.Request(prompt, key, count, one)
+        for prompt, key, count, one in zip(REQUESTS, keys, (9, 4, 12, 7, 5), inputs, strict=True)
+    ]
+    texts: list[list[int]] = [[] for _ in REQUESTS]
+    example = {"inputs": np.zeros(INPUTS, np.int32)} if has else {}
+    options = {"slots": 2, "longest_prompt": 8, "max_new_tokens": 12, "temperature": 0.9, "sampling": "coupled"}
+    for piece in specjax.serve(target, drafter, requests, **options, **example):
+        texts[piece.request] += piece.tokens
+    return texts
+
+
+def alone(target: Target) -> list[list[int]]:
+    keys = jax.random.split(jax.random.key(5), len(REQUESTS))
+    inputs = {"inputs": inputs_of(len(REQUESTS))} if target.model.capabilities.inputs else {}
+    options = {"key": keys, "max_new_tokens": 12, "temperature": 0.9, "sampling": "coupled"}
+    rows = specjax.decode(target, "autoregressive", REQUESTS, **options, **inputs).to_lists()
+    return [row[:count] for row, count in zip(rows, (9, 4, 12, 7, 5), strict=True)]
+
+
+@pytest.mark.parametrize("make", [recurrent, encoding], ids=["recurrent", "encoding"])
+def test_served_texts_are_those_of_requests_alone(make):
+    """Their rows lie along the second axis of what they remember."""
+    target = make()
+    assert served(target, two_model(alike(target), 2)) == alone(target)
+
+
+def test_a_model_that_says_the_wrong_axis_is_caught():
+    target = encoding()
+    wrong = Target(target.model._replace(axes=buffers.rows_first), target.params)
+    assert served(wrong, prompt_lookup(2)) != alone(target)
+
+
+@pytest.mark.parametrize("make", [recurrent, encoding], ids=["recurrent", "encoding"])
+def test_a_stream_gives_the_text_of_decode(make):
+    target = make()
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    options = OPTIONS | {"temperature": 0.9} | inputs_for(target)
+    for step in specjax.stream(target, two_model(alike(target), 3), PROMPTS, **options):
+        for text, new in zip(texts, step.tokens, strict=True):
+            text += new
+    assert texts == specjax.decode(target, two_model(alike(target), 3), PROMPTS, **options).to_lists()
