@@ -7,7 +7,8 @@ import json
 import pathlib
 import sys
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent.parent)]
+TESTS = pathlib.Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "lib"), str(TESTS / "catalog")]
 
 ROWS = [[i + 1, 2, 3, i + 1, 2, 3, i + 1][:n] for i, n in enumerate((5, 1, 7, 2, 3, 6, 4))]  # uneven: 7 rows
 OPTIONS = {"max_new_tokens": 12, "temperature": 0.8, "eos": (3,), "sampling": "coupled"}
