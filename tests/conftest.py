@@ -16,21 +16,20 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=8)}
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-# Tracing makes many objects and few cycles: the fixture below collects them once per file (three folders: 88 s of CPU
-# time with the collector running, 74 s without).
+# Tracing makes many objects and few cycles: the fixture below collects them with the programs (three folders: 88 s of
+# CPU time with the collector running, 74 s without).
 gc.disable()
 
 MAPS = 30_000  # half of what Linux gives a process by default; every compiled program takes some
 
 
 @pytest.fixture(autouse=True)
-def release_programs(request):
-    """Forget compiled programs after each file, and within one that has many: out of memory maps, a process aborts."""
+def release_programs():
+    """Forget compiled programs once there are many: out of memory maps, a process aborts. Files share the others."""
     import jax  # after the flags are set
 
     yield
-    following = getattr(request.node, "nextitem", None)
-    if memory_maps() > MAPS or following is None or following.path != request.path:
+    if memory_maps() > MAPS:
         jax.clear_caches()
         gc.collect()
 
@@ -46,11 +45,6 @@ def pytest_xdist_make_scheduler(config, log):
             return nodeid.split("::")[0] + (method.group(1) if method else "")
 
     return BySharedPrograms(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item, nextitem):
-    item.nextitem = nextitem
 
 
 def memory_maps() -> int:

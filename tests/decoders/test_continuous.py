@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import kstest, norm
+from tiers import exhaustive
 from toy import DATA
 from toy_decoders import linear, previous_token
 
@@ -89,7 +90,11 @@ def test_the_kolmogorov_smirnov_test_catches_a_missing_residual():
 
 @pytest.mark.parametrize(
     ("ratio", "alpha"),
-    [("path", HEAD["path_space_acceptance_3digits"]), ("coupled", ALPHA_COUPLED), ("aligned", ALPHA_ALIGNED)],
+    [
+        ("path", HEAD["path_space_acceptance_3digits"]),
+        exhaustive("coupled", ALPHA_COUPLED),
+        exhaustive("aligned", ALPHA_ALIGNED),
+    ],  # fmt: skip
 )
 def test_acceptance_of_the_two_step_head(ratio, alpha):
     tokens, accepted, _ = one_token(TWO_STEP, ratio=ratio)

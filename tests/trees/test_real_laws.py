@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import those
 from toy import chi_square, joint_law, markov, sampled_triples
 
 import specjax
@@ -48,7 +49,7 @@ def rows():
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", those(("block", "recursive_rejection", "multipath_block", "traversal"), CASES))
 def test_sampled_text_has_the_law_of_a_real_model(name, rows):
     target, draft = rows
     tree, rule = CASES[name]
