@@ -94,7 +94,7 @@ def test_the_kolmogorov_smirnov_test_catches_a_missing_residual():
         ("path", HEAD["path_space_acceptance_3digits"]),
         exhaustive("coupled", ALPHA_COUPLED),
         exhaustive("aligned", ALPHA_ALIGNED),
-    ],  # fmt: skip
+    ],
 )
 def test_acceptance_of_the_two_step_head(ratio, alpha):
     tokens, accepted, _ = one_token(TWO_STEP, ratio=ratio)
