@@ -73,7 +73,11 @@ def test_table_plot_and_json(cli, prompts, tmp_path, monkeypatch):
     methods = ("--method", "prompt_lookup", "--method", "autoregressive")
     result = cli("bench", prompts, *methods, *SHORT, "--repeats", 2, "--out", out)
     # Three methods to compile, of which two are one program; then three prompts, of which each has an untimed run too.
-    assert [any("_decode" in name for name in names) for names in by_run] == [True, True, False] + [False] * 27
+    assert [any(name in ("run", "jit(run)", "jit_run") for name in names) for names in by_run] == [
+        True,
+        True,
+        False,
+    ] + [False] * 27
     assert result.code == 0, result.err
     assert all(word in result.out for word in ("mt_bench", "qa", "overall", "prompt_lookup", "autoregressive"))
     document = json.loads(out.read_text())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import pytest
 
-from specjax.models import make_model
+from specjax.models import abstract_params, make_model
 from specjax.planning import traffic
+from specjax.planning.abstract import cache_shapes
 from specjax.planning.model_configs import load_config
+from specjax.types import Target
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -19,17 +20,16 @@ def test_a_cached_token_takes_keys_and_values_of_all_layers(cache_dtype, each, s
     config = dataclasses.replace(
         load_config("smollm2_135m", "bfloat16"), cache_dtype=cache_dtype, stacked=stacked, cache_lanes=1
     )
-    model = make_model(config)
-    cache = jax.eval_shape(lambda: model.init_cache(4, 640))
-    leaves = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cache)
-    assert traffic.bytes_per_token(model, 4, leaves) == 4 * 30 * 3 * 2 * each
+    target = Target(make_model(config), abstract_params(config))
+    assert traffic.bytes_per_token(target, 4, cache_shapes(target, 4, 640)) == 4 * 30 * 3 * 2 * each
 
 
 def test_the_draft_models_cache_is_found_in_the_drafters_state():
-    draft = make_model(load_config("smollm2_135m", "bfloat16"))
-    cache = jax.eval_shape(lambda: draft.init_cache(2, 256))
-    assert traffic._cache_in({"a": 1, "b": (cache, 2)}, draft, 2) is cache
-    assert traffic._cache_in({"a": 1}, draft, 2) is None
+    config = load_config("smollm2_135m", "bfloat16")
+    draft = Target(make_model(config), abstract_params(config))
+    cache = cache_shapes(draft, 2, 256)
+    assert traffic._cache_in({"a": 1, "b": (cache, 2)}, draft) is cache
+    assert traffic._cache_in({"a": 1}, draft) is None
 
 
 def test_windowed_layers_read_their_window():

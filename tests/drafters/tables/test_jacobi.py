@@ -142,13 +142,13 @@ def pass_over(tokens, valid, accepted, logits):
 
 def test_the_window_keeps_the_laws_behind_the_committed_token():
     logits = jax.nn.one_hot(jnp.array([3, 1, 4, 2]), 5)  # of the positions behind nodes 0 ... 3
-    update = functools.partial(jacobi(5, window=3).update, (), None)
+    observe = functools.partial(jacobi(5, window=3).observe, (), None, None)
     for accepted, kept in [(0, [1, 2, 3]), (1, [2, 3]), (2, [3]), (3, [])]:
-        state = update(*pass_over([0, 1, 2, 3], 4, accepted, logits))
+        state = observe(*pass_over([0, 1, 2, 3], 4, accepted, logits))
         assert state.known.tolist() == [len(kept)]
         np.testing.assert_array_equal(state.logits[0, : len(kept)], logits[jnp.array(kept, int)])
         assert state.likeliest.tolist() == [2]
-    state = update(*pass_over([0, 1, 2, 3], 2, 0, logits))  # nodes 2 and 3 were not drafted
+    state = observe(*pass_over([0, 1, 2, 3], 2, 0, logits))  # nodes 2 and 3 were not drafted
     assert state.known.tolist() == [1]
     np.testing.assert_array_equal(state.logits[0, 0], logits[1])
     assert state.likeliest.tolist() == [1]
