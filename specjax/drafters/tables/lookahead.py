@@ -39,8 +39,17 @@ class LookaheadState(NamedTuple):
     pool: PyTree  # ngrams.Table of n-grams of N tokens, by their first; () without candidates
     window: Array  # int32[B, N - 1, W]; -1: to be drawn
     rows: Array  # int32[B], how many of its rows count
-    # Within a round: int32[B, W], the node at the bottom of each column; -1: not in the tree.
+    # Within a round: int32[B, W], the node at the bottom of each column, -1: not in the tree; and the end of the text,
+    # int32[B, 2 N - 1].
     ends: Any = ()
+    tail: Any = ()
+
+
+class Seen(NamedTuple):
+    """What a pass showed."""
+
+    below: Array  # int32[B, W], the likeliest token below each column; -1 where the column is not in the tree
+    accepted: Array  # int32[B, N], the first tokens that it added to the text
 
 
 @functools.cache
@@ -70,7 +79,7 @@ def lookahead(
     return Drafter(
         init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
-        observe=_observe,
+        observe=functools.partial(_observe, config),
         update=functools.partial(_update, config),
         num_nodes=len(places.depth),
         max_depth=int(places.depth.max()),
@@ -121,13 +130,10 @@ def _init(config: _Config, params, context: Context) -> LookaheadState:
 
 
 def _propose(config: _Config, params, keys: Array, state: LookaheadState, context: Context, limit: Array):
-    root, pool, places, n = context.root, state.pool, _places(config), config.ngram
+    root, pool, places = context.root, state.pool, _places(config)
     guessed = _fill(state.window, keys, context).at[:, 0, 0].set(root[:, 0])
     parts = [(root, jnp.full_like(root, -1), jnp.ones_like(root, bool))]  # (tokens, parents, valid)
     if config.guesses:
-        if config.seed_pool:
-            start = context.length - 2 * n + 1  # all that end in the last N tokens
-            pool = _learn(pool, *ngrams.windows(context.tokens, context.length, start, n, n))
         parts.append(_trie(*_candidates(ngrams.find(pool, root[:, :, None]))))
     there = np.arange(config.rows)[:, None] < state.rows[:, None, None]  # [B, N - 1, 1]
     of_window = guessed, places.above, there
@@ -137,30 +143,41 @@ def _propose(config: _Config, params, keys: Array, state: LookaheadState, contex
     bottom = at(jnp.asarray(places.window), state.rows - 1)  # [B, W]
     place = jnp.where(valid, jnp.cumsum(valid, 1, dtype=jnp.int32) - 1, -1)  # in the compact tree
     ends = take_along(place, bottom, 1)
-    return compact(TokenTree(tokens, parents, valid)), LookaheadState(pool, guessed, state.rows, ends)
+    back = context.length[:, None] + np.arange(1 - 2 * config.ngram, 0)
+    tail = jnp.where(back >= 0, take_along(context.tokens, jnp.maximum(back, 0), 1), -1)
+    return compact(TokenTree(tokens, parents, valid)), LookaheadState(pool, guessed, state.rows, ends, tail)
 
 
 def _observe(
-    params, state: LookaheadState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
-) -> Array:
-    """int32[B, W]: the likeliest token below each column; -1 where the column is not in the tree."""
+    config: _Config, params, state: LookaheadState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
+) -> Seen:
     likeliest = take_along(first_largest(output.logits), jnp.maximum(state.ends, 0), 1)
-    return jnp.where(state.ends >= 0, likeliest, -1)
+    path = jnp.pad(verdict.path, ((0, 0), (0, config.ngram)), constant_values=-1)[:, 1 : 1 + config.ngram]
+    drafted = take_along(tree.tokens, jnp.maximum(path, 0), 1)
+    added = jnp.where(jnp.arange(config.ngram) < verdict.num_nodes[:, None] - 1, drafted, verdict.next_token[:, None])
+    return Seen(jnp.where(state.ends >= 0, likeliest, -1), added)
 
 
-def _update(config: _Config, params, state: LookaheadState, y: Array, verdict: Verdict) -> LookaheadState:
-    rows, window = config.rows, config.window
+def _update(config: _Config, params, state: LookaheadState, seen: Seen, verdict: Verdict) -> LookaheadState:
+    rows, window, n, y = config.rows, config.window, config.ngram, seen.below
     full = state.rows == rows
     known = jnp.pad(state.window, ((0, 0), (0, 1), (0, 0)))  # a row for y
     known = jnp.where(jnp.arange(config.ngram)[:, None] == state.rows[:, None, None], y[:, None], known)
     by_column = known.swapaxes(1, 2)  # [B, W, N]
     pool = state.pool
     if config.guesses:
-        pool = _learn(pool, by_column, full[:, None] & (y >= 0))
+        grams, wanted = by_column, full[:, None] & (y >= 0)
+        if config.seed_pool:  # all that end in the first N tokens added, or before; one write for all, for it is dear
+            text = jnp.concatenate([state.tail, seen.accepted], 1)
+            first = jnp.minimum(verdict.num_nodes, n)[:, None, None] + np.arange(n)[:, None] + np.arange(n)
+            last = take_along(text[:, None], first.reshape(len(text), 1, -1), 2).reshape(first.shape)
+            grams = jnp.concatenate([grams, last], 1)
+            wanted = jnp.concatenate([wanted, jnp.all(last >= 0, 2)], 1)
+        pool = _learn(pool, grams, wanted)
     # A full window drops its first row: one step down is one position, as one column is.
     column = jnp.arange(window) + (verdict.num_nodes - full)[:, None]
     below = (jnp.arange(rows) + full[:, None])[:, None, :]
-    moved = take_along(by_column, jnp.minimum(column, window - 1)[:, :, None], 1)
+    moved = take_along(by_column, jnp.clip(column, 0, window - 1)[:, :, None], 1)
     moved = take_along(moved, jnp.broadcast_to(below, (*column.shape, rows)), 2)
     moved = jnp.where((column < window)[:, :, None], moved, -1)
     return LookaheadState(pool, moved.swapaxes(1, 2), jnp.minimum(state.rows + 1, rows))

@@ -34,8 +34,8 @@ def programs(**options):
     @jax.jit
     def learn(state, tree, verdict, output):
         """The state after a round, and the likeliest token below each column."""
-        y = drafter.observe((), state, None, tree, verdict, output)
-        return drafter.update((), state, y, verdict), y
+        seen = drafter.observe((), state, None, tree, verdict, output)
+        return drafter.update((), state, seen, verdict), seen.below
 
     return drafter, jax.jit(drafter.init), jax.jit(drafter.propose), learn
 
