@@ -13,7 +13,7 @@ import jax
 
 from specjax import drafters, trees
 from specjax.catalog.method import Method
-from specjax.catalog.options import REQUIRED, Option, numbers, read_call, yes_or_no
+from specjax.catalog.options import REQUIRED, Option, numbers, read_call, two_numbers, yes_or_no
 from specjax.errors import UsageError
 from specjax.retrieval.datastore import Datastore
 from specjax.trees import stops
@@ -94,7 +94,7 @@ def _suffix(
     datastore: Datastore | None = None,
     **options,
 ) -> Drafter:
-    other = None if fallback is None else _inner(fallback, target)
+    other = None if fallback is None else _inner(fallback, target, datastore)
     corpus = None if datastore is None else datastore.to_device(target.model.mesh)
     return drafters.suffix(fallback=other, corpus=corpus, **options)
 
@@ -354,7 +354,7 @@ DRAFTERS: dict[str, Method] = {
             options=(
                 Option("window", int, 15, "drafted tokens per round"),
                 Option("initial", ("random", "repeat", "sample"), "random", "what the end of the window starts with"),
-                Option("ids", numbers, None, "first and end of the ids that random tokens come from; default: all"),
+                Option("ids", two_numbers, None, "first and end of the ids that random tokens come from; default: all"),
                 Option("stride", int, 1, "how far back the token is that `repeat` copies"),
             ),
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,11 +35,14 @@ class Option(NamedTuple):
                 raise UsageError(f'{name} must be one of {", ".join(self.type)}, not "{text}"')
             return text
         try:
-            return self.type(text)
+            value = self.type(text)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
         except ValueError:
             raise UsageError(f'{name} must be {_WORDS[self.type]}, not "{text}"') from None
+        if isinstance(value, float) and math.isnan(value):  # which no comparison of a factory would find
+            raise UsageError(f'{name} must be {_WORDS[self.type]}, not "{text}"')
+        return value
 
 
 def yes_or_no(text: str) -> bool:
@@ -51,12 +55,19 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def two_numbers(text: str) -> tuple[int, int]:
+    """Raises: ValueError unless there are two."""
+    first, second = numbers(text)
+    return first, second
+
+
 _FORMS: dict[Any, str] = {
-    int: "N", float: "X", yes_or_no: "yes|no", numbers: "N,N,...", tree: "TREE", parse_paths: "SHAPE",
-    stops.parse: "STOP",
+    int: "N", float: "X", yes_or_no: "yes|no", numbers: "N,N,...", two_numbers: "N,N", tree: "TREE",
+    parse_paths: "SHAPE", stops.parse: "STOP",
 }  # fmt: skip
 _WORDS: dict[Any, str] = {
     int: "a whole number", float: "a number", yes_or_no: "yes or no", numbers: "whole numbers joined by commas",
+    two_numbers: "two whole numbers joined by a comma",
 }  # fmt: skip
 
 

@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 from specjax.catalog.options import REQUIRED, Option, read_call, yes_or_no
 from specjax.errors import UsageError
-from specjax.verifiers import VERIFIERS, Verifier, multipath_block, rapid, rollback, top_beta, typical
+from specjax.verifiers import (
+    VERIFIERS,
+    Verifier,
+    multipath_block,
+    rapid,
+    rollback,
+    rules_with_arrays,
+    top_beta,
+    typical,
+)
 
 _SAMPLE = "draw the target's own tokens instead of taking the likeliest"
 
@@ -64,5 +73,7 @@ def parse_rule(spec: str) -> Verifier:
         return make(**read_call(spec, options))
     if colon and name in VERIFIERS:
         raise UsageError(f'rule "{name}" takes no parameters, only {", ".join(PARAMETERS)} do; write {name}')
+    if name in rules_with_arrays():
+        raise UsageError(f'rule "{name}" takes arrays; make it with specjax.verifiers.{name.strip("+")} in Python')
     known = [*VERIFIERS, *(f"{name}:{options[0].form}" for name, (_, options) in PARAMETERS.items())]
     raise UsageError(f'unknown rule "{spec}"; choose one of {", ".join(known)}')

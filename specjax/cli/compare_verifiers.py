@@ -95,7 +95,7 @@ def compare_verifiers(
     log = Console(stderr=True)
     bad: list = []
     if record is not None:
-        laws, about = analysis.load_record(record), {"record": str(record)}
+        laws, about = o.parsed("--record", analysis.load_record, record), {"record": str(record)}
     else:
         assert prompts is not None
         laws, about, bad = _record(

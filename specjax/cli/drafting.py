@@ -39,12 +39,20 @@ class Drafting(NamedTuple):
 
     def in_flags(self, method: str, sentence: str) -> str:
         """A factory's complaint with the flags in place of its own names."""
-        for name, given in self.options.get(method, {}).items():
+        found = self.options.get(method, {})
+        for name, given in found.items():
             sentence = re.sub(rf"(?<![\w-]){name}\b", given.flag, sentence, count=1)
-        return sentence
+        if "--" in sentence or not found:
+            return sentence
+        # Of a drafter inside of this one, whose options have names of their own.
+        (first, *others) = found.values()
+        return f"{f'--method {method}' if others or ' must be ' not in sentence else first.flag}: {sentence}"
 
 
 AS_EACH_DOES = Drafting()
+
+LARGEST = 4096
+"""Tokens that may be drafted per round. Far more than pays anywhere; a tree takes the square of it to describe."""
 
 
 def _stop(method: Method) -> Option | None:
@@ -83,7 +91,7 @@ def read_drafting(
     """
     from specjax.catalog import METHODS
 
-    require(old_stop is None, f"--stop of drafts is called --draft-stop now; write --draft-stop {old_stop}")
+    _check_old_stop(old_stop)
     for name in names:
         _check_method(name, draft, datastore)
     rows = {name: METHODS[name] for name in names}
@@ -102,8 +110,10 @@ def read_drafting(
         earlier = found[name].get(option.name)
         if earlier is not None:
             raise UsageError(f"--set {text}: {earlier.flag} has set {option.name} already; leave one out")
-        flag = f"--set {option.name}"
+        flag = f"--set {option.name}" if len(rows) == 1 else f"--set {name}.{option.name}"
         found[name][option.name] = Given(flag, option.parse(value, flag))
+    for name, row in rows.items():
+        _check_size(row, found[name])
     return Drafting(found, None if source is None else _read_source(source, rows, batch_size))
 
 
@@ -113,8 +123,6 @@ def _read_named(named: Mapping[str, Any], rows: Mapping[str, Method]) -> dict[st
 
     size = named.get("--num-draft-tokens")
     require(size is None or size >= 1, f"--num-draft-tokens must be at least 1, not {size}")
-    both = size is not None and named.get("--tree") is not None
-    require(not both, "--tree and --num-draft-tokens both set the size of the draft; leave one out")
     found: dict[str, dict[str, Given]] = {name: {} for name in rows}
     for flag, value in named.items():
         if value is None:
@@ -129,6 +137,30 @@ def _read_named(named: Mapping[str, Any], rows: Mapping[str, Method]) -> dict[st
             if option is not None:
                 found[name][option.name] = Given(flag, option.parse(str(value), flag))
     return found
+
+
+def _check_size(row: Method, given: Mapping[str, Given]) -> None:
+    """Raises: UsageError if it is set twice, or huge."""
+    size, tree = given.get(row.size or ""), given.get("tree")
+    if size is None:
+        return
+    if tree is not None:
+        raise UsageError(f"{tree.flag} and {size.flag} both set the size of the draft; leave one out")
+    require(size.value <= LARGEST, f"{size.flag} must be at most {LARGEST}, not {size.value}")
+
+
+def _check_old_stop(text: str | None) -> None:
+    from specjax.trees import stops
+
+    if text is None:
+        return
+    try:
+        stops.parse(text)
+    except UsageError:
+        raise UsageError(
+            "--stop: there are no stop strings; leave it out (rules that stop drafts are given with --draft-stop)"
+        ) from None
+    raise UsageError(f"--stop of drafts is called --draft-stop now; write --draft-stop {text}")
 
 
 def _check_method(name: str, draft: str | None, datastore: Path | None) -> None:
@@ -201,6 +233,6 @@ def read_costs(costs: str | None, names: list[str], controller: str | None):
     except OSError:
         what = f'--costs must be measured or the JSON that `specjax plan --json` printed, not "{costs}"'
         raise UsageError(what) from None
-    except ValueError:
+    except (ValueError, RecursionError):  # that of brackets in brackets
         raise UsageError(f"--costs: {costs}: it is not JSON; write it with `specjax plan --json`") from None
     return parsed(f"--costs: {costs}", planned, plan)

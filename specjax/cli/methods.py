@@ -35,10 +35,12 @@ def methods(
     from rich.console import Console
 
     out = Console()
+    wanted = {"rules": rules, "trees": trees, "controllers": controllers, "sampling": sampling}
     if method is not None:
+        extra = [f"--{name}" for name, asked in (wanted | {"all": everything}).items() if asked]
+        o.require(not extra, f"{' and '.join(extra)} list what all methods share; leave METHOD {method} out")
         _show_one(method, as_json, out)
         return
-    wanted = {"rules": rules, "trees": trees, "controllers": controllers, "sampling": sampling}
     names = [name for name, asked in wanted.items() if asked or everything]
     if everything or not names:
         names = ["methods", *names]

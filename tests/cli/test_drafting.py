@@ -143,6 +143,10 @@ def test_drafters_inside_of_others_read_the_corpus(store):
     assert (of_suffix.corpus.tokens == index).all() and (of_rest.tokens == index).all() and drafter.num_nodes == 4
     drafter = specjax.make_drafter("hierarchical", target, draft, inner="rest:3,depth=2", datastore=opened)
     assert (drafter.params[1].tokens == index).all()
+    drafter = specjax.make_drafter("suffix", target, fallback="rest:3,depth=2", datastore=opened)
+    assert (
+        sum(leaf.shape == index.shape and bool((leaf == index).all()) for leaf in jax.tree.leaves(drafter.params)) == 2
+    )
     drafter = specjax.make_drafter("hierarchical", target, draft, datastore=opened)  # prompt lookup has no use for it
     assert drafter == specjax.make_drafter("hierarchical", target, draft)
 
@@ -157,6 +161,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
     assert "say which one, such as --set jacobi.window=2" in refused(*run, *both, "--set", "window=2")
     words = refused(*run, *both, "--set", "lookahead.window=2")
     assert "lookahead is not among the methods of this run, jacobi, suffix" in words
+    assert "--set jacobi.window must be a whole number" in refused(*run, *both, "--set", "jacobi.window=x")
     words = refused(*run, *both, "--num-draft-tokens", 3)
     assert "--num-draft-tokens does not apply to method jacobi" in words
 
@@ -168,6 +173,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
             ["--stop", "confidence:0.4"],
             "--stop of drafts is called --draft-stop now; write --draft-stop confidence:0.4",
         ),
+        (["--stop", "###"], "--stop: there are no stop strings; leave it out"),
         (["--method", "pearl"], "--method: method pearl is a loop of its own"),
         (["--method", "nar_block"], "cannot load what nar_block needs; call specjax.drafters.nar_block in Python"),
         (["--set", "group"], '--set wants NAME=VALUE, such as group=3, not "group"'),
@@ -178,6 +184,10 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--method", "jacobi", "--set", "window=0"], "--set window must be at least 1, not 0"),
         (["--method", "jacobi", "--set", "initial=left"], "--set initial must be one of random, repeat, sample"),
         (["--method", "jacobi", "--set", "window=2", "--set", "window=3"], "--set window has set window already"),
+        (["--method", "jacobi", "--set", "ids=1,2,3"], '--set ids must be two whole numbers joined by a comma, not "1'),
+        (["--method", "swift", "--set", "stop=nan"], '--set stop must be a number, not "nan"'),
+        (["--method", "auto", "--set", "num_recycled=0"], "--set num_recycled: num_nodes must be from 1 to 80, not 0"),
+        (["--set", "num_recycled=0", "--set", "widths=1,2"], "--method auto: num_nodes must be from 1 to 80, not 0"),
         (["--method", "stand", "--set", "read_prompt=maybe"], '--set read_prompt must be yes or no, not "maybe"'),
         (["--method", "suffix", "--set", "fallback=two_model"], 'two_model" is no drafter for the inside of another'),
         (["--method", "suffix", "--set", "fallback=jacobi"], "--set fallback must be a drafter without randomness"),
@@ -186,16 +196,30 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--method", "suffix", "--set", "num_tokens=2", "--num-draft-tokens", "3"], "--num-draft-tokens has set"),
         (["--method", "suffix", "--tree", "2x1"], "--tree does not apply to method suffix, only to two_model and"),
         (["--draft", "draft", "--tree", "2x1", "--num-draft-tokens", "3"], "both set the size of the draft"),
+        (
+            ["--draft", "draft", "--tree", "2x1", "--set", "num_tokens=3"],
+            "--tree and --set num_tokens both set the size",
+        ),
+        (
+            ["--draft", "draft", "--set", "tree=2x1", "--num-draft-tokens", "3"],
+            "--set tree and --num-draft-tokens both",
+        ),
+        (["--draft", "draft", "--num-draft-tokens", "1000000000"], "--num-draft-tokens must be at most 4096, not 1000"),
         (["--draft", "draft", "--tree", "nowhere.json"], "--tree: cannot read nowhere.json"),
         (["--draft", "draft", "--tree", "sequoia:.9,.9:8"], "--tree: acceptance must be chances"),
         (["--draft", "draft", "--tree", "[[0, 0]]"], "--tree: the tree has the path [0, 0] without [0]; add it"),
         (["--draft", "draft", "--method", "rasd", "--tree", "2x1"], "--tree must be grown without randomness"),
         (["--verifier", "typical:high"], '--verifier: epsilon must be a number, not "high"'),
+        (["--verifier", "typical:nan"], '--verifier: epsilon must be a number, not "nan"'),
+        (["--verifier", "judge"], '--verifier: rule "judge" takes arrays; make it with specjax.verifiers.judge in'),
         (["--verifier", "standard:3"], '--verifier: rule "standard" takes no parameters'),
         (["--verifier", "multipath_block"], "--verifier: "),
+        (["--costs", "deep.json"], "--costs: deep.json: it is not JSON"),
     ],
 )
-def test_bad_flags(refused, flags, words):
+def test_bad_flags(refused, tmp_path, monkeypatch, flags, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep.json").write_text(100_000 * "[")
     assert words in refused("generate", "abc", *SHORT, *flags)
 
 
@@ -215,8 +239,25 @@ def test_a_plan_that_drafts_nothing(refused, tmp_path):
 def test_every_option_can_be_written(name):
     """Of each kind of value one, read as what the factory takes."""
     row = specjax.METHODS[name]
-    texts = {"N": "3", "X": "0.5", "yes|no": "yes", "N,N,...": "1,3", "TREE": "2x1", "SHAPE": "2x1", "NAME": "suffix"}
-    values = {"N": 3, "X": 0.5, "yes|no": True, "N,N,...": (1, 3), "TREE": parse("2x1"), "SHAPE": parse_paths("2x1")}
+    texts = {
+        "N": "3",
+        "X": "0.5",
+        "yes|no": "yes",
+        "N,N,...": "1,3",
+        "N,N": "1,3",
+        "TREE": "2x1",
+        "SHAPE": "2x1",
+        "NAME": "suffix",
+    }
+    values = {
+        "N": 3,
+        "X": 0.5,
+        "yes|no": True,
+        "N,N,...": (1, 3),
+        "N,N": (1, 3),
+        "TREE": parse("2x1"),
+        "SHAPE": parse_paths("2x1"),
+    }
     for option in row.options:
         text = texts.get(option.form, option.type[-1] if isinstance(option.type, tuple) else "confidence:0.5")
         flags = [f"{option.name}={text}"]

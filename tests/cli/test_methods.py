@@ -26,6 +26,8 @@ def test_the_options_of_one(cli, refused):
     assert json.loads(cli("methods", "pearl_in_one_program", "--json").out)["options"][0]["required"] is True
     assert "specjax.decoders.superposed" in cli("methods", "superposed_decoding").out
     assert "on CPU: ngram=4, window=3, guesses=2" in cli("methods", "lookahead").out
+    words = refused("methods", "jacobi", "--rules", "--all")
+    assert "--rules and --all list what all methods share; leave METHOD jacobi out" in words
     assert 'METHOD: unknown method "medusa"; choose one of auto' in refused("methods", "medusa")
 
 
