@@ -16,7 +16,7 @@ from specjax.types import DecodeState, Info, Stats
 
 
 class Record(Protocol):
-    """What writes a run down, to go on from after a restart: `specjax.parallel.resuming.Kept`."""
+    """What writes a run down, to go on from after a restart: `specjax.resuming.Kept`."""
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
         """The state to go on from and, of an earlier run, its text as if one step had added it, and its sums."""

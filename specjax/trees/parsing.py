@@ -140,16 +140,20 @@ def _from_file(spec: str) -> Paths:
     name, side = f"{name}.json", side.removeprefix(":")
     try:
         document: Any = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {name} ({error.strerror or error}); check the path") from None
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RecursionError):
+            raise UsageError(f"{name} is nested too deep for a tree; write it with `specjax plan --json`") from None
+        raise UsageError(f"cannot read {name} ({getattr(error, 'strerror', None) or error}); check the path") from None
     except ValueError:
         raise UsageError(f"{name} is not JSON; write it with `specjax plan --json`") from None
     if isinstance(document, list) and not side:
         return _checked(json.dumps(document), name)
-    choices = document.get("choices") if isinstance(document, dict) else None
-    if not choices:
+    try:
+        by_side = {str(choice["side"]): choice["paths"] for choice in document["choices"]}
+    except (TypeError, KeyError):
+        by_side = {}
+    if not by_side:
         raise UsageError(f"{name} holds neither rank paths nor a plan; write it with `specjax plan --json`")
-    by_side = {choice["side"]: choice["paths"] for choice in choices}
     side = side or next(iter(by_side))
     if side not in by_side:
         raise UsageError(f'{name} has no choice by "{side}"; write {name}:{" or ".join(by_side)}')
@@ -162,7 +166,7 @@ def _checked(text: str, where: str) -> Paths:
     """Rank paths of a JSON text. Raises: UsageError unless every node has its parent and its elder sibling."""
     try:
         paths = tuple(tuple(path) for path in json.loads(text))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         paths = ()
     if not paths or not all(path and all(type(rank) is int and rank >= 0 for rank in path) for path in paths):
         raise UsageError(f"{where} must be rank paths such as [[0], [1], [0, 0]]")

@@ -72,3 +72,16 @@ def test_a_file_by_what_it_says(tmp_path):
 def test_bad_trees(spec, words):
     with pytest.raises(UsageError, match=words):
         parse(spec)
+
+
+@pytest.mark.parametrize("text", ['{"choices": [1]}', '{"choices": "abc"}', '{"choices": [{"side": "a"}]}', "3"])
+def test_a_file_that_is_no_tree_says_so(text, tmp_path):
+    (tmp_path / "tree.json").write_text(text)
+    with pytest.raises(UsageError, match="neither rank paths nor a plan"):
+        parse_paths(str(tmp_path / "tree.json"))
+
+
+def test_a_file_nested_too_deep_says_so(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="nested too deep"):
+        parse_paths(str(tmp_path / "deep.json"))

@@ -19,6 +19,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.trees.operations import chain
 from specjax.types import Array, TokenTree
@@ -32,8 +33,9 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
     batch, n = tree.tokens.shape
     depth, left_over = divmod(n - 1, paths)
     if left_over:
-        raise ValueError(
-            f"{n - 1} drafted nodes are not {paths} chains of one length; set `paths` as the drafter has it"
+        raise UsageError(
+            f"multipath_block for {paths} paths was given {n - 1} drafted nodes, which are no {paths} chains of one "
+            "length; give it as many paths as the tree has, multipath_block(paths)"
         )
     logits = need_logits(tree)
     index = jnp.arange(n)
@@ -105,7 +107,12 @@ def _skew(draft_logits: Array, target_logits: Array, nodes: Array, following: Ar
 
 @functools.cache
 def multipath_block(paths: int) -> Verifier:
-    """The rule for drafts of `paths` chains drawn independently, as `trees.independent_paths` makes them."""
+    """The rule for drafts of `paths` chains drawn independently, as `trees.independent_paths` makes them.
+
+    Raises: UsageError for less than one path.
+    """
+    if paths < 1:
+        raise UsageError(f"paths must be at least 1, not {paths}")
     return Verifier(
         f"multipath_block({paths})",
         with_keys(functools.partial(core, paths=paths)),

@@ -19,7 +19,7 @@ from rules import module
 from tiers import exhaustive
 from toy import DRAFT_ROWS, MARKOV, ONE_STEP, TARGET_ROWS, joint_law, template
 
-from specjax import verifiers
+from specjax import UsageError, verifiers
 from specjax.trees import operations
 from specjax.types import TokenTree
 from specjax.verifiers.verifier import law
@@ -491,3 +491,14 @@ def test_a_full_vocabulary_needs_little_more_than_its_inputs(name):
     floats = used / 4 / (n * vocab)
     print(name, floats)
     assert floats < (3 if name in ("traversal", "multipath_block(2)") else 0.5), floats
+
+
+def test_multipath_block_refuses_what_it_cannot_take():
+    """UsageErrors, which the command line prints: no path, and trees that are not so many chains of one length."""
+    with pytest.raises(UsageError, match="paths must be at least 1, not 0"):
+        verifiers.multipath_block(0)
+    tree = TokenTree(
+        jnp.zeros((1, 5), int), jnp.array([[-1, 0, 0, 1, 2]]), jnp.ones((1, 5), bool), jnp.zeros((1, 5, 3))
+    )
+    with pytest.raises(UsageError, match="no 3 chains of one length"):
+        multipath(3)(jnp.zeros((1, 5)), tree, jnp.zeros((1, 5, 3)))
