@@ -52,7 +52,8 @@ def decode(
     Args:
       target: the model and its parameters.
       drafter: see `specjax.drafters`; its parameters, if any, are its leaves. The name of a row of METHODS that needs
-        nothing else will do; None is "auto", which drafts where it pays.
+        nothing else will do; None is "auto", which drafts where it pays ("prompt_lookup" where the model takes chains
+        only).
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
       key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B]. A row's text depends on its
         key and prompt only, not on the batch.
@@ -93,7 +94,14 @@ def _prepare(target: Target, drafter: Drafter | str | None, prompts: Prompts, se
 
 
 def _drafter(target: Target, drafter: Drafter | str | None) -> Drafter:
-    return drafter if isinstance(drafter, Drafter) else make_drafter(drafter or "auto", target)
+    default = "auto" if target.model.capabilities.trees else "prompt_lookup"
+    return drafter if isinstance(drafter, Drafter) else make_drafter(drafter or default, target)
+
+
+def _refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
+    for name in names:
+        if settings.get(name):
+            raise UsageError(f"{where} does not report {name}; leave it out, or use decode")
 
 
 def stream(
@@ -116,6 +124,7 @@ def stream(
     the tokens of an uninterrupted run. One that finds that of another run raises UsageError. Not with `logprobs`, which
     it does not keep.
     """
+    _refuse(settings, "stream", ("debug",))
     job = _prepare(
         target, drafter, prompts, Settings(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs
     )
@@ -157,6 +166,7 @@ def serve(
     same requests at the same times, and sees all of their texts.
     Raises: UsageError for a setting outside its range, or a mesh that splits the batch.
     """
+    _refuse(settings, "serve", ("debug", "logprobs"))
     if slots < 1 or longest_prompt < 1:
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
     if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:

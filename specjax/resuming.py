@@ -99,9 +99,15 @@ def fingerprint_of(job: Job) -> dict[str, str]:
     drafter = dataclasses.replace(parts.drafter, params=())
     return {
         "prompts": fingerprint.digest(tokens.tobytes() + lengths.tobytes() + repr(tokens.shape).encode()),
-        "inputs": fingerprint.digest(fingerprint.samples(job.inputs)),
+        "inputs": fingerprint.digest(_contents(job.inputs)),
         "random keys": fingerprint.digest(np.asarray(gather(jax.random.key_data(job.keys))).tobytes()),
         "settings": fingerprint.digest(fingerprint.describe(settings)),
         "target": fingerprint.of_model(parts.target),
         "drafter": fingerprint.digest((fingerprint.describe(drafter), fingerprint.samples(parts.drafter.params))),
     }
+
+
+def _contents(inputs: Any) -> list:
+    """All of every array, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(gather(inputs))
+    return [(jax.tree_util.keystr(path), x.shape, str(x.dtype), np.asarray(x).tobytes()) for path, x in leaves]

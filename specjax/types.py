@@ -154,6 +154,10 @@ class Model(NamedTuple):
     config: Any = None  # what it was made from, if by `specjax.models`
     mesh: jax.sharding.Mesh | None = None  # over which its parameters lie
 
+    def reads(self, inputs: PyTree) -> PyTree:
+        """`inputs` for `begin` if the model reads any, else None: of a draft model beside a target that does."""
+        return inputs if self.capabilities.inputs else None
+
     def rewound(self, cache: PyTree, length: Array) -> PyTree:
         """`rewind`, where it is known that the model can."""
         assert self.rewind is not None, f"{self.name} cannot rewind"
@@ -249,6 +253,8 @@ class Drafter:
         metadata=STATIC, default=(1,)
     )  # verify widths worth compiling, besides N; above 1: of trees whose
     # valid nodes stand in front (`trees.operations.compact`)
+    chains: bool = field(metadata=STATIC, default=False)  # all its trees are chains; known of draws="chain"
+    rewinds: bool = field(metadata=STATIC, default=True)  # its text may become shorter, as within `hierarchical`
     follows_any_tree: bool = field(metadata=STATIC, default=False)  # `observe` may get trees drafted by others
     read: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
     remember: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
@@ -257,6 +263,11 @@ class Drafter:
     params: PyTree = ()
 
     replace = replace
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether every node has the one before it for a parent."""
+        return self.chains or self.draws == "chain" or self.num_nodes <= 2
 
 
 VerifyFn = Callable[[Array, TokenTree, Array], Verdict]

@@ -157,7 +157,7 @@ class Role:
 
 def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
     """Of the draft and of the target."""
-    of = lambda side: Role(side, settings.warping(), keys, inputs if side.model.capabilities.inputs else None)
+    of = lambda side: Role(side, settings.warping(), keys, side.model.reads(inputs))
     return of(draft), of(target)
 
 

@@ -106,7 +106,7 @@ def prepare(
 
     Raises: UsageError for no prompt, an empty one, one over the capacity, or a rule or drafter that does not fit.
     """
-    _check_capabilities(target, drafter)
+    check_pair(target, drafter)
     capacity = settings.capacity or target.model.max_positions
     tokens, lengths = pack(prompts, max_new_tokens, drafter.num_nodes, capacity)
     parts = Parts(
@@ -119,16 +119,31 @@ def prepare(
         coupled=settings.is_coupled,
         keep=Keep(logprobs=settings.logprobs, violations=settings.debug),
     )
+    _check_inputs(target, inputs, len(tokens))
     keys = row_keys(key, tokens.shape[0])
     return Job(parts, tokens, lengths, keys, lengths + max_new_tokens, inputs)
 
 
-def _check_capabilities(target: Target, drafter: Drafter) -> None:
+def check_pair(target: Target, drafter: Drafter) -> None:
+    """Raises: UsageError for a drafter that asks of the target what it cannot do."""
     able, name = target.model.capabilities, target.model.name
-    if drafter.num_nodes > drafter.max_depth + 1 and not able.trees:
-        raise UsageError(f"the model {name} takes chains only, and this drafter drafts trees; choose one of chains")
+    if not (drafter.drafts_chains or able.trees):
+        raise UsageError(
+            f"the model {name} takes chains only, and this drafter may draft trees; choose one of chains, such as "
+            "prompt_lookup, or say chains=True of your own"
+        )
     if drafter.taps and not able.taps:
         raise UsageError(f"the drafter reads the target's layers {drafter.taps}, which the model {name} does not show")
+
+
+def _check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
+    """Raises: UsageError for inputs that the model does not read, lacks, or that are not one per row."""
+    name = target.model.name
+    if target.model.capabilities.inputs and inputs is None:
+        raise UsageError(f"the model {name} reads inputs besides tokens; give inputs=, one per prompt")
+    for leaf in jax.tree.leaves(inputs):
+        if jnp.ndim(leaf) < 1 or len(leaf) != batch:
+            raise UsageError(f"inputs must have one entry per prompt, {batch}, but one has the shape {jnp.shape(leaf)}")
 
 
 def _check_range(name: str, value, holds: Callable[[np.ndarray], np.ndarray], wanted: str) -> None:
@@ -149,7 +164,7 @@ def pack(prompts: Prompts, max_new_tokens: int, num_nodes: int, capacity: int) -
         tokens, lengths = jnp.asarray(prompts[0], jnp.int32), jnp.asarray(prompts[1], jnp.int32)
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
             raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")
-        _check_lengths(lengths, max_new_tokens, capacity)
+        _check_lengths(lengths, max_new_tokens, capacity, tokens.shape[1])
         size = buffer_size(tokens.shape[1], max_new_tokens, num_nodes, capacity)
         return jnp.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
     if not len(prompts):
@@ -162,10 +177,13 @@ def pack(prompts: Prompts, max_new_tokens: int, num_nodes: int, capacity: int) -
     return jnp.asarray(padded), jnp.asarray(rows, jnp.int32)
 
 
-def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: int) -> None:
+def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: int, width: int | None = None) -> None:
+    """`width`: of the array that the prompts are given in."""
     if isinstance(lengths, jax.core.Tracer):
         return
     for row, length in enumerate(gather(lengths)):
+        if width is not None and length > width:
+            raise UsageError(f"prompt {row} is said to have {length} tokens, but the array of prompts holds {width}")
         if length < 1:
             raise UsageError(f"prompt {row} is empty; a prompt needs at least one token (such as bos)")
         if length + max_new_tokens > capacity:

@@ -75,7 +75,7 @@ def serve_requests(
             if request is None:
                 break
             came += 1
-            error = _misfit(request, longest_prompt, max_new_tokens)
+            error = _misfit(request, longest_prompt, max_new_tokens, job.inputs)
             if error:
                 yield Served(came, [], 0, "refused", error)
                 continue
@@ -108,12 +108,15 @@ def _news(info: Info, rows: list[_Row | None]):
             yield slot, row, Served(row.request, new, int(accepted[slot]), reason)
 
 
-def _misfit(request: Request, longest_prompt: int, max_new_tokens: int) -> str | None:
+def _misfit(request: Request, longest_prompt: int, max_new_tokens: int, inputs: PyTree) -> str | None:
     length, count = len(request.prompt), request.max_new_tokens
     if not 1 <= length <= longest_prompt:
         return f"its prompt has {length} tokens, not 1 to longest_prompt ({longest_prompt})"
     if count is not None and not 1 <= count <= max_new_tokens:
         return f"its max_new_tokens is {count}, not 1 to that of serve ({max_new_tokens})"
+    form = lambda tree, of: (jax.tree.structure(tree), [(of(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
+    if form(request.inputs, jnp.shape) != form(inputs, lambda x: jnp.shape(x)[1:]):
+        return "its inputs do not have the form of those that serve was given"
     return None
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
@@ -195,15 +196,15 @@ def _is_key(x) -> bool:
 
 
 def _flat(tree: PyTree) -> dict:
-    """Path -> array without a type of its own: any tree, as Orbax knows it."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    """Path -> array without a type of its own: any tree, as Orbax knows it, which takes no empty arrays."""
+    leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if x.size]
     plain = {jax.tree_util.keystr(path): jax.random.key_data(x) if _is_key(x) else x for path, x in leaves}
     return plain or {"empty": np.zeros((), np.int32)}
 
 
 def _abstract(like: PyTree) -> dict:
     """`_flat` of arrays or shapes, as shapes with their places."""
-    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(like)}
+    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(like) if x.size}
     shapes = {}
     for name, x in leaves.items():
         data = jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
@@ -213,6 +214,8 @@ def _abstract(like: PyTree) -> dict:
 
 def _unflat(found: Mapping, like: PyTree) -> PyTree:
     def one(path, x):
+        if not x.size:
+            return jnp.zeros(x.shape, x.dtype)
         value = found[jax.tree_util.keystr(path)]
         return jax.random.wrap_key_data(value, impl=_impl(x)) if _is_key(x) else value
 

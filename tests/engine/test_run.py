@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from toy import markov
 
-from specjax import Settings, decode, drafters
+from specjax import Settings, UsageError, decode, drafters, serve, stream
 from specjax.engine import prepare as preparing
 from specjax.engine.run import run, start, step
 from specjax.engine.step import BUCKET, buffer_size
@@ -49,3 +49,15 @@ def test_start_and_step_are_what_run_loops():
     ours = [np.asarray(state.tokens)[b, n : n + 9].tolist() for b, n in enumerate((4, 1))]
     assert ours == whole.to_lists()
     assert passes == int(whole.stats.target_passes.max())
+
+
+def test_prompts_longer_than_their_array_are_refused():
+    with pytest.raises(UsageError, match="prompt 1 is said to have 9 tokens, but the array of prompts holds 4"):
+        decode(markov(), None, (np.zeros((2, 4), np.int32), np.array([4, 9])), key=KEY, max_new_tokens=4)
+
+
+def test_stream_and_serve_refuse_what_they_do_not_report():
+    with pytest.raises(UsageError, match="stream does not report debug"):
+        stream(markov(), None, [[0]], key=KEY, max_new_tokens=4, debug=True)
+    with pytest.raises(UsageError, match="serve does not report logprobs"):
+        serve(markov(), None, [], slots=1, longest_prompt=4, max_new_tokens=4, logprobs=True)

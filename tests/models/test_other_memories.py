@@ -12,8 +12,10 @@ from toy import chi_square, tiny_llama
 from toy_models import INPUTS, VOCAB, alike, encoding, fold_in_order, inputs_of, recurrent, recurrent_model
 
 import specjax
-from specjax import buffers, trees
-from specjax.drafters import prompt_lookup, two_model
+from specjax import UsageError, buffers, trees
+from specjax.drafters import auto, hierarchical, prompt_lookup, suffix, token_recycling, two_model
+from specjax.engine.prepare import prepare
+from specjax.resuming import fingerprint_of
 from specjax.types import Target
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [5], [7, 8]]
@@ -163,3 +165,67 @@ def test_a_stream_gives_the_text_of_decode(make):
         for text, new in zip(texts, step.tokens, strict=True):
             text += new
     assert texts == specjax.decode(target, two_model(alike(target), 3), PROMPTS, **options).to_lists()
+
+
+def chains_only() -> Target:
+    """The recurrent model for which a tree is a chain in the order of its nodes, and which says so."""
+    model = recurrent_model(VOCAB, fold_in_order)
+    return Target(model._replace(capabilities=model.capabilities._replace(trees=False)), recurrent().params)
+
+
+def test_a_model_that_takes_chains_only_is_given_no_trees():
+    target = chains_only()
+    wanted = plain(target)
+    assert specjax.decode(target, None, PROMPTS, **OPTIONS).to_lists() == wanted  # by default prompt lookup
+    assert specjax.decode(target, suffix(5), PROMPTS, **OPTIONS).to_lists() == wanted
+    for drafter in (auto(VOCAB, costs=(1.0,) * 4), suffix(15, fallback=token_recycling(VOCAB, num_nodes=7))):
+        with pytest.raises(UsageError, match="takes chains only"):
+            specjax.decode(target, drafter, PROMPTS, **OPTIONS)
+    with pytest.raises(UsageError, match="takes chains only"):
+        hierarchical(chains_only(), token_recycling(VOCAB, num_nodes=7))
+
+
+def test_what_hierarchical_cannot_take_back_is_refused():
+    with pytest.raises(UsageError, match="cannot rewind its cache, as the middle one must"):
+        hierarchical(recurrent(), prompt_lookup(2))
+    with pytest.raises(UsageError, match="inner drafter's model cannot rewind"):
+        hierarchical(tiny_llama(vocab=VOCAB), two_model(recurrent(), lag=4))
+
+
+def test_a_middle_model_without_inputs_drafts_for_a_target_with_some():
+    drafter = hierarchical(tiny_llama(vocab=VOCAB), prompt_lookup(2))
+    found = specjax.decode(encoding(), drafter, PROMPTS, **OPTIONS, **inputs_for(encoding()))
+    assert found.to_lists() == plain(encoding(), **inputs_for(encoding()))
+
+
+def test_inputs_are_one_per_prompt_and_neither_missing_nor_too_many():
+    with pytest.raises(UsageError, match="reads inputs besides tokens"):
+        specjax.decode(encoding(), None, PROMPTS, **OPTIONS)
+    with pytest.raises(UsageError, match="one entry per prompt, 3"):
+        specjax.decode(encoding(), None, PROMPTS, **OPTIONS, inputs=inputs_of(1))
+
+
+def test_serve_refuses_a_request_with_wrong_inputs_and_goes_on():
+    inputs = inputs_of(2)
+    row = lambda i: jax.tree.map(lambda x: x[i], inputs)
+    key = jax.random.key(0)
+    requests = [specjax.Request([1, 2], key, inputs=row(0)), specjax.Request([1, 2], key)]
+    news = list(
+        specjax.serve(
+            encoding(), prompt_lookup(2), requests, slots=2, longest_prompt=4, max_new_tokens=5, inputs=row(0)
+        )
+    )
+    assert [(n.request, n.error) for n in news if n.error] == [
+        (1, "its inputs do not have the form of those that serve was given")
+    ]
+    assert sum(len(n.tokens) for n in news if n.request == 0) == 5
+
+
+def test_runs_with_other_inputs_are_other_runs():
+    ours = inputs_of(len(PROMPTS))
+    theirs = jax.tree.map(lambda x: x.at[1].add(1), ours)
+    job = lambda inputs: prepare(
+        encoding(), prompt_lookup(2), PROMPTS, specjax.Settings(), key=OPTIONS["key"], max_new_tokens=4, inputs=inputs
+    )
+    first, second = fingerprint_of(job(ours)), fingerprint_of(job(theirs))
+    assert {name for name in first if first[name] != second[name]} == {"inputs"}

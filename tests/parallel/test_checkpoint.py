@@ -14,7 +14,7 @@ from toy import markov, tiny_llama
 
 import specjax
 from specjax import UsageError, parallel
-from specjax.drafters import prompt_lookup, token_recycling
+from specjax.drafters import autoregressive, prompt_lookup, token_recycling
 from specjax.parallel import fingerprint
 from specjax.parallel.checkpoint import Running
 from specjax.types import DecodeState
@@ -102,6 +102,12 @@ def test_an_interrupted_stream_goes_on_on_another_mesh(tmp_path):
     np.testing.assert_array_equal(passes, sum(step.info.active for step in steps))
     rows, again = run(spread(2, 4), drafter, tmp_path / "run")
     assert rows == whole and len(again) == 1
+
+
+def test_plain_decoding_whose_sums_have_no_depths_goes_on(tmp_path):
+    whole, _ = run(markov(), autoregressive(), None)
+    run(markov(), autoregressive(), tmp_path, stop=6)
+    assert run(markov(), autoregressive(), tmp_path)[0] == whole
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):

@@ -104,7 +104,8 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
         batch, width = tree.tokens.shape  # that of the pass
         known = costs_of.at(costs, widths, batch, dtype, platform)
         running = jnp.sum(verdict.num_nodes > 0)
-        reward = jnp.sum(verdict.num_nodes) / jnp.maximum(running, 1) / known[widths.index(width)]
+        wide_enough = next((i for i, own in enumerate(widths) if own >= width), -1)  # another drafter may set the width
+        reward = jnp.sum(verdict.num_nodes) / jnp.maximum(running, 1) / known[wide_enough]
         return seen, reward
 
     def update(params: Memory, state: _State, seen: tuple[PyTree, Array], verdict) -> _State:
@@ -113,7 +114,10 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
             drafter.update(own, memory, noticed, verdict)
             for drafter, own, memory, noticed in zip(several, params.several, state.several, each, strict=True)
         )
-        return _State(states, bandit.update(state.arms, state.arm, reward), state.arm)
+        was_pulled = jnp.any(verdict.num_nodes > 0)  # not so where all rows had ended
+        pulled = bandit.update(state.arms, state.arm, reward)
+        arms = jax.tree.map(lambda new, old: jnp.where(was_pulled, new, old), pulled, state.arms)
+        return _State(states, arms, state.arm)
 
     def axes(state: _State) -> _State:
         each = zip(several, state.several, strict=True)
@@ -133,6 +137,8 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
         axes=axes,
         read=read if any(drafter.read for drafter in several) else None,
         remember=remember,
+        chains=all(drafter.drafts_chains for drafter in several),
+        rewinds=all(drafter.rewinds for drafter in several),
         num_nodes=nodes,
         max_depth=max(drafter.max_depth for drafter in several),
         widths=tuple(w for w in widths if w < nodes),

@@ -122,6 +122,7 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
         axes=axes,
         read=read if model.read or retrieval.read else None,
         remember=remember if model.remember or retrieval.remember else None,
+        rewinds=model.rewinds and retrieval.rewinds,
         follows_any_tree=model.follows_any_tree,
         num_nodes=nodes,
         max_depth=max(model.max_depth, retrieval.max_depth),

@@ -88,6 +88,7 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
         num_nodes=num_tokens + 1,
         max_depth=num_tokens,
         widths=(1,),
+        chains=True,
         follows_any_tree=True,
     )
 

@@ -55,6 +55,7 @@ def prompt_lookup(
         num_nodes=num_tokens + 1,
         max_depth=num_tokens,
         widths=(1,),
+        chains=True,
         follows_any_tree=True,
     )
 

@@ -130,6 +130,7 @@ def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, 
         remember=remember if other.remember else None,
         num_nodes=nodes,
         max_depth=max(num_tokens, other.max_depth),
+        chains=other.drafts_chains,
         widths=tuple(sorted({w for w in (1, 4, 8, *other.widths, other.num_nodes) if w < nodes})),
     )
 

@@ -24,6 +24,7 @@ from specjax.controllers import fixed
 from specjax.drafters.model.two_model import feed_last
 from specjax.engine.parts import Keep, Parts
 from specjax.engine.prefill import prefill
+from specjax.engine.prepare import check_pair
 from specjax.engine.step import step
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
@@ -51,6 +52,9 @@ def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6) -> Draf
     """
     if min_tokens < 1:
         raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
+    check_pair(middle, inner)
+    if not inner.rewinds:
+        raise UsageError("the inner drafter's model cannot rewind, as it must when the target refuses a draft")
     if middle.model.rewind is None:
         raise UsageError(f"the model {middle.model.name} cannot rewind its cache, as the middle one must")
     config = _Config(middle.model, inner.replace(params=()), min_tokens)
@@ -83,7 +87,7 @@ def _functions(config: _Config) -> Drafter:
 def _init(config: _Config, params, context: Context) -> _State:
     model, (middle, inner) = config.model, params
     batch, buffer = context.tokens.shape
-    cache = model.begin(middle, context.inputs, batch, buffer + config.longest + config.inner.num_nodes)
+    cache = model.begin(middle, model.reads(context.inputs), batch, buffer + config.longest + config.inner.num_nodes)
     cache = prefill(model, middle, cache, context.tokens, jnp.maximum(context.length - LAG, 0))
     return _State(cache, config.inner.init(inner, context._replace(target=Target(model, middle))))
 

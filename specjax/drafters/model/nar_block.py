@@ -65,4 +65,5 @@ def _functions(fill: FillFn, mask_token: int, num_tokens: int) -> Drafter:
         propose=propose,
         num_nodes=num_tokens + 1,
         max_depth=num_tokens,
+        chains=True,
     )

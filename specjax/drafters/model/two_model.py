@@ -92,8 +92,7 @@ def functions(
     def init(params, context: Context):
         seen = context if shorten is None else shorten(context)
         batch, buffer = seen.tokens.shape
-        inputs = seen.inputs if model.capabilities.inputs else None
-        cache = model.begin(params, inputs, batch, buffer + slots)
+        cache = model.begin(params, model.reads(seen.inputs), batch, buffer + slots)
         cache = prefill(model, params, cache, seen.tokens, start(seen.length))
         return _State(cache, context.length - seen.length)
 
@@ -137,6 +136,7 @@ def functions(
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
+        rewinds=model.rewind is not None,
         widths=builder.widths,
     )
 

@@ -8,7 +8,7 @@ import pytest
 from toy import markov, tiny_llama
 
 from specjax import UsageError, decode
-from specjax.drafters import auto, autoregressive, choice, prompt_lookup, token_recycling, two_model
+from specjax.drafters import auto, autoregressive, choice, prompt_lookup, suffix, token_recycling, two_model
 from specjax.engine.parts import Keep
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start
@@ -89,3 +89,22 @@ def test_bad_settings():
         choice(two_model(tiny_llama()))
     with pytest.raises(UsageError, match="depths must be at least 1"):
         choice(prompt_lookup(3), depths=(0,))
+
+
+def test_steps_of_rows_that_have_ended_teach_no_arm():
+    drafter = choice(prompt_lookup(3), token_recycling(7, num_nodes=3), costs=(1.0, 1.0))
+    job = prepare(cycle(7), drafter, [[0]], Settings(), key=jax.random.key(0), max_new_tokens=4)
+    state, advance, over = start(job), jax.jit(step), False
+    while not over:
+        state, _ = advance(job.parts, state)
+        over = bool(state.done.all())
+    idle, _ = advance(job.parts, state)
+    jax.tree.map(np.testing.assert_array_equal, idle.draft.arms, state.draft.arms)
+
+
+def test_it_may_be_a_fallback_under_a_wider_pass():
+    drafter = suffix(9, min_match=3, fallback=choice(prompt_lookup(3), token_recycling(64, num_nodes=3)))
+    text = lambda drafter: decode(
+        tiny_llama(), drafter, [[1, 2, 3, 1, 2, 3, 1]], key=jax.random.key(0), max_new_tokens=24
+    ).to_lists()
+    assert text(drafter) == text(autoregressive())
