@@ -20,7 +20,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 # CPU time with the collector running, 74 s without).
 gc.disable()
 
-MAPS = 30_000  # half of what Linux gives a process by default; every compiled program takes some
+MAPS = 16_000  # a quarter of what Linux gives a process by default, and some 4 GB; every compiled program takes some
 
 
 @pytest.fixture(autouse=True)

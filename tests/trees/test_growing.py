@@ -59,12 +59,12 @@ def plain(temperature=0.0, new=20):
 
 
 # One builder of each way to grow: the others differ in what they propose, which the laws below tell apart.
-@pytest.mark.parametrize("name", those(("chain", "top_and_sampled", "rsd_s", "dyspec", "eagle2"), BUILDERS))
+@pytest.mark.parametrize("name", those(("top_and_sampled", "rsd_s", "eagle2"), BUILDERS))
 def test_greedy_text_is_that_of_plain_decoding(name):
     assert run(name).to_lists() == plain()
 
 
-@pytest.mark.parametrize("name", those(("chain", "dyspec", "rsd_s"), BUILDERS))
+@pytest.mark.parametrize("name", those(("dyspec",), BUILDERS))
 def test_coupled_text_is_that_of_plain_sampling(name):
     assert run(name, 0.9, "coupled").to_lists() == plain(0.9)
 
