@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax import buffers
 from specjax.engine.checks import violations
 from specjax.engine.one_of import one_of_two
 from specjax.engine.parts import Parts
@@ -107,8 +108,8 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observe
     seen = observe(part, verdict, output)
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     kept = Kept(
-        laws=_widen(take_along(logits, along_path, 1), n) if parts.keep.laws else None,
-        logprobs=_widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
+        laws=buffers.widen(take_along(logits, along_path, 1), n) if parts.keep.laws else None,
+        logprobs=buffers.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
         violations=violations(part, drafter.draws, logits) if parts.keep.violations else None,
         scored=Scored(part, logits, output.hidden) if parts.keep.scored else None,
     )
@@ -120,11 +121,6 @@ def _of_running(verdict: Verdict, done: Array) -> Verdict:
     """The verdict with nothing accepted in rows that had ended."""
     path = jnp.where(done[:, None], -1, verdict.path)
     return verdict._replace(path=path, num_nodes=jnp.where(done, 0, verdict.num_nodes))
-
-
-def _widen(x: Array, n: int) -> Array:
-    """x [B, T, ...] with n in place of T, zeros behind."""
-    return jnp.pad(x, ((0, 0), (0, n - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
 
 
 def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) -> Array:
