@@ -2,10 +2,10 @@
 
     python benchmarks/stand_tree.py TEXTS.json OUT.json [COUNT]
 
-TEXTS.json is written by every_method.py --texts. The rounds are replayed as in decoding: the target's laws up to the
-last token are known, and the ranks of the tokens that follow, as long as entries are found and hold them, are the path
-accepted. Takes the first COUNT texts. Prints how long the accepted paths are, without and with the laws of the prompt,
-and writes the 80 best paths of the latter.
+TEXTS.json is written by every_method.py --texts. The rounds are replayed as in decoding: the target's distributions up
+to the last token are known, and the ranks of the tokens that follow, as long as entries are found and hold them, are
+the path accepted. Takes the first COUNT texts. Prints how long the accepted paths are, without and with the
+distributions of the prompt, and writes the 80 best paths of the latter.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def replay(prompt, text, ids, probs, read_prompt):
     whole = prompt + text
 
     def learn(at):
-        law = dict(zip(ids[at].tolist(), probs[at].tolist(), strict=True))
+        distribution = dict(zip(ids[at].tolist(), probs[at].tolist(), strict=True))
         for n, table in tables.items():
             if at + 1 >= n:
                 context = tuple(whole[at + 1 - n : at + 1])
                 old, m = table.get(context, ({}, 0))
-                mean = {t: (m * old.get(t, 0) + law.get(t, 0)) / (m + 1) for t in {*old, *law}}
+                mean = {t: (m * old.get(t, 0) + distribution.get(t, 0)) / (m + 1) for t in {*old, *distribution}}
                 best = sorted(mean, key=lambda t: (-mean[t], t))[:KEPT]
                 table[context] = {t: mean[t] for t in best}, m + 1
 
@@ -76,13 +76,17 @@ def main(texts: str, out: str, count: str = "64") -> None:
     with open(texts) as file:
         data = json.load(file)
     pairs = [x for x in zip(data["prompts"], data["texts"], strict=True) if sum(map(len, x)) <= LONGEST][: int(count)]
-    laws, cache = [], target.model.begin(target.params, None, 1, 1)
+    distributions, cache = [], target.model.begin(target.params, None, 1, 1)
     for prompt, text in pairs:
         padded = np.zeros((1, LONGEST), np.int32)
         padded[0, : len(prompt) + len(text)] = prompt + text
-        laws.append([np.asarray(x) for x in likeliest(target, cache, jnp.asarray(padded))])
+        distributions.append([np.asarray(x) for x in likeliest(target, cache, jnp.asarray(padded))])
     for read_prompt in (False, True):
-        paths = [p for pair, law in zip(pairs, laws, strict=True) for p in replay(*pair, *law, read_prompt)]
+        paths = [
+            p
+            for pair, distribution in zip(pairs, distributions, strict=True)
+            for p in replay(*pair, *distribution, read_prompt)
+        ]
         lengths = np.array([len(path) for path in paths])
         print(f"{len(paths)} rounds of {len(pairs)} texts, the prompt {'read' if read_prompt else 'not read'}:")
         print(f"  accepted {lengths.mean():.3f} on average, nothing at {np.mean(lengths == 0):.3f}")

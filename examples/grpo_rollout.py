@@ -4,9 +4,9 @@
     python examples/grpo_rollout.py --target smollm2-135m --prompt "Name a river." --max-new-tokens 32
 
 GRPO (Shao et al.: DeepSeekMath, 2024, arXiv 2402.03300): several samples per prompt, rewards normalised within each
-group, a clipped policy gradient; here without a reference model. Speculation keeps the law of the samples, so the
-policy that is updated is the one that sampled, and `logprobs=True` gives the probabilities that its ratio needs. The
-drafter has no weights, so it cannot fall behind the policy. The reward is a toy, the share of even token ids; the
+group, a clipped policy gradient; here without a reference model. Speculation keeps the distribution of the samples, so
+the policy that is updated is the one that sampled, and `logprobs=True` gives the probabilities that its ratio needs.
+The drafter has no weights, so it cannot fall behind the policy. The reward is a toy, the share of even token ids; the
 default policy is a tiny random Llama, which learns it within seconds.
 """
 

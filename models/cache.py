@@ -2,7 +2,7 @@
 
 Keys and values are arrays of the model's dtype or, half as large and lossy, int8 with one float32 scale per token and
 head (`specjax.quantization`). A quantised model rounds them as they are made, before any token sees them: committed,
-pending or its own, a token's key is the same to all, so the model's law does not depend on what was drafted.
+pending or its own, a token's key is the same to all, so the model's distribution does not depend on what was drafted.
 
 That is exact, but rounding magnifies what it is given: a product that another width of pass rounds otherwise turns a
 few elements by a step, and later layers more. Of SmolLM2 in float32 the logits of two widths are up to 0.7 apart, as

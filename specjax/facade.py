@@ -62,14 +62,14 @@ def decode(
       top_k, top_p: None, or a number or [B], applied to target and draft alike, after the temperature.
       eos: ids that end a row; the eos itself is the last token of the row.
       sampling: "speculative" accepts a drafted token by its p/q, as often as any rule for one token can, and keeps the
-        law of the text. "coupled" draws target and draft with the same noise, so that the text for a key is that of
-        plain sampling, whatever drafter, tree, batch or mesh; it accepts a little less of one chain, and more of wide
-        trees (docs/verifiers.md).
+        distribution of the text. "coupled" draws target and draft with the same noise, so that the text for a key is
+        that of plain sampling, whatever drafter, tree, batch or mesh; it accepts a little less of one chain, and more
+        of wide trees (docs/verifiers.md).
       verifier: one of `specjax.verifiers`, or your own `VerifyFn`; default: the exact rule for how the drafter draws.
       controller: how deep to draft, one of `specjax.controllers`; default: always as deep as possible.
       capacity: largest length of prompt plus new tokens; default: the model's own limit. No buffer is larger than it
         takes.
-      logprobs: also return the log-probability of each token under the target's law it was drawn from: after
+      logprobs: also return the log-probability of each token under the target's distribution it was drawn from: after
         temperature, top-k and top-p, so 0 for a greedy token and -inf for one that only a lossy rule lets through.
       debug: check every draft for what its verifier needs (`specjax.engine.checks`) and raise UsageError if one lacks
         it; inside the caller's `jit`, where nothing can be raised, look at `stats.violations`.

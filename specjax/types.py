@@ -21,8 +21,8 @@ PyTree = Any
 Guarantee = Literal["distribution", "greedy", "lossy"]
 """What a method promises about its text.
 
-`distribution`: the exact law of the target at any temperature (hence greedy equality too); `greedy`: equality at
-temperature 0 only; `lossy`: neither.
+`distribution`: the exact distribution of the target at any temperature (hence greedy equality too); `greedy`: equality
+at temperature 0 only; `lossy`: neither.
 """
 
 Draws = Literal[
@@ -290,7 +290,7 @@ class Controller(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """What the drafter's laws said of a round, along the accepted path: entry j is of the law of its token j + 1."""
+    """What the drafter's distributions said of a round, on the accepted path: entry j is of that of its token j + 1."""
 
     confidence: Array  # float32[B, N], largest probability
     entropy: Array  # float32[B, N], nats
@@ -315,8 +315,8 @@ class Info(NamedTuple):
     drafted_depth: Array  # int32[B], depth of the deepest valid node
     active: Array  # bool[B], rows that were not done before the step
     hit_eos: Array  # bool[B], rows that ended with an eos token in this step
-    laws: Array | None = None  # float32[B, N, V], warped logits that the added tokens were drawn from, if asked for
-    logprobs: Array | None = None  # float32[B, N], of the added tokens under these laws, if asked for
+    logits: Array | None = None  # float32[B, N, V], warped, that the added tokens were drawn from, if asked for
+    logprobs: Array | None = None  # float32[B, N], of the added tokens under these logits, if asked for
     violations: Array | None = None  # int32[B], bits of `checks.VIOLATIONS`, when debugging
     scored: Scored | None = None  # what the verifier saw, if asked for
     signals: Signals | None = None  # if the controller reads them

@@ -1,4 +1,4 @@
-"""Warping against a sort-based reference, golden values, ties and the law of draws."""
+"""Warping against a sort-based reference, golden values, ties and the distribution of draws."""
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +88,9 @@ def test_settings_are_per_row_and_zero_is_greedy():
 
 
 def test_draws_have_the_law_of_the_logits():
-    law = np.array([0.5, 0.3, 0.15, 0.05])
+    distribution = np.array([0.5, 0.3, 0.15, 0.05])
     keys = jax.random.split(jax.random.key(0), 20_000)
-    tokens = draw(keys, jnp.broadcast_to(jnp.log(jnp.asarray(law, jnp.float32)), (20_000, 4)))
+    tokens = draw(keys, jnp.broadcast_to(jnp.log(jnp.asarray(distribution, jnp.float32)), (20_000, 4)))
     counts = np.bincount(tokens, minlength=4)
-    assert chisquare(counts, law * 20_000).pvalue > 1e-3
+    assert chisquare(counts, distribution * 20_000).pvalue > 1e-3
     assert chisquare(counts, np.array([0.48, 0.32, 0.15, 0.05]) * 20_000).pvalue < 1e-3  # the test can fail

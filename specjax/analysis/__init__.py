@@ -1,4 +1,4 @@
-"""How good an acceptance rule is: its acceptance on given laws, the best possible one, its tokens per target pass.
+"""How good an acceptance rule is: its acceptance on given distributions, the best possible, its tokens per pass.
 
 And what its acceptance gives in time where several copies of the target verify (`dsi`).
 """

@@ -1,15 +1,15 @@
-"""How often each rule accepts one of n siblings at a node with laws p and q, next to the best that is possible.
+"""How often each rule accepts one of n siblings at a node with distributions p and q, next to the best possible.
 
-Of rules that test siblings in turn only the last rejected law matters, so most have a closed form (the papers are named
-in each rule's own file):
+Of rules that test siblings in turn only the last rejected distribution matters, so most have a closed form (the papers
+are named in each rule's own file):
   standard              sum min(p, q), one draft
   specinfer             1 - prod_j (1 - sum min(r_j, q)), r_1 = p, r_{j+1} = norm([r_j - q]+)
   spectr                1 - (1 - beta(rho))^n
-  multipath_block       sum min(p, q'), q' the law of the draft with the largest p/q
+  multipath_block       sum min(p, q'), q' the distribution of the draft with the largest p/q
   greedy_multi_draft    P(T) + sum outside T of min(p, q'), T the n - 1 likeliest drafts
   sample_and_match      P(T), T the n likeliest drafts
   recursive_rejection   as specinfer, but d depends on the tokens rejected so far: summed over them where there are few,
-                        else drawn from their law norm([d - r]+), with exact acceptance along each draw
+                        else drawn from their distribution norm([d - r]+), with exact acceptance along each draw
   coupled               shared noise: that the drafter's top n of log q + G holds the target's argmax of log p + G. With
                         one draft it is sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - TV) / (1 + TV) (Daliri,
                         Musco, Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding, 2024,
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import trees
-from specjax.analysis.optimal import check_laws, optimal_acceptance, order_by_ratio
+from specjax.analysis.optimal import check_distributions, optimal_acceptance, order_by_ratio
 from specjax.errors import UsageError
 from specjax.trees.builders.static import How
 from specjax.types import Context, Draws, Guarantee, Sampling
@@ -42,7 +42,7 @@ simulated comes in parts of this size."""
 
 
 class Acceptance(NamedTuple):
-    """Of one rule, per row of laws."""
+    """Of one rule, per row of distributions."""
 
     rule: str
     draws: Draws
@@ -64,13 +64,13 @@ def acceptance(
     """The probability that `rule` accepts one of n siblings.
 
     Args:
-      rule: "coupled", a name of `specjax.verifiers.VERIFIERS`, or a Verifier. p, q: laws float[..., V].
+      rule: "coupled", a name of `specjax.verifiers.VERIFIERS`, or a Verifier. p, q: distributions float[..., V].
       n: siblings. draws: how they are drawn, where a simulated rule takes several kinds; default: its first that can
         give n. samples, seed: of what is simulated, per row; every row has its own randomness.
 
-    Raises: UsageError for arrays that are not laws, an unknown rule, or more drafts than a rule takes.
+    Raises: UsageError for arrays that are not distributions, an unknown rule, or more drafts than a rule takes.
     """
-    p, q = check_laws(p, q, n)
+    p, q = check_distributions(p, q, n)
     if samples < 2:
         raise UsageError(f"samples must be at least 2, not {samples}")
     shape, rows = p.shape[:-1], (p.reshape(-1, p.shape[-1]), q.reshape(-1, p.shape[-1]))
@@ -123,13 +123,13 @@ def compare(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> Comparison:
-    """Every rule for every number of drafts on the same rows of laws float[..., V]. The standard rule has n = 1 only.
+    """Every rule for every number of drafts on the same distributions float[..., V]. The standard rule has n = 1 only.
 
     Raises: UsageError as `acceptance` does, or if drafts is empty.
     """
     if not drafts:
         raise UsageError("drafts is empty; give at least one number of drafts per node")
-    p, q = check_laws(p, q, min(drafts))
+    p, q = check_distributions(p, q, min(drafts))
     sizes = sorted({1, *drafts})
     kinds: tuple[Literal["with_replacement", "without_replacement"], ...] = ("with_replacement", "without_replacement")
     best: dict[str, dict[int, np.ndarray]]
@@ -251,13 +251,13 @@ def _rejection_weights(p: np.ndarray, q: np.ndarray, n: int, ways: int, rng) -> 
         weight = weight * np.maximum(1 - np.minimum(r, d).sum(1), 0.0)
         if left == 1:
             break
-        law = _norm(np.maximum(d - r, 0.0))  # of a rejected token
+        distribution = _norm(np.maximum(d - r, 0.0))  # of a rejected token
         if rng is None:
-            way, token = np.nonzero(law)
-            weight = weight[way] * law[way, token]
+            way, token = np.nonzero(distribution)
+            weight = weight[way] * distribution[way, token]
         else:
-            way, token = np.arange(ways), (np.cumsum(law, 1) < rng.random((ways, 1))).sum(1)
-            token = np.minimum(token, law.shape[1] - 1)
+            way, token = np.arange(ways), (np.cumsum(distribution, 1) < rng.random((ways, 1))).sum(1)
+            token = np.minimum(token, distribution.shape[1] - 1)
         r, d = _norm(np.maximum(r - d, 0.0))[way], d[way]
         d[np.arange(len(way)), token] = 0.0
         d = _norm(d)

@@ -1,4 +1,4 @@
-"""Tokens per target pass of a rule on trees, by decoding: real models, or laws that depend on the last token alone."""
+"""Tokens per target pass of a rule on trees, by decoding: real models, or a distribution per last token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.analysis.optimal import check_laws
+from specjax.analysis.optimal import check_distributions
 from specjax.bench.records import acceptance_by_depth
 from specjax.drafters import two_model
 from specjax.engine.prepare import Prompts
@@ -48,23 +48,23 @@ def block_efficiency(
 
     Args:
       verifier: None: the exact rule for how the tree is drawn.
-      target, draft: models with their parameters; or laws float[V] of every token, or float[V, V], whose row is chosen
-        by the last token.
-      prompts: as `decode` takes them; for laws by default `rows` prompts that are token 0.
+      target, draft: models with their parameters; or distributions float[V] of every token, or float[V, V], whose row
+        is chosen by the last token.
+      prompts: as `decode` takes them; for distributions by default `rows` prompts that are token 0.
       max_new_tokens: per row. The last pass of a row is cut there, which lowers the mean by less than depth / passes.
       options: of `decode`, such as top_k, eos or sampling="coupled" (then without a verifier).
 
     Raises: UsageError as `decode` does, such as for a rule that is not valid for these drafts, and for one model and
-      one law.
+      one distribution.
     """
     if isinstance(target, Target) and isinstance(draft, Target):
         models = target, draft
         if prompts is None:
             raise UsageError("prompts is missing; models need some")
     elif isinstance(target, Target) or isinstance(draft, Target):
-        raise UsageError("target and draft must both be models or both be laws")
+        raise UsageError("target and draft must both be models or both be distributions")
     else:
-        p, q = check_laws(target, draft)
+        p, q = check_distributions(target, draft)
         models = last_token_model(p), last_token_model(q)
     result = decode(
         models[0], two_model(models[1], tree=tree), [[0]] * rows if prompts is None else prompts, key=key,
@@ -94,12 +94,12 @@ def depth_curve(results: Sequence[DecodeResult]) -> list[float | None]:
 
 
 def last_token_model(rows: np.ndarray) -> Target:
-    """A model whose next token has law rows[last token], float[V, V], or always the same law, float[V]."""
+    """A model whose next token has distribution rows[last token], float[V, V], or always the same, float[V]."""
     rows = np.asarray(rows, np.float32)
     if rows.ndim == 1:
         rows = np.broadcast_to(rows, (len(rows), len(rows)))
     if rows.ndim != 2 or rows.shape[0] != rows.shape[1]:
-        raise UsageError(f"laws must be [V] or [V, V], not {rows.shape}")
+        raise UsageError(f"distributions must be [V] or [V, V], not {rows.shape}")
     return Target(_last_token_functions(len(rows)), jnp.asarray(rows))
 
 
@@ -115,5 +115,5 @@ def _last_token_functions(vocab: int) -> Model:
         rewind=lambda cache, length: (),
         vocab_size=vocab,
         max_positions=1 << 20,
-        name="last-token laws",
+        name="last-token distributions",
     )

@@ -37,18 +37,18 @@ class OptimalAcceptance(NamedTuple):
 
 
 def optimal_acceptance(p, q, n: int, draws: BoundDraws = "with_replacement") -> OptimalAcceptance:
-    """The largest probability with which a rule can accept one of n siblings drawn from q and keep the law p.
+    """The largest probability with which a rule can accept one of n siblings drawn from q and keep the distribution p.
 
     Args:
-      p, q: laws float[..., V] of target and draft, normalised here. n: siblings drawn, at least 1. Without replacement
-        there are no more of them than tokens with q > 0.
+      p, q: distributions float[..., V] of target and draft, normalised here. n: siblings drawn, at least 1. Without
+        replacement there are no more of them than tokens with q > 0.
 
     Returns: OptimalAcceptance, probabilities in float64.
-    Raises: UsageError for arrays that are not laws, n < 1 or unknown draws.
+    Raises: UsageError for arrays that are not distributions, n < 1 or unknown draws.
     """
     if draws not in get_args(BoundDraws):
         raise UsageError(f'draws must be with_replacement or without_replacement, not "{draws}"')
-    p, q = check_laws(p, q, n)
+    p, q = check_distributions(p, q, n)
     shape = p.shape[:-1]
     p, q = p.reshape(-1, p.shape[-1]), q.reshape(-1, q.shape[-1])
     order = order_by_ratio(p, q)
@@ -68,17 +68,17 @@ def optimal_acceptance(p, q, n: int, draws: BoundDraws = "with_replacement") -> 
     )
 
 
-def check_laws(p, q, n: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def check_distributions(p, q, n: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """p and q as normalised float64[..., V]. Raises: UsageError."""
     if n < 1:
         raise UsageError(f"n must be at least 1 draft, not {n}")
     p, q = (np.asarray(x, np.float64) for x in (p, q))
     if p.shape != q.shape or not p.ndim or not p.size:
-        raise UsageError(f"p and q must be laws of one shape [..., V], not {p.shape} and {q.shape}")
+        raise UsageError(f"p and q must be distributions of one shape [..., V], not {p.shape} and {q.shape}")
     for name, x in (("p", p), ("q", q)):
         total = x.sum(-1)
         if not (np.all(x >= 0) and np.all(np.abs(total - 1) < 1e-3)):  # nan fails both
-            raise UsageError(f"{name} is not a law: its entries must be at least 0 and sum to 1")
+            raise UsageError(f"{name} is not a distribution: its entries must be at least 0 and sum to 1")
     return p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
 
 

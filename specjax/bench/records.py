@@ -97,7 +97,7 @@ def acceptance_by_depth(stats: Stats) -> list[float | None]:
 def is_comparable(guarantee: Guarantee, draws: Draws, is_greedy: bool, is_coupled: bool = False) -> bool:
     """Whether equal keys must give the text of plain decoding: if greedy or coupled; when sampling, for point masses.
 
-    Their verifier draws the target's token from (key, position). Sampled drafts keep the law, not the text.
+    Their verifier draws the target's token from (key, position). Sampled drafts keep the distribution, not the text.
     """
     if guarantee == "lossy" or is_greedy:
         return guarantee != "lossy"

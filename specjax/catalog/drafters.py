@@ -155,7 +155,7 @@ def _inner(spec: str | Drafter, target: Target, datastore: Datastore | None = No
 TREE = Option("tree", trees.parse, None, "what to draft instead of a chain")
 STOP = Option("stop", stops.parse, None, "when to draft no further")
 PATHS = Option("tree", trees.parse_paths, None, "the static tree, in place of the first num_nodes of its own")
-KEEP_LAWS = Option("keep_laws", yes_or_no, False, "hand the draft's distributions on in greedy and coupled decoding")
+KEEP_LOGITS = Option("keep_logits", yes_or_no, False, "hand the draft's logits on in greedy and coupled decoding")
 EXIT_LAYER = Option("exit_layer", int, None, "layers that draft; default: a quarter")
 
 
@@ -209,7 +209,7 @@ DRAFTERS: dict[str, Method] = {
                 TREE,
                 STOP,
                 Option("lag", int, 2, "last tokens of the text that are fed anew in each round"),
-                KEEP_LAWS,
+                KEEP_LOGITS,
             ),
         ),
         Method(
@@ -225,7 +225,7 @@ DRAFTERS: dict[str, Method] = {
                 TREE,
                 Option("group", int, None, "layers whose attention runs at once; default: as the draft model lies"),
                 STOP,
-                KEEP_LAWS,
+                KEEP_LOGITS,
             ),
         ),
         Method(

@@ -12,10 +12,10 @@ import typer
 from specjax.cli import options as o
 from specjax.errors import UsageError
 
-HELP = """Compare acceptance rules on the laws of a real pair.
+HELP = """Compare acceptance rules on the distributions of a real pair.
 
 The target samples a text after each prompt of PROMPTS (as for bench), and the
-laws of both models are recorded at every new position; or the laws come from
+distributions of both models are recorded at every new position; or the distributions come from
 a file of --save-record (--record: no models are loaded then). For each rule
 and number of drafts per node, the table shows how often one of them is
 accepted, in the mean over positions, next to the best that any rule can do
@@ -24,7 +24,7 @@ the likeliest ones (top), or all but one of these. The last two have a rule
 that is the best for them, so their gap is 0. The standard rule takes one
 draft. +- is the standard error over positions, as if independent.
 
-guarantee: distribution keeps the target's law, greedy its greedy text only,
+guarantee: distribution keeps the target's distribution, greedy its greedy text only,
 lossy neither. "coupled" draws target and draft with the same noise.
 
 Closed forms, except for recursive_rejection and coupled, which are simulated
@@ -50,10 +50,11 @@ def compare_verifiers(
     target: o.TargetOption = None,
     draft: o.DraftOption = None,
     record: Annotated[
-        Path | None, typer.Option("--record", help="Compare on the laws in this file.", show_default=False)
+        Path | None, typer.Option("--record", help="Compare on the distributions in this file.", show_default=False)
     ] = None,
     save_record: Annotated[
-        Path | None, typer.Option("--save-record", help="Write the laws to this file, .npz.", show_default=False)
+        Path | None,
+        typer.Option("--save-record", help="Write the distributions to this file, .npz.", show_default=False),
     ] = None,
     drafts: Annotated[str, typer.Option("--drafts", help="Drafts per node, joined by commas.")] = "2,3,4",
     limit: Annotated[
@@ -75,7 +76,7 @@ def compare_verifiers(
 ) -> None:
     settings = o.Settings(max_new_tokens, temperature, top_k, top_p, seed)
     sizes = _sizes(drafts)
-    o.require(temperature > 0, "--temperature must be above 0: at 0 the laws have one token and all rules are equal")
+    o.require(temperature > 0, "--temperature must be above 0: at 0 only one token is possible and all rules are equal")
     o.require(limit is None or limit >= 1, f"--limit must be at least 1, not {limit}")
     _check_sources(prompts, target, draft, record, save_record)
 
@@ -95,17 +96,17 @@ def compare_verifiers(
     log = Console(stderr=True)
     bad: list = []
     if record is not None:
-        laws, about = o.parsed("--record", analysis.load_record, record), {"record": str(record)}
+        distributions, about = o.parsed("--record", analysis.load_record, record), {"record": str(record)}
     else:
         assert prompts is not None
-        laws, about, bad = _record(
+        distributions, about, bad = _record(
             log, prompts, target, draft, limit, settings, raw, dtype, no_cache, cache_dtype=cache_dtype
         )
     if save_record is not None:
-        files.write_atomically(save_record, lambda file: analysis.save_record(file, laws))
-    with stage(log, "comparing", f"compared on {len(laws.p)} positions"):
-        comparison = analysis.compare(laws.p, laws.q, sizes, seed=seed)
-    document = _document(laws, comparison, about)
+        files.write_atomically(save_record, lambda file: analysis.save_record(file, distributions))
+    with stage(log, "comparing", f"compared on {len(distributions.p)} positions"):
+        comparison = analysis.compare(distributions.p, distributions.q, sizes, seed=seed)
+    document = _document(distributions, comparison, about)
     picture = analysis.plot(comparison, _title(document))
     files.write_json(out, document)
     files.write_atomically(out.with_suffix(".png"), lambda file: file.write(picture))
@@ -136,12 +137,12 @@ def _sizes(drafts: str) -> list[int]:
 def _check_sources(prompts, target, draft, record, save_record) -> None:
     """Either a record, or prompts and two models."""
     if record is None:
-        o.require(prompts is not None, "give PROMPTS, or a file of recorded laws with --record")
-        o.require(draft is not None, "--draft is missing: the laws of two models are compared")
+        o.require(prompts is not None, "give PROMPTS, or a file of recorded distributions with --record")
+        o.require(draft is not None, "--draft is missing: the distributions of two models are compared")
         return
     given = {"PROMPTS": prompts, "--target": target, "--draft": draft, "--save-record": save_record}
     extra = [name for name, value in given.items() if value is not None]
-    o.require(not extra, f"--record brings its own laws; leave {' and '.join(extra)} out")
+    o.require(not extra, f"--record brings its own distributions; leave {' and '.join(extra)} out")
 
 
 def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dtype, no_cache, cache_dtype):
@@ -161,7 +162,7 @@ def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dt
     assert session.draft is not None
     with Progress(console=log, disable=not log.is_terminal) as bar:
         task = bar.add_task("recording", total=len(rows))
-        laws = analysis.record(
+        distributions = analysis.record(
             session.target,
             session.draft,
             [row.ids for row in rows],
@@ -176,10 +177,10 @@ def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dt
     for entry in skipped:
         log.print(f"skipped: {p.describe(entry, path)}", highlight=False, markup=False, soft_wrap=True)
     about = provenance(session) | {"max_new_tokens": settings.max_new_tokens, "seed": settings.seed}
-    return laws, about | {"skipped": [entry._asdict() for entry in skipped]}, bad
+    return distributions, about | {"skipped": [entry._asdict() for entry in skipped]}, bad
 
 
-def _document(laws, comparison, about: dict) -> dict:
+def _document(distributions, comparison, about: dict) -> dict:
     """Everything that was found, as JSON."""
     import shlex
     import sys
@@ -191,10 +192,10 @@ def _document(laws, comparison, about: dict) -> dict:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "specjax": __version__,
         **about,
-        **laws.about,
+        **distributions.about,
         "positions": comparison.rows,
-        "prompts": len({int(number) for number in laws.prompt}),
-        "dropped": {name: float(laws.dropped[:, i].mean()) for i, name in enumerate(("target", "draft"))},
+        "prompts": len({int(number) for number in distributions.prompt}),
+        "dropped": {name: float(distributions.dropped[:, i].mean()) for i, name in enumerate(("target", "draft"))},
         "bounds": {draws: {str(n): value for n, value in by_n.items()} for draws, by_n in comparison.bounds.items()},
         "rules": [entry._asdict() for entry in comparison.entries],
     }

@@ -7,7 +7,7 @@ accepted, l - ceil(l / 10) - s), where s is 1 if the step before lowered l too, 
 Guarantee: distribution, as of every controller.
 Deviations: the constants are from memory. Rows that drafted nothing do not count, nor do those that have ended; where
 no draft was rejected and none was l deep, l stays (as in `controllers.feedback`).
-As all rows share l, a sampled text, not its law, depends on the other rows; greedy and coupled texts do not.
+As all rows share l, a sampled text, not its distribution, depends on the other rows; greedy and coupled texts do not.
 """
 
 from __future__ import annotations

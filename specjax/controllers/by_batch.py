@@ -4,7 +4,7 @@ Rule: the depth of the first step of the ladder whose batch size is not exceeded
 of Liu et al.: Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (2024), arXiv 2406.14066:
 drafted tokens are nearly free while the target waits for memory, and dear once it computes.
 The size is that of the call, rows that have ended included. Since the depth changes which random numbers a sampled
-draft uses, such a text, not its law, depends on the size of the batch; greedy and coupled texts do not.
+draft uses, such a text, not its distribution, depends on the size of the batch; greedy and coupled texts do not.
 """
 
 from __future__ import annotations

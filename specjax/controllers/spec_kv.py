@@ -1,4 +1,4 @@
-"""SpecKV: a small network chooses the draft's length from what the drafter's laws looked like.
+"""SpecKV: a small network chooses the draft's length from what the drafter's distributions looked like.
 
 SpecKV: Adaptive Speculative Decoding with Compression-Aware Gamma Selection (2026), arXiv 2605.02888.
 
@@ -45,7 +45,7 @@ def spec_kv(
     code: int = 0,
     round_costs: tuple[float, ...] | None = None,
 ) -> Controller:
-    """Drafts of one of `gammas` tokens, per row. Needs a drafter that hands its laws on.
+    """Drafts of one of `gammas` tokens, per row. Needs a drafter that hands its distributions on.
 
     The weights become constants of the program: other weights compile another one.
 

@@ -9,7 +9,7 @@ Rule: order the tokens: the given ones first, then the missing ones by position.
   3. accept x_j with min(1, p_j(x_j) / q_j(x_j)) up to the first rejection, which is redrawn from norm([p_j - q_j]+).
 As p_1 = q_1 the first is always accepted, and the second accepted or redrawn: never more calls than tokens. A single
 draft needs no second call. No bonus token.
-Guarantee: distribution: the model's own joint law of the missing tokens in this order.
+Guarantee: distribution: the model's own joint distribution of the missing tokens in this order.
 Deviations: the first draft is accepted by decree, since two calls may round differently. With k = 1 the second call is
 skipped, so a token costs one call. Temperature, top-k and top-p apply to p and q alike, and the mask token has no mass
 in either. Not here: drafts from a table of bigrams, and the slack added to the ratio. No cache: each call reads the
@@ -44,9 +44,9 @@ class AnySubsetModel:
     """A two-stream model that can predict any token from any others, with its parameters as the only leaves.
 
     `apply(params, tokens int32[B, S], content bool[B, S, S], positions int32[B, Q], query bool[B, Q, S]) -> logits
-    float32[B, Q, V]`: the law of the token at `positions[b, i]`, as seen by a query stream that knows its position but
-    not its token and reads the tokens j with `query[b, i, j]`, possibly none. What it reads of token j is the content
-    stream, in which j reads the tokens l with `content[b, j, l]`, itself included.
+    float32[B, Q, V]`: the distribution of the token at `positions[b, i]`, as seen by a query stream that knows its
+    position but not its token and reads the tokens j with `query[b, i, j]`, possibly none. What it reads of token j is
+    the content stream, in which j reads the tokens l with `content[b, j, l]`, itself included.
     """
 
     apply: Callable[..., Array] = field(metadata={"static": True})
@@ -140,7 +140,7 @@ def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> An
     content = content_mask(order)
     blank = 0 if model.mask_token is None else model.mask_token
 
-    def laws(tokens: Array, positions: Array, seen: Array) -> Array:
+    def distributions(tokens: Array, positions: Array, seen: Array) -> Array:
         """float32[B, k, V]: warped logits at `positions`, from the tokens of rank below `seen` int32[B, k]."""
         logits = model.apply(model.params, tokens, content, positions, order.rank[:, None, :] < seen[:, :, None])
         if model.mask_token is not None:
@@ -153,12 +153,12 @@ def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> An
         positions = take_along(order.position, jnp.minimum(n + slots, size - 1), 1)
         round_keys = fold_in(keys, s.known)
         purpose = lambda p: fold_in(round_keys, jnp.full_like(s.known, p))
-        q = laws(s.tokens, positions, jnp.broadcast_to(n, positions.shape))
+        q = distributions(s.tokens, positions, jnp.broadcast_to(n, positions.shape))
         drafted = jax.vmap(draw)(_keys_of_slots(purpose(DRAFT), window), q)
         place = lambda chosen: jnp.where(chosen, positions, size)
         filled = s.tokens.at[row, place(valid)].set(drafted, mode="drop")
         several = jnp.sum(valid, 1) > 1
-        p = jax.lax.cond(jnp.any(several), lambda: laws(filled, positions, n + slots), lambda: q)
+        p = jax.lax.cond(jnp.any(several), lambda: distributions(filled, positions, n + slots), lambda: q)
         p = p.at[:, 0].set(q[:, 0])
         count, next_token = _verify(purpose(VERIFY), drafted, valid, p, q)
         redrawn = count < jnp.sum(valid, 1)
@@ -196,7 +196,7 @@ def _verify(keys: Array, drafted: Array, valid: Array, p: Array, q: Array) -> tu
     The standard rule, on the chain whose root stands for what is known. The first draft passes whatever its uniform.
     """
     root = lambda x, value: jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
-    leaf = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # a bonus token's law, which is never drawn from
+    leaf = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # a bonus token's distribution, which is never drawn from
     tree = chain(root(drafted, 0), root(valid, True), leaf(q))
     split = jax.vmap(jax.random.split)(keys)
     u = jax.vmap(lambda key: jax.random.uniform(key, (drafted.shape[1] + 1,)))(split[:, 0])

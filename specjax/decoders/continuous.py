@@ -15,11 +15,11 @@ min(1, R) up to the first rejection; there the target's head draws candidates, k
     A candidate is the target's last step with fresh noise.
   ratio="coupled": "aligned" without the product of stds.
 Guarantee: path: distribution, on paths and hence on x_0. coupled: distribution: given the shared noise of the other
-steps, x_0 is Gaussian under either model, and the standard rule on these two Gaussians gives it the target's law.
-aligned: LOSSY, since the product of stds belongs to a change of variables that the shared noise does not make; exact
-only where the stds of the steps T ... 2 agree.
+steps, x_0 is Gaussian under either model, and the standard rule on these two Gaussians gives it the target's
+distribution. aligned: LOSSY, since the product of stds belongs to a change of variables that the shared noise does not
+make; exact only where the stds of the steps T ... 2 agree.
 All but for the cap on candidates: a token whose `max_tries` candidates all fail takes the last one, which shifts its
-law by at most 1 / (e max_tries) in total variation; `exhausted` counts them.
+distribution by at most 1 / (e max_tries) in total variation; `exhausted` counts them.
 Deviations: "path" and "coupled" are not in the paper. "path" accepts next to nothing where chains are long and far
 apart. A bonus token follows a fully accepted window. After the last try the last candidate is kept, never zeros. The
 ratio is compared in log space and not clipped. No cache: each pass may read the whole text. Not here, from the released

@@ -4,8 +4,9 @@ Liu, Li, Lv, Liu, Zhu, Hu: PEARL: Parallel Speculative Decoding with Adaptive Dr
 
 Rule: in each step the draft model appends gamma tokens d_1 ... d_gamma to the text while the target reads the end of
 the same text; then they join.
-  PRE (nothing of the text is unverified): the target's law at the next position tests d_1 alone. If it passes, all
-    gamma drafts are appended, unverified but for the first, and the row goes to POST; else the target's token is.
+  PRE (nothing of the text is unverified): the target's distribution at the next position tests d_1 alone. If it
+    passes, all gamma drafts are appended, unverified but for the first, and the row goes to POST; else the target's
+    token is.
   POST (the last gamma - 1 tokens are unverified): these and then d_1 are tested in order. If all pass, the gamma drafts
     are appended; at the first failure the text is cut there, the target's token appended, and the row goes to PRE.
 A step takes as long as the slower of the two and verifies one token in PRE, up to gamma in POST: so how far ahead is

@@ -4,14 +4,14 @@ Shen, Fan, Pratt, Park, Wallingford, Kakade, Holtzman, Krishna, Farhadi, Kusupat
 Generations from a Single Autoregressive Inference Pass (NeurIPS 2024), arXiv 2405.18400.
 
 Rule: k drafts with scores s_i, and one cache of inputs in superposition. The next input is
-sum_i softmax(s)_i E[last token of draft i]. Its law p at a low temperature, cut to the `candidates` likeliest tokens
-and normalised, is mixed for each draft with n-gram models of a corpus, f_i(v) = sum over n of weight_n P_n(v | the last
-n - 1 tokens of draft i): log r_i(v) = (1 - alpha) log p(v) + alpha log f_i(v), and (1 - alpha) log p(v) - 200 for a
-draft that the corpus has nothing to say about. Of all s_i + log r_i(v) the k best are the drafts of the next step. The
-first step takes the k likeliest tokens. Of the 2 k best those that end with an eos are set aside.
+sum_i softmax(s)_i E[last token of draft i]. Its distribution p at a low temperature, cut to the `candidates` likeliest
+tokens and normalised, is mixed for each draft with n-gram models of a corpus, f_i(v) = sum over n of weight_n P_n(v |
+the last n - 1 tokens of draft i): log r_i(v) = (1 - alpha) log p(v) + alpha log f_i(v), and (1 - alpha) log p(v) - 200
+for a draft that the corpus has nothing to say about. Of all s_i + log r_i(v) the k best are the drafts of the next
+step. The first step takes the k likeliest tokens. Of the 2 k best those that end with an eos are set aside.
 Guarantee: lossy. Only with one draft and no corpus is it a decoding of the model, the greedy one.
 Deviations: P_n is counted in a datastore, exactly and for any context, where the authors keep tables of n-grams; a
-context is the end of the prompt and the draft. Without a corpus alpha is 0: the drafts then share one law.
+context is the end of the prompt and the draft. Without a corpus alpha is 0: the drafts then share one distribution.
 """
 
 from __future__ import annotations

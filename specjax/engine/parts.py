@@ -14,7 +14,7 @@ from specjax.verifiers import Verifier
 class Keep(NamedTuple):
     """Which fields of `Info` a step fills that cost something."""
 
-    laws: bool = False
+    logits: bool = False
     logprobs: bool = False
     violations: bool = False
     scored: bool = False

@@ -108,7 +108,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         drafted_depth=passed.depth,
         active=~state.done,
         hit_eos=is_eos,
-        laws=kept.laws,
+        logits=kept.logits,
         logprobs=kept.logprobs,
         violations=kept.violations,
         scored=kept.scored,
@@ -137,11 +137,11 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
 
 
 def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
-    """Raises: UsageError if the draft holds no laws."""
+    """Raises: UsageError if the draft holds no distributions."""
     if tree.logits is None:
         raise UsageError(
-            "the controller reads the drafter's laws, which this drafter does not hand on; "
-            "use two_model(..., keep_laws=True) or another controller"
+            "the controller reads the drafter's distributions, which this drafter does not hand on; "
+            "use two_model(..., keep_logits=True) or another controller"
         )
     node = jnp.arange(tree.tokens.shape[1])
     log_q = jax.nn.log_softmax(tree.logits, -1)

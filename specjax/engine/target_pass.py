@@ -32,7 +32,7 @@ class Emitted(NamedTuple):
 class Kept(NamedTuple):
     """Fields of `Info` that need the target's logits, those that were asked for."""
 
-    laws: Array | None
+    logits: Array | None
     logprobs: Array | None
     violations: Array | None
     scored: Scored | None
@@ -52,7 +52,7 @@ def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observ
     """The cache with what was accepted of `tree`, and the outcome; `observe` gives the drafter's view of it.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
-    draft costs one plain step. Which width ran changes rounding, never the law.
+    draft costs one plain step. Which width ran changes rounding, never the distribution.
     """
     n = parts.drafter.num_nodes
     widths = sorted({w for w in parts.drafter.widths if w < n} | {n})
@@ -102,13 +102,13 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observe
     taps = {"taps": drafter.taps} if drafter.taps else {}
     output, pending = model.forward(parts.target.params, part.tokens, cache, positions=positions, mask=mask, **taps)
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
-    # The greedy rule needs no laws.
+    # The greedy rule needs no warping.
     logits = output.logits if parts.verifier.guarantee == "greedy" else warp(output.logits, parts.sampling)
     verdict = _of_running(parts.verifier(keys, part, logits, output.hidden), state.done)
     seen = observe(part, verdict, output)
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     kept = Kept(
-        laws=buffers.widen(take_along(logits, along_path, 1), n) if parts.keep.laws else None,
+        logits=buffers.widen(take_along(logits, along_path, 1), n) if parts.keep.logits else None,
         logprobs=buffers.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
         violations=violations(part, drafter.draws, logits) if parts.keep.violations else None,
         scored=Scored(part, logits, output.hidden) if parts.keep.scored else None,
@@ -124,10 +124,10 @@ def _of_running(verdict: Verdict, done: Array) -> Verdict:
 
 
 def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) -> Array:
-    """float32[B, N]: log p of each token of the verdict under the law [B, N, V] that it was drawn from, then zeros."""
+    """float32[B, N]: log p of each token of the verdict in the distributions [B, N, V] that gave it, then zeros."""
     n = tree.tokens.shape[1]
     index = jnp.arange(n)
-    if parts.verifier.guarantee == "greedy":  # its law has one token
+    if parts.verifier.guarantee == "greedy":  # its distribution has one token
         return jnp.zeros(tree.tokens.shape)
     # By reductions over the vocabulary, which a mesh may split.
     place = jnp.where(index < verdict.num_nodes[:, None], verdict.path, n)

@@ -80,7 +80,8 @@ def _static_paths(work: Workload, num_nodes: int, max_depth: int) -> Paths | Non
 def probe(num_nodes: int) -> Drafter:
     """A drafter that costs nothing: a chain of `num_nodes` nodes, the root included, of token 0.
 
-    A step with it is one verify pass over so many nodes; the law of the draft does not matter for what a pass costs.
+    A step with it is one verify pass over so many nodes; the distribution of the draft does not matter for what a pass
+    costs.
     """
     if num_nodes == 1:
         return autoregressive()

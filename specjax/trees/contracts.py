@@ -115,7 +115,7 @@ class Builder:
     warped: bool = True  # False: `log_q` is at temperature 1, whatever the target's is
     stop: Stop | None = None
     is_open: Callable[[PyTree], Array] | None = None  # (state) -> bool[B]: draws are left elsewhere than below `feed`
-    keep_laws: bool = False  # give `logits` of sampled trees in greedy and coupled decoding too
+    keep_logits: bool = False  # give `logits` of sampled trees in greedy and coupled decoding too
 
     @property
     def size(self) -> int:
@@ -129,12 +129,12 @@ class Builder:
 
 
 @functools.cache
-def with_stop(builder: Builder, stop: Stop | None, *, keep_laws: bool = False) -> Builder:
+def with_stop(builder: Builder, stop: Stop | None, *, keep_logits: bool = False) -> Builder:
     """`builder` with a stop rule. Its valid nodes stand at the front, for verify passes of several widths.
 
-    keep_laws: give `logits` of drawn trees in greedy and coupled decoding too, for what reads them.
+    keep_logits: give `logits` of drawn trees in greedy and coupled decoding too, for what reads them.
     """
     if stop is not None:
         narrower = tuple(width for width in (1, 4, 8, 16, 32) if width < builder.num_nodes)
         builder = replace(builder, stop=stop, widths=builder.widths or narrower)
-    return replace(builder, keep_laws=keep_laws)
+    return replace(builder, keep_logits=keep_logits)

@@ -87,7 +87,7 @@ class _Carry(NamedTuple):
     grown: _Nodes
     state: PyTree  # the builder's
     memory: PyTree  # the drafter's
-    laws: Array | None  # float32[B, places, V], log q below the nodes fed
+    log_q: Array | None  # float32[B, places, V], log q below the nodes fed
 
 
 def _start(given: _Given, root: Array, memory: PyTree, vocab: int) -> _Carry:
@@ -107,9 +107,9 @@ def _start(given: _Given, root: Array, memory: PyTree, vocab: int) -> _Carry:
         value=() if builder.stop is None else jax.tree.map(number, builder.stop.start),
     )
     is_sampled = context.sampling.temperature is not None and context.noise is None
-    keep_laws = builder.draws != "point_mass" and (builder.keep_laws or is_sampled)
-    laws = jnp.zeros((batch, builder.places, vocab)) if keep_laws else None
-    return _Carry(jnp.int32(0), jnp.zeros((batch, 1), jnp.int32), grown, builder.init(batch), memory, laws)
+    keep_logits = builder.draws != "point_mass" and (builder.keep_logits or is_sampled)
+    log_q = jnp.zeros((batch, builder.places, vocab)) if keep_logits else None
+    return _Carry(jnp.int32(0), jnp.zeros((batch, 1), jnp.int32), grown, builder.init(batch), memory, log_q)
 
 
 def _is_going(builder: Builder, carry: _Carry) -> Array:
@@ -138,12 +138,12 @@ def _expand(given: _Given, carry: _Carry, logits: Array) -> _Carry:
     grown, below = _judge(builder.stop, carry.grown, nodes, Fed(log_q, depth, logits))
     parents = Parents(nodes, below, log_q, noise, coupled=given.context.noise is not None)
     state, new, log_q = builder.expand(carry.state, level, parents)
-    laws = carry.laws
-    if laws is not None:
+    kept = carry.log_q
+    if kept is not None:
         place = jnp.where(level > 0, 1 + (level - 1) * builder.frontier, 0)
-        laws = jax.lax.dynamic_update_slice_in_dim(laws, log_q, place, 1)
+        kept = jax.lax.dynamic_update_slice_in_dim(kept, log_q, place, 1)
     following = 1 + level * builder.width + new.feed
-    return _Carry(level + 1, following, _record(given, grown, level, new), state, carry.memory, laws)
+    return _Carry(level + 1, following, _record(given, grown, level, new), state, carry.memory, kept)
 
 
 def _distribution(given: _Given, logits: Array, level: Array, depth: Array) -> tuple[Array, Array | None]:
@@ -218,11 +218,11 @@ def _finish(builder: Builder, carry: _Carry) -> Grown:
     valid = (chosen >= 0) & take(grown.valid) | first
     tree = TokenTree(take(grown.tokens), jnp.where(first, -1, jnp.where(valid, parents, 0)).astype(jnp.int32), valid)
     place = jnp.where(chosen >= 0, take(grown.place), -1)
-    if carry.laws is not None:
+    if carry.log_q is not None:
         # Of nodes below which nothing is drafted it depends on the other rows whether they were fed.
         fed = (place >= 0) & (take(grown.below) | first)
-        laws = take_along(carry.laws, jnp.maximum(place, 0)[:, :, None], 1)
-        tree = tree._replace(logits=jnp.where(fed[:, :, None], laws, 0.0))
+        rows = take_along(carry.log_q, jnp.maximum(place, 0)[:, :, None], 1)
+        tree = tree._replace(logits=jnp.where(fed[:, :, None], rows, 0.0))
     return Grown(tree, place)
 
 

@@ -102,7 +102,7 @@ def rules_with_arrays() -> dict[str, Verifier]:
 
 
 def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:
-    """The default rule that keeps the target's law for the way the drafter draws."""
+    """The default rule that keeps the target's distribution for the way the drafter draws."""
     if is_greedy:
         return greedy
     return {

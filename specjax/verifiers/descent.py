@@ -13,21 +13,21 @@ import jax.numpy as jnp
 
 from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
-from specjax.verifiers.verifier import Accepted, law, need_logits, normalise, residual
+from specjax.verifiers.verifier import Accepted, distribution, need_logits, normalise, residual
 
 
 class Rule(NamedTuple):
-    """A rule at one node, on rows of laws [B, V]. r is what is left of the target's law, d what a child came from.
+    """A rule at one node, on rows of distributions [B, V]. r is what is left of the target's, d what a child came from.
 
     Child x is accepted if u d(x) < r(x).
     """
 
     enter: Callable[[Array, Array, Array], tuple[Array, Array]]  # (p, q, children [B]) -> (r, d)
     reject: Callable[[Array, Array, Array], tuple[Array, Array]]  # (r, d, token [B]) -> (r, d)
-    rest: Callable[[Array, Array, Array], Array] = lambda r, d, children: r  # law of the next token
+    rest: Callable[[Array, Array, Array], Array] = lambda r, d, children: r  # distribution of the next token
     weight: Callable[[Array], Array] = lambda d: d  # of d(x); where it is 0 the child is rejected, r and d stay
     relax: Callable[[Array, Array], Array] = lambda r, token: r  # (r, token [B]) -> what stands for r at this child
-    point_mass: bool = False  # the tree has no draft laws: q is 0 everywhere
+    point_mass: bool = False  # the tree has no draft distributions: q is 0 everywhere
 
 
 class _State(NamedTuple):
@@ -54,8 +54,8 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
 
     def enter(node, context):
         count = jnp.sum(children_of(context, tree), 1)
-        p = law(target_logits, node)
-        q = jnp.zeros_like(p) if draft_logits is None else law(draft_logits, node)
+        p = distribution(target_logits, node)
+        q = jnp.zeros_like(p) if draft_logits is None else distribution(draft_logits, node)
         return count, *rule.enter(p, q, count)
 
     def body(s: _State) -> _State:

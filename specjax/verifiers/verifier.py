@@ -32,8 +32,8 @@ class Verifier:
     summary: str = field(metadata={"static": True})
     paper: str = field(metadata={"static": True}, default="")
     params: PyTree = None
-    # Of a lossy rule: total variation of three tokens of text from the target's law, on the toy pair of the tests, and
-    # what it was measured with.
+    # Of a lossy rule: total variation of three tokens of text from the target's distribution, on the toy pair of the
+    # tests, and what it was measured with.
     distance: float | None = field(metadata={"static": True}, default=None)
     setting: str = field(metadata={"static": True}, default="")
 
@@ -51,7 +51,7 @@ class Accepted(NamedTuple):
 
     path: Array  # int32[B, N], accepted nodes from the root down, then -1
     num_nodes: Array  # int32[B], of `path`
-    residual: Array  # float32[B, V], the law of the next token
+    residual: Array  # float32[B, V], the distribution of the next token
 
     @property
     def node(self) -> Array:
@@ -86,7 +86,7 @@ def with_keys_and_params(core: Callable[..., Accepted]) -> Callable[..., Verdict
     return rule
 
 
-def law(logits: Array, node: Array | None = None) -> Array:
+def distribution(logits: Array, node: Array | None = None) -> Array:
     """Probabilities float32[B, V] of row `node` [B] of logits [B, N, V]; zeros where no token can be drawn."""
     if node is not None:
         logits = take_along(logits, node[:, None, None], 1)[:, 0]

@@ -87,7 +87,7 @@ def test_integral_equals_closed_form():
 
 def test_order_of_the_rules():
     p, q = random_pairs(40, 9, seed=1)
-    p[0], q[1, :4] = q[0], 0.0  # equal laws; tokens the draft never gives
+    p[0], q[1, :4] = q[0], 0.0  # equal distributions; tokens the draft never gives
     q /= q.sum(-1, keepdims=True)
     one = np.minimum(p, q).sum(1)
     bounds = {(kind, n): optimal_acceptance(p, q, n, kind).acceptance for kind in KINDS for n in range(1, 6)}
@@ -204,8 +204,8 @@ def test_bad_input():
     for arguments, words in (
         ((p, q, 0), "at least 1"),
         ((p, q[:2], 2), "one shape"),
-        ((p * 2, q, 2), "p is not a law"),
-        ((p, q * np.nan, 2), "q is not a law"),
+        ((p * 2, q, 2), "p is not a distribution"),
+        ((p, q * np.nan, 2), "q is not a distribution"),
         ((p, q, 2, "sideways"), "draws"),
     ):
         with pytest.raises(UsageError, match=words):
@@ -227,7 +227,7 @@ def test_compare_and_plot():
     assert np.all(np.diff([x.value for x in curve], axis=0) >= 0)
 
 
-def test_block_efficiency_of_constant_laws():
+def test_block_efficiency_of_constant_distributions():
     """The golden one-step acceptance a gives 1 + a + a^2 on two levels; a row of the toy by its last token."""
     p, q, golden = HARD
     alpha = golden["n=2"]["rrs_without"]
@@ -251,7 +251,7 @@ def test_record_holds_the_laws_of_both_models(tmp_path):
         held = int((tokens >= 0).sum())
         assert np.all(np.diff(tokens[:held]) > 0) and np.all((mass > 0) == (np.arange(len(tokens)) < held))
 
-    # The text is that of `decode`; each token has mass in the law of its position.
+    # The text is that of `decode`; each token has mass in the distribution of its position.
     one = lambda number: decode(target, autoregressive(), prompts[number : number + 1], key=keys[number], **options)
     keys = [jax.random.fold_in(key, number)[None] for number in range(2)]
     text = [one(number).to_lists()[0] for number in range(2)]

@@ -19,7 +19,7 @@ CHAIN = two_model(DRAFT, tree=trees.chain(2))
 
 
 def one_pass(rule, start):
-    """By enumeration: tokens that a pass adds after token `start`, and the law of the last of them."""
+    """By enumeration: tokens that a pass adds after token `start`, and the distribution of the last of them."""
     core = module(rule).core
     drafts, weights = without_replacement(DRAFT_ROWS, start, template((1, 1)))
     probability, end = patterns(core, drafts, jnp.log(jnp.asarray(TARGET_ROWS))[drafts.tokens])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import kstest, norm
-from toy import TARGET_ROWS, joint_law, tiny_llama, tiny_llama_alike
+from toy import TARGET_ROWS, joint_distribution, tiny_llama, tiny_llama_alike
 from toy_decoders import exact, linear
 
 import specjax
@@ -39,7 +39,7 @@ def run(name, rows=(0, 1, 2), keys=KEYS, **options):
     if name == "any_subset":
         options = {"window": 2} | options
         return decode(
-            exact(joint_law(TARGET_ROWS, 0, 3)), TOKENS[rows], MISSING[rows], key=keys, **options
+            exact(joint_distribution(TARGET_ROWS, 0, 3)), TOKENS[rows], MISSING[rows], key=keys, **options
         ).filled.tolist()
     if name == "continuous":
         starts = jnp.arange(1.0, 4.0)[jnp.array(rows), None, None]
@@ -96,7 +96,7 @@ def of_any_window(name):
     assert greedy[1] == [1, best[1], best[best[1]]]
 
 
-def of_the_heads_law(name):
+def of_the_heads_distribution(name):
     """distribution: one token each in 4,000 rows."""
     models = [HEADS, HEADS[::-1]]
     for target, draft in models:
@@ -119,7 +119,7 @@ GUARANTEES = {
     "pearl": of_plain_decoding,
     "pearl_in_one_program": of_plain_decoding,
     "any_subset": of_any_window,
-    "continuous": of_the_heads_law,
+    "continuous": of_the_heads_distribution,
     "superposed_decoding": of_one_greedy_draft,
 }
 

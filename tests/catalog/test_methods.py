@@ -16,7 +16,7 @@ from toy import (
     TARGET_ROWS,
     branching_drafter,
     chi_square,
-    joint_law,
+    joint_distribution,
     markov,
     sampled_triples,
     tiny_datastore,
@@ -128,7 +128,7 @@ def test_no_controller_changes_a_greedy_text(name):
 
 @pytest.mark.parametrize("name", those({"rasd"}, NAMES))
 def test_every_draft_is_one_that_its_rule_can_take(name):
-    """`debug` looks at all of them: parents before children, laws that gave every token, siblings that differ."""
+    """`debug` looks at all of them: parents before children, logits that gave every token, siblings that differ."""
     ours, result = run(name, 1.0, debug=True)
     assert result.stats.violations.tolist() == [0] * len(PROMPTS)
     assert ours == run(name, 1.0)[0]
@@ -145,7 +145,9 @@ def test_point_mass_methods_sample_the_text_of_plain_sampling(name):
     if drafter_of(name).draws == "point_mass":
         assert run(name, temperature=1.0)[0] == run("autoregressive", temperature=1.0)[0]
     else:
-        assert run(name, temperature=1.0)[0] != run("autoregressive", temperature=1.0)[0]  # other draws, same law
+        assert (
+            run(name, temperature=1.0)[0] != run("autoregressive", temperature=1.0)[0]
+        )  # other draws, same distribution
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -274,13 +276,13 @@ DRAWN = {"dynamic_exit", "early_exit", "easyspec", "hierarchical", "rapid"}
 @pytest.mark.parametrize("name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, EXACT))
 def test_sampled_text_has_the_joint_law_of_the_target(name):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS)
-    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 @pytest.mark.parametrize("branching", [(1, 1), (2, 2), (3, 1)])
 def test_trees_drawn_without_replacement_have_the_joint_law_of_the_target(branching):
     drafter = branching_drafter(branching).replace(params=jnp.asarray(DRAFT_ROWS))
-    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 def accept_all(keys, tree, logits):
@@ -312,7 +314,7 @@ def one_key_for_all_positions(keys, tree, logits):
 )
 def test_the_chi_square_catches_broken_rules(name, mutant):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS, verifier=mutant)
-    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) < 1e-6
+    assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) < 1e-6
 
 
 def test_one_key_for_all_rows_is_caught():

@@ -22,14 +22,14 @@ def prompts(tmp_path):
 
 
 @pytest.fixture
-def laws(tmp_path):
+def distributions(tmp_path):
     """A small record made by hand."""
     p, q = np.random.default_rng(0).dirichlet(np.full(6, 0.5), (2, 4)).astype(np.float32)
     about = {"target": "t", "draft": "d", "vocab_size": 6, "keep": 6, "temperature": 1.0, "top_k": None, "top_p": None}
     tokens = np.tile(np.arange(6, dtype=np.int32), (4, 1))
     zeros = np.zeros(4, np.int32)
     record = analysis.Record(tokens, p, q, np.zeros((4, 2), np.float32), zeros, np.arange(4, dtype=np.int32), about)
-    path = tmp_path / "laws.npz"
+    path = tmp_path / "distributions.npz"
     analysis.save_record(path, record)
     return path
 
@@ -39,7 +39,7 @@ def left_over(folder):
 
 
 def test_table_json_plot_and_record(cli, prompts, tmp_path):
-    out, saved = tmp_path / "out.json", tmp_path / "laws.npz"
+    out, saved = tmp_path / "out.json", tmp_path / "distributions.npz"
     result = cli("compare-verifiers", prompts, *PAIR, *SHORT, "--out", out, "--save-record", saved)
     assert result.code == 0, result.err
     assert all(word in result.out for word in ("spectr", "coupled", "distribution", "distinct", "gap"))
@@ -91,17 +91,19 @@ def test_bad_lines_are_named_and_the_good_ones_run(cli, prompts, tmp_path):
         (("--record", "LAWS", "--draft", "draft"), "leave --draft out"),
     ],
 )
-def test_bad_input(refused, prompts, laws, tmp_path, monkeypatch, arguments, words):
+def test_bad_input(refused, prompts, distributions, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    with np.load(laws) as file:
+    with np.load(distributions) as file:
         arrays = dict(file)
     (tmp_path / "FOREIGN").write_text("not an archive")
-    (tmp_path / "CUT").write_bytes(laws.read_bytes()[:-300])
+    (tmp_path / "CUT").write_bytes(distributions.read_bytes()[:-300])
     changed = {"FUTURE": {"version": 99}, "DAMAGED": {"p": arrays["p"] * np.nan}}
     for name, change in changed.items():
         np.savez(tmp_path / f"{name}.npz", **{**arrays, **change})
     np.savez(tmp_path / "ARRAYS.npz", x=np.zeros(3))
-    places = {"PROMPTS": prompts, "LAWS": laws} | {name: f"{name}.npz" for name in ("FUTURE", "DAMAGED", "ARRAYS")}
+    places = {"PROMPTS": prompts, "LAWS": distributions} | {
+        name: f"{name}.npz" for name in ("FUTURE", "DAMAGED", "ARRAYS")
+    }
     before = {path.name for path in tmp_path.iterdir()}
     sentence = refused("compare-verifiers", *(places.get(argument, argument) for argument in arguments))
     assert words in sentence, sentence

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiers import those
-from toy import ADVERSARY, DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, markov, sampled_triples, tiny_llama
+from toy import ADVERSARY, DRAFT_ROWS, TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples, tiny_llama
 
 from specjax import UsageError, controllers, decode, trees
 from specjax.controllers.spec_kv import HIDDEN, Weights
@@ -123,7 +123,7 @@ def test_the_adversary_drafts_nothing_now_and_then():
 @pytest.mark.parametrize("name", those(("stopping beams",), TOYS))
 def test_sampled_text_keeps_its_law_under_the_adversary(name):
     counts = sampled_triples(TOYS[name](), TARGET_ROWS, controller=ADVERSARY)
-    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 def test_a_limit_that_reads_the_draft_is_caught():
@@ -136,7 +136,7 @@ def test_a_limit_that_reads_the_draft_is_caught():
         return tree._replace(valid=jnp.arange(3) <= limit[:, None]), state
 
     counts = sampled_triples(drafter.replace(propose=propose), TARGET_ROWS)
-    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) < 1e-6
+    assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) < 1e-6
 
 
 def test_greedy_text_is_the_targets_under_the_adversary():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, markov, sampled_triples
+from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples
 
 from specjax import UsageError, controllers, decode, stream, trees
 from specjax.controllers.spec_kv import HIDDEN, Weights, choose, features, fit, predict, records, scores
@@ -53,7 +53,7 @@ def test_signals_are_of_the_accepted_tokens_and_the_first_rejected(tree):
     for b in range(256):
         text, judged = [0, *step.tokens[b]], info.signals.judged[b]
         assert judged.sum() == min(info.accepted[b] + 1, depth)
-        for j in range(judged.sum()):  # the law behind the j-th accepted token, from which the next was drawn
+        for j in range(judged.sum()):  # the distribution behind the j-th accepted token, from which the next was drawn
             row = DRAFT_ROWS[text[j]]
             np.testing.assert_allclose(info.signals.confidence[b, j], row.max(), atol=1e-6)
             np.testing.assert_allclose(info.signals.entropy[b, j], -(row * np.log(row)).sum(), atol=1e-5)
@@ -97,7 +97,10 @@ def test_the_law_of_the_target_is_kept():
     weights = ZEROS._replace(w1=np.eye(6, HIDDEN) * 3, w2=np.linspace(-3, 3, HIDDEN))
     controller = controllers.spec_kv(weights, gammas=(1, 2), start=1)
     drafter = two_model(markov(DRAFT_ROWS), 2)
-    assert chi_square(sampled_triples(drafter, TARGET_ROWS, controller=controller), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert (
+        chi_square(sampled_triples(drafter, TARGET_ROWS, controller=controller), joint_distribution(TARGET_ROWS, 0, 3))
+        > 1e-3
+    )
 
 
 def test_greedy_decoding_reads_the_laws_too_if_they_are_kept():
@@ -106,10 +109,10 @@ def test_greedy_decoding_reads_the_laws_too_if_they_are_kept():
         markov(), drafter, [[0, 1, 2]], key=jax.random.key(0), max_new_tokens=12,
         controller=controllers.spec_kv(ZEROS, gammas=(1, 3), start=2),
     )  # fmt: skip
-    result = run(two_model(markov(), 4, keep_laws=True))
+    result = run(two_model(markov(), 4, keep_logits=True))
     assert result.stats.target_passes.tolist() == [4]  # 3 + 4 + 4 + 1 tokens
     for drafter in (two_model(markov(), 4), prompt_lookup(4)):
-        with pytest.raises(UsageError, match="reads the drafter's laws"):
+        with pytest.raises(UsageError, match="reads the drafter's distributions"):
             run(drafter)
 
 

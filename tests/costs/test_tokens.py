@@ -22,6 +22,6 @@ def test_expected_tokens_of_chains_and_trees():
     assert expected_tokens(((3,),), a) == 1  # a rank that was not measured is worth nothing
 
 
-def test_rank_acceptance_is_a_law():
+def test_rank_acceptance_is_a_distribution():
     assert rank_acceptance(0.5, 3) == pytest.approx((0.5, 0.25, 0.125))
     assert sum(rank_acceptance(0.9)) <= 1

@@ -1,4 +1,4 @@
-"""The card's oracle tests of any-subset speculative decoding: a joint law by hand, and a small trained model."""
+"""The card's oracle tests of any-subset speculative decoding: a joint distribution by hand, a small trained model."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chisquare
-from toy import DATA, TARGET_ROWS, joint_law
+from toy import DATA, TARGET_ROWS, joint_distribution
 from toy_decoders import exact
 
 from specjax import UsageError
@@ -27,11 +27,11 @@ def blank(rows, size):
     return jnp.zeros((rows, size), jnp.int32), jnp.ones((rows, size), bool)
 
 
-def p_value(tokens, law):
-    """Chi-square of texts int[B, S] against their law [V, ..., V], cells expecting fewer than 5 merged."""
-    vocab, size = law.shape[0], law.ndim
+def p_value(tokens, distribution):
+    """Chi-square of texts int[B, S] against their distribution [V, ..., V], cells expecting fewer than 5 merged."""
+    vocab, size = distribution.shape[0], distribution.ndim
     index = np.asarray(tokens) @ vocab ** np.arange(size - 1, -1, -1)
-    expected = law.ravel().astype(np.float64) / law.sum() * len(index)
+    expected = distribution.ravel().astype(np.float64) / distribution.sum() * len(index)
     observed, small = np.bincount(index, minlength=vocab**size), expected < 5
     if small.any():
         observed = np.append(observed[~small], observed[small].sum())
@@ -56,19 +56,19 @@ def test_joint_law_and_expected_calls(window):
 
 
 def test_independent_positions_are_all_accepted():
-    law = np.einsum("a,b,c->abc", *TARGET_ROWS)
-    result = any_subset(exact(law), *blank(ROWS, 3), key=jax.random.key(1), window=3)
+    distribution = np.einsum("a,b,c->abc", *TARGET_ROWS)
+    result = any_subset(exact(distribution), *blank(ROWS, 3), key=jax.random.key(1), window=3)
     assert (np.asarray(result.stats.target_passes) == 2).all()
     assert (np.asarray(result.stats.accepted) == 3).all()
-    assert p_value(result.filled, law) > 1e-3
+    assert p_value(result.filled, distribution) > 1e-3
 
 
 def test_any_positions_may_be_missing_and_rows_may_be_shorter():
-    law = joint_law(TARGET_ROWS, 0, 3)
+    distribution = joint_distribution(TARGET_ROWS, 0, 3)
     tokens = jnp.tile(jnp.array([[7, 7, 2]]), (ROWS, 1))  # 7: never read
-    fill = functools.partial(any_subset, exact(law), tokens, key=jax.random.key(2), window=3)
+    fill = functools.partial(any_subset, exact(distribution), tokens, key=jax.random.key(2), window=3)
     result = fill(tokens == 7)
-    given = law.copy()
+    given = distribution.copy()
     given[:, :, [0, 1]] = 0
     assert p_value(result.filled, given) > 1e-3
     assert result.to_lists() == np.asarray(result.filled)[:, :2].tolist()  # those that were missing
@@ -85,11 +85,11 @@ def test_any_positions_may_be_missing_and_rows_may_be_shorter():
 
 
 def test_left_to_right_after_a_prompt_is_a_markov_text():
-    """Drafts that do not see each other, behind a prompt: the law is that of plain decoding."""
+    """Drafts that do not see each other, behind a prompt: the distribution is that of plain decoding."""
     tokens = jnp.tile(jnp.array([[1, 0, 0]]), (ROWS, 1))
     missing = jnp.broadcast_to(jnp.arange(3) > 0, tokens.shape)
-    result = any_subset(exact(joint_law(TARGET_ROWS, 0, 3)), tokens, missing, key=jax.random.key(3), window=3)
-    assert p_value(result.filled[:, 1:], joint_law(TARGET_ROWS, 1, 2)) > 1e-3
+    result = any_subset(exact(joint_distribution(TARGET_ROWS, 0, 3)), tokens, missing, key=jax.random.key(3), window=3)
+    assert p_value(result.filled[:, 1:], joint_distribution(TARGET_ROWS, 1, 2)) > 1e-3
     assert (np.asarray(result.stats.target_passes) == 2).all()
 
 
@@ -141,12 +141,12 @@ def trained():
         "layers": [{name: matrix(*shape) for name, shape in shapes.items()} for _ in range(LAYERS)],
     }
     optimizer = optax.adam(1e-2)
-    law = jnp.log(jnp.asarray(joint_law(TARGET_ROWS, 0, SIZE), jnp.float32)).ravel()
+    distribution = jnp.log(jnp.asarray(joint_distribution(TARGET_ROWS, 0, SIZE), jnp.float32)).ravel()
     texts = jnp.array(list(itertools.product(range(VOCAB), repeat=SIZE)))
 
     def loss(params, key):
         drawn, ordered = jax.random.split(key)
-        tokens = texts[jax.random.categorical(drawn, law, shape=(128,))]
+        tokens = texts[jax.random.categorical(drawn, distribution, shape=(128,))]
         order = order_of(jax.random.bernoulli(ordered, 0.7, tokens.shape), jnp.full((128,), SIZE))
         positions = jnp.broadcast_to(jnp.arange(SIZE), tokens.shape)
         query = order.rank[:, None, :] < order.rank[:, :, None]
@@ -164,8 +164,8 @@ def trained():
     return AnySubsetModel(two_stream, VOCAB, params=params), np.asarray(losses)
 
 
-def sequential_law(model, tokens, missing):
-    """The model's own law of the missing tokens, one after another by position: [V, ..., V], by enumeration."""
+def sequential_distribution(model, tokens, missing):
+    """The model's own distribution of the missing tokens, one after another by position: [V, ..., V], enumerated."""
     size = len(tokens)
     texts = np.array(list(itertools.product(range(VOCAB), repeat=size)))
     order = order_of(jnp.tile(jnp.array(missing), (len(texts), 1)), jnp.full((len(texts),), size))
@@ -173,28 +173,30 @@ def sequential_law(model, tokens, missing):
     query = order.rank[:, None, :] < order.rank[:, :, None]
     logits = model.apply(model.params, jnp.asarray(texts), content_mask(order), positions, query)
     each = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), texts[:, :, None], 2)[:, :, 0]
-    law = np.exp(np.where(missing, each, 0).sum(1))
-    law[~np.all(np.array(missing) | (texts == tokens), 1)] = 0
-    return law.reshape((VOCAB,) * size)
+    distribution = np.exp(np.where(missing, each, 0).sum(1))
+    distribution[~np.all(np.array(missing) | (texts == tokens), 1)] = 0
+    return distribution.reshape((VOCAB,) * size)
 
 
 @pytest.mark.parametrize(("tokens", "missing"), [([0, 0, 0, 0], [True] * 4), ([0, 0, 2, 0], [True, True, False, True])])
-def test_a_trained_model_keeps_its_sequential_law(tokens, missing):
+def test_a_trained_model_keeps_its_sequential_distribution(tokens, missing):
     model, losses = trained()
     assert losses[-50:].mean() < losses[:20].mean() - 0.1  # it learnt something
-    law = sequential_law(model, tokens, missing)
-    assert abs(law.sum() - 1) < 1e-4
+    distribution = sequential_distribution(model, tokens, missing)
+    assert abs(distribution.sum() - 1) < 1e-4
     repeat = lambda x: jnp.tile(jnp.array(x), (ROWS, 1))
     result = any_subset(model, repeat(tokens), repeat(missing), key=jax.random.key(4), window=4)
-    assert p_value(result.filled, law) > 1e-3
+    assert p_value(result.filled, distribution) > 1e-3
     assert (np.asarray(result.stats.target_passes) <= sum(missing)).all()
     if sum(missing) == 4:
-        independent = functools.reduce(np.multiply.outer, [law.sum(tuple({0, 1, 2, 3} - {i})) for i in range(4)])
+        independent = functools.reduce(
+            np.multiply.outer, [distribution.sum(tuple({0, 1, 2, 3} - {i})) for i in range(4)]
+        )
         assert p_value(result.filled, independent) < 1e-6  # the drafts alone would be caught
 
 
 def test_a_row_alone_equals_the_row_in_a_batch_and_a_second_call_compiles_nothing():
-    model = dataclasses.replace(exact(joint_law(TARGET_ROWS, 0, 3)), mask_token=2)
+    model = dataclasses.replace(exact(joint_distribution(TARGET_ROWS, 0, 3)), mask_token=2)
     tokens = jnp.array([[0, 1, 0], [1, 1, 0], [0, 0, 1]])
     missing = jnp.array([[True, True, True], [False, True, True], [True, False, False]])
     keys = jax.random.split(jax.random.key(5), 3)

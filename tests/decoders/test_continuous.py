@@ -1,4 +1,4 @@
-"""The card's oracle tests of continuous speculative decoding: Gaussian heads whose laws are known."""
+"""The card's oracle tests of continuous speculative decoding: Gaussian heads whose distributions are known."""
 
 import dataclasses
 import functools
@@ -102,7 +102,7 @@ def test_acceptance_of_the_two_step_head(ratio, alpha):
     if GUARANTEES[ratio] == "distribution":
         assert kstest(tokens / spread("p"), "norm").pvalue > 1e-3
     else:
-        assert abs(tokens.mean()) < 0.02  # no exact law; the bias of these heads is small
+        assert abs(tokens.mean()) < 0.02  # no exact distribution; the bias of these heads is small
 
 
 @pytest.mark.parametrize("ratio", ["path", "coupled", "aligned"])

@@ -71,7 +71,7 @@ def test_one_draft_is_greedy_decoding():
 def beam(target, prompt, steps, k, candidates, temperature, f=None, alpha=0.54):
     """The rule in plain numpy, over passes of the model from the beginning."""
 
-    def law(history):
+    def distribution(history):
         ids = [[[t] * k for t in prompt]] + [[drafts] for drafts, _ in history]
         weights = [[[1.0] + [0.0] * (k - 1)] * len(prompt)] + [[w] for _, w in history]
         mixture = Mixture(*(jnp.array([[*itertools.chain(*x)]]) for x in (ids, weights)))
@@ -84,12 +84,12 @@ def beam(target, prompt, steps, k, candidates, temperature, f=None, alpha=0.54):
         named = np.argsort(-logits, kind="stable")[:candidates]
         return named, logits[named] - np.logaddexp.reduce(logits[named])
 
-    named, log_p = law([])
+    named, log_p = distribution([])
     drafts, scores, history = [[t] for t in named[:k].tolist()], log_p[:k], []
     for _ in range(steps - 1):
         weights = np.exp(scores - np.logaddexp.reduce(scores))
         history.append(([d[-1] for d in drafts], weights.tolist()))
-        named, log_p = law(history)
+        named, log_p = distribution(history)
         log_r = np.tile(log_p, (k, 1))
         if f is not None:
             of = np.array([[f([*prompt, *d], v) for v in named.tolist()] for d in drafts])

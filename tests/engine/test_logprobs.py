@@ -29,7 +29,7 @@ def rescored(target, prompts, result, **warping):
     """float32[B, NEW]: log p of the new tokens by one pass over each text, 0 behind the end."""
 
     @jax.jit
-    def law(text):
+    def distribution(text):
         t = text.shape[1]
         mask = jnp.tril(jnp.ones((1, t, t), bool))
         cache = target.model.begin(target.params, None, 1, t)
@@ -40,7 +40,7 @@ def rescored(target, prompts, result, **warping):
     longest = max(map(len, prompts)) + NEW
     for prompt, new in zip(prompts, result.to_lists(), strict=True):
         text = prompt + new
-        log_p = law(jnp.array([text + [0] * (longest - len(text))]))[len(prompt) - 1 : len(text) - 1]
+        log_p = distribution(jnp.array([text + [0] * (longest - len(text))]))[len(prompt) - 1 : len(text) - 1]
         rows.append(np.pad(np.take_along_axis(log_p, np.array(new)[:, None], 1)[:, 0], (0, NEW - len(new))))
     return np.stack(rows)
 

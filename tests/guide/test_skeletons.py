@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import block_law, without_replacement
-from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, markov, sampled_triples, template
+from exact import block_distribution, without_replacement
+from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples, template
 
 from specjax import Target, UsageError, decode
 from specjax.drafters import two_model
 from specjax.engine.prepare import Settings
 from specjax.trees import operations
 from specjax.types import Context, Output
-from specjax.verifiers.verifier import law
+from specjax.verifiers.verifier import distribution
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -112,8 +112,8 @@ def test_a_round_of_the_drafter_by_hand():
 
 def error_of(core):
     """Of the joint distribution of three tokens: every chain of two drafts, every outcome of the rule."""
-    joint, _ = block_law(core, *without_replacement(DRAFT_ROWS, 0, template((1, 1))), TARGET_ROWS, 2)
-    return np.abs(joint - joint_law(TARGET_ROWS, 0, 3)).max()
+    joint, _ = block_distribution(core, *without_replacement(DRAFT_ROWS, 0, template((1, 1))), TARGET_ROWS, 2)
+    return np.abs(joint - joint_distribution(TARGET_ROWS, 0, 3)).max()
 
 
 def test_the_rule_gives_the_targets_distribution_and_its_mutants_do_not():
@@ -121,7 +121,7 @@ def test_the_rule_gives_the_targets_distribution_and_its_mutants_do_not():
 
     def draws_on_from_p(u, tree, logits):
         end = core(u, tree, logits)
-        return end._replace(residual=law(logits, end.node))
+        return end._replace(residual=distribution(logits, end.node))
 
     believes_in_another_q = lambda u, tree, logits: core(u, tree._replace(logits=tree.logits / 2), logits)
     assert error_of(core) < 1e-6
@@ -131,7 +131,7 @@ def test_the_rule_gives_the_targets_distribution_and_its_mutants_do_not():
 
 def test_the_tree_under_the_rule_and_alone_gives_the_targets_distribution():
     comb, rule = skeleton("A tree")["comb"], skeleton("A rule")["ratio"]
-    wanted = joint_law(TARGET_ROWS, 0, 3)
+    wanted = joint_distribution(TARGET_ROWS, 0, 3)
     for teeth, verifier in ((2, None), (1, rule)):
         drafter = two_model(markov(DRAFT_ROWS), tree=comb(teeth, 2))
         assert chi_square(sampled_triples(drafter, TARGET_ROWS, verifier=verifier), wanted) > 1e-3

@@ -1,8 +1,8 @@
-"""The exact law of a verifier, by enumerating drafts and integrating its uniforms.
+"""The exact distribution of a verifier, by enumerating drafts and integrating its uniforms.
 
 A rule accepts node i when u_i is below a threshold that depends on the decisions before it. The threshold is found on
-the rule itself, as a black box, by bisection; so every pattern of decisions gets its exact probability, and the law of
-the emitted block, extended by the target, can be compared with the target's own joint law.
+the rule itself, as a black box, by bisection; so every pattern of decisions gets its exact probability, and the
+distribution of the emitted block, extended by the target, can be compared with the target's own joint distribution.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def without_replacement(rows: np.ndarray, start: int, template):
         grown = []
         for tokens, weight in outcomes:
             taken = {tokens[i] for i in siblings}
-            law = rows[tokens[parent]].astype(np.float64)
-            left = 1 - sum(law[t] for t in taken)
-            grown += [((*tokens, t), weight * law[t] / left) for t in range(vocab) if t not in taken]
+            distribution = rows[tokens[parent]].astype(np.float64)
+            left = 1 - sum(distribution[t] for t in taken)
+            grown += [((*tokens, t), weight * distribution[t] / left) for t in range(vocab) if t not in taken]
         outcomes = grown
     tokens = np.array([t for t, _ in outcomes], np.int32)
     return draft(rows, tokens, template.parents), np.array([w for _, w in outcomes])
@@ -166,8 +166,8 @@ def top_and_sampled(rows: np.ndarray, start: int, template):
     return draft(kept, tokens, template.parents), np.array([w for _, w in outcomes])
 
 
-def block_law(core, tree: TokenTree, weights, target_rows: np.ndarray, depth: int, patterns=patterns):
-    """The law of the emitted block extended by the target to depth + 1 tokens, and of the number of accepted drafts.
+def block_distribution(core, tree: TokenTree, weights, target_rows: np.ndarray, depth: int, patterns=patterns):
+    """The distribution of the emitted block extended by the target to depth + 1 tokens, and of accepted drafts.
 
     Returns: float64[V] * (depth + 1), float64[depth + 1].
     """
@@ -175,17 +175,17 @@ def block_law(core, tree: TokenTree, weights, target_rows: np.ndarray, depth: in
     tokens = np.asarray(tree.tokens)
     logits = np.log(target_rows)[tokens]
     probability, end = patterns(core, tree, logits)
-    law = np.zeros((vocab,) * (depth + 1))
-    accepted_law = np.zeros(depth + 1)
+    distribution = np.zeros((vocab,) * (depth + 1))
+    accepted_distribution = np.zeros(depth + 1)
     rows = target_rows.astype(np.float64)
     for e, p in np.argwhere(probability > 0):
         accepted = int(end.num_nodes[e, p]) - 1
         block = tuple(tokens[e, end.path[e, p, 1 : accepted + 1]])
         weight = weights[e] * probability[e, p]
-        accepted_law[accepted] += weight
+        accepted_distribution[accepted] += weight
         residual = end.residual[e, p].astype(np.float64)
         extension = weight * residual / residual.sum()
         for _ in range(depth - accepted):
             extension = extension[..., None] * rows
-        law[block] += extension
-    return law, accepted_law
+        distribution[block] += extension
+    return distribution, accepted_distribution

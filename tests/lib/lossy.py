@@ -7,9 +7,9 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exact import block_law, patterns, without_replacement
+from exact import block_distribution, patterns, without_replacement
 from rules import module
-from toy import DATA, DRAFT_ROWS, TARGET_ROWS, joint_law, template
+from toy import DATA, DRAFT_ROWS, TARGET_ROWS, joint_distribution, template
 
 from specjax.trees import operations
 
@@ -56,16 +56,16 @@ def with_head(scores, threshold):
 
 
 def one_step(core, p, q):
-    """(acceptance of each drafted token, law of the emitted token) for one drafted token."""
+    """(acceptance of each drafted token, distribution of the emitted token) for one drafted token."""
     target, rows = (np.tile(np.array(x, np.float32), (len(p), 1)) for x in (p, q))
     drafts, weights = without_replacement(rows, 0, template((1,)))
     probability, _ = patterns(core, drafts, jnp.log(jnp.asarray(target))[drafts.tokens])
-    joint, _ = block_law(core, drafts, weights, target, 1)
+    joint, _ = block_distribution(core, drafts, weights, target, 1)
     return probability[:, 1], joint.sum(1)
 
 
-def tv(law, target):
-    return 0.5 * np.abs(law - target).sum()
+def tv(distribution, target):
+    return 0.5 * np.abs(distribution - target).sum()
 
 
 def output_tv(core, values, branching=(1, 1)):
@@ -87,9 +87,9 @@ def output_tv(core, values, branching=(1, 1)):
     for i in range(len(values)):
         part = slice(i * len(weights), (i + 1) * len(weights))
         known = lambda *_, part=part: (probability[part], jax.tree.map(lambda x: x[part], end))
-        joint, accepted = block_law(None, drafts, weights, TARGET_ROWS, len(branching), known)
+        joint, accepted = block_distribution(None, drafts, weights, TARGET_ROWS, len(branching), known)
         np.testing.assert_allclose(joint.sum(), 1, atol=1e-6)
-        distance = tv(joint, joint_law(TARGET_ROWS, 0, len(branching) + 1))
+        distance = tv(joint, joint_distribution(TARGET_ROWS, 0, len(branching) + 1))
         rows.append((distance, (accepted * (1 + np.arange(len(accepted)))).sum()))
     return np.array(rows).T
 

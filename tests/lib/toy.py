@@ -1,4 +1,4 @@
-"""Tiny models and drafters with laws that can be enumerated."""
+"""Tiny models and drafters with distributions that can be enumerated."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ ADVERSARY = Controller(
 def markov_model(vocab: int) -> Model:
     """A model whose next token depends on the last one alone; params: float32[V, V], rows of probabilities.
 
-    It remembers nothing. Two layers: each that runs, attention and MLP by half, takes it from the uniform law towards
-    that of the row.
+    It remembers nothing. Two layers: each that runs, attention and MLP by half, takes it from the uniform distribution
+    towards that of the row.
     """
 
-    def law(params, tokens, share):
+    def distribution(params, tokens, share):
         """The stream after a share of the layers: log probabilities, which the head leaves as they are."""
         if isinstance(tokens, Mixture):
             rows = jnp.sum(params[tokens.ids] * tokens.weights[..., None], 2)
@@ -50,8 +50,8 @@ def markov_model(vocab: int) -> Model:
 
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None):
         share = 1.0 if layers is None else jnp.mean((layers.attention + 0.0 + layers.mlp) / 2, 1)[:, None, None]
-        streams = tuple(law(params, tokens, tap / 2) for tap in taps)
-        return Output(law(params, tokens, share), jnp.zeros((*positions.shape, 1)), streams), ()
+        streams = tuple(distribution(params, tokens, tap / 2) for tap in taps)
+        return Output(distribution(params, tokens, share), jnp.zeros((*positions.shape, 1)), streams), ()
 
     return Model(
         begin=lambda params, inputs, batch, capacity: (),
@@ -109,21 +109,21 @@ def branching_drafter(branching: tuple[int, ...]) -> Drafter:
     def propose(params, keys, state, context, limit):
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, 1)
         tokens = jnp.pad(root, ((0, 0), (0, shape.num_nodes - 1)))
-        laws = jnp.zeros((*tokens.shape, params.shape[0]))
+        distributions = jnp.zeros((*tokens.shape, params.shape[0]))
         children = {}
         for node in range(shape.num_nodes):
             if node:
                 parent, rank = int(shape.parents[node]), int(shape.ranks[node])
                 tokens = tokens.at[:, node].set(children[parent][:, rank])
-            law = sampling.warp(jnp.log(params[tokens[:, node]]), context.sampling)
-            laws = laws.at[:, node].set(law)
+            distribution = sampling.warp(jnp.log(params[tokens[:, node]]), context.sampling)
+            distributions = distributions.at[:, node].set(distribution)
             noise = jax.vmap(lambda key, node=node: jax.random.gumbel(jax.random.fold_in(key, node), params.shape[1:]))(
                 keys
             )
-            children[node] = jax.lax.top_k(law + noise, max(branching))[1]
+            children[node] = jax.lax.top_k(distribution + noise, max(branching))[1]
         parents = jnp.broadcast_to(shape.parents, tokens.shape)
         valid = operations.depths(parents) <= limit[:, None]
-        return TokenTree(tokens, parents, valid, laws), state
+        return TokenTree(tokens, parents, valid, distributions), state
 
     return Drafter(
         propose=propose,
@@ -166,12 +166,12 @@ def tiny_datastore(vocab: int) -> Datastore:
     return from_documents(documents, vocab, shard_tokens=500)
 
 
-def joint_law(rows: np.ndarray, start: int, length: int) -> np.ndarray:
-    """float64[V, ..., V]: the law of `length` tokens after `start`."""
-    law = rows[start].astype(np.float64)
+def joint_distribution(rows: np.ndarray, start: int, length: int) -> np.ndarray:
+    """float64[V, ..., V]: the distribution of `length` tokens after `start`."""
+    distribution = rows[start].astype(np.float64)
     for _ in range(length - 1):
-        law = law[..., None] * rows.astype(np.float64)
-    return law
+        distribution = distribution[..., None] * rows.astype(np.float64)
+    return distribution
 
 
 def sampled_triples(drafter, rows, count=20_000, verifier=None, **options):
@@ -192,9 +192,9 @@ def sampled_triples(drafter, rows, count=20_000, verifier=None, **options):
     return np.bincount(index, minlength=vocab**3).reshape((vocab,) * 3)
 
 
-def chi_square(counts, law):
-    """p-value of counts against a law, cells expecting fewer than 5 merged."""
-    expected = law.ravel() * counts.sum()
+def chi_square(counts, distribution):
+    """p-value of counts against a distribution, cells expecting fewer than 5 merged."""
+    expected = distribution.ravel() * counts.sum()
     observed, small = counts.ravel(), expected < 5
     if small.any():
         observed = np.append(observed[~small], observed[small].sum())

@@ -1,4 +1,4 @@
-"""Tiny models for loops of their own, with laws that are known."""
+"""Tiny models for loops of their own, with distributions that are known."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def one_pass_and_steps(target, tokens):
 
 @pytest.mark.parametrize("mutant", [False, True])
 def test_int8_tokens_see_each_other_as_the_cache_keeps_them(mutant, monkeypatch):
-    """Else a node's law would depend on how many of its ancestors are pending still."""
+    """Else a node's distribution would depend on how many of its ancestors are pending still."""
     if mutant:  # rounded only when written
         exact = lambda x: Quantized(x / quantize(x).scale[..., None], quantize(x).scale)
         monkeypatch.setattr(kv, "as_kept", lambda x, slots: exact(x))

@@ -62,7 +62,7 @@ def test_coupled_text_is_that_of_plain_decoding(make, tree):
     assert float(found.block_efficiency.mean()) > 1.2
 
 
-def joint_law(target: Target, prompt, inputs) -> np.ndarray:
+def joint_distribution(target: Target, prompt, inputs) -> np.ndarray:
     """float64[V, V, V]: of the next three tokens, by a pass over every text."""
     texts = np.array([[*prompt, *new] for new in itertools.product(range(SMALL), repeat=3)], np.int32)
     count, width = texts.shape
@@ -80,8 +80,8 @@ def joint_law(target: Target, prompt, inputs) -> np.ndarray:
 def test_sampled_text_has_the_law_of_the_target(make):
     target, rows, prompt = make(SMALL), 8000, [1, 0, 2, 1]
     inputs = inputs_of(1, SMALL) if target.model.capabilities.inputs else None
-    law = joint_law(target, prompt, inputs)
-    assert abs(law.sum() - 1) < 1e-4
+    distribution = joint_distribution(target, prompt, inputs)
+    assert abs(distribution.sum() - 1) < 1e-4
     prompts = jnp.tile(jnp.array([prompt]), (rows, 1)), jnp.full((rows,), len(prompt))
     others = {} if inputs is None else {"inputs": jnp.repeat(inputs, rows, 0)}
     drafter = two_model(alike(target, 0.5), tree=trees.parse("2x1"))
@@ -89,9 +89,9 @@ def test_sampled_text_has_the_law_of_the_target(make):
     result = specjax.decode(target, drafter, prompts, **options, **others)
     index = np.asarray(result.tokens) @ np.array([SMALL**2, SMALL, 1])
     counts = np.bincount(index, minlength=SMALL**3).reshape((SMALL,) * 3)
-    assert chi_square(counts, law) > 1e-3
-    of_draft = joint_law(alike(target, 0.5), prompt, inputs)
-    assert chi_square(counts, of_draft) < 1e-6  # the draft's own law would be caught
+    assert chi_square(counts, distribution) > 1e-3
+    of_draft = joint_distribution(alike(target, 0.5), prompt, inputs)
+    assert chi_square(counts, of_draft) < 1e-6  # the draft's own distribution would be caught
 
 
 def test_a_draft_model_that_ignores_the_tree_drafts_worse_but_writes_the_same():

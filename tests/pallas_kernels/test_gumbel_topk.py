@@ -1,4 +1,4 @@
-"""Gumbel top-k: the kernel, simulated on CPU, against the specification; its noise against jax's; the law of its draws.
+"""Gumbel top-k: the kernel, simulated on CPU, against the specification; its noise against jax's; how it draws.
 
 Every kind of check is shown to fail on a kernel with a fault put into it.
 """
@@ -193,8 +193,8 @@ def test_in_every_transformation(transform, options, noisy):
     agree(transform(search)(keys, logits), reference.gumbel_topk(keys if noisy else None, logits, 4))
 
 
-def law_of_pairs(trials=4000):
-    """Chi-square of ordered pairs drawn from a law of five tokens, against P(a, b) = p_a p_b / (1 - p_a)."""
+def distribution_of_pairs(trials=4000):
+    """Chi-square of ordered pairs drawn from a distribution of five tokens, against P(a, b) = p_a p_b / (1 - p_a)."""
     p = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (trials, 5))
     ids = np.asarray(kernel(rows_of_keys(trials), logits, 2)[0])
@@ -205,14 +205,14 @@ def law_of_pairs(trials=4000):
 
 
 def test_law_without_replacement():
-    assert law_of_pairs() > 1e-3
+    assert distribution_of_pairs() > 1e-3
 
 
 def test_law_check_sees_noise_that_rows_share(fault):
     """As if one key were used for all rows of a block."""
     noise = tpu.gumbel
     fault("gumbel", lambda word0, word1, ids: noise(word0[:1], word1[:1], ids))
-    assert law_of_pairs() < 1e-6
+    assert distribution_of_pairs() < 1e-6
 
 
 def test_arguments_that_do_not_fit_are_refused():

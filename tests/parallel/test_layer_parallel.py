@@ -77,7 +77,7 @@ def test_logits_are_those_of_one_device(config, data, layer, exactly):
         np.testing.assert_allclose(ours, theirs, atol=3e-5)
     if not exactly:
         return
-    exact = passes(1)(whole(config))  # which is another law
+    exact = passes(1)(whole(config))  # which is another distribution
     assert float(jnp.max(jnp.abs(exact[1].logits - wanted[1].logits))) > 0.01
     for ours, theirs in zip(jax.tree.leaves(passes(1)(placed)), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-5)

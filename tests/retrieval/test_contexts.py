@@ -16,30 +16,30 @@ def entry(seen=1, **probs):
     return Entry(jnp.array(tokens), jnp.array([*probs.values()] + [0.0] * (3 - len(probs))), jnp.array(seen))
 
 
-def law(x):
+def distribution(x):
     """{token: probability}, the likeliest first."""
     return {int(t): float(p) for t, p in zip(x.tokens, x.probs, strict=True) if t >= 0}
 
 
 def test_the_cards_means():
     first = mix(entry(A=0.7, B=0.2, C=0.1), entry(A=0.3, B=0.6, D=0.1))
-    assert (list(law(first)), int(first.seen)) == ([A, B, C], 2)  # C and D tie: the lower id
-    assert law(first) == pytest.approx({A: 0.5, B: 0.4, C: 0.05})
+    assert (list(distribution(first)), int(first.seen)) == ([A, B, C], 2)  # C and D tie: the lower id
+    assert distribution(first) == pytest.approx({A: 0.5, B: 0.4, C: 0.05})
     second = mix(first, entry(A=0.1, B=0.8, D=0.1))
-    assert list(law(second))[:2] == [B, A]
-    assert list(law(second).values()) == pytest.approx([1.6 / 3, 1.1 / 3, 0.1 / 3])
-    assert law(mix(entry(seen=0), entry(B=0.5))) == {B: 0.5}
-    assert law(mix(entry(seen=3, B=0.5), entry(seen=0))) == {B: 0.5}
+    assert list(distribution(second))[:2] == [B, A]
+    assert list(distribution(second).values()) == pytest.approx([1.6 / 3, 1.1 / 3, 0.1 / 3])
+    assert distribution(mix(entry(seen=0), entry(B=0.5))) == {B: 0.5}
+    assert distribution(mix(entry(seen=3, B=0.5), entry(seen=0))) == {B: 0.5}
 
 
 def test_tokens_of_no_probability_are_none():
-    assert law(mix(entry(seen=0), entry(A=1.0, B=0.0))) == {A: 1.0}
+    assert distribution(mix(entry(seen=0), entry(A=1.0, B=0.0))) == {A: 1.0}
 
 
-def taught_by(*laws):
+def taught_by(*distributions):
     """A table that was taught, one after another, that a token follows a context; -1: not known, no context of it."""
     table = contexts.empty(1, 16, 9)
-    for context, token in laws:
+    for context, token in distributions:
         seen = Entry(jnp.full((1, 1, 9), -1).at[0, 0, 0].set(token), jnp.eye(9)[None, None, 0], jnp.ones((1, 1), int))
         table = jax.jit(contexts.learn)(table, jnp.array([[context]]), seen)
     return table
@@ -49,15 +49,17 @@ def test_the_longest_context_that_either_table_knows_counts():
     two, three = taught_by(([-1, -1, 3, 4], A)), taught_by(([-1, 2, 3, 4], B))
     find = lambda *tables: jax.tree.map(lambda x: x[0, 0], jax.jit(contexts.find)(*tables, jnp.array([[[1, 2, 3, 4]]])))
     for tables in ((two, three), (three, two), ((), three)):
-        assert (law(find(*tables)), int(find(*tables).seen)) == ({B: 1.0}, 1)
+        assert (distribution(find(*tables)), int(find(*tables).seen)) == ({B: 1.0}, 1)
     other = taught_by(([-1, -1, 3, 4], C))
-    assert (law(find(two, other)), int(find(two, other).seen)) == ({A: 0.5, C: 0.5}, 2)
-    assert (law(find(other, taught_by())), int(find((), taught_by()).seen)) == ({C: 1.0}, 0)
+    assert (distribution(find(two, other)), int(find(two, other).seen)) == ({A: 0.5, C: 0.5}, 2)
+    assert (distribution(find(other, taught_by())), int(find((), taught_by()).seen)) == ({C: 1.0}, 0)
 
 
 def test_contexts_of_different_lengths_are_told_apart():
     """3 tokens are not the 4 that begin with any one token."""
     table = taught_by(([0, 1, 2, 3], A), ([8, 1, 2, 3], B))
     found = jax.jit(contexts.find)((), table, jnp.array([[[0, 1, 2, 3], [8, 1, 2, 3], [7, 1, 2, 3]]]))
-    laws = [law(Entry(*entry)) for entry in zip(found.tokens[0], found.probs[0], found.seen[0], strict=True)]
-    assert laws == [{A: 1.0}, {B: 1.0}, {A: 0.5, B: 0.5}]
+    distributions = [
+        distribution(Entry(*entry)) for entry in zip(found.tokens[0], found.probs[0], found.seen[0], strict=True)
+    ]
+    assert distributions == [{A: 1.0}, {B: 1.0}, {A: 0.5, B: 0.5}]

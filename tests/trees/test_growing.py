@@ -1,4 +1,4 @@
-"""Every builder with the two-model drafter: exact text, exact law, the drafter's cache, and the golden trees."""
+"""Every builder with the two-model drafter: exact text and distribution, the drafter's cache, the golden trees."""
 
 import functools
 import importlib
@@ -8,11 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import block_law
+from exact import block_distribution
 from rules import module
 from scipy.stats import chisquare
 from tiers import those
-from toy import DATA, DRAFT_ROWS, MARKOV, TARGET_ROWS, chi_square, joint_law, markov, sampled_triples, tiny_llama
+from toy import (
+    DATA,
+    DRAFT_ROWS,
+    MARKOV,
+    TARGET_ROWS,
+    chi_square,
+    joint_distribution,
+    markov,
+    sampled_triples,
+    tiny_llama,
+)
 
 from specjax import decode, trees
 from specjax.drafters import two_model
@@ -58,7 +68,7 @@ def plain(temperature=0.0, new=20):
     return result.to_lists()
 
 
-# One builder of each way to grow: the others differ in what they propose, which the laws below tell apart.
+# One builder of each way to grow: the others differ in what they propose, which the distributions below tell apart.
 @pytest.mark.parametrize("name", those(("top_and_sampled", "rsd_s", "eagle2"), BUILDERS))
 def test_greedy_text_is_that_of_plain_decoding(name):
     assert run(name).to_lists() == plain()
@@ -83,14 +93,14 @@ def test_a_drafter_that_is_the_target_is_always_right(name):
 @pytest.mark.parametrize("name", those(("paths", "top_and_sampled", "sequoia", "rsd_s", "dyspec"), BUILDERS))
 def test_sampled_text_has_the_law_of_the_target(name):
     drafter = two_model(markov(DRAFT_ROWS), tree=BUILDERS[name])
-    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
-def kept_by_eagle2(laws, total):
+def kept_by_eagle2(distributions, total):
     """The `total` tokens that EAGLE-2 keeps below token 0 of a Markov chain, in order; two per node, two levels."""
     rows = np.full((7, 7), 1e-9, np.float32)
-    for token, law in laws.items():
-        rows[token, list(law)] = list(law.values())
+    for token, distribution in distributions.items():
+        rows[token, list(distribution)] = list(distribution.values())
     logits, root = jnp.log(jnp.asarray(rows)), jnp.zeros((1,), jnp.int32)
     context, keys = Context(root[:, None], root + 1, Sampling()), jax.random.split(jax.random.key(0), 1)
     feed = lambda memory, frontier: (memory, logits[frontier.tokens])
@@ -106,19 +116,19 @@ A, B, C, D, E, F = range(1, 7)
 @pytest.mark.parametrize(("total", "kept"), [(2, [A, B]), (3, [A, B, C]), (4, [A, B, C, E]), (6, [A, B, C, D, E, F])])
 def test_the_toy_of_eagle2(total, kept):
     """The card: of a .6, b .3 and their children c .30, d .24, e .27, f .015 the three best are a, b and c."""
-    laws = {0: {A: 0.6, B: 0.3, 0: 0.1}, A: {C: 0.5, D: 0.4, 0: 0.1}, B: {E: 0.9, F: 0.05, 0: 0.03, A: 0.02}}
-    assert kept_by_eagle2(laws, total) == kept
+    distributions = {0: {A: 0.6, B: 0.3, 0: 0.1}, A: {C: 0.5, D: 0.4, 0: 0.1}, B: {E: 0.9, F: 0.05, 0: 0.03, A: 0.02}}
+    assert kept_by_eagle2(distributions, total) == kept
 
 
 def test_of_equal_nodes_eagle2_keeps_the_earlier():
     """b and c, of exactly a quarter each."""
-    laws = {0: {A: 0.5, B: 0.25, E: 0.125, F: 0.125}, A: {C: 0.5, D: 0.25, 0: 0.25}, B: {E: 0.5, F: 0.5}}
-    assert kept_by_eagle2(laws, 2) == [A, B]
+    distributions = {0: {A: 0.5, B: 0.25, E: 0.125, F: 0.125}, A: {C: 0.5, D: 0.25, 0: 0.25}, B: {E: 0.5, F: 0.5}}
+    assert kept_by_eagle2(distributions, 2) == [A, B]
 
 
 # ---------------------------------------------------------------------------------------------------- golden trees
-# What a builder draws on the toy is sampled until every tree it can draw was seen; the law of the trees is known, so
-# what recursive rejection accepts of them is enumerated.
+# What a builder draws on the toy is sampled until every tree it can draw was seen; the distribution of the trees is
+# known, so what recursive rejection accepts of them is enumerated.
 
 recursive_rejection = module("recursive_rejection").core
 SMALL = {**{f"dyspec_m{m}": trees.dyspec_fixed(m) for m in (2, 3, 4)}, "rsd_s_L2_W2": trees.beam(2, 2)}  # golden row
@@ -142,7 +152,7 @@ def distinct(tree):
 
 
 def chances(tree):
-    """Of each tree, if every sibling comes from q without those before it: DySpec's law, which decides before it draws.
+    """Of each tree, if every sibling comes from q without those before it: DySpec's, which decides before it draws.
 
     float64[B], and the sum over the nodes of q down to them, which is what DySpec believes to be accepted.
     """
@@ -180,21 +190,21 @@ def beam_chances(tree):
 def test_golden_trees_and_what_is_accepted_of_them(name):
     builder = SMALL[name]
     tree, counts = distinct(grown(builder, 40_000))
-    law = beam_chances(tree) if "rsd_s" in name else chances(tree)[0]
-    np.testing.assert_allclose(law.sum(), 1, atol=1e-6)  # every tree was seen
-    assert chisquare(counts, law * counts.sum(), sum_check=False).pvalue > 1e-3
-    joint, accepted = block_law(recursive_rejection, tree, law, TARGET_ROWS, builder.max_depth)
-    np.testing.assert_allclose(joint, joint_law(TARGET_ROWS, 0, builder.max_depth + 1), atol=1e-6)
+    distribution = beam_chances(tree) if "rsd_s" in name else chances(tree)[0]
+    np.testing.assert_allclose(distribution.sum(), 1, atol=1e-6)  # every tree was seen
+    assert chisquare(counts, distribution * counts.sum(), sum_check=False).pvalue > 1e-3
+    joint, accepted = block_distribution(recursive_rejection, tree, distribution, TARGET_ROWS, builder.max_depth)
+    np.testing.assert_allclose(joint, joint_distribution(TARGET_ROWS, 0, builder.max_depth + 1), atol=1e-6)
     golden = MARKOV[name]
     wanted = [golden["accepted_length_pmf"].get(str(i), 0.0) for i in range(builder.max_depth + 1)]
     np.testing.assert_allclose(accepted, wanted, atol=2e-6)
     tokens = (accepted * (1 + np.arange(len(accepted)))).sum()
     np.testing.assert_allclose(tokens, golden["expected_tokens_per_iteration"], atol=5e-6)
     if "dyspec_m" in name:
-        believed = law @ chances(tree)[1]
+        believed = distribution @ chances(tree)[1]
         np.testing.assert_allclose(believed, golden["expected_accepted_if_draft_prob_were_acceptance"], atol=2e-6)
     if "rsd_s" in name:
-        both = law[np.asarray(tree.parents)[:, 4] == 1].sum()
+        both = distribution[np.asarray(tree.parents)[:, 4] == 1].sum()
         np.testing.assert_allclose(both, MARKOV["rsd_s_both_level2_slots_on_best_beam"]["exact"], atol=2e-6)
 
 
@@ -206,9 +216,12 @@ def check_large_trees(name, threshold, width, size):
     accepted, drafted, golden = np.asarray(end.num_nodes) - 1, np.asarray(tree.valid).sum(1) - 1, MARKOV[name]
     for x, wanted in ((1 + accepted, golden["expected_tokens_per_iteration"]), (drafted, size)):
         assert abs(x.mean() - wanted) < 4 * x.std() / len(x) ** 0.5 < 0.02
-    law = np.array([golden["accepted_length_pmf"].get(str(i), 0.0) for i in range(4)])
+    distribution = np.array([golden["accepted_length_pmf"].get(str(i), 0.0) for i in range(4)])
     counts = np.bincount(accepted, minlength=4)
-    assert chi_square(counts[law > 0], law[law > 0]) > 1e-3 and not counts[law == 0].any()
+    assert (
+        chi_square(counts[distribution > 0], distribution[distribution > 0]) > 1e-3
+        and not counts[distribution == 0].any()
+    )
 
 
 @pytest.mark.parametrize(

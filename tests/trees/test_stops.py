@@ -6,12 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import block_law
+from exact import block_distribution
 from lossy import fall_back
 from rules import module
 from scipy.stats import chisquare
 from tiers import exhaustive
-from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, markov, markov_model, sampled_triples, tiny_llama
+from toy import (
+    DRAFT_ROWS,
+    TARGET_ROWS,
+    chi_square,
+    joint_distribution,
+    markov,
+    markov_model,
+    sampled_triples,
+    tiny_llama,
+)
 
 from specjax import UsageError, controllers, decode, trees
 from specjax.drafters import autoregressive, two_model
@@ -28,19 +37,19 @@ bild, standard = module("bild"), module("standard")
 
 
 def scripted(tops, builder, *, limit=None, temperature=None):
-    """The tree that `builder` grows where the i-th pass (0: the root's) gives a law with the largest probability
+    """The tree that `builder` grows where the i-th pass (0: the root's) gives as the largest probability
     `tops[b][i]`, per row; and how many passes ran, the root's not counted."""
     tops = np.asarray(tops, np.float32)
-    laws = np.log(np.stack([tops, *[(1 - tops) / 2] * 2], -1))  # [B, passes, 3]
+    distributions = np.log(np.stack([tops, *[(1 - tops) / 2] * 2], -1))  # [B, passes, 3]
     root = jnp.zeros(len(tops), jnp.int32)
     context = Context(root[:, None], root + 1, Sampling(temperature and jnp.float32(temperature)))
     keys = jax.random.split(jax.random.key(0), len(tops))
 
     def feed(passes, frontier):
-        return passes + 1, jnp.take_along_axis(laws, frontier.depth[:, :, None], 1)
+        return passes + 1, jnp.take_along_axis(distributions, frontier.depth[:, :, None], 1)
 
     limit = jnp.full(len(tops), builder.max_depth) if limit is None else jnp.asarray(limit)
-    run = lambda: trees.grow(builder, feed, jnp.int32(0), root, laws[:, 0], keys, context, limit)
+    run = lambda: trees.grow(builder, feed, jnp.int32(0), root, distributions[:, 0], keys, context, limit)
     grown, passes = jax.jit(run)()
     return grown.tree, int(passes)
 
@@ -80,7 +89,7 @@ def test_specdec_plus_plus_trace():
 
 
 def test_acceptance_by_another_predictor():
-    """The numbers of the card from a predictor that does not look at the laws, which are sure of every token."""
+    """The numbers of the card from a predictor that does not look at them, which are sure of every token."""
     script = jnp.array([0.9, 0.8, 0.7, 0.6, 0.9, 0.9])
     predict = lambda fed: jnp.broadcast_to(script[fed.depth], fed.depth.shape)
     tops = [[0.99] * 6]
@@ -105,7 +114,7 @@ def test_the_loop_ends_when_the_last_row_does_and_rows_do_not_see_each_other():
     alone, passes = scripted(tops[:1], builder, temperature=1.0)
     assert passes == 1
     for ours, theirs in zip(alone, both, strict=True):
-        np.testing.assert_array_equal(ours[0], theirs[0])  # the laws, too
+        np.testing.assert_array_equal(ours[0], theirs[0])  # the distributions, too
 
 
 @pytest.mark.parametrize(("limit", "passes"), [([0, 0], 0), ([1, 0], 0), ([2, 3], 2), ([9, 0], 4)])
@@ -116,7 +125,7 @@ def test_a_limit_saves_passes_too(limit, passes):
 
 @pytest.mark.parametrize("builder", [trees.beam(2, 4), trees.branching((2, 2, 1, 1)), trees.eagle2(top_k=2, depth=4)])
 def test_trees_stop_by_node_and_stand_at_the_front(builder):
-    """The law of level 2 is flat: nothing is drafted below level 3, and the pass over it does not run."""
+    """The distribution of level 2 is flat: nothing is drafted below level 3, and the pass over it does not run."""
     stopped = trees.with_stop(builder, stops.confidence(0.6))
     tree, passes = scripted([[0.9, 0.9, 0.5, 0.9], [0.9] * 4], stopped)
     assert passes == 3
@@ -173,8 +182,8 @@ def test_stopped_chains_are_exact(rule):
     chances = np.where(valid[:, 1:], q, 1.0).prod(1)
     np.testing.assert_allclose(chances.sum(), 1, atol=1e-6)
     assert chisquare(counts, chances * counts.sum(), sum_check=False).pvalue > 1e-3
-    joint, _ = block_law(standard.core, tree, chances, TARGET_ROWS, 4)
-    np.testing.assert_allclose(joint, joint_law(TARGET_ROWS, 0, 5), atol=1e-6)
+    joint, _ = block_distribution(standard.core, tree, chances, TARGET_ROWS, 4)
+    np.testing.assert_allclose(joint, joint_distribution(TARGET_ROWS, 0, 5), atol=1e-6)
 
 
 def test_nodes_stop_one_by_one():
@@ -199,11 +208,11 @@ def test_nodes_stop_one_by_one():
 )
 def test_sampled_text_has_the_law_of_the_target(tree):
     drafter = two_model(markov(SURE), tree=tree, stop=stops.fallback(0.5))
-    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 def test_dropping_the_token_that_is_judged_is_caught():
-    """A mutant: the node itself is dropped where the law behind it, which depends on its token, is flat."""
+    """A mutant: the node itself is dropped where the distribution behind it, which depends on its token, is flat."""
     drafter = two_model(markov(SURE), 2)
 
     def propose(params, keys, state, context, limit):
@@ -212,7 +221,7 @@ def test_dropping_the_token_that_is_judged_is_caught():
         return tree._replace(valid=jnp.cumprod(sure.at[:, 0].set(True), 1).astype(bool) & tree.valid), state
 
     counts = sampled_triples(drafter.replace(propose=propose), TARGET_ROWS)
-    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) < 1e-6
+    assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) < 1e-6
 
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7]]

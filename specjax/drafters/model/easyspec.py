@@ -6,7 +6,8 @@ Rule: the draft model's first and last layer run as usual, those between in grou
 stream before a group, a_i = Attn_i(norm_i(h)) for all i at once, then z = h and, layer by layer, z <- z + a_i,
 z <- z + MLP_i(norm'_i(z)). Keys and values come from the same h. What these approximate passes leave lives for one
 round only: the next one feeds every newly committed token anew, exactly, to an exact cache (the paper's bonus
-calibration), and the last logits of that pass are its first draft law. All else is `two_model`'s, trees included.
+calibration), and the last logits of that pass are its first draft distribution. All else is `two_model`'s, trees
+included.
 
 The G attentions are worth running at once where each layer has a device of its own: see
 `specjax.parallel.layer_parallel`. On one device the drafts are the same, and no faster.
@@ -34,18 +35,18 @@ def easyspec(
     *,
     group: int | None = None,
     stop: Stop | None = None,
-    keep_laws: bool = False,
+    keep_logits: bool = False,
 ) -> Drafter:
     """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest).
 
     Args:
       group: layers whose attention reads the same stream; 1: none, exact passes. None: 4, or as many as `draft` was
         placed for. A draft model of fewer than 4 layers has nothing to group.
-      stop, keep_laws: as in `two_model`.
+      stop, keep_logits: as in `two_model`.
 
     State: as that of `two_model`. Raises: UsageError for a setting below 1, or another group than the draft's own.
     """
-    builder = trees.builder_of(num_tokens, tree, stop, keep_laws)
+    builder = trees.builder_of(num_tokens, tree, stop, keep_logits)
     lag = builder.max_depth + 1  # as many tokens as a round can add, the target's own included
     return two_model_functions(draft.model, builder, lag, group=_group(draft.model, group)).replace(params=draft.params)
 

@@ -107,12 +107,12 @@ def _propose(config: _Config, params, keys, state: _State, context: Context, lim
         draft=state.draft,
         control=parts.controller.init(len(first)),
     )
-    inner, laws = _decode(parts, inner, wanted, log_q if parts.keep.laws else None, config.longest + 1)
+    inner, kept = _decode(parts, inner, wanted, log_q if parts.keep.logits else None, config.longest + 1)
     place = context.length[:, None] - 1 + jnp.arange(config.longest + 1)
     tokens = take_along(inner.tokens, jnp.minimum(place, context.tokens.shape[1] - 1), 1)
     drafted = jnp.minimum(inner.length - context.length, limit)
     valid = jnp.arange(config.longest + 1) <= drafted[:, None]
-    return chain(tokens, valid, laws), _State(inner.cache, inner.draft)
+    return chain(tokens, valid, kept), _State(inner.cache, inner.draft)
 
 
 def _own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:
@@ -143,7 +143,7 @@ def _parts(config: _Config, params, context: Context) -> Parts:
         sampling=context.sampling,
         eos=jnp.zeros((0,), jnp.int32),
         coupled=coupled,
-        keep=Keep(laws=not (is_greedy or coupled)),
+        keep=Keep(logits=not (is_greedy or coupled)),
     )
 
 
@@ -153,16 +153,16 @@ def _decode(
     """Decode until each row has `wanted` int32[B] tokens; and log q float32[B, size, V] of the chain, which begins with
     `first` float32[B, V], if that is asked for."""
     start = state.length - 1
-    laws = None if first is None else jnp.zeros((len(first), size, first.shape[1])).at[:, 0].set(first)
+    log_q = None if first is None else jnp.zeros((len(first), size, first.shape[1])).at[:, 0].set(first)
 
     def more(carry):
-        state, laws = carry
+        state, log_q = carry
         before = state.length - start
         state, info = step(parts, state)
-        if laws is not None and info.laws is not None:
-            index = jnp.arange(info.laws.shape[1])
+        if log_q is not None and info.logits is not None:
+            index = jnp.arange(info.logits.shape[1])
             place = jnp.where(index < info.emitted[:, None], before[:, None] + index, size)
-            laws = laws.at[jnp.arange(len(laws))[:, None], place].set(info.laws, mode="drop")
-        return state._replace(done=state.length >= wanted), laws
+            log_q = log_q.at[jnp.arange(len(log_q))[:, None], place].set(info.logits, mode="drop")
+        return state._replace(done=state.length >= wanted), log_q
 
-    return jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), more, (state, laws))
+    return jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), more, (state, log_q))

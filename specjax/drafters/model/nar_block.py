@@ -27,8 +27,8 @@ from specjax.types import Array, Context, Drafter, PyTree
 FillFn = Callable[[PyTree, Array, Array, Array], Array]
 """`fill(params, tokens int32[B, L], given bool[B, L], positions int32[B, k]) -> logits float32[B, k, V]`.
 
-The law of the token at each of `positions`, from the tokens that are `given`. Elsewhere `tokens` holds the mask token:
-at `positions` it may be attended to, behind them it is padding.
+The distribution of the token at each of `positions`, from the tokens that are `given`. Elsewhere `tokens` holds the
+mask token: at `positions` it may be attended to, behind them it is padding.
 """
 
 

@@ -49,7 +49,7 @@ def two_model(
     *,
     stop: Stop | None = None,
     lag: int = 2,
-    keep_laws: bool = False,
+    keep_logits: bool = False,
 ) -> Drafter:
     """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest).
 
@@ -57,13 +57,14 @@ def two_model(
       stop: when to draft no further, one of `trees.stops`.
       lag: how many of the last tokens are fed anew in each round. After full acceptance the cache lacks 2; one that is
         the inner drafter of `hierarchical` may lack 4.
-      keep_laws: hand the draft's laws on in greedy and coupled decoding too, to a controller that reads them.
+      keep_logits: hand the draft's distributions on in greedy and coupled decoding too, to a controller that reads
+        them.
 
     State: the draft's own memory. Raises: UsageError for a setting below 1.
     """
     if lag < 2:
         raise UsageError(f"lag must be at least 2, not {lag}")
-    builder = trees.builder_of(num_tokens, tree, stop, keep_laws)
+    builder = trees.builder_of(num_tokens, tree, stop, keep_logits)
     return functions(draft.model, builder, lag, group=1).replace(params=draft.params)
 
 

@@ -8,15 +8,15 @@ token i is the first not accepted, keep q'_j = p_j for the positions j > i behin
 rejected tokens, and draw d'_j ~ q'_j *afresh*. Positions beyond take an initial token, with a one-hot q:
   random: uniform over `ids`;
   repeat: the token `stride` positions before (1: the left neighbour; the width of an image row: the one above);
-  sample: the likeliest token under the left neighbour's law.
+  sample: the likeliest token under the left neighbour's distribution.
 Where there is no such neighbour yet the token is random.
 Guarantee: distribution. q' is a function of the past and d' a fresh draw from it, independent of the token just
-committed: any exact rule for chains keeps the target's law. Keeping the old d with the new q would not.
+committed: any exact rule for chains keeps the target's distribution. Keeping the old d with the new q would not.
 Deviations: each row shifts by what it accepted (the released code takes the smallest of the batch) and the window works
 from the first token to the last (theirs starts 3 tokens after the prompt and stops 10 before the end; a controller can
-do that). The laws are stored before warping and warped when drawn from. Neighbours are taken from the text, so the
-first column of an image copies the last column of the row above. No guidance: it belongs into the target's forward
-pass.
+do that). The distributions are stored before warping and warped when drawn from. Neighbours are taken from the text,
+so the first column of an image copies the last column of the row above. No guidance: it belongs into the target's
+forward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def jacobi(
     ids: tuple[int, int] | None = None,
     stride: int = 1,
 ) -> Drafter:
-    """A chain of `window` tokens, redrawn from the laws that the target gave their positions in its last pass.
+    """A chain of `window` tokens, redrawn from the distributions that the target gave their positions in its last pass.
 
     Args:
       initial: what the end of the window starts with. ids: (first, end) of the tokens that random ones come from;
@@ -83,20 +83,20 @@ def jacobi(
         if context.noise is not None:  # the target's own noise at each position
             slots = jnp.broadcast_to(jnp.arange(window), (keys.shape[0], window))
             draw_keys = sampling.node_keys(context.noise, context.length, slots)
-        drawn, laws = _draw(draw_keys, state.logits, context.sampling)
+        drawn, distributions = _draw(draw_keys, state.logits, context.sampling)
         randoms = jax.vmap(jax.vmap(lambda key: jax.random.randint(key, (), first, end)))(slot_keys[:, window:])
         known = jnp.arange(window) < state.known[:, None]
         tokens = _fill(drawn, known, randoms, state.likeliest, context)
         nodes = jnp.concatenate([_text(context, 1), tokens], 1)
         valid = jnp.arange(window + 1) <= limit[:, None]
-        if laws is None or context.noise is not None:
+        if distributions is None or context.noise is not None:
             return chain(nodes, valid), state
         one_hot = jnp.where(jnp.arange(vocab_size) == tokens[:, :, None], 0.0, -jnp.inf)
-        laws = jnp.where(known[:, :, None], laws, one_hot)
-        return chain(nodes, valid, jnp.pad(laws, ((0, 0), (0, 1), (0, 0)))), state
+        distributions = jnp.where(known[:, :, None], distributions, one_hot)
+        return chain(nodes, valid, jnp.pad(distributions, ((0, 0), (0, 1), (0, 0)))), state
 
     def _fill(drawn: Array, known: Array, randoms: Array, likeliest: Array, context: Context) -> Array:
-        """int32[B, W]: drawn tokens where the law is known, initial ones behind them."""
+        """int32[B, W]: drawn tokens where the distribution is known, initial ones behind them."""
         if initial == "random":
             return jnp.where(known, drawn, randoms)
         if initial == "sample":  # the left neighbour of later slots is one-hot: it is its own likeliest token
@@ -113,8 +113,8 @@ def jacobi(
     def observe(
         params, state: JacobiState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
     ) -> JacobiState:
-        # Row i is the law of the position behind node i. That of the last accepted node gave the committed token. Rows
-        # of invalid nodes did not see the draft.
+        # Row i is the distribution of the position behind node i. That of the last accepted node gave the committed
+        # token. Rows of invalid nodes did not see the draft.
         last = jnp.sum(tree.valid, 1, dtype=jnp.int32) - 1
         rows = verdict.num_nodes[:, None] + jnp.arange(window)
         logits = take_along(output.logits, jnp.minimum(rows, last[:, None])[:, :, None], 1)
@@ -137,11 +137,11 @@ def jacobi(
 
 
 def _draw(keys: Array, logits: Array, settings: Sampling) -> tuple[Array, Array | None]:
-    """Tokens int32[B, W] drawn with keys [B, W], and their warped laws (None when greedy)."""
+    """Tokens int32[B, W] drawn with keys [B, W], and their warped distributions (None when greedy)."""
     if settings.temperature is None:
         return first_largest(logits), None
-    laws = sampling.warp(logits, settings)
-    return jax.vmap(sampling.draw)(keys, laws), laws
+    distributions = sampling.warp(logits, settings)
+    return jax.vmap(sampling.draw)(keys, distributions), distributions
 
 
 def _text(context: Context, back: int) -> Array:

@@ -6,8 +6,8 @@ arXiv 2402.14160; the search: Kool, van Hoof, Welling, Stochastic Beams and Wher
 Rule: each beam has phi, the log-probability of its path, and psi, the same perturbed. For its children t,
 G(t) = phi + log q(t) + Gumbel, conditioned on the largest being psi: psi(t) = -log(e^-psi - e^-max G + e^-G(t)). The W
 largest psi over all beams are the next level. Siblings stand in the order of psi.
-The paths of the last level are drawn without replacement from the drafter's law of whole paths, and siblings without
-replacement from its law of tokens. In greedy decoding it is beam search.
+The paths of the last level are drawn without replacement from the drafter's distribution of whole paths, and siblings
+without replacement from its distribution of tokens. In greedy decoding it is beam search.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Xia et al.: SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration (ICLR 2025), arXiv 2410.06916.
 
-Rule: of the law of a level's tokens, with largest probability c, take so many, the first of them the chain's:
+Rule: of the distribution of a level's tokens, with largest probability c, take so many, the first of them the chain's:
   c > 0.95, > 0.8, > 0.5, else:  3, 5, 8, 10 likeliest (greedy);  1, 3, 5, 10 drawn (sampling).
-Guarantee: siblings are drawn without replacement; their number is a fact of the law, not of what was drawn.
+Guarantee: siblings are drawn without replacement; their number is a fact of the distribution, not of what was drawn.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Xiong et al.: DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure (WWW 2025), arXiv 2410.11744.
 
 Rule: the value of the next draw below a node is the product of q over its ancestors and of 1 - R over the siblings
-drawn there already, R the law of a draw given those before it: the chance, if q were the acceptance rate, that the
-draw is tested at all. The second product is the mass of q that is left. `dyspec` draws level by level wherever the
-value is at least a threshold; `dyspec_fixed` always takes the largest value, of equal ones the draw that has been open
-for longest, one draw and one pass of the drafter at a time, which is optimal for its size.
+drawn there already, R the distribution of a draw given those before it: the chance, if q were the acceptance rate,
+that the draw is tested at all. The second product is the mass of q that is left. `dyspec` draws level by level
+wherever the value is at least a threshold; `dyspec_fixed` always takes the largest value, of equal ones the draw that
+has been open for longest, one draw and one pass of the drafter at a time, which is optimal for its size.
 Guarantee: siblings are drawn without replacement: whether a draw happens is decided before it, and nothing drawn is
 dropped.
 Deviations: caps on draws per level and per node, applied in the order of the values; the threshold's comparison is the
@@ -39,13 +39,13 @@ def dyspec(*, threshold: float = 1 / 64, width: int = 16, depth: int = 8, childr
     def expand(reach: Array, level, parents: Parents):
         batch, present = parents.ids.shape
         reach = jnp.where(parents.valid, reach[:, :present], 0.0)  # product of q down to each node
-        tokens, laws = _race(parents, children)  # [B, F, C]
+        tokens, distributions = _race(parents, children)  # [B, F, C]
         out = _Row(*(jnp.zeros((batch, width), t) for t in (jnp.int32, jnp.int32, jnp.float32, bool)))
         used = jnp.zeros((batch, 1), jnp.int32)
         left = jnp.ones((batch, present))  # mass of q not drawn yet; 0 where drawing has stopped
         rows = jnp.arange(batch)[:, None]
         for race in range(tokens.shape[2]):
-            q, value = laws[:, :, race], reach * left
+            q, value = distributions[:, :, race], reach * left
             wanted = (value >= threshold) & (q > 0)
             order = jnp.argsort(jnp.where(wanted, -value, jnp.inf), 1)  # of F nodes, before anything is drawn
             place = used + jnp.argsort(order, 1)

@@ -6,7 +6,7 @@ arXiv 2406.16858.
 Rule: level 1 is the top k of log q; from each level the k best by path score s (sum of log q) are expanded into their
 top k. Of all k + (depth - 1) k^2 candidates the `total` best stay, a connected tree since s falls along a path.
 Guarantee: a point-mass tree, for verification by matching; min(1, p/q) tests would be wrong on it.
-The candidates are scored by the drafter's own law at temperature 1, whatever the target samples with.
+The candidates are scored by the drafter's own distribution at temperature 1, whatever the target samples with.
 """
 
 from __future__ import annotations

@@ -25,14 +25,14 @@ How = Literal[
 ]
 
 SUPPORT = 1e-35
-"""A token of less mass is none of the law's, for siblings that go on uniformly once those of the law are drawn."""
+"""A token of less mass counts as impossible, for siblings that go on uniformly once the possible ones are drawn."""
 
 
 def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> Builder:
     """`"4x2x1"` or (4, 2, 1): four children of the root, two of each of these, one of each of those.
 
     draws: how siblings are drawn. Without replacement this is RSD-C, `without_replacement_then_uniform` Sequoia's way
-      where the law has fewer tokens than there are children; `point_mass` takes the likeliest tokens.
+      where the distribution has fewer tokens than there are children; `point_mass` takes the likeliest tokens.
     """
     try:
         widths = tuple(int(w) for w in spec.split("x")) if isinstance(spec, str) else tuple(spec)
@@ -89,18 +89,18 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
     )
 
 
-def builder_of(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_laws: bool = False) -> Builder:
+def builder_of(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_logits: bool = False) -> Builder:
     """The builder of the settings that drafters with a model share. Raises: UsageError for a chain of no tokens."""
     if num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     builder = tree or chain(num_tokens)
-    if stop is None and not keep_laws:
+    if stop is None and not keep_logits:
         return builder
-    return with_stop(builder, stop or builder.stop, keep_laws=keep_laws or builder.keep_laws)
+    return with_stop(builder, stop or builder.stop, keep_logits=keep_logits or builder.keep_logits)
 
 
 def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tuple[Array, Array, Array]:
-    """`most` children for each parent: tokens int32[B, F, most], whether they exist, and the law they came from.
+    """`most` children for each parent: tokens int32[B, F, most], whether they exist, the distribution they came from.
 
     Args: counts: int32[F], how many of them each parent has (`top_and_sampled` depends on it).
     """

@@ -1,1 +1,1 @@
-"""Rules that keep the law of the target, one per file."""
+"""Rules that keep the distribution of the target, one per file."""

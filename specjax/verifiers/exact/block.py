@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.exact.standard import chain_path, drafted_log_probability
-from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, normalise, with_keys
+from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
@@ -34,7 +34,8 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
         """[w_i p_{i+1} - q_{i+1}]+, and w_i p_{i+1} where nothing was drafted."""
         w = jnp.exp(log_w)[:, None]
         drafted = take_along(valid, i[:, None], 1)
-        return jnp.maximum(w * law(target_logits, i) - jnp.where(drafted, law(draft_logits, i), 0.0), 0.0)
+        p, q = distribution(target_logits, i), distribution(draft_logits, i)
+        return jnp.maximum(w * p - jnp.where(drafted, q, 0.0), 0.0)
 
     def body(i, carry):
         log_w, tau, log_w_tau = carry
@@ -48,7 +49,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     zero = jnp.zeros((batch,))
     start = (zero, zero.astype(jnp.int32), zero)
     _, tau, log_w = jax.lax.fori_loop(1, n, body, start) if n > 1 else start
-    return Accepted(chain_path(tau + 1, n), tau + 1, normalise(mass(tau, log_w), law(target_logits, tau)))
+    return Accepted(chain_path(tau + 1, n), tau + 1, normalise(mass(tau, log_w), distribution(target_logits, tau)))
 
 
 block = Verifier(

@@ -3,8 +3,8 @@
 Thomas, Pal: Greedy Multi-Path Block Verification for Faster Decoding in Speculative Sampling (2026), arXiv 2602.16961.
 
 Rule: order the tokens of a context by p/q, ties by id, and paths lexicographically; take the largest of the K drafted
-paths. With F_t = sum of q up to t in this order and rho = 1 at the root, the token of the largest path has the law
-  q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i},
+paths. With F_t = sum of q up to t in this order and rho = 1 at the root, the token of the largest path has the
+  distribution q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i},
 then rho <- rho q(t) / (1 - rho + rho F_t). Run block verification on that path with q' for q.
 Guarantee: distribution, because the order is strict. More paths can be worse: the choice skews q'.
 F_t needs the vocabulary sorted, once per drafted depth of the chosen path (the loop that picks the path does not sort).
@@ -25,7 +25,7 @@ from specjax.trees.operations import chain
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import children_of
 from specjax.verifiers.exact.block import core as verify_block
-from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, with_keys
+from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, with_keys
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Accepted:
@@ -44,7 +44,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
         """The largest drafted token below the context, and the context it leads to."""
         context, node = carry
         children = children_of(context, tree)
-        rank = _order(law(target_logits, node), law(logits, node))  # float32[B, V]
+        rank = _order(distribution(target_logits, node), distribution(logits, node))  # float32[B, V]
         rank = jnp.where(children, jnp.take_along_axis(rank, tree.tokens, 1), -jnp.inf)
         best = jnp.max(rank, 1, keepdims=True)
         token = jnp.max(jnp.where(children & (rank == best), tree.tokens, -1), 1)  # ties: the larger id is larger
@@ -66,7 +66,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Acce
 
 
 def _order(p: Array, q: Array) -> Array:
-    """log p/q of laws [..., V]; -inf where p is 0 or nothing is ever drawn."""
+    """log p/q of distributions [..., V]; -inf where p is 0 or nothing is ever drawn."""
     return jnp.where((q > 0) & (p > 0), jnp.log(p) - jnp.log(jnp.where(q > 0, q, 1.0)), -jnp.inf)
 
 
@@ -79,7 +79,7 @@ def _skew(draft_logits: Array, target_logits: Array, nodes: Array, following: Ar
 
     def below(node):
         """q of one depth, and F_t: q summed over the tokens up to t in the strict order."""
-        p, q = law(target_logits, node), law(draft_logits, node)
+        p, q = distribution(target_logits, node), distribution(draft_logits, node)
         order = jnp.argsort(_order(p, q), axis=-1, stable=True)  # ties by id
         total = jnp.minimum(jnp.cumsum(take_along(q, order, -1), -1), 1.0)
         return q, jnp.zeros_like(q).at[rows, order].set(total, unique_indices=True)

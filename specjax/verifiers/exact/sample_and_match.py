@@ -1,7 +1,7 @@
 """Sample and match: the target draws its own token at each node and the walk goes on while the draft holds it.
 
-The sampled form of verification for drafts without randomness (n-grams, retrieval, top-k trees); the same law as
-testing point-mass children one by one with the residual rule (the tree rule of EAGLE-2, Li et al. 2024,
+The sampled form of verification for drafts without randomness (n-grams, retrieval, top-k trees); the same distribution
+as testing point-mass children one by one with the residual rule (the tree rule of EAGLE-2, Li et al. 2024,
 arXiv 2406.16858).
 
 Rule: y_i = argmax_v (log p_i(v) + G(row key, position, v)) with Gumbel noise G; descend while y_i is a child.

@@ -1,4 +1,4 @@
-"""Sequoia: recursive rejection that goes on uniformly once the draft's law is exhausted.
+"""Sequoia: recursive rejection that goes on uniformly once the draft's distribution is exhausted.
 
 Chen et al.: Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding (2024), arXiv 2402.12374.
 
@@ -41,6 +41,6 @@ sequoia = Verifier(
     with_keys(core),
     draws=("chain", "without_replacement", "without_replacement_then_uniform"),
     guarantee="distribution",
-    summary="recursive rejection that goes on uniformly once the draft's law is exhausted",
+    summary="recursive rejection that goes on uniformly once the draft's distribution is exhausted",
     paper="Chen et al. 2024, arXiv 2402.12374",
 )

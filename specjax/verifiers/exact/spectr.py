@@ -26,7 +26,7 @@ BISECTIONS = 26
 
 
 def division_factor(p: Array, q: Array, k: Array) -> Array:
-    """float32[B]: rho for laws [B, V] and k [B] children."""
+    """float32[B]: rho for distributions [B, V] and k [B] children."""
     k = jnp.maximum(k, 1).astype(jnp.float32)
 
     def too_small(rho):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
-from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, residual, with_keys
+from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, residual, with_keys
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
@@ -26,7 +26,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     ok = tree.valid[:, 1:] & (q > -jnp.inf) & (jnp.log(u[:, 1:]) + q < p)
     num_nodes = 1 + jnp.sum(jnp.cumprod(ok, 1, dtype=jnp.int32), 1)
     last = num_nodes - 1
-    return Accepted(chain_path(num_nodes, n), num_nodes, rest_of_chain(tree, last, law(target_logits, last)))
+    return Accepted(chain_path(num_nodes, n), num_nodes, rest_of_chain(tree, last, distribution(target_logits, last)))
 
 
 def drafted_log_probability(logits: Array, tree: TokenTree) -> Array:
@@ -45,7 +45,7 @@ def rest_of_chain(tree: TokenTree, last: Array, p: Array) -> Array:
     """What the next token is drawn from: p [B, V], less q of node `last` [B] if a child of it was drafted."""
     valid = jnp.pad(tree.valid, ((0, 0), (0, 1)))
     drafted = take_along(valid, last[:, None] + 1, 1)
-    q = law(need_logits(tree), last)
+    q = distribution(need_logits(tree), last)
     rejected = take_along(jnp.pad(tree.tokens, ((0, 0), (0, 1))), last[:, None] + 1, 1)
     has_mass = jnp.take_along_axis(q, rejected, 1) > 0  # a drafted token without mass leaves p as it is
     return residual(p, jnp.where(drafted & has_mass, q, 0.0))

@@ -21,7 +21,7 @@ from specjax.indexing import take_along
 from specjax.trees import operations
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import without
-from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, normalise, with_keys
+from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys
 
 
 class _State(NamedTuple):
@@ -29,7 +29,7 @@ class _State(NamedTuple):
     node: Array  # int32[B]
     left: Array  # bool[B, N], nodes not deleted
     weight: Array  # float32[B, N]
-    p: Array  # float32[B, N, V], current laws
+    p: Array  # float32[B, N, V], current distributions
     q: Array  # float32[B, N, V]
 
 
@@ -75,8 +75,8 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
         node=jnp.zeros((batch,), jnp.int32),
         left=tree.valid,
         weight=jnp.ones((batch, n)),
-        p=law(target_logits),
-        q=law(need_logits(tree)),
+        p=distribution(target_logits),
+        q=distribution(need_logits(tree)),
     )
     end = jax.lax.while_loop(lambda s: jnp.any(s.going), step, state)
     path, num_nodes = operations.path_to(tree.parents, end.node)
@@ -84,7 +84,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
 
 
 def _delete(p: Array, q: Array, weight: Array, token: Array):
-    """The laws [B, V] and weight [B] of a node once its child `token` [B] has failed."""
+    """The distributions [B, V] and weight [B] of a node once its child `token` [B] has failed."""
     s = jnp.maximum(weight[:, None] * p - q, 0.0)
     total = jnp.sum(s, -1)
     rest = without(q, token)

@@ -9,8 +9,8 @@ Rule (fallback): draft no further below a node where max_y q(y) is under a bound
 Guarantee: lossy. With alpha < ln 2 every kept token has p > 1/2, so it is the argmax, and the text is the greedy one of
 the target, whatever was drafted and at any temperature. With `sample` and alpha < 0 nothing is kept, which is plain
 sampling; alpha = inf keeps the whole draft.
-p is the warped law: at temperature 0 it is one-hot and the rule is greedy verification. For the relaxed rule with
-greedy text, the setting of the paper, decode at temperature 1 without `sample`.
+p is the warped distribution: at temperature 0 it is one-hot and the rule is greedy verification. For the relaxed rule
+with greedy text, the setting of the paper, decode at temperature 1 without `sample`.
 Deviations: on trees the longest run of kept tokens is taken (ties: the larger sum of log p), which on a chain is the
 rule of the paper. The official code's option of one more target token after a rollback is left out.
 """
@@ -24,7 +24,7 @@ import jax
 from specjax.indexing import first_largest
 from specjax.types import Array, TokenTree
 from specjax.verifiers.lossy.typical import longest_run, node_log_probability
-from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
+from specjax.verifiers.verifier import ANY, Accepted, Verifier, distribution, with_keys
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array, *, alpha: float, sample: bool = False) -> Accepted:
@@ -32,7 +32,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, alpha: float, sampl
     del u
     log_p = node_log_probability(target_logits, tree)
     path, num_nodes, last = longest_run(tree, -log_p <= alpha, log_p)
-    p = law(target_logits, last)
+    p = distribution(target_logits, last)
     return Accepted(path, num_nodes, p if sample else jax.nn.one_hot(first_largest(p), p.shape[-1]))
 
 

@@ -8,8 +8,8 @@ Dynamic clusters (`grouped`): the tokens at most size // 2 ranks from x in the o
 |p(y) - p(x)| > max_gap or whose embedding is further than max_distance (squared) from that of x; x is always in.
 Fixed clusters (`grouped_static`): a partition; after a rejection the cluster is drawn from norm([P_C - Q_C]+) and the
 token from p within it.
-Guarantee: lossy. With fixed clusters the law of the clusters is exact and that of the tokens is not; with dynamic ones
-neither is. size < 2, or clusters of one token, is the standard rule.
+Guarantee: lossy. With fixed clusters the distribution of the clusters is exact and that of the tokens is not; with
+dynamic ones neither is. size < 2, or clusters of one token, is the standard rule.
 Cost: the dynamic rule sorts the vocabulary at every position, one sort of [L, V] a round.
 Deviations: the window is symmetric and clipped at both ends (the released code takes 7 tokens below and 6 above, and
 tests the 7 least probable tokens alone); equal probabilities are ranked by id. A token that p cannot draw is in no
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.exact.standard import chain_logits, chain_path, rest_of_chain
-from specjax.verifiers.verifier import Accepted, Verifier, law, normalise, with_keys_and_params
+from specjax.verifiers.verifier import Accepted, Verifier, distribution, normalise, with_keys_and_params
 
 
 def core(
@@ -53,7 +53,7 @@ def core(
     mass = lambda x: jnp.sum(jnp.where(member, x, 0.0), -1)
     num_nodes = _num_accepted(u, tree, mass(p), mass(q), q[:, :, size // 2])
     last = num_nodes - 1
-    left = rest_of_chain(tree._replace(logits=draft_logits), last, law(target_logits, last))
+    left = rest_of_chain(tree._replace(logits=draft_logits), last, distribution(target_logits, last))
     return Accepted(chain_path(num_nodes, u.shape[1]), num_nodes, left)
 
 
@@ -78,11 +78,11 @@ def core_static(u: Array, tree: TokenTree, target_logits: Array, clusters: Array
     """The rule of a fixed partition `clusters` int32[V] with its uniforms given. `tree` is a chain."""
     draft_logits = chain_logits(tree, target_logits.shape[-1])
     same = clusters == clusters[tree.tokens[:, 1:]][:, :, None]  # bool[B, L, V]
-    p, q = (jnp.sum(law(x[:, :-1]) * same, -1) for x in (target_logits, draft_logits))
+    p, q = (jnp.sum(distribution(x[:, :-1]) * same, -1) for x in (target_logits, draft_logits))
     q_x = _probability(draft_logits[:, :-1], tree.tokens[:, 1:, None])[:, :, 0]
     num_nodes = _num_accepted(u, tree, p, q, q_x)
     last = num_nodes - 1
-    p, q = law(target_logits, last), law(draft_logits, last)
+    p, q = distribution(target_logits, last), distribution(draft_logits, last)
     q = jnp.where((num_nodes < jnp.sum(tree.valid, 1))[:, None], q, 0.0)  # at the end nothing was drafted
     p_c, q_c = (jnp.zeros_like(x).at[:, clusters].add(x) for x in (p, q))  # float32[B, V], by cluster
     share = normalise(jnp.maximum(p_c - q_c, 0.0), p_c) / jnp.where(p_c > 0, p_c, 1.0)

@@ -8,8 +8,8 @@ sum_{y in A} r(y) <= delta (relative: <= (lambda - 1) r(x)); r^x(x) = r(x) + sum
   accept x if u d(x) < r^x(x), and descend;
   else r <- norm([r^x - d]+), then d(x) <- 0, d <- norm(d); for point masses r <- norm(r^x without x).
 When no child is left the next token is drawn from r.
-Guarantee: lossy. Each test uses a law within total variation delta of the target's; the output can be further away.
-delta = 0, lambda = 1 or no neighbours is the exact rule: recursive rejection, on a chain the standard rule.
+Guarantee: lossy. Each test uses a distribution within total variation delta of the target's; the output can be further
+away. delta = 0, lambda = 1 or no neighbours is the exact rule: recursive rejection, on a chain the standard rule.
 Deviations: after a rejection only A is taken out, where the released code zeroes all k neighbours; the greedy mode of
 the released code (accept x if it is the argmax of r^x) is left out. The surrogate of a later sibling is made from what
 the ones before it left. Chains take the same descent as trees.
@@ -33,7 +33,7 @@ def core(
 
 
 def surrogate(r: Array, token: Array, neighbours: Array, bound: Array, share: Array, offset: Array) -> Array:
-    """r^x float32[B, V] of laws r [B, V] and tokens x [B]."""
+    """r^x float32[B, V] of distributions r [B, V] and tokens x [B]."""
     count = neighbours.shape[0]
     known = (token >= offset) & (token < offset + count)
     near = neighbours[jnp.clip(token - offset, 0, count - 1)] + offset  # int32[B, k]

@@ -1,20 +1,20 @@
-"""RAPID's verification with knowledge transfer: the draft pulls the target's law towards its own.
+"""RAPID's verification with knowledge transfer: the draft pulls the target's distribution towards its own.
 
 Chen, Feng, Ni, Li, Shieh: Long-Context Inference with Retrieval-Augmented Speculative Decoding (ICML 2025),
 arXiv 2502.20330.
 
-Rule: at a drafted position with target logits z, p = softmax(z) and the draft's law q,
+Rule: at a drafted position with target logits z, p = softmax(z) and the draft's distribution q,
   m = [q >= alpha max q],  z^ = z - eta m (p - q),  p^ = softmax(z^);
 accept x with min(1, p^(x) / q(x)). After the first rejection the next token is drawn from
-  residual "phat":  norm([p^ - q]+), with which the token at a drafted position has exactly the law p^;
-  residual "paper": norm([max(p - q, p - p^)]+), the released code's, with which it has neither law.
+  residual "phat":  norm([p^ - q]+), with which the token at a drafted position has exactly the distribution p^;
+  residual "paper": norm([max(p - q, p - p^)]+), the released code's, with which it has neither distribution.
 After the last acceptance it is drawn from p, since there is no q.
 Without `sample` the draft is accepted while it is argmax z^, and the next token is argmax z^ (at the end, argmax z).
 Guarantee: lossy, by design: the draft is meant to know something, such as the relevant part of a long prompt. How far
 p^ is from p depends on eta and on the draft. eta = 0 is the standard rule; alpha = 1 moves the logit of the draft's
 likeliest token only.
-p and q are warped laws: what p cannot draw p^ cannot either. At temperature 0 both are one-hot and the rule is greedy
-verification; for the relaxed rule with greedy text decode at temperature 1 without `sample`.
+p and q are warped distributions: what p cannot draw p^ cannot either. At temperature 0 both are one-hot and the rule
+is greedy verification; for the relaxed rule with greedy text decode at temperature 1 without `sample`.
 Deviation: "phat" is the default. A rule for chains.
 """
 
@@ -31,7 +31,7 @@ from specjax.sampling import warp
 from specjax.types import Array, Sampling, TokenTree
 from specjax.verifiers.exact.standard import chain_logits
 from specjax.verifiers.exact.standard import core as standard_core
-from specjax.verifiers.verifier import Accepted, Verifier, law, need_logits, normalise, with_keys
+from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys
 
 Residual = Literal["phat", "paper"]
 
@@ -55,7 +55,7 @@ def core(
     if residual == "phat":
         return end
     last = end.num_nodes - 1
-    p, q, p_hat = (law(logits, last) for logits in (target_logits, need_logits(tree), adjusted))
+    p, q, p_hat = (distribution(logits, last) for logits in (target_logits, need_logits(tree), adjusted))
     rest = normalise(jnp.maximum(p - jnp.minimum(q, p_hat), 0.0), p)  # p - min(q, p^) = max(p - q, p - p^)
     drafted = end.num_nodes < jnp.sum(tree.valid, 1)
     return end._replace(residual=jnp.where(drafted[:, None], rest, p))
@@ -63,7 +63,7 @@ def core(
 
 def adjusted_logits(tree: TokenTree, target_logits: Array, eta: float | Array, alpha: float | Array) -> Array:
     """z^ float32[B, N, V] of the nodes of a chain below which a token was drafted; z of the others."""
-    p, q = law(target_logits), law(need_logits(tree))
+    p, q = distribution(target_logits), distribution(need_logits(tree))
     trusted = q >= alpha * jnp.max(q, -1, keepdims=True)
     drafted = jnp.pad(tree.valid[:, 1:], ((0, 0), (0, 1)))[:, :, None]
     return jnp.where(drafted & trusted, target_logits - eta * (p - q), target_logits)
@@ -87,6 +87,6 @@ def rapid(eta: float = 10.0, alpha: float = 0.1, *, residual: Residual = "phat",
         with_keys(functools.partial(core, eta=eta, alpha=alpha, residual=residual, sample=sample)),
         draws=("chain",),
         guarantee="lossy",
-        summary="accepts against the target's law pulled towards the draft's, for drafts that read what matters",
+        summary="accepts against the target's distribution pulled towards the draft's, for drafts reading what matters",
         paper="Chen et al. 2025, arXiv 2502.20330",
     )

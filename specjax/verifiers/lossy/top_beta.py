@@ -10,8 +10,8 @@ then the first node. The next token is the argmax of p.
 Guarantee: lossy. With beta = 1 or tau = 0 only the argmax passes (and its ties), so the text is the greedy one,
 whatever was drafted and at any temperature; beta = V with tau = inf keeps the whole draft. Typical acceptance asks for
 a probability that depends on the entropy, this rule for one that depends on the best token's, and for a rank.
-p is the warped law: at temperature 0 it is one-hot and the rule is greedy verification. For the relaxed rule with
-greedy text, the setting of the papers, decode at temperature 1.
+p is the warped distribution: at temperature 0 it is one-hot and the rule is greedy verification. For the relaxed rule
+with greedy text, the setting of the papers, decode at temperature 1.
 Deviations: the rank is counted, not read from a sorted vocabulary, and equal tokens pass or fail together. On trees,
 which the papers do not have, the longest run counts. After a whole block is accepted the target's own token follows
 (the authors draft the next block behind it).
@@ -28,7 +28,7 @@ from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.lossy.typical import longest_run, node_log_probability
-from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
+from specjax.verifiers.verifier import ANY, Accepted, Verifier, distribution, with_keys
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array, *, beta: int | Array, tau: float | Array) -> Accepted:
@@ -36,7 +36,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, beta: int | Array, 
     del u
     rank, gap = rank_and_gap(target_logits, tree)
     path, num_nodes, last = longest_run(tree, (rank < beta) & (gap <= tau), node_log_probability(target_logits, tree))
-    best = first_largest(law(target_logits, last))
+    best = first_largest(distribution(target_logits, last))
     return Accepted(path, num_nodes, jax.nn.one_hot(best, target_logits.shape[-1]))
 
 

@@ -8,7 +8,7 @@ the root whose nodes all pass; ties: the larger sum of log p, then the first nod
 Guarantee: lossy; no accepted token was improbable for the target. At temperature 0 only the argmax passes (for
 epsilon or delta below 1), so the text is the greedy one. Where the threshold is 1 or more (epsilon >= 1, delta >= V)
 nothing passes, which is plain decoding: a larger threshold is stricter, and 0 accepts whatever p can draw.
-No randomness but the draw of the next token; p is the warped law, at the temperature of the call.
+No randomness but the draw of the next token; p is the warped distribution, at the temperature of the call.
 Deviations: the exact entropy with 0 log 0 = 0, where the official code adds 1e-5 inside the logarithm; the next token
 is drawn from p, where the official code may truncate it once more.
 """
@@ -24,7 +24,7 @@ from specjax.indexing import take_along
 from specjax.sampling import entropy
 from specjax.trees import operations
 from specjax.types import Array, TokenTree
-from specjax.verifiers.verifier import ANY, Accepted, Verifier, law, with_keys
+from specjax.verifiers.verifier import ANY, Accepted, Verifier, distribution, with_keys
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array, *, epsilon: float, delta: float) -> Accepted:
@@ -33,7 +33,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, epsilon: float, del
     log_p = node_log_probability(target_logits, tree)
     above = take_along(_log_threshold(target_logits, epsilon, delta), jnp.maximum(tree.parents, 0), 1)
     path, num_nodes, last = longest_run(tree, log_p > above, log_p)
-    return Accepted(path, num_nodes, law(target_logits, last))
+    return Accepted(path, num_nodes, distribution(target_logits, last))
 
 
 def _log_threshold(logits: Array, epsilon: float, delta: float) -> Array:

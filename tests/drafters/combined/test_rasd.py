@@ -86,7 +86,7 @@ def test_the_union_accepts_what_the_better_of_the_two_does(ours, theirs, seed):
     assert paths_of(fused) == paths_of(first) | paths_of(second)
     rule, keys = jax.jit(greedy), jax.random.split(jax.random.key(0), 1)
     # The same prefix gives the same logits, whatever node it is.
-    law = np.random.default_rng(seed).normal(size=(4, 4, 4, 4))
+    distribution = np.random.default_rng(seed).normal(size=(4, 4, 4, 4))
 
     def accepted(tree):
         logits = np.zeros((1, tree.tokens.shape[1], 4), np.float32)
@@ -95,7 +95,7 @@ def test_the_union_accepts_what_the_better_of_the_two_does(ours, theirs, seed):
             if tree.valid[0, i]:
                 path[i] = (*path[int(tree.parents[0, i])], int(tree.tokens[0, i]))
         for i, spelled in path.items():
-            logits[0, i] = law[tuple((*spelled, 0, 0, 0)[:3])] + len(spelled)
+            logits[0, i] = distribution[tuple((*spelled, 0, 0, 0)[:3])] + len(spelled)
         return int(rule(keys, tree, logits).num_nodes[0])
 
     assert accepted(fused) == max(accepted(first), accepted(second))

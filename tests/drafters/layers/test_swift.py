@@ -143,8 +143,8 @@ def test_less_sure_tokens_have_more_siblings(keys, counts):
     else:
         tops = (0.97, 0.7, 0.3)
     for top, count in zip(tops, counts, strict=True):
-        law = jnp.full((1, 1, 20), (1 - top) / 19).at[0, 0, 5].set(top)
-        parents = Parents(jnp.array([[4]]), jnp.array([[True]]), jnp.log(law), keys, False)
+        distribution = jnp.full((1, 1, 20), (1 - top) / 19).at[0, 0, 5].set(top)
+        parents = Parents(jnp.array([[4]]), jnp.array([[True]]), jnp.log(distribution), keys, False)
         _, level, _ = builder.expand((), 0, parents)
         assert level.valid.sum() == count
         assert level.feed.tolist() == [[0]]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import TARGET_ROWS, chi_square, joint_law, markov, sampled_triples, scripted
+from toy import TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples, scripted
 
 from specjax import UsageError, decode
 from specjax.drafters import input_guided
@@ -95,7 +95,7 @@ def test_sampled_text_has_the_law_of_the_target():
     rows = 20_000
     source = jnp.tile(jnp.array([[1, 2, 0, 1, 1, 2, 2]]), (rows, 1))
     drafter = input_guided((source, jnp.full(rows, 7)), 3)
-    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
     prompts = (jnp.zeros((rows, 4), jnp.int32), jnp.full((rows,), 4))
     result = decode(markov(), drafter, prompts, key=jax.random.key(0), max_new_tokens=3, temperature=1.0)
     assert 0.2 < float(result.stats.accepted.mean()) < 2.8  # it was put to the test

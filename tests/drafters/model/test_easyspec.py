@@ -179,7 +179,7 @@ def test_the_cache_is_that_of_an_exact_prefill(lag):
 
 
 def test_sampled_text_has_the_law_of_the_target():
-    """Half of the drafts come from approximate passes; three tokens against their exact law."""
+    """Half of the drafts come from approximate passes; three tokens against their exact distribution."""
     shape = {"vocab": 4, "width": 16, "num_heads": 2, "num_kv_heads": 1}
     target, draft, count = tiny_llama(layers=1, **shape), tiny_llama(seed=2, layers=5, **shape), 3000
     result = decode(
@@ -193,10 +193,10 @@ def test_sampled_text_has_the_law_of_the_target():
         target.model.begin(target.params, None, 64, 8),
         positions=np.tile(np.arange(4), (64, 1)), mask=np.tile(np.tril(np.ones((4, 4), bool)), (64, 1, 1)),
     )  # fmt: skip
-    laws = np.asarray(jax.nn.softmax(output.logits[:, :3] / 3.0, -1), np.float64)
-    law = np.prod(np.take_along_axis(laws, np.asarray(triples)[:, :, None], 2), (1, 2))
+    distributions = np.asarray(jax.nn.softmax(output.logits[:, :3] / 3.0, -1), np.float64)
+    distribution = np.prod(np.take_along_axis(distributions, np.asarray(triples)[:, :, None], 2), (1, 2))
     assert 0.1 < float(result.stats.accepted.sum() / result.stats.drafted.sum()) < 0.9
-    assert chi_square(counts, law / law.sum()) > 1e-3
+    assert chi_square(counts, distribution / distribution.sum()) > 1e-3
 
 
 def test_a_draft_model_without_middle_layers_is_sequential():

@@ -1,4 +1,4 @@
-"""Three models: golden law, limits, and the caches of the two inner ones."""
+"""Three models: golden distribution, limits, and the caches of the two inner ones."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from toy import (
     TARGET_ROWS,
     branching_drafter,
     chi_square,
-    joint_law,
+    joint_distribution,
     markov,
     sampled_triples,
     tiny_llama,
@@ -33,7 +33,7 @@ def toy(min_tokens=2):
 
 @pytest.mark.parametrize("min_tokens", [exhaustive(1), 2, exhaustive(3)])
 def test_sampled_text_has_the_law_of_the_target(min_tokens):
-    assert chi_square(sampled_triples(toy(min_tokens), TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(sampled_triples(toy(min_tokens), TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 def chance_of_accepted(min_tokens, own_token):
@@ -59,19 +59,19 @@ def chance_of_accepted(min_tokens, own_token):
             target(chain, chance)
             return
         for pair in itertools.permutations(range(3), 2):
-            law, draft = m[chain[-1]], q[chain[-1]]
+            distribution, draft = m[chain[-1]], q[chain[-1]]
             left = chance * draft[pair[0]] * draft[pair[1]] / (1 - draft[pair[0]])
             for child in pair:
-                passed = min(1.0, law[child] / draft[child])
+                passed = min(1.0, distribution[child] / draft[child])
                 for token in range(3):
                     middle((*chain, child, token), left * passed * m[child, token])
                 left *= 1 - passed
                 if left == 0:
                     break
-                law = np.maximum(law - draft, 0) / np.maximum(law - draft, 0).sum()
+                distribution = np.maximum(distribution - draft, 0) / np.maximum(distribution - draft, 0).sum()
                 draft = np.where(np.arange(3) == child, 0, draft) / (1 - draft[child])
-            for token in np.flatnonzero(law) if left else ():
-                middle((*chain, int(token)), left * law[token])
+            for token in np.flatnonzero(distribution) if left else ():
+                middle((*chain, int(token)), left * distribution[token])
 
     if own_token:
         for token in range(3):
@@ -93,13 +93,13 @@ def test_tokens_per_pass_are_those_of_the_enumeration(min_tokens):
     """No setting of our loop replays the golden row: there every token comes from verdicts of the middle model on a
     draft, here the first is its own, without a draft (the card's option), so the chains have other lengths.
     """
-    law, rows = chance_of_accepted(min_tokens, own_token=True), 40_000
+    distribution, rows = chance_of_accepted(min_tokens, own_token=True), 40_000
     prompts = (jnp.zeros((rows, 4), jnp.int32), jnp.full((rows,), 4))
     step = next(stream(markov(), toy(min_tokens), prompts, key=jax.random.key(5), max_new_tokens=8, temperature=1.0))
-    counts = np.bincount(step.accepted, minlength=len(law))
+    counts = np.bincount(step.accepted, minlength=len(distribution))
     error = step.accepted.std() / rows**0.5
-    assert abs(step.accepted.mean() - law @ np.arange(len(law))) < 4 * error < 0.03
-    assert chi_square(counts, law) > 1e-3
+    assert abs(step.accepted.mean() - distribution @ np.arange(len(distribution))) < 4 * error < 0.03
+    assert chi_square(counts, distribution) > 1e-3
     assert chi_square(counts, chance_of_accepted(min_tokens, own_token=False)) < 1e-6  # another loop is caught
 
 
@@ -112,7 +112,7 @@ def test_replaced_middle_laws_are_caught():
         return tree._replace(logits=jnp.log(params[1])[tree.tokens]), state
 
     mutant = drafter.replace(propose=propose)
-    assert chi_square(sampled_triples(mutant, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) < 1e-6
+    assert chi_square(sampled_triples(mutant, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) < 1e-6
 
 
 @pytest.mark.parametrize("temperature", [exhaustive(0.0), 0.9])

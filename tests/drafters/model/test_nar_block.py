@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, markov, sampled_triples
+from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples
 
 from specjax import UsageError, decode
 from specjax.drafters import nar_block
@@ -20,13 +20,13 @@ def marginals(params, tokens, given, positions):
     """log P(token at position | given) of a Markov chain float32[V, V]: its powers, after the last given token."""
     last = jnp.max(jnp.where(given, jnp.arange(tokens.shape[1]), -1), 1)
     row = jax.nn.one_hot(jnp.take_along_axis(tokens, last[:, None], 1)[:, 0], len(params))  # zeros after a mask token
-    laws = []
+    distributions = []
     for _ in range(positions.shape[1]):
         row = jnp.dot(row, params, precision="highest")
-        laws.append(row)
+        distributions.append(row)
     asked_well = jnp.all(positions == last[:, None] + 1 + jnp.arange(positions.shape[1]))
     asked_well &= jnp.all(given | (tokens == MASK))
-    return jnp.pad(jnp.log(jnp.where(asked_well, jnp.stack(laws, 1), jnp.nan)), ((0, 0), (0, 0), (0, 1)))
+    return jnp.pad(jnp.log(jnp.where(asked_well, jnp.stack(distributions, 1), jnp.nan)), ((0, 0), (0, 0), (0, 1)))
 
 
 drafter_of = functools.partial(nar_block, marginals, mask_token=MASK, num_tokens=3)
@@ -49,7 +49,7 @@ def test_one_pass_drafts_the_likeliest_token_of_each_position():
 
 def test_sampled_text_has_the_law_of_the_target():
     counts = sampled_triples(drafter_of(jnp.asarray(DRAFT_ROWS)), TARGET_ROWS)
-    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 def test_relaxed_acceptance_ends():

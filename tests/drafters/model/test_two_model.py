@@ -1,4 +1,4 @@
-"""The draft cache, the law of the draft and the state between rounds."""
+"""The draft cache, the distribution of the draft and the state between rounds."""
 
 import jax
 import jax.numpy as jnp
@@ -60,14 +60,14 @@ def test_tokens_have_the_law_that_is_reported():
         drafter.params, keys, drafter.init(drafter.params, context), context, jnp.full((batch,), 2)
     )[0])  # fmt: skip
     tree = propose(drafter)
-    law = np.asarray(jax.nn.softmax(tree.logits[0, 0]))
-    assert (law > 0).sum() == 5
+    distribution = np.asarray(jax.nn.softmax(tree.logits[0, 0]))
+    assert (distribution > 0).sum() == 5
     wanted = jax.nn.softmax(sampling.warp(last_logits(model, tokens[:1], 8), settings))[0]
-    np.testing.assert_allclose(law, wanted, atol=1e-5)
+    np.testing.assert_allclose(distribution, wanted, atol=1e-5)
     counts = np.bincount(tree.tokens[:, 1], minlength=64)
-    assert counts[law == 0].sum() == 0
-    assert chisquare(counts[law > 0], law[law > 0] * batch, sum_check=False).pvalue > 1e-3
-    second = np.asarray(jax.nn.softmax(tree.logits[:, 1], -1))  # its own law per first token
+    assert counts[distribution == 0].sum() == 0
+    assert chisquare(counts[distribution > 0], distribution[distribution > 0] * batch, sum_check=False).pvalue > 1e-3
+    second = np.asarray(jax.nn.softmax(tree.logits[:, 1], -1))  # its own distribution per first token
     chosen = np.asarray(tree.tokens[:, 2])
     assert (np.take_along_axis(second, chosen[:, None], 1) > 0).all()
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chisquare
-from toy import MARKOV, TARGET_ROWS, joint_law, markov
+from toy import MARKOV, TARGET_ROWS, joint_distribution, markov
 
 from specjax import UsageError, decode, stream
 from specjax.controllers import fixed
@@ -28,11 +28,11 @@ def triples(drafter, rows=TARGET_ROWS, **options):
     return decode(markov(rows), drafter, prompts, **settings)
 
 
-def p_value(result, law):
-    """Chi-square of triples against a law, cells expecting fewer than 5 merged."""
-    vocab = law.shape[0]
+def p_value(result, distribution):
+    """Chi-square of triples against a distribution, cells expecting fewer than 5 merged."""
+    vocab = distribution.shape[0]
     index = np.asarray(result.tokens[:, :3]) @ np.array([vocab**2, vocab, 1])
-    observed, expected = np.bincount(index, minlength=vocab**3), law.ravel() * ROWS
+    observed, expected = np.bincount(index, minlength=vocab**3), distribution.ravel() * ROWS
     small = expected < 5
     if small.any():
         observed = np.append(observed[~small], observed[small].sum())
@@ -45,7 +45,7 @@ def p_value(result, law):
 @pytest.mark.parametrize("window", [1, 2])
 def test_joint_law_and_expected_passes_with_random_tokens(window):
     result = triples(jacobi(3, window=window))
-    assert p_value(result, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert p_value(result, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
     passes = np.asarray(result.stats.target_passes)
     wanted = PASSES[f"window_{window}"]["expected_forward_passes_for_3_tokens"]
     assert abs(passes.mean() - wanted) < 4 * passes.std() / ROWS**0.5
@@ -53,17 +53,17 @@ def test_joint_law_and_expected_passes_with_random_tokens(window):
 
 @pytest.mark.parametrize("options", [{"initial": "repeat", "stride": 2}, {"initial": "sample", "ids": (1, 3)}])
 def test_joint_law_with_every_kind_of_initial_token(options):
-    assert p_value(triples(jacobi(3, window=2, **options)), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert p_value(triples(jacobi(3, window=2, **options)), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
-def test_joint_law_of_block_verification_with_warped_laws():
+def test_joint_law_of_block_verification_with_warped_distributions():
     kept = np.array([[25, 9, 0], [0, 36, 9], [1, 0, 4]])  # squares of the two largest; of equal ones the first
-    law = joint_law(kept / kept.sum(1, keepdims=True), 0, 3)
-    assert p_value(triples(jacobi(3, window=3), verifier=block, temperature=0.5, top_k=2), law) > 1e-3
+    distribution = joint_distribution(kept / kept.sum(1, keepdims=True), 0, 3)
+    assert p_value(triples(jacobi(3, window=3), verifier=block, temperature=0.5, top_k=2), distribution) > 1e-3
 
 
 def keeps_old_tokens(window):
-    """A mutant: undecided tokens stay in the window as they are, with the new laws as their q."""
+    """A mutant: undecided tokens stay in the window as they are, with the new distributions as their q."""
     inner = jacobi(3, window=window)
 
     def init(params, context):
@@ -84,11 +84,11 @@ def keeps_old_tokens(window):
     return inner.replace(init=init, propose=propose, observe=observe)
 
 
-def test_the_chi_square_catches_old_tokens_with_new_laws():
-    result, law = triples(keeps_old_tokens(2), max_new_tokens=5), joint_law(TARGET_ROWS, 0, 3)
-    assert p_value(result, law) < 1e-6
+def test_the_chi_square_catches_old_tokens_with_new_distributions():
+    result, distribution = triples(keeps_old_tokens(2), max_new_tokens=5), joint_distribution(TARGET_ROWS, 0, 3)
+    assert p_value(result, distribution) < 1e-6
     counts = np.bincount(np.asarray(result.tokens[:, :3]) @ np.array([9, 3, 1]), minlength=27)
-    error = np.abs(counts / ROWS - law.ravel()).max()
+    error = np.abs(counts / ROWS - distribution.ravel()).max()
     assert abs(error - 0.0123) < 4 * (0.125 / ROWS) ** 0.5  # three times token 0: p = 0.125
 
 
@@ -160,7 +160,7 @@ def propose(drafter, state, text, temperature=1.0):
     return drafter.propose((), jax.random.split(jax.random.key(0), 1), state, context, jnp.array([8]))[0]
 
 
-def test_initial_tokens_and_their_laws():
+def test_initial_tokens_and_their_distributions():
     logits = jnp.log(jax.nn.one_hot(jnp.array([[5, 6, 7, 8]]), 10))
     state = lambda known, likeliest=8: JacobiState(logits, jnp.array([known]), jnp.array([likeliest]))
     make = lambda **options: jacobi(10, window=4, **options)

@@ -1,4 +1,4 @@
-"""The card's examples of STAND (A6): the mean of laws, the draws, a replay with the table kept."""
+"""The card's examples of STAND (A6): the mean of distributions, the draws, a replay with the table kept."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 from tiers import exhaustive
-from toy import TARGET_ROWS, chi_square, joint_law, markov, sampled_triples
+from toy import TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples
 
 from specjax import UsageError, decode
 from specjax.drafters import autoregressive, stand
@@ -47,7 +47,7 @@ def test_the_prompt_is_read_in_chunks():
 
 
 @pytest.mark.parametrize("verify", ["sample_and_match", exhaustive("recursive_rejection")])
-def test_children_are_drawn_without_replacement_from_the_stored_law(verify):
+def test_children_are_drawn_without_replacement_from_the_stored_distribution(verify):
     """At temperature 2, from squares; one draw per row, 20,000 of the 1e5 of the card."""
     rows, p = 20_000, np.array([0.25, 0.04, 0.36])
     drafter = stand(3, tree=SMALL, buckets=2, verify=verify)
@@ -76,7 +76,7 @@ def test_children_are_drawn_without_replacement_from_the_stored_law(verify):
 
 @functools.cache
 def taught(verify):
-    """A drafter that remembers the laws of the toy: 60 tokens hold every context of two."""
+    """A drafter that remembers the distributions of the toy: 60 tokens hold every context of two."""
     drafter = stand(3, tree=((0,), (1,), (0, 0), (0, 1)), verify=verify, read_prompt=False, buckets=64)
     settings = {"key": jax.random.key(9), "max_new_tokens": 60, "temperature": 1.0}
     return decode(markov(TARGET_ROWS), drafter, [[0]], **settings).drafter
@@ -85,11 +85,11 @@ def taught(verify):
 @pytest.mark.parametrize("verify", ["sample_and_match", "recursive_rejection"])
 def test_sampled_text_has_the_joint_law_of_the_target(verify):
     counts = sampled_triples(taught(verify), TARGET_ROWS)
-    assert chi_square(counts, joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 def test_good_entries_are_accepted():
-    """Where the entries are the target's laws nearly all is accepted, 3 tokens per pass: by shared noise, or q = p."""
+    """Where the entries are the target's distributions nearly all is accepted, 3 per pass: shared noise, or q = p."""
     prompts = [[0, 1, 2, 0]] * 4
     settings = {"key": jax.random.key(0), "max_new_tokens": 40, "temperature": 1.0, "debug": True}
     plain = decode(markov(TARGET_ROWS), autoregressive(), prompts, **settings)

@@ -1,4 +1,4 @@
-"""Every exact rule against enumeration: joint law of several tokens, golden values, and mutants that must be caught."""
+"""Every exact rule against enumeration: joint distributions, golden values, mutants that must be caught."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import (
-    block_law,
+    block_distribution,
     draft,
     independent_paths,
     leaf_first_patterns,
@@ -17,12 +17,12 @@ from exact import (
 )
 from rules import module
 from tiers import exhaustive
-from toy import DRAFT_ROWS, MARKOV, ONE_STEP, TARGET_ROWS, joint_law, template
+from toy import DRAFT_ROWS, MARKOV, ONE_STEP, TARGET_ROWS, joint_distribution, template
 
 from specjax import UsageError, verifiers
 from specjax.trees import operations
 from specjax.types import TokenTree
-from specjax.verifiers.verifier import law
+from specjax.verifiers.verifier import distribution
 
 CORES = {
     name: module(name).core
@@ -62,11 +62,11 @@ GOLDEN = {
 }
 
 
-def law_of(core, kind, shape, depth, leaf_first=False):
-    """(largest error of the joint law, law of the number accepted) of a rule on a kind of draft."""
+def distribution_of(core, kind, shape, depth, leaf_first=False):
+    """(largest error of the joint distribution, distribution of the number accepted) of a rule on a kind of draft."""
     how = leaf_first_patterns if leaf_first else patterns
-    joint, accepted = block_law(core, *drafts(kind, *shape), TARGET_ROWS, depth, how)
-    return np.abs(joint - joint_law(TARGET_ROWS, 0, depth + 1)).max(), accepted
+    joint, accepted = block_distribution(core, *drafts(kind, *shape), TARGET_ROWS, depth, how)
+    return np.abs(joint - joint_distribution(TARGET_ROWS, 0, depth + 1)).max(), accepted
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def law_of(core, kind, shape, depth, leaf_first=False):
 def test_joint_law_is_the_targets_and_matches_the_golden_table(name):
     rule, kind, shape, depth = GOLDEN[name]
     core = multipath(rule) if isinstance(rule, int) else CORES[rule]
-    error, accepted = law_of(core, kind, shape, depth, rule == "traversal")
+    error, accepted = distribution_of(core, kind, shape, depth, rule == "traversal")
     golden = MARKOV[name]
     assert error < 1e-6
     expected = [golden["accepted_length_pmf"].get(str(i), 0.0) for i in range(len(accepted))]
@@ -86,10 +86,10 @@ def test_joint_law_is_the_targets_and_matches_the_golden_table(name):
 
 
 def test_greedy_multi_draft_accepts_everything_on_the_toy_and_is_exact_where_it_does_not():
-    error, accepted = law_of(CORES["greedy_multi_draft"], "top", (2, 2), 2)
+    error, accepted = distribution_of(CORES["greedy_multi_draft"], "top", (2, 2), 2)
     assert error < 1e-6
     np.testing.assert_allclose(accepted, [0, 0, 1], atol=2e-6)  # the card: E = 3
-    error, accepted = law_of(CORES["greedy_multi_draft"], "top", (1, 1), 2)
+    error, accepted = distribution_of(CORES["greedy_multi_draft"], "top", (1, 1), 2)
     assert error < 1e-6
     np.testing.assert_allclose(accepted, [0.2, 0.22, 0.58], atol=2e-6)  # n = 1: the standard rule
 
@@ -108,7 +108,7 @@ def top_two_and_their_top_two():
     [("topk_onehot_2_2", top_two_and_their_top_two), ("nss_iid_L2_K2", lambda: drafts("paths", 2, 2))],
 )
 def test_sample_and_match_is_golden(name, outcomes):
-    """Its randomness is one draw of the target per node: every combination of draws, each as laws of one token.
+    """Its randomness is one draw of the target per node: every combination of draws, each as one-hot rows.
 
     It follows the first of equal siblings; in the golden row of independent paths these are one node.
     """
@@ -123,10 +123,10 @@ def test_sample_and_match_is_golden(name, outcomes):
     found = jax.jit(jax.vmap(jax.vmap(rule, (None, None, None, 0)), (0, 0, 0, None)))(*tree[:3], logits)
     rows = TARGET_ROWS.astype(np.float64)
     chances = np.prod(rows[np.asarray(tree.tokens)[:, None], combinations[None]], -1) * weights[:, None]
-    law = np.bincount(np.asarray(found).ravel() - 1, chances.ravel(), 3)
+    distribution = np.bincount(np.asarray(found).ravel() - 1, chances.ravel(), 3)
     golden = MARKOV[name]
-    np.testing.assert_allclose(law, list(golden["accepted_length_pmf"].values()), atol=2e-6)
-    np.testing.assert_allclose(law @ [1, 2, 3], golden["expected_tokens_per_iteration"], atol=5e-6)
+    np.testing.assert_allclose(distribution, list(golden["accepted_length_pmf"].values()), atol=2e-6)
+    np.testing.assert_allclose(distribution @ [1, 2, 3], golden["expected_tokens_per_iteration"], atol=5e-6)
 
 
 def branching_with_replacement(children_of_duplicates):
@@ -144,8 +144,8 @@ def test_children_of_equal_siblings_are_tested_too():
     """The golden row drops the subtree of a duplicate; keeping it accepts more and stays exact."""
     efficiency = {}
     for keep in (False, True):
-        joint, accepted = block_law(CORES["specinfer"], *branching_with_replacement(keep), TARGET_ROWS, 2)
-        assert np.abs(joint - joint_law(TARGET_ROWS, 0, 3)).max() < 1e-6
+        joint, accepted = block_distribution(CORES["specinfer"], *branching_with_replacement(keep), TARGET_ROWS, 2)
+        assert np.abs(joint - joint_distribution(TARGET_ROWS, 0, 3)).max() < 1e-6
         efficiency[keep] = (accepted * np.array([1, 2, 3])).sum()
     golden = MARKOV["rrs_with_replacement_2_2"]["expected_tokens_per_iteration"]
     np.testing.assert_allclose(efficiency[False], golden, atol=5e-6)
@@ -160,7 +160,7 @@ def skipped_residual(core):
 
     def mutant(u, tree, logits):
         end = core(u, tree, logits)
-        return end._replace(residual=law(logits, end.node))
+        return end._replace(residual=distribution(logits, end.node))
 
     return mutant
 
@@ -228,7 +228,7 @@ def unskewed(draft_logits, target_logits, nodes, following, k):
 
 
 traversal_module, spectr_module = module("traversal"), module("spectr")
-MUTANTS = [  # rule, mutant, draft, shape, least error of the joint law (about two thirds of what was seen)
+MUTANTS = [  # rule, mutant, draft, shape, least error of the joint distribution (about two thirds of what was seen)
     ("standard", skipped_residual, "wor", (1, 1), 0.03),
     ("standard", replaced_q, "wor", (1, 1), 0.006),
     ("block", skipped_residual, "wor", (1, 1), 0.03),
@@ -263,29 +263,31 @@ MUTANTS = [  # rule, mutant, draft, shape, least error of the joint law (about t
 @pytest.mark.parametrize(("rule", "mutant", "kind", "shape", "least"), MUTANTS)
 def test_enumeration_catches_mutants(rule, mutant, kind, shape, least):
     core = mutant(multipath(rule) if isinstance(rule, int) else CORES[rule])
-    error, _ = law_of(core, kind, shape, 2, rule == "traversal")
+    error, _ = distribution_of(core, kind, shape, 2, rule == "traversal")
     assert error > least, error
 
 
 def test_a_consistent_order_of_paths_is_exact_even_with_ties():
     """The card's trap: clamped keys tie. One strict order stays exact (E = 2.4943), the first drawn child would not."""
     core = first_child_of_the_largest_clamped_ratio(multipath(2))
-    error, accepted = law_of(core, "paths", (2, 2), 2)
+    error, accepted = distribution_of(core, "paths", (2, 2), 2)
     assert error < 1e-6
     golden = MARKOV["gbv_L2_K2_clamped_consistent_order"]["expected_tokens_per_iteration"]
     np.testing.assert_allclose((accepted * np.array([1, 2, 3])).sum(), golden, atol=5e-6)
 
 
 def test_dropping_weak_drawn_siblings_is_caught():
-    """valid must not depend on the token drawn: dropping drawn siblings with q < 0.25 biases the law (card: 0.039)."""
+    """valid must not depend on the token drawn: dropping siblings with q < 0.25 biases the result (card: 0.039)."""
     tree, weights = drafts("wor", 2, 2)
     q = np.exp(np.asarray(tree.logits))
     tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
     keep = q[np.arange(len(tokens))[:, None], np.maximum(parents, 0), tokens] >= 0.25
     keep[:, 0] = True
     keep[:, 3:] &= np.take_along_axis(keep, parents[:, 3:], 1)
-    joint, _ = block_law(CORES["recursive_rejection"], tree._replace(valid=jnp.asarray(keep)), weights, TARGET_ROWS, 2)
-    assert np.abs(joint - joint_law(TARGET_ROWS, 0, 3)).max() > 0.02
+    joint, _ = block_distribution(
+        CORES["recursive_rejection"], tree._replace(valid=jnp.asarray(keep)), weights, TARGET_ROWS, 2
+    )
+    assert np.abs(joint - joint_distribution(TARGET_ROWS, 0, 3)).max() > 0.02
 
 
 # ---------------------------------------------------------------------------------------------------- one step
@@ -297,7 +299,7 @@ PAIRS = {
 
 
 def one_step(rule, p, q, n):
-    """(law of the next token, acceptance) with n children of the root."""
+    """(distribution of the next token, acceptance) with n children of the root."""
     rows = np.tile(np.array(q, np.float32), (len(q), 1))
     if rule in ("specinfer", "spectr"):
         outcome = independent_paths(rows, 0, n, 1)
@@ -306,7 +308,7 @@ def one_step(rule, p, q, n):
             rows, 0, template((n,))
         )
     target = np.tile(np.array(p, np.float32), (len(p), 1))
-    joint, accepted = block_law(
+    joint, accepted = block_distribution(
         CORES[rule], *outcome, target, 1, leaf_first_patterns if rule == "traversal" else patterns
     )
     return joint.sum(1), accepted[1]
@@ -325,11 +327,11 @@ def test_one_step_acceptance_is_golden(case, n):
         else golden["rrs_without_replacement"]["accept_test"],
         "greedy_multi_draft": golden["greedy_draft"]["alpha"],
     }
-    wanted["traversal"] = wanted["recursive_rejection"]  # depth 1: the same law
+    wanted["traversal"] = wanted["recursive_rejection"]  # depth 1: the same distribution
     for rule, acceptance in wanted.items():
-        next_law, accepted = one_step(rule, p, q, n)
+        next_distribution, accepted = one_step(rule, p, q, n)
         np.testing.assert_allclose(accepted, acceptance, atol=2e-6, err_msg=rule)
-        np.testing.assert_allclose(next_law, p, atol=1e-6, err_msg=rule)
+        np.testing.assert_allclose(next_distribution, p, atol=1e-6, err_msg=rule)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +348,7 @@ def test_division_factor_is_golden(case, n):
 
 @pytest.mark.parametrize("rule", [r for r in CORES if r != "traversal"])
 def test_one_child_is_the_standard_rule(rule):
-    """With the same uniforms, on random laws of a larger vocabulary."""
+    """With the same uniforms, on random distributions of a larger vocabulary."""
     key = jax.random.split(jax.random.key(3), 4)
     p, q = jax.random.normal(key[0], (2, 500, 2, 9)) * 2
     token = jax.random.categorical(key[1], q[:, 0])
@@ -363,7 +365,7 @@ def expected_length(core, p, q, tree, leaf_first=False):
 
 
 def test_block_accepts_at_least_as_much_as_token_by_token_on_random_pairs():
-    """In expectation over drafts: chains of 2 over 3 tokens, 1,000 random pairs of laws."""
+    """In expectation over drafts: chains of 2 over 3 tokens, 1,000 random pairs of distributions."""
     rng = np.random.default_rng(0)
     for _ in range(4):
         rows = rng.dirichlet(np.ones(3), (2, 250, 4)).astype(np.float32)  # [p or q, pair, context, V]; context 3: start
@@ -426,12 +428,12 @@ def test_skewed_laws_are_golden():
         rows = lambda x: jnp.log(jnp.asarray([[x[0]]], jnp.float32))
         start = jnp.array([[0]])
         skewed = module("multipath_block")._skew(rows(DRAFT_ROWS), rows(TARGET_ROWS), start, start, jnp.array([k]))
-        np.testing.assert_allclose(law(skewed[:, 0])[0], golden[f"K{k}"], atol=1e-6)
+        np.testing.assert_allclose(distribution(skewed[:, 0])[0], golden[f"K{k}"], atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["specinfer", "spectr", 2, "traversal"])
 def test_the_order_of_independent_paths_does_not_matter(rule):
-    """The law is invariant; for the multi-path rule even the result, given the uniforms of the chosen path."""
+    """The distribution is invariant; for the multi-path rule even the result, given the uniforms of the chosen path."""
     core = multipath(rule) if isinstance(rule, int) else CORES[rule]
     tree, _ = drafts("paths", 2, 2)
     swap = jnp.array([0, 2, 1, 4, 3])

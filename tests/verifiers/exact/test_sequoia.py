@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import block_law, draft, without_replacement
+from exact import block_distribution, draft, without_replacement
 from rules import module
 from scipy.stats import chisquare
-from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_law, markov, sampled_triples, template
+from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples, template
 
 from specjax import decode, trees, verifiers
 from specjax.drafters import two_model
@@ -31,37 +31,37 @@ def drafts(*branching):
         longer = []
         for tokens, weight in outcomes:
             free = [t for t in range(3) if t not in {tokens[i] for i in siblings}]
-            law = {t: float(NARROW[tokens[parent], t]) for t in free}
-            if sum(law.values()) == 0:
-                law = dict.fromkeys(free, 1.0)
-            total = sum(law.values())
-            longer += [((*tokens, t), weight * w / total) for t, w in law.items() if w > 0]
+            distribution = {t: float(NARROW[tokens[parent], t]) for t in free}
+            if sum(distribution.values()) == 0:
+                distribution = dict.fromkeys(free, 1.0)
+            total = sum(distribution.values())
+            longer += [((*tokens, t), weight * w / total) for t, w in distribution.items() if w > 0]
         outcomes = longer
     tokens = np.array([t for t, _ in outcomes], np.int32)
     return draft(NARROW, tokens, shape.parents), np.array([w for _, w in outcomes])
 
 
-def law_of(core, *branching):
-    """(largest error of the joint law, law of the number accepted)."""
-    joint, accepted = block_law(core, *drafts(*branching), TARGET_ROWS, len(branching))
-    return np.abs(joint - joint_law(TARGET_ROWS, 0, len(branching) + 1)).max(), accepted
+def distribution_of(core, *branching):
+    """(largest error of the joint distribution, distribution of the number accepted)."""
+    joint, accepted = block_distribution(core, *drafts(*branching), TARGET_ROWS, len(branching))
+    return np.abs(joint - joint_distribution(TARGET_ROWS, 0, len(branching) + 1)).max(), accepted
 
 
 @pytest.mark.parametrize("branching", [(2,), (2, 2), (3, 1)])
 def test_the_law_is_the_targets_and_more_is_accepted(branching):
-    error, accepted = law_of(sequoia.core, *branching)
+    error, accepted = distribution_of(sequoia.core, *branching)
     assert error < 1e-6
-    error, without = law_of(recursive_rejection, *branching)
-    assert error < 1e-6  # there the tokens beyond the law are passed over
+    error, without = distribution_of(recursive_rejection, *branching)
+    assert error < 1e-6  # there the tokens beyond the distribution are passed over
     depth = np.arange(len(accepted))
     assert accepted @ depth > without @ depth + 0.1
 
 
 def test_one_step_by_hand():
     """p = (.5, .3, .2), q = (1, 0, 0): .5 for the first child; then d is (0, .5, .5) and r (0, .6, .4): .5 + .4."""
-    _, accepted = law_of(sequoia.core, 2)
+    _, accepted = distribution_of(sequoia.core, 2)
     np.testing.assert_allclose(accepted, [0.5 * 0.1, 0.95], atol=1e-6)
-    _, accepted = law_of(sequoia.core, 3)
+    _, accepted = distribution_of(sequoia.core, 3)
     np.testing.assert_allclose(accepted, [0, 1], atol=1e-6)  # the whole vocabulary
 
 
@@ -86,7 +86,7 @@ def uniform_over_everything(r, d, token):
 
 def test_enumeration_catches_a_mutant():
     mutant = functools.partial(descend, Rule(enter=sequoia._enter, reject=uniform_over_everything))
-    assert law_of(mutant, 2)[0] > 0.02
+    assert distribution_of(mutant, 2)[0] > 0.02
 
 
 def test_siblings_are_drawn_so():
@@ -106,9 +106,9 @@ def test_siblings_are_drawn_so():
     assert chisquare(counts, expected, sum_check=False).pvalue > 1e-3
 
 
-def test_it_is_the_default_for_such_trees_and_keeps_the_law():
+def test_it_is_the_default_for_such_trees_and_keeps_the_distribution():
     drafter = two_model(markov(NARROW), tree=trees.branching((2, 2), "without_replacement_then_uniform"))
     assert verifiers.exact_verifier(drafter, False) is verifiers.sequoia
-    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_law(TARGET_ROWS, 0, 3)) > 1e-3
+    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
     options = {"key": jax.random.key(0), "max_new_tokens": 8, "temperature": 1.0}
     decode(markov(), drafter, [[0, 1]], debug=True, **options)  # a sibling without mass is no violation there

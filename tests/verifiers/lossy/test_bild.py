@@ -6,19 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import block_law, without_replacement
+from exact import block_distribution, without_replacement
 from lossy import GOLDEN, INF, fall_back, random_chains, rollback_core, standard_core
-from toy import DRAFT_ROWS, TARGET_ROWS, joint_law, template
+from toy import DRAFT_ROWS, TARGET_ROWS, joint_distribution, template
 
 from specjax.trees import operations
 from specjax.types import TokenTree
-from specjax.verifiers.verifier import law
+from specjax.verifiers.verifier import distribution
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def bild_case():
-    """The golden trace: law rows of the small model with the given maxima, and the large model's losses."""
+    """The golden trace: distribution rows of the small model with the given maxima, and the large model's losses."""
     case = GOLDEN["bild"]
     row = lambda top: np.log([top, *[(1 - top) / 2] * 2])
     tokens = jnp.zeros((1, 4), jnp.int32)
@@ -46,21 +46,21 @@ def test_fallback_ends():
     np.testing.assert_array_equal(fall_back(tree, 0.0).valid, tree.valid)
     assert fall_back(tree, 1.01).valid.tolist() == [[True, False, False, False]]  # every token from the large model
     sure, unsure = [0.8, 0.2], [0.5, 0.5]
-    laws = jnp.array([[sure, unsure, sure, sure, unsure, sure]])
+    distributions = jnp.array([[sure, unsure, sure, sure, unsure, sure]])
     branched = TokenTree(
-        jnp.zeros((1, 6), jnp.int32), jnp.array([[-1, 0, 0, 1, 2, 3]]), jnp.ones((1, 6), bool), jnp.log(laws)
+        jnp.zeros((1, 6), jnp.int32), jnp.array([[-1, 0, 0, 1, 2, 3]]), jnp.ones((1, 6), bool), jnp.log(distributions)
     )
     assert fall_back(branched, 0.6).valid.tolist() == [[True, True, True, False, True, False]]
 
 
 def test_fallback_keeps_an_exact_rule_exact():
-    """It reads the law, never the token drawn."""
+    """It reads the distribution, never the token drawn."""
     rows = np.array([[0.7, 0.1, 0.2], [0.4, 0.4, 0.2], [0.2, 0.6, 0.2]], np.float32)
     drafts, weights = without_replacement(rows, 0, template((1, 1)))
     drafts = fall_back(drafts, 0.5)  # drafts nothing below token 1
     np.testing.assert_array_equal(drafts.valid[:, 2], drafts.tokens[:, 1] != 1)
-    joint, accepted = block_law(standard_core, drafts, weights, TARGET_ROWS, 2)
-    np.testing.assert_allclose(joint, joint_law(TARGET_ROWS, 0, 3), atol=1e-6)
+    joint, accepted = block_distribution(standard_core, drafts, weights, TARGET_ROWS, 2)
+    np.testing.assert_allclose(joint, joint_distribution(TARGET_ROWS, 0, 3), atol=1e-6)
     assert accepted[2] > 0.1
 
 
@@ -82,7 +82,7 @@ def test_rollback_of_a_model_that_agrees_never_happens():
     u, tree, logits = random_chains()
     agreeing = jnp.concatenate([tree.tokens[:, :1], jnp.argmax(logits, -1)[:, :-1].astype(jnp.int32)], 1)
     same = operations.chain(agreeing, jnp.ones_like(tree.valid))
-    worst = -float(jnp.log(law(logits).max(-1)).min())
+    worst = -float(jnp.log(distribution(logits).max(-1)).min())
     assert (rollback_core(u, same, logits, alpha=worst + 1e-5).num_nodes == 5).all()
     assert (rollback_core(u, same, logits, alpha=worst / 2).num_nodes < 5).any()
     zero = logits.at[:, 1].set(jnp.where(jnp.arange(6) == tree.tokens[:, 2, None], -jnp.inf, logits[:, 1]))

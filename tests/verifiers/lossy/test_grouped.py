@@ -19,7 +19,7 @@ from lossy import (
 
 from specjax.verifiers.exact.standard import rest_of_chain
 from specjax.verifiers.lossy.grouped import window
-from specjax.verifiers.verifier import law
+from specjax.verifiers.verifier import distribution
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -68,7 +68,7 @@ def test_one_cluster_accepts_everything():
                  functools.partial(static_core, clusters=jnp.full(6, 5))):  # fmt: skip
         end = core(u, tree, logits)
         np.testing.assert_array_equal(end.num_nodes, tree.valid.sum(1))
-        np.testing.assert_allclose(end.residual, law(logits, end.node), atol=2e-6)
+        np.testing.assert_allclose(end.residual, distribution(logits, end.node), atol=2e-6)
 
 
 def test_fixed_clusters_keep_the_law_of_the_clusters():
@@ -79,7 +79,7 @@ def test_fixed_clusters_keep_the_law_of_the_clusters():
     def with_token_residual(u, tree, logits):
         """The residual of the dynamic rule, which does not keep it."""
         end = core(u, tree, logits)
-        return end._replace(residual=rest_of_chain(tree, end.node, law(logits, end.node)))
+        return end._replace(residual=rest_of_chain(tree, end.node, distribution(logits, end.node)))
 
     for rule, golden in ((core, case["cluster_residual"]), (with_token_residual, case["token_residual"])):
         accept, output = one_step(rule, P5, Q5)

@@ -18,7 +18,7 @@ from specjax.trees import operations
 from specjax.types import TokenTree
 from specjax.verifiers import recursive_rejection
 from specjax.verifiers.lossy.judge import init_judge, judge, judge_score
-from specjax.verifiers.verifier import law
+from specjax.verifiers.verifier import distribution
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -48,7 +48,7 @@ def test_judge_accepts_more_the_lower_its_threshold_and_all_at_zero():
         assert (high >= low).all() and (high > low).any()
     np.testing.assert_array_equal(lengths[0], standard_core(u, tree, logits).num_nodes)
     np.testing.assert_array_equal(lengths[-1], tree.valid.sum(1))
-    bonus = law(logits, ends[-1].node)  # also after a short draft
+    bonus = distribution(logits, ends[-1].node)  # also after a short draft
     np.testing.assert_allclose(ends[-1].residual, bonus, atol=2e-6)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import block_law, without_replacement
+from exact import block_distribution, without_replacement
 from lossy import (
     INF,
     NEAREST,
@@ -26,7 +26,7 @@ from lossy import (
     typical_core,
     with_head,
 )
-from toy import DRAFT_ROWS, TARGET_ROWS, branching_drafter, joint_law, markov, template
+from toy import DRAFT_ROWS, TARGET_ROWS, branching_drafter, joint_distribution, markov, template
 
 from specjax import decode
 from specjax.errors import UsageError
@@ -52,8 +52,8 @@ gap_at = lambda gap, *x: grouped_core(*x, gap, size=4)
 keep_at = lambda alpha, *x: rollback_core(*x, alpha=alpha, sample=True)
 keep_argmax_at = lambda alpha, *x: rollback_core(*x, alpha=alpha)
 
-# rule: core, (value, distance of three tokens from the target's law, tokens per pass), the lossless value first.
-# Exact chain, two drafted tokens: 0 and 2.38 tokens. The draft as it is, then a bonus token: 0.33 and 3.
+# rule: core, (value, distance of three tokens from the target's distribution, tokens per pass), the lossless value
+# first. Exact chain, two drafted tokens: 0 and 2.38 tokens. The draft as it is, then a bonus token: 0.33 and 3.
 SWEEPS = {
     "typical": (typical_at, [(1.0, 0.0, 1.0), (0.45, 0.15, 1.39), (0.22, 0.162, 1.96), (0.0, 0.33, 3.0)]),
     "judge": (judge_at, [(1.0, 0.0, 2.38), (0.9, 0.0, 2.38), (0.7, 0.22, 2.77), (0.5, 0.24, 2.91), (0.0, 0.33, 3.0)]),
@@ -104,7 +104,7 @@ def test_the_table_tells_the_distance(name):
 
 
 def test_distance_is_not_monotone_in_every_parameter():
-    """A wider gap or cluster accepts no fewer tokens here; an argmax replacement never gives the law of p."""
+    """A wider gap or cluster accepts no fewer tokens here; an argmax replacement never gives the distribution of p."""
     distance, tokens = output_tv(gap_at, [-1.0, 0.02, 0.12, 0.22, 0.35])
     np.testing.assert_allclose(distance, [0.0, 0.025, 0.113469, 0.146327, 0.29], atol=2e-6)
     np.testing.assert_allclose(tokens, [2.38, 2.39, 2.39, 2.591429, 2.96], atol=2e-6)
@@ -171,8 +171,8 @@ def test_the_lossless_end_on_trees_is_recursive_rejection_and_exact_for_point_ma
     u = jax.random.uniform(jax.random.key(0), drafts.tokens.shape)
     jax.tree.map(np.testing.assert_array_equal, core(u, drafts, logits), rsd_core(u, drafts, logits))
     fixed = TokenTree(jnp.array([[0, 2, 1, 1, 0]]), jnp.array([[-1, 0, 0, 1, 2]]), jnp.ones((1, 5), bool))
-    joint, accepted = block_law(core, fixed, [1.0], TARGET_ROWS, 2)
-    np.testing.assert_allclose(joint, joint_law(TARGET_ROWS, 0, 3), atol=1e-6)
+    joint, accepted = block_distribution(core, fixed, [1.0], TARGET_ROWS, 2)
+    np.testing.assert_allclose(joint, joint_distribution(TARGET_ROWS, 0, 3), atol=1e-6)
     np.testing.assert_allclose(accepted[0], TARGET_ROWS[0, 0], atol=1e-6)  # all but the mass of token 0
 
 

@@ -1,4 +1,4 @@
-"""RAPID's knowledge transfer: the card's numbers, the law that is emitted, and how far it is from the target's."""
+"""RAPID's knowledge transfer: the card's numbers, the distribution emitted, and how far it is from the target's."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import block_law, without_replacement
+from exact import block_distribution, without_replacement
 from lossy import one_step, output_tv, random_chains, rapid_core
 from toy import DRAFT_ROWS, TARGET_ROWS, markov, template
 
@@ -46,12 +46,12 @@ def test_the_cards_adjusted_logits():
     np.testing.assert_array_equal(jax.jit(adjusted_logits)(card_tree(), logits, 0.0, 0.1), logits)
 
 
-@pytest.mark.parametrize(("residual", "law"), [("phat", P_HAT), ("paper", [0.2865, 0.6561, 0.0574])])
-def test_the_cards_acceptance_and_emitted_law(residual, law):
+@pytest.mark.parametrize(("residual", "distribution"), [("phat", P_HAT), ("paper", [0.2865, 0.6561, 0.0574])])
+def test_the_cards_acceptance_and_emitted_distribution(residual, distribution):
     acceptance, emitted = one_step(functools.partial(rapid_core, eta=ETA, residual=residual), softmax(Z), Q)
     np.testing.assert_allclose(acceptance, [1.0, 0.8748, 1.0], atol=5e-5)
     np.testing.assert_allclose(acceptance @ Q, 0.9061, atol=5e-5)
-    np.testing.assert_allclose(emitted, law, atol=6e-5)
+    np.testing.assert_allclose(emitted, distribution, atol=6e-5)
 
 
 def test_the_papers_residual():
@@ -61,13 +61,13 @@ def test_the_papers_residual():
     )
 
 
-def test_with_the_exact_residual_drafted_positions_have_the_adjusted_law():
-    """The joint law, which needs both: p^ where a token was drafted, p behind the block."""
+def test_with_the_exact_residual_drafted_positions_have_the_adjusted_distribution():
+    """The joint distribution, which needs both: p^ where a token was drafted, p behind the block."""
     drafts, weights = without_replacement(DRAFT_ROWS, 0, template((1, 1)))
     core = functools.partial(rapid_core, eta=5.0)
     p, q = TARGET_ROWS.astype(np.float64), DRAFT_ROWS.astype(np.float64)
     p_hat = np.array([adjusted(*rows, 5.0) for rows in zip(p, q, strict=True)])
-    found, accepted = block_law(core, drafts, weights, TARGET_ROWS, 2)
+    found, accepted = block_distribution(core, drafts, weights, TARGET_ROWS, 2)
     # Behind a rejection nothing was drafted, so the target goes on by itself; the table extends by p.
     kept = np.minimum(q, p_hat)  # of a drafted token: the chance that it is drawn and accepted
     behind = lambda token: p_hat[token][:, None] * p

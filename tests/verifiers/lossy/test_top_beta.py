@@ -74,7 +74,7 @@ def test_the_loose_end_keeps_the_draft():
 
 
 def test_distance_from_the_target():
-    """An argmax never has the law of p; between the ends the text is a mixture of two models."""
+    """An argmax never has the distribution of p; between the ends the text is a mixture of two models."""
     distance, tokens = output_tv(lambda beta, *x: top_beta_core(*x, beta=beta, tau=INF), [1, 2, 3])
     np.testing.assert_allclose([distance, tokens], [[0.5, 0.331, 0.497], [1.39, 1.96, 3.0]], atol=2e-6)
     distance, tokens = output_tv(lambda tau, *x: top_beta_core(*x, beta=3, tau=tau), [0.0, 1.0, INF])

@@ -24,7 +24,7 @@ def _typical_on_each_token(p, epsilon, delta):
 
 
 def accepted_tokens(p, epsilon=0.09, delta=0.3):
-    """Which tokens are accepted as the only draft below a node with the law p, and the threshold."""
+    """Which tokens are accepted as the only draft below a node with the distribution p, and the threshold."""
     accepted, threshold = _typical_on_each_token(jnp.array([*p, *[0.0] * (8 - len(p))]), epsilon, delta)
     return np.flatnonzero(accepted).tolist(), float(threshold)
 

@@ -1,11 +1,11 @@
-"""The rules on laws of a real model: SmolLM2's next-token logits, cut to the six tokens it likes best."""
+"""The rules on distributions of a real model: SmolLM2's next-token logits, cut to the six tokens it likes best."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiers import those
-from toy import chi_square, joint_law, markov, sampled_triples
+from toy import chi_square, joint_distribution, markov, sampled_triples
 
 import specjax
 from specjax import trees, verifiers
@@ -27,7 +27,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def rows():
-    """Laws float32[6, 6] after a sentence and each of six tokens: of the model, and of itself at temperature 2."""
+    """Distributions float32[6, 6] after a sentence and each of six tokens: the model's, and those at temperature 2."""
     try:
         target, tokenizer = specjax.load(stacked=True)
     except Exception as error:  # the extra demo is not installed
@@ -54,11 +54,11 @@ def test_sampled_text_has_the_law_of_a_real_model(name, rows):
     target, draft = rows
     tree, rule = CASES[name]
     counts = sampled_triples(two_model(markov(draft), tree=tree), target, verifier=rule)
-    assert chi_square(counts, joint_law(target, 0, 3)) > 1e-3
+    assert chi_square(counts, joint_distribution(target, 0, 3)) > 1e-3
 
 
 @pytest.mark.real
 def test_a_wrong_law_is_caught(rows):
     target, draft = rows
     counts = sampled_triples(two_model(markov(draft)), target, verifier=verifiers.standard)
-    assert chi_square(counts, joint_law(draft, 0, 3)) < 1e-6
+    assert chi_square(counts, joint_distribution(draft, 0, 3)) < 1e-6
