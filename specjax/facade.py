@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.catalog import make_drafter
+from specjax.catalog import make_drafter, parse_rule
+from specjax.controllers.parsing import parse
 from specjax.engine import checks
 from specjax.engine.parts import Job
-from specjax.engine.prepare import Prompts, Settings, prepare
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.prompts import Prompts
 from specjax.engine.results import DecodeResult, StreamStep
 from specjax.engine.run import run
 from specjax.engine.serve import Request, Served, serve_requests
@@ -34,10 +36,10 @@ def decode(
     temperature: float | Array = 0.0,
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
-    eos: int | Sequence[int] | Array = (),
+    eos: int | Sequence[int] | Array | None = (),
     sampling: Literal["speculative", "coupled"] = "speculative",
-    verifier: Verifier | VerifyFn | None = None,
-    controller: Controller | None = None,
+    verifier: Verifier | VerifyFn | str | None = None,
+    controller: Controller | str | None = None,
     capacity: int | None = None,
     logprobs: bool = False,
     debug: bool = False,
@@ -65,8 +67,9 @@ def decode(
         distribution of the text. "coupled" draws target and draft with the same noise, so that the text for a key is
         that of plain sampling, whatever drafter, tree, batch or mesh; it accepts a little less of one chain, and more
         of wide trees (docs/verifiers.md).
-      verifier: one of `specjax.verifiers`, or your own `VerifyFn`; default: the exact rule for how the drafter draws.
-      controller: how deep to draft, one of `specjax.controllers`; default: always as deep as possible.
+      verifier: one of `specjax.verifiers`, its name, or your own `VerifyFn`; default: the exact rule for
+        how the drafter draws.
+      controller: how deep to draft, one of `specjax.controllers` or its name; default: always as deep as possible.
       capacity: largest length of prompt plus new tokens; default: the model's own limit. No buffer is larger than it
         takes.
       logprobs: also return the log-probability of each token under the target's distribution it was drawn from: after
@@ -79,8 +82,9 @@ def decode(
     Returns: DecodeResult.
     Raises: UsageError for an empty prompt, one over the capacity, or a setting outside its range, before compiling.
     """
-    settings = Settings(
-        temperature, top_k, top_p, eos, sampling, verifier, controller, capacity, logprobs, debug
+    settings = _settings(
+        temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, sampling=sampling, verifier=verifier,
+        controller=controller, capacity=capacity, logprobs=logprobs, debug=debug,
     )  # fmt: skip
     job = _prepare(target, drafter, prompts, settings, key=key, max_new_tokens=max_new_tokens, inputs=inputs)
     result = run(job).cut(max_new_tokens)
@@ -93,9 +97,27 @@ def _prepare(target: Target, drafter: Drafter | str | None, prompts: Prompts, se
     return prepare(target, _drafter(target, drafter), prompts, settings, **call)
 
 
+def _settings(verifier: Any = None, controller: Any = None, **others: Any) -> Settings:
+    """With rules and controllers for their names."""
+    return Settings(
+        verifier=parse_rule(verifier) if isinstance(verifier, str) else verifier,
+        controller=parse(controller) if isinstance(controller, str) else controller,
+        **others,
+    )
+
+
 def _drafter(target: Target, drafter: Drafter | str | None) -> Drafter:
     default = "auto" if target.model.capabilities.trees else "prompt_lookup"
-    return drafter if isinstance(drafter, Drafter) else make_drafter(drafter or default, target)
+    if isinstance(drafter, Drafter):
+        return drafter
+    if drafter is None or isinstance(drafter, str):
+        return make_drafter(drafter or default, target)
+    if isinstance(drafter, Target):
+        raise UsageError("drafter is a model; make a drafter of it: specjax.drafters.two_model(model)")
+    if callable(drafter):
+        name = getattr(drafter, "__name__", "factory")
+        raise UsageError(f"drafter is the function {name}; call it: {name}(...) makes the drafter")
+    raise UsageError(f"drafter must be one of specjax.drafters or the name of a method, not {drafter!r}")
 
 
 def _refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
@@ -126,7 +148,7 @@ def stream(
     """
     _refuse(settings, "stream", ("debug",))
     job = _prepare(
-        target, drafter, prompts, Settings(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs
+        target, drafter, prompts, _settings(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs
     )
     if checkpoint is None:
         return steps(job)
@@ -174,7 +196,7 @@ def serve(
     widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)
     inputs = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
     job = _prepare(
-        target, drafter, widest, Settings(**settings), key=jax.random.key(0), max_new_tokens=max_new_tokens,
+        target, drafter, widest, _settings(**settings), key=jax.random.key(0), max_new_tokens=max_new_tokens,
         inputs=inputs,
     )  # fmt: skip
     return serve_requests(job, requests, longest_prompt, max_new_tokens)

@@ -13,7 +13,7 @@ import numpy as np
 from specjax.analysis.optimal import check_distributions
 from specjax.bench.records import acceptance_by_depth
 from specjax.drafters import two_model
-from specjax.engine.prepare import Prompts
+from specjax.engine.prompts import Prompts
 from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
 from specjax.facade import decode

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.engine.parts import Keep
-from specjax.engine.prepare import Prompts, Settings, prepare
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.prompts import Prompts
 from specjax.engine.run import start, step
 from specjax.errors import UsageError
 from specjax.sampling import fold_in, node_keys

@@ -32,7 +32,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.engine.prefill import CHUNK, prefill
-from specjax.engine.prepare import Prompts, Settings, pack
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.engine.step import on_mesh
@@ -99,7 +100,8 @@ def pearl(
         raise UsageError("pearl runs two programs and cannot be part of your own jit; pearl_in_one_program can")
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
     settings = Settings(temperature, top_k, top_p, eos)
-    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity)
+    max_new_tokens = new_tokens(max_new_tokens)
+    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity, target.model.vocab_size)
     check_pair(target, draft, num_tokens)
     if num_tokens is None and jax.process_count() > 1:
         raise UsageError("num_tokens is measured on one host only; give it on several hosts")

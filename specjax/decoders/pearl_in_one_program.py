@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, triangle
 from specjax.engine.prefill import prefill
-from specjax.engine.prepare import Prompts, Settings, pack
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
@@ -65,7 +66,8 @@ def pearl_in_one_program(
             raise UsageError(f"{model.name} is sharded, but here each role has one device; pearl takes meshes")
     settings = Settings(temperature, top_k, top_p, eos)
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
-    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity)
+    max_new_tokens = new_tokens(max_new_tokens)
+    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity, target.model.vocab_size)
     mesh = Mesh(np.array(devices), ("role",))
     roles = make_roles(target, draft, settings, row_keys(key, len(lengths)), inputs)
     arguments = roles, tokens, lengths, settings.ends()

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.engine.prefill import prefill
-from specjax.engine.prepare import Prompts, Settings, pack
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import zero_stats
 from specjax.errors import UsageError
@@ -95,7 +96,8 @@ def superposed(
         raise UsageError(f"temperature must be above 0, not {temperature}")
     if not 0 <= alpha < 1:
         raise UsageError(f"alpha must be at least 0 and below 1, not {alpha}")
-    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity or target.model.max_positions)
+    max_new_tokens = new_tokens(max_new_tokens)
+    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity or target.model.max_positions, target.model.vocab_size)
     return _run(
         target, inputs, corpus, tokens, lengths, Settings(eos=eos).ends(), jnp.float32(temperature), jnp.float32(alpha),
         drafts=drafts, candidates=candidates, max_new_tokens=max_new_tokens,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from specjax.engine import forms
 from specjax.types import Array, Model, Output, PyTree
 
 CHUNK = 128
@@ -50,7 +51,10 @@ def prefill_reading(
         wanted = {"taps": taps} if taps else {}
         output, pending = model.forward(params, window, cache, positions=positions, mask=mask, **wanted)
         here = jnp.clip(count - start, 0, CHUNK)
-        return start + CHUNK, model.commit(cache, pending, path, here), read(seen, window, here, output)
+        committed, after = model.commit(cache, pending, path, here), read(seen, window, here, output)
+        forms.check_same(f"commit of the model {model.name}", cache, committed)
+        forms.check_same("the drafter's read", seen, after)
+        return start + CHUNK, committed, after
 
     longest = jnp.max(count)
     return jax.lax.while_loop(lambda carry: carry[0] < longest, body, (jnp.int32(0), cache, seen))[1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,12 @@ import numpy as np
 
 from specjax.controllers import fixed
 from specjax.engine.parts import Job, Keep, Parts
-from specjax.engine.step import buffer_size
+from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.errors import UsageError
 from specjax.parallel.arrays import gather
 from specjax.sampling import row_keys
-from specjax.types import Array, Controller, Drafter, PyTree, Sampling, Target, VerifyFn
+from specjax.types import Array, Controller, Drafter, Draws, PyTree, Sampling, Target, VerifyFn
 from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
-
-Prompts = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Settings:
     temperature: float | Array = 0.0
     top_k: int | Array | None = None
     top_p: float | Array | None = None
-    eos: int | Sequence[int] | Array = ()
+    eos: int | Sequence[int] | Array | None = ()
     sampling: Literal["speculative", "coupled"] = "speculative"
     verifier: Verifier | VerifyFn | None = None
     controller: Controller | None = None
@@ -42,8 +40,10 @@ class Settings:
 
     def __post_init__(self):
         _check_range("temperature", self.temperature, lambda x: x >= 0, "at least 0")
-        _check_range("top_k", self.top_k, lambda x: x >= 1, "at least 1")
+        _check_range("top_k", self.top_k, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
         _check_range("top_p", self.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1")
+        _check_range("capacity", self.capacity, lambda x: x >= 1, "at least 1")
+        _check_range("eos", self.eos, lambda x: x == x // 1, "one token id or several")
         if self.sampling not in ("speculative", "coupled"):
             raise UsageError(f'sampling must be "speculative" or "coupled", not "{self.sampling}"')
         if self.sampling == "coupled" and self.verifier is not None:
@@ -66,7 +66,15 @@ class Settings:
 
     def ends(self) -> Array:
         """int32[E], ids that end a row."""
-        return jnp.atleast_1d(jnp.asarray(self.eos, jnp.int32))
+        return jnp.atleast_1d(jnp.asarray(() if self.eos is None else self.eos, jnp.int32))
+
+    def check_batch(self, batch: int) -> None:
+        """Raises: UsageError for a setting that is neither one for all rows nor one for each."""
+        for name in ("temperature", "top_k", "top_p"):
+            value = getattr(self, name)
+            shape = () if value is None else jnp.shape(value)
+            if shape not in ((), (batch,)):
+                raise UsageError(f"{name} must be one number or one per prompt, {batch}; it has the shape {shape}")
 
     def verifier_for(self, drafter: Drafter) -> Verifier:
         """The rule asked for, or the exact one; at temperature 0 every exact rule is the greedy one.
@@ -107,8 +115,9 @@ def prepare(
     Raises: UsageError for no prompt, an empty one, one over the capacity, or a rule or drafter that does not fit.
     """
     check_pair(target, drafter)
-    capacity = settings.capacity or target.model.max_positions
-    tokens, lengths = pack(prompts, max_new_tokens, drafter.num_nodes, capacity)
+    capacity, count = settings.capacity or target.model.max_positions, new_tokens(max_new_tokens)
+    tokens, lengths = pack(prompts, count, drafter.num_nodes, capacity, target.model.vocab_size)
+    settings.check_batch(len(tokens))
     parts = Parts(
         target=target,
         drafter=drafter,
@@ -121,11 +130,13 @@ def prepare(
     )
     _check_inputs(target, inputs, len(tokens))
     keys = row_keys(key, tokens.shape[0])
-    return Job(parts, tokens, lengths, keys, lengths + max_new_tokens, inputs)
+    return Job(parts, tokens, lengths, keys, lengths + count, inputs)
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:
-    """Raises: UsageError for a drafter that asks of the target what it cannot do."""
+    """Raises: UsageError for a drafter that is none, or asks of the target what it cannot do."""
+    if drafter.draws not in get_args(Draws):
+        raise UsageError(f"the drafter's draws must be one of {', '.join(get_args(Draws))}, not {drafter.draws!r}")
     able, name = target.model.capabilities, target.model.name
     if not (drafter.drafts_chains or able.trees):
         raise UsageError(
@@ -149,45 +160,6 @@ def _check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
 def _check_range(name: str, value, holds: Callable[[np.ndarray], np.ndarray], wanted: str) -> None:
     if value is None or isinstance(value, jax.core.Tracer):
         return
-    if not np.all(holds(np.asarray(gather(value)))):
-        raise UsageError(f"{name} must be {wanted}, not {value}")
-
-
-def pack(prompts: Prompts, max_new_tokens: int, num_nodes: int, capacity: int) -> tuple[Array, Array]:
-    """(tokens int32[B, L], lengths int32[B]) from either form of prompts, with room for new tokens and a tree.
-
-    Raises: UsageError for no prompt or new token and, where lengths are known, an empty prompt or one over `capacity`.
-    """
-    if max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
-        tokens, lengths = jnp.asarray(prompts[0], jnp.int32), jnp.asarray(prompts[1], jnp.int32)
-        if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
-            raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")
-        _check_lengths(lengths, max_new_tokens, capacity, tokens.shape[1])
-        size = buffer_size(tokens.shape[1], max_new_tokens, num_nodes, capacity)
-        return jnp.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
-    if not len(prompts):
-        raise UsageError("prompts is empty; give at least one prompt")
-    rows = [len(row) for row in prompts]
-    _check_lengths(np.asarray(rows), max_new_tokens, capacity)
-    padded = np.zeros((len(prompts), buffer_size(max(rows), max_new_tokens, num_nodes, capacity)), np.int32)
-    for place, prompt in zip(padded, prompts, strict=True):
-        place[: len(prompt)] = prompt
-    return jnp.asarray(padded), jnp.asarray(rows, jnp.int32)
-
-
-def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: int, width: int | None = None) -> None:
-    """`width`: of the array that the prompts are given in."""
-    if isinstance(lengths, jax.core.Tracer):
-        return
-    for row, length in enumerate(gather(lengths)):
-        if width is not None and length > width:
-            raise UsageError(f"prompt {row} is said to have {length} tokens, but the array of prompts holds {width}")
-        if length < 1:
-            raise UsageError(f"prompt {row} is empty; a prompt needs at least one token (such as bos)")
-        if length + max_new_tokens > capacity:
-            raise UsageError(
-                f"prompt {row} has {length} tokens and max_new_tokens is {max_new_tokens}, over the capacity of "
-                f"{capacity} positions; shorten the prompt, lower max_new_tokens or raise capacity"
-            )
+    number = np.asarray(gather(value))
+    if number.size and (number.dtype.kind not in "iuf" or not np.all(holds(number))):
+        raise UsageError(f"{name} must be {wanted}, not {value!r}")

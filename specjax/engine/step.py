@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import buffers
+from specjax.engine import checks, forms
 from specjax.engine.parts import Parts
 from specjax.engine.prefill import CHUNK, prefill_reading
 from specjax.engine.target_pass import pass_over
@@ -92,10 +93,11 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     drafter, controller = parts.drafter, parts.controller
     noise = state.keys if parts.coupled else None
     context = Context(state.tokens, state.length, parts.sampling, noise, state.cache, parts.target)
-    tree, draft = _draft(parts, state, context)
+    tree, draft, violations = _draft(parts, state, context)
     observe = functools.partial(drafter.observe, drafter.params, draft, context)
     cache, passed = pass_over(parts, state, tree, observe)
     draft = drafter.update(drafter.params, draft, passed.seen, passed.verdict)
+    forms.check_same(f"the drafter's update ({forms.name_of(drafter.update)})", state.draft, draft)
     verdict, kept, (emitted, count, is_eos) = passed.verdict, passed.kept, passed.emitted
     index = jnp.arange(drafter.num_nodes)
     place = jnp.where(index < count[:, None], state.length[:, None] + index, state.tokens.shape[1])
@@ -110,30 +112,47 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         hit_eos=is_eos,
         logits=kept.logits,
         logprobs=kept.logprobs,
-        violations=kept.violations,
+        violations=_both(violations, kept.violations),
         scored=kept.scored,
         signals=_signals(tree, verdict) if controller.reads_signals else None,
     )
+    control = controller.update(state.control, info)
+    forms.check_same("the controller's update", state.control, control)
     return state._replace(
         tokens=state.tokens.at[jnp.arange(len(length))[:, None], place].set(emitted, mode="drop"),
         length=length,
         done=state.done | is_eos | (length >= state.stop),
         cache=cache,
         draft=draft,
-        control=controller.update(state.control, info),
+        control=control,
     ), info
 
 
-def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTree, PyTree]:
-    """The tree of a round, empty in rows that have ended, and the drafter's state."""
-    drafter = parts.drafter
-    limit = jnp.clip(parts.controller.limit(state.control), 0, drafter.max_depth)
+def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTree, PyTree, Array | None]:
+    """The tree of a round, empty in rows that have ended, the drafter's state and, when debugging, what the tree
+    violates; it is empty then too."""
+    drafter, batch = parts.drafter, len(state.length)
+    limit = parts.controller.limit(state.control)
+    forms.check_limit(limit, batch)
+    limit = jnp.clip(limit, 0, drafter.max_depth)
     # Deeper nodes than the row may still emit are wasted; a row that has ended keeps no draft loop going.
     limit = jnp.minimum(limit, jnp.where(state.done, 0, jnp.maximum(state.stop - state.length - 1, 0)))
     keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
     tree, draft = drafter.propose(drafter.params, keys, state.draft, context, limit)
-    is_root = jnp.arange(drafter.num_nodes) == 0
-    return tree._replace(valid=tree.valid & (~state.done[:, None] | is_root)), draft
+    forms.check_tree(drafter, tree, batch, parts.target.model.vocab_size)
+    violations = checks.of_draft(tree, drafter.draws, context.root, limit) if parts.keep.violations else None
+    # Whatever was drafted, it hangs below the last token and every node stands behind its parent: so any walk ends.
+    node = jnp.arange(drafter.num_nodes, dtype=jnp.int32)
+    goes_on = ~state.done if violations is None else ~state.done & (violations == 0)
+    return tree._replace(
+        tokens=jnp.where(node == 0, context.root, tree.tokens),
+        parents=jnp.minimum(tree.parents, node - 1),
+        valid=tree.valid & goes_on[:, None] | (node == 0),
+    ), draft, violations  # fmt: skip
+
+
+def _both(found: Array | None, more: Array | None) -> Array | None:
+    return None if found is None or more is None else found | more
 
 
 def _signals(tree: TokenTree, verdict: Verdict) -> Signals:

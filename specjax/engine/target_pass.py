@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import buffers
-from specjax.engine.checks import violations
+from specjax.engine import checks, forms
 from specjax.engine.one_of import one_of_two
 from specjax.engine.parts import Parts
 from specjax.indexing import take_along
@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
     logits: Array | None
     logprobs: Array | None
-    violations: Array | None
+    violations: Array | None  # of the target alone
     scored: Scored | None
 
 
@@ -68,8 +68,9 @@ def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observ
         verdict, depth, seen, kept = judged
         emitted = emit(parts, state, tree, verdict)
         num_nodes = jnp.minimum(verdict.num_nodes, emitted.number)
-        cache = parts.target.model.commit(cache, pending, verdict.path[:, : widths[-1]], num_nodes)
-        return cache, Passed(verdict, emitted, depth, seen, kept)
+        committed = parts.target.model.commit(cache, pending, verdict.path[:, : widths[-1]], num_nodes)
+        forms.check_same(f"commit of the model {parts.target.model.name}", cache, committed)
+        return committed, Passed(verdict, emitted, depth, seen, kept)
 
     if widths[0] > 1 or len(widths) == 1:
         return over(widths, state.cache)
@@ -101,16 +102,19 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observe
     positions = state.length[:, None] - 1 + depth
     taps = {"taps": drafter.taps} if drafter.taps else {}
     output, pending = model.forward(parts.target.params, part.tokens, cache, positions=positions, mask=mask, **taps)
+    forms.check_output(model, output, *part.tokens.shape)
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
     # The greedy rule needs no warping.
     logits = output.logits if parts.verifier.guarantee == "greedy" else warp(output.logits, parts.sampling)
-    verdict = _of_running(parts.verifier(keys, part, logits, output.hidden), state.done)
+    verdict = parts.verifier(keys, part, logits, output.hidden)
+    forms.check_verdict(parts.verifier, verdict, *part.tokens.shape)
+    verdict = _of_running(verdict, state.done)
     seen = observe(part, verdict, output)
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     kept = Kept(
         logits=buffers.widen(take_along(logits, along_path, 1), n) if parts.keep.logits else None,
         logprobs=buffers.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
-        violations=violations(part, drafter.draws, logits) if parts.keep.violations else None,
+        violations=checks.of_target(part.valid, logits) if parts.keep.violations else None,
         scored=Scored(part, logits, output.hidden) if parts.keep.scored else None,
     )
     verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))

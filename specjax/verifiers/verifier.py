@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.sampling import draw, node_keys
 from specjax.trees import operations
@@ -106,7 +107,7 @@ def residual(p: Array, q: Array) -> Array:
 
 
 def need_logits(tree: TokenTree) -> Array:
-    """The draft's logits. Raises: ValueError for a point-mass tree."""
+    """The draft's logits. Raises: UsageError for a point-mass tree."""
     if tree.logits is None:
-        raise ValueError("this rule needs the draft's logits; use sample_and_match for point-mass trees")
+        raise UsageError("the rule needs the draft's tree.logits; where there are none, draws must be point_mass")
     return tree.logits

@@ -9,7 +9,8 @@ from toy import DRAFT_ROWS, branching_drafter, markov
 from specjax import UsageError, decode, trees, verifiers
 from specjax.drafters import two_model
 from specjax.engine.checks import check_draft
-from specjax.types import TokenTree
+from specjax.trees import operations
+from specjax.types import Drafter, TokenTree
 
 LOGITS = jnp.log(jnp.asarray(DRAFT_ROWS))
 
@@ -58,6 +59,47 @@ def test_decode_refuses_a_drafter_that_repeats_siblings_only_when_debugging():
     with pytest.raises(UsageError, match=r"row 0: tree\.tokens repeats"):
         run(mutant, debug=True)
     np.testing.assert_array_equal(run(drafter, debug=True).tokens, run(drafter).tokens)
+
+
+def wrong(change, draws="point_mass"):
+    """A drafter of two tokens whose trees `change(tree, context)` alters."""
+
+    def propose(params, keys, state, context, limit):
+        nodes = jnp.concatenate([context.root, jnp.zeros_like(context.root), jnp.ones_like(context.root)], 1)
+        valid = jnp.arange(3) <= limit[:, None]
+        return change(operations.chain(nodes, valid), context), state
+
+    return Drafter(propose=propose, num_nodes=3, max_depth=2, draws=draws)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree, _: tree._replace(parents=jnp.zeros_like(tree.parents)), "tree.parents is not topological"),
+        (lambda tree, _: tree._replace(parents=tree.parents + 1), "tree.parents is not topological"),
+        (lambda tree, _: tree._replace(tokens=tree.tokens.at[:, 0].add(1)), "does not start with the last token"),
+        (lambda tree, _: tree._replace(valid=jnp.ones_like(tree.valid)), "deeper than the limit"),
+    ],
+)
+@pytest.mark.parametrize("rule", [None, "traversal", "recursive_rejection", "sample_and_match"])
+def test_any_tree_ends_and_is_named_when_debugging(change, message, rule):
+    """Parents that name themselves looped for ever; another root changed greedy text unnoticed."""
+    point_mass = rule != "traversal"
+
+    def drafted(tree, context):
+        tree = change(tree, context)
+        return tree if point_mass else tree._replace(logits=jnp.zeros((*tree.tokens.shape, len(DRAFT_ROWS))))
+
+    drafter = wrong(drafted, "point_mass" if point_mass else "chain")
+    options = {"key": jax.random.key(0), "max_new_tokens": 5}
+    if rule is not None and not (point_mass and rule == "recursive_rejection"):
+        options |= {"temperature": 1.0, "verifier": rule}
+    result = decode(markov(), drafter, [[0]], **options)
+    assert result.lengths.tolist() == [5]
+    if "temperature" not in options:
+        assert result.to_lists() == decode(markov(), "autoregressive", [[0]], **options).to_lists()
+    with pytest.raises(UsageError, match=message):
+        decode(markov(), drafter, [[0]], **options, debug=True, controller="fixed:1")
 
 
 def test_a_rule_for_other_drafts_is_refused_when_building():

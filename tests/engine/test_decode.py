@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import markov, tiny_llama
 
-from specjax import Target, UsageError, controllers, decode, drafters, stream
+from specjax import Target, UsageError, controllers, decode, drafters, stream, verifiers
 from specjax.engine.prefill import CHUNK
 from specjax.types import Controller
 
@@ -166,9 +166,31 @@ def test_long_prompts_up_to_the_capacity():
         ({"temperature": -0.1}, "temperature must be at least 0, not -0.1"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p must be above 0 and at most 1"),
         ({"temperature": 1.0, "top_p": 1.1}, "top_p must be above 0 and at most 1"),
-        ({"temperature": 1.0, "top_k": 0}, "top_k must be at least 1"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k must be a whole number of at least 1"),
         ({"key": jax.random.split(jax.random.key(0), 3)}, r"one key or one per row: got shape \(3,\) for 1"),
         ({"prompts": (jnp.zeros((2, 4), jnp.int32), jnp.zeros((3,), jnp.int32))}, "prompts must be"),
+        (
+            {"prompts": (jnp.zeros((1, 4), jnp.int32), jnp.array([9]))},
+            "said to have 9 tokens, but the array .* holds 4",
+        ),
+        ({"prompts": [[1, 64]]}, "prompt 0 has the token 64 at place 1, outside of the model's vocabulary of 64"),
+        ({"prompts": [[1, -1]]}, "prompt 0 has the token -1 at place 1"),
+        ({"prompts": [[1, 2**32 + 1]]}, "prompt 0 has the token"),
+        ({"prompts": (np.array([[2**32 + 1, 0]]), np.array([1]))}, "prompt 0 has the token 4294967297 at place 0"),
+        ({"prompts": [1, 2, 3]}, r"put a single prompt into a list: \[prompt\]"),
+        ({"prompts": np.arange(3)}, "put a single prompt into a list"),
+        ({"prompts": "some text"}, "not text"),
+        ({"prompts": ["some text"]}, "not text"),
+        ({"prompts": [[1.0, 2.0]]}, "must be integers, not float64"),
+        ({"max_new_tokens": 20.0}, "max_new_tokens must be an int, not 20.0"),
+        ({"temperature": "hot"}, "temperature must be at least 0, not 'hot'"),
+        ({"temperature": float("nan")}, "temperature must be at least 0, not nan"),
+        ({"temperature": np.ones(3)}, r"temperature must be one number or one per prompt, 1; it has the shape \(3,\)"),
+        ({"temperature": 1.0, "top_k": 2.5}, "top_k must be a whole number"),
+        ({"eos": 2.5}, "eos must be one token id or several"),
+        ({"capacity": 0}, "capacity must be at least 1"),
+        ({"verifier": "standart"}, 'unknown rule "standart"; choose one of'),
+        ({"controller": "fast"}, '"fast" is not a controller'),
     ],
 )
 @pytest.mark.parametrize("run", [decode, stream])
@@ -176,6 +198,37 @@ def test_bad_arguments_are_named_before_anything_compiles(run, change, message):
     arguments = {"prompts": [[1, 2]], "key": jax.random.key(0), "max_new_tokens": 8, **change}
     with pytest.raises(UsageError, match=message):
         run(tiny_llama(), drafters.autoregressive(), arguments.pop("prompts"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (tiny_llama(), r"drafter is a model; make a drafter of it: specjax\.drafters\.two_model\(model\)"),
+        (drafters.prompt_lookup, r"drafter is the function prompt_lookup; call it"),
+        (3, "drafter must be one of specjax.drafters or the name of a method, not 3"),
+        (drafters.autoregressive().replace(draws="greedily"), "draws must be one of point_mass, chain"),
+    ],
+)
+def test_what_is_no_drafter_is_named(drafter, message):
+    with pytest.raises(UsageError, match=message):
+        decode(tiny_llama(), drafter, [[1]], key=jax.random.key(0), max_new_tokens=2)
+
+
+def test_what_a_user_would_give_is_taken():
+    """Names of rules and controllers, no eos, numbers of numpy and JAX."""
+    run = lambda **change: decode(
+        tiny_llama(), drafters.prompt_lookup(2), [[1, 2, 1]],
+        **{"key": jax.random.key(0), "max_new_tokens": 6, "temperature": 1.0, **change},
+    ).to_lists()  # fmt: skip
+    expected = run(verifier=verifiers.sample_and_match, controller=controllers.fixed(1))
+    assert expected == run(verifier="sample_and_match", controller="fixed:1", eos=None)
+    assert expected == run(verifier="sample_and_match", max_new_tokens=jnp.int32(6))
+
+
+def test_a_traced_number_of_new_tokens_is_named():
+    run = lambda count: decode(tiny_llama(), "prompt_lookup", [[1]], key=jax.random.key(0), max_new_tokens=count)
+    with pytest.raises(UsageError, match="max_new_tokens sizes arrays"):
+        jax.jit(run)(3)
 
 
 def test_stream_refuses_unknown_arguments():
