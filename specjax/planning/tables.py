@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.bench.records import dtypes
-from specjax.costs.chips import GIB, gib
+from specjax.costs.chips import DOCS, GIB, gib
 from specjax.planning.report import Report
 from specjax.planning.tree_plan import Plan
 
@@ -75,7 +75,8 @@ def show_report(report: Report, out) -> None:
             f"{count:.0f}, {wire / 1e6:.3g} MB" if count else "-",
         )  # fmt: skip
     out.print(table)
-    say(f"of {gib(report.chip['hbm_bytes'])}; figures of the chip: {report.chip['source']}", style="dim")
+    page = DOCS + report.chip["name"]
+    say(f"of {gib(report.chip['hbm_bytes'])}; figures of the chip: {page} and others, see --json", style="dim")
     for line in warnings(report):
         say(line, style="yellow" if "not" in line.split(":")[0] else "")
     if report.speedups:
