@@ -58,7 +58,7 @@ def one_of(chip: Chip) -> Topology:
 
 
 def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
-    """One chip, or whole hosts, of at most a pod: 16 x 16 for v5e and v6e, 16 x 20 x 28 for v5p, the largest there is (How
+    """One chip, or whole hosts, of at most a pod: 16 x 16 for v5e and v6e; the largest, of v5p, is 16 x 20 x 28 (How
     to Scale Your Model, part 2).
     """
     if math.prod(shape) == 1:

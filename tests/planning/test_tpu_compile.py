@@ -163,6 +163,16 @@ def test_smollm2_on_one_chip():
     assert loop.assumed["rounds"] == 128 and loop.seconds["schedule"] > 128 * 0.8 * step.seconds["schedule"]
 
 
+def test_weights_are_read_in_the_tiles_they_come_in():
+    """On tpu7x the compiler would tile them anew at the start of each program, which takes their memory twice."""
+    config = dataclasses.replace(TINY, width=1024, head_dim=128, mlp_width=8192)
+    for model in (1, 2):
+        job = make_workload(config, "tpu7x:2x2x1", model=model, context=256, max_new_tokens=32)
+        for program in compile_programs(job, False, lambda _: None, only=("step", "loop")):
+            assert program.memory.temporaries < 0.2 * program.memory.arguments, program.name
+            assert not [found for found in program.findings if found["kind"] == "copy"]
+
+
 def test_int8_cache_moves_and_holds_half():
     """One chip, a batch and a context at which the cache counts; its slots are not copied."""
     config = dataclasses.replace(TINY, head_dim=128)  # narrower heads are laid out anew where a lone step begins
