@@ -23,6 +23,12 @@ from dataclasses import dataclass
 
 from specjax.costs.chips import HOP_SECONDS, Chip
 
+CLOCKS = {
+    "roofline": "the least a step can take, by bytes, FLOPs and links: what more tokens, rows, context or chips cost",
+    "schedule": "the compiler's own cycles, one operation after another: what many small operations cost",
+}
+"""What each of the two estimates is good for."""
+
 
 @dataclass(frozen=True)
 class Kernel:

@@ -4,6 +4,8 @@ import pytest
 import tpu
 
 from specjax import compile_report, plan
+from specjax.planning.compiler import compile_programs
+from specjax.planning.workload import make_workload
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.exhaustive]  # a third of a minute to two each
 
@@ -52,6 +54,13 @@ def is_weight(copied) -> bool:
 @pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case[0][0]}-{case[1]}")
 def test_every_release_on_every_chip(case):
     check(*case)
+
+
+def test_a_pool_of_ngrams_is_held_in_few_tiles():
+    """4096 buckets of 7 places for 5 tokens are 0.6 MB, and 17 where places and tokens are axes of their own."""
+    job = make_workload("llama3_8b", "v5e:2x2", model=4, method="lookahead")
+    (step,) = compile_programs(job, False, lambda _: None, only=("step",))
+    assert step.memory.temporaries < 10e6
 
 
 def test_70b_on_256_chips():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import jax
@@ -13,12 +14,14 @@ import tpu
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
 
 from specjax import compile_report, plan
 from specjax.costs.chips import CHIPS, GIB, MIB
 from specjax.models import LlamaConfig
 from specjax.planning import hlo
 from specjax.planning.compiler import compile_programs, needed_bytes
+from specjax.planning.tables import show_plan, show_report
 from specjax.planning.topologies import parse_topology
 from specjax.planning.workload import make_workload
 
@@ -144,8 +147,18 @@ def test_report_on_a_tiny_model():
     assert speedups == sorted(speedups)
     assert report.speedups[0].tokens == pytest.approx(1 + 0.3 + 0.21 + 0.51 * 0.3)
     json.dumps(report.to_json(), allow_nan=False)
+    shown = Console(file=io.StringIO(), width=200)
+    show_report(report, shown)
+    assert_names_its_clocks(shown, report)
     again = compile_report(TINY, "v5e:2x2", on_step=names.append, **options)
     assert again == report and len(names) == 4  # kept on disk
+
+
+def assert_names_its_clocks(shown, found):
+    """Both are columns of the table, and both are said to be good for something, in JSON too."""
+    text = shown.file.getvalue()
+    for clock, meaning in found.to_json()["clocks"].items():
+        assert f"{clock} ms" in text and f"{clock}: {meaning}" in text
 
 
 def test_smollm2_on_one_chip():
@@ -207,3 +220,6 @@ def test_plan_proposes_a_tree():
     assert {choice.side for choice in found.choices} == {"schedule", "roofline"}
     assert all(choice.num_nodes in (4, 8) and choice.speedup > 1 for choice in found.choices)
     json.dumps(found.to_json(), allow_nan=False)
+    shown = Console(file=io.StringIO(), width=200)
+    show_plan(found, shown)
+    assert_names_its_clocks(shown, found)
