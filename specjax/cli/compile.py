@@ -18,10 +18,11 @@ weights: --target and --draft are shapes only, of a built-in config
 
 For prefill, one step and the whole loop, per device: memory as the compiler
 lays it out (args + temps + out - alias), what must move at least and what
-does, FLOPs, collectives, and the time from two sides. Roofline: bytes over
+does, FLOPs, collectives, and the time by two clocks. Roofline: bytes over
 the published HBM bandwidth, FLOPs over the peak, and collectives; a lower
-bound. Schedule: the compiler's own cycles; an upper one for programs of many
-small pieces. Neither is a measurement.
+bound, which sees no waiting. Schedule: the compiler's own cycles; an upper one
+for programs of many small pieces. Neither is a measurement; docs/tpu.md says
+which to believe for what.
 
 What does not compile is a result (exit code 0), with the smallest changes
 that do. The table by acceptance counts the siblings of a tree as accepted

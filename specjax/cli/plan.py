@@ -16,7 +16,8 @@ HELP = """Propose the tree to draft, for a pair of models on TPUs that are not h
 Compiles a verify pass over 1, 2, 4, ... nodes and one pass of the draft
 model (see `specjax compile`), and minimises seconds per token over all sizes
 and depths: (depth x draft + verify(nodes)) / expected tokens of the best tree
-(Sequoia, arXiv 2402.12374). Without --draft drafting costs nothing.
+(Sequoia, arXiv 2402.12374), once by each of the two clocks of `specjax
+compile`. Without --draft drafting costs nothing.
 
 --acceptance is the chance that the first, second, ... child of an accepted
 node is the accepted one, joined by commas; or the JSON of

@@ -1,19 +1,24 @@
-"""TPU chips: published figures.
+"""TPU chips: published figures, each with its source.
 
 All figures are per device as JAX counts them: a v4, v5e, v5p or v6e chip is one device, a tpu7x chip is two.
 
-Sources: bandwidth and peak of the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x);
-links from the same pages (bidirectional bandwidth per chip over two times its ports) and, for v4, from Jouppi et al.,
-TPU v4 (2023), arXiv 2304.01433. `hbm_bytes` is what the compiler itself says is available when a program does not fit;
-it is a little less than the published capacity.
+Products are counted at the bfloat16 peak: nothing here multiplies int8, whose peak is twice that on v5e and v6e (their
+pages) and v5p (How to Scale Your Model), equal to it on v4, and not published for tpu7x.
+
+Megacore: v4 and v5p chips have two cores that JAX shows as one device. XLA splits its own operations over both, so peak
+and bandwidth count in full; a Pallas kernel with a sequential grid, which that of tree_attention is, runs on one of
+them (`specjax.costs.roofline`). Not modelled: that the two devices of a tpu7x chip share its links, and that an axis of
+a small slice is a line and no ring.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 GIB = 1 << 30
-HOP_SECONDS = 1e-6  # latency of one hop between neighbours: about a microsecond, How to Scale Your Model, part 2
+MIB = 1 << 20
+HOP_SECONDS = 1e-6
+"""Latency of one hop between neighbours, "typically around 1us" (jax-ml.github.io/scaling-book/sharding)."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,13 @@ class Chip:
     peak_flops: float  # bfloat16, 1/s
     flops_per_cycle: int  # of all its matrix units
     link_bandwidth: float  # bytes/s, one link, one way
+    vmem_bytes: int  # on-chip memory of one core, which is what a kernel may use
     dimensions: int  # of the torus
     host: tuple[int, ...]  # chips of one host
+    sources: dict[str, str] = field(hash=False)  # figure -> where it is published, or how it was found
+    cores: int = 1  # 2: megacore
     chip_config: str | None = None  # of libtpu, where JAX's default is not the compiler's
     devices_per_chip: int = 1
-    source: str = ""
 
     @property
     def clock(self) -> float:
@@ -42,34 +49,78 @@ class Chip:
         return self.peak_flops / self.flops_per_cycle
 
 
-_DOCS = "docs.cloud.google.com/tpu/docs/"
+DOCS = "docs.cloud.google.com/tpu/docs/"
+_BOOK = "jax-ml.github.io/scaling-book/tpus"
+_JAX = "jax/_src/pallas/mosaic/tpu_info.py of jax 0.10.2"
+_COMPILER = "libtpu 0.0.42, of a program that does not fit: available HBM "
+_UNITS_256 = "2 units of 256 x 256; products per cell and cycle are not published: two give the clock of "
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        # 2 cores of 4 units of 128 x 128, fused (megacore).
         Chip(
-            "v4", int(30.75 * GIB), 1.2288e12, 275e12, 2 * 4 * 128 * 128 * 2, 50e9, 3, (2, 2, 1), "megacore",
-            source=_DOCS + "v4 (32 GiB, 1228 GB/s, 275 TFLOP/s); 6 links of 50 GB/s, arXiv 2304.01433",
+            "v4", int(30.75 * GIB), 1.2e12, 275e12, 2 * 4 * 128 * 128 * 2, 45e9, 16 * MIB, 3, (2, 2, 1),
+            dict(
+                hbm_bytes=_COMPILER + "30.75G (" + DOCS + "v4: 32 GiB)",
+                hbm_bandwidth=DOCS + "v4: 1200 GBps (1.23e12 in " + _JAX + ")",
+                peak_flops=DOCS + "v4: 275 teraflops (bf16 or int8)",
+                flops_per_cycle=DOCS + "v4: two TensorCores of four matrix units; 128 x 128, " + _BOOK,
+                link_bandwidth=_BOOK + ": 4.5e10 one way; " + DOCS + "v4: all-reduce 1.1 PB/s, 4096 chips, 6 links",
+                vmem_bytes=_JAX + ": 16 MiB per core",
+                cores=_JAX + ": megacore",
+            ),
+            cores=2, chip_config="megacore",
         ),
         Chip(
-            "v5e", int(15.75 * GIB), 8.19e11, 197e12, 4 * 128 * 128 * 2, 50e9, 2, (2, 2),
-            source=_DOCS + "v5e (16 GB, 819 GB/s, 197 TFLOP/s, 400 GB/s over 4 ports)",
+            "v5e", int(15.75 * GIB), 8.19e11, 197e12, 4 * 128 * 128 * 2, 50e9, 128 * MIB, 2, (2, 2),
+            dict(
+                hbm_bytes=_COMPILER + "15.75G (" + DOCS + "v5e: 16 GB)",
+                hbm_bandwidth=DOCS + "v5e: 819 GBps (8.1e11 in " + _BOOK + "; a later version of the page: 800 GiBps)",
+                peak_flops=DOCS + "v5e: 197 TFLOPs (bf16)",
+                flops_per_cycle=DOCS + "v5e: one TensorCore of four matrix units; 128 x 128, 1.5 GHz, " + _BOOK,
+                link_bandwidth=DOCS + "v5e: 400 GBps both ways over 4 ports; " + _BOOK + ": 5e10 one way",
+                vmem_bytes=_BOOK + ": 128 MiB; so has " + _JAX,
+                cores=DOCS + "v5e: one TensorCore",
+            ),
         ),
         Chip(
-            "v5p", int(95.74 * GIB), 2.765e12, 459e12, 2 * 4 * 128 * 128 * 2, 100e9, 3, (2, 2, 1),
-            source=_DOCS + "v5p (95 GiB, 2765 GB/s, 459 TFLOP/s, 1200 GB/s over 6 ports)",
+            "v5p", int(95.74 * GIB), 2.765e12, 459e12, 2 * 4 * 128 * 128 * 2, 100e9, 64 * MIB, 3, (2, 2, 1),
+            dict(
+                hbm_bytes=_COMPILER + "95.74G (" + DOCS + "v5p: 95 GiB; 96 GB in " + _BOOK + ")",
+                hbm_bandwidth=DOCS + "v5p: 2765 GBps, in a later version 2575 GiBps (2.46e12 in " + _JAX + ")",
+                peak_flops=DOCS + "v5p: 459 TFLOPs (BF16)",
+                flops_per_cycle=DOCS + "v5p: two TensorCores of four matrix units; 128 x 128, " + _BOOK,
+                link_bandwidth=DOCS + "v5p: 1200 GBps both ways, 6 links of a 3D torus; " + _BOOK + ": 1e11 one way",
+                vmem_bytes=_JAX + ": 64 MiB per core",
+                cores=_JAX + ": megacore",
+            ),
+            cores=2,
         ),
-        # 2 units of 256 x 256 at two products per cell and cycle.
         Chip(
-            "v6e", int(31.25 * GIB), 1.638e12, 918e12, 2 * 256 * 256 * 4, 100e9, 2, (2, 2),
-            source=_DOCS + "v6e (32 GB, 1638 GB/s, 918 TFLOP/s, 800 GB/s over 4 ports)",
+            "v6e", int(31.25 * GIB), 1.638e12, 918e12, 2 * 256 * 256 * 4, 100e9, 128 * MIB, 2, (2, 2),
+            dict(
+                hbm_bytes=_COMPILER + "31.25G (" + DOCS + "v6e: 32 GB)",
+                hbm_bandwidth=DOCS + "v6e: 1638 GBps",
+                peak_flops=DOCS + "v6e: 918 TFLOPs (bf16)",
+                flops_per_cycle=DOCS + "v6e: " + _UNITS_256 + "v5p, 1.75 GHz",
+                link_bandwidth=DOCS + "v6e: 800 GBps both ways over 4 ports; " + _BOOK + ": 1e11 one way",
+                vmem_bytes=_JAX + ": 128 MiB per core",
+                cores=DOCS + "v6e: one TensorCore",
+            ),
         ),
-        # A device is one of the chip's two cores and has half of its memory, peak and links.
+        # A device is one of the chip's two cores and has half of its memory, its bandwidth and its peak.
         Chip(
-            "tpu7x", int(94.75 * GIB), 7.38e12 / 2, 2307e12 / 2, 2 * 256 * 256 * 4, 100e9, 3, (2, 2, 1),
+            "tpu7x", int(94.75 * GIB), 7.38e12 / 2, 2307e12 / 2, 2 * 256 * 256 * 4, 100e9, 64 * MIB, 3, (2, 2, 1),
+            dict(
+                hbm_bytes=_COMPILER + "94.75G (half of " + DOCS + "tpu7x: 192 GiB)",
+                hbm_bandwidth="half of " + DOCS + "tpu7x: 7380 GBps",
+                peak_flops="half of " + DOCS + "tpu7x: 2307 TFLOPs (BF16)",
+                flops_per_cycle=_JAX + ": " + _UNITS_256 + "2.2 GHz",
+                link_bandwidth=DOCS + "tpu7x: 1200 GBps both ways, 6 links as v5p has",
+                vmem_bytes=_JAX + ": 64 MiB per core",
+                cores=DOCS + "tpu7x: two TensorCores, each a device",
+            ),
             devices_per_chip=2,
-            source=_DOCS + "tpu7x (192 GiB, 7380 GB/s, 2307 TFLOP/s, 1200 GB/s over 6 ports)",
         ),
     )
 }  # fmt: skip

@@ -7,7 +7,11 @@ Two estimates, from two sides, both printed; neither is a measurement.
   moves less, because it keeps a small model's weights on the chip between two passes, that counts.
 - *Schedule*: the compiler's own cycles (`specjax.planning.hlo`) over the clock, + Pallas kernels by their authors'
   estimates, + collectives. It is more than real chips take for programs of many small fusions, and it is what the
-  compiler optimises; differences between two programs of one kind are worth more than its absolute value.
+  compiler optimises; differences between two programs of one kind are worth more than its absolute value. It has no
+  cycles for copies that run beside the arithmetic. A kernel has one core of a megacore, and with it half of the peak
+  and, by assumption, of the bandwidth.
+
+Which to believe for what: docs/tpu.md.
 
 Collectives have no cycles in the text: wire bytes over both directions of one ring, and the latency of half the ring
 per collective, which is what decides at few tokens.
@@ -18,6 +22,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specjax.costs.chips import HOP_SECONDS, Chip
+
+CLOCKS = {
+    "roofline": "the least a step can take, by bytes, FLOPs and links: what more tokens, rows, context or chips cost",
+    "schedule": "the compiler's own cycles, one operation after another: what many small operations cost",
+}
+"""What each of the two estimates is good for."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ def estimate(chip: Chip, totals: Totals, must_bytes: float) -> Seconds:
     memory = min(must_bytes, totals.hbm_bytes) / chip.hbm_bandwidth
     compute = totals.flops / chip.peak_flops
     collectives = sum(collective_seconds(chip, entry) for entry in totals.collectives)
-    kernels = max(totals.kernels.flops / chip.peak_flops, totals.kernels.bytes / chip.hbm_bandwidth)
+    kernels = chip.cores * max(totals.kernels.flops / chip.peak_flops, totals.kernels.bytes / chip.hbm_bandwidth)
     return Seconds(
         memory, compute, collectives, max(memory, compute) + collectives,
         totals.cycles / chip.clock + kernels + collectives,

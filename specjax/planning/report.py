@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from specjax.costs.roofline import CLOCKS
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -78,6 +80,7 @@ class Report:
     speedups: tuple[SpeedUp, ...] = ()
     cost_ratio: dict[str, float] = field(default_factory=dict)  # step of the method over a plain one
     fits: tuple[Fit, ...] = ()
+    clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # of seconds, speed-ups and cost ratio
 
     def program(self, name: str) -> ProgramReport | None:
         """By name, None if there is none."""

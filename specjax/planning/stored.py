@@ -16,6 +16,7 @@ import jax
 
 from specjax import configs, models, pallas_kernels
 from specjax.folders import cache_folder
+from specjax.libtpu import prepare_environment
 from specjax.planning.report import ProgramReport
 from specjax.planning.workload import Workload
 from specjax.version import __version__
@@ -43,7 +44,9 @@ def _sources() -> str:
 
 
 def _file(work: Workload, name: str, nodes: int | None) -> Path:
-    key = json.dumps([repr(work), name, nodes, versions(), _sources()])
+    prepare_environment()  # as it will be when something is compiled
+    flags = os.environ.get("LIBTPU_INIT_ARGS")
+    key = json.dumps([repr(work), name, nodes, versions(), flags, _sources()])
     return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 

@@ -15,7 +15,9 @@ _SHAPES = {
     2: ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     3: ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
 }
-"""Slices that are offered, the common ones of the 3-D tori; larger multiples of 4 are good too."""
+"""Slices that are offered: those of the pages that `specjax.costs.chips` names, of the 3-D tori the common ones; larger
+multiples of 4 are good too.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ def one_of(chip: Chip) -> Topology:
 
 
 def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
-    """One chip, or whole hosts, of at most 16 chips in a direction of a 2-D torus."""
+    """One chip, or whole hosts, of at most a pod: 16 x 16 for v5e and v6e; the largest, of v5p, is 16 x 20 x 28 (How
+    to Scale Your Model, part 2).
+    """
     if math.prod(shape) == 1:
         return True
     most = 16 if chip.dimensions == 2 else 28

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specjax.costs.roofline import CLOCKS
 from specjax.errors import UsageError
 from specjax.planning.compiler import Notify, compile_programs
 from specjax.planning.rank_acceptance import read_acceptance
@@ -21,7 +22,7 @@ from specjax.planning.tree_choice import Choice, choose
 from specjax.planning.workload import describe, make_workload
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-SIDES = ("schedule", "roofline")
+SIDES = ("schedule", "roofline")  # of CLOCKS; the first is shown first
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Plan:
     widths: tuple[ProgramReport, ...]  # a verify pass over 1, 2, 4, ... nodes
     draft: ProgramReport | None  # one pass of the draft model
     choices: tuple[Choice, ...]
+    clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # of seconds and choices
 
     def to_json(self) -> dict:
         """Plain dicts and lists."""

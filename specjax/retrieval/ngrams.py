@@ -28,9 +28,13 @@ FREE = -2
 
 
 class Table(NamedTuple):
-    """One table per row of the batch: 4 H A (n + 1) bytes and the values, each."""
+    """One table per row of the batch: 4 H A (n + 1) bytes and the values, each.
 
-    grams: Array  # int32[B, H, A, n]; FREE in a free place
+    The n-grams of a bucket lie in one row: a TPU gives the last two axes of an array tiles of 8 x 128, and would hold a
+    pool of 7 places for 5 tokens in 29 times its size.
+    """
+
+    grams: Array  # int32[B, H, A n], place by place; FREE in a free one
     ages: Array  # int32[B, H, A], the clock at the last write; 0: free
     values: PyTree  # [B, H, A, ...]
     clock: Array  # int32[B], n-grams offered so far
@@ -56,7 +60,7 @@ def empty(batch: int, buckets: int, ways: int, size: int, value: PyTree = ()) ->
     """A table of n-grams of `size` tokens; `value`: a pytree of arrays, that of a free place."""
     fill = lambda x: jnp.broadcast_to(x, (batch, buckets, ways, *np.shape(x)))
     return Table(
-        jnp.full((batch, buckets, ways, size), FREE, jnp.int32),
+        jnp.full((batch, buckets, ways * size), FREE, jnp.int32),
         jnp.zeros((batch, buckets, ways), jnp.int32),
         jax.tree.map(fill, value),
         jnp.zeros((batch,), jnp.int32),
@@ -80,7 +84,8 @@ def find(table: Table, tokens: Array, *, prefix: int | None = None) -> Found:
     rows, buckets = table.ages.shape[:2]
     row = np.arange(rows)[:, None]
     here = bucket(tokens[..., :prefix], buckets)
-    grams, ages = at(table.grams, row, here), at(table.ages, row, here)
+    ages = at(table.ages, row, here)
+    grams = at(table.grams, row, here).reshape(*ages.shape, -1)
     hit = jnp.all(grams[..., : tokens.shape[-1]] == tokens[:, :, None], -1)
     return Found(here, hit, grams, ages, jax.tree.map(lambda x: at(x, row, here), table.values))
 
@@ -111,10 +116,10 @@ def write(table: Table, grams: Array, values: PyTree, wanted: Array, *, prefix: 
     here = jnp.where(wins & (known | fits), here, buckets)  # beyond the last bucket: dropped
     row = np.arange(batch)[:, None]
     put = lambda old, value: old.at[row, here, way].set(value, mode="drop")
-    ages = table.clock[:, None] + 1 + jnp.arange(m)
-    return Table(
-        put(table.grams, grams), put(table.ages, ages), jax.tree.map(put, table.values, values), table.clock + m
-    )
+    ages = put(table.ages, table.clock[:, None] + 1 + jnp.arange(m))
+    token = way[:, :, None] * grams.shape[2] + np.arange(grams.shape[2])
+    grams = table.grams.at[row[..., None], here[..., None], token].set(grams, mode="drop")
+    return Table(grams, ages, jax.tree.map(put, table.values, values), table.clock + m)
 
 
 def equal(grams: Array) -> Array:
@@ -131,7 +136,8 @@ def merge(table: Table, rows: Table, combine: Callable[[PyTree, PyTree], PyTree]
     ways = table.ages.shape[2]
 
     def add(one: Table, row: Table) -> tuple[Table, None]:
-        same = jnp.all(one.grams[:, :, None] == row.grams[:, None], -1)  # [H, A, A]
+        mine, theirs = (x.grams.reshape(*x.ages.shape, -1) for x in (one, row))  # [H, A, n]
+        same = jnp.all(mine[:, :, None] == theirs[:, None], -1)  # [H, A, A]
         same &= (one.ages > 0)[:, :, None] & (row.ages > 0)[:, None]
         both, match = jnp.any(same, 2), jnp.argmax(same, 2)
         at_match = lambda x: take_along(x, expand(match, x), 1)
@@ -143,8 +149,8 @@ def merge(table: Table, rows: Table, combine: Callable[[PyTree, PyTree], PyTree]
         ages, kept = jax.lax.top_k(joined, ways)
         join = lambda x, y: take_along(jnp.concatenate([x, y], 1), expand(kept, x), 1)
         values = jax.tree.map(join, values, row.values)
-        grams = jnp.where(ages[:, :, None] > 0, join(one.grams, row.grams), FREE)
-        return Table(grams, ages, values, one.clock + row.clock), None
+        grams = jnp.where(ages[:, :, None] > 0, join(mine, theirs), FREE)
+        return Table(grams.reshape(one.grams.shape), ages, values, one.clock + row.clock), None
 
     merged, _ = jax.lax.scan(add, jax.tree.map(lambda x: x[0], table), rows)
     # Ages count on from call to call, and would leave int32 after some thousand calls.

@@ -25,5 +25,13 @@ def test_seconds_of_a_program():
     assert roofline.estimate(CHIP, totals, must_bytes=9e6).memory == pytest.approx(4e-3)
 
 
+def test_a_kernel_runs_on_one_core_of_a_megacore():
+    """It has half of the peak and of the bandwidth; what XLA makes has both cores."""
+    totals = roofline.Totals(2e6, 5e9, 4e6, 100, roofline.Kernel(3, 1e9, 1e6), ())
+    one, two = (roofline.estimate(dataclasses.replace(CHIP, cores=n), totals, must_bytes=3e6) for n in (1, 2))
+    assert two.schedule - one.schedule == pytest.approx(1e-3)
+    assert two.roofline == one.roofline
+
+
 def test_one_device_has_nothing_to_send():
     assert roofline.collective_seconds(CHIP, roofline.Collective("all-reduce", 3, 1e6, 1e6, group=1)) == 0

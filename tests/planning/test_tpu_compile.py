@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import jax
@@ -10,13 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tpu
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
 
 from specjax import compile_report, plan
-from specjax.costs.chips import CHIPS
+from specjax.costs.chips import CHIPS, GIB, MIB
 from specjax.models import LlamaConfig
 from specjax.planning import hlo
 from specjax.planning.compiler import compile_programs, needed_bytes
+from specjax.planning.tables import show_plan, show_report
 from specjax.planning.topologies import parse_topology
 from specjax.planning.workload import make_workload
 
@@ -34,9 +39,12 @@ def libtpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def compiled(function, *shapes, spec=None):
-    """For the whole of v5e:2x2 (spec: of the first argument), else for one of its devices."""
-    devices = tpu.devices("v5e:2x2")
+EVERY_GENERATION = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+
+
+def compiled(function, *shapes, spec=None, topology="v5e:2x2"):
+    """For the whole of the slice (spec: of the first argument), else for one of its devices."""
+    devices = tpu.devices(topology)
     mesh = Mesh(np.array(devices if spec else devices[:1]), ("model",))
     place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     arguments = [place(shape, spec if spec and not i else PartitionSpec()) for i, shape in enumerate(shapes)]
@@ -76,11 +84,38 @@ def test_a_loop_that_depends_on_the_data_is_asked_for():
     assert often == pytest.approx(10 * once, rel=0.01)
 
 
-def test_cycles_are_those_of_the_clock():
-    """A product that keeps the matrix units busy is scheduled at most of the published peak: the clock is right."""
-    totals = hlo.totals(hlo.parse(compiled(lambda a, b: a @ b, (4096, 4096), (4096, 4096)).as_text()))
-    chip = CHIPS["v5e"]
+@pytest.mark.parametrize("topology", EVERY_GENERATION)
+def test_figures_of_chips_are_those_of_the_compiler(topology):
+    """Memory, cores of a device, and the clock: a product that keeps the matrix units busy is near the peak."""
+    chip = parse_topology(topology).chip
+    assert {device.num_cores for device in tpu.devices(topology)} == {chip.cores}
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as refused:
+        compiled(lambda x: (x * 2, x * 3), (400_000, 300_000), topology=topology)
+    assert f"available HBM ({chip.hbm_bytes / GIB:.2f}G)" in str(refused.value)
+    assert needed_bytes(str(refused.value)) > chip.hbm_bytes
+    product = compiled(lambda a, b: a @ b, (8192, 8192), (8192, 8192), topology=topology)
+    totals = hlo.totals(hlo.parse(product.as_text()))
     assert 0.6 < totals.flops / chip.peak_flops / (totals.cycles / chip.clock) < 1.0
+
+
+@pytest.mark.parametrize("topology", EVERY_GENERATION)
+def test_a_kernel_may_use_the_memory_of_one_core(topology):
+    """A megabyte less than a chip's figure is granted, one more is refused."""
+    chip = parse_topology(topology).chip
+
+    def kernel(x, out, scratch):
+        scratch[0] = x[:]
+        out[:] = scratch[0]
+
+    def holding(size):
+        scratch = [pltpu.VMEM((size // 2048, 8, 128), jnp.bfloat16)]
+        limit = pltpu.CompilerParams(vmem_limit_bytes=256 * MIB)
+        shape = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
+        return pl.pallas_call(kernel, out_shape=shape, scratch_shapes=scratch, compiler_params=limit)
+
+    compiled(holding(chip.vmem_bytes - MIB), (8, 128), topology=topology)
+    with pytest.raises(Exception, match=rf"exceed memory \(size={chip.vmem_bytes}\)"):
+        compiled(holding(chip.vmem_bytes + MIB), (8, 128), topology=topology)
 
 
 def test_a_sum_over_devices_is_found():
@@ -88,12 +123,6 @@ def test_a_sum_over_devices_is_found():
     (found,) = hlo.totals(hlo.parse(program.as_text())).collectives
     assert (found.kind, found.count, found.group) == ("all-reduce", 1, 4)
     assert found.bytes == 8 * 512 * 2
-
-
-def test_memory_message_of_the_compiler():
-    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as refused:
-        compiled(lambda x: (x * 2, x * 3), (200_000, 100_000))
-    assert needed_bytes(str(refused.value)) > CHIPS["v5e"].hbm_bytes
 
 
 def test_report_on_a_tiny_model():
@@ -118,8 +147,18 @@ def test_report_on_a_tiny_model():
     assert speedups == sorted(speedups)
     assert report.speedups[0].tokens == pytest.approx(1 + 0.3 + 0.21 + 0.51 * 0.3)
     json.dumps(report.to_json(), allow_nan=False)
+    shown = Console(file=io.StringIO(), width=200)
+    show_report(report, shown)
+    assert_names_its_clocks(shown, report)
     again = compile_report(TINY, "v5e:2x2", on_step=names.append, **options)
     assert again == report and len(names) == 4  # kept on disk
+
+
+def assert_names_its_clocks(shown, found):
+    """Both are columns of the table, and both are said to be good for something, in JSON too."""
+    text = shown.file.getvalue()
+    for clock, meaning in found.to_json()["clocks"].items():
+        assert f"{clock} ms" in text and f"{clock}: {meaning}" in text
 
 
 def test_smollm2_on_one_chip():
@@ -135,6 +174,16 @@ def test_smollm2_on_one_chip():
     assert not step.findings
     loop = report.program("loop")
     assert loop.assumed["rounds"] == 128 and loop.seconds["schedule"] > 128 * 0.8 * step.seconds["schedule"]
+
+
+def test_weights_are_read_in_the_tiles_they_come_in():
+    """On tpu7x the compiler would tile them anew at the start of each program, which takes their memory twice."""
+    config = dataclasses.replace(TINY, width=1024, head_dim=128, mlp_width=8192)
+    for model in (1, 2):
+        job = make_workload(config, "tpu7x:2x2x1", model=model, context=256, max_new_tokens=32)
+        for program in compile_programs(job, False, lambda _: None, only=("step", "loop")):
+            assert program.memory.temporaries < 0.2 * program.memory.arguments, program.name
+            assert not [found for found in program.findings if found["kind"] == "copy"]
 
 
 def test_int8_cache_moves_and_holds_half():
@@ -171,8 +220,6 @@ def test_plan_proposes_a_tree():
     assert {choice.side for choice in found.choices} == {"schedule", "roofline"}
     assert all(choice.num_nodes in (4, 8) and choice.speedup > 1 for choice in found.choices)
     json.dumps(found.to_json(), allow_nan=False)
-
-
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_every_generation_has_a_compiler(topology):
-    assert len(tpu.devices(topology)) == parse_topology(topology).num_devices
+    shown = Console(file=io.StringIO(), width=200)
+    show_plan(found, shown)
+    assert_names_its_clocks(shown, found)
