@@ -13,8 +13,9 @@ from specjax.errors import UsageError
 from specjax.models.bridge import check_cache_dtype, make_model
 from specjax.models.cache import lanes_of
 from specjax.models.loading import gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
-from specjax.models.loading.assembly import Checkpoint, assemble
+from specjax.models.loading.assembly import Checkpoint, assemble, check
 from specjax.models.loading.tokenizer import Tokenizer, first_difference
+from specjax.reading import check_folder, reading
 from specjax.types import Target
 
 __all__ = ["Tokenizer", "first_difference", "load", "load_tokenizer"]
@@ -58,11 +59,13 @@ def load(
     if stacked is None:
         stacked = jax.default_backend() != "cpu"
     path = resolve(source)
-    try:
+    with reading(path):
         checkpoint, tokenizer = _read(
             path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=lanes_of(jax.default_backend()),
             name=_name(source, path),
         )  # fmt: skip
+        check(checkpoint)
+    try:
         return Target(make_model(checkpoint.config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
@@ -71,15 +74,13 @@ def load(
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     """The tokenizer of a model, without its weights. `source`: as for `load`. Raises: UsageError, as `load` does."""
     path = resolve(source)
-    try:
+    with reading(path):
         if path.is_dir():
             return tokenizer_hf.from_folder(path)
         if path.suffix == ".gguf":
             return tokenizer_gguf.from_metadata(gguf.read_header(path)[0], str(path))
         config = llama2c.read(path, dtype="float32", stacked=True, name=path.stem).config
         return llama2c.read_tokenizer(path, config.vocab_size)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
 
 
 def _name(source: str | Path | None, path: Path) -> str:
@@ -93,6 +94,7 @@ def _name(source: str | Path | None, path: Path) -> str:
 
 def _read(path: Path, **options) -> tuple[Checkpoint, Tokenizer]:
     if path.is_dir():
+        check_folder(path)
         return hf.read(path, **options), tokenizer_hf.from_folder(path)
     if path.suffix == ".bin":
         checkpoint = llama2c.read(path, **options)

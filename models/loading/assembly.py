@@ -7,6 +7,7 @@ process fills only the parts of its own devices, from the rows that these need: 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from specjax.errors import UsageError
 from specjax.models.bridge import Config, abstract_params
 from specjax.models.layout import spread
 from specjax.models.loading.tensors import Tensor, read_rows
+from specjax.reading import QUOTED, SENTENCE, cut, shown
 from specjax.types import PyTree
 
 ALIGNMENT = 64  # bytes; jax copies numpy memory that is less aligned
@@ -81,16 +83,39 @@ class Piece(NamedTuple):
     devices: tuple[jax.Device | None, ...]
 
 
-def assemble(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> PyTree:
-    """The parameters of `checkpoint.config`; with a mesh those of `specjax.shard`, each device's part alone.
+def check(checkpoint: Checkpoint) -> None:
+    """Compare what the file has with what the model wants, before anything of that size is made.
 
     Raises: UsageError that lists every tensor that is missing, superfluous or wrongly shaped.
     """
-    leaves = list(_leaves(checkpoint, mesh, over))
-    _check(checkpoint, leaves)
+    tensors, missing, wrong = checkpoint.tensors, [], []
+    needed = set()
+    # Layers in one array each: a thousand of them apart are traced for a minute.
+    stacked = dataclasses.replace(checkpoint.config, stacked=True)
+    for leaf in _leaves(checkpoint._replace(config=stacked), None, None):
+        want = leaf.row_shape
+        for part in leaf.parts:
+            needed.add(part.name)
+            if part.name not in tensors:
+                missing.append(part.name)
+            elif tensors[part.name].shape != want:
+                wrong.append(f"{part.name} is {shown(list(tensors[part.name].shape))}, not {list(want)}")
+    extra = sorted(name for name in tensors if name not in needed and not checkpoint.ignored(name))
+    faults = [
+        f"{len(names)} {kind} ({_some(names)})"
+        for kind, names in (("missing", missing), ("wrongly shaped", wrong), ("unexpected", extra))
+        if names
+    ]
+    if faults:
+        what = f"the tensors of {checkpoint.path} do not fit its configuration: {'; '.join(faults)}"
+        raise UsageError(cut(what, SENTENCE))
+
+
+def assemble(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> PyTree:
+    """The parameters of a checked checkpoint; with a mesh those of `specjax.shard`, each device's part alone."""
     params: dict = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for leaf in sorted(leaves, key=lambda leaf: -math.prod(leaf.shape)):
+        for leaf in sorted(_leaves(checkpoint, mesh, over), key=lambda leaf: -math.prod(leaf.shape)):
             _insert(params, leaf.keys, _fill(leaf, checkpoint, pool))
     return params
 
@@ -113,31 +138,9 @@ def _leaves(checkpoint: Checkpoint, mesh: Mesh | None, over: tuple[str, ...] | N
         yield Leaf(keys, struct.shape, struct.dtype, parts, in_stack, sharding, copies)
 
 
-def _check(checkpoint: Checkpoint, leaves: list[Leaf]) -> None:
-    """Compare what the file has with what the model wants."""
-    tensors, missing, wrong = checkpoint.tensors, [], []
-    needed = set()
-    for leaf in leaves:
-        want = leaf.row_shape
-        for part in leaf.parts:
-            needed.add(part.name)
-            if part.name not in tensors:
-                missing.append(part.name)
-            elif tensors[part.name].shape != want:
-                wrong.append(f"{part.name} is {list(tensors[part.name].shape)}, not {list(want)}")
-    extra = sorted(name for name in tensors if name not in needed and not checkpoint.ignored(name))
-    faults = [
-        f"{len(names)} {kind} ({_some(names)})"
-        for kind, names in (("missing", missing), ("wrongly shaped", wrong), ("unexpected", extra))
-        if names
-    ]
-    if faults:
-        raise UsageError(f"the tensors of {checkpoint.path} do not fit its configuration: {'; '.join(faults)}")
-
-
 def _some(names: list[str]) -> str:
     rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(cut(name, QUOTED) for name in names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _fill(leaf: Leaf, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> jax.Array:

@@ -6,6 +6,7 @@ from types import ModuleType
 
 from specjax.errors import UsageError
 from specjax.models.loading import gemma3, llama
+from specjax.reading import shown
 
 FAMILIES = (llama, gemma3)
 
@@ -25,4 +26,4 @@ def _find(table: str, kind: str, where: str) -> ModuleType:
         if kind in getattr(family, table):
             return family
     known = ", ".join(k for family in FAMILIES for k in getattr(family, table))
-    raise UsageError(f'{where} has the architecture "{kind}", which specjax does not support (only {known})')
+    raise UsageError(f"{where} has the architecture {shown(kind)}, which specjax does not support (only {known})")

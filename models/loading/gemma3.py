@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 from specjax.errors import UsageError
-from specjax.models.gemma3 import Gemma3Config
+from specjax.models.gemma3 import GLOBAL, Gemma3Config
 from specjax.models.loading import llama, rope
 from specjax.models.loading.assembly import Stored, Weight
-from specjax.models.loading.fields import require
+from specjax.models.loading.fields import HEADS, LAYERS, ROWS, WIDTH, Fields, check_heads
 
 HF_TYPES = ("gemma3_text", "gemma3")  # the second is multimodal; its text part is loaded
 GGUF_TYPES = ("gemma3",)
@@ -41,90 +41,97 @@ def stored_gguf(config: Gemma3Config, arch: str) -> dict[str, Stored]:
     return {w.path: Stored(w.gguf) for w in WEIGHTS}
 
 
-def config_from_hf(hf: dict, where: str, **options) -> Gemma3Config:
+def config_from_hf(hf: Fields, **options) -> Gemma3Config:
     """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
-    if hf["model_type"] == "gemma3":
+    where = hf.where
+    if hf.text("model_type") == "gemma3":
         # The text part of a multimodal file states what differs from the defaults of the 4B model.
-        hf = {
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            **require(hf, where, "text_config"),
-        }
-    if hf.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh" or hf.get("attention_bias"):
+        defaults = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
+        stated = hf.inside("text_config")
+        if not stated.values:
+            raise UsageError(f"{where} lacks the field text_config, so the shape of the model is unknown")
+        known = {stated.prefix + name: value for name, value in defaults.items()}
+        hf = dataclasses.replace(stated, values={**known, **stated.values})
+    if hf.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh" or hf.flag("attention_bias"):
         raise UsageError(f"{where} changes the activation or adds attention biases, which specjax does not support")
-    if hf.get("use_bidirectional_attention"):
+    if hf.flag("use_bidirectional_attention"):
         raise UsageError(f"{where} is an encoder (use_bidirectional_attention); specjax decodes causal models only")
-    get = functools.partial(require, hf, where)
-    layers = get("num_hidden_layers")
-    types = hf.get("layer_types")
-    pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or PATTERN
+    layers = hf.size("num_hidden_layers", most=LAYERS)
+    pattern = hf.size("sliding_window_pattern", hf.size("_sliding_window_pattern", PATTERN))
+    types = hf.array("layer_types", str, layers)
     is_global = tuple(t == "full_attention" for t in types) if types else _every(pattern, layers)
-    base, scaling = rope.from_hf(hf, where, base=1_000_000.0, layer_type="full_attention")
+    base, scaling = rope.from_hf(hf, base=1_000_000.0, layer_type="full_attention")
+    heads, kv_heads = (hf.size(f"num_{kind}_heads", most=HEADS) for kind in ("attention", "key_value"))
+    head_dim = hf.size("head_dim", 256, most=HEADS)
+    check_heads(hf, llama.HF_HEADS, heads, kv_heads, head_dim)
     return Gemma3Config(
-        vocab_size=get("vocab_size"),
-        width=get("hidden_size"),
+        vocab_size=hf.size("vocab_size", most=ROWS),
+        width=hf.size("hidden_size", most=WIDTH),
         num_layers=layers,
-        num_heads=get("num_attention_heads"),
-        num_kv_heads=get("num_key_value_heads"),
-        head_dim=hf.get("head_dim") or 256,
-        mlp_width=get("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=hf.size("intermediate_size", most=ROWS),
         is_global=is_global,
-        window=hf.get("sliding_window") or 4096,
+        window=hf.size("sliding_window", 4096, most=GLOBAL),
         rope_base=base,
         rope_scaling=scaling,
-        local_rope_base=_local_base(hf, where),
-        query_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        tied=hf.get("tie_word_embeddings", True),
-        attention_softcap=hf.get("attn_logit_softcapping"),
-        logit_softcap=hf.get("final_logit_softcapping"),
-        max_positions=hf.get("max_position_embeddings", 131_072),
+        local_rope_base=_local_base(hf),
+        query_scale=hf.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        norm_eps=hf.number("rms_norm_eps", 1e-6, most=1.0),
+        tied=hf.flag("tie_word_embeddings", True),
+        attention_softcap=hf.number("attn_logit_softcapping", None),
+        logit_softcap=hf.number("final_logit_softcapping", None),
+        max_positions=hf.size("max_position_embeddings", 131_072),
         **options,
     )
 
 
-def _local_base(hf: dict, where: str) -> float:
+def _local_base(hf: Fields) -> float:
     """The rotary base of the windowed layers; they are never stretched."""
-    if hf.get("rope_parameters") is None:
-        return float(hf.get("rope_local_base_freq", 10_000.0))
-    base, scaling = rope.from_hf(hf, where, layer_type="sliding_attention")
+    if not hf.given("rope_parameters"):
+        return hf.number("rope_local_base_freq", 10_000.0, **rope.BASE)
+    base, scaling = rope.from_hf(hf, layer_type="sliding_attention")
     if scaling is not None:
-        raise UsageError(f"{where} scales RoPE in its windowed layers, which specjax does not support")
+        raise UsageError(f"{hf.where} scales RoPE in its windowed layers, which specjax does not support")
     return base
 
 
-def config_from_gguf(meta: dict, shapes: dict[str, tuple[int, ...]], factors, where: str, **options) -> Gemma3Config:
+def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, **options) -> Gemma3Config:
     """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: must be None."""
+    where = meta.where
     if factors is not None:
         raise UsageError(f"{where} has a rope_freqs.weight, which specjax does not support for Gemma 3")
-    get = functools.partial(require, meta, where, prefix="gemma3.")
-    layers, width, heads, head_dim = (
-        get("block_count"), get("embedding_length"), get("attention.head_count"), get("attention.key_length"),
-    )  # fmt: skip
-    pattern = meta.get("gemma3.attention.sliding_window_pattern", PATTERN)
+    layers, width = meta.size("block_count", most=LAYERS), meta.size("embedding_length", most=WIDTH)
+    heads, kv_heads = (meta.size(f"attention.head_count{kind}", most=HEADS) for kind in ("", "_kv"))
+    head_dim = meta.size("attention.key_length", most=HEADS)
+    check_heads(meta, llama.GGUF_HEADS, heads, kv_heads, head_dim)
     # An array says of each layer whether it is windowed; a number is the period.
-    is_global = _every(pattern, layers) if isinstance(pattern, int) else tuple(not bool(w) for w in pattern)
-    base, scaling = rope.from_gguf(meta, "gemma3", where)
+    pattern = "attention.sliding_window_pattern"
+    if isinstance(meta.values.get(meta.prefix + pattern), list):
+        is_global = tuple(not w for w in meta.array(pattern, int, layers))
+    else:
+        is_global = _every(meta.size(pattern, PATTERN), layers)
+    base, scaling = rope.from_gguf(meta)
     return Gemma3Config(
-        vocab_size=shapes.get("token_embd.weight", (0,))[0],
+        vocab_size=llama.vocabulary_of(shapes, where),
         width=width,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv"),
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp_width=get("feed_forward_length"),
+        mlp_width=meta.size("feed_forward_length", most=ROWS),
         is_global=is_global,
-        window=get("attention.sliding_window"),
+        window=meta.size("attention.sliding_window", most=GLOBAL),
         rope_base=base,
         rope_scaling=scaling,
-        local_rope_base=float(meta.get("gemma3.rope.freq_base_swa", 10_000.0)),
+        local_rope_base=meta.number("rope.freq_base_swa", 10_000.0, **rope.BASE),
         # The format does not keep query_pre_attn_scalar: only the 27B model (62 layers) has one of its own.
         query_scale=(width / heads if layers == 62 else head_dim) ** -0.5,
-        norm_eps=get("attention.layer_norm_rms_epsilon"),
+        norm_eps=meta.number("attention.layer_norm_rms_epsilon", most=1.0),
         tied="output.weight" not in shapes,
-        logit_softcap=meta.get("gemma3.final_logit_softcapping"),
-        max_positions=get("context_length"),
+        logit_softcap=meta.number("final_logit_softcapping", None),
+        max_positions=meta.size("context_length"),
         **options,
     )
 

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.loading import families
 from specjax.models.loading.assembly import Checkpoint
+from specjax.models.loading.fields import Fields
 from specjax.models.loading.tensors import Tensor, check_sizes, read_rows
+from specjax.reading import check_regular, shown
+
+T = TypeVar("T")
 
 MAGIC = b"GGUF"
-STRING, ARRAY = 8, 9
+STRING, ARRAY = 8, 9  # arrays of arrays, which the format allows and no model has, are not read
+MOST_DIMENSIONS = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -30,17 +36,18 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     """
     meta, tensors = read_header(file)
     where = str(file)
-    arch = str(meta.get("general.architecture", "unnamed"))
+    arch = Fields(meta, where, "general.").text("architecture", "unnamed")
     family = families.by_gguf(arch, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     stored = tensors.get("rope_freqs.weight")
     factors = None if stored is None else read_rows(stored, 0, stored.shape[0])
-    config = family.config_from_gguf(meta, shapes, factors, where, **options)
+    config = family.config_from_gguf(Fields(meta, where, f"{arch}."), shapes, factors, **options)
     return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), "rope_freqs.weight".__eq__), meta
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Metadata and the table of tensors."""
+    check_regular(file)
     size = file.stat().st_size
     with open(file, "rb") as handle:
         if handle.read(4) != MAGIC:
@@ -58,15 +65,36 @@ def _parse(data: mmap.mmap, file: Path) -> tuple[dict[str, Any], dict[str, Tenso
         if version not in (2, 3):
             raise UsageError(f"{file} is of GGUF version {version} (or big-endian); specjax reads versions 2 and 3")
         num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")
-        meta = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_fields)}
-        infos = [cursor.tensor_info() for _ in range(num_tensors)]
-    except (struct.error, KeyError, UnicodeDecodeError, OverflowError, MemoryError):
+        meta = _without_twins(((cursor.string(), cursor.field()) for _ in range(num_fields)), file)
+        infos = _without_twins((cursor.tensor_info() for _ in range(num_tensors)), file)
+    except (struct.error, KeyError, UnicodeDecodeError):
         raise UsageError(f"{file} is cut short or damaged: its header cannot be read; download it again") from None
-    alignment = meta.get("general.alignment", 32)
+    alignment = Fields(meta, str(file), "general.").size("alignment", 32)
+    if alignment % 8 or alignment & (alignment - 1):
+        raise UsageError(f"{file} has general.alignment {alignment}, which must be a power of two from 8 on")
     start = -(-cursor.at // alignment) * alignment
-    tensors = {name: Tensor(file, start + offset, shape, kind) for name, shape, kind, offset in infos}
+    tensors = {name: Tensor(file, start + offset, shape, kind) for name, (shape, kind, offset) in infos.items()}
     check_sizes(tensors, file)
+    _check_places(tensors, start, alignment, file)
     return meta, tensors
+
+
+def _without_twins(pairs: Iterable[tuple[str, T]], file: Path) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for name, value in pairs:
+        if name in found:
+            raise UsageError(f"{file} has two entries of the name {shown(name)}; download it again")
+        found[name] = value
+    return found
+
+
+def _check_places(tensors: dict[str, Tensor], start: int, alignment: int, file: Path) -> None:
+    """Raises: UsageError for tensors that lie on each other, or where none begins."""
+    end = start
+    for name, tensor in sorted(tensors.items(), key=lambda entry: (entry[1].offset, entry[1].num_bytes)):
+        if tensor.offset < end or (tensor.offset - start) % alignment:
+            raise UsageError(f"{file} has the tensor {shown(name)} where none can begin; download it again")
+        end = tensor.offset + tensor.num_bytes
 
 
 class _Cursor:
@@ -89,6 +117,10 @@ class _Cursor:
     def string(self) -> str:
         return self.bytes(self.scalar("Q")).decode("utf-8")
 
+    def field(self):
+        """A value behind its kind."""
+        return self.value(self.scalar("I"))
+
     def value(self, kind: int):
         if kind == STRING:
             # Vocabularies may hold pieces that are not UTF-8 on their own.
@@ -98,16 +130,18 @@ class _Cursor:
         kind, length = self.scalar("I"), self.scalar("Q")
         if length > len(self.data):
             raise struct.error("past the end")
-        if kind in (STRING, ARRAY):
+        if kind == STRING:
             return [self.value(kind) for _ in range(length)]
         dtype = np.dtype("<" + {"b": "i1", "B": "u1"}.get(SCALARS[kind], SCALARS[kind]))
         return np.frombuffer(self.bytes(length * dtype.itemsize), dtype).tolist()
 
-    def tensor_info(self) -> tuple[str, tuple[int, ...], str, int]:
-        """(name, shape, kind, offset from the start of the data)."""
-        name = self.string()
-        shape = tuple(self.scalar("Q") for _ in range(self.scalar("I")))[::-1]
-        return name, shape, _kind(self.scalar("I")), self.scalar("Q")
+    def tensor_info(self) -> tuple[str, tuple[tuple[int, ...], str, int]]:
+        """Name; shape, kind, offset from the start of the data."""
+        name, dimensions = self.string(), self.scalar("I")
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise struct.error("no such tensor")
+        shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
+        return name, (shape, _kind(self.scalar("I")), self.scalar("Q"))
 
 
 def _kind(number: int) -> str:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import functools
+import re
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+from specjax import reading
 from specjax.errors import UsageError
+from specjax.models.bridge import Config
 from specjax.models.loading import families
 from specjax.models.loading.assembly import Checkpoint
+from specjax.models.loading.fields import Fields
 from specjax.models.loading.tensors import Tensor, check_sizes
+from specjax.reading import QUOTED, check_regular, cut, parse_json, reason, shown
 
 WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What is downloaded of a hub repository: no pickles, no other frameworks."""
+"""What is downloaded of a hub repository: no pickles, no code, no other frameworks."""
+
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 
 _BESIDE_THE_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -40,12 +50,13 @@ def read(folder: Path, **options) -> Checkpoint:
         raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file")
     if config.get("quantization_config"):
         raise UsageError(f"{where} says the weights are quantised; use the original checkpoint or a GGUF of it")
-    kind = config.get("model_type") or "unnamed"
-    family = families.by_hf(kind, where)
-    parsed = family.config_from_hf(config, where, **options)
+    parsed, family = parse_config(config, where, **options)
     tensors: dict[str, Tensor] = {}
     for file in _files(folder):
-        tensors |= {_text_name(name): tensor for name, tensor in read_safetensors(file).items()}
+        for name, tensor in read_safetensors(file).items():
+            first = tensors.setdefault(_text_name(name), tensor)
+            if first is not tensor:
+                raise UsageError(f"{folder} has {shown(name)} twice, in {first.file.name} and {file.name}; remove one")
     tied = parsed.tied
 
     def ignored(name: str) -> bool:
@@ -58,6 +69,13 @@ def read(folder: Path, **options) -> Checkpoint:
     return Checkpoint(folder, parsed, tensors, family.stored_hf(parsed), ignored)
 
 
+def parse_config(config: dict, where: str, **options) -> tuple[Config, ModuleType]:
+    """(config, family) of the contents of a config.json. `options`: as for `read`."""
+    fields = Fields(config, where)
+    family = families.by_hf(fields.text("model_type", "unnamed"), where)
+    return family.config_from_hf(fields, **options), family
+
+
 def _text_name(name: str) -> str:
     """The name without the prefix that multimodal checkpoints put before their text part."""
     if name.startswith("model.language_model."):
@@ -67,13 +85,18 @@ def _text_name(name: str) -> str:
 
 def _files(folder: Path) -> list[Path]:
     """The safetensors files of a folder; all shards must be there."""
-    index = read_json(folder / "model.safetensors.index.json")
+    index = read_json(folder / INDEX)
     if index is not None:
-        files = sorted({folder / name for name in index.get("weight_map", {}).values()})
+        names = Fields(index, str(folder / INDEX)).inside("weight_map").values.values()
+        outside = [name for name in names if not isinstance(name, str) or not SHARD.fullmatch(name)]
+        if outside:
+            raise UsageError(f"{folder / INDEX} names the shard {shown(outside[0])}, which is no file of the folder")
+        files = sorted({folder / name for name in names})
         missing = [file.name for file in files if not file.exists()]
         if missing:
             raise UsageError(
-                f"{folder} lacks {len(missing)} of its {len(files)} shards, first {missing[0]}; download it again"
+                f"{folder} lacks {len(missing)} of its {len(files)} shards, first {cut(missing[0], QUOTED)}; download "
+                "it again"
             )
         return files
     whole = folder / "model.safetensors"
@@ -84,31 +107,43 @@ def _files(folder: Path) -> list[Path]:
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """The table of one file: a length, a JSON header, then the data."""
+    """The table of one file. The library compares types, shapes and places with each other and with the file's size."""
+    from safetensors import SafetensorError, safe_open
+
+    check_regular(file)
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise UsageError(
+            f"{file} is not a whole safetensors file: cut short, changed or of another kind ({reason(error)}); "
+            "download it again"
+        ) from None
     with open(file, "rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        head = handle.read(length) if length <= file.stat().st_size else b""
-    try:
-        header = json.loads(head)
-        tensors = {
-            name: Tensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise UsageError(f"{file} is not a safetensors file, or is cut short; download it again") from None
+        header = parse_json(handle.read(length), file, object_pairs_hook=functools.partial(_without_twins, file))
+    tensors = {
+        name: Tensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
     check_sizes(tensors, file)
     return tensors
+
+
+def _without_twins(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which no key is there twice: the library takes the last one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise UsageError(f"{file} has two entries of one name in its header; download it again")
+    return found
 
 
 def read_json(file: Path) -> dict | None:
     """The contents of a JSON file, None if there is none."""
     if not file.exists():
         return None
-    try:
-        contents = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{file} is not valid JSON ({error})") from None
+    contents = reading.read_json(file)
     if not isinstance(contents, dict):
         raise UsageError(f"{file} is not a JSON object")
     return contents

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-
 from specjax.errors import UsageError
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import rope
 from specjax.models.loading.assembly import Stored, Weight
-from specjax.models.loading.fields import require, width_of_heads
+from specjax.models.loading.fields import HEADS, LAYERS, ROWS, WIDTH, Fields, check_heads
+from specjax.reading import shown
 
 HF_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_TYPES = ("llama", "qwen2", "qwen3")
+
+HF_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
+GGUF_HEADS = "attention.head_count", "attention.head_count_kv", "attention.key_length"
 
 WEIGHTS = (
     Weight("embed.weight", "model.embed_tokens.weight", "token_embd.weight"),
@@ -45,81 +47,97 @@ def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, Stored]:
     return {w.path: Stored(w.gguf, heads=heads.get(w.path.split(".")[-2], 0)) for w in WEIGHTS}
 
 
-def config_from_hf(hf: dict, where: str, **options) -> LlamaConfig:
+def config_from_hf(hf: Fields, **options) -> LlamaConfig:
     """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
-    kind = hf["model_type"]
+    kind, where = hf.text("model_type"), hf.where
     for field in ("attention_bias", "mlp_bias"):
-        if hf.get(field):
+        if hf.flag(field):
             raise UsageError(f"{where} sets {field}, which specjax does not support")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise UsageError(f'{where} has hidden_act "{hf["hidden_act"]}"; specjax supports silu only')
-    get = functools.partial(require, hf, where)
-    base, scaling = rope.from_hf(hf, where)
+    if hf.text("hidden_act", "silu") != "silu":
+        raise UsageError(f"{where} has hidden_act {shown(hf.text('hidden_act'))}; specjax supports silu only")
+    base, scaling = rope.from_hf(hf)
+    width, heads = hf.size("hidden_size", most=WIDTH), hf.size("num_attention_heads", most=HEADS)
+    kv_heads = hf.size("num_key_value_heads", heads, most=HEADS)
+    head_dim = hf.size("head_dim", 128 if kind == "qwen3" else width // heads, most=HEADS)
+    check_heads(hf, HF_HEADS, heads, kv_heads, head_dim)
     return LlamaConfig(
-        vocab_size=get("vocab_size"),
-        width=get("hidden_size"),
-        num_layers=get("num_hidden_layers"),
-        num_heads=get("num_attention_heads"),
-        num_kv_heads=hf.get("num_key_value_heads") or get("num_attention_heads"),
-        head_dim=hf.get("head_dim") or (128 if kind == "qwen3" else width_of_heads(hf, where)),
-        mlp_width=get("intermediate_size"),
+        vocab_size=hf.size("vocab_size", most=ROWS),
+        width=width,
+        num_layers=hf.size("num_hidden_layers", most=LAYERS),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=hf.size("intermediate_size", most=ROWS),
         rope_base=base,
         rope_scaling=scaling,
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        tied=hf.get("tie_word_embeddings", False),
+        norm_eps=hf.number("rms_norm_eps", 1e-6, most=1.0),
+        tied=hf.flag("tie_word_embeddings"),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        window=_window(hf, where),
-        max_positions=get("max_position_embeddings"),
+        window=_window(hf),
+        max_positions=hf.size("max_position_embeddings"),
         **options,
     )
 
 
-def _window(hf: dict, where: str) -> int | None:
+def _window(hf: Fields) -> int | None:
     """Mistral windows every layer; Qwen only the layers from `max_window_layers` on, and only if asked."""
-    layers, kind = hf["num_hidden_layers"], hf["model_type"]
-    types = set(hf.get("layer_types") or ())
+    layers, kind = hf.size("num_hidden_layers"), hf.text("model_type")
+    types = set(hf.array("layer_types", str))
     if types:
         windowed = types != {"full_attention"}
         mixed = len(types) > 1
     elif kind == "mistral":
         windowed, mixed = True, False
     else:
-        first = hf.get("max_window_layers", 28)
-        windowed = kind != "llama" and hf.get("use_sliding_window", False) and first < layers
+        first = hf.size("max_window_layers", 28, least=0)
+        windowed = kind != "llama" and hf.flag("use_sliding_window") and first < layers
         mixed = windowed and first > 0
     if mixed:
-        raise UsageError(f"{where} mixes windowed and full attention layers, which specjax supports for Gemma 3 only")
+        raise UsageError(
+            f"{hf.where} mixes windowed and full attention layers, which specjax supports for Gemma 3 only"
+        )
     # Mistral 0.1 is the only one whose window is the default; later ones say null.
-    return hf.get("sliding_window", 4096) if windowed else None
+    default = None if "sliding_window" in hf.values else 4096
+    return hf.size("sliding_window", default) if windowed else None
 
 
-def config_from_gguf(meta: dict, shapes: dict[str, tuple[int, ...]], factors, where: str, **options) -> LlamaConfig:
+def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, **options) -> LlamaConfig:
     """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: its rope_freqs.weight, or None."""
-    arch = meta["general.architecture"]
-    get = functools.partial(require, meta, where, prefix=f"{arch}.")
-    if meta.get(f"{arch}.expert_count"):
+    arch, where = meta.prefix.removesuffix("."), meta.where
+    if meta.size("expert_count", 0, least=0):
         raise UsageError(f"{where} is a mixture of experts, which specjax does not support")
-    width, heads = get("embedding_length"), get("attention.head_count")
-    head_dim = meta.get(f"{arch}.attention.key_length") or meta.get(f"{arch}.rope.dimension_count") or width // heads
-    base, scaling = rope.from_gguf(meta, arch, where)
+    width, heads = meta.size("embedding_length", most=WIDTH), meta.size("attention.head_count", most=HEADS)
+    kv_heads = meta.size("attention.head_count_kv", heads, most=HEADS)
+    rotated = meta.size("rope.dimension_count", width // heads, most=HEADS)
+    head_dim = meta.size("attention.key_length", rotated, most=HEADS)
+    check_heads(meta, GGUF_HEADS, heads, kv_heads, head_dim)
+    base, scaling = rope.from_gguf(meta)
     if factors is not None:
         scaling = rope.llama3_from_factors(factors, head_dim, base, where)
     return LlamaConfig(
-        vocab_size=shapes.get("token_embd.weight", (0,))[0],
+        vocab_size=vocabulary_of(shapes, where),
         width=width,
-        num_layers=get("block_count"),
+        num_layers=meta.size("block_count", most=LAYERS),
         num_heads=heads,
-        num_kv_heads=meta.get(f"{arch}.attention.head_count_kv", heads),
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp_width=get("feed_forward_length"),
+        mlp_width=meta.size("feed_forward_length", most=ROWS),
         rope_base=base,
         rope_scaling=scaling,
-        norm_eps=get("attention.layer_norm_rms_epsilon"),
+        norm_eps=meta.number("attention.layer_norm_rms_epsilon", most=1.0),
         tied="output.weight" not in shapes,
         qkv_bias=arch == "qwen2",
         qk_norm=arch == "qwen3",
-        window=meta.get(f"{arch}.attention.sliding_window"),
-        max_positions=get("context_length"),
+        window=meta.size("attention.sliding_window", None),
+        max_positions=meta.size("context_length"),
         **options,
     )
+
+
+def vocabulary_of(shapes: dict[str, tuple[int, ...]], where: str) -> int:
+    """Rows of the embedding: GGUF does not state the size of the vocabulary."""
+    shape = shapes.get("token_embd.weight", ())
+    if len(shape) != 2 or not 1 <= shape[0] <= ROWS:
+        raise UsageError(f"{where} has no token_embd.weight of two dimensions, so the vocabulary is unknown")
+    return shape[0]

@@ -13,9 +13,11 @@ from specjax.errors import UsageError
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import llama
 from specjax.models.loading.assembly import Checkpoint
+from specjax.models.loading.fields import LAYERS, ROWS, WIDTH
 from specjax.models.loading.spm import SPACE, Spm
 from specjax.models.loading.tensors import Tensor
 from specjax.models.loading.tokenizer import Tokenizer
+from specjax.reading import check_regular, read_bytes
 
 HEADER = struct.Struct("<7i")
 BOS, EOS, FIRST_BYTE = 1, 2, 3
@@ -23,15 +25,16 @@ BOS, EOS, FIRST_BYTE = 1, 2, 3
 
 def read(file: Path, **options) -> Checkpoint:
     """Parse a model file. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
+    check_regular(file)
     with open(file, "rb") as handle:
         head = handle.read(HEADER.size)
     size = file.stat().st_size
     fields = HEADER.unpack(head) if len(head) == HEADER.size else (0,) * 7
     width, hidden, layers, heads, kv_heads, vocab, positions = fields
     tied, vocab = vocab > 0, abs(vocab)
-    if not (
-        0 < kv_heads <= heads <= width <= 1 << 16 and 0 < layers <= 1 << 10 and positions > 0 and width % heads == 0
-    ):
+    possible = 0 < kv_heads <= heads <= width <= WIDTH and positions > 0
+    possible &= 0 < layers <= LAYERS and 0 < hidden <= ROWS and 0 < vocab <= ROWS
+    if not possible or width % (2 * heads) or heads % kv_heads:
         raise UsageError(f"{file} is not a llama2.c model (version 0, float32); give a .gguf file or a model folder")
     config = LlamaConfig(
         vocab_size=vocab,
@@ -87,12 +90,14 @@ def read_tokenizer(model: Path, vocab_size: int) -> Tokenizer:
     file = next((c for c in candidates if c.exists()), None)
     if file is None:
         raise UsageError(f"{model} needs its tokenizer {candidates[0].name} (or tokenizer.bin) in the same folder")
-    data, at = file.read_bytes(), 4
+    data, at = read_bytes(file), 4
     pieces, scores = [], []
     try:
         for _ in range(vocab_size):
             score, length = struct.unpack_from("<fi", data, at)
             at += 8
+            if length < 0 or math.isnan(score):
+                raise struct.error("no such piece")
             pieces.append(data[at : at + length].decode("utf-8").replace(" ", SPACE))
             scores.append(score)
             at += length

@@ -6,50 +6,51 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.layers import RopeScaling, rope_frequencies
+from specjax.models.loading.fields import POSITIONS, Fields
+from specjax.reading import shown
+
+BASE = {"least": 1.0, "most": 1e15}
+FACTOR = {"least": 1e-6, "most": 1e9}
 
 
-def from_hf(
-    hf: dict, where: str, *, base: float = 10000.0, layer_type: str | None = None
-) -> tuple[float, RopeScaling | None]:
+def from_hf(hf: Fields, *, base: float = 10000.0, layer_type: str | None = None) -> tuple[float, RopeScaling | None]:
     """(base, scaling) of a Hugging Face config, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
 
     `layer_type` picks the entry where the new form has one per kind of layer (Gemma 3).
     """
-    rope = hf.get("rope_parameters")
-    if rope is None:
-        rope = {"rope_theta": hf.get("rope_theta", base), **(hf.get("rope_scaling") or {})}
-    elif layer_type is not None and layer_type in rope:
-        rope = rope[layer_type]
-    base = float(rope.get("rope_theta", hf.get("rope_theta", base)))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
+    rope = hf.inside("rope_parameters" if hf.given("rope_parameters") else "rope_scaling")
+    if layer_type is not None and rope.given(layer_type):
+        rope = rope.inside(layer_type)
+    base = rope.number("rope_theta", hf.number("rope_theta", base, **BASE), **BASE)
+    kind = rope.text("rope_type", None) or rope.text("type", "default")
+    if rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0)) != 1.0:
         raise UsageError(
-            f"{where} rotates only part of each head (partial_rotary_factor), which specjax does not support"
+            f"{hf.where} rotates only part of each head (partial_rotary_factor), which specjax does not support"
         )
     if kind == "default":
         return base, None
     if kind == "linear":
-        return base, RopeScaling("linear", float(rope["factor"]))
+        return base, RopeScaling("linear", rope.number("factor", **FACTOR))
     if kind == "llama3":
-        return base, RopeScaling(
-            "llama3",
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
+        low, high = (rope.number(f"{end}_freq_factor", **FACTOR) for end in ("low", "high"))
+        if low >= high:
+            raise UsageError(f"{hf.where} has low_freq_factor {low:g}, which must be below high_freq_factor, {high:g}")
+        original = rope.size("original_max_position_embeddings", most=POSITIONS)
+        return base, RopeScaling("llama3", rope.number("factor", **FACTOR), low, high, original)
     raise UsageError(
-        f'{where} has RoPE scaling "{kind}", which specjax does not support (only default, linear, llama3)'
+        f"{hf.where} has RoPE scaling {shown(kind)}, which specjax does not support (only default, linear, llama3)"
     )
 
 
-def from_gguf(meta: dict, arch: str, where: str) -> tuple[float, RopeScaling | None]:
+def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:
     """(base, scaling) of GGUF metadata; see also `llama3_from_factors`."""
-    base = float(meta.get(f"{arch}.rope.freq_base", 10000.0))
-    kind = meta.get(f"{arch}.rope.scaling.type", "none")
-    factor = float(meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0)))
+    base = meta.number("rope.freq_base", 10000.0, **BASE)
+    kind = meta.text("rope.scaling.type", "none")
+    factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0, least=0.0), least=0.0)
     if kind not in ("none", "linear"):
-        raise UsageError(f'{where} has RoPE scaling "{kind}", which specjax does not support (only linear, llama3)')
+        raise UsageError(
+            f"{meta.where} has RoPE scaling {shown(kind)}, which specjax does not support (only linear, llama3)"
+        )
     return base, RopeScaling("linear", factor) if factor not in (0.0, 1.0) else None
 
 
@@ -58,8 +59,11 @@ def llama3_from_factors(factors: np.ndarray, dim: int, base: float, where: str) 
 
     Only the divisors are kept; all Llama 3.x models share the other constants, so the largest divisor tells it all.
     """
+    wrong = UsageError(f"{where} has a rope_freqs.weight that is not Llama 3's, which specjax does not support")
+    if factors.shape != (dim // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
+        raise wrong
     scaling = RopeScaling("llama3", float(np.max(factors)))
     expected = np.asarray(rope_frequencies(dim, base) / rope_frequencies(dim, base, scaling))
-    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
-        raise UsageError(f"{where} has a rope_freqs.weight that is not Llama 3's, which specjax does not support")
+    if not np.allclose(factors, expected, rtol=1e-3):
+        raise wrong
     return scaling

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import heapq
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 SPACE = "▁"
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,7 @@ class Spm:
 
 def _spelled(piece: str) -> bytes:
     """The bytes that a piece stands for."""
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+    if BYTE.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])
     return piece.replace(SPACE, " ").encode("utf-8", "surrogatepass")
 

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.reading import shown
 
+SHOWN = 8  # names listed in an error
 PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -86,7 +88,15 @@ def check_sizes(tensors: dict[str, Tensor], file: Path) -> None:
     """Refuse storage formats that cannot be read, and a file that is shorter than its own table says."""
     unknown = sorted({t.kind for t in tensors.values() if block(t.kind)[0] == 0})
     if unknown:
-        raise UsageError(f"{file} stores tensors as {', '.join(unknown)}, which specjax cannot read; use another file")
+        some = ", ".join(unknown[:SHOWN])
+        raise UsageError(f"{file} stores tensors as {some}, which specjax cannot read; use another file")
+    for name, t in tensors.items():
+        unit = block(t.kind)[0]
+        if math.prod(t.shape) == 0 or (unit > 1 and t.shape[-1] % unit):
+            raise UsageError(
+                f"{file} has {shown(name)} of shape {shown(list(t.shape))}, which {t.kind} cannot hold; download it "
+                "again"
+            )
     end = max((t.offset + t.num_bytes for t in tensors.values()), default=0)
     size = file.stat().st_size
     if end > size:

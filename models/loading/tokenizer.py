@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from specjax.errors import UsageError
+from specjax.reading import reason
+
+T = TypeVar("T")
 
 END_NAMES = (
     "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "<eos>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>",
@@ -117,7 +120,17 @@ class LibraryCodec:
     backend: Any
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=special).ids
+        return _alive(lambda: self.backend.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int], special: bool) -> str:
-        return self.backend.decode(ids, skip_special_tokens=not special)
+        return _alive(lambda: self.backend.decode(ids, skip_special_tokens=not special))
+
+
+def _alive(call: Callable[[], T]) -> T:
+    """What the library answers. Rules of a tokenizer.json can make it panic, which is no `Exception`."""
+    try:
+        return call()
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UsageError(f"the model's tokenizer breaks down on this text ({reason(error)}); use another") from None

@@ -5,28 +5,45 @@ from __future__ import annotations
 from pathlib import Path
 
 from specjax.errors import UsageError
+from specjax.models.loading.fields import POSITIONS, Fields
 from specjax.models.loading.hf import read_json
 from specjax.models.loading.tokenizer import LibraryCodec, Tokenizer, end_ids
+from specjax.reading import check_folder, read_text, reason, shown
+
+MOST_HOLES = 1 << 20  # ids below the highest that no token has
 
 
 def from_folder(folder: Path) -> Tokenizer:
     """From tokenizer.json and its companions, or through `transformers` where there is only a tokenizer.model."""
+    check_folder(folder)
     backend = _backend(folder)
     settings = read_json(folder / "tokenizer_config.json") or {}
     by_piece = backend.get_vocab(with_added_tokens=True)
-    vocab = [""] * (max(by_piece.values(), default=-1) + 1)
+    highest = max(by_piece.values(), default=-1)
+    if highest >= len(by_piece) + MOST_HOLES:
+        raise UsageError(f"{folder} has a vocabulary of {len(by_piece)} tokens with the id {highest}; it is damaged")
+    vocab = [""] * (highest + 1)
     for piece, i in by_piece.items():
         vocab[i] = piece
     names = {key: text for key, value in settings.items() if key.endswith("_token") and (text := _content(value))}
     stated: list[int] = [by_piece[names["eos_token"]]] if names.get("eos_token") in by_piece else []
     for file in ("generation_config.json", "config.json"):
-        config = read_json(folder / file) or {}
-        eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-        stated += eos if isinstance(eos, list) else [eos] if eos is not None else []
+        config = Fields(read_json(folder / file) or {}, str(folder / file))
+        stated += _eos(config if "eos_token_id" in config.values else config.inside("text_config"))
     control = [i for i, token in backend.get_added_tokens_decoder().items() if token.special]
     return Tokenizer(
         LibraryCodec(backend), tuple(vocab), end_ids(vocab, control, stated), _chat_template(folder, settings), names
     )
+
+
+def _eos(config: Fields) -> list[int]:
+    """One id, several or none."""
+    several = isinstance(config.values.get(f"{config.prefix}eos_token_id"), list)
+    eos = config.array("eos_token_id", int) if several else [config.size("eos_token_id", None, least=0)]
+    found = [i for i in eos if i is not None]
+    if not all(0 <= i <= POSITIONS for i in found):
+        raise UsageError(f"{config.where} has {config.prefix}eos_token_id {shown(found)}, which must be token ids")
+    return found
 
 
 def _backend(folder: Path):
@@ -37,7 +54,8 @@ def _backend(folder: Path):
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
-            raise UsageError(f"{file} is not a tokenizer that the tokenizers library can read ({error})") from None
+            what = f"{file} is not a tokenizer that the tokenizers library can read ({reason(error)})"
+            raise UsageError(what) from None
         backend.no_truncation()
         backend.no_padding()
         return backend
@@ -47,20 +65,27 @@ def _backend(folder: Path):
         )
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    try:  # it would ask whether to run code out of the folder: never
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return found.backend_tokenizer
     except Exception as error:
-        raise UsageError(f"the tokenizer of {folder} cannot be read ({str(error).splitlines()[0]})") from None
+        raise UsageError(
+            f"the tokenizer of {folder} cannot be read without its tokenizer.json, and code that comes with a model is "
+            f"never run ({reason(error)}); download the whole repository"
+        ) from None
 
 
 def _chat_template(folder: Path, settings: dict) -> str | None:
     """The default template: a file of its own in newer folders, a field of tokenizer_config.json in older ones."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     template = settings.get("chat_template")
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if not isinstance(template, str | None):
+        raise UsageError(f"{folder / 'tokenizer_config.json'} has a chat_template that is no text")
     return template
 
 

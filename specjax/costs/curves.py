@@ -7,6 +7,7 @@ by costs takes a `Curve`, its own numbers, or None for the rule of thumb, and as
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -147,8 +148,10 @@ def planned(plan: Any, side: str = "schedule") -> Curve:
         reports = (plan if isinstance(plan, dict) else plan.to_json())["widths"]
         known = sorted((int(r["name"].split()[1]), r["seconds"][side]) for r in reports if r["compiles"])  # "verify 8"
         widths, seconds = zip(*known, strict=True)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        if widths[0] != 1 or len(set(widths)) < len(widths) or not all(0 < x < math.inf for x in seconds):
+            raise ValueError
+        return Curve(widths, tuple(x / seconds[0] for x in seconds))
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
         raise UsageError(
             "the costs of a plan are in the JSON of `specjax plan --json`; this is something else"
         ) from None
-    return Curve(widths, tuple(x / seconds[0] for x in seconds))

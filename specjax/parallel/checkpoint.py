@@ -21,6 +21,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.parallel import hosts
 from specjax.parallel.arrays import gather
+from specjax.reading import check_regular, reading
 from specjax.types import DecodeState, PyTree, Stats
 
 
@@ -61,16 +62,18 @@ def restore(folder: str | os.PathLike, like: PyTree) -> PyTree:
     Raises: UsageError if there is no checkpoint, or its arrays are others.
     """
     ocp = _orbax()
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(_absolute(folder)).item_metadata
-            if metadata is None:
-                raise FileNotFoundError
-            _check_shapes(folder, dict(metadata), _abstract(like))
-            found = checkpointer.restore(_absolute(folder), _abstract(like))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"there is no checkpoint in {folder}; check the path, which save wrote") from None
-    return _unflat(found, like)
+    _check_files(folder)
+    with reading(folder):
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                metadata = checkpointer.metadata(_absolute(folder)).item_metadata
+                if metadata is None:
+                    raise FileNotFoundError
+                _check_shapes(folder, dict(metadata), _abstract(like))
+                found = checkpointer.restore(_absolute(folder), _abstract(like))
+        except (FileNotFoundError, NotADirectoryError):
+            raise UsageError(f"there is no checkpoint in {folder}; check the path, which save wrote") from None
+        return _unflat(found, like)
 
 
 class Running:
@@ -88,7 +91,9 @@ class Running:
             "rest": ocp.StandardCheckpointHandler(),
         }
         _make(self.folder)
-        self.manager = ocp.CheckpointManager(_absolute(self.folder), options=options, item_handlers=handlers)
+        _check_files(self.folder)
+        with reading(self.folder):
+            self.manager = ocp.CheckpointManager(_absolute(self.folder), options=options, item_handlers=handlers)
 
     def resume(self, state: DecodeState, stats: Stats) -> tuple[int, DecodeState, Stats] | None:
         """(steps done, state, sums) of the newest checkpoint; None: there is none.
@@ -97,18 +102,21 @@ class Running:
         Raises: UsageError if the checkpoint belongs to another run or does not fit on this mesh.
         """
         args = _orbax().args
-        step = self.manager.latest_step()  # from this host's own listing of the folder
+        with reading(self.folder):
+            step = self.manager.latest_step()  # from this host's own listing of the folder
         hosts.check_same(step, f"newest checkpoints in {self.folder}")
         if step is None:
             return None
         about = self._read(step, about=args.JsonRestore())
+        if not isinstance(about, dict) or not isinstance(about.get("run"), dict):
+            raise self._broken(step)
         other = [name for name, value in self.about.items() if about["run"].get(name) != value]
         if other:
             raise UsageError(
                 f"the checkpoint in {self.folder} is of another run, which differs in {' and '.join(other)}; repeat "
                 "that one, or give another folder"
             )
-        if about["shapes"] != _shapes(state):
+        if about.get("shapes") != _shapes(state):
             raise UsageError(
                 f"the checkpoint in {self.folder} is of a batch or cache of other shapes, as meshes that split the "
                 "batch or the heads in other ways make them; use the mesh it was written on, or another folder"
@@ -116,6 +124,9 @@ class Running:
         text, rest = _parts(state, stats)
         found = self._read(step, text=args.StandardRestore(_abstract(text)))
         tokens, length, done, stats = _unflat(found, text)
+        begun, now, ids = gather((state.length, length, tokens))
+        if ((now < begun) | (now > ids.shape[1])).any() or (ids < 0).any():
+            raise self._broken(step)
         if not gather(done).all():
             rest = _abstract(rest), rest
             jax.tree.map(lambda x: x.delete(), state.cache)
@@ -128,11 +139,14 @@ class Running:
         [name] = item
         try:
             return self.manager.restore(step, args=_orbax().args.Composite(**item))[name]
-        except (OSError, ValueError, KeyError) as error:
-            raise UsageError(
-                f"step {step} in {self.folder} is not a whole checkpoint of stream; remove that step, or give another "
-                "folder"
-            ) from error
+        except Exception as error:  # of Orbax, of TensorStore below it, of their reading of JSON
+            raise self._broken(step) from error
+
+    def _broken(self, step: int) -> UsageError:
+        return UsageError(
+            f"step {step} in {self.folder} is not a whole checkpoint of stream; remove that step, or give another "
+            "folder"
+        )
 
     def save(self, step: int, state: DecodeState, stats: Stats, *, over: bool = False) -> None:
         """Begin to write; when it returns, the state may be donated. `over`: only the text is still needed."""
@@ -168,6 +182,14 @@ def _make(folder) -> None:
         path.mkdir(parents=True, exist_ok=True)
         if "://" not in _absolute(folder) and not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _check_files(folder) -> None:
+    """Raises: UsageError for what would be waited for without end, a pipe in place of a file."""
+    for parent, _, names in os.walk(_absolute(folder)):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another host tidies up
+                check_regular(os.path.join(parent, name))
 
 
 def _is_free(folder) -> bool:

@@ -15,7 +15,8 @@ import jax
 from specjax import configs
 from specjax.errors import UsageError
 from specjax.models import abstract_params, lanes_of
-from specjax.models.loading import families, gguf, hf
+from specjax.models.loading import gguf, hf
+from specjax.reading import reading
 
 
 def builtin_configs() -> dict[str, Callable[..., Any]]:
@@ -42,12 +43,11 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
         return dataclasses.replace(known[name](), dtype=dtype, **ON_TPU)
     options = {"dtype": dtype, **ON_TPU, "name": path.stem if path.is_file() else path.resolve().name}
     try:
-        if path.is_dir() and (path / "config.json").is_file():
-            return _from_folder(path, options)
-        if path.is_file() and path.suffix == ".gguf":
-            return gguf.read(path, **options)[0].config
-    except OSError as error:
-        raise UsageError(f"{flag}: {path} cannot be read ({error.strerror or error})") from error
+        with reading(path):
+            if path.is_dir() and (path / "config.json").is_file():
+                return _from_folder(path, options)
+            if path.is_file() and path.suffix == ".gguf":
+                return gguf.read(path, **options)[0].config
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
     raise UsageError(
@@ -61,8 +61,7 @@ def _from_folder(folder: Path, options: dict) -> Any:
     fields = hf.read_json(folder / "config.json") or {}
     if fields.get("quantization_config"):
         raise UsageError(f"{where} says the weights are quantised, which specjax does not run; give the original")
-    family = families.by_hf(fields.get("model_type") or "unnamed", where)
-    return family.config_from_hf(fields, where, **options)
+    return hf.parse_config(fields, where, **options)[0]
 
 
 def num_params(config: Any) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.reading import read_json, reading
+
+MOST_DRAFTS = 4096  # of one token, that a rule was measured with
 
 
 def read_acceptance(source: str | Path | Sequence[float]) -> tuple[list[float], str]:
@@ -32,9 +35,13 @@ def read_acceptance(source: str | Path | Sequence[float]) -> tuple[list[float], 
 
 def _from_file(path: Path) -> tuple[list[float], str]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--acceptance: {path} cannot be read as JSON ({error})") from None
+        with reading(path):
+            return _measured(read_json(path), path)
+    except UsageError as error:
+        raise UsageError(f"--acceptance: {str(error).removeprefix('--acceptance: ')}") from None
+
+
+def _measured(document: Any, path: Path) -> tuple[list[float], str]:
     if not isinstance(document, dict) or not {"rules", "overall"} & set(document):
         raise UsageError(
             f"--acceptance: {path} was not written by specjax compare-verifiers or specjax bench: no rules, no overall"
@@ -53,6 +60,8 @@ def _from_rules(rules: list[dict]) -> tuple[list[float], str]:
     total = by_rule["standard"] | by_rule[name]
     curve, before, seen = [], 0.0, 0
     for n in sorted(total):
+        if not 0 < n <= MOST_DRAFTS:
+            raise UsageError(f"--acceptance: the rules of the file are of {n} drafts; write it anew")
         step = max(total[n] - before, 0.0) / (n - seen)  # where sizes were left out, the same for each
         curve += [step] * (n - seen)
         before, seen = max(total[n], before), n

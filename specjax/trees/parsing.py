@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import UsageError
+from specjax.reading import QUOTED, cut, read_json, shown
 from specjax.trees.best_shapes import Paths, medusa, sequoia
 from specjax.trees.builders.beam import beam
 from specjax.trees.builders.chain_with_siblings import chain_with_siblings
@@ -17,6 +18,8 @@ from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import How, independent_paths, static
 from specjax.trees.contracts import Builder
 from specjax.trees.templates import branching_paths
+
+MOST_NODES = 4096  # of a tree that is written out, below its root
 
 SHAPES = {
     "AxBxC": "branching: A children of the root, B of each of these, ...",
@@ -139,13 +142,9 @@ def _from_file(spec: str) -> Paths:
     name, _, side = spec.partition(".json")
     name, side = f"{name}.json", side.removeprefix(":")
     try:
-        document: Any = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        document: Any = read_json(Path(name).expanduser(), "write it with `specjax plan --json`")
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RecursionError):
-            raise UsageError(f"{name} is nested too deep for a tree; write it with `specjax plan --json`") from None
         raise UsageError(f"cannot read {name} ({getattr(error, 'strerror', None) or error}); check the path") from None
-    except ValueError:
-        raise UsageError(f"{name} is not JSON; write it with `specjax plan --json`") from None
     if isinstance(document, list) and not side:
         return _checked(json.dumps(document), name)
     try:
@@ -156,7 +155,7 @@ def _from_file(spec: str) -> Paths:
         raise UsageError(f"{name} holds neither rank paths nor a plan; write it with `specjax plan --json`")
     side = side or next(iter(by_side))
     if side not in by_side:
-        raise UsageError(f'{name} has no choice by "{side}"; write {name}:{" or ".join(by_side)}')
+        raise UsageError(f'{name} has no choice by "{side}"; write {name}:{cut(" or ".join(by_side), QUOTED)}')
     if not by_side[side]:
         raise UsageError(f"{name}: by the {side} nothing should be drafted; leave the tree out")
     return _checked(json.dumps(by_side[side]), name)
@@ -170,9 +169,14 @@ def _checked(text: str, where: str) -> Paths:
         paths = ()
     if not paths or not all(path and all(type(rank) is int and rank >= 0 for rank in path) for path in paths):
         raise UsageError(f"{where} must be rank paths such as [[0], [1], [0, 0]]")
+    known = {(), *paths}
+    if len(paths) > MOST_NODES:
+        raise UsageError(f"{where} has {len(paths)} paths; give at most {MOST_NODES}")
+    if len(known) <= len(paths):
+        raise UsageError(f"{where} has a path twice; leave one out")
     for path in paths:
         elder = (*path[:-1], path[-1] - 1) if path[-1] else path
-        lacking = {path[:-1], elder} - {(), *paths}
+        lacking = {path[:-1], elder} - known
         if lacking:
-            raise UsageError(f"{where} has the path {list(path)} without {list(min(lacking))}; add it")
+            raise UsageError(f"{where} has the path {shown(list(path))} without {shown(list(min(lacking)))}; add it")
     return paths

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.reading import check_regular
 from specjax.retrieval.datastore import corpus
 from specjax.retrieval.datastore.files import (
     FORMAT,
@@ -126,10 +127,14 @@ def _resume(part: Path, plan: dict[str, Any], say: Callable[[str], object]) -> d
 def _cut_to_whole(part: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
     """The shards listed, as far as they have their checksums; what is behind them is cut off the files."""
     files = {part / name: dtype for name, dtype in stored_as(meta["vocab_size"]).items()}
-    kept, places = [], 0
+    kept: list[dict[str, Any]] = []
+    places = 0
     for file in files:
         file.touch()
+        check_regular(file)
     for entry in meta["shards"]:
+        if (part / TOKENS).stat().st_size < (places + entry["tokens"]) * files[part / TOKENS].itemsize:
+            break
         found = [
             np.fromfile(file, dtype, entry["tokens"], offset=places * dtype.itemsize) for file, dtype in files.items()
         ]

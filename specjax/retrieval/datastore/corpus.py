@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
+from specjax.reading import check_regular
 
 FIELDS = ("text", "turns", "prompt")
 BLOCK = 1 << 20
@@ -51,6 +52,7 @@ def read(files: Sequence[Path], fields: Sequence[str] = ()) -> Iterator[Block]:
     """
     for file in files:
         try:
+            check_regular(file)  # it is read twice
             with open(file, encoding="utf-8-sig", newline="") as handle:
                 if file.suffix == ".jsonl":
                     for number, line in enumerate(handle, 1):
@@ -79,6 +81,8 @@ def _document(line: str, fields: Sequence[str], where: str) -> str:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); mend or remove it") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{where}: a number of thousands of digits, or nested too deep; mend or remove it") from None
     if not isinstance(entry, dict):
         raise UsageError(f'{where}: not a JSON object; write {{"text": "..."}}')
     wanted = fields or [name for name in FIELDS if name in entry][:1]

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.reading import read_json, reading, shown
 from specjax.retrieval.datastore.store import Datastore, Shard, token_dtype
 
 FORMAT, VERSION = "specjax-datastore", 1
 TOKENS, SUFFIXES, META = "tokens.bin", "suffixes.bin", "meta.json"
+MOST = (1 << 31) - 2  # ids, and places of a shard
 
 
 def fingerprint(vocab: Sequence[str]) -> str:
@@ -45,47 +47,68 @@ def open_datastore(folder: str | Path, tokenizer=None, *, verify: bool = True) -
     """
     folder = Path(folder)
     meta = read_meta(folder)
-    try:
-        if not meta["complete"]:
-            raise UsageError(f"{folder} is not built to its end; run the same `specjax datastore build` again")
-        store = Datastore(_shards(folder, meta), int(meta["vocab_size"]), meta)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise _damaged(folder) from None
+    if not meta["complete"]:
+        raise UsageError(f"{folder} is not built to its end; run the same `specjax datastore build` again")
+    with reading(folder):
+        store = Datastore(_shards(folder, meta), meta["vocab_size"], meta)
     if tokenizer is not None:
         check_tokenizer(store, tokenizer, str(folder))
     if verify:
         for number, (shard, entry) in enumerate(zip(store.shards, meta["shards"], strict=True)):
+            where = f"(in shard {number}); copy it again or build the datastore anew"
             for name, array, checksum in zip((TOKENS, SUFFIXES), shard, entry["checksums"], strict=True):
                 if checksum_of(array) != checksum:
-                    raise UsageError(
-                        f"{folder / name} has changed since it was built (in shard {number}); copy it again or build "
-                        "the datastore anew"
-                    )
+                    raise UsageError(f"{folder / name} has changed since it was built {where}")
+            # Whoever writes a file may write its checksum too. Other ids would be drafted, other places read.
+            if shard.tokens[-1] != store.vocab_size or shard.tokens.max() > store.vocab_size:
+                raise UsageError(f"{folder / TOKENS} holds ids that its vocabulary does not have {where}")
+            if shard.suffixes.min() < 0 or shard.suffixes.max() >= len(shard.tokens):
+                raise UsageError(f"{folder / SUFFIXES} holds places outside of its text {where}")
     return store
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """meta.json of a folder. Raises: UsageError if it is not there, damaged, or of another version."""
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = read_json(folder / META, "build the datastore anew")
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"{folder} is not a datastore: it has no {META}; build one with `specjax datastore build`"
         ) from None
     except OSError as error:
         raise UsageError(f"cannot read {folder / META} ({error.strerror or error}); check the path") from None
-    except ValueError:
-        raise _damaged(folder) from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise UsageError(f"{folder / META} is not that of a datastore; build one with `specjax datastore build`")
     if meta.get("version") != VERSION:
         raise UsageError(
-            f"{folder / META} is of format version {meta.get('version')}, but this specjax reads version {VERSION}; "
-            "build the datastore anew"
+            f"{folder / META} is of format version {shown(meta.get('version'))}, but this specjax reads version "
+            f"{VERSION}; build the datastore anew"
         )
+    if not _is_sound(meta):
+        raise UsageError(f"{folder / META} is damaged; build the datastore anew")
     return meta
+
+
+def _is_sound(meta: dict[str, Any]) -> bool:
+    """Whether all fields are there that are read, and can be."""
+    count = lambda x, least=0, most=MOST: type(x) is int and least <= x <= most
+    texts = lambda *names: all(isinstance(meta.get(name), str) for name in names)
+    pair = lambda x, good: isinstance(x, list) and len(x) == 2 and all(map(good, x))
+    shards = meta.get("shards")
+    return (
+        count(meta.get("vocab_size"), 1)
+        and count(meta.get("documents"), most=1 << 62)
+        and texts("tokenizer", "text")
+        and isinstance(meta.get("complete"), bool)
+        and isinstance(shards, list)
+        and all(
+            isinstance(entry, dict)
+            and count(entry.get("tokens"), 1)
+            and pair(entry.get("checksums"), lambda x: isinstance(x, str))
+            and pair(entry.get("next"), lambda x: count(x, most=1 << 62))
+            for entry in shards
+        )
+    )
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
@@ -119,7 +142,3 @@ def _shards(folder: Path, meta: dict[str, Any]) -> tuple[Shard, ...]:
         arrays.append(np.memmap(folder / name, dtype, mode="r"))
     tokens, suffixes = arrays
     return tuple(Shard(tokens[a:b], suffixes[a:b]) for a, b in itertools.pairwise(ends))
-
-
-def _damaged(folder: Path) -> UsageError:
-    return UsageError(f"{folder / META} is damaged; build the datastore anew")

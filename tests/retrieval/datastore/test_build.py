@@ -200,7 +200,7 @@ def with_meta(**changes):
         (corrupt("tokens.bin", lambda data: data[:-2]), r"tokens.bin has \d+ bytes instead of \d+: it is cut short"),
         (lambda folder: (folder / "suffixes.bin").unlink(), "suffixes.bin has 0 bytes"),
         (corrupt("suffixes.bin", lambda data: data[:9] + b"\x01" + data[10:]), "suffixes.bin has changed since"),
-        (corrupt("meta.json", lambda data: data[:20]), "meta.json is damaged"),
+        (corrupt("meta.json", lambda data: data[:20]), "meta.json is not valid JSON .*; build the datastore anew"),
         (lambda folder: (folder / "meta.json").unlink(), "is not a datastore"),
         (with_meta(format="zip"), "not that of a datastore"),
         (with_meta(version=2), "format version 2, but this specjax reads version 1"),
