@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import reference
+from specjax.sampling import threefry
 
 __all__ = ["gumbel_topk", "likeliest"]
 
@@ -98,12 +99,12 @@ def _over(mesh, keys, logits, k, temperature, valid):
     vocab = others if others and logits.shape[-1] % parts == 0 and k <= logits.shape[-1] // parts else None
     leading = [batch, *[None] * (logits.ndim - 2)] if logits.ndim > 1 else []
     by_row, by_token = PartitionSpec(*leading), PartitionSpec(*leading, vocab)
-    words = None if keys is None else jax.random.key_data(keys)
+    words = None if keys is None else jax.random.key_data(threefry(keys))
     heat = None if temperature is None else jnp.broadcast_to(temperature, logits.shape[:-1])
     mask = None if valid is None else jnp.broadcast_to(valid, logits.shape)
 
     def local(words, logits, heat, mask):
-        keys = None if words is None else jax.random.wrap_key_data(words)
+        keys = None if words is None else jax.random.wrap_key_data(words, impl="threefry2x32")
         if vocab is None:
             return _on_one_device(keys, logits, k, heat, mask)
         first = jax.lax.axis_index(vocab) * logits.shape[-1]

@@ -47,8 +47,6 @@ def unsupported(keys, logits, k: int) -> str | None:
         return f"takes threefry2x32 keys, not {jax.random.key_impl(keys)}"
     if keys is not None and not getattr(jax.config, "jax_threefry_partitionable", True):
         return "needs jax_threefry_partitionable"
-    if keys is not None and getattr(jax.config, "jax_high_dynamic_range_gumbel", False):
-        return "does not draw jax_high_dynamic_range_gumbel noise"
     return None
 
 

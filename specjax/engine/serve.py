@@ -26,6 +26,7 @@ from specjax.engine import step as one
 from specjax.engine.parts import Job, Parts
 from specjax.engine.run import step
 from specjax.parallel.arrays import replicate
+from specjax.sampling import threefry
 from specjax.types import Array, DecodeState, Info, PyTree
 
 
@@ -33,7 +34,7 @@ class Request(NamedTuple):
     """One text to decode."""
 
     prompt: Sequence[int]
-    key: Array  # one PRNG key; its text is that of `decode(..., [prompt], key=key[None])`
+    key: Array | int  # one PRNG key, or a seed; its text is that of `decode(..., [prompt], key=key[None])`
     max_new_tokens: int | None = None  # at most that of `serve`; None: as many
     inputs: PyTree = None  # what its text is conditioned on, arrays without the axis B, for models that take them
 
@@ -125,7 +126,7 @@ def _admitted(parts: Parts, state: DecodeState, slot: int, request: Request, cou
     tokens[0, : len(request.prompt)] = request.prompt
     length = np.array([len(request.prompt)], np.int32)
     inputs = jax.tree.map(lambda x: x[None], request.inputs)
-    return _admit(parts, state, np.int32(slot), tokens, length, request.key[None], length + count, inputs)
+    return _admit(parts, state, np.int32(slot), tokens, length, threefry(request.key)[None], length + count, inputs)
 
 
 @jax.jit
