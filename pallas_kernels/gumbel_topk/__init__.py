@@ -37,6 +37,7 @@ def gumbel_topk(keys, logits, k, *, temperature=None, valid=None, implementation
       NotImplementedError for a named implementation that does not exist or cannot do it.
     """
     _check(keys, logits, k, temperature)
+    keys = None if keys is None else threefry(keys)
     if options and implementation != "pallas_tpu":
         raise ValueError(f'options are for implementation="pallas_tpu" only: got {sorted(options)}')
     if implementation not in (None, "xla", "pallas_tpu"):
@@ -99,7 +100,7 @@ def _over(mesh, keys, logits, k, temperature, valid):
     vocab = others if others and logits.shape[-1] % parts == 0 and k <= logits.shape[-1] // parts else None
     leading = [batch, *[None] * (logits.ndim - 2)] if logits.ndim > 1 else []
     by_row, by_token = PartitionSpec(*leading), PartitionSpec(*leading, vocab)
-    words = None if keys is None else jax.random.key_data(threefry(keys))
+    words = None if keys is None else jax.random.key_data(keys)
     heat = None if temperature is None else jnp.broadcast_to(temperature, logits.shape[:-1])
     mask = None if valid is None else jnp.broadcast_to(valid, logits.shape)
 
