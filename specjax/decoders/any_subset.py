@@ -30,6 +30,7 @@ from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.precision import in_32_bits
 from specjax.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
 from specjax.trees.operations import chain
 from specjax.types import Array, Guarantee, PyTree, Sampling, Stats
@@ -134,6 +135,7 @@ class _State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
+@in_32_bits
 def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> AnySubsetResult:
     batch, size = tokens.shape
     order, row, slots = order_of(missing, lengths), jnp.arange(batch)[:, None], jnp.arange(window)

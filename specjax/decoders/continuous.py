@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
+from specjax.precision import in_32_bits
 from specjax.sampling import DRAFT, VERIFY, fold_in, normal, row_keys, uniform
 from specjax.types import Array, Guarantee, PyTree, Stats
 
@@ -211,6 +212,7 @@ class _Round(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "window", "ratio", "alone", "max_tries"))
+@in_32_bits
 def _decode(
     models: _Models, prompts, lengths, keys, *, max_new_tokens, window, ratio, alone, max_tries
 ) -> ContinuousResult:

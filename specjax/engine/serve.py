@@ -26,6 +26,7 @@ from specjax.engine import step as one
 from specjax.engine.parts import Job, Parts
 from specjax.engine.run import step
 from specjax.parallel.arrays import replicate
+from specjax.precision import in_32_bits
 from specjax.sampling import threefry
 from specjax.types import Array, DecodeState, Info, PyTree
 
@@ -130,6 +131,7 @@ def _admitted(parts: Parts, state: DecodeState, slot: int, request: Request, cou
 
 
 @jax.jit
+@in_32_bits
 def _empty(job: Job) -> DecodeState:
     """A batch whose rows have all ended."""
     ones = jnp.ones_like(job.lengths)
@@ -137,6 +139,7 @@ def _empty(job: Job) -> DecodeState:
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
+@in_32_bits
 def _admit(parts: Parts, state: DecodeState, slot, tokens, length, key, stop, inputs: PyTree) -> DecodeState:
     """`state` with the prompt int32[1, L] read into row `slot`."""
     alone = one.init(parts, tokens, length, key, stop, inputs)

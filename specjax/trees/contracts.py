@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from specjax import sampling

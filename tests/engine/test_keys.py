@@ -105,9 +105,9 @@ def test_loops_of_their_own(implementation):
     np.testing.assert_array_equal(alone[0], text[2])
 
     model = linear([0.5, 0.5], [0.3, 0.4])
-    smooth = lambda rows, key: decoders.continuous(
-        model, model, jnp.zeros((rows, 1, 1)), key=key, max_new_tokens=4, window=2
-    ).tokens
+    smooth = lambda rows, key: (
+        decoders.continuous(model, model, jnp.zeros((rows, 1, 1)), key=key, max_new_tokens=4, window=2).tokens
+    )
     values = np.asarray(smooth(3, key))
     assert len(np.unique(values)) == 12
     np.testing.assert_allclose(smooth(1, own[2:])[0], values[2], rtol=1e-6)
