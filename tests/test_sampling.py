@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
+from scipy.stats import binomtest, chisquare
 from toy import ONE_STEP
 
+from specjax import sampling
 from specjax.sampling import draw, warp
 from specjax.types import Sampling
 
@@ -94,3 +95,94 @@ def test_draws_have_the_law_of_the_logits():
     counts = np.bincount(tokens, minlength=4)
     assert chisquare(counts, distribution * 20_000).pvalue > 1e-3
     assert chisquare(counts, np.array([0.48, 0.32, 0.15, 0.05]) * 20_000).pvalue < 1e-3  # the test can fail
+
+
+# ------------------------------------------------------------------------------------------------- the tail of the noise
+
+LARGE, TAIL, DRAWS = 262_144, 0.02, 1_600
+LOW_BITS = lambda bits: -jnp.log(-jnp.log((bits >> 9).astype(jnp.float32) * 2.0**-23 + jnp.finfo(jnp.float32).tiny))
+"""What `jax.random.gumbel` does by default."""
+
+
+def tail_of_draws():
+    """How often one of 262,143 tokens of 7.6e-8 each is drawn, of 0.02 together: the p-value of a binomial test."""
+    logits = jnp.full(LARGE, jnp.log(TAIL / (LARGE - 1))).at[LARGE // 2].set(jnp.log1p(-TAIL))
+    keys = jax.random.split(jax.random.key(0), (DRAWS // 4, 4))
+    some = lambda keys: draw(keys, jnp.broadcast_to(logits, (4, LARGE)))
+    optimised = {"xla_backend_optimization_level": 3}  # ten times as fast as what tests compile otherwise
+    tokens = jax.jit(lambda keys: jax.lax.map(some, keys), compiler_options=optimised)(keys)
+    return binomtest(int((tokens != LARGE // 2).sum()), DRAWS, TAIL).pvalue
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should():
+    assert tail_of_draws() > 1e-3
+
+
+def test_the_tail_check_sees_noise_of_23_bits(monkeypatch):
+    monkeypatch.setattr(sampling, "gumbel", LOW_BITS)
+    assert tail_of_draws() < 1e-3
+
+
+RESOLUTION = [(1e-5, 1.0), (1e-7, 1.0), (1e-8, 1.0), (1e-9, 0.998), (2.0**-32, 0.96), (1e-10, 0.81)]
+
+
+def chance_of(p, noise_of):
+    """How often a token of probability p beats the rest of the mass, over how often it should: by quadrature.
+
+    It does where its exponential number is below p times that of the rest (a race); of its 2^32 noises the last 2^20
+    and the rest's quantiles are enumerated.
+    """
+    bits = jnp.asarray((2**32 - 1 - np.arange(2**20)).astype(np.uint32))
+    own = np.exp(-np.asarray(noise_of(bits), np.float64))  # rising
+    rest = -np.log1p(-(np.arange(20_000) + 0.5) / 20_000) / (1 - p)
+    return np.mean(np.searchsorted(own, p * rest)) / 2**32 / p
+
+
+@pytest.mark.parametrize(("p", "ratio"), RESOLUTION)
+def test_the_resolution_that_is_left(p, ratio):
+    """As the docs have it."""
+    assert abs(chance_of(p, sampling.gumbel) - ratio) < 0.005
+
+
+@pytest.mark.parametrize(("p", "ratio"), [(1e-6, 0.94), (1e-7, 0.52), (3e-8, 0.08)])
+def test_the_resolution_of_23_bits(p, ratio):
+    """The defect: the same measure finds it."""
+    assert abs(chance_of(p, LOW_BITS) - ratio) < 0.02
+
+
+def test_noise_is_the_quantile_of_its_bits():
+    rng = np.random.default_rng(0)
+    ends = np.array([0, 1, 2**23, 2**31 - 1, 2**31, 2**32 - 1, 2**32 - 2, 2**32 - 2**26, 2**32 - 2**26 - 1], np.uint32)
+    bits = np.concatenate([ends, rng.integers(0, 2**32, 100_000, np.uint32), ~rng.integers(0, 2**20, 1000, np.uint32)])
+    x = (np.float64(~bits) + 0.5) / 2**32
+    exact = -np.log(-np.log1p(-x))
+    np.testing.assert_allclose(jax.jit(sampling.gumbel)(bits), exact, atol=2e-5, rtol=1e-6)
+    assert np.isfinite(exact).all() and exact.max() > 22.8
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_uniforms_lie_between_0_and_1_and_normals_are_their_quantiles(bits):
+    ours = sampling._centred(jnp.uint32(bits))
+    exact = (bits + 0.5) / 2**32
+    wanted = exact if exact < 0.5 else exact - 1
+    assert abs(float(ours) - wanted) <= abs(wanted) * 2.0**-23
+
+
+def test_draws_are_those_of_jax_to_their_bits():
+    """What JAX draws from the same keys, but for the bits that it leaves out."""
+    key = jax.random.key(7)
+    ours, u = sampling.noise(key[None], 100_003)[0], sampling.uniform(key[None], 1000)[0]
+    theirs = jax.random.gumbel(key, (100_003,), jnp.float32)
+    np.testing.assert_allclose(jnp.exp(-jnp.exp(-ours)), jnp.exp(-jnp.exp(-theirs)), atol=4e-7)
+    np.testing.assert_allclose(u, jax.random.uniform(key, (1000,)), atol=2.0**-23)
+    normals = sampling.normal(key[None], 1000)[0]
+    np.testing.assert_allclose(normals, jax.random.normal(key, (1000,)), atol=1e-4)
+    assert sampling.uniform(key, 1)[0] == sampling.uniform(key, 9)[0]
+
+
+def test_uniforms_reach_below_23_bits_and_never_0_or_1(monkeypatch):
+    ends = np.array([0, 1, 2**32 - 1, 2**31, 2**31 - 1], np.uint32)
+    monkeypatch.setattr(sampling, "_bits", lambda keys, count: jnp.asarray(ends))
+    u = np.asarray(sampling.uniform(jax.random.key(0), 5), np.float64)
+    np.testing.assert_allclose(u, [2**-33, 1.5 * 2**-32, 1 - 2**-24, 0.5, 0.5])
+    assert sampling.normal(jax.random.key(0), 5).max() > 6.2 and sampling.normal(jax.random.key(0), 5).min() < -6.2

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import reference
+from specjax.sampling import threefry
 
 __all__ = ["gumbel_topk", "likeliest"]
 
@@ -36,6 +37,7 @@ def gumbel_topk(keys, logits, k, *, temperature=None, valid=None, implementation
       NotImplementedError for a named implementation that does not exist or cannot do it.
     """
     _check(keys, logits, k, temperature)
+    keys = None if keys is None else threefry(keys)
     if options and implementation != "pallas_tpu":
         raise ValueError(f'options are for implementation="pallas_tpu" only: got {sorted(options)}')
     if implementation not in (None, "xla", "pallas_tpu"):
@@ -103,7 +105,7 @@ def _over(mesh, keys, logits, k, temperature, valid):
     mask = None if valid is None else jnp.broadcast_to(valid, logits.shape)
 
     def local(words, logits, heat, mask):
-        keys = None if words is None else jax.random.wrap_key_data(words)
+        keys = None if words is None else jax.random.wrap_key_data(words, impl="threefry2x32")
         if vocab is None:
             return _on_one_device(keys, logits, k, heat, mask)
         first = jax.lax.axis_index(vocab) * logits.shape[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax import sampling
 from specjax.indexing import take_along
@@ -51,18 +50,16 @@ def masked(logits, valid):
 
 
 def gumbel(word0, word1, ids):
-    """`jax.random.gumbel(key, (V,), float32)[ids]`, V above all ids, from the key's two words: element-wise.
+    """`specjax.sampling.noise(key, V)[ids]`, V above all ids, from the key's two words: element-wise.
 
     What jax does with `jax_threefry_partitionable` set, as by default: the 32 bits of element i are the two outputs of
-    Threefry-2x32 for the counter (0, i), XORed; 23 of them are the mantissa of a uniform number in [tiny, 1).
+    Threefry-2x32 for the counter (0, i), XORed.
 
     Args: word0, word1: uint32, the key. ids: int32. All broadcast to one shape.
 
     Returns: float32.
     """
-    mantissa = _threefry(word0, word1, ids.astype(jnp.uint32)) >> jnp.uint32(9)
-    uniform = jax.lax.bitcast_convert_type(mantissa | jnp.uint32(0x3F800000), jnp.float32) - 1.0
-    return -jnp.log(-jnp.log(uniform + np.finfo(np.float32).tiny))  # + tiny changes 0 alone
+    return sampling.gumbel(_threefry(word0, word1, ids.astype(jnp.uint32)))
 
 
 def _threefry(word0, word1, count):

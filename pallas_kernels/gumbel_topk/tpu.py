@@ -43,12 +43,8 @@ def unsupported(keys, logits, k: int) -> str | None:
         return f"takes k up to {MOST}, not {k}"
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16 logits, not {logits.dtype}"
-    if keys is not None and str(jax.random.key_impl(keys)) != "threefry2x32":
-        return f"takes threefry2x32 keys, not {jax.random.key_impl(keys)}"
     if keys is not None and not getattr(jax.config, "jax_threefry_partitionable", True):
         return "needs jax_threefry_partitionable"
-    if keys is not None and getattr(jax.config, "jax_high_dynamic_range_gumbel", False):
-        return "does not draw jax_high_dynamic_range_gumbel noise"
     return None
 
 

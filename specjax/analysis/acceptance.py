@@ -30,6 +30,7 @@ import numpy as np
 from specjax import trees
 from specjax.analysis.optimal import check_distributions, optimal_acceptance, order_by_ratio
 from specjax.errors import UsageError
+from specjax.sampling import threefry
 from specjax.trees.builders.static import How
 from specjax.types import Context, Draws, Guarantee, Sampling
 from specjax.verifiers import VERIFIERS, Verifier
@@ -340,7 +341,7 @@ def _kind(verifier: Verifier | None, n: int, draws: Draws | None) -> Draws:
 
 def _simulate(verifier, draws: Draws, p, q, n, samples, seed):
     how: How = "without_replacement" if draws == "chain" else draws
-    builder, key = trees.branching((n,), how), jax.random.key(seed)
+    builder, key = trees.branching((n,), how), threefry(seed)
     as_device = lambda x: jnp.asarray(x, jnp.float32)
     counts = [
         int(_accepted(verifier, as_device(p[row]), as_device(q[row]), jax.random.fold_in(key, row), builder, samples))

@@ -19,7 +19,7 @@ from specjax.engine.results import StreamStep
 from specjax.engine.statistics import add_stats, zero_stats
 from specjax.engine.step import BUCKET
 from specjax.facade import decode, stream
-from specjax.sampling import fold_in
+from specjax.sampling import fold_in, threefry
 from specjax.types import Array, Drafter, Target
 
 Rows = Sequence[Sequence[int]]
@@ -27,8 +27,7 @@ Rows = Sequence[Sequence[int]]
 
 def row_keys(seed: int, indices: Sequence[int]) -> Array:
     """One key per prompt, by its place in the input: its text does not depend on how prompts are batched."""
-    keys = jnp.broadcast_to(jax.random.key(seed), (len(indices),))
-    return fold_in(keys, jnp.asarray(indices, jnp.int32))
+    return fold_in(threefry(seed), jnp.asarray(indices, jnp.int32))
 
 
 def bucket(rows: Rows) -> tuple[int, int]:

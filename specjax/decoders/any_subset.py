@@ -30,7 +30,8 @@ from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, warp
+from specjax.precision import in_32_bits
+from specjax.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
 from specjax.trees.operations import chain
 from specjax.types import Array, Guarantee, PyTree, Sampling, Stats
 from specjax.verifiers.exact.standard import core as verify_chain
@@ -134,6 +135,7 @@ class _State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
+@in_32_bits
 def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> AnySubsetResult:
     batch, size = tokens.shape
     order, row, slots = order_of(missing, lengths), jnp.arange(batch)[:, None], jnp.arange(window)
@@ -151,10 +153,9 @@ def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> An
         n = s.known[:, None]
         valid = slots < order.stop[:, None] - n  # [B, k]
         positions = take_along(order.position, jnp.minimum(n + slots, size - 1), 1)
-        round_keys = fold_in(keys, s.known)
-        purpose = lambda p: fold_in(round_keys, jnp.full_like(s.known, p))
+        purpose = functools.partial(fold_in, fold_in(keys, s.known))
         q = distributions(s.tokens, positions, jnp.broadcast_to(n, positions.shape))
-        drafted = jax.vmap(draw)(_keys_of_slots(purpose(DRAFT), window), q)
+        drafted = draw(fold_in(purpose(DRAFT)[:, None], slots), q)
         place = lambda chosen: jnp.where(chosen, positions, size)
         filled = s.tokens.at[row, place(valid)].set(drafted, mode="drop")
         several = jnp.sum(valid, 1) > 1
@@ -185,11 +186,6 @@ def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> An
     )
 
 
-def _keys_of_slots(keys: Array, count: int) -> Array:
-    """Keys [B, count] from keys [B]."""
-    return jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count)))(keys)
-
-
 def _verify(keys: Array, drafted: Array, valid: Array, p: Array, q: Array) -> tuple[Array, Array]:
     """How many of drafted int32[B, k] are accepted, and the token that replaces the first rejected one: int32[B] each.
 
@@ -199,6 +195,6 @@ def _verify(keys: Array, drafted: Array, valid: Array, p: Array, q: Array) -> tu
     leaf = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # a bonus token's distribution, which is never drawn from
     tree = chain(root(drafted, 0), root(valid, True), leaf(q))
     split = jax.vmap(jax.random.split)(keys)
-    u = jax.vmap(lambda key: jax.random.uniform(key, (drafted.shape[1] + 1,)))(split[:, 0])
+    u = uniform(split[:, 0], drafted.shape[1] + 1)
     end = verify_chain(u.at[:, 1].set(0.0), tree, leaf(p))
     return end.num_nodes - 1, draw(split[:, 1], jnp.log(end.residual))

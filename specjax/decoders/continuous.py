@@ -40,7 +40,8 @@ import jax.numpy as jnp
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
-from specjax.sampling import DRAFT, VERIFY, fold_in, row_keys
+from specjax.precision import in_32_bits
+from specjax.sampling import DRAFT, VERIFY, fold_in, normal, row_keys, uniform
 from specjax.types import Array, Guarantee, PyTree, Stats
 
 Ratio = Literal["path", "coupled", "aligned"]
@@ -211,6 +212,7 @@ class _Round(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "window", "ratio", "alone", "max_tries"))
+@in_32_bits
 def _decode(
     models: _Models, prompts, lengths, keys, *, max_new_tokens, window, ratio, alone, max_tries
 ) -> ContinuousResult:
@@ -245,7 +247,7 @@ def _step(models: _Models, keys: Array, stop: Array, window: int, rule, max_trie
     round_ = _draft(models, _purpose(keys, s.length, DRAFT), s.tokens, positions)
     log_ratio, candidate = rule(models, round_)
     accept_keys, try_keys = jnp.moveaxis(jax.vmap(jax.random.split)(_purpose(keys, s.length, VERIFY)), 1, 0)
-    u = jax.vmap(lambda key: jax.random.uniform(key, (window,)))(accept_keys)
+    u = uniform(accept_keys, window)
     n = jnp.sum(jnp.cumprod(jnp.log(u) < log_ratio, 1, dtype=jnp.int32), 1)
     token, failed = _first_kept(functools.partial(candidate, n), try_keys, ~active | (n == window), max_tries)
     count = jnp.where(active, jnp.minimum(n + 1, stop - s.length), 0)
@@ -297,7 +299,7 @@ def _last_step_rule(log_ratio, models: _Models, r: _Round):
     def candidate(slot: Array, keys: Array):
         z_p, z_q = _take(r.z_p, slot), _take(r.z_q, slot)
         states = _take(of_target, slot), _take(of_draft, slot)
-        eps = jax.vmap(lambda key: jax.random.normal(key, (target.dim,)))(keys)
+        eps = normal(keys, target.dim)
         x_0 = target.mean(target.params, _LAST, states[0], z_p) + target.std(target.params, _LAST, z_p) * eps
         return x_0, log_ratio(target, draft, x_0, states, z_p, z_q)
 
@@ -320,9 +322,9 @@ def _first_kept(candidate, keys: Array, free: Array, max_tries: int) -> tuple[Ar
 
     def body(carry):
         i, token, kept = carry
-        noise_keys, u_keys = jnp.moveaxis(jax.vmap(jax.random.split)(fold_in(keys, jnp.full(keys.shape, i))), 1, 0)
+        noise_keys, u_keys = jnp.moveaxis(jax.vmap(jax.random.split)(fold_in(keys, i)), 1, 0)
         new, log_ratio = candidate(noise_keys)
-        u = jax.vmap(jax.random.uniform)(u_keys)
+        u = uniform(u_keys, 1)[:, 0]
         return i + 1, jnp.where(kept[:, None], token, new), kept | free | (u < -jnp.expm1(-log_ratio))
 
     shape = jax.eval_shape(candidate, keys)[0]
@@ -333,13 +335,13 @@ def _first_kept(candidate, keys: Array, free: Array, max_tries: int) -> tuple[Ar
 
 def _purpose(keys: Array, length: Array, purpose: int) -> Array:
     """Keys [B] of a round."""
-    return fold_in(fold_in(keys, length), jnp.full_like(length, purpose))
+    return fold_in(fold_in(keys, length), purpose)
 
 
 def _noise(model: ContinuousModel, keys: Array, count: int) -> Array:
     """float32[T + 1, B, count, d]."""
-    shape = (model.num_steps + 1, count, model.dim)
-    return jnp.moveaxis(jax.vmap(lambda key: jax.random.normal(key, shape))(keys), 0, 1)
+    shape = model.num_steps + 1, count, model.dim
+    return jnp.moveaxis(normal(keys, math.prod(shape)).reshape(-1, *shape), 0, 1)
 
 
 def _take(x: Array, index: Array) -> Array:

@@ -25,6 +25,7 @@ from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
+from specjax.precision import in_32_bits
 from specjax.sampling import row_keys
 from specjax.types import Array, PyTree, Stats, Target
 
@@ -77,6 +78,7 @@ def pearl_in_one_program(
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "gamma", "max_new_tokens"))
+@in_32_bits
 def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, max_new_tokens: int) -> DecodeResult:
     start = Text.of(tokens, lengths, max_new_tokens, gamma)
     loop = functools.partial(_loop, gamma=gamma)

@@ -31,6 +31,7 @@ from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import zero_stats
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.precision import in_32_bits
 from specjax.retrieval.datastore.index import Index, search
 from specjax.retrieval.suffixes import last_tokens
 from specjax.trees.superposition import extend, likeliest
@@ -140,6 +141,7 @@ class _State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("drafts", "candidates", "max_new_tokens"))
+@in_32_bits
 def _run(
     target: Target,
     inputs: PyTree,

@@ -15,6 +15,7 @@ from specjax.engine.parts import Job, Keep, Parts
 from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.errors import UsageError
 from specjax.parallel.arrays import gather
+from specjax.precision import in_32_bits
 from specjax.sampling import row_keys
 from specjax.types import Array, Controller, Drafter, Draws, PyTree, Sampling, Target, VerifyFn
 from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
@@ -100,6 +101,7 @@ class Settings:
         return verifier
 
 
+@in_32_bits
 def prepare(
     target: Target,
     drafter: Drafter,

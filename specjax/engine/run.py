@@ -12,6 +12,7 @@ from specjax.engine.parts import Job, Parts
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_stats, zero_stats
 from specjax.indexing import take_along
+from specjax.precision import in_32_bits
 from specjax.types import Array, DecodeState, Info
 
 
@@ -20,12 +21,14 @@ def _begin(job: Job) -> DecodeState:
 
 
 @jax.jit
+@in_32_bits
 def start(job: Job) -> DecodeState:
     """The state from which `step` goes on: prompts read, nothing decoded."""
     return _begin(job)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
+@in_32_bits
 def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info, Array]:
     """One pass of the target: the next state, in the place of `state`; what was added; whether all rows ended."""
     state, info = one.step(parts, state)
@@ -33,6 +36,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info, Array]:
 
 
 @jax.jit
+@in_32_bits
 def run(job: Job) -> DecodeResult:
     """`start` and `step` until all rows have ended, in one program.
 

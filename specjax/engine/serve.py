@@ -26,6 +26,8 @@ from specjax.engine import step as one
 from specjax.engine.parts import Job, Parts
 from specjax.engine.run import step
 from specjax.parallel.arrays import replicate
+from specjax.precision import in_32_bits
+from specjax.sampling import threefry
 from specjax.types import Array, DecodeState, Info, PyTree
 
 
@@ -33,7 +35,7 @@ class Request(NamedTuple):
     """One text to decode."""
 
     prompt: Sequence[int]
-    key: Array  # one PRNG key; its text is that of `decode(..., [prompt], key=key[None])`
+    key: Array | int  # one PRNG key, or a seed; its text is that of `decode(..., [prompt], key=key[None])`
     max_new_tokens: int | None = None  # at most that of `serve`; None: as many
     inputs: PyTree = None  # what its text is conditioned on, arrays without the axis B, for models that take them
 
@@ -125,10 +127,11 @@ def _admitted(parts: Parts, state: DecodeState, slot: int, request: Request, cou
     tokens[0, : len(request.prompt)] = request.prompt
     length = np.array([len(request.prompt)], np.int32)
     inputs = jax.tree.map(lambda x: x[None], request.inputs)
-    return _admit(parts, state, np.int32(slot), tokens, length, request.key[None], length + count, inputs)
+    return _admit(parts, state, np.int32(slot), tokens, length, threefry(request.key)[None], length + count, inputs)
 
 
 @jax.jit
+@in_32_bits
 def _empty(job: Job) -> DecodeState:
     """A batch whose rows have all ended."""
     ones = jnp.ones_like(job.lengths)
@@ -136,6 +139,7 @@ def _empty(job: Job) -> DecodeState:
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
+@in_32_bits
 def _admit(parts: Parts, state: DecodeState, slot, tokens, length, key, stop, inputs: PyTree) -> DecodeState:
     """`state` with the prompt int32[1, L] read into row `slot`."""
     alone = one.init(parts, tokens, length, key, stop, inputs)

@@ -23,6 +23,7 @@ from specjax.parallel import layer_parallel
 from specjax.parallel.arrays import with_shardings
 from specjax.planning.drafting import drafter_of
 from specjax.planning.workload import Workload
+from specjax.sampling import row_keys
 from specjax.types import Drafter, PyTree, Sampling, Target
 
 
@@ -56,7 +57,7 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
     )
     size = buffer_size(work.context, work.max_new_tokens, drafter.num_nodes, target.model.max_positions)
     tokens, rows = (by_rows(jax.ShapeDtypeStruct((work.batch, *more), jnp.int32)) for more in ((size,), ()))
-    keys = by_rows(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), work.batch)))
+    keys = by_rows(jax.eval_shape(lambda: row_keys(0, work.batch)))
     return Abstract(Job(parts, tokens, rows, keys, rows), mesh, draft)
 
 

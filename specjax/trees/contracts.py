@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from specjax import sampling
@@ -30,7 +29,7 @@ class Parents(NamedTuple):
     def noise(self, race: int = 0) -> Array:
         """Gumbel noise float32[B, F, V] for a draw of the children; each race is an independent draw."""
         assert self.keys is not None
-        keys = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, race)))(self.keys) if race else self.keys
+        keys = sampling.fold_in(self.keys, race) if race else self.keys
         return sampling.noise(keys, self.log_q.shape[-1])
 
     def best(self, k: int, *, noisy: bool = True) -> tuple[Array, Array]:

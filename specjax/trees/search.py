@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.indexing import take_along
+from specjax.sampling import draw
 from specjax.trees.operations import compact, cut
 from specjax.types import Array, TokenTree
 
@@ -142,8 +143,7 @@ def grow_search(
         for step in range(horizon):
             tokens, scores = of_pair(pair)
             going &= (s.depths[node] + step < horizon) & jnp.any(scores > 0)
-            race = jnp.log(scores) + jax.random.gumbel(jax.random.fold_in(key, step), scores.shape)
-            drawn = jnp.argmax(race)
+            drawn = draw(jax.random.fold_in(key, step), jnp.log(scores))
             total += jnp.where(going, gain(scores[drawn]), 0.0)
             pair = jnp.where(going, jnp.stack([pair[1], tokens[drawn]]), pair)
         return total

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.sampling import draw, node_keys
+from specjax.sampling import draw, fold_in, node_keys, uniform
 from specjax.trees import operations
 from specjax.types import Array, Draws, Guarantee, PyTree, TokenTree, Verdict, VerifyFn
 
@@ -69,8 +69,7 @@ def with_keys(core: Callable[[Array, TokenTree, Array], Accepted]) -> VerifyFn:
 
     def rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
         nodes = jnp.arange(1, tree.tokens.shape[1] + 1)  # not 0: the root's own draw uses the key as it is
-        uniform = lambda key, node: jax.random.uniform(jax.random.fold_in(key, node))
-        end = core(jax.vmap(jax.vmap(uniform, (None, 0)), (0, None))(keys[:, 0], nodes), tree, target_logits)
+        end = core(uniform(fold_in(keys[:, :1], nodes), 1)[..., 0], tree, target_logits)
         last = take_along(keys, end.node[:, None], 1)[:, 0]
         return Verdict(end.path, end.num_nodes, draw(last, jnp.log(end.residual)))
 

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import trees
+from specjax import sampling, trees
 from specjax.drafters.layers.early_exit import layers_of, self_draft, target_of
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
@@ -186,8 +186,7 @@ def matchness(search: _Search, skipped: Array, rows: Array, start: Array, contex
 
 def _proposal(state: SkipSet, size: int) -> Array:
     """bool[B, C]: a random set, or in every second trial the best one with one sublayer exchanged."""
-    draw = lambda trial: jax.random.uniform(jax.random.fold_in(jax.random.key(0), trial), state.skipped.shape[1:])
-    noise = jax.vmap(draw)(state.trials)
+    noise = sampling.uniform(sampling.fold_in(sampling.threefry(0), state.trials), state.skipped.shape[1])
     index = jnp.arange(noise.shape[1])
     leaves = jnp.argmax(jnp.where(state.skipped, noise, -1.0), 1, keepdims=True) == index
     enters = jnp.argmax(jnp.where(state.skipped, -1.0, noise), 1, keepdims=True) == index
