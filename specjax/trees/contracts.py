@@ -143,8 +143,8 @@ STEPS = 1, 4, 8, 16, 32
 def narrower(sizes: Sequence[int]) -> tuple[int, ...]:
     """Verify widths worth compiling, each a branch of the target's pass, for trees cut short by a limit or a stop rule.
 
-    sizes: rising, how many nodes such trees have; the last is the whole tree. Of these the first from 1, 4, 8, 16 and 32
-      nodes on: a pass over 4 hardly costs more than one over 2. None of more than three quarters of the whole tree.
+    sizes: rising, how many nodes such trees have; the last is the whole tree. Of these the first from 1, 4, 8, 16 and
+      32 nodes on: a pass over 4 hardly costs more than one over 2. None of more than three quarters of the whole tree.
     """
     most = sizes[-1]
     found = {next(size for size in sizes if size >= min(step, most)) for step in STEPS}

@@ -148,7 +148,8 @@ def _propose(search: _Search, builder: Builder, params, keys, state: SkipSet, co
 def search_once(search: _Search, state: SkipSet, context: Context, limit: Array) -> SkipSet:
     """Score one more set for each row that drafts and still searches; nothing runs if none does."""
     done = (state.hits > search.enough * search.window) | (state.failures >= search.patience)
-    searching = ~done & (limit > 0) & (state.trials < search.max_trials) & (context.length > state.start + search.window)
+    searching = ~done & (state.trials < search.max_trials) & (context.length > state.start + search.window)
+    searching &= limit > 0
     tried = jnp.where((state.trials == 0)[:, None], state.skipped, _proposal(state, search.size))
     zeros = jnp.zeros_like(state.hits)
     hits = jax.lax.cond(

@@ -31,7 +31,7 @@ CATCH_UP = 16
 """Tokens per pass of those that were decoded while nothing was drafted."""
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """The draft model's memory between two rounds."""
 
     cache: PyTree  # of all but the last `lag` tokens of the text; of fewer while nothing is drafted
@@ -42,7 +42,7 @@ class _State(NamedTuple):
 class _Drafted(NamedTuple):
     """Within a round: what the draft model was fed, until it is known what of it to keep."""
 
-    state: _State
+    state: State
     is_fed: Array  # bool[], whether anything was
     pending: PyTree  # of the last `lag` tokens of the text, then of the tree's inner nodes
     places: Array  # int32[B, N], of the tree's nodes, from `trees.Grown`
@@ -63,7 +63,7 @@ def two_model(
     Args:
       stop: when to draft no further, one of `trees.stops`.
       lag: how many of the last tokens are fed anew in each round. After full acceptance the cache lacks 2; one that is
-        the inner drafter of `hierarchical` may lack 4.
+        the inner drafter of `hierarchical` may lack 4, and with less than that feeds them in a pass of its own.
       keep_logits: hand the draft's distributions on in greedy and coupled decoding too, to a controller that reads
         them.
 
@@ -102,9 +102,9 @@ def functions(
         batch, buffer = seen.tokens.shape
         cache = model.begin(params, model.reads(seen.inputs), batch, buffer + slots)
         cache = prefill(model, params, cache, seen.tokens, start(seen.length))
-        return _State(cache, start(seen.length), context.length - seen.length)
+        return State(cache, start(seen.length), context.length - seen.length)
 
-    def propose(params, keys, state: _State, context: Context, limit):
+    def propose(params, keys, state: State, context: Context, limit):
         length, is_drafting = context.length - state.dropped, jnp.any(limit > 0)
         cache, held = state.cache, jnp.minimum(state.held, start(length))
         if model.rewind is not None:  # as inner drafter of `hierarchical` it has seen drafts that were taken back
@@ -114,7 +114,7 @@ def functions(
         draft = jax.jit(functools.partial(grown_tree, params, keys, cache, length, context, limit))  # traced once
         shapes = draft.eval_shape()
         tree, pending, places = jax.lax.cond(is_drafting, draft, functools.partial(_nothing, context.root, shapes))
-        drafted = _Drafted(_State(cache, wanted, state.dropped), is_drafting, pending, places, length)
+        drafted = _Drafted(State(cache, wanted, state.dropped), is_drafting, pending, places, length)
         return tree, drafted
 
     def grown_tree(params, keys, cache, length, context: Context, limit) -> tuple[TokenTree, PyTree, Array]:
@@ -134,7 +134,7 @@ def functions(
         grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], logits, keys, context, limit)
         return grown.tree, pending, grown.places
 
-    def update(params, drafted: _Drafted, seen, verdict) -> _State:
+    def update(params, drafted: _Drafted, seen, verdict) -> State:
         """Commit what was accepted."""
         nodes = jnp.pad(verdict.path, ((0, 0), (0, longest)))[:, :longest]
         place = lag - 1 + take_along(drafted.places, jnp.maximum(nodes, 0), 1)  # the root stands at lag - 1
@@ -147,7 +147,7 @@ def functions(
         accepted = jnp.where(drafted.is_fed, accepted, 0)
         cache, held, dropped = drafted.state
         cache = model.commit(cache, drafted.pending, jnp.clip(path, 0, slots - 1), accepted)
-        return _State(cache, held + accepted, dropped)
+        return State(cache, held + accepted, dropped)
 
     return Drafter(
         init=init,
