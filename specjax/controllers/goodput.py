@@ -5,9 +5,9 @@ arXiv 2406.14066.
 
 Rule: A_j is how often the j-th drafted token was accepted when those before it were. A row of depth k expects
 1 + sum over i <= k of A_1 ... A_i tokens. Of the depths offered, take the one with the most expected tokens of the
-whole batch per cost of the step, which is the pass over k + 1 tokens per row and k passes of the drafter. One depth for
-all rows: in a padded batch the widest row sets the price. Where nothing is drafted nothing is learnt, so every
-`probe_every` rounds one round drafts the smallest depth above 0.
+whole batch per cost of the step, which is the pass over k + 1 tokens per row and k passes of the drafter, none at depth
+0. One depth for all rows: in a padded batch the widest row sets the price. Where nothing is drafted nothing is learnt,
+so every `probe_every` rounds one round drafts the smallest depth above 0.
 Deviation: the authors' smoothing and search are not published; A_j is a moving average here, over all rows, and per row
 once it was reached `own_after` times. Their per-request lengths need a pass over packed tokens, which this is not.
 """

@@ -6,7 +6,7 @@ W nodes are drafted on a level, F of them, its frontier, have nodes drafted belo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -110,7 +110,7 @@ class Builder:
     frontier: int  # F
     levels: int  # passes of the drafter, the root's included
     draws: Draws
-    widths: tuple[int, ...] = ()  # verify widths worth compiling, where the number of valid nodes varies
+    widths: tuple[int, ...] = ()  # verify widths worth compiling besides N, from `narrower`
     warped: bool = True  # False: `log_q` is at temperature 1, whatever the target's is
     stop: Stop | None = None
     is_open: Callable[[PyTree], Array] | None = None  # (state) -> bool[B]: draws are left elsewhere than below `feed`
@@ -129,11 +129,22 @@ class Builder:
 
 @functools.cache
 def with_stop(builder: Builder, stop: Stop | None, *, keep_logits: bool = False) -> Builder:
-    """`builder` with a stop rule. Its valid nodes stand at the front, for verify passes of several widths.
+    """`builder` with a stop rule.
 
     keep_logits: give `logits` of drawn trees in greedy and coupled decoding too, for what reads them.
     """
-    if stop is not None:
-        narrower = tuple(width for width in (1, 4, 8, 16, 32) if width < builder.num_nodes)
-        builder = replace(builder, stop=stop, widths=builder.widths or narrower)
-    return replace(builder, keep_logits=keep_logits)
+    return replace(builder, stop=stop, keep_logits=keep_logits)
+
+
+STEPS = 1, 4, 8, 16, 32
+
+
+def narrower(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Verify widths worth compiling, each a branch of the target's pass, for trees cut short by a limit or a stop rule.
+
+    sizes: rising, how many nodes such trees have; the last is the whole tree. Of these the first from 1, 4, 8, 16 and
+      32 nodes on: a pass over 4 hardly costs more than one over 2. None of more than three quarters of the whole tree.
+    """
+    most = sizes[-1]
+    found = {next(size for size in sizes if size >= min(step, most)) for step in STEPS}
+    return tuple(sorted(size for size in found if 4 * size <= 3 * most))

@@ -205,9 +205,7 @@ def _record(given: _Given, grown: _Nodes, level: Array, new: Level) -> _Nodes:
 def _finish(builder: Builder, carry: _Carry) -> Grown:
     """The tree of the nodes that the builder keeps."""
     grown = carry.grown
-    chosen = builder.finish(carry.state, grown.parents, grown.valid)  # int32[B, N]
-    if builder.stop is not None:
-        chosen = valid_first(chosen, grown.valid)
+    chosen = _valid_first(builder.finish(carry.state, grown.parents, grown.valid), grown.valid)  # int32[B, N]
     new_place = jnp.max(
         jnp.where(chosen[:, :, None] == jnp.arange(grown.tokens.shape[1]), jnp.arange(builder.num_nodes)[:, None], -1),
         1,
@@ -220,13 +218,13 @@ def _finish(builder: Builder, carry: _Carry) -> Grown:
     place = jnp.where(chosen >= 0, take(grown.place), -1)
     if carry.log_q is not None:
         # Of nodes below which nothing is drafted it depends on the other rows whether they were fed.
-        fed = (place >= 0) & (take(grown.below) | first)
+        fed = (place >= 0) & take(grown.below)
         rows = take_along(carry.log_q, jnp.maximum(place, 0)[:, :, None], 1)
         tree = tree._replace(logits=jnp.where(fed[:, :, None], rows, 0.0))
     return Grown(tree, place)
 
 
-def valid_first(chosen: Array, valid: Array) -> Array:
+def _valid_first(chosen: Array, valid: Array) -> Array:
     """int32[B, N]: the numbers `chosen` of valid nodes, in order, then -1, so that a verify pass can be cut to them."""
     keep = (chosen >= 0) & take_along(valid, jnp.maximum(chosen, 0), 1)
     order = jnp.argsort(~keep, axis=1, stable=True)

@@ -34,9 +34,9 @@ from jax.typing import ArrayLike
 from specjax import buffers
 from specjax import costs as costs_of
 from specjax.drafters.lookup.suffix import find
-from specjax.drafters.tables.token_recycling import Recycled, Seen, best_paths, recycled_tree, token_recycling
+from specjax.drafters.tables.token_recycling import RANKS, Recycled, Seen, best_paths, recycled_tree, token_recycling
 from specjax.errors import UsageError
-from specjax.indexing import at, take_along
+from specjax.indexing import take_along
 from specjax.retrieval.suffixes import copied_chain
 from specjax.trees import hindsight, operations
 from specjax.trees.hindsight import Counts, Drafted, Hindsight, Shape, shape_of
@@ -74,7 +74,7 @@ RECENT = 0.125
 class Memory(NamedTuple):
     """What a call may start from: the parameters."""
 
-    recycled: Recycled  # [V, 8]
+    recycled: Recycled
     counts: Counts  # [CLASSES]
 
 
@@ -111,7 +111,7 @@ def auto(
       num_recycled: nodes that Token Recycling proposes, 80 at most; default: 40 on CPU, else 80.
       platform: what the program is for, "cpu", "gpu" or "tpu"; None: what JAX runs on.
 
-    State: 64 bytes per token of the vocabulary and row.
+    State: that of `token_recycling` with chances, 2.2 MB per row at most.
     Raises: UsageError for widths that do not rise from 1, or costs that do not fit them.
     """
     on_cpu = (platform or jax.default_backend()) == "cpu"
@@ -241,11 +241,10 @@ def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
     """float32[B, N - 1]: how likely the target once found the token of each node, the root apart, after its parent's.
 
     tree: as `recycled_tree` gives it."""
-    row = jnp.arange(tree.tokens.shape[0])[:, None]
     parent = take_along(tree.tokens, tree.parents[:, 1:], 1)
-    assert recycled.log_p is not None
-    is_token = at(recycled.tokens, row, parent) == tree.tokens[:, 1:, None]  # [B, N - 1, 8]
-    return jnp.max(jnp.where(is_token, at(recycled.log_p, row, parent), -jnp.inf), 2)
+    tokens, log_p = recycled.after(parent, np.arange(RANKS)[None])  # [B, N - 1, 8]
+    assert log_p is not None
+    return jnp.max(jnp.where(tokens == tree.tokens[:, 1:, None], log_p, -jnp.inf), 2)
 
 
 def _prior() -> np.ndarray:

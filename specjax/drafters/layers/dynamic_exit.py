@@ -94,7 +94,7 @@ def _functions(config: _Config) -> Drafter:
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
-        widths=tuple(w for w in (1, 4, 8) if w < builder.num_nodes),
+        widths=builder.widths,
         read=functools.partial(_read, config),
         taps=(*config.exits, config.num_layers),
     )

@@ -26,6 +26,7 @@ import numpy as np
 from specjax.drafters.layers.early_exit import chosen_exit, first_layers, score_below, target_of
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.trees.contracts import narrower
 from specjax.trees.superposition import extend, likeliest
 from specjax.types import Array, Context, Drafter, Mixture, Target, TokenTree
 
@@ -79,6 +80,7 @@ def _functions(config: _Config) -> Drafter:
         propose=functools.partial(_propose, config),
         num_nodes=len(config.depth),
         max_depth=config.num_tokens,
+        widths=narrower(range(1, len(config.depth) + 1, config.drafts)),
         follows_any_tree=True,
     )
 

@@ -120,7 +120,6 @@ class _Search(NamedTuple):
 
 @functools.cache
 def _functions(search: _Search, builder: Builder, stop: float) -> Drafter:
-    widths = builder.widths or tuple(w for w in (4, 8, 16) if stop and w < builder.num_nodes)
     if stop and builder.stop is None:
         builder = dataclasses.replace(builder, stop=Stop(lambda value, fed: (value, top_unwarped(fed) >= stop)))
     return Drafter(
@@ -129,7 +128,7 @@ def _functions(search: _Search, builder: Builder, stop: float) -> Drafter:
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,
-        widths=widths,
+        widths=builder.widths,
     )
 
 
@@ -142,14 +141,15 @@ def _init(search: _Search, params, context: Context) -> SkipSet:
 
 def _propose(search: _Search, builder: Builder, params, keys, state: SkipSet, context: Context, limit: Array):
     if search.size > 0 and search.max_trials > 0:
-        state = search_once(search, state, context)
+        state = search_once(search, state, context, limit)
     return self_draft(builder, keys, context, limit, search.sublayers(state.skipped)), state
 
 
-def search_once(search: _Search, state: SkipSet, context: Context) -> SkipSet:
-    """Score one more set for each row that still searches; nothing runs if none does."""
+def search_once(search: _Search, state: SkipSet, context: Context, limit: Array) -> SkipSet:
+    """Score one more set for each row that drafts and still searches; nothing runs if none does."""
     done = (state.hits > search.enough * search.window) | (state.failures >= search.patience)
     searching = ~done & (state.trials < search.max_trials) & (context.length > state.start + search.window)
+    searching &= limit > 0
     tried = jnp.where((state.trials == 0)[:, None], state.skipped, _proposal(state, search.size))
     zeros = jnp.zeros_like(state.hits)
     hits = jax.lax.cond(

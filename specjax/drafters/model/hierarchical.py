@@ -28,6 +28,7 @@ from specjax.engine.prepare import check_pair
 from specjax.engine.step import step
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
+from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain
 from specjax.types import Array, Context, DecodeState, Drafter, Model, PyTree, Target, TokenTree
 from specjax.verifiers import exact_verifier, sample_and_match
@@ -81,6 +82,7 @@ def _functions(config: _Config) -> Drafter:
         num_nodes=config.longest + 1,
         max_depth=config.longest,
         draws="chain",
+        widths=narrower(range(1, config.longest + 2)),
     )
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.indexing import first_largest
+from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain
 from specjax.types import Array, Context, Drafter, PyTree
 
@@ -66,4 +67,5 @@ def _functions(fill: FillFn, mask_token: int, num_tokens: int) -> Drafter:
         num_nodes=num_tokens + 1,
         max_depth=num_tokens,
         chains=True,
+        widths=narrower(range(1, num_tokens + 2)),
     )

@@ -14,7 +14,8 @@ are always kept; the authors fill two templates. Chunks are cut by count, not at
 threshold: the budget is filled. A chunk's score needs no second model: the sum of log(chunks / chunks that hold it)
 over the query's distinct tokens that it holds. (The authors' code joins a sentence embedder's choice and BM25's.) On
 WikiText-2 in SmolLM2's tokens, 64 chunks of 128 and as query the 64 tokens behind one of them, that one is among the
-best four in 48 % of 768 trials, and in 22 % to 26 % by the cosine of mean token embeddings of SmolLM2.
+best four in 48 % of 768 trials, and in 22 % to 26 % by the cosine of mean token embeddings of SmolLM2. Where the output
+outgrows the draft model's cache, chunks are chosen anew, of the whole text by its end; the authors' outputs are short.
 The confidence at which the authors stop drafting is not here.
 """
 
@@ -26,8 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
+from specjax.drafters.model.two_model import State
 from specjax.drafters.model.two_model import functions as two_model_functions
-from specjax.engine.prefill import CHUNK
+from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.trees import Builder
@@ -52,7 +54,8 @@ def rapid(
       budget: largest prompt of the draft model, in tokens, the query included; a prompt within it is read whole.
       chunk: tokens per chunk; 128 in the authors' script, 512 in their README.
       query: tokens at the end of the prompt that say what is relevant.
-      max_new_tokens: room for output in the draft's cache; a row that outgrows it is drafted for no longer.
+      max_new_tokens: room for output in the draft's cache; a row that outgrows it is cut down to `budget` once more. A
+        draft model that cannot rewind drafts for it no longer, and no longer runs once no row fits.
 
     State: that of `two_model`, with a cache of about budget + max_new_tokens slots.
     Raises: UsageError for a setting below its minimum.
@@ -73,18 +76,35 @@ def rapid(
 
 @functools.cache
 def _functions(model: Model, builder: Builder, budget: int, chunk: int, query: int, max_new_tokens: int) -> Drafter:
-    room = max(max_new_tokens + builder.num_nodes, CHUNK) + 1  # behind the prompt, as `buffer_size` has it
+    longest = budget + max_new_tokens
+    slots = longest + max(builder.num_nodes, CHUNK) + 1  # with slack as `buffer_size` has it
 
     def shorten(context: Context) -> Context:
         if context.tokens.shape[1] <= budget:  # no text can outgrow it
             return context
-        return retrieve(context, budget=budget, chunk=chunk, query=query, slots=budget + room)
+        return retrieve(context, budget=budget, chunk=chunk, query=query, slots=slots)
 
     drafter = two_model_functions(model, builder, LAG, shorten)
 
-    def propose(params, keys, state, context: Context, limit):
-        fits = context.length - state.dropped <= budget + max_new_tokens
-        return drafter.propose(params, keys, state, context, jnp.where(fits, limit, 0))
+    def propose(params, keys, state: State, context: Context, limit):
+        outgrown = context.length - state.dropped > longest
+        if model.rewind is None:
+            limit = jnp.where(outgrown, 0, limit)
+        elif context.tokens.shape[1] > longest:
+            outgrown &= limit > 0
+            # A branch would copy the cache; a loop of one turn or none writes in place.
+            again = lambda _, state: read_again(params, state, context, outgrown)
+            state = jax.lax.fori_loop(0, jnp.any(outgrown).astype(jnp.int32), again, state)
+        return drafter.propose(params, keys, state, context, limit)
+
+    def read_again(params, state: State, context: Context, rows: Array) -> State:
+        """With the text cut down and read anew for `rows` bool[B]."""
+        short = shorten(context)
+        held = jnp.maximum(short.length - LAG, 0)
+        cache = model.rewound(state.cache, jnp.where(rows, 0, state.held))
+        cache = prefill(model, params, cache, short.tokens, jnp.where(rows, held, 0))
+        dropped = jnp.where(rows, context.length - short.length, state.dropped)
+        return State(cache, jnp.where(rows, held, state.held), dropped)
 
     return drafter.replace(propose=propose)
 

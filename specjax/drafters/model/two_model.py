@@ -5,7 +5,8 @@ Chen et al.: Accelerating Large Language Model Decoding with Speculative Samplin
 
 Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p; a `specjax.trees` builder says how
 many of them, and where. One pass of the draft model per level; the nodes share one key/value cache. Where no row drafts
-on, at its limit or by a `stop` rule, the remaining passes do not run; the first, which keeps the cache, always does.
+on, at its limit or by a `stop` rule, the remaining passes do not run. In a round in which no row drafts none does; what
+the cache lacks then is fed before the next draft.
 Guarantee: distribution (verified with the q that was sampled).
 """
 
@@ -15,28 +16,34 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from specjax import buffers, trees
 from specjax.engine.prefill import prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.trees import Builder, Stop
+from specjax.trees import Builder, Stop, operations
 from specjax.trees.contracts import Frontier
-from specjax.types import Array, Context, Drafter, Model, PyTree, Target
+from specjax.types import Array, Context, Drafter, Model, PyTree, Target, TokenTree
+
+CATCH_UP = 16
+"""Tokens per pass of those that were decoded while nothing was drafted."""
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """The draft model's memory between two rounds."""
 
-    cache: PyTree  # of all but the last `lag` tokens of the text
+    cache: PyTree  # of all but the last `lag` tokens of the text; of fewer while nothing is drafted
+    held: Array  # int32[B], how many these are
     dropped: Array  # int32[B], tokens of the prompt that it does not see
 
 
 class _Drafted(NamedTuple):
     """Within a round: what the draft model was fed, until it is known what of it to keep."""
 
-    state: _State
+    state: State
+    is_fed: Array  # bool[], whether anything was
     pending: PyTree  # of the last `lag` tokens of the text, then of the tree's inner nodes
     places: Array  # int32[B, N], of the tree's nodes, from `trees.Grown`
     length: Array  # int32[B], of the text as the draft model sees it
@@ -56,7 +63,7 @@ def two_model(
     Args:
       stop: when to draft no further, one of `trees.stops`.
       lag: how many of the last tokens are fed anew in each round. After full acceptance the cache lacks 2; one that is
-        the inner drafter of `hierarchical` may lack 4.
+        the inner drafter of `hierarchical` may lack 4, and with less than that feeds them in a pass of its own.
       keep_logits: hand the draft's distributions on in greedy and coupled decoding too, to a controller that reads
         them.
 
@@ -95,12 +102,23 @@ def functions(
         batch, buffer = seen.tokens.shape
         cache = model.begin(params, model.reads(seen.inputs), batch, buffer + slots)
         cache = prefill(model, params, cache, seen.tokens, start(seen.length))
-        return _State(cache, context.length - seen.length)
+        return State(cache, start(seen.length), context.length - seen.length)
 
-    def propose(params, keys, state: _State, context: Context, limit):
-        cache, length = state.cache, context.length - state.dropped
+    def propose(params, keys, state: State, context: Context, limit):
+        length, is_drafting = context.length - state.dropped, jnp.any(limit > 0)
+        cache, held = state.cache, jnp.minimum(state.held, start(length))
         if model.rewind is not None:  # as inner drafter of `hierarchical` it has seen drafts that were taken back
-            cache = model.rewind(cache, start(length))
+            cache = model.rewind(cache, held)
+        wanted = jnp.where(is_drafting, start(length), held)
+        cache = caught_up(model, params, cache, context, state.dropped, held, wanted)
+        draft = jax.jit(functools.partial(grown_tree, params, keys, cache, length, context, limit))  # traced once
+        shapes = draft.eval_shape()
+        tree, pending, places = jax.lax.cond(is_drafting, draft, functools.partial(_nothing, context.root, shapes))
+        drafted = _Drafted(State(cache, wanted, state.dropped), is_drafting, pending, places, length)
+        return tree, drafted
+
+    def grown_tree(params, keys, cache, length, context: Context, limit) -> tuple[TokenTree, PyTree, Array]:
+        """The tree, what is pending and the `places` of the nodes."""
         logits, pending = feed_last(model, params, cache, context, length, lag)
         before_root = _real(length, lag)[:, None, :-1]
 
@@ -114,9 +132,9 @@ def functions(
 
         pending = model.widen(pending, slots)
         grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], logits, keys, context, limit)
-        return grown.tree, _Drafted(_State(cache, state.dropped), pending, grown.places, length)
+        return grown.tree, pending, grown.places
 
-    def update(params, drafted: _Drafted, seen, verdict) -> _State:
+    def update(params, drafted: _Drafted, seen, verdict) -> State:
         """Commit what was accepted."""
         nodes = jnp.pad(verdict.path, ((0, 0), (0, longest)))[:, :longest]
         place = lag - 1 + take_along(drafted.places, jnp.maximum(nodes, 0), 1)  # the root stands at lag - 1
@@ -126,8 +144,10 @@ def functions(
         path = take_along(fed, jnp.minimum(skip + jnp.arange(longest), fed.shape[1] - 1), 1)
         # What the next round does not feed anew; the deepest node may never have been fed, and is behind that.
         accepted = start(drafted.length + verdict.num_nodes) - start(drafted.length)
-        path = jnp.clip(path, 0, slots - 1)
-        return drafted.state._replace(cache=model.commit(drafted.state.cache, drafted.pending, path, accepted))
+        accepted = jnp.where(drafted.is_fed, accepted, 0)
+        cache, held, dropped = drafted.state
+        cache = model.commit(cache, drafted.pending, jnp.clip(path, 0, slots - 1), accepted)
+        return State(cache, held + accepted, dropped)
 
     return Drafter(
         init=init,
@@ -140,6 +160,36 @@ def functions(
         rewinds=model.rewind is not None,
         widths=builder.widths,
     )
+
+
+def caught_up(
+    model: Model, params: PyTree, cache: PyTree, context: Context, dropped: Array, held: Array, wanted: Array
+) -> PyTree:
+    """The cache of `held` int32[B] tokens with those up to `wanted` int32[B]; no pass runs where it holds them all.
+
+    dropped: int32[B], how many tokens of the text are before the first that this model counts.
+    """
+    offset = jnp.arange(CATCH_UP)
+    path = jnp.broadcast_to(offset, (held.shape[0], CATCH_UP))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((CATCH_UP, CATCH_UP), bool)), (*path.shape, CATCH_UP))
+
+    def feed(carry):
+        cache, held = carry
+        positions = held[:, None] + offset
+        place = jnp.minimum(positions + dropped[:, None], context.tokens.shape[1] - 1)
+        tokens = take_along(context.tokens, place, 1)
+        _, pending = model.forward(params, tokens, cache, positions=positions, mask=mask)
+        count = jnp.clip(wanted - held, 0, CATCH_UP)
+        return model.commit(cache, pending, path, count), held + count
+
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < wanted), feed, (cache, held))[0]
+
+
+def _nothing(root: Array, shapes: tuple[TokenTree, PyTree, Array]) -> tuple[TokenTree, PyTree, Array]:
+    """What a round leaves that drafts nothing: the root int32[B, 1] alone, and zeros."""
+    tree, pending, places = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    alone = operations.pad_nodes(operations.chain(root, jnp.ones_like(root, bool)), tree.tokens.shape[1])
+    return alone._replace(logits=tree.logits), pending, places
 
 
 def feed_last(

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from specjax import sampling
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
+from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain
 from specjax.types import Array, Context, Drafter, Output, Sampling, TokenTree, Verdict
 
@@ -133,6 +134,7 @@ def jacobi(
         num_nodes=window + 1,
         max_depth=window,
         draws="chain",
+        widths=narrower(range(1, window + 2)),
     )
 
 

@@ -8,10 +8,11 @@ with token t is M[t, r]. After each pass every node i of the tree, accepted or n
 M[token_i] <- top-k of logits_i.
 Guarantee: distribution (a point-mass tree).
 Deviations: one matrix per row, so that a row does not depend on its batch; unknown successors are left out of the tree
-instead of drafted as token 0. Where a token occurs twice in a tree, accepted nodes win, then shallower ones, then
-earlier ones. The authors keep one matrix for all requests: `DecodeResult.drafter` holds it for the next call; of
-several rows the first that learnt something about a token counts. `read_prompt` fills the matrix from the prompt's
-outputs too, which the authors do not.
+instead of drafted as token 0. Of larger vocabularies a matrix holds no more than SLOTS tokens, for it to be small
+enough for each row: of tokens that are equal modulo SLOTS the latest. Where two tokens of a tree are, accepted nodes
+win, then shallower ones, then earlier ones. The authors keep one matrix for all requests: `DecodeResult.drafter` holds
+it for the next call; of several rows the first that learnt something counts. `read_prompt` fills the matrix from the
+prompt's outputs too, which the authors do not.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from specjax.trees.templates import Template
 from specjax.types import Array, Context, Drafter, TokenTree
 
 RANKS = 8
+SLOTS = 1 << 15
+"""Most tokens that a matrix has room for. One matrix for all rows would take less; but of eight texts of SmolLM2, each
+from another Spec-Bench task, it then took 410 passes, not 390: what the others wrote last suits a text less."""
 
 # Number of children of each rank path, from the authors' code: 80 nodes at depths 8/21/25/15/8/3.
 _CHILDREN = {
@@ -76,10 +80,33 @@ ACCEPTED_RANKS = (0.506, 0.095, 0.044, 0.026, 0.020, 0.019, 0.013, 0.013)
 
 
 class Recycled(NamedTuple):
-    """The matrix M, best first. As parameters without the axis B: what an earlier call learnt."""
+    """The matrix M: slot t mod K is that of token t. As parameters without the axis B: what an earlier call learnt.
 
-    tokens: Array  # int32[B, V, 8], -1 where unknown
-    log_p: Array | None  # float32[B, V, 8], of these tokens when they were seen; None: not kept
+    The slots come last, for TPUs fill the last axis of an array up to 128.
+    """
+
+    owner: Array  # int32[B, K], the token whose successors the slot has; -1: none
+    tokens: Array  # int32[B, 8, K], best first; -1 where unknown
+    log_p: Array | None  # float32[B, 8, K], of these tokens when they were seen; None: not kept
+
+    def slot(self, token: Array) -> Array:
+        """Where token int32[B, n] is, or would be."""
+        return token % self.owner.shape[-1]
+
+    def after(self, token: Array, rank: np.ndarray) -> tuple[Array, Array | None]:
+        """The successors of token int32[B, n] and their log p: of one rank each, int[n], or of several, int[1, r]:
+        int32[B, n] or [B, n, r], -1 where they are not known."""
+        token = token.reshape(*token.shape, *[1] * (rank.ndim - 1))
+        row, slot = np.arange(len(token)).reshape(-1, *[1] * rank.ndim), self.slot(token)
+        log_p = None if self.log_p is None else at(self.log_p, row, rank, slot)
+        return jnp.where(at(self.owner, row, slot) == token, at(self.tokens, row, rank, slot), -1), log_p
+
+
+class Best(NamedTuple):
+    """The likeliest successors of nodes."""
+
+    tokens: Array  # int32[B, N, 8], -1 where there are no more
+    log_p: Array | None  # float32[B, N, 8]
 
 
 class Seen(NamedTuple):
@@ -87,8 +114,8 @@ class Seen(NamedTuple):
 
     tokens: Array  # int32[B, N], the rows of M to write
     valid: Array  # bool[B, N]
-    order: Array  # int32[B, N], of equal tokens the lowest wins
-    best: Recycled  # [B, N, 8]
+    order: Array  # int32[B, N], of tokens of one slot the lowest wins
+    best: Best
 
 
 @functools.cache
@@ -106,7 +133,7 @@ def token_recycling(
       read_prompt: learn from the target's outputs for the prompt: a head and a top-k for each of its tokens.
       keep_chances: keep the tokens' log-probabilities too, for drafters that weigh nodes.
 
-    State: `Recycled`, 32 bytes per token of the vocabulary and row, 64 with chances.
+    State: `Recycled`, 36 bytes per row and token of the vocabulary, 68 with chances, and at most 1.2 or 2.2 MB per row.
     Raises: UsageError for a budget outside 1 ... 80 or a rank above 7.
     """
     if tree is None and not 1 <= num_nodes <= 80:
@@ -119,9 +146,10 @@ def token_recycling(
         batch = context.tokens.shape[0]
         if params:
             return jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), params)
-        shape = (batch, vocab_size, RANKS)
+        slots = min(vocab_size, SLOTS)
+        shape = (batch, RANKS, slots)
         chances = jnp.full(shape, -jnp.inf, jnp.float32) if keep_chances else None
-        return Recycled(jnp.full(shape, -1, jnp.int32), chances)
+        return Recycled(jnp.full((batch, slots), -1, jnp.int32), jnp.full(shape, -1, jnp.int32), chances)
 
     def propose(params, keys, matrix: Recycled, context, limit):
         return compact(recycled_tree(template, matrix, context, limit)), matrix
@@ -159,40 +187,49 @@ def token_recycling(
 def recycled_tree(template: Template, matrix: Recycled, context: Context, limit: Array) -> TokenTree:
     """The template below the end of the text; valid are its known nodes no deeper than `limit` int32[B]."""
     level = context.root  # tokens; -1: not known
-    row, tokens = np.arange(len(level))[:, None], [level]
+    tokens = [level]
     for place, ranks in template.below_root():
         parent = level[:, place]
-        level = jnp.where(parent >= 0, at(matrix.tokens, row, jnp.maximum(parent, 0), ranks), -1)
+        level = jnp.where(parent >= 0, matrix.after(jnp.maximum(parent, 0), ranks)[0], -1)
         tokens.append(level)
     return template.filled(tokens, limit)
 
 
-def best_tokens(logits: Array, keep_chances: bool) -> Recycled:
-    """The best tokens of each row of logits [B, N, V]: [B, N, 8]; -1 where there are no more that can follow."""
+def best_tokens(logits: Array, keep_chances: bool) -> Best:
+    """The best tokens of each row of logits [B, N, V]; -1 where there are no more that can follow."""
     kept = min(RANKS, logits.shape[-1])
     best, score = likeliest(logits, kept) if keep_chances else gumbel_topk(None, logits, kept)
     filled = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, RANKS - kept)), constant_values=value)
     best = filled(jnp.where(score > -jnp.inf, best, -1), -1)
-    return Recycled(best, filled(score, -jnp.inf) if keep_chances else None)
+    return Best(best, filled(score, -jnp.inf) if keep_chances else None)
 
 
-def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Recycled) -> Recycled:
-    """Write `best` [B, N, 8] to the rows of `tokens` int32[B, N]; of equal tokens the one of lowest order wins.
+def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Best) -> Recycled:
+    """Write `best` to the slots of `tokens` int32[B, N]; of tokens of one slot the one of lowest order wins.
 
     The winner is chosen beforehand: of several writes to one place none is defined to be the last.
     """
     batch, n = tokens.shape
-    place = jnp.broadcast_to(order, (batch, n))
-    same = (tokens[:, :, None] == tokens[:, None, :]) & valid[:, None, :]
+    place, slot = jnp.broadcast_to(order, (batch, n)), matrix.slot(tokens)
+    same = (slot[:, :, None] == slot[:, None, :]) & valid[:, None, :]
     beaten = jnp.any(same & (place[:, None, :] < place[:, :, None]), 2)
-    target = jnp.where(valid & ~beaten, tokens, matrix.tokens.shape[1])
+    target = jnp.where(valid & ~beaten, slot, matrix.owner.shape[1])
     rows = np.arange(batch)[:, None]
-    return jax.tree.map(lambda old, new: old.at[rows, target].set(new, mode="drop"), matrix, best)
+    write = lambda old, new: old.at[rows, :, target].set(new, mode="drop")
+    written = jax.tree.map(write, Best(matrix.tokens, matrix.log_p), best)
+    return Recycled(matrix.owner.at[rows, target].set(tokens, mode="drop"), *written)
 
 
 def _first_that_learnt(params, matrix: Recycled) -> Recycled:
-    """One matrix out of those of the rows [B, V, 8]."""
-    before = params.tokens if params else -1
-    learnt = jnp.any(matrix.tokens != before, 2)  # [B, V]
-    row = jnp.argmax(learnt, 0)  # 0 where none did: all rows hold what was there before
-    return jax.tree.map(lambda x: take_along(x, row[None, :, None], 0)[0], matrix)
+    """One matrix out of those of the rows; slots of which none learnt anything are as they were before.
+
+    Rows may have begun earlier than that, from less: where they know nothing, they have not unlearnt it.
+    """
+    before, tokens = (params.owner, params.tokens) if params else (-1, -1)
+    learnt = (matrix.owner >= 0) & ((matrix.owner != before) | jnp.any(matrix.tokens != tokens, 1))  # [B, K]
+    row = jnp.argmax(learnt, 0)
+    take = lambda x: take_along(x, row.reshape(1, *[1] * (x.ndim - 2), -1), 0)[0]
+    found = jax.tree.map(take, matrix)
+    if not params:
+        return found
+    return jax.tree.map(lambda new, old: jnp.where(jnp.any(learnt, 0), new, old), found, params)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.contracts import Builder, Level, Parents
+from specjax.trees.contracts import Builder, Level, Parents, narrower
 from specjax.types import Array
 
 
@@ -61,6 +61,7 @@ def beam(width: int, depth: int) -> Builder:
         frontier=width,
         levels=depth,
         draws="chain" if width == 1 else "without_replacement",
+        widths=narrower(range(1, nodes + 1, width)),
     )
 
 

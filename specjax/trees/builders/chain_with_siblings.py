@@ -50,5 +50,5 @@ def chain_with_siblings(num_tokens: int = 25) -> Builder:
         frontier=1,
         levels=num_tokens,
         draws="without_replacement",
-        widths=tuple(w for w in (16, 32, 64) if w < nodes),
+        widths=tuple(w for w in (1, 16, 32, 64) if w < nodes),
     )

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.trees.contracts import Builder, Level, Parents
-from specjax.trees.growing import valid_first
+from specjax.trees.contracts import Builder, Level, Parents, narrower
 from specjax.types import Array
 
 
@@ -62,7 +61,7 @@ def dyspec(*, threshold: float = 1 / 64, width: int = 16, depth: int = 8, childr
     return Builder(
         init=lambda batch: jnp.ones((batch, width)),
         expand=expand,
-        finish=lambda state, parents, valid: valid_first(jnp.broadcast_to(jnp.arange(nodes), valid.shape), valid),
+        finish=lambda state, parents, valid: jnp.broadcast_to(jnp.arange(nodes), valid.shape),
         num_nodes=nodes,
         max_depth=depth,
         width=width,
@@ -150,5 +149,6 @@ def dyspec_fixed(num_tokens: int, *, children: int = 16) -> Builder:
         frontier=1,
         levels=num_tokens,
         draws="chain" if num_tokens == 1 else "without_replacement",
+        widths=narrower(range(1, n + 1)),
         is_open=lambda state: jnp.any(next_draws(state)[2] > 0, 1),
     )

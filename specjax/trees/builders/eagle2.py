@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.trees.contracts import Builder, Level, Parents
+from specjax.trees.contracts import Builder, Level, Parents, narrower
 
 
 @functools.cache
@@ -59,5 +59,6 @@ def eagle2(*, top_k: int = 10, depth: int = 8, total: int = 59) -> Builder:
         frontier=top_k if depth > 1 else 1,
         levels=depth,
         draws="point_mass",
+        widths=narrower(range(1, total + 2)),
         warped=False,
     )

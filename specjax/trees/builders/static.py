@@ -16,7 +16,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.contracts import Builder, Level, Parents, Stop, with_stop
+from specjax.trees.contracts import Builder, Level, Parents, Stop, narrower, with_stop
 from specjax.trees.templates import Template, branching_paths
 from specjax.types import Array
 
@@ -86,6 +86,7 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
         frontier=shape.feed.shape[1],
         levels=template.max_depth,
         draws="chain" if is_chain and draws != "point_mass" else draws,
+        widths=narrower([end for _, end in template.levels]),
     )
 
 

@@ -89,7 +89,7 @@ def test_while_it_rests_it_learns_from_every_fourth_step():
     for rest in range(REST + 1):
         resting = state._replace(record=state.record._replace(rest=jnp.int32(rest)))
         seen = drafter.observe((), resting, context, tree, verdict, output)
-        learnt.append(int(drafter.update((), resting, seen, verdict).matrix.tokens[0, 3, 0]))
+        learnt.append(int(drafter.update((), resting, seen, verdict).matrix.tokens[0, 0, 3]))
     assert learnt == [-1 if rest % LEARN else 4 for rest in range(REST + 1)]
 
 

@@ -20,6 +20,7 @@ from specjax.types import Context
 WINDOW = 6
 PROMPTS = [[7, 1, 2, 3], [9, 9, 4]]
 START = jnp.array([4, 3])
+LIMIT = jnp.array([9, 9])
 LENGTH = START + 8
 
 
@@ -107,7 +108,7 @@ def test_the_search_is_monotone_and_reaches_the_best_set():
     best = scores.max(0)
     assert len(sets) == 28
     assert (np.mean(scores == best, 0) < 0.5).all()  # most sets are worse
-    run = jax.jit(lambda state: search_once(here, state, own))
+    run = jax.jit(lambda state: search_once(here, state, own, LIMIT))
     state = empty(here)
     for trial in range(60):
         before, state = state, run(state)
@@ -119,9 +120,11 @@ def test_the_search_is_monotone_and_reaches_the_best_set():
 
 
 def test_the_search_waits_for_enough_text_and_ends():
-    run = lambda here, state: search_once(here, state, context())
+    run = lambda here, state: search_once(here, state, context(), LIMIT)
     waiting = empty(search(), jnp.array([6, 4]))  # 6 and 7 tokens are there: not more than 6, and more
     assert run(search(), waiting).trials.tolist() == [0, 1]
+    resting = search_once(search(), waiting, context(), jnp.array([9, 0]))  # the second row drafts nothing
+    assert resting.trials.tolist() == [0, 0]
     spent = empty(search())._replace(
         hits=jnp.array([WINDOW, 0]), trials=jnp.array([3, 3]), failures=jnp.array([0, 2])
     )  # fmt: skip

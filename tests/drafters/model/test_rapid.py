@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import compiled, tiny_llama
+from toy import compiled, markov, tiny_llama
 
 from specjax import UsageError, decode
 from specjax.drafters import rapid
 from specjax.drafters.model.rapid import retrieve
-from specjax.types import Context, Verdict
+from specjax.types import Context, Target, Verdict
 
 SMALL = {"budget": 12, "chunk": 4, "query": 3}
 
@@ -107,14 +107,46 @@ def test_a_prompt_within_the_budget_is_read_whole():
     assert short.stats.target_passes.tolist() > [3]
 
 
-def test_a_row_that_outgrows_the_cache_is_drafted_for_no_longer():
-    """Its text goes on, past the slots that its cache has; the other row is drafted for as long as it fits."""
-    prompts = [list(range(12)), [1]]
-    drafter = rapid(tiny_llama(), 3, max_new_tokens=20, **SMALL)
-    result = decode(tiny_llama(), drafter, prompts, key=jax.random.key(0), max_new_tokens=280)
-    assert result.lengths.tolist() == [280, 280]
-    drafted = result.stats.drafted.tolist()
-    assert 15 <= drafted[0] <= 20 and 24 <= drafted[1] <= 31
+def forgetful(target):
+    """The same model, but it cannot rewind."""
+    return Target(target.model._replace(rewind=None), target.params)
+
+
+def test_a_row_that_outgrows_the_cache_is_read_again():
+    """Of a text from one sentence alone no chunk matters: the draft, which is the target, is right to its end."""
+    rows = np.full((9, 9), 1e-6, np.float32)
+    rows[np.arange(9), (np.arange(9) + 1) % 9] = 1.0
+    run = lambda draft: decode(
+        markov(rows), rapid(draft, 3, max_new_tokens=20, **SMALL), [[*range(9)] * 3, [1]], key=jax.random.key(0),
+        max_new_tokens=280,
+    )  # fmt: skip
+    result = run(markov(rows))
+    assert result.lengths.tolist() == [280, 280] and result.stats.target_passes.tolist() == [70, 70]
+    drafted = run(forgetful(markov(rows))).stats.drafted.tolist()
+    assert 15 <= drafted[0] <= 30 and 24 <= drafted[1] <= 40  # while it fits
+
+
+def test_what_is_read_again_is_the_short_text():
+    """Drafts behind the limit are those of a fresh pass over what `retrieve` leaves; the other row keeps its cache."""
+    target, prompts = tiny_llama(seed=3), [np.arange(70) * 7 % 64, np.arange(50) * 5 % 64]
+    drafter = compiled(rapid(target, 3, max_new_tokens=20, **SMALL))
+    texts, short = [list(map(int, p)) for p in prompts], [reference(list(map(int, p)), **SMALL) for p in prompts]
+    buffer = lambda rows, size: jnp.asarray([[*row, *[0] * (size - len(row))] for row in rows], jnp.int32)
+    context = lambda: Context(buffer(texts, 300), jnp.array([len(row) for row in texts]))
+    state = drafter.init(drafter.params, context())
+    new = (np.random.default_rng(0).integers(64, size=24).tolist(), [9])  # decoded without a draft
+    for text, row, tokens in zip(texts, short, new, strict=True):
+        text += tokens
+        row += tokens
+    assert len(short[0]) > 12 + 20
+    short[0] = reference(texts[0], **SMALL)
+    tree, state = drafter.propose(drafter.params, None, state, context(), jnp.full(2, 3))
+    assert state.state.dropped.tolist() == [len(t) - len(s) for t, s in zip(texts, short, strict=True)]
+    drafted = np.asarray(tree.tokens)
+    for depth in range(1, 4):
+        grown = [row + d[1:depth].tolist() for row, d in zip(short, drafted, strict=True)]
+        logits = last_logits(target, buffer(grown, 32), jnp.array([len(row) for row in grown]))
+        np.testing.assert_array_equal(drafted[:, depth], logits.argmax(-1))
 
 
 def test_bad_settings():
