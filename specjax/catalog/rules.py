@@ -20,7 +20,7 @@ from specjax.verifiers import (
 _SAMPLE = "draw the target's own tokens instead of taking the likeliest"
 
 PARAMETERS: dict[str, tuple[Callable[..., Verifier], tuple[Option, ...]]] = {
-    "multipath_block": (multipath_block, (Option("paths", int, REQUIRED, "independent chains of the draft"),)),
+    "multipath_block": (multipath_block, (Option("paths", int, None, "of the independent chains the first so many are read; default: all"),)),
     "typical": (
         typical,
         (

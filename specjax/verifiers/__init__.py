@@ -63,7 +63,7 @@ VERIFIERS: dict[str, Verifier] = {
         recursive_rejection,
         specinfer,
         spectr,
-        multipath_block(2),
+        multipath_block(),
         greedy_multi_draft,
         traversal,
         sequoia,

@@ -41,15 +41,19 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
         log_w, tau, log_w_tau = carry
         log_w = jnp.minimum(0.0, log_w + ratio[:, i - 1])
         w, z = jnp.exp(log_w), jnp.sum(mass(jnp.full((batch,), i), log_w), -1)
-        z = jnp.where(valid[:, i], z, w)  # at the end h = w, exactly
-        h = jnp.where(valid[:, i], jnp.where(z + 1 - w > 0, z / jnp.where(z + 1 - w > 0, z + 1 - w, 1.0), 1.0), w)
-        better = valid[:, i - 1] & (u[:, i] < h)
+        better = valid[:, i - 1] & (u[:, i] < chance(z, w, valid[:, i]))
         return log_w, jnp.where(better, i, tau), jnp.where(better, log_w, log_w_tau)
 
     zero = jnp.zeros((batch,))
     start = (zero, zero.astype(jnp.int32), zero)
     _, tau, log_w = jax.lax.fori_loop(1, n, body, start) if n > 1 else start
     return Accepted(chain_path(tau + 1, n), tau + 1, normalise(mass(tau, log_w), distribution(target_logits, tau)))
+
+
+def chance(z: Array, w: Array, drafted: Array) -> Array:
+    """h_i [B] of Z_i and w_i [B]; where nothing was `drafted` behind the node it is w_i, exactly."""
+    whole = z + 1 - w
+    return jnp.where(drafted, jnp.where(whole > 0, z / jnp.where(whole > 0, whole, 1.0), 1.0), w)
 
 
 block = Verifier(

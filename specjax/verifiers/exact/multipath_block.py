@@ -7,62 +7,98 @@ paths. With F_t = sum of q up to t in this order and rho = 1 at the root, the to
   distribution q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i},
 then rho <- rho q(t) / (1 - rho + rho F_t). Run block verification on that path with q' for q.
 Guarantee: distribution, because the order is strict. More paths can be worse: the choice skews q'.
-F_t needs the vocabulary sorted, once per drafted depth of the chosen path (the loop that picks the path does not sort).
-A threshold search gives F_t for single tokens, but block verification sums [w p - q']+ over all of them.
+Paths may end early, by the limit of a round or a stop rule, as long as the text above decides it: then paths that agree
+end together, and the largest is that of a smaller tree of texts. So nothing is assumed of the number of nodes.
+F_t needs the vocabulary sorted, once per drafted depth of the chosen path. A threshold search gives F_t for single
+tokens, but block verification sums [w p - q']+ over all of them.
 Deviation: the recursion in rho is that of the card, equal to the paper's and without underflow.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.trees.operations import chain
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import children_of
-from specjax.verifiers.exact.block import core as verify_block
-from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, with_keys
+from specjax.verifiers.exact.block import chance
+from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys
 
 
-def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int) -> Accepted:
-    """The rule with its uniforms given; `tree` holds `paths` chains below the root, level by level."""
+class _State(NamedTuple):
+    going: Array  # bool[B], the chosen path has a node of this depth
+    depth: Array  # int32[]
+    context: Array  # bool[B, N], the nodes of this depth that spell the chosen path
+    node: Array  # int32[B], the first of them
+    rho: Array  # float32[B]
+    log_w: Array  # float32[B]
+    path: Array  # int32[B, N], the chosen one so far
+    num_nodes: Array  # int32[B], of it that are accepted so far
+    residual: Array  # float32[B, V], behind these
+
+
+def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int | None = None) -> Accepted:
+    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used), on the first `paths` chains below the root,
+    all if None.
+    """
     batch, n = tree.tokens.shape
-    depth, left_over = divmod(n - 1, paths)
-    if left_over:
-        raise UsageError(
-            f"multipath_block for {paths} paths was given {n - 1} drafted nodes, which are no {paths} chains of one "
-            "length; give it as many paths as the tree has, multipath_block(paths)"
-        )
-    logits = need_logits(tree)
-    index = jnp.arange(n)
+    logits, index = need_logits(tree), jnp.arange(n)
+    tree = _first_chains(tree, n if paths is None else paths)
+    k = jnp.sum(tree.valid & (tree.parents == 0), 1)
+    at = lambda row, i: jnp.take_along_axis(row, i[:, None], 1)[:, 0]
 
-    def pick(carry, level):
-        """The largest drafted token below the context, and the context it leads to."""
-        context, node = carry
-        children = children_of(context, tree)
-        rank = _order(distribution(target_logits, node), distribution(logits, node))  # float32[B, V]
-        rank = jnp.where(children, jnp.take_along_axis(rank, tree.tokens, 1), -jnp.inf)
-        best = jnp.max(rank, 1, keepdims=True)
-        token = jnp.max(jnp.where(children & (rank == best), tree.tokens, -1), 1)  # ties: the larger id is larger
+    def body(s: _State) -> _State:
+        children = children_of(s.context, tree)
+        drafted = s.going & jnp.any(children, 1)
+        p, q = distribution(target_logits, s.node), distribution(logits, s.node)
+        order = _order(p, q)
+        skewed, up_to = jax.lax.cond(jnp.any(drafted), lambda: _skew(order, q, s.rho, k), lambda: (q, q))
+        w = jnp.exp(s.log_w)
+        rest = jnp.maximum(w[:, None] * p - jnp.where(drafted[:, None], skewed, 0.0), 0.0)
+        tested = (s.depth == 0) | (at(u, s.node) < chance(jnp.sum(rest, -1), w, drafted))
+        better = s.going & tested
+        # The largest drafted token below the context, and the context it leads to.
+        rank = jnp.where(children, jnp.take_along_axis(order, tree.tokens, 1), -jnp.inf)
+        is_best = children & (rank == jnp.max(rank, 1, keepdims=True))
+        token = jnp.max(jnp.where(is_best, tree.tokens, 0), 1)  # ties: the larger id is larger
         context = children & (tree.tokens == token[:, None])
-        node = jnp.where(token >= 0, jnp.argmax(context, 1), node).astype(jnp.int32)
-        return (context, node), (node, token >= 0)
+        node = jnp.where(drafted, jnp.argmax(context, 1), s.node).astype(jnp.int32)
+        reach = 1 - s.rho + s.rho * at(up_to, token)
+        has_mass = (at(p, token) > 0) & (at(skewed, token) > 0)
+        ratio = jnp.where(has_mass, jnp.log(at(p, token)) - jnp.log(at(skewed, token)), -jnp.inf)
+        return _State(
+            going=drafted,
+            depth=s.depth + 1,
+            context=context,
+            node=node,
+            rho=jnp.where(reach > 0, s.rho * at(q, token) / jnp.where(reach > 0, reach, 1.0), 0.0),
+            log_w=jnp.minimum(0.0, s.log_w + ratio),
+            path=jnp.where(drafted[:, None] & (index == s.depth + 1), node[:, None], s.path),
+            num_nodes=jnp.where(better, s.depth + 1, s.num_nodes),
+            residual=jnp.where(better[:, None], normalise(rest, p), s.residual),
+        )
 
-    start = jnp.broadcast_to(index == 0, (batch, n)), jnp.zeros((batch,), jnp.int32)
-    _, (nodes, found) = jax.lax.scan(pick, start, None, length=depth)
-    nodes = jnp.concatenate([start[1][:, None], nodes.T], 1)  # int32[B, L + 1]
-    valid = jnp.concatenate([jnp.ones((batch, 1), bool), found.T], 1)
-    take = lambda x: take_along(x, nodes.reshape(*nodes.shape, *(1,) * (x.ndim - 2)), 1)
-    tokens, drafted = take(tree.tokens), jnp.sum(tree.valid & (tree.parents == 0), 1)
-    skewed = _skew(logits, target_logits, nodes[:, :-1], tokens[:, 1:], drafted)
-    skewed = jnp.pad(skewed, ((0, 0), (0, 1), (0, 0)))  # nothing is drafted below the last node
-    end = verify_block(take(u), chain(tokens, valid, skewed), take(target_logits))
-    chosen = jnp.where(end.path >= 0, nodes, -1)
-    return end._replace(path=jnp.pad(chosen, ((0, 0), (0, n - 1 - depth)), constant_values=-1))
+    zero = jnp.zeros((batch,))
+    root = jnp.broadcast_to(index == 0, (batch, n))
+    start = _State(
+        going=jnp.ones((batch,), bool), depth=jnp.int32(0), context=root, node=zero.astype(jnp.int32), rho=zero + 1,
+        log_w=zero, path=jnp.where(root, 0, -1).astype(jnp.int32), num_nodes=zero.astype(jnp.int32),
+        residual=jnp.zeros((batch, target_logits.shape[-1])),
+    )  # fmt: skip
+    end = jax.lax.while_loop(lambda s: jnp.any(s.going), body, start)
+    return Accepted(jnp.where(index < end.num_nodes[:, None], end.path, -1), end.num_nodes, end.residual)
+
+
+def _first_chains(tree: TokenTree, paths: int) -> TokenTree:
+    """The tree with only the first `paths` children of the root, and one child of every other node."""
+    before = jnp.tril(jnp.ones((tree.tokens.shape[1],) * 2, bool), -1) & tree.valid[:, None, :]
+    elder = jnp.sum((tree.parents[:, :, None] == tree.parents[:, None, :]) & before, 2)
+    return tree._replace(valid=tree.valid & (elder < jnp.where(tree.parents == 0, paths, 1)))
 
 
 def _order(p: Array, q: Array) -> Array:
@@ -70,53 +106,42 @@ def _order(p: Array, q: Array) -> Array:
     return jnp.where((q > 0) & (p > 0), jnp.log(p) - jnp.log(jnp.where(q > 0, q, 1.0)), -jnp.inf)
 
 
-def _skew(draft_logits: Array, target_logits: Array, nodes: Array, following: Array, k: Array) -> Array:
-    """log q' float32[B, L, V] below nodes [B, L] of a path, with logits [B, N, V] and the token after each [B, L].
+def _skew(order: Array, q: Array, rho: Array, k: Array) -> tuple[Array, Array]:
+    """q' and F_t float32[B, V] of a context, whose tokens are ordered by `order` [B, V].
 
     k: int32[B], how many paths were drafted.
     """
-    rows = jnp.arange(nodes.shape[0])[:, None]
+    ranked = jnp.argsort(order, axis=-1, stable=True)  # ties by id
+    total = jnp.minimum(jnp.cumsum(take_along(q, ranked, -1), -1), 1.0)
+    f = jnp.zeros_like(q).at[jnp.arange(len(q))[:, None], ranked].set(total, unique_indices=True)
+    high = 1 - rho[:, None] * (1 - f)
+    low = jnp.maximum(1 - rho[:, None] * (1 - f + q), 0.0)
 
-    def below(node):
-        """q of one depth, and F_t: q summed over the tokens up to t in the strict order."""
-        p, q = distribution(target_logits, node), distribution(draft_logits, node)
-        order = jnp.argsort(_order(p, q), axis=-1, stable=True)  # ties by id
-        total = jnp.minimum(jnp.cumsum(take_along(q, order, -1), -1), 1.0)
-        return q, jnp.zeros_like(q).at[rows, order].set(total, unique_indices=True)
+    def add(i, carry):
+        total, power = carry  # sum_{j<=i} high^j low^{i-j}, high^i
+        power = power * high
+        return jnp.where((i < k)[:, None], total * low + power, total), power
 
-    def body(rho, xs):
-        node, token = xs
-        q, f = below(node)
-        high, low = 1 - rho[:, None] * (1 - f), 1 - rho[:, None] * (1 - f + q)
-        low = jnp.maximum(low, 0.0)
-
-        def add(i, carry):
-            total, power = carry  # sum_{j<=i} high^j low^{i-j}, high^i
-            more = (i < k)[:, None]
-            power = power * high
-            return jnp.where(more, total * low + power, total), power
-
-        total, _ = jax.lax.fori_loop(1, jnp.max(k), add, (jnp.ones_like(q), jnp.ones_like(q)))
-        at = lambda row: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
-        reach = 1 - rho + rho * at(f)
-        return jnp.where(reach > 0, rho * at(q) / jnp.where(reach > 0, reach, 1.0), 0.0), jnp.log(q * total)
-
-    _, skewed = jax.lax.scan(body, jnp.ones(nodes.shape[:1]), (nodes.T, following.T))
-    return jnp.moveaxis(skewed, 0, 1)
+    total, _ = jax.lax.fori_loop(1, jnp.max(k), add, (jnp.ones_like(q), jnp.ones_like(q)))
+    return normalise(q * total, q), f
 
 
 @functools.cache
-def multipath_block(paths: int) -> Verifier:
-    """The rule for drafts of `paths` chains drawn independently, as `trees.independent_paths` makes them.
+def multipath_block(paths: int | None = None) -> Verifier:
+    """The rule for chains drawn independently, as `trees.independent_paths` makes them.
+
+    Of any other tree drawn with replacement it reads the chains of first children, which must be of one length.
+
+    Args: paths: K, of the drafted chains the first so many are read; None: all of them.
 
     Raises: UsageError for less than one path.
     """
-    if paths < 1:
+    if paths is not None and paths < 1:
         raise UsageError(f"paths must be at least 1, not {paths}")
     return Verifier(
-        f"multipath_block({paths})",
+        "multipath_block" if paths is None else f"multipath_block({paths})",
         with_keys(functools.partial(core, paths=paths)),
-        draws=("with_replacement", "chain") if paths == 1 else ("with_replacement",),
+        draws=("chain", "with_replacement"),
         guarantee="distribution",
         summary="picks the best of K independent chains and verifies it as a block",
         paper="Thomas, Pal 2026, arXiv 2602.16961",
