@@ -41,6 +41,7 @@ class Gemma3Config:
     dtype: str = "float32"
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
     cache_lanes: int = 1
+    cache_bits: bool = False
     stacked: bool = False
     name: str = "gemma3"
 

@@ -33,6 +33,7 @@ class LlamaConfig:
     dtype: str = "float32"
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
     cache_lanes: int = 1  # the cache keeps heads filled up to a multiple of these; 128 on TPU
+    cache_bits: bool = False  # the cache keeps bfloat16 as uint16, which XLA on CPU writes in place
     stacked: bool = False  # layers stacked and scanned, not unrolled
     name: str = "llama"
 

@@ -162,7 +162,7 @@ def _model(config: Any, mesh: Mesh) -> Model:
         check_no_inputs(config.name, inputs)
         one = kv.init(
             batch, capacity, 1, wide.num_kv_heads, wide.head_dim, wide.cache_dtype or wide.dtype, False,
-            wide.cache_lanes,
+            wide.cache_lanes, wide.cache_bits,
         ).k[0]  # fmt: skip
         zeros = lambda *leading: jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), one)
         groups = lambda: tuple(zeros(count, parts.group) for _, _, count in middle)
