@@ -72,7 +72,7 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
         capacity = capacity if layout is None else layout.capacity(capacity)
         cache = kv.init(
             batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.cache_dtype or c.dtype, c.stacked,
-            c.cache_lanes,
+            c.cache_lanes, c.cache_bits,
         )  # fmt: skip
         return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 

@@ -41,6 +41,7 @@ class Gemma3Config:
     dtype: str = "float32"
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
     cache_lanes: int = 1
+    cache_bits: bool = False
     stacked: bool = False
     name: str = "gemma3"
 
@@ -50,12 +51,8 @@ class Block(nnx.Module):
 
     def __init__(self, c: Gemma3Config, rngs: nnx.Rngs):
         norm = functools.partial(L.RMSNorm, c.width, c.norm_eps, dtype=c.dtype)
-        self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm = (
-            norm(),
-            norm(),
-            norm(),
-            norm(),
-        )
+        self.attention_norm, self.attention_post_norm = norm(), norm()
+        self.mlp_norm, self.mlp_post_norm = norm(), norm()
         self.attention = L.Attention(
             c.width, c.num_heads, c.num_kv_heads, c.head_dim,
             qk_norm_eps=c.norm_eps, scale=c.query_scale, softcap=c.attention_softcap, dtype=c.dtype, rngs=rngs,
@@ -63,8 +60,8 @@ class Block(nnx.Module):
         gelu = functools.partial(jax.nn.gelu, approximate=True)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, gelu, dtype=c.dtype, rngs=rngs)
 
-    def attend(self, x, step: L.Step, prefix, frequencies, window):
-        attended, new = self.attention(self.attention_norm(x), step, prefix, frequencies, window)
+    def attend(self, x, inputs: L.LayerInputs):
+        attended, new = self.attention(self.attention_norm(x), inputs)
         return self.attention_post_norm(attended), new
 
     def feed(self, x, step: L.Step):
@@ -89,13 +86,8 @@ class Gemma3(nnx.Module):
         full = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         local = L.rope_frequencies(c.head_dim, c.local_rope_base)
         is_global = jnp.array(c.is_global)
-        frequencies = jnp.where(is_global[:, None], full, local)  # [layers, h/2]
-        windows = jnp.where(is_global, GLOBAL, c.window)
-        stream, pending = run_layers(
-            self.layers, self.embedded(tokens, layout), step, cache, (frequencies, windows),
-            lambda block, x, step, prefix, layer: block.attend(x, step, prefix, *layer),
-            lambda block, x, step: block.feed(x, step),
-        )  # fmt: skip
+        reach = L.Reach(jnp.where(is_global[:, None], full, local), jnp.where(is_global, GLOBAL, c.window))
+        stream, pending = run_layers(self.layers, self.embedded(tokens, layout), step, cache, reach)
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -161,7 +162,9 @@ def rope(x: Array, positions: Array, frequencies: Array) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-class Step(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
     """What every layer of one forward pass shares."""
 
     positions: Array  # int32[B, T]
@@ -169,8 +172,10 @@ class Step(NamedTuple):
     mask: Array  # bool[B, T, P + T]
     length: Array  # int32[B]
     earlier: kv.Pending | None
-    layout: Layout | None = None  # of a model that is spread over a mesh
     layers: Sublayers | None = None  # those to run; None: all
+    layout: Layout | None = field(default=None, metadata={"static": True})  # of a model that is spread over a mesh
+
+    replace = replace
 
     def place(self, x: Array, *axes: str | None) -> Array:
         """`x`, laid out over the mesh by these axes of it; as it is without a mesh."""
@@ -191,7 +196,7 @@ def make_step(
 ) -> Step:
     """From the arguments of `forward`."""
     keys = positions if earlier is None else jnp.concatenate([earlier.positions, positions], 1)
-    return Step(positions, keys, mask, cache.length, earlier, layout, layers)
+    return Step(positions, keys, mask, cache.length, earlier, layers, layout)
 
 
 class Prefix(NamedTuple):
@@ -201,6 +206,26 @@ class Prefix(NamedTuple):
     v: Array | Quantized
     layer: Array | None = None  # int32[], which of them
     earlier: tuple[Array | Quantized, ...] = ()  # (k, v) [B, K, P, h]
+
+
+class Reach(NamedTuple):
+    """How attention counts positions, and how far back it sees: of all layers alike, or with a leading layer axis."""
+
+    frequencies: Array  # float32[h / 2], or [layers, h / 2]
+    window: Array | int | None = None  # int32[layers] where layers differ
+
+    def of(self, layer: Array | int) -> Reach:
+        """That of one layer."""
+        return self if self.frequencies.ndim == 1 else _at(self, layer)
+
+
+class LayerInputs(NamedTuple):
+    """What one layer reads besides the stream."""
+
+    step: Step
+    prefix: Prefix
+    reach: Reach
+    runs: Sublayers | None = None  # bool[B] each, what of the layer runs; None: all
 
 
 class Attention(nnx.Module):
@@ -220,8 +245,9 @@ class Attention(nnx.Module):
         self.softcap = softcap
         self.head_dim = head_dim
 
-    def __call__(self, x, step: Step, prefix: Prefix, frequencies, window=None):
+    def __call__(self, x, inputs: LayerInputs):
         """x [B, T, D] -> [B, T, D], (k, v) [B, K, T, h] of the new tokens, as the cache keeps them."""
+        step, prefix, (frequencies, window) = inputs.step, inputs.prefix, inputs.reach
         heads = lambda y: step.place(y.reshape(*y.shape[:2], -1, self.head_dim), "data", None, "heads", None)
         # The barrier keeps what follows out of the products, for which the TPU compiler would cut the weights out of
         # their stack first (Llama 3 8B over four v5e chips, 64 tokens: 90,000 cycles per layer against 46,000).
@@ -276,125 +302,140 @@ def take_turns(x: Array, attended, feed) -> list[Array]:
 
 
 def run_layers(
-    layers, x: Array, step: Step, cache: kv.KVCache, per_layer: PyTree, attend, feed, *, group: int = 1
+    layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, *, group: int = 1
 ) -> tuple[list | Array, kv.Pending]:
-    """Add `attend(block, x, step, Prefix, slice) -> y, (k, v)` and `feed(block, x, step) -> y` to the stream, layer by
-    layer.
+    """Add what each layer's `attend(x, LayerInputs) -> y, (k, v)` and `feed(x, step) -> y` give to the stream, in turn.
 
     Unstacked layers are unrolled; stacked ones are scanned, which compiles in constant time but copies each layer's
     weights out of the stack on CPU (SmolLM2, one token: 54 ms against 44 ms), so CPU keeps them apart.
 
     Args:
-      layers: from `make_layers`. x: [B, T, D]. per_layer: pytree with a leading layer axis.
+      layers: from `make_layers`. x: [B, T, D].
       group: consecutive layers, of those in the middle, whose attention reads one stream, that before the group
         (EasySpec). Not together with `step.layers`.
 
     Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the pending keys and values.
     """
-    if group > 1:
-        return _run_groups(layers, x, step, cache, per_layer, attend, feed, group)
-    earlier = () if step.earlier is None else (step.earlier.k, step.earlier.v)
-    if isinstance(layers, nnx.List):
-        # Under `jit` so that equal layers share one trace: 30 layers in five programs take 2.9 s of CPU time, not 10.3.
-        @functools.partial(jax.jit, static_argnums=0)
-        def run(graphdef, state, runs, x, prefix, slice_):
-            return _run_layer(lambda: nnx.merge(graphdef, state), runs, x, step, prefix, slice_, attend, feed)
+    run = _unrolled if isinstance(layers, nnx.List) else _scanned
+    return run(layers, x, step, cache, reach, group)
 
-        stream, new = [x], []
-        for i, block in enumerate(layers):
-            prefix = Prefix(cache.k[i], cache.v[i], earlier=tuple(x[i] for x in earlier))
-            slice_ = jax.tree.map(lambda leaf, i=i: leaf[i], per_layer)
-            runs = jax.tree.map(lambda leaf, i=i: leaf[:, i], step.layers)
-            x, kv_new = run(*nnx.split(block), runs, x, prefix, slice_)
-            stream.append(x)
-            new.append(kv_new)
-        k, v = zip(*new, strict=True)
-        return stream, kv.Pending(k, v, step.positions, kv.after(x))
 
+class _Weights(NamedTuple):
+    """The parameters of a layer, or of all of them, of which `layer` is cut out where it is needed."""
+
+    graphdef: nnx.GraphDef
+    state: PyTree
+    layer: Array | None = None
+
+    def block(self):
+        return nnx.merge(self.graphdef, self.state if self.layer is None else _at(self.state, self.layer))
+
+
+def _at(tree: PyTree, layer: Array | int, axis: int = 0) -> PyTree:
+    """One layer of arrays that count layers along `axis`."""
+
+    def cut(leaf):
+        if isinstance(layer, int):
+            return jax.lax.index_in_dim(leaf, layer, axis, keepdims=False)
+        return jax.lax.dynamic_index_in_dim(leaf, layer, axis, keepdims=False, allow_negative_indices=False)
+
+    return jax.tree.map(cut, tree)
+
+
+def _unrolled(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, group: int) -> tuple[list, kv.Pending]:
+    earlier = _keys_and_values(step.earlier)
+
+    # Under `jit` so that equal layers share one trace: 30 layers in five programs take 2.9 s of CPU time, not 10.3.
+    @functools.partial(jax.jit, static_argnums=0)
+    def run_layer(graphdef, state, x, inputs):
+        return _run_layer(_Weights(graphdef, state), x, inputs)
+
+    def inputs_of(i: int) -> LayerInputs:
+        prefix = Prefix(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
+        return LayerInputs(step, prefix, reach.of(i), _at(step.layers, i, axis=1))
+
+    stream, new = [x], []
+    for start, size, count in segments(len(layers), group):
+        for first in range(start, start + size * count, size):
+            if size == 1:
+                x, pending = run_layer(*nnx.split(layers[first]), x, inputs_of(first))
+                outputs, pending = [x], [pending]
+            else:
+                members = range(first, first + size)
+                outputs, pending = _run_group([layers[i] for i in members], x, [inputs_of(i) for i in members])
+            x = outputs[-1]
+            stream += outputs
+            new += pending
+    k, v = zip(*new, strict=True)
+    return stream, kv.Pending(k, v, step.positions, kv.after(x))
+
+
+def _scanned(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, group: int) -> tuple[Array, kv.Pending]:
     graphdef, state = nnx.split(layers)
+    earlier = _keys_and_values(step.earlier)
 
-    def body(x, xs):
-        params, layer, earlier, slice_ = xs
+    def inputs_of(layer: Array) -> LayerInputs:
         # The whole cache, not a slice of it: a kernel's operand would be copied out of the stack.
-        prefix = Prefix(cache.k, cache.v, layer, earlier)
-        at = lambda leaf, axis: jax.lax.dynamic_index_in_dim(leaf, layer, axis, keepdims=False)
+        prefix = Prefix(cache.k, cache.v, layer, _at(earlier, layer))
+        return LayerInputs(step, prefix, reach.of(layer), _at(step.layers, layer, axis=1))
 
-        def block():
-            # What may be skipped cuts its weights out of the stack itself; the scan would cut them in any case.
-            own = params if step.layers is None else jax.tree.map(lambda leaf: at(leaf, 0), state)
-            return nnx.merge(graphdef, own)
+    def body(size: int, x: Array, xs):
+        first, own = xs
+        if own is not None:
+            members = [_Weights(graphdef, own)]
+        else:
+            members = [_Weights(graphdef, state, first + i) for i in range(size)]
+        inputs = [inputs_of(first + i) for i in range(size)]
+        if size == 1:
+            x, new = _run_layer(members[0], x, inputs[0])
+            return x, (x[None], jax.tree.map(lambda leaf: leaf[None], new))
+        outputs, new = _run_group([weights.block() for weights in members], x, inputs)
+        return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new))
 
-        runs = jax.tree.map(lambda leaf: at(leaf, 1), step.layers)
-        x, kv_new = _run_layer(block, runs, x, step, prefix, slice_, attend, feed)
-        return x, (x, kv_new)
-
-    sliced = state if step.layers is None else None
-    last, (outputs, (k, v)) = jax.lax.scan(body, x, (sliced, jnp.arange(len(cache.k)), earlier, per_layer))
-    return jnp.concatenate([x[None], outputs[:-1], last[None]]), kv.Pending(k, v, step.positions, kv.after(last))
-
-
-def _run_layer(block, runs: Sublayers | None, x: Array, step: Step, prefix: Prefix, slice_: PyTree, attend, feed):
-    """One layer, or of it what `runs` bool[B] says: x, (k, v). `block()` gives its module."""
-    if runs is None:
-        module = block()
-        y, new = attend(module, x, step, prefix, slice_)
-        x = x + y
-        return x + feed(module, x, step), new
-
-    def run_if(rows: Array, sublayer, x: Array):
-        def run(x):
-            y, new = sublayer(block(), x)
-            return jnp.where(rows[:, None, None], x + y, x), new
-
-        shapes = jax.eval_shape(run, x)[1]
-        skip = lambda x: (x, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
-        return jax.lax.cond(jnp.any(rows), run, skip, x)
-
-    x, new = run_if(runs.attention, lambda block, x: attend(block, x, step, prefix, slice_), x)
-    x, _ = run_if(runs.mlp, lambda block, x: (feed(block, x, step), ()), x)
-    return x, new
-
-
-def _run_groups(layers, x: Array, step: Step, cache: kv.KVCache, per_layer: PyTree, attend, feed, group: int):
-    """`run_layers` by groups."""
-    earlier = () if step.earlier is None else (step.earlier.k, step.earlier.v)
-    is_stacked = not isinstance(layers, nnx.List)
-    graphdef, state = nnx.split(layers)
-
-    def at(tree: PyTree, layer):
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), tree)
-
-    def layer_of(i):
-        if is_stacked:
-            return nnx.merge(graphdef, at(state, i)), Prefix(cache.k, cache.v, i, at(earlier, i)), at(per_layer, i)
-        prefix = Prefix(cache.k[i], cache.v[i], earlier=tuple(x[i] for x in earlier))
-        return layers[i], prefix, jax.tree.map(lambda leaf: leaf[i], per_layer)
-
-    def run(x, numbers):
-        members = [layer_of(i) for i in numbers]
-        attended, new = zip(*(attend(block, x, step, *rest) for block, *rest in members), strict=True)
-        return take_turns(x, attended, lambda i, x: feed(members[i][0], x, step)), new
-
-    if not is_stacked:
-        stream, new = [x], []
-        for start, size, count in segments(len(layers), group):
-            for first in range(start, start + size * count, size):
-                outputs, kv_new = run(stream[-1], range(first, first + size))
-                stream += outputs
-                new += kv_new
-        k, v = zip(*new, strict=True)
-        return stream, kv.Pending(k, v, step.positions, kv.after(stream[-1]))
-
+    # The scan cuts out the weights, except of what may be skipped, and of groups.
+    cut = state if group == 1 and step.layers is None else None
     flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
     stream, new = [x[None]], []
     for start, size, count in segments(len(cache.k), group):
-
-        def body(x, first, size=size):
-            outputs, kv_new = run(x, [first + i for i in range(size)])
-            return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *kv_new))
-
-        x, (outputs, kv_new) = jax.lax.scan(body, x, start + size * jnp.arange(count))
+        numbers = start + size * jnp.arange(count)
+        x, (outputs, pending) = jax.lax.scan(functools.partial(body, size), x, (numbers, cut))
         stream.append(flat(outputs))
-        new.append(jax.tree.map(flat, kv_new))
+        new.append(jax.tree.map(flat, pending))
+    # The last from what the scan carries: where nobody reads the others, they are not kept.
+    stream[-1] = stream[-1][:-1]
     k, v = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *new)
-    return jnp.concatenate(stream), kv.Pending(k, v, step.positions, kv.after(x))
+    return jnp.concatenate([*stream, x[None]]), kv.Pending(k, v, step.positions, kv.after(x))
+
+
+def _keys_and_values(earlier: kv.Pending | None) -> tuple:
+    return () if earlier is None else (earlier.k, earlier.v)
+
+
+def _run_group(blocks: list, x: Array, inputs: list[LayerInputs]) -> tuple[list[Array], list]:
+    """Layers whose attention reads one stream: the stream after each, and their (k, v)."""
+    attended, new = zip(*map(lambda block, own: block.attend(x, own), blocks, inputs), strict=True)
+    return take_turns(x, attended, lambda i, x: blocks[i].feed(x, inputs[i].step)), list(new)
+
+
+def _run_layer(weights: _Weights, x: Array, inputs: LayerInputs):
+    """One layer, or what `inputs.runs` says of it: the stream after it, and (k, v)."""
+    if inputs.runs is None:
+        block = weights.block()
+        y, new = block.attend(x, inputs)
+        x = x + y
+        return x + block.feed(x, inputs.step), new
+    x, new = _run_if(inputs.runs.attention, lambda x: weights.block().attend(x, inputs), x)
+    x, _ = _run_if(inputs.runs.mlp, lambda x: (weights.block().feed(x, inputs.step), ()), x)
+    return x, new
+
+
+def _run_if(rows: Array, sublayer, x: Array):
+    """x with what `sublayer(x) -> y, new` adds in these rows bool[B], and `new`; it runs if there are any."""
+
+    def run(x):
+        y, new = sublayer(x)
+        return jnp.where(rows[:, None, None], x + y, x), new
+
+    shapes = jax.eval_shape(run, x)[1]
+    skip = lambda x: (x, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+    return jax.lax.cond(jnp.any(rows), run, skip, x)

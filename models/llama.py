@@ -33,6 +33,7 @@ class LlamaConfig:
     dtype: str = "float32"
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
     cache_lanes: int = 1  # the cache keeps heads filled up to a multiple of these; 128 on TPU
+    cache_bits: bool = False  # the cache keeps bfloat16 as uint16, which XLA on CPU writes in place
     stacked: bool = False  # layers stacked and scanned, not unrolled
     name: str = "llama"
 
@@ -49,8 +50,8 @@ class Block(nnx.Module):
         self.mlp_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
 
-    def attend(self, x, step: L.Step, prefix, frequencies, window):
-        return self.attention(self.attention_norm(x), step, prefix, frequencies, window)
+    def attend(self, x, inputs: L.LayerInputs):
+        return self.attention(self.attention_norm(x), inputs)
 
     def feed(self, x, step: L.Step):
         return step.sum(self.mlp(self.mlp_norm(x)), "mlp")
@@ -71,12 +72,8 @@ class Llama(nnx.Module):
         layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
-        frequencies = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
-        stream, pending = run_layers(
-            self.layers, self.embedded(tokens, layout), step, cache, (),
-            lambda block, x, step, prefix, _: block.attend(x, step, prefix, frequencies, c.window),
-            lambda block, x, step: block.feed(x, step),
-        )  # fmt: skip
+        reach = L.Reach(L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling), c.window)
+        stream, pending = run_layers(self.layers, self.embedded(tokens, layout), step, cache, reach)
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 

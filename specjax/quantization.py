@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specjax.types import Array
 
 LEVELS = 127
+BITS = jnp.uint16  # of arrays that hold bfloat16 bit by bit
 
 
 @jax.tree_util.register_dataclass

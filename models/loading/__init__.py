@@ -58,11 +58,11 @@ def load(
         )
     if stacked is None:
         stacked = jax.default_backend() != "cpu"
-    path = resolve(source)
+    path, backend = resolve(source), jax.default_backend()
     with reading(path):
         checkpoint, tokenizer = _read(
-            path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=lanes_of(jax.default_backend()),
-            name=_name(source, path),
+            path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=lanes_of(backend),
+            cache_bits=backend == "cpu", name=_name(source, path),
         )  # fmt: skip
         check(checkpoint)
     try:

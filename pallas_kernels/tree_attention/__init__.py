@@ -9,6 +9,7 @@ import jax
 
 from specjax.pallas_kernels.tree_attention.over_slots import over_slots
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
+from specjax.pallas_kernels.tree_attention.xla import BLOCK_ON_GPU
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as _xla
 
 __all__ = ["over_slots", "tree_attention"]
@@ -24,7 +25,7 @@ def tree_attention(
 
     Args:
       implementation: "xla" runs everywhere, "pallas_tpu" on TPU. None: the TPU kernel where the program is lowered for
-        a TPU and the kernel takes these shapes, else "xla". On GPU that is XLA's own fusion.
+        a TPU and the kernel takes these shapes, else "xla".
 
     Raises: NotImplementedError for another implementation, or for arguments that the one named does not support.
     """
@@ -35,14 +36,15 @@ def tree_attention(
     arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
     static = {"scale": scale, "softcap": softcap, "with_total": with_total}
     on_xla: Callable = functools.partial(_run_xla, **static)
+    on_gpu: Callable = functools.partial(_run_xla, block=BLOCK_ON_GPU, **static)
     on_tpu: Callable = functools.partial(_run_tpu, **static)
     run: Callable
     if implementation == "pallas_tpu":
         run = on_tpu
     elif implementation == "xla" or _tpu().unsupported(q, k, prefix_k):
-        run = on_xla
+        run = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, rocm=on_gpu, default=on_xla)
     else:
-        run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, default=on_xla)
+        run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, cuda=on_gpu, rocm=on_gpu, default=on_xla)
     return _differentiable(run, functools.partial(_run_reference, **static), *arrays)
 
 

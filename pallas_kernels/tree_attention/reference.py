@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.quantization import Quantized
+from specjax.quantization import BITS, Quantized
 
 NEG = -1e30
 
@@ -23,7 +23,8 @@ def tree_attention(
       k, v: [B, K, M, h], of the tokens outside of the cache, the new ones last (M = T unless a tree grows by levels).
       prefix_k, prefix_v: [B, K, S, h]; slot s holds position s, valid below `length` int32[B]. Or [layers, B, K, S, h],
         of which `layer` counts, so that a stacked cache need not be cut apart. All four may be `Quantized`; then their
-        int8 values are multiplied as they are, and the scales go to the scores and to the weights.
+        int8 values are multiplied as they are, and the scales go to the scores and to the weights. A prefix of uint16
+        holds bfloat16 bit by bit.
       positions: int32[B, T] of the new tokens.
       mask: bool[B, T, M], which of these each new token sees.
       key_positions: int32[B, M]; None if M = T.
@@ -76,7 +77,9 @@ def of_layer(prefix, layer):
 
 def factors(x, dtype):
     """What stands for keys or values x [..., n, h] in a product: an array of `dtype`, and scales [..., 1, n] of it."""
-    return (x.values.astype(dtype), x.scale[..., None, :]) if isinstance(x, Quantized) else (x, None)
+    if isinstance(x, Quantized):
+        return x.values.astype(dtype), x.scale[..., None, :]
+    return (jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == BITS else x), None
 
 
 def masked_scores(q, keys, visible, softcap, products):

@@ -36,17 +36,12 @@ def make_drafter(
 ) -> Drafter:
     """The drafter of a method by name. `options`: those that its row declares, and what else its factory takes.
 
-    Raises: UsageError for an unknown name, a loop of its own, or a missing or mismatched draft model or datastore.
+    Raises: UsageError for an unknown name, a loop of its own, a missing draft model, or a missing or mismatched
+      datastore.
     """
     method = find_drafter(name)
-    if "draft" in method.needs:
-        if draft is None:
-            raise UsageError(f"method {name} needs a draft model; give one with --draft (draft= in Python)")
-        if draft.model.vocab_size != target.model.vocab_size:
-            raise UsageError(
-                f"the draft model has {draft.model.vocab_size} tokens in its vocabulary and the target "
-                f"{target.model.vocab_size}; choose a draft model of the same family"
-            )
+    if "draft" in method.needs and draft is None:
+        raise UsageError(f"method {name} needs a draft model; give one with --draft (draft= in Python)")
     if "fill" in method.needs and "fill" not in options:
         raise UsageError(f"method {name} needs a model of masked blocks; in Python give fill=, params= and mask_token=")
     if "datastore" in method.needs and datastore is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specjax.catalog.options import REQUIRED, Option, read_call, yes_or_no
+from specjax.catalog.options import Option, read_call, yes_or_no
 from specjax.errors import UsageError
 from specjax.verifiers import (
     VERIFIERS,
@@ -20,7 +20,10 @@ from specjax.verifiers import (
 _SAMPLE = "draw the target's own tokens instead of taking the likeliest"
 
 PARAMETERS: dict[str, tuple[Callable[..., Verifier], tuple[Option, ...]]] = {
-    "multipath_block": (multipath_block, (Option("paths", int, None, "of the independent chains the first so many are read; default: all"),)),
+    "multipath_block": (
+        multipath_block,
+        (Option("paths", int, None, "of the independent chains the first so many are read; default: all"),),
+    ),
     "typical": (
         typical,
         (

@@ -122,7 +122,6 @@ def open_session(
         if draft is not None:
             draft_model, other = _load("--draft", draft, chosen, cache_dtype, mesh, over=())  # whole on every device
             _check_vocabularies(tokenizer, other)
-            _check_sizes(model, draft_model)
     return Session(model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype)
 
 
@@ -169,24 +168,16 @@ def _load(flag: str, source: str | None, dtype: str, cache_dtype: str | None, me
 
 
 def _check_vocabularies(tokenizer, other) -> None:
+    """Ids that only one of the two has, such as padding, do not matter: they are never drafted."""
     from specjax.models.loading import first_difference
 
     difference = first_difference(tokenizer, other)
-    if difference is not None:
+    if difference is not None and difference[0] < min(len(tokenizer.vocab), len(other.vocab)):
         index, ours, theirs = difference
         raise UsageError(
             f"--draft: its vocabulary differs from the target's, first at id {index} ({theirs!r} in the draft, "
             f"{ours!r} in the target); choose a draft model of the same family"
         )
-
-
-def _check_sizes(target: Target, draft: Target) -> None:
-    sizes = draft.model.vocab_size, target.model.vocab_size
-    require(
-        sizes[0] == sizes[1],
-        f"--draft: its output has {sizes[0]} ids and the target's {sizes[1]}, so they first differ at id {min(sizes)}; "
-        "choose a draft model of the same family",
-    )
 
 
 def choose_dtype(dtype: str) -> str:

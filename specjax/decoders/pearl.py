@@ -39,6 +39,7 @@ from specjax.engine.statistics import add_round, zero_stats
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
 from specjax.indexing import first_largest
+from specjax.models.vocabulary import beside
 from specjax.sampling import draw, node_keys, row_keys, warp
 from specjax.types import Array, Guarantee, PyTree, Sampling, Target
 
@@ -87,13 +88,13 @@ def pearl(
     A second call with the same shapes compiles nothing, if `num_tokens` is given.
 
     Args:
-      target, draft: models of one vocabulary on disjoint devices: placed by `jax.device_put`, or by `specjax.shard`
+      target, draft: models of one tokenizer on disjoint devices: placed by `jax.device_put`, or by `specjax.shard`
         over meshes of some `devices` each. Over several hosts, each mesh has devices of every host.
       num_tokens: gamma, how many tokens are drafted per step. None: the time of a target pass over that of a draft
         pass, rounded, as measured before the first step; clocks differ, so give it on several hosts.
       The others are those of `specjax.decode`.
 
-    Raises: UsageError for models that share a device, differ in vocabulary or cannot rewind, a setting outside its
+    Raises: UsageError for models that share a device or cannot rewind, a setting outside its
       range, or a text longer than one of the models takes.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target, draft, prompts, key))):
@@ -114,14 +115,9 @@ def pearl(
 
 
 def check_pair(target: Target, draft: Target, num_tokens: int | None) -> None:
-    """Raises: UsageError for a draft of no tokens, models of different vocabularies, or one that cannot rewind."""
+    """Raises: UsageError for a draft of no tokens, or a model that cannot rewind."""
     if num_tokens is not None and num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
-    if target.model.vocab_size != draft.model.vocab_size:
-        raise UsageError(
-            f"the draft model has {draft.model.vocab_size} tokens and the target {target.model.vocab_size}; "
-            "choose a draft model of the same vocabulary"
-        )
     for model in (draft.model, target.model):
         if model.rewind is None:
             raise UsageError(
@@ -161,7 +157,7 @@ class Role:
 def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
     """Of the draft and of the target."""
     of = lambda side: Role(side, settings.warping(), keys, side.model.reads(inputs))
-    return of(draft), of(target)
+    return of(Target(beside(draft.model, target), draft.params)), of(target)
 
 
 class Text(NamedTuple):

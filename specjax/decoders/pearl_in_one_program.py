@@ -49,13 +49,13 @@ def pearl_in_one_program(
     """Decode a batch. A second call with the same shapes compiles nothing.
 
     Args:
-      target, draft: models of one vocabulary, not sharded; both are copied to both devices.
+      target, draft: models of one tokenizer, not sharded; both are copied to both devices.
       num_tokens: gamma, how many tokens are drafted per step.
       devices: two, of the draft and of the target; default: the first two.
       The others are those of `specjax.decode`.
 
     Returns: DecodeResult, in whose `stats` a depth is a place in the draft; every step drafts all gamma.
-    Raises: UsageError for fewer than two devices, models that are sharded, differ in vocabulary or cannot rewind, or a
+    Raises: UsageError for fewer than two devices, models that are sharded or cannot rewind, or a
       setting outside its range.
     """
     check_pair(target, draft, num_tokens)

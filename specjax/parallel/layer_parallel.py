@@ -37,7 +37,7 @@ from specjax.models.bridge import (
     of_attention,
     outside_of_layers,
 )
-from specjax.models.layers import Step, segments
+from specjax.models.layers import Reach, Step, segments
 from specjax.models.layout import Layout, check_axes, check_heads, copies_of_kv_heads, repeat_kv_heads
 from specjax.parallel.arrays import place_one, with_shardings
 from specjax.parallel.layer_pass import Parts, Pass
@@ -162,7 +162,7 @@ def _model(config: Any, mesh: Mesh) -> Model:
         check_no_inputs(config.name, inputs)
         one = kv.init(
             batch, capacity, 1, wide.num_kv_heads, wide.head_dim, wide.cache_dtype or wide.dtype, False,
-            wide.cache_lanes,
+            wide.cache_lanes, wide.cache_bits,
         ).k[0]  # fmt: skip
         zeros = lambda *leading: jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), one)
         groups = lambda: tuple(zeros(count, parts.group) for _, _, count in middle)
@@ -178,23 +178,22 @@ def _model(config: Any, mesh: Mesh) -> Model:
             check_vma=False,
         )(cache, pending, path, num_nodes)  # fmt: skip
 
-    def run_layers(at_once: int, params, _, x, step: Step, cache, per_layer, attend, feed):
+    def run_layers(at_once: int, params, _, x, step: Step, cache, reach: Reach):
         """`layers.run_layers` on the arranged layers."""
         batch = x.shape[0]
         rows, of_cache, of_pending = P(parts.rows(batch)), specs_of_cache(batch), specs_of_pending(batch)
         earlier = () if step.earlier is None else (step.earlier.k, step.earlier.v)
-        bare = step._replace(earlier=None, layout=None)
+        bare = step.replace(earlier=None, layout=None)
         of_step = jax.tree.map(lambda _: rows, bare)
 
-        def local(params, x, step, cache, earlier, per_layer):
-            one = Pass(block, parts, step, cache, earlier, per_layer, attend, feed)
-            return one.run(params, x, middle, at_once)
+        def local(params, x, step, cache, earlier, reach):
+            return Pass(block, parts, step, cache, earlier, reach).run(params, x, middle, at_once)
 
         return jax.shard_map(
             local, mesh=mesh,
             in_specs=(parts.layers(params), rows, of_step, of_cache, (of_pending.k,) * len(earlier), P()),
             out_specs=(P(None, *rows), of_pending), check_vma=False,
-        )(params, x, bare, cache, earlier, per_layer)  # fmt: skip
+        )(params, x, bare, cache, earlier, reach)  # fmt: skip
 
     def module_of(params):
         return nnx.merge(outside, nnx.State({name: part for name, part in params.items() if name != "layers"}))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from specjax.models import cache as kv
-from specjax.models.layers import Prefix, Step, take_turns
+from specjax.models.layers import LayerInputs, Prefix, Reach, Step, take_turns
 from specjax.models.layout import TABLE
 from specjax.types import Array, PyTree
 
@@ -91,9 +91,7 @@ class Pass:
     step: Step
     cache: kv.KVCache
     earlier: tuple  # (k, v), like the cache's
-    per_layer: PyTree
-    attend: Callable
-    feed: Callable
+    reach: Reach
 
     def run(self, params: PyTree, x: Array, middle, at_once: int) -> tuple[Array, kv.Pending]:
         """The residual stream [layers + 1, B, T, D], and what is pending. middle: `segments` without its ends."""
@@ -109,8 +107,8 @@ class Pass:
                 k, v = (jax.tree.map(lambda leaf: leaf[:, 0], part["groups"][segment]) for part in self.cache[:2])
                 prefix = Prefix(k, v, i, jax.tree.map(lambda leaf: leaf[0], earlier))
                 me = jax.lax.axis_index("layer")
-                slice_ = self._at(self.per_layer, start + i * size + jnp.minimum(me, size - 1))
-                outputs, new = run_group(jax.tree.map(lambda leaf: leaf[0], own), rest, x, prefix, slice_)
+                reach = self.reach.of(start + i * size + jnp.minimum(me, size - 1))
+                outputs, new = run_group(jax.tree.map(lambda leaf: leaf[0], own), rest, x, prefix, reach)
                 return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda leaf: leaf[None], new))
 
             earlier = tuple(part["groups"][segment] for part in self.earlier)
@@ -128,11 +126,11 @@ class Pass:
         """The first or the last layer."""
         prefix = Prefix(self.cache.k[name], self.cache.v[name], earlier=tuple(part[name] for part in self.earlier))
         block, step = nnx.merge(self.block, nnx.State(params)), self._step(self._sum("heads"))
-        y, new = self.attend(block, x, step, prefix, jax.tree.map(lambda leaf: leaf[layer], self.per_layer))
+        y, new = block.attend(x, LayerInputs(step, prefix, self.reach.of(layer)))
         x = x + y
-        return x + self.feed(block, x, step), new
+        return x + block.feed(x, step), new
 
-    def _at_once(self, own: PyTree, rest: PyTree, x: Array, prefix: Prefix, slice_: PyTree):
+    def _at_once(self, own: PyTree, rest: PyTree, x: Array, prefix: Prefix, reach: Reach):
         """A group, all layers reading x: the stream after each of them, and (k, v) of this device's layer."""
         size = len(jax.tree.leaves(rest)[0])
         # A norm behind the sum is that of all layers, as the sum brings what all of them add: [size, B, T, D].
@@ -141,20 +139,20 @@ class Pass:
             for name, part in rest.items()
         }
         block, step = nnx.merge(self.block, nnx.State(own | behind)), self._step(lambda y: self._gather(y)[:size])
-        attended, new = self.attend(block, x, step, prefix, slice_)
-        return take_turns(x, list(attended), lambda i, x: self.feed(self._block(own, rest, i), x, step)), new
+        attended, new = block.attend(x, LayerInputs(step, prefix, reach))
+        return take_turns(x, list(attended), lambda i, x: self._block(own, rest, i).feed(x, step)), new
 
-    def _in_turn(self, own: PyTree, rest: PyTree, x: Array, prefix: Prefix, slice_: PyTree):
+    def _in_turn(self, own: PyTree, rest: PyTree, x: Array, prefix: Prefix, reach: Reach):
         """The same, exact: each layer reads the stream after the one before."""
         me, size = jax.lax.axis_index("layer"), len(jax.tree.leaves(rest)[0])
         stream, new = [], None
         for i in range(size):
             mine = lambda y, i=i: jax.lax.psum(jnp.where(me == i, y, 0), ("layer", *self.parts.axes("heads")))
             block, step = self._block(own, rest, i), self._step(mine)
-            y, found = self.attend(block, x, step, prefix, slice_)
+            y, found = block.attend(x, LayerInputs(step, prefix, reach))
             new = found if new is None else jax.tree.map(lambda a, b, i=i: jnp.where(me == i, a, b), found, new)
             x = x + y
-            x = x + self.feed(block, x, step)
+            x = x + block.feed(x, step)
             stream.append(x)
         return stream, new
 
@@ -164,7 +162,7 @@ class Pass:
 
     def _step(self, heads: Callable[[Array], Array]) -> Step:
         within: Any = _Within({"heads": heads, "mlp": self._sum("mlp")})
-        return self.step._replace(layout=within)
+        return self.step.replace(layout=within)
 
     def _sum(self, part: str) -> Callable[[Array], Array]:
         axes = self.parts.axes(part)

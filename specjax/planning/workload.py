@@ -117,7 +117,7 @@ def make_workload(
 
     target_config = load(target, "--target")
     draft_config = None if draft is None else load(draft, "--draft")
-    if draft_config is not None and draft_config.vocab_size != target_config.vocab_size:
+    if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):
         raise UsageError(
             f"--draft has {draft_config.vocab_size} tokens in its vocabulary and the target "
             f"{target_config.vocab_size}; choose a draft model of the same family"
@@ -141,6 +141,11 @@ def _check_layers(draft: Any, layer: int) -> None:
             f"--layer {layer}: {draft.name} has {draft.num_layers} layers, too few for such a group between the first "
             "and the last; lower it"
         )
+
+
+def _close(one: int, other: int) -> bool:
+    """Whether two sizes of a vocabulary may be one and its padding: pads and special tokens are less than 1 %."""
+    return abs(one - other) <= max(one, other) // 100
 
 
 def _model_axis(config: Any, slice_: Topology, others: dict[str, int], model: int | None) -> int:

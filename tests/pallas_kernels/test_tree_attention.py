@@ -15,7 +15,7 @@ from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention
 from specjax.quantization import dequantize, quantize
 
 BATCH, HEADS, KV, DIM, SLOTS = 2, 4, 2, 8, 40
-BLOCKED = jax.jit(blocked_tree_attention, static_argnames=("scale", "window", "softcap", "block", "many"))
+BLOCKED = jax.jit(blocked_tree_attention, static_argnames=("scale", "window", "softcap", "block"))
 
 
 def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window, softcap):
@@ -73,7 +73,7 @@ def test_both_forms_equal_one_softmax(window, softcap, seed, lengths, tree):
     wanted = plain(*arrays, **options)
     arrays = [jnp.asarray(x) for x in arrays]
     np.testing.assert_allclose(reference(*arrays, **options), wanted, atol=2e-5)
-    np.testing.assert_allclose(BLOCKED(*arrays, **options, block=16, many=1), wanted, atol=2e-5)
+    np.testing.assert_allclose(BLOCKED(*arrays, **options, block=16), wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize("layer", [None, 1])
@@ -86,8 +86,43 @@ def test_quantised_keys_and_values_stand_for_what_they_round_to(window, softcap,
     if layer is not None:
         kept[2:] = [jax.tree.map(lambda x: jnp.stack([x + 1, x]), x) for x in kept[2:]]
     arrays = [jnp.asarray(q), *kept, *(jnp.asarray(x) for x in (length, positions, mask))]
-    for run in (reference, functools.partial(BLOCKED, block=16, many=1), tree_attention):
+    for run in (reference, functools.partial(BLOCKED, block=16), tree_attention):
         np.testing.assert_allclose(run(*arrays, layer=layer, **options), wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_neither_capacity_nor_other_rows_change_a_bit(stacked):
+    """Blocks behind the longest row are not read, or NaN would show; those behind a shorter one count nothing."""
+    q, k, v, prefix_k, prefix_v, length, positions, mask = case(np.random.default_rng(4), 6, [37, 9], "random")
+    options = {"scale": 0.3, "window": None, "softcap": None, "block": 16}
+    stack = lambda x: jnp.stack([jnp.full_like(x, jnp.nan), x])
+
+    def run(rows, slots, dtype=jnp.float32):
+        held = [
+            np.pad(x, ((0, 0), (0, 0), (0, 80 - SLOTS), (0, 0)), constant_values=np.nan) for x in (prefix_k, prefix_v)
+        ]
+        for x in held:
+            x[:, :, SLOTS : SLOTS + 8] = 0.0  # what is left of the last block that is read
+        held = [jnp.asarray(x[rows, :, :slots], dtype) for x in held]
+        arrays = (*(jnp.asarray(x[rows], dtype) for x in (q, k, v)), *(map(stack, held) if stacked else held))
+        rest = (jnp.asarray(x[rows]) for x in (length, positions, mask))
+        return np.asarray(BLOCKED(*arrays, *rest, layer=jnp.int32(1) if stacked else None, **options), np.float32)
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        both = run(slice(0, 2), 48, dtype)
+        assert np.isfinite(both).all()
+        np.testing.assert_array_equal(run(slice(0, 2), 80, dtype), both)
+        np.testing.assert_array_equal(run(slice(1, 2), 48, dtype)[0], both[1])
+
+
+def test_bits_of_bfloat16_stand_for_them():
+    q, k, v, *prefix, length, positions, mask = case(np.random.default_rng(5), 6, [3, 23], "random")
+    q, k, v, *prefix = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, *prefix))
+    options = {"scale": 0.3, "window": None, "softcap": None}
+    bits = [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in prefix]
+    for run in (reference, functools.partial(BLOCKED, block=16)):
+        wanted = run(q, k, v, *prefix, length, positions, mask, **options)
+        np.testing.assert_array_equal(run(q, k, v, *bits, length, positions, mask, **options), wanted)
 
 
 def test_unknown_implementation_is_refused():

@@ -28,6 +28,7 @@ from specjax.engine.prepare import check_pair
 from specjax.engine.step import step
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
+from specjax.models.vocabulary import beside
 from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain
 from specjax.types import Array, Context, DecodeState, Drafter, Model, PyTree, Target, TokenTree
@@ -87,7 +88,7 @@ def _functions(config: _Config) -> Drafter:
 
 
 def _init(config: _Config, params, context: Context) -> _State:
-    model, (middle, inner) = config.model, params
+    model, (middle, inner) = beside(config.model, context.target), params
     batch, buffer = context.tokens.shape
     cache = model.begin(middle, model.reads(context.inputs), batch, buffer + config.longest + config.inner.num_nodes)
     cache = prefill(model, middle, cache, context.tokens, jnp.maximum(context.length - LAG, 0))
@@ -119,7 +120,7 @@ def _propose(config: _Config, params, keys, state: _State, context: Context, lim
 
 def _own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:
     """Feed what the cache lacks: M's own next token [B], log q of it [B, V], and the cache with the whole text."""
-    model, length = config.model, context.length
+    model, length = beside(config.model, context.target), context.length
     cache = model.rewound(cache, jnp.maximum(length - LAG, 0))
     logits, pending = feed_last(model, params, cache, context, length, LAG)
     path = jnp.where(length[:, None] == 1, 1, jnp.arange(LAG))  # a text of one token has the last of the two only
@@ -138,7 +139,7 @@ def _parts(config: _Config, params, context: Context) -> Parts:
     """M as the target of the inner drafter."""
     is_greedy, coupled = context.sampling.temperature is None, context.noise is not None
     return Parts(
-        target=Target(config.model, params[0]),
+        target=Target(beside(config.model, context.target), params[0]),
         drafter=config.inner.replace(params=params[1]),
         verifier=sample_and_match if coupled else exact_verifier(config.inner, is_greedy),
         controller=fixed(),

@@ -1,4 +1,4 @@
-"""Two-model speculative decoding: a smaller model of the same vocabulary drafts a chain or a tree.
+"""Two-model speculative decoding: a smaller model of the same tokenizer drafts a chain or a tree.
 
 Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (2023), arXiv 2211.17192;
 Chen et al.: Accelerating Large Language Model Decoding with Speculative Sampling (2023), arXiv 2302.01318.
@@ -7,7 +7,8 @@ Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p
 many of them, and where. One pass of the draft model per level; the nodes share one key/value cache. Where no row drafts
 on, at its limit or by a `stop` rule, the remaining passes do not run. In a round in which no row drafts none does; what
 the cache lacks then is fed before the next draft.
-Guarantee: distribution (verified with the q that was sampled).
+Guarantee: distribution (verified with the q that was sampled). Where the models' outputs differ in size, q has no mass on
+ids that one of them lacks (`specjax.models.vocabulary`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from specjax import buffers, trees
 from specjax.engine.prefill import prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.models.vocabulary import beside
 from specjax.trees import Builder, Stop, operations
 from specjax.trees.contracts import Frontier
 from specjax.types import Array, Context, Drafter, Model, PyTree, Target, TokenTree
@@ -101,7 +103,7 @@ def functions(
         seen = context if shorten is None else shorten(context)
         batch, buffer = seen.tokens.shape
         cache = model.begin(params, model.reads(seen.inputs), batch, buffer + slots)
-        cache = prefill(model, params, cache, seen.tokens, start(seen.length))
+        cache = prefill(beside(model, context.target), params, cache, seen.tokens, start(seen.length))
         return State(cache, start(seen.length), context.length - seen.length)
 
     def propose(params, keys, state: State, context: Context, limit):
@@ -110,7 +112,7 @@ def functions(
         if model.rewind is not None:  # as inner drafter of `hierarchical` it has seen drafts that were taken back
             cache = model.rewind(cache, held)
         wanted = jnp.where(is_drafting, start(length), held)
-        cache = caught_up(model, params, cache, context, state.dropped, held, wanted)
+        cache = caught_up(beside(model, context.target), params, cache, context, state.dropped, held, wanted)
         draft = jax.jit(functools.partial(grown_tree, params, keys, cache, length, context, limit))  # traced once
         shapes = draft.eval_shape()
         tree, pending, places = jax.lax.cond(is_drafting, draft, functools.partial(_nothing, context.root, shapes))
@@ -119,12 +121,13 @@ def functions(
 
     def grown_tree(params, keys, cache, length, context: Context, limit) -> tuple[TokenTree, PyTree, Array]:
         """The tree, what is pending and the `places` of the nodes."""
-        logits, pending = feed_last(model, params, cache, context, length, lag)
+        same_ids = beside(model, context.target)
+        logits, pending = feed_last(same_ids, params, cache, context, length, lag)
         before_root = _real(length, lag)[:, None, :-1]
 
         def feed(pending, frontier: Frontier):
             text = jnp.broadcast_to(before_root, (*frontier.tokens.shape, lag - 1))
-            output, new = model.forward(
+            output, new = same_ids.forward(
                 params, frontier.tokens, cache, positions=length[:, None] - 1 + frontier.depth,
                 mask=jnp.concatenate([text, frontier.mask], 2), earlier=pending, **approximately,
             )  # fmt: skip

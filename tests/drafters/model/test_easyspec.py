@@ -41,8 +41,11 @@ class Scale(nnx.Module):
     def __init__(self, attention: float, mlp: float):
         self.attention, self.mlp = attention, mlp
 
-    def attend(self, x, step, prefix, _):
+    def attend(self, x, inputs):
         return self.attention * x, (x, x)
+
+    def feed(self, x, step):
+        return self.mlp * x
 
 
 @pytest.mark.parametrize(("group", "wanted"), [(1, 2.4024), (2, 2.2680)])
@@ -52,9 +55,7 @@ def test_scalar_toy_of_the_card(group, wanted):
     cache = kv.KVCache((0,) * 4, (0,) * 4, jnp.zeros(1, jnp.int32))
     x = jnp.ones((1, 1, 1))
     step = L.make_step(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool), cache, None, None)
-    stream, pending = L.run_layers(
-        layers, x, step, cache, (), Scale.attend, lambda block, x, step: block.mlp * x, group=group
-    )
+    stream, pending = L.run_layers(layers, x, step, cache, L.Reach(jnp.zeros(1)), group=group)
     np.testing.assert_allclose(stream[-1], wanted, atol=1e-6)
     assert len(stream) == 5
     np.testing.assert_allclose(pending.k[2], 1.32 if group == 1 else 1.0, atol=1e-6)  # what the second one read

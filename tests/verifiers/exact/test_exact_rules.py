@@ -18,7 +18,15 @@ from exact import (
 from rules import module
 from tiers import exhaustive
 from toy import (
-    DRAFT_ROWS, MARKOV, ONE_STEP, TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples, template,
+    DRAFT_ROWS,
+    MARKOV,
+    ONE_STEP,
+    TARGET_ROWS,
+    chi_square,
+    joint_distribution,
+    markov,
+    sampled_triples,
+    template,
 )  # fmt: skip
 
 from specjax import UsageError, controllers, trees, verifiers
@@ -564,7 +572,5 @@ def test_multipath_block_takes_at_least_one_path():
 def test_multipath_block_in_passes_of_any_width(paths, stop, controller):
     """Three paths of three tokens, in a loop whose passes are as wide as the draft."""
     drafter = two_model(markov(DRAFT_ROWS), tree=trees.independent_paths(3, 3), stop=stop)
-    counts = sampled_triples(
-        drafter, TARGET_ROWS, verifier=verifiers.multipath_block(paths), controller=controller
-    )
+    counts = sampled_triples(drafter, TARGET_ROWS, verifier=verifiers.multipath_block(paths), controller=controller)
     assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
