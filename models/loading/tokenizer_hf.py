@@ -53,15 +53,20 @@ def _backend(folder: Path):
         raise UsageError(f"the tokenizer of {folder} cannot be read ({str(error).splitlines()[0]})") from None
 
 
-def _chat_template(folder: Path, settings: dict) -> str | None:
+def _chat_template(folder: Path, settings: dict):
     """The default template: a file of its own in newer folders, a field of tokenizer_config.json in older ones."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        content = file.read_bytes()
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return content  # which `Tokenizer.chat` refuses
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    if not isinstance(template, list):
+        return template
+    named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+    return named[-1].get("template") if named else None
 
 
 def _content(token) -> str | None:
