@@ -175,7 +175,7 @@ def test_threefry_keys_stay_and_others_keep_all_their_bits():
 
 @pytest.mark.parametrize("bad", [None, "0", 0.5, jnp.zeros(2), jnp.uint32(3), [1, 2]])
 def test_what_is_no_key_is_refused(bad):
-    with pytest.raises(UsageError, match="key must be a jax.random.key, a PRNGKey array or a seed"):
+    with pytest.raises(UsageError, match=r"key must be a jax\.random\.key, a PRNGKey array or a seed"):
         decode(markov(), "autoregressive", [[0]], key=bad, max_new_tokens=2)
 
 

@@ -7,8 +7,8 @@ Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p
 many of them, and where. One pass of the draft model per level; the nodes share one key/value cache. Where no row drafts
 on, at its limit or by a `stop` rule, the remaining passes do not run. In a round in which no row drafts none does; what
 the cache lacks then is fed before the next draft.
-Guarantee: distribution (verified with the q that was sampled). Where the models' outputs differ in size, q has no mass on
-ids that one of them lacks (`specjax.models.vocabulary`).
+Guarantee: distribution (verified with the q that was sampled).
+Where the models' outputs differ in size, q has no mass on ids that one of them lacks (`specjax.models.vocabulary`).
 """
 
 from __future__ import annotations
