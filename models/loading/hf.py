@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and safetensors files, whole or in shards."""
+"""Hugging Face folders: config.json and files of weights, whole or in shards: safetensors, or else PyTorch's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from specjax import reading
 from specjax.errors import UsageError
 from specjax.models.bridge import Config
-from specjax.models.loading import families
+from specjax.models.loading import families, torch_file
 from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.fields import Fields
 from specjax.models.loading.tensors import Tensor, check_sizes
@@ -20,8 +20,10 @@ from specjax.reading import QUOTED, check_regular, cut, parse_json, reason, show
 WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is downloaded of a hub repository: no pickles, no code, no other frameworks."""
 
-INDEX = "model.safetensors.index.json"
-SHARD = re.compile(r"[^/\\\0]+\.safetensors")
+SAFETENSORS, TORCH = ".safetensors", ".bin"
+WHOLE, WHOLE_OF_TORCH = "model.safetensors", "pytorch_model.bin"
+INDEX = f"{WHOLE}.index.json"
+SHARD = r"[^/\\\0]+"  # a name of a file in the same folder, without its ending
 
 _BESIDE_THE_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -53,7 +55,7 @@ def read(folder: Path, **options) -> Checkpoint:
     parsed, family = parse_config(config, where, **options)
     tensors: dict[str, Tensor] = {}
     for file in _files(folder):
-        for name, tensor in read_safetensors(file).items():
+        for name, tensor in read_tensors(file).items():
             first = tensors.setdefault(_text_name(name), tensor)
             if first is not tensor:
                 raise UsageError(f"{folder} has {shown(name)} twice, in {first.file.name} and {file.name}; remove one")
@@ -84,26 +86,37 @@ def _text_name(name: str) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; all shards must be there."""
-    index = read_json(folder / INDEX)
-    if index is not None:
-        names = Fields(index, str(folder / INDEX)).inside("weight_map").values.values()
-        outside = [name for name in names if not isinstance(name, str) or not SHARD.fullmatch(name)]
-        if outside:
-            raise UsageError(f"{folder / INDEX} names the shard {shown(outside[0])}, which is no file of the folder")
-        files = sorted({folder / name for name in names})
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
-            raise UsageError(
-                f"{folder} lacks {len(missing)} of its {len(files)} shards, first {cut(missing[0], QUOTED)}; download "
-                "it again"
-            )
-        return files
-    whole = folder / "model.safetensors"
-    files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UsageError(f"{folder} has no *.safetensors file; save the model with safe_serialization=True")
+    """The files of weights of a folder, safetensors if there are any; all shards must be there."""
+    for whole, kind in ((WHOLE, SAFETENSORS), (WHOLE_OF_TORCH, TORCH)):
+        index = read_json(folder / f"{whole}.index.json")
+        if index is not None:
+            return _shards(folder, f"{whole}.index.json", index, kind)
+        files = [folder / whole] if (folder / whole).exists() else sorted(folder.glob(f"*{kind}"))
+        if files and (kind == SAFETENSORS or files == [folder / whole]):  # a .bin may be anything else
+            return files
+    raise UsageError(f"{folder} has no *.safetensors file; save the model with safe_serialization=True")
+
+
+def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:
+    names = Fields(index, str(folder / name)).inside("weight_map").values.values()
+    outside = [
+        shard for shard in names if not isinstance(shard, str) or not re.fullmatch(SHARD + re.escape(kind), shard)
+    ]
+    if outside:
+        raise UsageError(f"{folder / name} names the shard {shown(outside[0])}, which is no file of the folder")
+    files = sorted({folder / shard for shard in names})
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise UsageError(
+            f"{folder} lacks {len(missing)} of its {len(files)} shards, first {cut(missing[0], QUOTED)}; download "
+            "it again"
+        )
     return files
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The table of one file of weights, by the kind its name says."""
+    return torch_file.read(file) if file.suffix == TORCH else read_safetensors(file)
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:

@@ -1,0 +1,164 @@
+"""Weights that PyTorch saved (`pytorch_model.bin`, `.pt`): a zip of raw storages and a pickle that says what they are.
+
+A pickle is a program. Here it can name a dozen things, none of which does anything but describe a tensor; the first
+other name ends the reading. Nothing of PyTorch is imported.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from specjax.errors import UsageError
+from specjax.models.loading.tensors import Tensor, check_sizes
+from specjax.reading import check_regular, reading, shown
+
+MAGIC = b"PK\x03\x04"
+LONGEST_PICKLE = 100_000_000  # bytes: what describes the tensors, not they
+KINDS = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
+OTHER_STORAGES = (
+    "DoubleStorage",
+    "LongStorage",
+    "IntStorage",
+    "ShortStorage",
+    "CharStorage",
+    "ByteStorage",
+    "BoolStorage",
+)
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+class _Storage(NamedTuple):
+    """A storage of the file."""
+
+    kind: str
+    key: str
+    size: int  # elements
+
+
+class _View(NamedTuple):
+    """A tensor: some elements of a storage."""
+
+    storage: _Storage
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def read(file: Path) -> dict[str, Tensor]:
+    """The table of tensors of one file, whose other entries (numbers, texts) are left out.
+
+    Raises: UsageError for a file that is none, holds anything but weights, or names anything that could run.
+    """
+    check_regular(file)
+    with open(file, "rb") as handle:
+        if handle.read(4) != MAGIC:
+            raise UsageError(f"{file} is not a zip file of PyTorch's (1.6 or newer); load it and save it again")
+    with reading(file), zipfile.ZipFile(file) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        places = [name for name in entries if name.endswith("/data.pkl")]
+        if len(places) != 1 or entries[places[0]].file_size > LONGEST_PICKLE:
+            raise UsageError(f"{file} holds no weights of PyTorch's, or several; give the file of a state_dict")
+        folder = places[0].removesuffix("data.pkl")
+        order = archive.read(folder + "byteorder") if folder + "byteorder" in entries else b"little"
+        contents = _Reader(io.BytesIO(archive.read(places[0])), file).load()
+    if order != b"little":
+        raise UsageError(f"{file} was written on a big-endian machine; load it and save it on another")
+    if not isinstance(contents, dict):
+        raise UsageError(f"{file} holds no table of weights; save the state_dict")
+    with reading(file):
+        tensors = {
+            name: _tensor(file, name, view, entries.get(f"{folder}data/{view.storage.key}"))
+            for name, view in contents.items()
+            if isinstance(name, str) and isinstance(view, _View)
+        }
+    check_sizes(tensors, file)
+    return tensors
+
+
+class _Reader(pickle._Unpickler):
+    """Knows how tensors are described, and nothing else.
+
+    The Unpickler written in Python: the one in C makes room for as many remembered values as the file says.
+    """
+
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, data: io.BytesIO, file: Path):
+        super().__init__(data)
+        self.file = file
+
+    def load_build(self) -> None:
+        """An attribute that is set: `_metadata` of a state_dict, which is left out."""
+        self.stack.pop()
+        if not isinstance(self.stack[-1], collections.OrderedDict):
+            raise pickle.UnpicklingError("an attribute is set")
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda view, *_: view
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and name in (*KINDS, *OTHER_STORAGES):
+            return _StorageName(name)
+        raise UsageError(
+            f"{self.file} holds more than weights ({shown(f'{module}.{name}')}), which is not run; save the state_dict"
+        )
+
+    def persistent_load(self, saved: Any) -> _Storage:
+        kind, storage, key, _, size = saved
+        if kind != "storage" or not isinstance(storage, _StorageName) or not isinstance(key, str):
+            raise pickle.UnpicklingError("no storage")
+        return _Storage(str(storage), key, size)
+
+
+class _StorageName(str):
+    """Of a kind of storage, which a pickle can name and not call."""
+
+
+def _rebuild(storage: _Storage, first: int, shape: tuple, strides: tuple, *_: Any) -> _View:
+    return _View(storage, first, tuple(shape), tuple(strides))
+
+
+def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -> Tensor:
+    """Where its elements lie. Raises: UsageError if they are not in the file, in order, one after another."""
+    kind = KINDS.get(view.storage.kind, view.storage.kind)
+    size = _BYTES.get(kind, 1)
+    numbers = (view.first, view.storage.size, *view.shape, *view.strides)
+    if (
+        entry is None
+        or entry.compress_type != zipfile.ZIP_STORED
+        or not all(type(n) is int and n >= 0 for n in numbers)
+    ):
+        raise UsageError(f"{file} has no elements for the tensor {shown(name)}; download it again")
+    count, expected = 1, []
+    for length in reversed(view.shape):
+        expected.append(count)
+        count *= length
+    if any(
+        length > 1 and has != want
+        for length, has, want in zip(view.shape, view.strides, reversed(expected), strict=False)
+    ):
+        raise UsageError(f"{file} has the tensor {shown(name)} transposed or cut; save it with .contiguous()")
+    if len(view.strides) != len(view.shape) or (view.first + count) * size > entry.file_size:
+        raise UsageError(f"{file} has no elements for the tensor {shown(name)}; download it again")
+    return Tensor(file, _start(file, entry) + view.first * size, view.shape, kind)
+
+
+def _start(file: Path, entry: zipfile.ZipInfo) -> int:
+    """The first byte of an entry, behind its own header, which is as long as that says."""
+    with open(file, "rb") as handle:
+        handle.seek(entry.header_offset + 26)
+        name, extra = struct.unpack("<HH", handle.read(4))
+    return entry.header_offset + 30 + name + extra
