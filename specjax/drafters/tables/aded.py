@@ -150,8 +150,8 @@ def corpus_table(texts: Sequence[Sequence[int]], *, buckets: int = 4096) -> ngra
     held = np.full((1, buckets, WAYS, 3), ngrams.FREE, np.int32)
     ages, values = np.zeros((1, buckets, WAYS), np.int32), np.zeros((1, buckets, WAYS), np.float32)
     held[place], ages[place], values[place] = grams[fits], 1, shares[fits]
-    held = held.reshape(1, buckets, -1)
-    return ngrams.Table(*map(jnp.asarray, (held, ages, values, np.ones((1,), np.int32))))
+    rows = held.reshape(1, buckets, -1)
+    return ngrams.Table(*map(jnp.asarray, (rows, ages, values, np.ones((1,), np.int32))))
 
 
 def _rank_within(group: np.ndarray) -> np.ndarray:
