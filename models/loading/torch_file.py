@@ -88,6 +88,7 @@ class _Reader(pickle._Unpickler):
     """
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]  # makes room for as many bytes as the file says
 
     def __init__(self, data: io.BytesIO, file: Path):
         super().__init__(data)
