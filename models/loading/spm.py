@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from specjax.models.loading.chat import stands_in
+
 SPACE = "▁"
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
@@ -31,8 +33,12 @@ class Spm:
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Ids of a text, between bos and eos if the model has them and `special`."""
+        return self.encode_parts([text], special)
+
+    def encode_parts(self, parts: Sequence[str], special: bool) -> list[int]:
+        """Ids of the parts joined; no token reaches over a border."""
         ids: list[int] = [self.bos] if special and self.bos is not None else []
-        for n, part in enumerate(self._split(text)):
+        for n, part in enumerate(piece for text in parts for piece in self._split(text)):
             if isinstance(part, int):
                 ids.append(part)
                 continue
@@ -40,6 +46,16 @@ class Spm:
             for piece in merge(prefix + part.replace(" ", SPACE), self._ids, self.scores):
                 ids += self._lookup(piece)
         return ids + ([self.eos] if special and self.eos is not None else [])
+
+    def find(self, text: str, template: str) -> list[tuple[int, int]]:
+        """Where hidden tokens stand in a text, and other whole ones that stand in the template too."""
+        found, at = [], 0
+        for part in self._split(text):
+            end = at + len(self.pieces[part] if isinstance(part, int) else part)
+            if isinstance(part, int) and (part in self.hidden or stands_in(template, self.pieces[part])):
+                found.append((at, end))
+            at = end
+        return found
 
     def decode(self, ids: Sequence[int], special: bool) -> str:
         """Text of ids; incomplete UTF-8 becomes U+FFFD."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from specjax.errors import UsageError
+from specjax.models.loading import chat
+from specjax.models.loading.chat import Messages, Spans, stands_in
 from specjax.reading import reason
 
 T = TypeVar("T")
@@ -20,14 +21,21 @@ END_NAMES = (
 reliably, so every one that is a control token of the vocabulary counts."""
 
 NO_TOKEN = "(none)"
-
-Messages = Sequence[Mapping[str, str]]
+BORDER = "\U0010ffff border \U0010ffff"  # what no text holds: its characters are none
 
 
 class Codec(Protocol):
     """What turns text into ids and back. `special`: add bos/eos; show control tokens."""
 
     def encode(self, text: str, special: bool) -> list[int]: ...
+    def encode_parts(self, parts: Sequence[str], special: bool) -> list[int]:
+        """Of the parts joined; no token reaches over a border."""
+        ...
+
+    def find(self, text: str, template: str) -> Spans:
+        """Where control tokens stand in a text, and other tokens that it is cut at if they stand in the template."""
+        ...
+
     def decode(self, ids: Sequence[int], special: bool) -> str: ...
 
 
@@ -38,7 +46,7 @@ class Tokenizer:
     codec: Codec = field(repr=False)
     vocab: tuple[str, ...] = field(repr=False)  # pieces by id, as the model's files spell them
     eos: tuple[int, ...]  # every id that ends a turn or a text
-    chat_template: str | None = field(default=None, repr=False)  # Jinja, as Hugging Face defines it
+    chat_template: Any = field(default=None, repr=False)  # Jinja, as Hugging Face defines it; as the file has it
     names: Mapping[str, str] = field(default_factory=dict)  # "bos_token" and the like, which templates use
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -57,13 +65,35 @@ class Tokenizer:
         return self.codec.decode([int(i) for i in ids], special)
 
     def chat(self, text_or_messages: str | Messages) -> list[int]:
-        """Ids of a conversation up to where the assistant speaks; without a template, of the plain text after bos."""
+        """Ids of a conversation up to where the assistant speaks; without a template, of the plain text after bos.
+
+        Only the template writes control tokens. One that is written out in a message is encoded as plain text, so that
+        nobody can end their turn and begin one of the system; `encode` does otherwise.
+
+        Raises: UsageError if the template refuses the messages, is broken, or takes too long.
+        """
         messages = text_or_messages
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if self.chat_template is None:
-            return self.encode("\n".join(m["content"] for m in messages))
-        return self.encode(_render(self.chat_template, messages, self.names), special=False)
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise UsageError(chat.NOT_PLAIN)
+        template = self.chat_template
+        if not (template is None or isinstance(template, str)):
+            raise UsageError(f"the model's chat template is not text ({type(template).__name__}); {chat.WITHOUT}")
+        messages, mark = chat.set_apart(messages, self._find)
+        if template is None:
+            text = "\n".join(str(m.get("content", "")) for m in messages)
+        else:
+            text = chat.render(template, messages, self.names)
+        special = template is None
+        return self.codec.encode_parts(text.split(mark), special) if mark else self.codec.encode(text, special)
+
+    def _find(self, text: str, by_model: bool) -> Spans:
+        """Control tokens; where the model did not write the text also other tokens that the template uses.
+
+        DeepSeek's roles and <think> are no control tokens by their files.
+        """
+        return self.codec.find(text, "" if by_model else self.chat_template or "")
 
 
 def first_difference(a: Tokenizer, b: Tokenizer) -> tuple[int, str, str] | None:
@@ -75,36 +105,6 @@ def first_difference(a: Tokenizer, b: Tokenizer) -> tuple[int, str, str] | None:
         if pieces[0] != pieces[1]:
             return i, pieces[0], pieces[1]
     return None
-
-
-def _render(source: str, messages: Messages, names: Mapping[str, str]) -> str:
-    """The text of a conversation, in the Jinja environment that chat templates are written for."""
-    try:
-        import jinja2
-    except ImportError:
-        raise UsageError("the model's chat template needs the package jinja2; run pip install jinja2") from None
-    try:
-        text = _template(source).render(messages=list(messages), add_generation_prompt=True, **names)
-    except jinja2.TemplateError as error:
-        raise UsageError(f"the model's chat template refuses these messages: {error}") from None
-    return text
-
-
-@functools.lru_cache(maxsize=8)
-def _template(source: str):
-    import datetime
-
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str):
-        raise jinja2.TemplateError(message)
-
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
-    env.globals["raise_exception"] = refuse
-    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return env.from_string(source)
 
 
 def end_ids(vocab: Sequence[str], control: Iterable[int], stated: Iterable[int]) -> tuple[int, ...]:
@@ -120,17 +120,40 @@ class LibraryCodec:
     backend: Any
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return _alive(lambda: self.backend.encode(text, add_special_tokens=special).ids)
+        return _encoded(self.backend, text, special).ids
+
+    def encode_parts(self, parts: Sequence[str], special: bool) -> list[int]:
+        backend, border = self._with_border
+        return [i for i in _encoded(backend, BORDER.join(parts), special).ids if i != border]
+
+    def find(self, text: str, template: str) -> Spans:
+        found = _encoded(self.backend, text, special=False)
+        added = self.backend.get_added_tokens_decoder()
+        wanted = {i for i, t in added.items() if t.special or stands_in(template, t.content)}
+        return [span for i, span in zip(found.ids, found.offsets, strict=True) if i in wanted]
 
     def decode(self, ids: Sequence[int], special: bool) -> str:
         return _alive(lambda: self.backend.decode(ids, skip_special_tokens=not special))
 
+    @functools.cached_property
+    def _with_border(self) -> tuple[Any, int]:
+        """A copy that cuts text at BORDER, as at any added token, and the id it has there."""
+        import tokenizers
+
+        copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        copy.add_special_tokens([tokenizers.AddedToken(BORDER, normalized=False)])
+        return copy, copy.token_to_id(BORDER)
+
+
+def _encoded(backend: Any, text: str, special: bool) -> Any:
+    return _alive(lambda: backend.encode(text, add_special_tokens=special))
+
 
 def _alive(call: Callable[[], T]) -> T:
-    """What the library answers. Rules of a tokenizer.json can make it panic, which is no `Exception`."""
+    """What the library answers. Rules of a tokenizer.json can make it fail, or panic, which is no `Exception`."""
     try:
         return call()
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise UsageError(f"the model's tokenizer breaks down on this text ({reason(error)}); use another") from None

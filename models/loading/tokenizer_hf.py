@@ -8,7 +8,7 @@ from specjax.errors import UsageError
 from specjax.models.loading.fields import POSITIONS, Fields
 from specjax.models.loading.hf import read_json
 from specjax.models.loading.tokenizer import LibraryCodec, Tokenizer, end_ids
-from specjax.reading import check_folder, read_text, reason, shown
+from specjax.reading import check_folder, read_bytes, reason, shown
 
 MOST_HOLES = 1 << 20  # ids below the highest that no token has
 
@@ -75,18 +75,20 @@ def _backend(folder: Path):
         ) from None
 
 
-def _chat_template(folder: Path, settings: dict) -> str | None:
+def _chat_template(folder: Path, settings: dict):
     """The default template: a file of its own in newer folders, a field of tokenizer_config.json in older ones."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return read_text(file)
+        content = read_bytes(file)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return content  # which `Tokenizer.chat` refuses
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if not isinstance(template, str | None):
-        raise UsageError(f"{folder / 'tokenizer_config.json'} has a chat_template that is no text")
-    return template
+    if not isinstance(template, list):
+        return template
+    named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+    return named[-1].get("template") if named else None
 
 
 def _content(token) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -97,11 +95,10 @@ def bench(
     )
     weighed = read_costs(costs, names, controller)
 
-    from rich.console import Console
-
     from specjax.cli import bench_output, files
     from specjax.cli import prompts as p
     from specjax.cli.bench_run import Bench
+    from specjax.cli.console import Console, print_json
     from specjax.cli.session import open_session, weigh
 
     o.require(out.suffix != ".png", "--out names the JSON file; the plot goes beside it by itself")
@@ -122,21 +119,19 @@ def bench(
             document = bench_output.document(run, bad, skipped)
             files.write_json(out, document)
     except KeyboardInterrupt:
-        if document:
-            typer.echo(f"specjax: {out} has the {len(rows) - run.left} of {len(rows)} prompts that had run", err=True)
-        raise
+        kept = f"{out} has the {len(rows) - run.left} of {len(rows)} prompts that had run"
+        raise KeyboardInterrupt(kept if document else "") from None
     picture = bench_output.plot(document)
     files.write_atomically(out.with_suffix(".png"), lambda file: file.write(picture))
     if as_json:
-        print(json.dumps(document, allow_nan=False))
+        print_json(document)
     else:
         bench_output.show(document, Console())
-    log.print(f"wrote {out} and {out.with_suffix('.png')}", style="dim", highlight=False, markup=False, soft_wrap=True)
-    say = functools.partial(log.print, highlight=False, markup=False, soft_wrap=True)
+    log.print(f"wrote {out} and {out.with_suffix('.png')}", style="dim", soft_wrap=True)
     for entry in skipped:
-        say(f"skipped: {p.describe(entry, prompts)}")
+        log.print(f"skipped: {p.describe(entry, prompts)}", soft_wrap=True)
     for entry in document["differences"]:
-        say(bench_output.describe_difference(entry))
+        log.print(bench_output.describe_difference(entry), soft_wrap=True)
     _exit(document, bad, prompts)
 
 
@@ -155,6 +150,7 @@ def first_per_task(lines: list, offset: int, limit: int | None) -> list:
 
 
 def _exit(document: dict, bad: list, path: Path) -> None:
+    from specjax.cli.console import complain
     from specjax.cli.prompts import describe
     from specjax.errors import UsageError
 
@@ -162,8 +158,5 @@ def _exit(document: dict, bad: list, path: Path) -> None:
         raise UsageError("; ".join(describe(entry, path) for entry in bad) + "; mend or remove these lines")
     refused = [name for name, entry in document["overall"].items() if entry["refused"]]
     if refused:
-        typer.echo(
-            f"specjax: refused to compare {', '.join(refused)} with plain decoding: outputs that should match do not",
-            err=True,
-        )
+        complain(f"refused to compare {', '.join(refused)} with plain decoding: outputs that should match do not")
         raise typer.Exit(1)

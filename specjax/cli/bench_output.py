@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from specjax.bench.records import dtypes, tokens_per_second
 from specjax.cli.bench_run import PLAIN, Bench
+from specjax.cli.console import Console
 from specjax.cli.prompts import BadLine
 from specjax.cli.session import provenance
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specjax.bench import measure, near_ties
 from specjax.bench import records as report
+from specjax.cli.console import Console
 from specjax.cli.drafting import Drafting
 from specjax.cli.options import Settings
 from specjax.cli.prompts import Encoded
@@ -92,10 +92,8 @@ class Bench:
                 yield
                 if not log.is_terminal and time.monotonic() - said > SAY_EVERY:
                     said = time.monotonic()
-                    log.print(
-                        f"{total - self.left} of {total} prompts, {said - started:.0f} s", style="dim", highlight=False
-                    )
-        log.print(f"compiled in {sum(self.compile_seconds.values()):.1f} s", style="dim", highlight=False)
+                    log.print(f"{total - self.left} of {total} prompts, {said - started:.0f} s", style="dim")
+        log.print(f"compiled in {sum(self.compile_seconds.values()):.1f} s", style="dim")
 
     def _run_group(self, group: Group, number: int, advance) -> None:
         times: dict[str, list[float]] = {name: [] for name in self.drafters}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -80,10 +79,9 @@ def compare_verifiers(
     o.require(limit is None or limit >= 1, f"--limit must be at least 1, not {limit}")
     _check_sources(prompts, target, draft, record, save_record)
 
-    from rich.console import Console
-
     from specjax import analysis
     from specjax.cli import files
+    from specjax.cli.console import Console, print_json
     from specjax.cli.session import stage
 
     o.require(out.suffix != ".png", "--out names the JSON file; the plot goes beside it by itself")
@@ -111,10 +109,10 @@ def compare_verifiers(
     files.write_json(out, document)
     files.write_atomically(out.with_suffix(".png"), lambda file: file.write(picture))
     if as_json:
-        print(json.dumps(document, allow_nan=False))
+        print_json(document)
     else:
         _show(document, Console())
-    log.print(f"wrote {out} and {out.with_suffix('.png')}", style="dim", highlight=False, markup=False, soft_wrap=True)
+    log.print(f"wrote {out} and {out.with_suffix('.png')}", style="dim", soft_wrap=True)
     if bad:
         from specjax.cli.prompts import describe
 
@@ -175,7 +173,7 @@ def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dt
             on_prompt=lambda: bar.advance(task),
         )
     for entry in skipped:
-        log.print(f"skipped: {p.describe(entry, path)}", highlight=False, markup=False, soft_wrap=True)
+        log.print(f"skipped: {p.describe(entry, path)}", soft_wrap=True)
     about = provenance(session) | {"max_new_tokens": settings.max_new_tokens, "seed": settings.seed}
     return distributions, about | {"skipped": [entry._asdict() for entry in skipped]}, bad
 
@@ -231,9 +229,7 @@ def _show(document: dict, out) -> None:
             f"{entry['bound']:.4f}",
             f"{round(entry['gap'], 4) + 0.0:.4f}",  # no minus zero
         )
-    out.print(_title(document), highlight=False, markup=False, soft_wrap=True)
+    out.print(_title(document), soft_wrap=True)
     out.print(table)
     dropped = document["dropped"]
-    out.print(
-        f"dropped mass: target {dropped['target']:.1e}, draft {dropped['draft']:.1e}", highlight=False, style="dim"
-    )
+    out.print(f"dropped mass: target {dropped['target']:.1e}, draft {dropped['draft']:.1e}", style="dim")

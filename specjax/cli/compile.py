@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -54,8 +53,7 @@ def compile_(
     as_json: o.JsonOption = False,
     no_cache: p.NoCacheOption = False,
 ) -> None:
-    from rich.console import Console
-
+    from specjax.cli.console import Console, print_json
     from specjax.planning import compile_report
     from specjax.planning.tables import show_report
 
@@ -68,7 +66,7 @@ def compile_(
             cache=not no_cache, on_step=notify,
         )  # fmt: skip
     if as_json:
-        print(json.dumps(report.to_json(), allow_nan=False))
+        print_json(report.to_json())
     else:
         show_report(report, Console())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -42,16 +41,18 @@ def build(
     ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    from specjax.cli.console import Console
+    from specjax.cli.files import FULL
+    from specjax.errors import UsageError
     from specjax.retrieval import datastore as d
     from specjax.retrieval.datastore.store import SHARD_TOKENS
 
     shard_tokens = SHARD_TOKENS if shard_tokens is None else shard_tokens
     o.require(2 <= shard_tokens < 1 << 31, f"--shard-tokens must be from 2 to 2**31 - 1, not {shard_tokens}")
     log = Console(stderr=True)
-    say = lambda sentence: log.print(sentence, style="dim", highlight=False, markup=False, soft_wrap=True)
+    say = lambda sentence: log.print(sentence, style="dim", soft_wrap=True)
     tokenizer = _tokenizer(target)
     columns = TextColumn("building"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as bar:
@@ -60,8 +61,14 @@ def build(
         try:
             d.build(files, out, tokenizer, fields=field or (), shard_tokens=shard_tokens, progress=show, say=say)
         except KeyboardInterrupt:
-            say("interrupted; run the same command again to go on")
-            raise
+            raise KeyboardInterrupt("run the same command again to go on") from None
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            sentence = (
+                f"--out: cannot write {out} ({error.strerror}); make room and run the same command again to go on"
+            )
+            raise UsageError(sentence) from None
     _show(out, as_json)
 
 
@@ -88,8 +95,7 @@ def find(
     """Find the longest end of a text in a datastore, and what follows it how often."""
     import collections
 
-    from rich.console import Console
-
+    from specjax.cli.console import Console, print_json
     from specjax.retrieval import datastore as d
 
     for flag, value in (("--max-span", max_span), ("--length", length), ("--limit", limit)):
@@ -102,10 +108,10 @@ def find(
     best = collections.Counter(paths).most_common(limit)
     found = [{"text": tokenizer.decode(path), "token_ids": list(path), "count": count} for path, count in best]
     if as_json:
-        print(json.dumps({"span": match.span, "count": sum(match.counts), "read": read, "continuations": found}))
+        print_json({"span": match.span, "count": sum(match.counts), "read": read, "continuations": found})
         return
     out = Console()
-    print_plain = lambda line: out.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_plain = lambda line: out.print(line, soft_wrap=True)
     print_plain(f"the last {match.span} tokens occur {sum(match.counts)} times" if match.span else "not found")
     for entry in found:
         print_plain(f"{entry['count']:6d}  {entry['text']!r}")
@@ -122,14 +128,14 @@ def _tokenizer(target: str | None):
 
 
 def _show(folder: Path, as_json: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from specjax.cli.console import Console, print_json
     from specjax.retrieval import datastore as d
 
     store = d.open_datastore(folder)
     if as_json:
-        print(json.dumps({"folder": str(folder)} | store.summary))
+        print_json({"folder": str(folder)} | store.summary)
         return
     table = Table(show_header=False)
     for name, value in store.summary.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -12,6 +13,9 @@ from typing import BinaryIO
 
 from specjax.cli.options import require
 from specjax.errors import UsageError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Reasons of the system why a file cannot be written on."""
 
 
 def read_text(path: Path, flag: str) -> str:
@@ -27,6 +31,7 @@ def read_text(path: Path, flag: str) -> str:
 def check_writable(path: Path, flag: str) -> None:
     """Complain about a file that cannot be written before anything is computed."""
     require(not path.is_dir(), f"{flag}: {path} is a folder; name a file")
+    require(not path.exists() or path.is_file(), f"{flag}: {path} is a device, which would be replaced; name a file")
     require(path.parent.is_dir(), f"{flag}: there is no folder {path.parent}; create it first")
     require(os.access(path.parent, os.W_OK), f"{flag}: cannot write into {path.parent}; choose another folder")
 
@@ -39,14 +44,18 @@ def write_json(path: Path, document: dict) -> None:
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Call `write` with a file that takes the place of `path` only when all of it is there."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    name = None
     try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             write(file)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except OSError as error:
-        raise UsageError(f"cannot write {path} ({error.strerror or error})") from None
+        raise UsageError(
+            f"cannot write {path} ({error.strerror or error}); make room or choose another place"
+        ) from None
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        if name is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)

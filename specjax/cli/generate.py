@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +22,12 @@ target's own tokens are plain.
 Programs are compiled first, by a call of the same shapes (compile_seconds).
 The clock of tokens/s covers reading the prompt and all steps, and compiles
 nothing; tokens per target pass include the bonus token.
+
+What a prompt says is text: control tokens such as <|im_end|> that are
+written out in it count as such with --raw only. Control characters of
+texts are shown escaped (\\x1b), also where the output is no terminal; --json
+has them as JSON does. An interrupted run prints what was done ("left":
+prompts it did not reach).
 
 With --compare, plain decoding (method autoregressive) runs the same way with
 the same random keys. At temperature 0, and at any temperature for drafts made
@@ -115,9 +120,8 @@ def generate(
     # Of a file what it says counts, which may differ from host to host.
     hosts.join(arguments | {"tree": tree and inline(tree), "source": drafting.source})
 
-    from rich.console import Console
-
     from specjax.cli import prompts as p
+    from specjax.cli.console import Console, print_json
     from specjax.cli.generation import Generation, show
     from specjax.cli.session import open_session, weigh
     from specjax.errors import UsageError
@@ -140,9 +144,17 @@ def generate(
         session, decoding, method, drafting, rows, batch_size, compare, checkpoint, checkpoint_every
     )
     generation.compile(log)
-    generation.run(log, out)
+    try:
+        generation.run(log, out)
+    except BaseException as error:
+        if as_json and first and generation.texts:
+            print_json(_document(generation, bad))
+            if isinstance(error, KeyboardInterrupt):
+                done = len(generation.texts)
+                raise KeyboardInterrupt(f"stdout has the {done} of {len(rows)} prompts that were done") from None
+        raise
     if as_json and first:
-        print(json.dumps(_document(generation, bad), allow_nan=False, ensure_ascii=False))
+        print_json(_document(generation, bad))
     elif first:
         show(generation, out)
     if bad:
@@ -164,5 +176,6 @@ def _document(generation: Generation, bad: list) -> dict[str, Any]:
         "settings": settings | {"batch_size": generation.batch_size},
         "results": generation.results(),
         "differences": generation.differences,
+        "left": generation.left,
         "errors": [entry._asdict() for entry in bad],
     }

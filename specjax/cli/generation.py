@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from specjax.bench import measure, near_ties
 from specjax.bench import records as report
 from specjax.catalog import METHODS
+from specjax.cli.console import Console
 from specjax.cli.drafting import Drafting
 from specjax.cli.options import Settings
 from specjax.cli.prompts import Encoded
@@ -63,7 +64,7 @@ class Generation:
     def run(self, log: Console, out: Console) -> None:
         """Decode everything, printing text to `out`."""
         if out.color_system and not out.quiet:
-            log.print(f"[{DRAFTED_STYLE}]drafted and accepted[/], plain: the target's own")
+            log.print(Text("drafted and accepted", DRAFTED_STYLE) + ", plain: the target's own")
         for number, group in enumerate(self.groups):
             self._run_group(group, out, log, self._checkpoints(number))
         if self.plain:
@@ -88,7 +89,7 @@ class Generation:
         def on_step(step):
             if step.earlier is not None:
                 found = sum(map(len, step.tokens))
-                log.print(f"continuing after {found} tokens", style="dim", highlight=False, markup=False)
+                log.print(f"continuing after {found} tokens", style="dim")
             for row, stream in enumerate(streams):
                 new = stream.push_step(step, row)
                 if live:
@@ -119,6 +120,16 @@ class Generation:
         return self.options | ({"verifier": None, "controller": None} if drafter is self.plain else {})
 
     @property
+    def left(self) -> int:
+        """Prompts that are not done."""
+        return len(self.rows) - len(self.texts)
+
+    @property
+    def _is_compared(self) -> bool:
+        """Not if it was asked for, but the run has ended before."""
+        return bool(self.plain) and len(self.plain_runs) == len(self.groups)
+
+    @property
     def is_comparable(self) -> bool:
         """Whether plain decoding must give the same text."""
         return self.settings.is_comparable(self.method.name, self.drafter.draws)
@@ -126,7 +137,7 @@ class Generation:
     @property
     def identical(self) -> bool | None:
         """None: not compared, or equality is not what the method promises."""
-        if not self.plain or not (self.is_comparable or self.guarantee == "lossy"):
+        if not self._is_compared or not (self.is_comparable or self.guarantee == "lossy"):
             return None
         return report.merge(self.runs).tokens == report.merge(self.plain_runs).tokens
 
@@ -141,25 +152,25 @@ class Generation:
                 self.differences.append(near_ties.difference_record(found, self.session.tokenizer, **where))
 
     def record(self) -> dict:
-        """The JSON record over all prompts."""
+        """The JSON record over all prompts that are done."""
         return report.record(
             self.method.name,
             self.guarantee,
             report.merge(self.runs),
-            report.merge(self.plain_runs) if self.plain else None,
+            report.merge(self.plain_runs) if self._is_compared else None,
             identical=self.identical,
             compile_seconds=self.compile_seconds,
             peak_memory_bytes=peak_memory_bytes(),
         )
 
     def results(self) -> list[dict]:
-        """Per prompt."""
+        """Per prompt that is done."""
         run = report.merge(self.runs)
         return [
             {
                 "line": row.prompt.line,
                 "question_id": row.prompt.question_id,
-                "text": text.text.plain,
+                "text": text.plain,
                 "token_ids": ids,
                 "finish_reason": "eos" if eos else "length",
                 "prompt_tokens": len(row.ids),
@@ -168,7 +179,7 @@ class Generation:
                 "block_efficiency": len(ids) / max(int(passes), 1),
             }
             for row, text, ids, eos, passes in zip(
-                self.rows, self.texts, run.tokens, run.hit_eos, run.stats.target_passes, strict=True
+                self.rows[: len(self.texts)], self.texts, run.tokens, run.hit_eos, run.stats.target_passes, strict=True
             )
         ]
 
@@ -207,7 +218,7 @@ def show(generation: Generation, out: Console) -> None:
     out.print(table)
     if generation.plain:
         for line in verdict(generation):
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+            out.print(line, soft_wrap=True)
 
 
 def verdict(generation: Generation) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -32,7 +31,7 @@ def methods(
     everything: Annotated[bool, typer.Option("--all", help="List all of these.")] = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    from rich.console import Console
+    from specjax.cli.console import Console, print_json
 
     out = Console()
     wanted = {"rules": rules, "trees": trees, "controllers": controllers, "sampling": sampling}
@@ -48,7 +47,7 @@ def methods(
         names.insert(names.index("trees") + 1, "stops")
     sections = {name: _rows(name) for name in names}
     if as_json:
-        print(json.dumps(sections if len(names) > 1 else sections[names[0]], allow_nan=False))
+        print_json(sections if len(names) > 1 else sections[names[0]])
         return
     for name, rows in sections.items():
         {"methods": _show_methods, "rules": _show_rules}.get(name, _show_forms)(rows, out, name)
@@ -101,13 +100,14 @@ def _show_one(name: str, as_json: bool, out) -> None:
     from rich.table import Table
 
     from specjax.catalog import METHODS, find_drafter
+    from specjax.cli.console import print_json
 
     row = METHODS.get(name) or parsed("METHOD", find_drafter, name)
     described = _described(row)
     if as_json:
-        print(json.dumps(described, allow_nan=False))
+        print_json(described)
         return
-    say = lambda text: out.print(text, highlight=False, markup=False, soft_wrap=True)
+    say = lambda text: out.print(text, soft_wrap=True)
     say(f"{name}: {row.summary} (guarantee: {row.guarantee})")
     if row.paper:
         say(row.paper)

@@ -111,7 +111,13 @@ TopPOption = Annotated[
     float | None, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass.", show_default=False)
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the random keys.")]
-RawOption = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")]
+RawOption = Annotated[
+    bool,
+    typer.Option(
+        "--raw",
+        help="Take the prompt as it is, without the chat template; control tokens written out in it are tokens then.",
+    ),
+]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto, float32 or bfloat16; auto: float32 on CPU, bfloat16 elsewhere.")
 ]

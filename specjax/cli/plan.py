@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -49,9 +48,8 @@ def plan(
     except ValueError:
         raise UsageError(f'--widths must be numbers joined by commas, such as 1,2,4,8, not "{widths}"') from None
 
-    from rich.console import Console
-
     from specjax import planning
+    from specjax.cli.console import Console, print_json
     from specjax.planning.tables import show_plan
 
     log = Console(stderr=True)
@@ -62,7 +60,7 @@ def plan(
             sequence=sequence, cache=not no_cache, on_step=notify,
         )  # fmt: skip
     if as_json:
-        print(json.dumps(found.to_json(), allow_nan=False))
+        print_json(found.to_json())
     else:
         show_plan(found, Console())
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from specjax.cli.console import Console
 
 SHAPES = "a built-in config, a folder with config.json or a GGUF file; shapes only"
 TargetOption = Annotated[str, typer.Option("--target", help=f"The model: {SHAPES}.", show_default=False)]
@@ -42,6 +43,6 @@ def progress(log: Console) -> Iterator[Callable[[str], None]]:
         def notify(name: str) -> None:
             bar.update(task, description=name)
             if not log.is_terminal:
-                log.print(f"compiling {name} ...", style="dim", highlight=False, markup=False)
+                log.print(f"compiling {name} ...", style="dim")
 
         yield notify

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.cli.files import read_text
 from specjax.cli.options import require
+from specjax.errors import UsageError
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 """Categories that Spec-Bench reports together."""
@@ -37,7 +39,11 @@ def from_arguments(prompt: str | None, batch_file: Path | None) -> tuple[list[Pr
     )
     if batch_file is not None:
         return read(batch_file, "--batch-file")
-    text = sys.stdin.read() if prompt == "-" else str(prompt)
+    try:
+        text = sys.stdin.read() if prompt == "-" else str(prompt)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the PROMPT on stdin is not UTF-8 text (byte {error.start}); convert it") from None
+    require(_is_whole(text), "the PROMPT is not UTF-8 text; convert it")
     require(bool(text.strip()), "the PROMPT is empty; give some text, or - to read it from stdin")
     return [Prompt(text)], []
 
@@ -68,21 +74,43 @@ def read(path: Path, flag: str, *, jsonl: bool | None = None) -> tuple[list[Prom
 
 def _parse(number: int, line: str) -> Prompt | BadLine:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, parse_int=_integer)
     except json.JSONDecodeError as error:
         return BadLine(number, f"not valid JSON ({error.msg} at column {error.colno})")
+    except RecursionError:
+        return BadLine(number, "its lists or objects are nested too deeply")
     if not isinstance(entry, dict):
         return BadLine(number, 'not a JSON object; write {"category": "qa", "turns": ["..."]}')
-    turns = entry.get("turns", entry.get("prompt"))
+    field = "turns" if "turns" in entry else "prompt"
+    turns = entry.get(field)
     text = turns[0] if isinstance(turns, list) and turns else turns
     if not isinstance(text, str):
         return BadLine(number, 'no text: it needs the field "turns", a list of strings, or "prompt", a string')
     if not text.strip():
         return BadLine(number, "the prompt is empty")
+    if not _is_whole(text):
+        return BadLine(number, f'the field "{field}" has half of a surrogate pair, which is no character')
     category = entry.get("category", "all")
-    if not isinstance(category, str) or not category:
+    if not isinstance(category, str) or not category or not _is_whole(category):
         return BadLine(number, 'the field "category" must be a string')
-    return Prompt(text, number, "mt_bench" if category in MT_BENCH else category, entry.get("question_id"))
+    name = entry.get("question_id")
+    good = _is_whole(name) if isinstance(name, str) else name is None or isinstance(name, int | float)
+    if not good or (isinstance(name, float) and not math.isfinite(name)):
+        return BadLine(number, 'the field "question_id" must be a string or a finite number')
+    return Prompt(text, number, "mt_bench" if category in MT_BENCH else category, name)
+
+
+DIGITS = 640
+"""Of the longest integer that Python reads and writes under any of its settings."""
+
+
+def _integer(digits: str) -> float:
+    return int(digits) if len(digits) <= DIGITS else math.inf
+
+
+def _is_whole(text: str) -> bool:
+    """Whether it is made of characters: neither JSON's escapes nor arguments have to be."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 class Encoded(NamedTuple):

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
+from rich.text import Text
 
 from specjax import controllers
 from specjax import costs as costs_of
 from specjax.catalog import METHODS, make_drafter, parse_rule
+from specjax.cli.console import Console
 from specjax.cli.drafting import AS_EACH_DOES, Drafting
 from specjax.cli.options import Settings, require
 from specjax.errors import UsageError
@@ -138,7 +139,7 @@ def weigh(session: Session, costs: costs_of.Curve | str | None, batch_size: int,
             draft_pass = of_draft / of_target
     said = ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*costs, strict=True))
     said += "" if draft_pass is None else f"; one of the draft model: {draft_pass:.2f}"
-    log.print(f"tokens per pass: cost in passes over one: {said}", style="dim", highlight=False)
+    log.print(f"tokens per pass: cost in passes over one: {said}", style="dim")
     return session._replace(costs=costs, draft_pass=draft_pass)
 
 
@@ -231,10 +232,10 @@ class Clock:
 def stage(log: Console, doing: str, done: str) -> Iterator[Clock]:
     """A spinner while it lasts (on a terminal), one line when it is over."""
     clock, start = Clock(), time.perf_counter()
-    with log.status(f"{doing} ...") if log.is_terminal else contextlib.nullcontext():
+    with log.status(Text(f"{doing} ...")) if log.is_terminal else contextlib.nullcontext():
         yield clock
     clock.seconds = time.perf_counter() - start
-    log.print(f"{done}, {clock.seconds:.1f} s", style="dim", highlight=False, markup=False)
+    log.print(f"{done}, {clock.seconds:.1f} s", style="dim")
 
 
 def provenance(session: Session) -> dict:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from specjax.cli.console import visible
 from specjax.engine.results import StreamStep
 
 DRAFTED_STYLE = "bold green"
@@ -20,6 +21,11 @@ class TextStream:
         self._ids: list[int] = []
         self._shown = ""
         self.text = Text()
+
+    @property
+    def plain(self) -> str:
+        """As the tokenizer gives it; `text` is to be shown."""
+        return self._shown
 
     def push(self, token: int, drafted: bool) -> Text:
         """Add a token; returns the text that became whole, in the style of the token that completed it."""
@@ -38,7 +44,7 @@ class TextStream:
         return Text().join([self.push(token, i < drafted) for i, token in enumerate(step.tokens[row])])
 
     def _add(self, whole: str, drafted: bool) -> Text:
-        new = Text(whole[len(self._shown) :], style=DRAFTED_STYLE if drafted else "")
+        new = Text(visible(whole[len(self._shown) :]), style=DRAFTED_STYLE if drafted else "")
         self._shown = whole
         self.text.append_text(new)
         return new

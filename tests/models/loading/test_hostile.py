@@ -321,7 +321,6 @@ GGUF_FIELDS = {
     "tokenizer.ggml.eos_token_id": [-1, "x", 1 << 40],
     "tokenizer.ggml.unknown_token_id": [-1, VOCAB],
     "tokenizer.ggml.add_bos_token": ["no"],
-    "tokenizer.chat_template": [7, ["x"]],
 }
 
 

@@ -1,0 +1,159 @@
+"""Conversations as text: templates rendered in a process with limits, and what users write kept from posing as more."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import UsageError
+from specjax.models.loading import rendering
+
+SECONDS = 10.0
+"""What a template may take for one conversation; an ordinary one takes milliseconds."""
+
+WITHOUT = "use --raw, or encode the prompt without the template"
+
+NOT_PLAIN = 'messages must be dicts of strings, numbers, lists and dicts, such as {"role": "user", "content": "hi"}'
+
+Messages = Sequence[Mapping[str, Any]]
+Spans = list[tuple[int, int]]
+
+
+def render(template: str, messages: Messages, names: Mapping[str, str]) -> str:
+    """The text of a conversation up to where the assistant speaks.
+
+    Raises: UsageError if the template refuses the messages, fails, or takes too much time, memory or text.
+    """
+    try:
+        request = json.dumps(
+            {"template": template, "messages": list(messages), "names": dict(names), "seconds": SECONDS}
+        )
+    except (TypeError, ValueError, RecursionError):
+        raise UsageError(NOT_PLAIN) from None
+    answer = _process.ask(request.encode() + b"\n")
+    if answer is None:
+        raise UsageError(
+            f"the model's chat template takes more than {SECONDS:g} s or {rendering.MEMORY >> 30} GiB; {WITHOUT}"
+        )
+    if "refused" in answer:
+        raise UsageError(f"the model's chat template refuses these messages: {answer['refused']}")
+    if "text" not in answer:
+        why = f"is broken: {answer['broken']}" if "broken" in answer else f"fails ({answer['failed']})"
+        raise UsageError(f"the model's chat template {why}; {WITHOUT}")
+    return answer["text"]
+
+
+def stands_in(template: str, piece: str) -> bool:
+    """Whether a template writes a token: one that is more than spaces or a letter, of which some are tokens too."""
+    return len(piece.strip()) > 2 and piece in template
+
+
+class _Process:
+    """Runs `rendering.py`: started when it is first needed, and anew after a template that it did not survive."""
+
+    def __init__(self):
+        self._lock, self._owner = threading.Lock(), 0
+        self._child: subprocess.Popen | None = None
+
+    def ask(self, request: bytes) -> dict[str, str] | None:
+        """The answer; None: there was none in time, or the process died of the template."""
+        with self._lock:
+            child = self._running()
+            assert child.stdin is not None and child.stdout is not None
+            timer = threading.Timer(SECONDS, child.kill)
+            timer.start()
+            try:
+                child.stdin.write(request)
+                child.stdin.flush()
+                line = child.stdout.readline()
+                answer = json.loads(line) if line.endswith(b"\n") else None
+            except OSError:
+                answer = None
+            except BaseException:  # an interrupt: the next request must not read this one's answer
+                self.stop()
+                raise
+            finally:
+                timer.cancel()
+            if answer is None:
+                self.stop()
+            return answer
+
+    def _running(self) -> subprocess.Popen:
+        ours = self._owner == os.getpid()  # not that of a process which forked this one
+        if self._child is not None and ours and self._child.poll() is None:
+            return self._child
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._child, self._owner = (
+            subprocess.Popen(
+                [sys.executable, "-S", "-P", str(Path(rendering.__file__))],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+                start_new_session=True,  # Ctrl-C is for us
+            ),
+            os.getpid(),
+        )  # fmt: skip
+        assert self._child.stdout is not None
+        if not self._child.stdout.readline():
+            self.stop()
+            raise UsageError("the model's chat template needs the package jinja2; run pip install jinja2")
+        return self._child
+
+    def stop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None and self._owner == os.getpid():
+            child.kill()
+            with contextlib.suppress(OSError):
+                child.communicate()
+
+
+_process = _Process()
+atexit.register(_process.stop)
+
+
+def set_apart(messages: Messages, find: Callable[..., Spans]) -> tuple[list, str | None]:
+    """Control tokens that are written out in the messages, cut in two.
+
+    Args:
+      find: (text, by_model) -> the spans of a text that the tokenizer would read as control tokens.
+
+    Returns: the messages with a character in each cut, and that character; the messages as they are and None where
+      there is nothing to cut. A template sees all of the text, and can trim it or look at its first word.
+    """
+    try:
+        text = json.dumps(messages, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):
+        raise UsageError(NOT_PLAIN) from None
+    mark = next(chr(code) for code in range(0x10FFFF, 0, -1) if chr(code) not in text)
+    finders = [functools.partial(find, by_model=message.get("role") == "assistant") for message in messages]
+    marked = [_marked(message, mark, finder) for message, finder in zip(messages, finders, strict=True)]
+    return marked, mark if mark in json.dumps(marked, ensure_ascii=False, default=str) else None
+
+
+def _marked(x: Any, mark: str, find: Callable[[str], Spans]) -> Any:
+    if isinstance(x, str):
+        return mark.join(_parts(x, find))
+    if isinstance(x, Mapping):
+        return {key: value if key in ("role", "type") else _marked(value, mark, find) for key, value in x.items()}
+    return [_marked(value, mark, find) for value in x] if isinstance(x, list | tuple) else x
+
+
+def _parts(text: str, find: Callable[[str], Spans]) -> list[str]:
+    """The text in pieces that hold no control token each: cut behind the first character of every one."""
+    cuts = []
+    for start, stop in find(text):
+        at = start + len(text[start:stop]) - len(text[start:stop].lstrip()) + 1
+        if at >= stop:
+            raise UsageError(f'the prompt has the control token "{text[start:stop]}", which is no text; take it out')
+        cuts.append(at)
+    if not cuts:
+        return [text]
+    return [part for a, b in itertools.pairwise((0, *cuts, len(text))) for part in _parts(text[a:b], find)]

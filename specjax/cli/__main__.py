@@ -1,0 +1,5 @@
+"""`python -m specjax.cli`."""
+
+from specjax.cli import main
+
+main()

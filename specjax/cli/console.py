@@ -1,0 +1,59 @@
+"""Where words leave the command line: control characters are escaped here, for names and texts are other people's.
+
+A model's text, a tensor's name or a template's message may hold the sequences that set a terminal's title or hide a
+line. Everything printed goes through `Console`, `print_json` or `complain`, to a terminal or not, since a pipe often
+ends at one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+import rich.console
+from rich.segment import Segment
+from rich.text import Text
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0 but for tabs and ends of lines, C1, what turns the direction of writing, and halves of characters."""
+
+
+def visible(text: str) -> str:
+    r"""The text with control characters escaped, such as \x1b or \u202e."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class Console(rich.console.Console):
+    """Strings are shown as they are, without markup, colours or emoji of rich's own, and all text is `visible`."""
+
+    def __init__(self, *, stderr: bool = False, quiet: bool = False):
+        super().__init__(stderr=stderr, quiet=quiet, markup=False, highlight=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)  # which would leave some of them out
+
+    def render(self, renderable, options=None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def print_json(document: Any) -> None:
+    """One line on stdout. What a terminal could take for a command is written as an escape, which JSON reads back."""
+    text = json.dumps(document, allow_nan=False, ensure_ascii=False)
+    print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def complain(sentence: str) -> None:
+    """One line on stderr, under the program's name."""
+    with contextlib.suppress(OSError):  # that of a disk which is full
+        print(f"specjax: {visible(' '.join(sentence.split()))}", file=sys.stderr)
+
+
+def show_traceback(kind, error, trace) -> None:
+    """As Python shows an exception that nobody expected."""
+    print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
