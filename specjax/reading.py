@@ -64,14 +64,6 @@ def read_bytes(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
     return contents
 
 
-def read_text(path: str | os.PathLike, most: int = MOST_BYTES) -> str:
-    """All of a regular UTF-8 file. Raises: UsageError for another or a longer one; OSError."""
-    try:
-        return read_bytes(path, most).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text (byte {error.start})") from None
-
-
 def read_json(path: str | os.PathLike, fix: str = "") -> Any:
     """What a JSON file says. `fix`: ends the sentence. Raises: UsageError for what is none; OSError."""
     return parse_json(read_bytes(path), path, fix)

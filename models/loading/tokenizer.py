@@ -120,15 +120,14 @@ class LibraryCodec:
     backend: Any
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return _alive(lambda: self.backend.encode(text, add_special_tokens=special).ids)
+        return _encoded(self.backend, text, special).ids
 
     def encode_parts(self, parts: Sequence[str], special: bool) -> list[int]:
         backend, border = self._with_border
-        ids = _alive(lambda: backend.encode(BORDER.join(parts), add_special_tokens=special).ids)
-        return [i for i in ids if i != border]
+        return [i for i in _encoded(backend, BORDER.join(parts), special).ids if i != border]
 
     def find(self, text: str, template: str) -> Spans:
-        found = _alive(lambda: self.backend.encode(text, add_special_tokens=False))
+        found = _encoded(self.backend, text, special=False)
         added = self.backend.get_added_tokens_decoder()
         wanted = {i for i, t in added.items() if t.special or stands_in(template, t.content)}
         return [span for i, span in zip(found.ids, found.offsets, strict=True) if i in wanted]
@@ -137,7 +136,7 @@ class LibraryCodec:
         return _alive(lambda: self.backend.decode(ids, skip_special_tokens=not special))
 
     @functools.cached_property
-    def _with_border(self) -> tuple[Any, int]:
+    def _with_border(self) -> tuple[Any, int | None]:
         """A copy that cuts text at BORDER, as at any added token, and the id it has there."""
         import tokenizers
 
@@ -146,11 +145,15 @@ class LibraryCodec:
         return copy, copy.token_to_id(BORDER)
 
 
+def _encoded(backend: Any, text: str, special: bool) -> Any:
+    return _alive(lambda: backend.encode(text, add_special_tokens=special))
+
+
 def _alive(call: Callable[[], T]) -> T:
-    """What the library answers. Rules of a tokenizer.json can make it panic, which is no `Exception`."""
+    """What the library answers. Rules of a tokenizer.json can make it fail, or panic, which is no `Exception`."""
     try:
         return call()
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise UsageError(f"the model's tokenizer breaks down on this text ({reason(error)}); use another") from None

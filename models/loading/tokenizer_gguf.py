@@ -50,8 +50,7 @@ def from_metadata(meta: dict, where: str) -> Tokenizer:
     ids = {name: _id(fields, key, len(pieces)) for name, key in NAMED.items()}
     names = {f"{name}_token": pieces[i] for name, i in ids.items() if i is not None}
     vocab = tuple(pieces[:used])
-    template = Fields(meta, where, "tokenizer.").text("chat_template", None)
-    return Tokenizer(codec, vocab, end_ids(vocab, control, stated), template, names)
+    return Tokenizer(codec, vocab, end_ids(vocab, control, stated), meta.get("tokenizer.chat_template"), names)
 
 
 def _id(fields: Fields, name: str, count: int) -> int | None:

@@ -271,5 +271,5 @@ def _orbax():
     """Imported when first needed, and quieter than it is."""
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it would print what a damaged file holds
     return ocp

@@ -53,10 +53,10 @@ def attack(rng, whole, folder):
         files = files_of(folder)
         file = rng.choice(files)
         kind = rng.randrange(8)
-        if kind == 0:
+        if kind == 0 and len(files) > 1:
             file.unlink()
         elif kind == 1:
-            shutil.copy(rng.choice(files), file) if len(files) > 1 else None
+            file.write_bytes(rng.choice(files).read_bytes())
         elif kind == 2:
             file.write_bytes(rng.choice((b"", b"[" * 100_000, b"null", b"7", b"{}", b"\xff" * 50)))
         else:

@@ -321,7 +321,6 @@ GGUF_FIELDS = {
     "tokenizer.ggml.eos_token_id": [-1, "x", 1 << 40],
     "tokenizer.ggml.unknown_token_id": [-1, VOCAB],
     "tokenizer.ggml.add_bos_token": ["no"],
-    "tokenizer.chat_template": [7, ["x"]],
 }
 
 
@@ -383,7 +382,7 @@ def test_a_layer_of_every_name_in_a_small_file(file):
         assert survives(lambda: use(file)) is not None
 
 
-@pytest.mark.parametrize(("rng", "count"), attacks(300))
+@pytest.mark.parametrize(("rng", "count"), attacks(300, 34_000))
 @pytest.mark.parametrize(("model", "arch"), KINDS)
 def test_gguf(model, arch, rng, count, file):
     fields, tensors, data = gguf_parts(model, arch)
