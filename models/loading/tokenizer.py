@@ -134,7 +134,7 @@ class LibraryCodec:
         return self.backend.decode(ids, skip_special_tokens=not special)
 
     @functools.cached_property
-    def _with_border(self) -> tuple[Any, int]:
+    def _with_border(self) -> tuple[Any, int | None]:
         """A copy that cuts text at BORDER, as at any added token, and the id it has there."""
         import tokenizers
 

@@ -37,7 +37,8 @@ class Command:
 
     def __init__(self, folder: Path, *arguments, stdout=None, largest: int = -1):
         environment = os.environ | {
-            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags(devices=1), "XDG_CACHE_HOME": str(folder), "SPECJAX_NO_CACHE": "1",
+            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags(devices=1), "SPECJAX_NO_CACHE": "1",
+            "XDG_CACHE_HOME": str(folder),
         }  # fmt: skip
         self.files = {name: folder / f"std{name}" for name in ("out", "err")}
         command = [sys.executable, "-c", WORKER, str(TESTS / "cli"), str(TESTS / "lib"), str(largest)]
@@ -103,6 +104,7 @@ def test_bench_interrupted_keeps_what_was_done(tmp_path):
     assert {path.name for path in tmp_path.glob("*bench*")} == {"bench.json"}, "nothing half-written is left"
 
 
+@pytest.mark.slow
 def test_datastore_build_interrupted_goes_on(tmp_path):
     pytest.importorskip("pydivsufsort")
     text, out = tmp_path / "corpus.txt", tmp_path / "store"
@@ -208,7 +210,7 @@ def test_a_device_is_not_replaced(refused, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("methods",), ("methods", "--json"), ("generate", "abc", "--max-new-tokens", "4")]
+    "arguments", [("methods",), pytest.param(("generate", "abc", "--max-new-tokens", "4"), marks=pytest.mark.slow)]
 )
 def test_stdout_on_a_full_disk(tmp_path, arguments):
     command = Command(tmp_path, *arguments, stdout="/dev/full")
@@ -230,6 +232,7 @@ def test_a_good_file_stays(tmp_path):
     assert {path.name for path in tmp_path.glob("*bench*")} == {"bench.json"}
 
 
+@pytest.mark.slow
 def test_a_datastore_on_a_full_disk(tmp_path):
     pytest.importorskip("pydivsufsort")
     text, out = tmp_path / "corpus.txt", tmp_path / "store"
