@@ -56,15 +56,10 @@ def _specjax(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (default: of this process) and exit."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    sys.excepthook = show_traceback
-    prepare_environment()  # else libtpu, where it is installed to compile, warns of the TPU that is not there
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     with Interrupts() as interrupts:
         try:
-            code = _run(arguments)
+            _prepare()
+            code = _run(list(sys.argv[1:] if arguments is None else arguments))
             sys.stdout.flush()
         except UsageError as error:
             code = _complain(str(error))
@@ -83,6 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             else:
                 raise
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _prepare() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    sys.excepthook = show_traceback
+    prepare_environment()  # else libtpu, where it is installed to compile, warns of the TPU that is not there
 
 
 def _run(arguments: list[str]) -> int:

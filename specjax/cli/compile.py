@@ -8,6 +8,7 @@ import typer
 
 from specjax.cli import options as o
 from specjax.cli import planning as p
+from specjax.cli.drafting import read_settings
 
 HELP = """Compile a decode for TPUs that are not here: does it fit, how fast might it be.
 
@@ -41,6 +42,7 @@ def compile_(
     ] = None,
     tree: o.TreeOption = None,
     num_draft_tokens: o.BudgetOption = None,
+    settings: o.SetOption = None,
     batch_size: o.BatchOption = 1,
     context: p.ContextOption = 1024,
     max_new_tokens: o.LengthOption = 128,
@@ -54,6 +56,9 @@ def compile_(
     as_json: o.JsonOption = False,
     no_cache: p.NoCacheOption = False,
 ) -> None:
+    method = method or ("two_model" if draft else "autoregressive")
+    options = read_settings(settings or (), method)
+
     from specjax.cli.console import Console, print_json
     from specjax.planning import compile_report
     from specjax.planning.tables import show_report
@@ -61,7 +66,7 @@ def compile_(
     log = Console(stderr=True)
     with p.progress(log) as notify:
         report = compile_report(
-            target, topology, draft=draft, method=method, tree=tree, num_draft_tokens=num_draft_tokens,
+            target, topology, draft=draft, method=method, tree=tree, num_draft_tokens=num_draft_tokens, options=options,
             batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype, cache_dtype=cache_dtype,
             temperature=temperature, data=data, model=model, layer=layer, sequence=sequence,
             cache=not no_cache, on_step=notify,

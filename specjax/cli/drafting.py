@@ -178,6 +178,21 @@ def _check_method(name: str, draft: str | None, datastore: Path | None) -> None:
     )
 
 
+def read_settings(settings: Sequence[str], method: str) -> dict[str, str]:
+    """The values of --set for one method, as they are written.
+
+    Raises: UsageError for a method or an option that there is not, or one given twice.
+    """
+    from specjax.catalog import find_drafter
+
+    rows, found = {method: parsed("--method", find_drafter, method)}, {}
+    for text in settings:
+        _, option, value = _read_setting(text, rows)
+        require(option.name not in found, f"--set {text}: --set has set {option.name} already; leave one out")
+        found[option.name] = value
+    return found
+
+
 def _read_setting(text: str, rows: Mapping[str, Method]) -> tuple[str, Option, str]:
     """The method, the option and the value of one --set."""
     left, equals, value = text.partition("=")

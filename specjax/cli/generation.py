@@ -64,7 +64,7 @@ class Generation:
     def run(self, log: Console, out: Console) -> None:
         """Decode everything, printing text to `out`."""
         if out.color_system and not out.quiet:
-            log.print(Text("drafted and accepted", DRAFTED_STYLE) + ", plain: the target's own")
+            log.print(Text.assemble(("drafted and accepted", DRAFTED_STYLE), ", plain: the target's own"))
         for number, group in enumerate(self.groups):
             self._run_group(group, out, log, self._checkpoints(number))
         if self.plain:

@@ -18,7 +18,7 @@ from rich.text import Text
 from specjax import controllers
 from specjax import costs as costs_of
 from specjax.catalog import METHODS, make_drafter, parse_rule
-from specjax.cli.console import Console
+from specjax.cli.console import Console, visible
 from specjax.cli.drafting import AS_EACH_DOES, Drafting
 from specjax.cli.options import Settings, require
 from specjax.errors import UsageError
@@ -223,7 +223,7 @@ class Clock:
 def stage(log: Console, doing: str, done: str) -> Iterator[Clock]:
     """A spinner while it lasts (on a terminal), one line when it is over."""
     clock, start = Clock(), time.perf_counter()
-    with log.status(Text(f"{doing} ...")) if log.is_terminal else contextlib.nullcontext():
+    with log.status(Text(visible(f"{doing} ..."))) if log.is_terminal else contextlib.nullcontext():
         yield clock
     clock.seconds = time.perf_counter() - start
     log.print(f"{done}, {clock.seconds:.1f} s", style="dim")

@@ -11,6 +11,7 @@ import errno
 import functools
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -173,6 +174,12 @@ def _explained(folder):
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"{folder} cannot be written ({reason}); give a folder that can be") from error
+    except ValueError as error:  # as TensorStore tells of a full disk
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        reason = os.strerror(int(code[1]))
+        raise UsageError(f"{folder} cannot be written ({reason}); make room, or give another folder") from error
 
 
 def _make(folder) -> None:

@@ -25,6 +25,8 @@ def drafter_of(work: Workload, target: Target, draft: Target | None) -> Drafter:
     """The drafter of the workload's method; the parameters of both models may be shapes."""
     method = find_drafter(work.method)
     options: dict[str, Any] = {"platform": "tpu"} if method.uses("costs") else {}
+    written = dict(work.options)
+    options |= {option.name: option.parse(written[option.name]) for option in method.options if option.name in written}
     if work.tree is not None:
         option = method.option("tree")
         assert option is not None, "make_workload has checked that"

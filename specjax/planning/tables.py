@@ -52,7 +52,8 @@ def show_report(report: Report, out) -> None:
     say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
     inputs = report.inputs
     models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
-    what = " ".join(filter(None, (inputs["method"], inputs["tree"])))
+    written = [f"{name}={text}" for name, text in inputs["options"].items()]
+    what = " ".join(filter(None, (inputs["method"], inputs["tree"], *written)))
     say(
         f"{models}; {what}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}\n"
         f"{inputs['topology']}, {mesh_of(inputs)}, per device:"

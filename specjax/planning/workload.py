@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jax.sharding import Mesh
 
 from specjax import parallel, trees
-from specjax.catalog import find_drafter, of_kind
+from specjax.catalog import Method, find_drafter, of_kind
 from specjax.errors import UsageError
 from specjax.models.bridge import check_cache_dtype
 from specjax.models.layout import fits_heads
@@ -29,6 +31,7 @@ class Workload:
     method: str = "autoregressive"
     tree: str | None = None
     num_draft_tokens: int | None = None
+    options: tuple[tuple[str, str], ...] = ()  # others of the method, by name, as they are written
     batch: int = 1
     context: int = 1024  # tokens in the cache when a step is judged
     max_new_tokens: int = 128
@@ -60,6 +63,7 @@ def make_workload(
     method: str | None = None,
     tree: str | None = None,
     num_draft_tokens: int | None = None,
+    options: Mapping[str, str] = MappingProxyType({}),
     batch: int = 1,
     context: int = 1024,
     max_new_tokens: int = 128,
@@ -74,6 +78,7 @@ def make_workload(
     """Check what is asked for, before anything is compiled.
 
     Args:
+      options: values of other options of the method, as texts by name.
       data, layer, sequence, model: axes of the mesh, as of `specjax.mesh`; model None: as many as there are and the
         target's heads can be split over.
       cache_dtype: "int8" for both models' caches; None: as their configs say, else their dtype.
@@ -100,6 +105,7 @@ def make_workload(
             raise UsageError(f"--tree applies to {grown}, and without --num-draft-tokens, which sets the size too")
         option.parse(tree, "--tree")
         tree = trees.inline(tree)  # results are kept by the workload, not by what a file once held
+    _check_options(row, options, tree, num_draft_tokens)
     for flag, value in (("--batch-size", batch), ("--context", context), ("--max-new-tokens", max_new_tokens),
                         ("--data", data), ("--layer", layer), ("--sequence", sequence),
                         ("--num-draft-tokens", 1 if num_draft_tokens is None else num_draft_tokens),
@@ -129,9 +135,25 @@ def make_workload(
         _check_layers(draft_config, layer)
     model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)
     return Workload(
-        target_config, slice_, draft_config, method, tree, num_draft_tokens, batch, context, max_new_tokens,
-        float(temperature), data, model, layer, sequence,
+        target_config, slice_, draft_config, method, tree, num_draft_tokens, tuple(sorted(options.items())), batch,
+        context, max_new_tokens, float(temperature), data, model, layer, sequence,
     )  # fmt: skip
+
+
+def _check_options(row: Method, options: Mapping[str, str], tree: str | None, num_draft_tokens: int | None) -> None:
+    """Raises: UsageError for options that the method has not, that have a flag of their own here, or bad values."""
+    for name, text in options.items():
+        option = row.option(name)
+        if option is None:
+            known = ", ".join(option.name for option in row.options) or "no options"
+            raise UsageError(f'--set {name}={text}: method {row.name} has no option "{name}", but {known}')
+        if name == "tree" or (name == row.size and num_draft_tokens is not None):
+            raise UsageError(
+                f"--set {name}={text}: give it with {'--tree' if name == 'tree' else '--num-draft-tokens'}"
+            )
+        if name == row.size and tree is not None:
+            raise UsageError(f"--tree and --set {name} both set the size of the draft; leave one out")
+        option.parse(text, f"--set {name}")
 
 
 def _check_layers(draft: Any, layer: int) -> None:
@@ -174,6 +196,7 @@ def describe(work: Workload) -> dict[str, Any]:
         "sequence", "model",
     )  # fmt: skip
     return {
+        "options": dict(work.options),
         "target": work.target.name,
         "target_params": num_params(work.target),
         "draft": work.draft.name if work.draft else None,

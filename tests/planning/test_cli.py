@@ -54,6 +54,13 @@ def command(name, **changes):
         ({"dtype": "int8"}, ("--dtype",)),
         ({"cache_dtype": "int4"}, ("--cache-dtype", "int8")),
         ({"temperature": -1}, ("--temperature",)),
+        ({"set": "group"}, ("--set", "NAME=VALUE")),
+        ({"method": "lookahead", "set": "nothing=3"}, ("--set nothing=3", "window")),
+        ({"method": "lookahead", "set": "window=x"}, ("--set window", "whole number")),
+        ({"method": "nothing", "set": "x=1"}, ("--method", "two_model")),
+        ({"draft": "smollm2_135m", "set": "tree=2x1"}, ("--set tree=2x1", "--tree")),
+        ({"draft": "smollm2_135m", "set": "num_tokens=3", "num_draft_tokens": 2}, ("--set", "--num-draft-tokens")),
+        ({"draft": "smollm2_135m", "set": "num_tokens=3", "tree": "2x1"}, ("--set num_tokens", "--tree")),
     ],
 )
 def test_bad_options_of_compile(refused, changes, words):

@@ -10,7 +10,7 @@ from specjax.drafters.combined.auto import WIDTHS
 from specjax.planning import drafting
 from specjax.planning.model_configs import load_config
 from specjax.planning.topologies import parse_topology
-from specjax.planning.workload import Workload, make_workload
+from specjax.planning.workload import Workload, describe, make_workload
 
 
 def workload(**changes):
@@ -40,3 +40,9 @@ def test_auto_is_planned_with_the_widths_of_the_chip():
     """Not with those of the machine that plans."""
     shape = drafting.drafter_shape(make_workload("llama3_8b", "v5e:2x4", method="auto"))
     assert (*shape.widths, shape.num_nodes) == WIDTHS
+
+
+def test_options_reach_the_drafter():
+    work = workload(method="lookahead", options=(("guesses", "2"), ("ngram", "4")))
+    assert drafting.drafter_shape(work).num_nodes < drafting.drafter_shape(workload(method="lookahead")).num_nodes
+    assert describe(work)["options"] == {"guesses": "2", "ngram": "4"}

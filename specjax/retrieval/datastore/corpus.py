@@ -78,11 +78,11 @@ def _blocks(handle) -> Iterator[Block]:
 
 def _document(line: str, fields: Sequence[str], where: str) -> str:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, parse_int=float)  # of any length
     except json.JSONDecodeError as error:
         raise UsageError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); mend or remove it") from None
-    except (ValueError, RecursionError):
-        raise UsageError(f"{where}: a number of thousands of digits, or nested too deep; mend or remove it") from None
+    except RecursionError:
+        raise UsageError(f"{where}: its lists or objects are nested too deeply; mend or remove it") from None
     if not isinstance(entry, dict):
         raise UsageError(f'{where}: not a JSON object; write {{"text": "..."}}')
     wanted = fields or [name for name in FIELDS if name in entry][:1]
