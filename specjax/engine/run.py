@@ -70,4 +70,5 @@ def run(job: Job) -> DecodeResult:
         stats,
         drafter if drafter.remember else None,
         logprobs,
+        state.finite,
     )
