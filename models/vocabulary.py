@@ -28,7 +28,7 @@ def of_vocabulary(model: Model, size: int) -> Model:
     if missing == 0:
         return model
 
-    def known(tokens: Array | Mixture) -> Array | Mixture:
+    def known(tokens):
         if isinstance(tokens, Mixture):
             return tokens._replace(ids=known(tokens.ids))
         return jnp.minimum(tokens, model.vocab_size - 1)

@@ -320,6 +320,7 @@ class Info(NamedTuple):
     violations: Array | None = None  # int32[B], bits of `checks.VIOLATIONS`, when debugging
     scored: Scored | None = None  # what the verifier saw, if asked for
     signals: Signals | None = None  # if the controller reads them
+    finite: Array | None = None  # bool[B], that of the state
 
 
 class Stats(NamedTuple):
@@ -345,6 +346,7 @@ class DecodeState(NamedTuple):
     cache: PyTree  # of the target: holds the first length - 1 tokens
     draft: PyTree
     control: PyTree
+    finite: Array | None = None  # bool[B], whether what the target said of the prompt was; constant
 
 
 class Decoder(NamedTuple):

@@ -14,10 +14,12 @@ import numpy as np
 from specjax import parallel
 from specjax.bench.records import Run
 from specjax.engine import run
+from specjax.engine.checks import explain
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.results import StreamStep
 from specjax.engine.statistics import add_stats, zero_stats
 from specjax.engine.step import BUCKET
+from specjax.errors import UsageError
 from specjax.facade import decode, stream
 from specjax.sampling import fold_in, threefry
 from specjax.types import Array, Drafter, Target
@@ -66,8 +68,15 @@ def run_decode(target: Target, drafter: Drafter, rows: Rows, keys: Array, option
     start = time.perf_counter()
     result = jax.block_until_ready(decode(target, drafter, pack(rows), key=keys, **options))
     seconds = time.perf_counter() - start
+    _check_finite(target, result.finite)
     hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
     return Run(result.to_lists(), hit_eos, stats, seconds)
+
+
+def _check_finite(target: Target, finite) -> None:
+    """Raises: UsageError if the target gave no numbers for some prompt: its text would mean nothing."""
+    if finite is not None and not np.all(finite):
+        raise UsageError(f"--target: {explain(target)}")
 
 
 def run_stream(
@@ -85,6 +94,7 @@ def run_stream(
     arrays, keys = spread(target, pack(rows), keys)
     for step in stream(target, drafter, arrays, key=keys, **options):
         step = _cut(step, len(rows))
+        _check_finite(target, step.info.finite)
         if step.earlier is not None:
             total, resumed = step.earlier, sum(map(len, step.tokens))
         elif first is None:

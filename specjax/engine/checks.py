@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.trees import operations
-from specjax.types import Array, Draws, TokenTree
+from specjax.types import Array, Draws, Output, Target, TokenTree
 
 VIOLATIONS = (
     "tree.parents is not topological: every node needs a valid parent of a lower number, and the root has parent -1",
@@ -73,6 +74,37 @@ def refuse(bits: Array | np.ndarray, draws: Draws) -> None:
         for bit, sentence in enumerate(VIOLATIONS):
             if value >> bit & 1:
                 raise UsageError(f"row {row}: {sentence.format(draws=f'draws={draws!r}')}")
+
+
+def is_finite(target: Target, count: Array, output: Output, with_head: Array) -> Array:
+    """bool[B]: whether the states behind the first `count` int32[B] tokens of a chunk of the prompt are numbers and, if
+    `with_head` bool[], the logits behind its first.
+
+    What a NaN in the weights or an impossible constant in the config does to one token, it does to all.
+    """
+    is_own = jnp.arange(output.hidden.shape[1]) < count[:, None]
+    fine = jnp.all(jnp.isfinite(output.hidden) | ~is_own[:, :, None], (1, 2))
+    unembed = target.model.unembed
+    if unembed is None:
+        return fine
+
+    def head(first):
+        return jnp.all(jnp.isfinite(unembed(target.params, first)), (1, 2))
+
+    first, is_any = output.hidden[:, :1], count > 0
+    return fine & (~is_any | jax.lax.cond(with_head, head, lambda first: jnp.ones(len(first), bool), first))
+
+
+def explain(target: Target) -> str:
+    """A sentence on why a model gives NaN or Inf: the first of its parameters that holds some, or its config."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(leaf))):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return f"the model {target.model.name} gives NaN or Inf, since its parameter {name} holds some"
+    return (
+        f"the model {target.model.name} gives NaN or Inf, though its parameters hold none; look at the constants of "
+        "its config, such as the norms' eps and the base of its rotary positions"
+    )
 
 
 def check_draft(tree: TokenTree, draws: Draws, target_logits: Array) -> None:

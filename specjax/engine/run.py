@@ -74,4 +74,5 @@ def run(job: Job) -> DecodeResult:
         stats,
         drafter if drafter.remember else None,
         logprobs,
+        state.finite,
     )

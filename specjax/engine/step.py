@@ -65,11 +65,17 @@ def init(parts: Parts, tokens: Array, length: Array, keys: Array, stop: Array, i
     cache = target.model.begin(target.params, inputs, batch, size)
     draft = drafter.init(drafter.params, context)
 
-    def read(draft, *chunk):
-        return draft if drafter.read is None else drafter.read(drafter.params, draft, context, *chunk)
+    def read(seen, tokens, count, output):
+        draft, finite, is_first = seen
+        if drafter.read is not None:
+            draft = drafter.read(drafter.params, draft, context, tokens, count, output)
+        return draft, finite & checks.is_finite(target, count, output, is_first), jnp.zeros_like(is_first)
 
     count = jnp.maximum(length - 1, 0)
-    cache, draft = prefill_reading(target.model, target.params, cache, tokens, count, read, draft, taps=drafter.taps)
+    seen = draft, jnp.ones((batch,), bool), jnp.ones((), bool)
+    cache, (draft, finite, _) = prefill_reading(
+        target.model, target.params, cache, tokens, count, read, seen, taps=drafter.taps
+    )
     return DecodeState(
         tokens=tokens,
         length=length,
@@ -79,6 +85,7 @@ def init(parts: Parts, tokens: Array, length: Array, keys: Array, stop: Array, i
         cache=cache,
         draft=draft,
         control=parts.controller.init(batch),
+        finite=finite,
     )
 
 
@@ -115,6 +122,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         violations=_both(violations, kept.violations),
         scored=kept.scored,
         signals=_signals(tree, verdict) if controller.reads_signals else None,
+        finite=state.finite,
     )
     control = controller.update(state.control, info)
     forms.check_same("the controller's update", state.control, control)

@@ -89,7 +89,11 @@ def over_that_fits(config, mesh: Mesh) -> tuple[str, ...]:
 def config_to_spread(target: Target):
     """Of a model that can be spread over a mesh. Raises: UsageError for one that cannot."""
     if target.model.config is None:
-        raise UsageError(f"{target.model.name} cannot be sharded: it is not one of specjax.models")
+        raise UsageError(
+            f"{target.model.name} cannot be sharded: it is not one of specjax.models; place its parameters yourself, "
+            "whole on every device by jax.device_put(params, NamedSharding(mesh, PartitionSpec())), and split the "
+            'prompts over "data"'
+        )
     if target.model.mesh is not None:
         raise UsageError(f"{target.model.name} is sharded already; shard the model as it was loaded without a mesh")
     return target.model.config

@@ -52,6 +52,21 @@ def test_text_then_table(cli):
     assert "loaded" in result.err and "compiled" in result.err
 
 
+@pytest.mark.parametrize("command", [("generate", "abcabcabc"), ("generate", "abcabcabc", "--json", "--compare")])
+def test_weights_that_are_no_numbers_are_named(refused, monkeypatch, command):
+    load = specjax.load
+
+    def spoiled(*arguments, **options):
+        target, tokenizer = load(*arguments, **options)
+        layers = target.params["layers"]
+        layers[0]["mlp"]["up"]["weight"] = layers[0]["mlp"]["up"]["weight"].at[0, 0].set(np.nan)
+        return target, tokenizer
+
+    monkeypatch.setattr(specjax, "load", spoiled, raising=False)
+    words = refused(*command, *SHORT)
+    assert "--target: the model" in words and "its parameter layers.0.mlp.up.weight holds some" in words
+
+
 def test_json_is_all_of_stdout(cli):
     result = cli("generate", "abcabcabc", *SHORT, "--json", "--compare")
     document = json.loads(result.out)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import those
-from toy import markov, scripted, tiny_llama, tiny_llama_alike
+from toy import scripted, tiny_llama, tiny_llama_alike
 from toy_models import alike, encoding, inputs_of, recurrent
 
 import specjax
@@ -209,7 +209,6 @@ def test_both_are_dispatched_before_either_is_read(monkeypatch):
         ({"num_tokens": 0}, "num_tokens must be at least 1, not 0"),
         ({"draft": on(tiny_llama(seed=1), 1)}, "target and draft share .*:1, .*devices of their own"),
         ({"draft": jax.device_get(tiny_llama(seed=1))}, "the draft is on no device; place its parameters"),
-        ({"draft": on(markov(), 2)}, "the draft model has 3 tokens and the target 64"),
         ({"draft": on(recurrent(64), 2)}, "the model recurrent cannot rewind; decode with specjax.drafters.two_model"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
