@@ -48,6 +48,32 @@ def test_drafts_are_what_a_fresh_pass_predicts(length, lag):
         length += accepted + 1  # and one token of the target's, here the random text's
 
 
+def test_what_was_decoded_without_drafts_is_read_before_the_next():
+    """Twenty plain steps, more than one pass of them; then drafts are those of a fresh pass over the text."""
+    target = tiny_llama(seed=3)
+    drafter = compiled(two_model(target, 3))
+    text, lengths = np.random.default_rng(0).integers(0, 64, (2, 200), np.int32), np.array([5, 1])
+    state = drafter.init(drafter.params, Context(jnp.asarray(text), jnp.asarray(lengths)))
+    for _ in range(20):
+        tree, drafted = drafter.propose(
+            drafter.params, None, state, Context(jnp.asarray(text), jnp.asarray(lengths)), jnp.zeros(2, int)
+        )
+        assert tree.valid.sum() == 2
+        state = drafter.update(
+            drafter.params, drafted, (), Verdict(np.array([[0, -1, -1, -1]] * 2), np.ones(2, int), np.zeros(2, int))
+        )
+        lengths = lengths + 1
+    assert state.held.tolist() == [3, 0]
+    tree, _ = drafter.propose(
+        drafter.params, None, state, Context(jnp.asarray(text), jnp.asarray(lengths)), jnp.full(2, 3)
+    )
+    for depth in range(1, 4):
+        for row, length in enumerate(lengths):
+            wanted = np.argmax(last_logits(target, text[:, :32], length + depth - 1)[row])
+            assert tree.tokens[row, depth] == wanted
+            text[row, length + depth - 1] = wanted
+
+
 def test_tokens_have_the_law_that_is_reported():
     model = tiny_llama(seed=3, vocab=64)
     drafter = two_model(model, 2)
