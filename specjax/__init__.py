@@ -8,8 +8,10 @@ print(tokenizer.decode(result.to_lists()[0]))
 from specjax import controllers, decoders, drafters, trees, verifiers
 from specjax.catalog.methods import METHODS, make_drafter
 from specjax.engine.prepare import Settings
+from specjax.engine.requests import Request, arrivals
 from specjax.engine.results import DecodeResult, StreamStep
-from specjax.engine.serve import Request, Served
+from specjax.engine.serve import Served
+from specjax.engine.text import Detokenizer
 from specjax.errors import UsageError
 from specjax.facade import decode, serve, stream
 from specjax.parallel import mesh, shard
@@ -23,6 +25,7 @@ __all__ = [
     "Capabilities",
     "Controller",
     "DecodeResult",
+    "Detokenizer",
     "Drafter",
     "Model",
     "Output",
@@ -36,6 +39,7 @@ __all__ = [
     "Verdict",
     "Verifier",
     "__version__",
+    "arrivals",
     "compile_report",
     "controllers",
     "decode",

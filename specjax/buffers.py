@@ -22,14 +22,25 @@ def shared(tree: Any) -> Any:
 
 
 def put_row(batch: Any, one: Any, row: jax.Array, axes: Any) -> Any:
-    """`batch` with the row of `one`, a batch of one, at `row` int32[]; what all rows share stays."""
+    """`batch` with the row of `one`, a batch of one, at `row` int32[], and with what `one` has of what all share."""
 
     def put(axis: int, many: jax.Array, single: jax.Array) -> jax.Array:
         if axis == SHARED:
-            return many
+            return single
         return jax.lax.dynamic_update_slice_in_dim(many, single.astype(many.dtype), row, axis)
 
     return jax.tree.map(put, axes, batch, one)
+
+
+def take_row(batch: Any, row: jax.Array, axes: Any) -> Any:
+    """The row at `row` int32[] as a batch of one, and what all rows share."""
+    take = lambda axis, x: x if axis == SHARED else jax.lax.dynamic_slice_in_dim(x, row, 1, axis)
+    return jax.tree.map(take, axes, batch)
+
+
+def with_shared(rows: Any, batch: Any, axes: Any) -> Any:
+    """`rows` with what all rows of `batch` share in place of their own."""
+    return jax.tree.map(lambda axis, own, others: others if axis == SHARED else own, axes, rows, batch)
 
 
 def widen(pending: Any, slots: int, axis: int = 1) -> Any:

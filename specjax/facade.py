@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Literal
 
@@ -15,10 +16,12 @@ from specjax.engine import checks
 from specjax.engine.parts import Job
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.prompts import Prompts
+from specjax.engine.requests import Limits, Request, row_settings
 from specjax.engine.results import DecodeResult, StreamStep
 from specjax.engine.run import run
-from specjax.engine.serve import Request, Served, serve_requests
+from specjax.engine.serve import Served, serve_requests
 from specjax.engine.stream import steps
+from specjax.engine.text import Decodes
 from specjax.errors import UsageError
 from specjax.parallel.arrays import gather
 from specjax.parallel.checkpoint import Checkpoints
@@ -140,6 +143,7 @@ def stream(
     """Like `decode`, with the same arguments, but yields what each step added, as soon as it is known.
 
     The step is the one that `decode` loops. On several hosts each must run through all steps; every one sees all rows.
+    What the drafter learnt is called for at the last step, `drafter = step.drafter()` (`StreamStep`).
 
     checkpoint: `specjax.parallel.Checkpoints`, to survive a restart. A run that finds its own state in the folder
     yields the text so far as its first step, without saying which of it was drafted, and goes on from there: together
@@ -168,21 +172,24 @@ def serve(
     slots: int,
     longest_prompt: int,
     max_new_tokens: int,
+    tokenizer: Decodes | None = None,
     inputs: PyTree = None,
     **settings: Any,
 ) -> Generator[Served, None, None]:
     """Decode requests as they come, `slots` of them at a time, and yield what each step adds to each of them.
 
-    After the first request nothing is compiled any more, whatever their lengths.
+    After the first request nothing is compiled any more, whatever the lengths and settings of the others. What the
+    drafter learns from one text serves the next ones; `Served.drafter` has it, at the end of each, for a later call.
 
     Args:
       target, drafter: as for `decode`.
       requests: asked for the next one whenever a slot is free; None where there is none yet, and it is asked again
-        after the next step. With nothing to decode it is asked at once, so it may wait there for work.
+        after the next step. While it makes one wait nothing is decoded: see `arrivals`.
       slots: rows of the batch. longest_prompt, max_new_tokens: of any request, which set the size of the cache.
+      tokenizer: to have the text too (`Served.text`), and for requests with stop strings; its `decode(ids)` is used.
       inputs: those of one request, for their shapes, if the model takes any (`Request.inputs`).
-      settings: those of `decode` but `logprobs`, for all requests alike: temperature, top_k, top_p, eos, sampling,
-        verifier, controller, capacity.
+      settings: those of `decode` but `logprobs`: sampling, verifier, controller and capacity for all requests alike;
+        temperature, top_k, top_p and eos of those that do not say.
 
     A request that does not fit is refused (`Served.error`), and the others go on. On several hosts each must give the
     same requests at the same times, and sees all of their texts.
@@ -193,10 +200,11 @@ def serve(
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
     if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:
         raise UsageError("serve reads one prompt at a time, which a mesh cannot split over data; use data=1")
+    of_all = _settings(**settings)
+    limits = Limits(longest_prompt, max_new_tokens, target.model.vocab_size, of_all, inputs, tokenizer)
+    per_row = dataclasses.replace(of_all, **row_settings(limits).sampling._asdict(), eos=())
     widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)
-    inputs = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
-    job = _prepare(
-        target, drafter, widest, _settings(**settings), key=jax.random.key(0), max_new_tokens=max_new_tokens,
-        inputs=inputs,
-    )  # fmt: skip
-    return serve_requests(job, requests, longest_prompt, max_new_tokens)
+    blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
+    key = jax.random.key(0)
+    job = _prepare(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
+    return serve_requests(job, requests, limits)

@@ -15,6 +15,8 @@ do, within a few per cent (docs/verifiers.md).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,10 +49,17 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     greedy = _only(first_largest(logits), logits.shape[-1])
     logits = logits / jnp.where(temperature > 0, temperature, 1.0)
     if sampling.top_k is not None:
-        logits = jnp.where(_top_k_mask(logits, per_row(sampling.top_k)), logits, -jnp.inf)
+        k = per_row(sampling.top_k)
+        logits = _kept((temperature > 0) & (k < logits.shape[-1]), lambda x: _top_k_mask(x, k), logits)
     if sampling.top_p is not None:
-        logits = jnp.where(_top_p_mask(logits, per_row(sampling.top_p)), logits, -jnp.inf)
+        mass = per_row(sampling.top_p)
+        logits = _kept((temperature > 0) & (mass < 1), lambda x: _top_p_mask(x, mass), logits)
     return jnp.where(temperature > 0, logits, greedy)
+
+
+def _kept(wanted: Array, mask: Callable[[Array], Array], logits: Array) -> Array:
+    """Logits where the mask has them; it is not looked for if no row wants it."""
+    return jax.lax.cond(jnp.any(wanted), lambda x: jnp.where(mask(x), x, -jnp.inf), lambda x: x, logits)
 
 
 def draw(keys: Array, logits: Array) -> Array:

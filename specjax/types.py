@@ -191,6 +191,7 @@ class Context(NamedTuple):
     cache: PyTree = None  # the target's, of the first length - 1 tokens; not in `init`
     target: Target | None = None  # for drafters made of its layers or its head
     inputs: PyTree = None  # what the text is conditioned on besides its tokens, as `Model.begin` has it; only in `init`
+    left: Array | None = None  # int32[B], tokens to come where rows wait for the last to end; None: none waits
 
     @property
     def root(self) -> Array:

@@ -60,7 +60,7 @@ def spread(target: Target, arrays: tuple[np.ndarray, np.ndarray], keys: Array) -
 def _cut(step: StreamStep, batch: int) -> StreamStep:
     """Without the copies."""
     accepted, info, earlier = jax.tree.map(lambda x: x[:batch], (step.accepted, step.info, step.earlier))
-    return StreamStep(step.tokens[:batch], accepted, info, earlier)
+    return step._replace(tokens=step.tokens[:batch], accepted=accepted, info=info, earlier=earlier)
 
 
 def run_decode(target: Target, drafter: Drafter, rows: Rows, keys: Array, options: dict) -> Run:

@@ -15,6 +15,7 @@ from specjax.cli.options import Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import DRAFTED_STYLE, TextStream
+from specjax.engine.memory import settled
 from specjax.parallel import Checkpoints
 from specjax.types import Drafter
 
@@ -43,6 +44,10 @@ class Generation:
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
         self.options = session.keywords(settings, method)
         self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
+        # Each batch goes on from what the one before taught; a checkpoint of one that has ended keeps its text alone.
+        self.remembers = len(self.groups) > 1 and self.drafter.remember is not None and checkpoint is None
+        if self.remembers:
+            self.drafter = session.on_mesh(settled(session.target, self.drafter))
         self.runs: list[report.Run] = []
         self.plain_runs: list[report.Run] = []
         self.compile_seconds, self.plain_compile_seconds = 0.0, 0.0
@@ -84,9 +89,11 @@ class Generation:
         self, group: list[Encoded], out: Console, log: Console, checkpoint: Checkpoints | None = None
     ) -> None:
         streams = [TextStream(self.session.tokenizer, self.options["eos"]) for _ in group]
-        live = len(group) == 1
+        live, memory = len(group) == 1, None
 
         def on_step(step):
+            nonlocal memory
+            memory = step.drafter
             if step.earlier is not None:
                 found = sum(map(len, step.tokens))
                 log.print(f"continuing after {found} tokens", style="dim")
@@ -106,6 +113,8 @@ class Generation:
                 _heading(row, out)
                 out.print(stream.text, soft_wrap=True)
         self.texts += streams
+        if memory is not None and self.remembers:
+            self.drafter = self.session.on_mesh(memory())
 
     def _stream(
         self, drafter: Drafter, group: list[Encoded], on_step=lambda step: None, checkpoint: Checkpoints | None = None

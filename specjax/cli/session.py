@@ -74,6 +74,10 @@ class Session(NamedTuple):
             drafter = make_drafter(method, self.target, draft, datastore=self.datastore, **options)
         except UsageError as error:
             raise UsageError(drafting.in_flags(method, str(error))) from None
+        return self.on_mesh(drafter)
+
+    def on_mesh(self, drafter: Drafter) -> Drafter:
+        """With its own arrays whole on every device of the target's mesh, if there is one."""
         mesh = self.target.model.mesh
         return drafter if mesh is None else _on_mesh(drafter, mesh)
 

@@ -30,8 +30,9 @@ class Parts:
     verifier: Verifier
     controller: Controller = field(metadata={"static": True})
     sampling: Sampling
-    eos: Array  # int32[E], ids that end a row
+    eos: Array  # int32[E], ids that end a row, or per row int32[B, E]
     coupled: bool = field(default=False, metadata={"static": True})  # draft with the noise of the target's own draws
+    serving: bool = field(default=False, metadata={"static": True})  # rows come and go, each with settings of its own
     keep: Keep = field(default=Keep(), metadata={"static": True})
 
 

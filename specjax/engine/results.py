@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -72,3 +73,5 @@ class StreamStep(NamedTuple):
     accepted: np.ndarray | Array  # int32[B], how many of them, from the front, were drafted; the rest are not
     info: Info
     earlier: Stats | None = None  # of the first step after a restart, which has the text so far: the sums until then
+    # Of the last step: gives `DecodeResult.drafter`, if there is one. A run that had ended before a restart has none.
+    drafter: Callable[[], Drafter] | None = None

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.engine import step as one
+from specjax.engine.memory import taught
 from specjax.engine.parts import Job, Parts
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_stats, zero_stats
@@ -64,15 +65,12 @@ def run(job: Job) -> DecodeResult:
     index = jnp.arange(size)
     new = take_along(state.tokens, jnp.minimum(lengths[:, None] + index, size - 1), 1)
     count = state.length - lengths
-    drafter = parts.drafter
-    if drafter.remember is not None:
-        drafter = drafter.replace(params=drafter.remember(drafter.params, state.draft))
     return DecodeResult(
         jnp.where(index < count[:, None], new, -1),
         count,
         stats.hit_eos,
         stats,
-        drafter if drafter.remember else None,
+        taught(parts.drafter, state.draft) if parts.drafter.remember else None,
         logprobs,
         state.finite,
     )

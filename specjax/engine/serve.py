@@ -4,17 +4,20 @@ Yu et al.: Orca: A Distributed Serving System for Transformer-Based Generative M
 
 Rule: the batch has `slots` rows. Where one has ended, the next request is read into its place: its prompt is prefilled
 as a batch of one, and this row is written over the old one, in every array of the state that has rows. Then the step
-that `decode` loops goes on with all rows. Two programs, the step and the admission, serve every request.
+that `decode` loops goes on with all rows. Two programs, the step and the admission, serve every request, whatever its
+settings: these are arrays with a row for each slot. What the drafter learnt from a text is there for the next request.
 Guarantee: that of `decode` with the same settings. A row's randomness is its request's own key and positions, so a text
 does not depend on when its request came, or beside which others; where rows share what they learn or how deep they
-draft (`auto`, `choice`, `bass`, goodput), as in any batch, the draws of rejection rules may.
+draft (`auto`, `choice`, `bass`, goodput, drafters that remember), as in any batch, the draws of rejection rules may.
 Deviations: a prompt is read in one go, while the other rows wait.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Generator, Iterable, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple
 
 import jax
@@ -23,21 +26,19 @@ import numpy as np
 
 from specjax import buffers
 from specjax.engine import step as one
+from specjax.engine.memory import taught
 from specjax.engine.parts import Job, Parts
+from specjax.engine.requests import Limits, Request, RowSettings, check, row_settings
 from specjax.engine.run import step
+from specjax.engine.text import Detokenizer
+from specjax.errors import UsageError
 from specjax.parallel.arrays import replicate
 from specjax.precision import in_32_bits
-from specjax.sampling import threefry
-from specjax.types import Array, DecodeState, Info, PyTree
+from specjax.sampling import row_keys
+from specjax.types import Array, DecodeState, Drafter, Info, PyTree
 
-
-class Request(NamedTuple):
-    """One text to decode."""
-
-    prompt: Sequence[int]
-    key: Array | int  # one PRNG key, or a seed; its text is that of `decode(..., [prompt], key=key[None])`
-    max_new_tokens: int | None = None  # at most that of `serve`; None: as many
-    inputs: PyTree = None  # what its text is conditioned on, arrays without the axis B, for models that take them
+IDLE = 0.002
+"""Seconds before a source that had nothing is asked again, if nothing is decoded meanwhile."""
 
 
 class Served(NamedTuple):
@@ -46,25 +47,43 @@ class Served(NamedTuple):
     request: int  # which one, counted from 0 in the order in which they came
     tokens: list[int]
     accepted: int  # how many of them, from the front, were drafted
-    finish_reason: str | None = None  # at its end "eos", "length" or "refused"
+    finish_reason: str | None = None  # at its end "eos", "length", "stop" or "refused"
     error: str | None = None  # of a refused one, in one sentence
+    text: str = ""  # that became known, if `serve` has the tokenizer: whole characters, without eos or stop string
+    drafter: Callable[[], Drafter] | None = None  # at its end: gives the drafter as it is by then, for a later call
 
 
-class _Row(NamedTuple):
+@dataclasses.dataclass
+class _Row:
     """Whose a slot is."""
 
     request: int
     left: int  # tokens that may still come
+    text: Detokenizer | None
+
+    def add(self, tokens: list[int], accepted: int, is_eos: bool) -> Served:
+        self.left -= len(tokens)
+        reason = "eos" if is_eos else None if self.left else "length"
+        text = ""
+        if self.text is not None:
+            text, taken = self.text.add_all(tokens[:-1] if is_eos else tokens)
+            if self.text.stopped:
+                tokens, reason = tokens[:taken], "stop"
+            elif reason is not None:
+                text += self.text.flush()
+        return Served(self.request, tokens, min(accepted, len(tokens)), reason, text=text)
 
 
-def serve_requests(
-    job: Job, requests: Iterable[Request | None], longest_prompt: int, max_new_tokens: int
-) -> Generator[Served, None, None]:
+def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits) -> Generator[Served, None, None]:
     """As `specjax.serve`. `job`: of a batch of as many rows, with the longest prompts and the most tokens."""
-    parts, rows_of_batch = job.parts, len(job.lengths)
-    state = _empty(job)
+    settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
+    parts = dataclasses.replace(job.parts, serving=True, **settings._asdict())
+    state = _empty(dataclasses.replace(job, parts=parts))
+    drafter, state = _ended(parts.drafter, state, np.int32(0))  # from now on with parameters that `remember` gave
+    parts = dataclasses.replace(parts, drafter=drafter)
+    memory = lambda: parts.drafter
     waiting, came = iter(requests), -1
-    rows: list[_Row | None] = [None] * rows_of_batch
+    rows: list[_Row | None] = [None] * len(job.lengths)
     read: tuple[Info, list[_Row | None]] | None = None  # a step that was dispatched, and whose rows these were then
     more = True
     while True:
@@ -77,57 +96,62 @@ def serve_requests(
             if request is None:
                 break
             came += 1
-            error = _misfit(request, longest_prompt, max_new_tokens, job.inputs)
-            if error:
-                yield Served(came, [], 0, "refused", error)
+            try:
+                check(request, limits)
+                own = row_settings(limits, request)
+                key = row_keys(request.key[None], 1)
+            except UsageError as error:
+                yield Served(came, [], 0, "refused", str(error))
                 continue
-            count = max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+            count = limits.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
             slot = rows.index(None)
-            rows[slot] = _Row(came, count)
-            state = _admitted(parts, state, slot, request, count)
+            text = None if limits.tokenizer is None else Detokenizer(limits.tokenizer, request.stop)
+            rows[slot] = _Row(came, count, text)
+            settings = _put(settings, slot, own)
+            parts = dataclasses.replace(parts, **settings._asdict())
+            state = _admitted(parts, state, slot, request, key, count)
         before, read = read, None
         if any(rows):
             state, info, _ = step(parts, state)
             read = replicate(info), list(rows)  # the device goes on while the step before is read
-        if before is not None:
-            for slot, row, served in _news(*before):
-                yield served
-                goes_on = None if served.finish_reason else row._replace(left=row.left - len(served.tokens))
-                rows[slot] = goes_on
+        elif more and before is None:
+            time.sleep(IDLE)
+        for slot, row, news in _news(*before) if before else ():
+            served = row.add(*news)
+            if served.finish_reason:
+                rows[slot] = None
                 if read is not None:
-                    read[1][slot] = goes_on
+                    read[1][slot] = None
+                drafter, state = _ended(parts.drafter, state, np.int32(slot))
+                parts = dataclasses.replace(parts, drafter=drafter)
+                served = served._replace(drafter=memory)
+            yield served
         if read is None and not any(rows) and not more:
             return
 
 
 def _news(info: Info, rows: list[_Row | None]):
-    """Of the rows that a step added to: slot, row, Served."""
+    """Of the rows that a step added to: slot, row, and (tokens, how many were drafted, whether the last is an eos)."""
     emitted, tokens, accepted, ends = jax.device_get((info.emitted, info.tokens, info.accepted, info.hit_eos))
     for slot, row in enumerate(rows):
         if row is not None and emitted[slot]:
-            new = tokens[slot, : emitted[slot]].tolist()
-            reason = "eos" if ends[slot] else "length" if len(new) == row.left else None
-            yield slot, row, Served(row.request, new, int(accepted[slot]), reason)
+            yield slot, row, (tokens[slot, : emitted[slot]].tolist(), int(accepted[slot]), bool(ends[slot]))
 
 
-def _misfit(request: Request, longest_prompt: int, max_new_tokens: int, inputs: PyTree) -> str | None:
-    length, count = len(request.prompt), request.max_new_tokens
-    if not 1 <= length <= longest_prompt:
-        return f"its prompt has {length} tokens, not 1 to longest_prompt ({longest_prompt})"
-    if count is not None and not 1 <= count <= max_new_tokens:
-        return f"its max_new_tokens is {count}, not 1 to that of serve ({max_new_tokens})"
-    form = lambda tree, of: (jax.tree.structure(tree), [(of(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
-    if form(request.inputs, jnp.shape) != form(inputs, lambda x: jnp.shape(x)[1:]):
-        return "its inputs do not have the form of those that serve was given"
-    return None
+def _put(settings: RowSettings, slot: int, own: RowSettings) -> RowSettings:
+    """In arrays of their own: a step that was dispatched may still read the old ones."""
+    settings = jax.tree.map(np.copy, settings)
+    for whole, value in zip(jax.tree.leaves(settings), jax.tree.leaves(own), strict=True):
+        whole[slot] = value
+    return settings
 
 
-def _admitted(parts: Parts, state: DecodeState, slot: int, request: Request, count: int) -> DecodeState:
+def _admitted(parts: Parts, state: DecodeState, slot: int, request: Request, key: Array, count: int) -> DecodeState:
     tokens = np.zeros((1, state.tokens.shape[1]), np.int32)
     tokens[0, : len(request.prompt)] = request.prompt
     length = np.array([len(request.prompt)], np.int32)
     inputs = jax.tree.map(lambda x: x[None], request.inputs)
-    return _admit(parts, state, np.int32(slot), tokens, length, threefry(request.key)[None], length + count, inputs)
+    return _admit(parts, state, np.int32(slot), tokens, length, key, length + np.int32(count), inputs)
 
 
 @jax.jit
@@ -142,5 +166,15 @@ def _empty(job: Job) -> DecodeState:
 @in_32_bits
 def _admit(parts: Parts, state: DecodeState, slot, tokens, length, key, stop, inputs: PyTree) -> DecodeState:
     """`state` with the prompt int32[1, L] read into row `slot`."""
-    alone = one.init(parts, tokens, length, key, stop, inputs)
+    own = buffers.take_row((parts.sampling, parts.eos), slot, buffers.rows_first((parts.sampling, parts.eos)))
+    of_row = dataclasses.replace(parts, sampling=own[0], eos=own[1])
+    alone = one.init(of_row, tokens, length, key, stop, inputs, beside=state)
     return buffers.put_row(state, alone, slot, one.axes(parts, state))
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+@in_32_bits
+def _ended(drafter: Drafter, state: DecodeState, slot) -> tuple[Drafter, DecodeState]:
+    """The drafter with what row `slot` taught it, and the row ended."""
+    own = buffers.take_row(state.draft, slot, drafter.axes(state.draft))
+    return taught(drafter, own), state._replace(done=state.done.at[slot].set(True))

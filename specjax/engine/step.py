@@ -56,14 +56,24 @@ def on_mesh(function):
 
 
 @on_mesh
-def init(parts: Parts, tokens: Array, length: Array, keys: Array, stop: Array, inputs: PyTree = None) -> DecodeState:
-    """The state after reading prompts: `tokens` int32[B, L] with `buffer_size` slots, the rest as in `Job`."""
+def init(
+    parts: Parts, tokens: Array, length: Array, keys: Array, stop: Array, inputs: PyTree = None,
+    beside: DecodeState | None = None,
+) -> DecodeState:  # fmt: skip
+    """The state after reading prompts: `tokens` int32[B, L] with `buffer_size` slots, the rest as in `Job`.
+
+    beside: a batch that the rows are to join; what all of its rows share is theirs from the beginning.
+    """
     batch, size = tokens.shape
     target, drafter = parts.target, parts.drafter
     noise = keys if parts.coupled else None
     context = Context(tokens, length, parts.sampling, noise, target=target, inputs=inputs)
     cache = target.model.begin(target.params, inputs, batch, size)
-    draft = drafter.init(drafter.params, context)
+    draft, control = drafter.init(drafter.params, context), parts.controller.init(batch)
+    if beside is not None:
+        cache = buffers.with_shared(cache, beside.cache, target.model.axes(cache))
+        draft = buffers.with_shared(draft, beside.draft, drafter.axes(draft))
+        control = buffers.with_shared(control, beside.control, parts.controller.axes(control))
 
     def read(seen, tokens, count, output):
         draft, finite, is_first = seen
@@ -84,7 +94,7 @@ def init(parts: Parts, tokens: Array, length: Array, keys: Array, stop: Array, i
         stop=stop,
         cache=cache,
         draft=draft,
-        control=parts.controller.init(batch),
+        control=control,
         finite=finite,
     )
 
@@ -99,7 +109,8 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     """
     drafter, controller = parts.drafter, parts.controller
     noise = state.keys if parts.coupled else None
-    context = Context(state.tokens, state.length, parts.sampling, noise, state.cache, parts.target)
+    left = None if parts.serving else state.stop - state.length
+    context = Context(state.tokens, state.length, parts.sampling, noise, state.cache, parts.target, left=left)
     tree, draft, violations = _draft(parts, state, context)
     observe = functools.partial(drafter.observe, drafter.params, draft, context)
     cache, passed = pass_over(parts, state, tree, observe)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from specjax.engine.memory import teach
 from specjax.engine.parts import Job
 from specjax.engine.results import StreamStep
 from specjax.engine.run import start, step
 from specjax.parallel.arrays import replicate
-from specjax.types import DecodeState, Info, Stats
+from specjax.types import DecodeState, Drafter, Info, Stats
 
 
 class Record(Protocol):
@@ -49,8 +51,15 @@ def steps(job: Job, record: Record | None = None) -> Generator[StreamStep, None,
         info, over = jax.device_get((info, over))
         if record is not None and over:
             record.finish(following[0])  # a step of rows that have ended changes nothing
-        yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info)
+        memory = _memory(job, following[0]) if over else None
+        yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info, drafter=memory)
         ahead = None if over else following
+
+
+def _memory(job: Job, state: DecodeState) -> Callable[[], Drafter] | None:
+    """Of a state whose rows have all ended."""
+    drafter = job.parts.drafter
+    return functools.partial(teach, drafter, state.draft) if drafter.remember else None
 
 
 def _rows(tokens, count) -> list[list[int]]:

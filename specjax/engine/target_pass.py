@@ -17,6 +17,7 @@ from specjax.indexing import take_along
 from specjax.sampling import node_keys, warp
 from specjax.trees import operations
 from specjax.types import Array, DecodeState, Output, PyTree, Scored, TokenTree, Verdict
+from specjax.verifiers import greedy
 
 ObserveFn = Callable[[TokenTree, Verdict, Output], PyTree]
 
@@ -104,9 +105,7 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observe
     output, pending = model.forward(parts.target.params, part.tokens, cache, positions=positions, mask=mask, **taps)
     forms.check_output(model, output, *part.tokens.shape)
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
-    # The greedy rule needs no warping.
-    logits = output.logits if parts.verifier.guarantee == "greedy" else warp(output.logits, parts.sampling)
-    verdict = parts.verifier(keys, part, logits, output.hidden)
+    verdict, logits = _judged(parts, state, keys, part, output)
     forms.check_verdict(parts.verifier, verdict, *part.tokens.shape)
     verdict = _of_running(verdict, state.done)
     seen = observe(part, verdict, output)
@@ -119,6 +118,20 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observe
     )
     verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
     return (verdict, jnp.max(depth, 1), seen, kept), pending
+
+
+def _judged(parts: Parts, state: DecodeState, keys: Array, tree: TokenTree, output: Output) -> tuple[Verdict, Array]:
+    """What the rule says of a tree, and the target's logits [B, N, V], warped unless they need not be."""
+    verifier, temperature = parts.verifier, parts.sampling.temperature
+    if verifier.guarantee == "greedy":
+        return verifier(keys, tree, output.logits, output.hidden), output.logits
+    rule = lambda logits: verifier(keys, tree, warp(logits, parts.sampling), output.hidden)
+    if parts.serving and verifier.guarantee == "distribution" and temperature is not None:
+        # Where no request is sampled any exact rule is the greedy one, and nothing need be warped and drawn.
+        is_sampled = jnp.any((temperature > 0) & ~state.done)
+        return jax.lax.cond(is_sampled, rule, lambda logits: greedy(keys, tree, logits), output.logits), output.logits
+    logits = warp(output.logits, parts.sampling)
+    return verifier(keys, tree, logits, output.hidden), logits
 
 
 def _of_running(verdict: Verdict, done: Array) -> Verdict:
@@ -156,7 +169,8 @@ def emit(parts: Parts, state: DecodeState, tree: TokenTree, verdict: Verdict) ->
     tokens = _tokens(tree, verdict)
     room = jnp.where(state.done, 0, state.stop - state.length)[:, None]
     alive = index < jnp.minimum(verdict.num_nodes[:, None], room)
-    ends = jnp.any(tokens[:, :, None] == parts.eos, -1) & alive
+    eos = parts.eos if parts.eos.ndim == 1 else parts.eos[:, None]
+    ends = jnp.any(tokens[:, :, None] == eos, -1) & alive
     is_eos = jnp.any(ends, 1)
     count = jnp.where(is_eos, jnp.argmax(ends, 1) + 1, jnp.sum(alive, 1))
     return Emitted(tokens, count.astype(jnp.int32), is_eos)

@@ -196,6 +196,30 @@ def test_batch_file(cli, tmp_path):
     assert all(f"line {n}" in shown.out for n in (1, 3, 4, 5))
 
 
+def test_what_one_prompt_taught_serves_the_next_one(cli, tmp_path):
+    """Of equal prompts the first is answered without memory; all in one program, and with one text."""
+    file = tmp_path / "same.txt"
+    file.write_text("abcd\n" * 3)
+    options = ("--method", "token_recycling", "--max-new-tokens", 24, "--json")
+    report = json.loads(cli("generate", "--batch-file", file, *options, "--compare").out)
+    first, *others = report["results"]
+    assert report["identical"] and all(other["text"] == first["text"] for other in others)
+    assert all(other["target_passes"] < first["target_passes"] for other in others)
+    alone = json.loads(cli("generate", "abcd", *options).out)["results"][0]
+    assert alone["target_passes"] == first["target_passes"]
+
+
+def test_with_checkpoints_each_batch_stands_for_itself(cli, tmp_path):
+    """So a second run finds every batch as the first left it."""
+    file = tmp_path / "same.txt"
+    file.write_text("abcd\n" * 2)
+    options = ("--method", "token_recycling", "--max-new-tokens", 24, "--json", "--checkpoint", tmp_path / "kept")
+    runs = [cli("generate", "--batch-file", file, *options) for _ in range(2)]
+    assert [run.code for run in runs] == [0, 0], [run.err[-600:] for run in runs]
+    ours, again = (json.loads(run.out)["results"] for run in runs)
+    assert ours == again and ours[1]["target_passes"] == ours[0]["target_passes"]
+
+
 def test_batch_file_with_bad_lines(cli, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "abc"}\n{"prompt": \n{"turns": ["hello", "more"]}\n{"turns": []}\n{"prompt": " "}\n')

@@ -61,3 +61,16 @@ def test_stream_and_serve_refuse_what_they_do_not_report():
         stream(markov(), None, [[0]], key=KEY, max_new_tokens=4, debug=True)
     with pytest.raises(UsageError, match="serve does not report logprobs"):
         serve(markov(), None, [], slots=1, longest_prompt=4, max_new_tokens=4, logprobs=True)
+
+
+def test_the_last_step_of_a_stream_has_what_was_learnt():
+    """The drafter for the next call, as `decode` gives it."""
+    drafter = drafters.token_recycling(3, num_nodes=7)
+    whole = decode(markov(), drafter, [[0, 1], [2]], key=KEY, max_new_tokens=9)
+    *others, last = stream(markov(), drafter, [[0, 1], [2]], key=KEY, max_new_tokens=9)
+    assert all(step.drafter is None for step in others)
+    ours, theirs = (jax.tree.leaves(one.params) for one in (last.drafter(), whole.drafter))
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(x, y)
+    *_, last = stream(markov(), drafters.prompt_lookup(4), [[0]], key=KEY, max_new_tokens=9)
+    assert last.drafter is None

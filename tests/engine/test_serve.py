@@ -1,5 +1,6 @@
 """Requests in the slots of a running batch: every text is the one that its request would have alone."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiers import those
-from toy import tiny_llama
+from toy import markov, tiny_llama
 
 import specjax
 from specjax import Request, UsageError, controllers, decode, drafters, serve
+from specjax.controllers.spec_kv import Weights
 from specjax.engine import serve as module
 from specjax.engine.prepare import Settings, prepare
 
@@ -129,7 +131,8 @@ def test_what_rows_share_is_kept_and_what_is_theirs_is_new():
     job = prepare(tiny_llama(), DRAFTERS["prompt_lookup"](), prompts, settings, key=key, max_new_tokens=4)
     state = module._empty(job)
     used = state._replace(control=jax.tree.map(lambda x: x + 1, state.control))
-    after = module._admitted(job.parts, used, 1, Request([3, 4], jax.random.key(7)), 4)
+    parts = dataclasses.replace(job.parts, eos=np.zeros((2, 0), np.int32))
+    after = module._admitted(parts, used, 1, Request([3, 4], jax.random.key(7)), jax.random.split(key, 1), 4)
     control, start = after.control, state.control
     np.testing.assert_array_equal(control.rate, start.rate + 1)
     np.testing.assert_array_equal(control.seen, start.seen + jnp.array([[1], [0]]))
@@ -172,3 +175,124 @@ def test_bad_settings():
     with pytest.raises(UsageError, match="use data=1"):
         serve(specjax.shard(tiny_llama(), specjax.mesh(data=2)), None, [], **LIMITS)
     assert list(serve(tiny_llama(), None, [], **LIMITS)) == []
+
+
+def half_foreseen():
+    """A target that goes round nine tokens, or draws from 40 others alike."""
+    rows = np.full((49, 49), 1e-9, np.float32)
+    rows[np.arange(9), (np.arange(9) + 1) % 9] = 1.0
+    rows[9:, 9:] = 1 / 40
+    return markov(rows)
+
+
+def test_auto_does_not_neglect_a_long_request_for_the_newest_ones():
+    """A predictable one of 200 tokens beside short ones that cannot, of which the newest is always the slowest."""
+    drafter, key = drafters.auto(49, widths=(1, 8), costs=(1.0, 2.0)), jax.random.key(0)
+    limits = {"slots": 4, "longest_prompt": 4, "max_new_tokens": 200, "temperature": 1.0}
+    others = [Request([9 + n % 40], jax.random.key(n), 8) for n in range(1, 60)]
+    steps = lambda requests: sum(n.request == 0 for n in serve(half_foreseen(), drafter, requests, **limits))
+    alone, beside = (steps([Request([0], key), *some]) for some in ([], others))
+    assert alone < 45 and beside < 1.3 * alone
+
+
+def test_auto_does_not_neglect_short_requests_for_a_long_one():
+    """Predictable ones of 16 tokens beside one of 200 that cannot be foreseen."""
+    drafter = drafters.auto(49, widths=(1, 8), costs=(1.0, 2.0))
+    limits = {"slots": 4, "longest_prompt": 4, "max_new_tokens": 200, "temperature": 1.0}
+    requests = [Request([9], jax.random.key(0)), *(Request([n % 9], jax.random.key(n), 16) for n in range(1, 31))]
+    assert sum(n.request > 0 for n in serve(half_foreseen(), drafter, requests, **limits)) < 200
+
+
+def accepted_of(target, drafter, requests, **options):
+    """Drafted tokens of each request that were accepted, and the last news."""
+    accepted, news = [0] * len(requests), None
+    for news in serve(target, drafter, requests, **options):
+        accepted[news.request] += news.accepted
+    return accepted, news
+
+
+def cycle(n):
+    """A target that goes round n tokens."""
+    return markov(np.eye(n, dtype=np.float32)[(np.arange(n) + 1) % n] + 1e-9)
+
+
+RECYCLING = functools.partial(drafters.token_recycling, 30, num_nodes=7)
+REMEMBERING = {
+    "token_recycling": RECYCLING,
+    "auto": lambda: drafters.auto(30, costs=(1.0, 1.01, 1.02, 1.03)),
+    "stand": lambda: drafters.stand(30, num_nodes=8, buckets=64),
+    "aded": lambda: drafters.aded(num_nodes=7, buckets=64),
+    "choice": lambda: drafters.choice(RECYCLING(), depths=(3,), costs=(1.0, 1.01)),
+    "suffix": lambda: drafters.suffix(4, fallback=RECYCLING()),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_what_one_request_taught_serves_the_next_one(name):
+    """As much as `decode` accepts with the drafter of an earlier one; and nothing is compiled for it."""
+    target, drafter, limits = cycle(30), REMEMBERING[name](), LIMITS | {"slots": 1}
+    new = Request([0, 1, 2], jax.random.key(0), 14)
+    same = lambda drafter: decode(target, drafter, [new.prompt], key=new.key[None], max_new_tokens=14)
+    cold = same(drafter)
+    warm = same(cold.drafter)
+    accepted_of(target, drafter, [new] * 2, **limits)
+    sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module._ended, module.step)]
+    before = sizes()
+    accepted, last = accepted_of(target, drafter, [new] * 4, **limits)
+    assert sizes() == before
+    assert accepted[:2] == [int(one.stats.accepted[0]) for one in (cold, warm)] and accepted[0] + 5 < accepted[1]
+    again, _ = accepted_of(target, last.drafter(), [new], **limits)
+    assert again[0] >= accepted[1]
+
+
+def test_what_is_taught_in_one_slot_is_known_in_the_others():
+    target, news = cycle(30), Request([0], jax.random.key(0), 14)
+    accepted, _ = accepted_of(target, RECYCLING(), [news] * 2 + [Request([14], news.key, 14)] + [news] * 9, **LIMITS)
+    assert min(accepted[4:]) >= 8
+
+
+CONTROLLERS = {
+    "fixed": lambda: controllers.fixed(2),
+    "additive": lambda: controllers.additive(2),
+    "multiplicative": lambda: controllers.multiplicative(2),
+    "bass": lambda: controllers.bass(2),
+    "by_batch": controllers.by_batch,
+    "goodput": lambda: controllers.goodput(costs=(1.0, 1.01, 1.02, 1.03, 1.05, 1.07)),
+    "spec_kv": lambda: controllers.spec_kv(Weights(*map(np.zeros, ((6, 16), 16, 16, ())))),
+}
+
+
+@pytest.mark.parametrize("name", those(("bass", "goodput"), CONTROLLERS))
+def test_texts_under_every_controller(name):
+    options = {"controller": CONTROLLERS[name](), "temperature": 1.0, "sampling": "coupled"}
+    close = drafters.two_model(tiny_llama(), 3, keep_logits=True)
+    texts, _ = served(close, [0, 1, 2, 3, 4], **options)
+    plain = {"temperature": 1.0, "sampling": "coupled"}
+    assert texts == {i: alone("autoregressive", i, **plain) for i in range(5)}
+
+
+def admitted(controller, slots, change=lambda control: control):
+    """The limits before and after a request comes into slot 1 of a batch whose controller has seen something."""
+    prompts = np.zeros((slots, 4), np.int32), np.ones(slots, np.int32)
+    drafter, key = DRAFTERS["prompt_lookup"](), jax.random.key(0)
+    job = prepare(tiny_llama(), drafter, prompts, Settings(controller=controller), key=key, max_new_tokens=4)
+    parts = dataclasses.replace(job.parts, eos=np.zeros((slots, 0), np.int32))
+    state = module._empty(job)
+    state = state._replace(control=change(state.control))
+    before = np.asarray(controller.limit(state.control))
+    after = module._admitted(parts, state, min(1, slots - 1), Request([3, 4], key), jax.random.split(key, 1), 4)
+    return before.tolist(), np.asarray(controller.limit(after.control)).tolist()
+
+
+def test_controllers_know_how_many_slots_there_are():
+    assert admitted(controllers.by_batch(), 64) == ([1] * 64, [1] * 64)
+    assert admitted(controllers.by_batch(), 1) == ([7], [7])
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_length_that_rows_share_stays_and_one_of_their_own_begins_anew(slots):
+    raised = lambda control: jax.tree.map(lambda x: x if x.dtype == bool else x + 3, control)
+    slot = min(1, slots - 1)
+    assert admitted(controllers.bass(4), slots, raised) == ([7] * slots, [7] * slots)
+    own = [2 if n == slot else 5 for n in range(slots)]
+    assert admitted(controllers.additive(2), slots, raised) == ([5] * slots, own)

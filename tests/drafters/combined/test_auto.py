@@ -152,9 +152,13 @@ def test_a_batch_does_not_wait_for_drafts_of_rows_that_are_ahead():
 
 
 def test_the_slowest_row_counts_most():
-    weight = _weight(jnp.array([7, 3, 3 + int(LEAD), 1]), jnp.array([True, True, True, False]))
+    weight = _weight(jnp.array([9, 9 + int(LEAD), 9, 20]), jnp.array([True, True, True, False]))
     np.testing.assert_allclose(weight, [np.exp(-1), 1, np.exp(-1), 0], rtol=1e-6)
     assert (_weight(jnp.array([5, 2]), jnp.zeros(2, bool)) == 0).all()
+
+
+def test_rows_that_no_other_waits_for_count_alike():
+    assert _weight(None, jnp.array([True, True, False])).tolist() == [1, 1, 0]
 
 
 def test_a_decision_does_not_read_the_randomness_of_its_round():

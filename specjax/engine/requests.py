@@ -1,0 +1,156 @@
+"""What `serve` is asked for: requests with settings of their own, and a source of them that never blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.engine.prepare import Settings
+from specjax.engine.text import Decodes
+from specjax.errors import UsageError
+from specjax.types import Array, PyTree, Sampling
+
+MOST_EOS = 8
+"""Ids that may end a request, if `serve` itself has no more: their number is a shape of the program."""
+AHEAD = 64
+"""Items that `arrivals` takes from its source before they are asked for."""
+
+
+class Request(NamedTuple):
+    """One text to decode. None: as `serve` has it."""
+
+    prompt: Sequence[int]
+    key: Array  # one PRNG key; its text is that of `decode(..., [prompt], key=key[None])` with the same settings
+    max_new_tokens: int | None = None  # at most that of `serve`
+    inputs: PyTree = None  # what its text is conditioned on, arrays without the axis B, for models that take them
+    temperature: float | None = None  # 0 is greedy
+    top_k: int | None = None  # of the vocabulary's size or more: off
+    top_p: float | None = None  # 1: off
+    eos: int | Sequence[int] | None = None  # (): none
+    stop: Sequence[str] = ()  # strings before which its text ends; `serve` needs the tokenizer
+
+
+class Limits(NamedTuple):
+    """What requests are measured by, and what they are where they do not say."""
+
+    longest_prompt: int
+    max_new_tokens: int
+    vocab_size: int
+    settings: Settings
+    inputs: PyTree = None  # of one request, for its form
+    tokenizer: Decodes | None = None
+
+    @property
+    def num_eos(self) -> int:
+        return max(MOST_EOS, _ids(self.settings.eos).size)
+
+
+class RowSettings(NamedTuple):
+    """How a row is decoded, or with an axis B in front how all are; numpy."""
+
+    sampling: Sampling
+    eos: np.ndarray  # int32[E], filled up with -1
+
+
+def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
+    """Of a request, or where there is none, those of `serve`.
+
+    Raises: UsageError for a setting outside its range.
+    """
+    ours, vocab = limits.settings, limits.vocab_size
+    own = request or Request((), jnp.zeros(()))
+    chosen = lambda name: getattr(ours if getattr(own, name) is None else own, name)
+    temperature, top_k, top_p, eos = map(chosen, ("temperature", "top_k", "top_p", "eos"))
+    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+        if value is not None and np.ndim(value):
+            raise UsageError(f"{name} must be one number in serve; give requests their own")
+    Settings(temperature, top_k, top_p, eos)
+    ids = _ids(eos)
+    if ids.size > limits.num_eos:
+        raise UsageError(f"eos has {ids.size} ids, more than the {limits.num_eos} that a request may have")
+    values: tuple[Any, ...] = (
+        np.float32(temperature),
+        np.int32(vocab if top_k is None else min(int(top_k), vocab)),
+        np.float32(1.0 if top_p is None else top_p),
+    )
+    return RowSettings(Sampling(*values), np.pad(ids, (0, limits.num_eos - ids.size), constant_values=-1))
+
+
+def _ids(eos) -> np.ndarray:
+    return np.atleast_1d(np.asarray(() if eos is None else eos, np.int32))
+
+
+def check(request: Request, limits: Limits) -> None:
+    """Raises: UsageError for a request that does not fit, besides its settings."""
+    prompt, count, vocab = np.asarray(request.prompt), request.max_new_tokens, limits.vocab_size
+    if prompt.ndim != 1 or (prompt.size and prompt.dtype.kind not in "iu"):
+        raise UsageError("its prompt must be a list of token ids")
+    if not 1 <= prompt.size <= limits.longest_prompt:
+        raise UsageError(f"its prompt has {prompt.size} tokens, not 1 to longest_prompt ({limits.longest_prompt})")
+    wrong = prompt[(prompt < 0) | (prompt >= vocab)]
+    if wrong.size:
+        raise UsageError(f"its prompt has the token {wrong[0]}, outside of the model's vocabulary of {vocab}")
+    if count is not None and not 1 <= count <= limits.max_new_tokens:
+        raise UsageError(f"its max_new_tokens is {count}, not 1 to that of serve ({limits.max_new_tokens})")
+    form = lambda tree: (jax.tree.structure(tree), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
+    if form(request.inputs) != form(limits.inputs):
+        raise UsageError("its inputs do not have the form of those that serve was given")
+    if isinstance(request.stop, str) or not all(request.stop):
+        raise UsageError("its stop must be a list of strings, none of them empty")
+    if request.stop and limits.tokenizer is None:
+        raise UsageError("it has stop strings, for which serve needs tokenizer=")
+
+
+Item = TypeVar("Item")
+
+
+def arrivals(source: Iterable[Item]) -> Generator[Item | None, None, None]:
+    """The items of a source that may keep one waiting, such as lines of `sys.stdin`; None where there is none yet.
+
+    The source is read in a thread, a few items ahead. What it raises is raised here. When this generator is closed or
+    dropped, the thread closes the source, after the item for which it may be waiting; it does not keep the process.
+    """
+    items: queue.Queue[tuple[Item | None, BaseException | None, bool]] = queue.Queue(AHEAD)
+    is_closed = threading.Event()
+
+    def put(item: Item | None, error: BaseException | None = None, last: bool = False) -> None:
+        while not is_closed.is_set():
+            with contextlib.suppress(queue.Full):
+                return items.put((item, error, last), timeout=0.1)
+
+    def read() -> None:
+        try:
+            for item in source:
+                put(item)
+                if is_closed.is_set():
+                    break
+        except BaseException as error:
+            put(None, error, last=True)
+        else:
+            put(None, last=True)
+        finally:
+            if isinstance(source, Generator):
+                source.close()
+
+    threading.Thread(target=read, name="specjax-arrivals", daemon=True).start()
+    try:
+        while True:
+            try:
+                item, error, last = items.get_nowait()
+            except queue.Empty:
+                yield None
+                continue
+            if error is not None:
+                raise error
+            if last:
+                return
+            yield item
+    finally:
+        is_closed.set()
