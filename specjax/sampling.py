@@ -78,8 +78,8 @@ def normal(keys: Array, count: int) -> Array:
 def gumbel(bits: Array) -> Array:
     """Gumbel noise float32 of random uint32: -log(-log(u)) at u = (bits + 1/2) / 2^32, element by element."""
     x = _centred(~bits)  # 1 - u: float32 is fine around 0, so it is the end of u at 1 that must lie there
-    # -log(1 - x). The series is right to 5e-6 below 2^-8; products by powers of two are exact, so that it does not matter
-    # where a compiler fuses them into sums, and equal keys have equal noise in every program.
+    # -log(1 - x). The series is right to 5e-6 below 2^-8; its products by powers of two are exact, so that it does not
+    # matter where a compiler fuses them into sums, and equal keys have equal noise in every program.
     exponential = jnp.where((x > 0) & (x < 2.0**-8), x * (1 + x / 2), -jnp.log(jnp.where(x < 0, -x, 1 - x)))
     return -jnp.log(exponential)
 

@@ -38,6 +38,7 @@ from specjax.engine.statistics import add_round, zero_stats
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
 from specjax.indexing import first_largest
+from specjax.precision import in_32_bits
 from specjax.sampling import draw, node_keys, row_keys, warp
 from specjax.types import Array, Guarantee, PyTree, Sampling, Target
 
@@ -156,6 +157,7 @@ class Role:
     inputs: PyTree = None  # those of its model, if it takes any
 
 
+@in_32_bits
 def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
     """Of the draft and of the target."""
     of = lambda side: Role(side, settings.warping(), keys, side.model.reads(inputs))
@@ -275,6 +277,7 @@ def _place(role: Role) -> Role:
 
 @jax.jit
 @on_mesh
+@in_32_bits
 def _read(role: Role, tokens: Array, count: Array) -> PyTree:
     """The cache of the first `count` int32[B] of tokens int32[B, S]."""
     model, params = role.target.model, role.target.params
@@ -283,6 +286,7 @@ def _read(role: Role, tokens: Array, count: Array) -> PyTree:
 
 @functools.partial(jax.jit, static_argnames=("gamma",), donate_argnames=("cache",))
 @on_mesh
+@in_32_bits
 def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int) -> tuple[Array, PyTree]:
     """Drafts int32[B, gamma] behind a text of `length` int32[B] that ends with `last` int32[B, 1]."""
 
@@ -299,6 +303,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 @on_mesh
+@in_32_bits
 def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
     """The target's draws int32[B, gamma] behind each token of `window` int32[B, gamma], which begins with the last
     verified token. Drafts in it that fail are forgotten by the next step."""

@@ -146,7 +146,7 @@ def test_verifiers_called_by_hand(implementation):
     verdict = jax.jit(verifiers.standard)(keys, tree, logits)
     alone = jax.jit(verifiers.standard)(*jax.tree.map(lambda x: x[9:10], (keys, tree, logits)))
     assert int(verdict.next_token[9]) == int(alone.next_token[0])
-    assert 2 < np.bincount(verdict.next_token, minlength=VOCAB).astype(bool).sum()
+    assert len(np.unique(verdict.next_token)) > 2
     assert 0 < np.sum(verdict.num_nodes == 1) < 64
 
 
@@ -175,7 +175,7 @@ def test_threefry_keys_stay_and_others_keep_all_their_bits():
 
 @pytest.mark.parametrize("bad", [None, "0", 0.5, jnp.zeros(2), jnp.uint32(3), [1, 2]])
 def test_what_is_no_key_is_refused(bad):
-    with pytest.raises(UsageError, match="key must be a jax.random.key, a PRNGKey array or a seed"):
+    with pytest.raises(UsageError, match=r"key must be a jax\.random.key, a PRNGKey array or a seed"):
         decode(markov(), "autoregressive", [[0]], key=bad, max_new_tokens=2)
 
 
