@@ -10,7 +10,7 @@ Draws use the 32 bits that JAX has for a float32, of which its own uniform numbe
 probability 1e-7 is drawn half as often as it should be, and its noise is never above 16. Here the noise has its finest
 steps, of 2^-32, where the rare tokens win: one of 1e-9 is drawn 0.998 times as often as it should be, one of 2.3e-10
 (2^-32) 0.96 times, rarer ones still less, together at most 6e-5 of the mass of 262,144 tokens. That costs what 23 bits
-do, within a few per cent (docs/verifiers.md).
+do, within a tenth (docs/verifiers.md).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def pearl(
     draft: Target,
     prompts: Prompts,
     *,
-    key: Array,
+    key: Array | int,
     max_new_tokens: int,
     num_tokens: int | None = None,
     temperature: float | Array = 0.0,

@@ -102,7 +102,7 @@ def test_the_other_loops():
     same(lambda: decoders.any_subset(exact(uniform), *blank, key=jax.random.key(0), window=2).filled)
     model = linear([0.5, 0.5], [0.3, 0.4])
     same(lambda: decoders.continuous(model, model, np.zeros((2, 1, 1)), key=0, max_new_tokens=4, window=2).tokens)
-    same(lambda: decoders.superposed(markov(), [[0], [1, 2]], max_new_tokens=4, drafts=2).tokens)
+    same(lambda: decoders.superposed(markov(), [[0], [1, 2]], max_new_tokens=4, drafts=2, candidates=3).tokens)
 
 
 def test_a_rule_called_by_hand():
