@@ -14,7 +14,8 @@ float32, V = 262144, k = 64; waiting for reductions across lanes is in neither):
       64       777,000           5,100,000
 
 Of 369 bundles per 8 x 1024 tokens the noise takes about 280: 110 operations of Threefry, four a bundle, and logarithms.
-13 are for the bits that `jax.random.gumbel` leaves out, 9 to 12 on v5p, v6e and tpu7x. bfloat16 takes as many. XLA's program takes half a minute to compile, this one two seconds.
+13 are for the bits that `jax.random.gumbel` leaves out, 9 to 12 on v5p, v6e and tpu7x. bfloat16 takes as many.
+XLA's program takes half a minute to compile, this one two seconds.
 """
 
 from __future__ import annotations

@@ -321,10 +321,9 @@ def test_the_chi_square_catches_broken_rules(name, mutant):
 def test_drafts_that_share_the_noise_of_their_verification_are_caught(monkeypatch, tree, rule):
     """A mutant of the engine: drafts are drawn with the noise of the target's own draws, as coupled ones are, and then
     verified by p/q, whose residual draws with that noise again."""
-    drafter = drafters.two_model(markov(DRAFT_ROWS), tree=trees.parse(tree), keep_logits=True)
-    p_value = lambda: chi_square(
-        sampled_triples(drafter, TARGET_ROWS, verifier=rule), joint_distribution(TARGET_ROWS, 0, 3)
-    )
+    p, q = (np.tile(np.float32(row), (4, 1)) for row in ([0.1, 0.3, 0.3, 0.3], [0.85, 0.13, 0.01, 0.01]))
+    drafter = drafters.two_model(markov(q), tree=trees.parse(tree), keep_logits=True)
+    p_value = lambda: chi_square(sampled_triples(drafter, p, verifier=rule), joint_distribution(p, 0, 3))
     assert p_value() > 1e-3
     monkeypatch.setattr(Settings, "is_coupled", True)
     assert p_value() < 1e-6
