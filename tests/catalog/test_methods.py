@@ -23,13 +23,13 @@ from toy import (
     tiny_llama,
 )
 
-from specjax import Target, UsageError, decode, drafters, make_drafter, stream, trees
+from specjax import Target, UsageError, decode, drafters, make_drafter, stream
 from specjax.catalog import of_kind
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
 from specjax.sampling import draw
 from specjax.types import Context
-from specjax.verifiers import recursive_rejection, sample_and_match, standard
+from specjax.verifiers import sample_and_match, standard
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
 PROMPT_TUPLES = tuple(map(tuple, PROMPTS))  # hashable
@@ -317,13 +317,12 @@ def test_the_chi_square_catches_broken_rules(name, mutant):
     assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) < 1e-6
 
 
-@pytest.mark.parametrize(("tree", "rule"), [("1x1x1", standard), ("2x2", recursive_rejection)])
-def test_drafts_that_share_the_noise_of_their_verification_are_caught(monkeypatch, tree, rule):
+def test_drafts_that_share_the_noise_of_their_verification_are_caught(monkeypatch):
     """A mutant of the engine: drafts are drawn with the noise of the target's own draws, as coupled ones are, and then
     verified by p/q, whose residual draws with that noise again."""
     p, q = (np.tile(np.float32(row), (4, 1)) for row in ([0.1, 0.3, 0.3, 0.3], [0.85, 0.13, 0.01, 0.01]))
-    drafter = drafters.two_model(markov(q), tree=trees.parse(tree), keep_logits=True)
-    p_value = lambda: chi_square(sampled_triples(drafter, p, verifier=rule), joint_distribution(p, 0, 3))
+    drafter = drafters.two_model(markov(q), 3, keep_logits=True)
+    p_value = lambda: chi_square(sampled_triples(drafter, p, verifier=standard), joint_distribution(p, 0, 3))
     assert p_value() > 1e-3
     monkeypatch.setattr(Settings, "is_coupled", True)
     assert p_value() < 1e-6

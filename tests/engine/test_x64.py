@@ -68,6 +68,7 @@ def test_requests_that_come_and_go():
     assert all(len(text) == 8 for text in same(run))
 
 
+@pytest.mark.exhaustive
 def test_a_stream_that_is_resumed(tmp_path):
     folders = iter(range(2))
 
@@ -89,7 +90,7 @@ def test_a_stream_that_is_resumed(tmp_path):
     same(run)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [exhaustive(0.0), 0.7])
 def test_pearl(temperature):
     target, draft = tiny_llama(), jax.device_put(tiny_llama_alike(), jax.devices()[1])
     options = {"key": jax.random.key(0), "max_new_tokens": 8, "num_tokens": 3, "temperature": temperature}
