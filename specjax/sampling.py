@@ -148,10 +148,11 @@ def threefry(keys: Array | int) -> Array:
     """
     if isinstance(keys, (int, np.integer)):
         return jax.random.key(keys, impl="threefry2x32")
-    typed = jnp.issubdtype(getattr(keys, "dtype", None), jax.dtypes.prng_key)
+    dtype = getattr(keys, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if typed and str(jax.random.key_impl(keys)) == "threefry2x32":
         return keys
-    if not typed and (getattr(keys, "dtype", None) != jnp.uint32 or not keys.ndim):
+    if not typed and (dtype != jnp.uint32 or not keys.ndim):
         raise UsageError(f"key must be a jax.random.key, a PRNGKey array or a seed, not {keys!r}")
     words = jax.random.key_data(keys) if typed else jnp.asarray(keys)
     if not typed and words.shape[-1] == 2:
