@@ -34,7 +34,7 @@ def decode(
     drafter: Drafter | str | None,
     prompts: Prompts,
     *,
-    key: Array,
+    key: Array | int,
     max_new_tokens: int,
     temperature: float | Array = 0.0,
     top_k: int | Array | None = None,
@@ -60,8 +60,8 @@ def decode(
         nothing else will do; None is "auto", which drafts where it pays ("prompt_lookup" where the model takes chains
         only).
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
-      key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B]. A row's text depends on its
-        key and prompt only, not on the batch.
+      key: one PRNG key or seed, from which row b takes `fold_in(key, b)`, or one key per row [B]; of any kind, legacy
+        `PRNGKey` arrays too. A row's text depends on its key and prompt only, not on the batch.
       max_new_tokens: exact, unless the row ends with an eos.
       temperature: a Python 0 compiles the greedy program; else a float or [B], traced, where 0 is greedy too.
       top_k, top_p: None, or a number or [B], applied to target and draft alike, after the temperature.
@@ -134,7 +134,7 @@ def stream(
     drafter: Drafter | str | None,
     prompts: Prompts,
     *,
-    key: Array,
+    key: Array | int,
     max_new_tokens: int,
     checkpoint: Checkpoints | None = None,
     inputs: PyTree = None,

@@ -10,7 +10,7 @@ Draws use the 32 bits that JAX has for a float32, of which its own uniform numbe
 probability 1e-7 is drawn half as often as it should be, and its noise is never above 16. Here the noise has its finest
 steps, of 2^-32, where the rare tokens win: one of 1e-9 is drawn 0.998 times as often as it should be, one of 2.3e-10
 (2^-32) 0.96 times, rarer ones still less, together at most 6e-5 of the mass of 262,144 tokens. That costs what 23 bits
-do, within a few per cent (docs/verifiers.md).
+do, within a tenth (docs/verifiers.md).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def normal(keys: Array, count: int) -> Array:
 def gumbel(bits: Array) -> Array:
     """Gumbel noise float32 of random uint32: -log(-log(u)) at u = (bits + 1/2) / 2^32, element by element."""
     x = _centred(~bits)  # 1 - u: float32 is fine around 0, so it is the end of u at 1 that must lie there
-    # -log(1 - x). The series is right to 5e-6 below 2^-8; products by powers of two are exact, so that it does not
+    # -log(1 - x). The series is right to 5e-6 below 2^-8; its products by powers of two are exact, so that it does not
     # matter where a compiler fuses them into sums, and equal keys have equal noise in every program.
     exponential = jnp.where((x > 0) & (x < 2.0**-8), x * (1 + x / 2), -jnp.log(jnp.where(x < 0, -x, 1 - x)))
     return -jnp.log(exponential)
@@ -157,10 +157,11 @@ def threefry(keys: Array | int) -> Array:
     """
     if isinstance(keys, (int, np.integer)):
         return jax.random.key(keys, impl="threefry2x32")
-    typed = jnp.issubdtype(getattr(keys, "dtype", None), jax.dtypes.prng_key)
+    dtype = getattr(keys, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if typed and str(jax.random.key_impl(keys)) == "threefry2x32":
         return keys
-    if not typed and (getattr(keys, "dtype", None) != jnp.uint32 or not keys.ndim):
+    if not typed and (dtype != jnp.uint32 or not keys.ndim):
         raise UsageError(f"key must be a jax.random.key, a PRNGKey array or a seed, not {keys!r}")
     words = jax.random.key_data(keys) if typed else jnp.asarray(keys)
     if not typed and words.shape[-1] == 2:

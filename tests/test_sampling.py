@@ -97,7 +97,7 @@ def test_draws_have_the_law_of_the_logits():
     assert chisquare(counts, np.array([0.48, 0.32, 0.15, 0.05]) * 20_000).pvalue < 1e-3  # the test can fail
 
 
-# ------------------------------------------------------------------------------------------------ the tail of the noise
+# ---------------------------------------------------------------------------------------------- the tail of the noise
 
 LARGE, TAIL, DRAWS = 262_144, 0.02, 1_600
 LOW_BITS = lambda bits: -jnp.log(-jnp.log((bits >> 9).astype(jnp.float32) * 2.0**-23 + jnp.finfo(jnp.float32).tiny))

@@ -10,11 +10,12 @@ vocabulary. Instruction bundles of the compiler's final schedule times the trips
 float32, V = 262144, k = 64; waiting for reductions across lanes is in neither):
 
     rows   this kernel   noise + lax.top_k
-       8        94,000             640,000
-      64       750,000           5,100,000
+       8        97,000             640,000
+      64       777,000           5,100,000
 
-Of 356 bundles per 8 x 1024 tokens the noise takes about 270: 110 operations of Threefry, four a bundle. v5p, v6e and
-tpu7x take 356 to 360 too, bfloat16 as many. XLA's program takes half a minute to compile, this one two seconds.
+Of 369 bundles per 8 x 1024 tokens the noise takes about 280: 110 operations of Threefry, four a bundle, and logarithms.
+13 are for the bits that `jax.random.gumbel` leaves out, 9 to 12 on v5p, v6e and tpu7x. bfloat16 takes as many.
+XLA's program takes half a minute to compile, this one two seconds.
 """
 
 from __future__ import annotations

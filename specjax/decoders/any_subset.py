@@ -79,7 +79,7 @@ def any_subset(
     tokens: Array,
     missing: Array,
     *,
-    key: Array,
+    key: Array | int,
     lengths: Array | None = None,
     window: int = 5,
     temperature: float | Array = 1.0,
@@ -90,7 +90,7 @@ def any_subset(
 
     Args:
       tokens: int32[B, S]. missing: bool[B, S], where to draw; what `tokens` holds there is not read.
-      key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B].
+      key: one PRNG key or seed, from which row b takes `fold_in(key, b)`, or one key per row [B].
       lengths: int32[B], positions of a row that exist; default: all.
       window: tokens drafted at once, k of the rule.
       temperature, top_k, top_p: as for `specjax.decode`; a Python 0 compiles the greedy program.

@@ -83,7 +83,7 @@ def continuous(
     draft: ContinuousModel,
     prompts: Array,
     *,
-    key: Array,
+    key: Array | int,
     max_new_tokens: int,
     lengths: Array | None = None,
     condition: PyTree = (),
@@ -97,7 +97,7 @@ def continuous(
     Args:
       target, draft: models of the same token width and, as steps are compared, the same number of steps.
       prompts: float32[B, P, d], P may be 0. lengths: int32[B] of them; default: P.
-      key: one PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B].
+      key: one PRNG key or seed, from which row b takes `fold_in(key, b)`, or one key per row [B].
       condition: passed to both backbones: a pytree of arrays [B, ...], say a class.
       window: tokens drafted per round.
       ratio: "path" or "coupled", exact, or "aligned", the paper's, LOSSY; see `GUARANTEES`.

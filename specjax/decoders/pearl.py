@@ -40,6 +40,7 @@ from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
 from specjax.indexing import first_largest
 from specjax.models.vocabulary import beside
+from specjax.precision import in_32_bits
 from specjax.sampling import draw, node_keys, row_keys, warp
 from specjax.types import Array, Guarantee, PyTree, Sampling, Target
 
@@ -73,7 +74,7 @@ def pearl(
     draft: Target,
     prompts: Prompts,
     *,
-    key: Array,
+    key: Array | int,
     max_new_tokens: int,
     num_tokens: int | None = None,
     temperature: float | Array = 0.0,
@@ -154,6 +155,7 @@ class Role:
     inputs: PyTree = None  # those of its model, if it takes any
 
 
+@in_32_bits
 def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
     """Of the draft and of the target."""
     of = lambda side: Role(side, settings.warping(), keys, side.model.reads(inputs))
@@ -273,6 +275,7 @@ def _place(role: Role) -> Role:
 
 @jax.jit
 @on_mesh
+@in_32_bits
 def _read(role: Role, tokens: Array, count: Array) -> PyTree:
     """The cache of the first `count` int32[B] of tokens int32[B, S]."""
     model, params = role.target.model, role.target.params
@@ -281,6 +284,7 @@ def _read(role: Role, tokens: Array, count: Array) -> PyTree:
 
 @functools.partial(jax.jit, static_argnames=("gamma",), donate_argnames=("cache",))
 @on_mesh
+@in_32_bits
 def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int) -> tuple[Array, PyTree]:
     """Drafts int32[B, gamma] behind a text of `length` int32[B] that ends with `last` int32[B, 1]."""
 
@@ -297,6 +301,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 @on_mesh
+@in_32_bits
 def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
     """The target's draws int32[B, gamma] behind each token of `window` int32[B, gamma], which begins with the last
     verified token. Drafts in it that fail are forgotten by the next step."""

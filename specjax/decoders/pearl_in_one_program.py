@@ -35,7 +35,7 @@ def pearl_in_one_program(
     draft: Target,
     prompts: Prompts,
     *,
-    key: Array,
+    key: Array | int,
     max_new_tokens: int,
     num_tokens: int,
     devices: Sequence[jax.Device] | None = None,

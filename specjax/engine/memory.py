@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.precision import in_32_bits
 from specjax.types import Context, Drafter, PyTree, Target
 
 
@@ -15,10 +16,11 @@ def taught(drafter: Drafter, draft: PyTree) -> Drafter:
     return drafter.replace(params=drafter.remember(drafter.params, draft))
 
 
-teach = jax.jit(taught)
+teach = jax.jit(in_32_bits(taught))
 
 
 @jax.jit
+@in_32_bits
 def settled(target: Target, drafter: Drafter) -> Drafter:
     """The drafter with parameters of the form that `remember` gives, and nothing added to what they say: those of a
     first call and of all that go on from it are then arguments of one program."""

@@ -108,7 +108,7 @@ def prepare(
     prompts: Prompts,
     settings: Settings,
     *,
-    key: Array,
+    key: Array | int,
     max_new_tokens: int,
     inputs: PyTree = None,
 ) -> Job:

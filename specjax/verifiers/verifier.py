@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.precision import in_32_bits
 from specjax.sampling import draw, fold_in, node_keys, uniform
 from specjax.trees import operations
 from specjax.types import Array, Draws, Guarantee, PyTree, TokenTree, Verdict, VerifyFn
@@ -38,6 +39,7 @@ class Verifier:
     distance: float | None = field(metadata={"static": True}, default=None)
     setting: str = field(metadata={"static": True}, default="")
 
+    @in_32_bits
     def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
         """`hidden` [B, N, D]: the target's features, for rules that read them."""
         if keys.ndim == 1:

@@ -23,7 +23,7 @@ from toy import (
     tiny_llama,
 )
 
-from specjax import Target, UsageError, decode, make_drafter, stream
+from specjax import Target, UsageError, decode, drafters, make_drafter, stream
 from specjax.catalog import of_kind
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
@@ -315,6 +315,31 @@ def one_key_for_all_positions(keys, tree, logits):
 def test_the_chi_square_catches_broken_rules(name, mutant):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS, verifier=mutant)
     assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) < 1e-6
+
+
+def test_drafts_that_share_the_noise_of_their_verification_are_caught(monkeypatch):
+    """A mutant of the engine: drafts are drawn with the noise of the target's own draws, as coupled ones are, and then
+    verified by p/q, whose residual draws with that noise again."""
+    p, q = (np.tile(np.float32(row), (4, 1)) for row in ([0.1, 0.3, 0.3, 0.3], [0.85, 0.13, 0.01, 0.01]))
+    drafter = drafters.two_model(markov(q), 3, keep_logits=True)
+    p_value = lambda: chi_square(sampled_triples(drafter, p, verifier=standard), joint_distribution(p, 0, 3))
+    assert p_value() > 1e-3
+    monkeypatch.setattr(Settings, "is_coupled", True)
+    assert p_value() < 1e-6
+
+
+@pytest.mark.parametrize("name", those({"two_model", "auto"}, NAMES))
+def test_the_same_text_under_x64(name):
+    """In a process that computes with 64 bits elsewhere."""
+    with jax.enable_x64(True):
+        assert jnp.arange(2).dtype == jnp.int64
+        for temperature in (0.0, 0.8):
+            result = decode(
+                tiny_llama(), drafter_of(name), PROMPTS, key=jax.random.key(0), max_new_tokens=24,
+                temperature=temperature, eos=(27, 12),
+            )  # fmt: skip
+            assert {x.dtype.itemsize for x in (result.tokens, result.lengths, *jax.tree.leaves(result.stats))} <= {1, 4}
+            assert result.to_lists() == run(name, temperature, eos=(27, 12))[0]
 
 
 def test_one_key_for_all_rows_is_caught():

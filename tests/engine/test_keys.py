@@ -146,7 +146,7 @@ def test_verifiers_called_by_hand(implementation):
     verdict = jax.jit(verifiers.standard)(keys, tree, logits)
     alone = jax.jit(verifiers.standard)(*jax.tree.map(lambda x: x[9:10], (keys, tree, logits)))
     assert int(verdict.next_token[9]) == int(alone.next_token[0])
-    assert np.bincount(verdict.next_token, minlength=VOCAB).astype(bool).sum() > 2
+    assert len(np.unique(verdict.next_token)) > 2
     assert 0 < np.sum(verdict.num_nodes == 1) < 64
 
 
