@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
+from specjax import buffers, sampling
 from specjax.controllers import fixed
 from specjax.drafters.model.two_model import caught_up, feed_last
 from specjax.engine.parts import Keep, Parts
@@ -88,7 +88,9 @@ def _functions(config: _Config) -> Drafter:
     return Drafter(
         init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
-        axes=lambda state: _State(config.model.axes(state.cache), config.inner.axes(state.draft), 0),
+        axes=lambda state: buffers.rows_first(state)._replace(
+            cache=config.model.axes(state.cache), draft=config.inner.axes(state.draft)
+        ),
         num_nodes=config.longest + 1,
         max_depth=config.longest,
         draws="chain",
