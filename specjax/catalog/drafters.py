@@ -239,6 +239,7 @@ DRAFTERS: dict[str, Method] = {
             takes=frozenset({"datastore"}),
             options=(
                 Option("min_tokens", int, 6, "drafted tokens after which it stops"),
+                Option("own_token", yes_or_no, True, "begin with a token that the smaller model draws without a draft"),
                 Option("inner", inside, "prompt_lookup", "what drafts for the smaller model, such as suffix:7"),
             ),
         ),

@@ -36,6 +36,7 @@ PARAMETERS: dict[str, tuple[Callable[..., Verifier], tuple[Option, ...]]] = {
         (
             Option("alpha", float, 5.0, "largest surprise of a token that is kept, in nats"),
             Option("sample", yes_or_no, False, _SAMPLE),
+            Option("keep_argmax", yes_or_no, False, "keep the likeliest token too, whatever its surprise"),
         ),
     ),
     "top_beta": (

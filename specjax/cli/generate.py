@@ -130,6 +130,8 @@ def generate(
     inputs, bad = p.from_arguments(prompt, batch_file)
     first = hosts.is_first()
     log = Console(stderr=True, quiet=not first)
+    if decoding.remark:
+        log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
     mesh = hosts.make_mesh(distributed, data, model)
     session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh)
     hosts.check_models(session.target, session.draft)

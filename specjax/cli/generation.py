@@ -205,7 +205,11 @@ def show(generation: Generation, out: Console) -> None:
     depth = [f"{x:.2f}" if x is not None else "-" for x in record["acceptance_by_depth"]]
     memory, first = record["peak_memory_bytes"], record["time_to_first_token"]
     rule, resumed = generation.options["verifier"], report.merge(generation.runs).resumed
-    far = f", TV {rule.distance:g} on a toy pair" if rule is not None and rule.distance is not None else ""
+    far = (
+        f", TV {rule.distance:g} on a toy pair"
+        if rule is not None and rule.distance is not None and not generation.settings.remark
+        else ""
+    )
     lines = {
         "method": f"{record['method']} (guarantee: {record['guarantee']}{far})",
         "tokens": f"{record['tokens'] - resumed} in {record['seconds']:.2f} s"

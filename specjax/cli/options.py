@@ -182,7 +182,19 @@ class Settings:
         from specjax.catalog import METHODS, parse_rule
 
         lossy = self.verifier is not None and parse_rule(self.verifier).guarantee == "lossy"
-        return "lossy" if lossy else METHODS[method].guarantee
+        return "lossy" if lossy and not self.remark else METHODS[method].guarantee
+
+    @property
+    def remark(self) -> str | None:
+        """A sentence for who asks for a lossy rule that has nothing to be lax about."""
+        from specjax.catalog import parse_rule
+
+        if self.verifier is None or not (self.is_greedy and parse_rule(self.verifier).greedy_at_zero):
+            return None
+        return (
+            f"--verifier {self.verifier}: at temperature 0 all of the target's probability is on one token, so the "
+            "text is exactly the greedy one; add --temperature 1 for the relaxed rule"
+        )
 
     def is_comparable(self, method: str, draws: Draws) -> bool:
         """Whether the text must be that of plain decoding."""

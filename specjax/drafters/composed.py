@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specjax.errors import UsageError
 from specjax.types import Drafter, PyTree
 
 
@@ -17,3 +18,14 @@ def remember_each(several: Sequence[Drafter], params: Sequence, states: Sequence
     """Their parameters for a later call, as `Drafter.remember` has it."""
     each = zip(several, params, states, strict=True)
     return tuple(drafter.remember(own, state) if drafter.remember else own for drafter, own, state in each)
+
+
+def taps_of_each(several: Sequence[Drafter]) -> tuple[int, ...]:
+    """The target's streams that they read, which each finds in the order in which it named them.
+
+    Raises: UsageError where two read other ones.
+    """
+    named = {drafter.taps for drafter in several if drafter.taps}
+    if len(named) > 1:
+        raise UsageError(f"the drafters read different layers of the target, {sorted(named)}; give all the same taps")
+    return next(iter(named), ())

@@ -3,6 +3,7 @@
 from specjax.trees import stops
 from specjax.trees.best_shapes import medusa, sequoia
 from specjax.trees.builders.beam import beam
+from specjax.trees.builders.bild import bild
 from specjax.trees.builders.chain_with_siblings import chain_with_siblings
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
@@ -17,6 +18,7 @@ __all__ = [
     "Builder",
     "Stop",
     "beam",
+    "bild",
     "branching",
     "builder_of",
     "chain",

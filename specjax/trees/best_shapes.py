@@ -31,7 +31,7 @@ def sequoia(acceptance: Sequence[float], num_nodes: int, max_depth: int | None =
     Returns: (expected tokens per target pass, rank paths); (-inf, ()) where no tree so shallow has so many nodes.
     """
     a = np.asarray(acceptance, float)
-    if a.ndim != 1 or not len(a) or (a < 0).any() or a.sum() > 1 + 1e-9:
+    if a.ndim != 1 or not len(a) or not (a >= 0).all() or not a.sum() <= 1 + 1e-9:
         raise UsageError("acceptance must be chances of at least 0 that sum to at most 1")
     if num_nodes < 2:
         raise UsageError(f"num_nodes counts the root, so it must be at least 2, not {num_nodes}")
@@ -69,7 +69,7 @@ def medusa(accuracy: Sequence[Sequence[float]], num_tokens: int) -> tuple[float,
     Returns: (expected accepted tokens, rank paths in the order in which they were chosen).
     """
     table = [list(row) for row in accuracy]
-    if num_tokens < 1 or not table or any(not row or min(row) < 0 or max(row) > 1 for row in table):
+    if num_tokens < 1 or not table or any(not row or not all(0 <= x <= 1 for x in row) for row in table):
         raise UsageError("accuracy must hold rows of chances between 0 and 1, and num_tokens must be at least 1")
     # Values fall along ranks and depths, so the best next path is a neighbour of a chosen one.
     queue: list[tuple[float, int, tuple[int, ...], float]] = [(-table[0][0], 0, (0,), 1.0)]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Callable
+import math
+import operator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,13 @@ from specjax.errors import UsageError
 from specjax.reading import QUOTED, cut, read_json, shown
 from specjax.trees.best_shapes import Paths, medusa, sequoia
 from specjax.trees.builders.beam import beam
-from specjax.trees.builders.chain_with_siblings import chain_with_siblings
+from specjax.trees.builders.bild import bild
+from specjax.trees.builders.chain_with_siblings import LIKELIEST, chain_with_siblings
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import How, independent_paths, static
 from specjax.trees.contracts import Builder
 from specjax.trees.templates import branching_paths
-
-MOST_NODES = 4096  # of a tree that is written out, below its root
 
 SHAPES = {
     "AxBxC": "branching: A children of the root, B of each of these, ...",
@@ -44,7 +46,11 @@ FORMS = {
     "follow",
     "dyspec:N": "the N likeliest draws, one draft pass each; `,children=C` may follow",
     "eagle2:KxLxN": "the N likeliest of L levels of K x K candidates",
+    "bild:N": "the likeliest token N times, none where its probability is below 0.6; `,fallback=P` may follow",
 }
+
+MOST_NODES = 4096
+"""Of the largest tree that a text may ask for, below its root: a tree is laid out before it is drafted."""
 
 _WAYS: dict[str, How] = {
     "": "without_replacement", "top": "point_mass", "mixed": "top_and_sampled",
@@ -53,10 +59,10 @@ _WAYS: dict[str, How] = {
 
 
 def parse(spec: str) -> Builder:
-    """A builder from one of `FORMS`. Raises: UsageError for any other text."""
+    """A builder from one of `FORMS`. Raises: UsageError for any other text, or more than `MOST_NODES` nodes."""
     kind, _, rest = spec.partition(":")
     numbers, *more = rest.split(",")
-    sizes, named = _sizes(numbers), _named(more) if kind == "dyspec" else {}
+    sizes, named = _sizes(numbers), _named(more, kind)
     makers: dict[tuple[str, int], Callable[..., Builder]] = {
         ("paths", 2): independent_paths,
         ("beam", 2): beam,
@@ -66,17 +72,25 @@ def parse(spec: str) -> Builder:
             **{"threshold": 1 / (1 + width * depth), "width": width, "depth": depth} | named
         ),
         ("eagle2", 3): lambda top_k, depth, total: eagle2(top_k=top_k, depth=depth, total=total),
+        ("bild", 1): functools.partial(bild, **named),
     }
     if (kind, len(sizes)) in makers and len(named) == len(more) and (len(sizes) == 2 or "threshold" not in named):
+        _check_size(spec, _nodes_of(kind, sizes))
         return makers[kind, len(sizes)](*sizes)
     way, shape = _split(spec)
-    return static(parse_paths(shape), _WAYS[way])
+    return static(_paths(shape, FORMS), _WAYS[way])
 
 
 def parse_paths(spec: str) -> Paths:
     """Rank paths from one of `SHAPES`. Raises: UsageError for any other text, or a file that holds no tree."""
+    return _paths(spec, SHAPES)
+
+
+def _paths(spec: str, forms: Iterable[str]) -> Paths:
+    """As `parse_paths`; the error of a text that is none names `forms`."""
     kind, _, rest = spec.partition(":")
     if sizes := _sizes(spec):
+        _check_size(spec, _nodes_of("", sizes))
         return branching_paths(sizes)
     if spec.startswith("["):
         return _checked(spec, "the tree")
@@ -88,6 +102,8 @@ def parse_paths(spec: str) -> Paths:
         rows = [[float(x) for x in row.split(",")] for row in chances.split("/")]
     except ValueError:
         rows = []
+    if kind in ("sequoia", "medusa") and sizes:
+        _check_size(spec, sizes[0])
     if kind == "sequoia" and len(rows) == 1 and len(sizes) in (1, 2):
         paths = sequoia(rows[0], *sizes)[1]
         if not paths:
@@ -95,13 +111,13 @@ def parse_paths(spec: str) -> Paths:
         return paths
     if kind == "medusa" and rows and len(sizes) == 1:
         return medusa(rows, *sizes)[1]
-    raise UsageError(f'"{spec}" is not a tree; the forms are {", ".join(FORMS)}')
+    raise UsageError(f'"{spec}" is not a tree; the forms are {", ".join(forms)}')
 
 
 def paths_of(spec: str) -> Paths | None:
     """The rank paths of a tree of `FORMS`; None: its shape is not known before it is drafted."""
     kind, _, rest = spec.partition(":")
-    if kind in ("beam", "dyspec", "eagle2", "siblings"):
+    if kind in ("beam", "dyspec", "eagle2", "siblings", "bild"):
         return None
     if kind == "paths":
         first, depth = _sizes(rest)
@@ -128,9 +144,30 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if good else ()
 
 
-def _named(parts: list[str]) -> dict[str, Any]:
-    """The options of DySpec that are no size: those of the parts that name one."""
-    types: dict[str, Any] = {"threshold": float, "children": int}
+def _nodes_of(kind: str, sizes: tuple[int, ...]) -> int:
+    """Nodes that a builder lays out, the root left out: of eagle2 its candidates, of branching its levels' products."""
+    if kind == "eagle2":
+        top_k, depth, total = sizes
+        candidates = top_k + (depth - 1) * top_k**2
+        if total > candidates:
+            raise UsageError(f'"eagle2:{top_k}x{depth}x{total}" has {candidates} candidates, fewer than {total}')
+        return candidates
+    if kind == "siblings":
+        return sizes[0] * max(LIKELIEST)
+    if kind:
+        return math.prod(sizes)
+    return sum(itertools.accumulate(sizes, operator.mul))
+
+
+def _check_size(spec: str, nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise UsageError(f'"{spec}" has {nodes} nodes; a tree may have at most {MOST_NODES}')
+
+
+def _named(parts: list[str], kind: str) -> dict[str, Any]:
+    """The options of a builder that are no size: those of the parts that name one."""
+    known: dict[str, dict[str, Any]] = {"dyspec": {"threshold": float, "children": int}, "bild": {"fallback": float}}
+    types = known.get(kind, {})
     pairs = [part.partition("=") for part in parts]
     try:
         return {name: types[name](value) for name, _, value in pairs if name in types}

@@ -8,6 +8,7 @@ from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.errors import UsageError
 from specjax.indexing import take_along
@@ -38,6 +39,8 @@ class Verifier:
     # tests, and what it was measured with.
     distance: float | None = field(metadata={"static": True}, default=None)
     setting: str = field(metadata={"static": True}, default="")
+    # Of a lossy rule: at temperature 0, where p is one-hot, it gives the greedy text after all.
+    greedy_at_zero: bool = field(metadata={"static": True}, default=False)
 
     @in_32_bits
     def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
@@ -105,6 +108,12 @@ def normalise(x: Array, fallback: Array) -> Array:
 def residual(p: Array, q: Array) -> Array:
     """norm([p - q]+), or p where nothing is left."""
     return normalise(jnp.maximum(p - q, 0.0), p)
+
+
+def check_parameter(name: str, value: float | Array, holds: Callable[[np.ndarray], np.ndarray], wanted: str) -> None:
+    """Raises: UsageError for a value of `name`, such as "typical: epsilon", that does not hold; nan never may."""
+    if not isinstance(value, jax.core.Tracer) and not np.all(holds(np.asarray(value))):
+        raise UsageError(f"{name} must be {wanted}, not {value}")
 
 
 def need_logits(tree: TokenTree) -> Array:

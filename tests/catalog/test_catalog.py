@@ -137,7 +137,8 @@ def test_rules_by_text():
     for bad, words in (
         ("typicall", r'unknown rule "typicall"; choose one of greedy, .*, multipath_block:N'),
         ("standard:2", 'rule "standard" takes no parameters'),
-        ("multipath_block", "lacks paths, independent chains of the draft; write multipath_block:N"),
+        ("multipath_block:0", "multipath_block: paths must be at least 1"),
+        ("typical:-1", "typical: epsilon must be at least 0"),
         ("top_beta:0", "beta must be at least 1"),
     ):
         with pytest.raises(UsageError, match=words):

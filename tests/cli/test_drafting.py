@@ -94,7 +94,9 @@ def test_rules_with_parameters(generate):
     assert verified("multipath_block:3", *sampled, "paths:3x2")["guarantee"] == "distribution"
     assert verified("sequoia", *sampled, "uniform:2x2")["guarantee"] == "distribution"
     sharp = verified("typical:epsilon=1.5,delta=1000")
-    assert sharp["guarantee"] == "lossy" and sharp["accepted"] == 0  # no token passes such a threshold
+    assert sharp["guarantee"] == "distribution" and sharp["accepted"] == 0  # no token passes such a threshold
+    bild = verified("rollback:sample=yes", "--temperature", 1, "--tree", "bild:4,fallback=0.3")
+    assert bild["guarantee"] == "lossy" and bild["drafted"] <= 4 * bild["target_passes"]
     assert verified("rollback:99", "--temperature", 1)["accepted"] > 0
 
 

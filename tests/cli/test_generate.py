@@ -294,7 +294,10 @@ def test_interrupt(cli, monkeypatch):
 
 
 def test_a_lossy_rule_says_how_far_it_is_from_the_target(cli):
-    assert "lossy, TV 0.497" in cli("generate", "abc", *SHORT, "--verifier", "rollback").out
+    run = ("generate", "abc", *SHORT, "--verifier", "rollback")
+    assert "lossy, TV 0.497" in cli(*run, "--temperature", 1).out
+    greedy = cli(*run)
+    assert "the text is exactly the greedy one; add --temperature 1" in greedy.err and "lossy" not in greedy.out
 
 
 class Bytes:

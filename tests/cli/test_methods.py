@@ -47,7 +47,7 @@ def test_trees_controllers_and_sampling(cli):
 def test_rules_say_their_parameters(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     out = " ".join(cli("methods", "--rules").out.split())
-    assert "multipath_block:PATHS, typical:EPSILON,DELTA, rollback:ALPHA,SAMPLE" in out
+    assert "multipath_block:PATHS, typical:EPSILON,DELTA, rollback:ALPHA,SAMPLE,KEEP_ARGMAX" in out
     assert "since they take arrays: judge, lantern, lantern++, grouped, grouped_static" in out
 
 

@@ -25,7 +25,7 @@ def jitted(name, core="core", static=()):
 
 standard_core, rsd_core = jitted("standard"), jitted("recursive_rejection")
 typical_core, judge_core = jitted("typical"), jitted("judge")
-rollback_core = jitted("bild", static=("sample",))
+rollback_core = jitted("bild", static=("sample", "keep_argmax"))
 top_beta_core, rapid_core = jitted("top_beta"), jitted("rapid", static=("residual", "sample"))
 grouped_core, static_core = jitted("grouped", static=("size",)), jitted("grouped", "core_static")
 lantern_jit, surrogate, longest_run = (

@@ -31,6 +31,12 @@ def test_the_builder_is_the_one_that_python_makes():
     assert parse("eagle2:4x5x16") is trees.eagle2(top_k=4, depth=5, total=16)
 
 
+def test_the_forms_of_a_shape_are_those_that_are_read():
+    with pytest.raises(UsageError) as error:
+        parse_paths("beam:2x2")
+    assert "sequoia:" in str(error.value) and "beam:WxL" not in str(error.value) and "top:" not in str(error.value)
+
+
 def test_paths_of_trees_whose_shape_is_known():
     assert paths_of("top:2x1") == parse_paths("2x1") and paths_of("paths:2x2") == ((0,), (1,), (0, 0), (1, 0))
     assert [paths_of(spec) for spec in ("beam:2x3", "dyspec:4", "eagle2:2x2x4")] == [None] * 3
@@ -61,6 +67,16 @@ def test_a_file_by_what_it_says(tmp_path):
         ("sequoia:.6:2x1x1", "is not a tree"),
         ("sequoia:.6:4x2", "no tree with so few ranks has 4 nodes on 2 levels"),
         ("medusa:1.5:3", "accuracy must hold rows of chances"),
+        ("99999999999x9", "a tree may have at most 4096"),
+        ("top:64x65", "has 4224 nodes; a tree may have at most 4096"),
+        ("siblings:20000", "a tree may have at most 4096"),
+        ("eagle2:2x2x100", "has 6 candidates, fewer than 100"),
+        ("beam:5000x1", "a tree may have at most 4096"),
+        ("sequoia:.5,.2:100000", "a tree may have at most 4096"),
+        ("sequoia:nan:4", "acceptance must be chances"),
+        ("medusa:nan:3", "accuracy must hold rows of chances"),
+        ("bild:4,threshold=2", "is not a tree"),
+        ("bild:4,fallback=-1", "must be at least 0"),
         ("[]", "the tree must be rank paths such as"),
         ("[[0], [-1]]", "must be rank paths"),
         ("[[0], [true]]", "must be rank paths"),

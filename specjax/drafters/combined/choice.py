@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from specjax import buffers
 from specjax import costs as costs_of
 from specjax.controllers.bandit import Arms, Bandit, ucb
-from specjax.drafters.composed import read_each, remember_each
+from specjax.drafters.composed import read_each, remember_each, taps_of_each
 from specjax.errors import UsageError
 from specjax.trees import operations
 from specjax.types import Array, Context, Drafter, PyTree
@@ -143,4 +143,5 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
         max_depth=max(drafter.max_depth for drafter in several),
         widths=tuple(w for w in widths if w < nodes),
         follows_any_tree=True,
+        taps=taps_of_each(several),
     )

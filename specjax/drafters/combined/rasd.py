@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.drafters.composed import read_each, remember_each
+from specjax.drafters.composed import read_each, remember_each, taps_of_each
 from specjax.drafters.lookup.suffix import suffix
 from specjax.drafters.model.two_model import two_model
 from specjax.errors import UsageError
@@ -124,6 +124,7 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
         remember=remember if model.remember or retrieval.remember else None,
         rewinds=model.rewinds and retrieval.rewinds,
         follows_any_tree=model.follows_any_tree,
+        taps=taps_of_each((model, retrieval)),
         num_nodes=nodes,
         max_depth=max(model.max_depth, retrieval.max_depth),
         widths=tuple(sorted({w for w in (1, *model.widths, model.num_nodes) if w < nodes})),

@@ -80,9 +80,15 @@ def swift(
         raise UsageError(f"layers must be from 0 to {most - 1}, not {layers}")
     if not 0 <= ratio < 1:
         raise UsageError(f"ratio must be at least 0 and below 1, not {ratio}")
-    for name, value, least in (("num_tokens", num_tokens, 1), ("window", window, 1), ("max_trials", max_trials, 0)):
+    counts = {"num_tokens": num_tokens, "window": window, "patience": patience, "max_trials": max_trials}
+    for name, value in counts.items():
+        least = 0 if name == "max_trials" else 1
         if value < least:
             raise UsageError(f"{name} must be at least {least}, not {value}")
+    if not 0 <= enough <= 1:
+        raise UsageError(f"enough is a share of the window, from 0 to 1, not {enough}")
+    if not stop >= 0:
+        raise UsageError(f"stop must be at least 0, not {stop}; 0 never stops")
     if target.model.rewind is None and max_trials:
         raise UsageError(
             f"the model {target.model.name} cannot rewind its cache, in which sets are scored; use max_trials=0"

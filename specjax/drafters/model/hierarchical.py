@@ -9,6 +9,9 @@ Rule: the middle model M draws one token itself, then decodes speculatively with
 Guarantee: distribution. A token i that exists is drawn from M(. | text, x_<i): whether it exists depends on the tokens
 before it only, whatever lossless rule the inner verification uses.
 Why: a wide tree costs the target more than a short chain; the middle model can afford it.
+Deviation: M's own first token ("draft model start") is an option of the released code, and here the default: it costs a
+pass of M in each round. With `own_token=False`, as in the paper, the inner drafter drafts below the root at once, and M
+reads what it lacks in a pass of its own only after the target has accepted a whole chain.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
+from specjax import buffers, sampling
 from specjax.controllers import fixed
-from specjax.drafters.model.two_model import feed_last
+from specjax.drafters.model.two_model import caught_up, feed_last
 from specjax.engine.parts import Keep, Parts
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import check_pair
@@ -34,21 +37,20 @@ from specjax.trees.operations import chain
 from specjax.types import Array, Context, DecodeState, Drafter, Model, PyTree, Target, TokenTree
 from specjax.verifiers import exact_verifier, sample_and_match
 
-LAG = 2
-"""Tokens of the text that the middle model reads anew: after full acceptance its cache lacks the last of the chain."""
-
 
 class _State(NamedTuple):
     cache: PyTree  # of the middle model
     draft: PyTree  # of the inner drafter
+    held: Array  # int32[B], tokens in that cache
 
 
-def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6) -> Drafter:
+def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6, own_token: bool = True) -> Drafter:
     """Chains of `min_tokens` to `min_tokens` + depth of the inner draft tokens, drawn from `middle`.
 
     Args:
-      inner: drafts for `middle`; a `two_model` needs `lag=4` here.
+      inner: drafts for `middle`; a `two_model` with `lag=4` (3 without `own_token`) needs no pass for what it lacks.
       min_tokens: stop drafting once the chain has so many; 6 in the released script.
+      own_token: begin the chain with a token of the middle model's own, without a draft.
 
     State: the middle model's cache and the inner drafter's state. Raises: UsageError if min_tokens < 1.
     """
@@ -59,7 +61,7 @@ def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6) -> Draf
         raise UsageError("the inner drafter's model cannot rewind, as it must when the target refuses a draft")
     if middle.model.rewind is None:
         raise UsageError(f"the model {middle.model.name} cannot rewind its cache, as the middle one must")
-    config = _Config(middle.model, inner.replace(params=()), min_tokens)
+    config = _Config(middle.model, inner.replace(params=()), min_tokens, own_token)
     return _functions(config).replace(params=(middle.params, inner.params))
 
 
@@ -67,6 +69,13 @@ class _Config(NamedTuple):
     model: Model  # the middle one
     inner: Drafter  # without its parameters
     min_tokens: int
+    own_token: bool
+
+    @property
+    def lag(self) -> int:
+        """Last tokens of the text that M reads anew: its own first token needs the root, and after full acceptance its
+        cache lacks the last of the chain too."""
+        return 2 if self.own_token else 1
 
     @property
     def longest(self) -> int:
@@ -79,7 +88,9 @@ def _functions(config: _Config) -> Drafter:
     return Drafter(
         init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
-        axes=lambda state: _State(config.model.axes(state.cache), config.inner.axes(state.draft)),
+        axes=lambda state: buffers.rows_first(state)._replace(
+            cache=config.model.axes(state.cache), draft=config.inner.axes(state.draft)
+        ),
         num_nodes=config.longest + 1,
         max_depth=config.longest,
         draws="chain",
@@ -91,40 +102,52 @@ def _init(config: _Config, params, context: Context) -> _State:
     model, (middle, inner) = beside(config.model, context.target), params
     batch, buffer = context.tokens.shape
     cache = model.begin(middle, model.reads(context.inputs), batch, buffer + config.longest + config.inner.num_nodes)
-    cache = prefill(model, middle, cache, context.tokens, jnp.maximum(context.length - LAG, 0))
-    return _State(cache, config.inner.init(inner, context._replace(target=Target(model, middle))))
+    held = jnp.maximum(context.length - config.lag, 0)
+    cache = prefill(model, middle, cache, context.tokens, held)
+    return _State(cache, config.inner.init(inner, context._replace(target=Target(model, middle))), held)
 
 
 def _propose(config: _Config, params, keys, state: _State, context: Context, limit: Array) -> tuple[TokenTree, _State]:
-    first, log_q, cache = _own_token(config, params[0], keys, state.cache, context)
+    model, length = beside(config.model, context.target), context.length
+    wanted = jnp.maximum(length - config.lag, 0)
+    held = jnp.minimum(state.held, wanted)
+    cache = model.rewound(state.cache, held)
+    cache = caught_up(model, params[0], cache, context, jnp.zeros_like(length), held, wanted)
+    tokens, log_q = context.tokens, None
+    if config.own_token:
+        first, log_q, cache = _own_token(config, params[0], keys, cache, context)
+        tokens = tokens.at[jnp.arange(len(first)), length].set(first, mode="drop")
+        length = length + 1
+    # Each round M reads the root at least.
     wanted = context.length + jnp.minimum(config.min_tokens, jnp.maximum(limit, 1))
     parts = _parts(config, params, context)
-    rows = jnp.arange(len(first))
     inner = DecodeState(
-        tokens=context.tokens.at[rows, context.length].set(first, mode="drop"),
-        length=context.length + 1,
-        done=context.length + 1 >= wanted,
+        tokens=tokens,
+        length=length,
+        done=length >= wanted,
         keys=keys if context.noise is None else context.noise,
         stop=context.length + config.longest,
         cache=cache,
         draft=state.draft,
-        control=parts.controller.init(len(first)),
+        control=parts.controller.init(len(length)),
     )
-    inner, kept = _decode(parts, inner, wanted, log_q if parts.keep.logits else None, config.longest + 1)
+    rows_of_q = jnp.zeros((len(length), config.longest + 1, model.vocab_size)) if parts.keep.logits else None
+    if rows_of_q is not None and log_q is not None:
+        rows_of_q = rows_of_q.at[:, 0].set(log_q)
+    inner, kept = _decode(parts, inner, wanted, context.length, rows_of_q)
     place = context.length[:, None] - 1 + jnp.arange(config.longest + 1)
     tokens = take_along(inner.tokens, jnp.minimum(place, context.tokens.shape[1] - 1), 1)
     drafted = jnp.minimum(inner.length - context.length, limit)
     valid = jnp.arange(config.longest + 1) <= drafted[:, None]
-    return chain(tokens, valid, kept), _State(inner.cache, inner.draft)
+    return chain(tokens, valid, kept), _State(inner.cache, inner.draft, inner.length - 1)
 
 
 def _own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:
     """Feed what the cache lacks: M's own next token [B], log q of it [B, V], and the cache with the whole text."""
-    model, length = beside(config.model, context.target), context.length
-    cache = model.rewound(cache, jnp.maximum(length - LAG, 0))
-    logits, pending = feed_last(model, params, cache, context, length, LAG)
-    path = jnp.where(length[:, None] == 1, 1, jnp.arange(LAG))  # a text of one token has the last of the two only
-    cache = model.commit(cache, pending, path, jnp.minimum(length, LAG))
+    model, length, lag = beside(config.model, context.target), context.length, config.lag
+    logits, pending = feed_last(model, params, cache, context, length, lag)
+    path = jnp.where(length[:, None] == 1, 1, jnp.arange(lag))  # a text of one token has the last of the two only
+    cache = model.commit(cache, pending, path, jnp.minimum(length, lag))
     log_q = sampling.warp(logits, context.sampling)
     if context.sampling.temperature is None:
         return first_largest(log_q), log_q, cache
@@ -151,12 +174,10 @@ def _parts(config: _Config, params, context: Context) -> Parts:
 
 
 def _decode(
-    parts: Parts, state: DecodeState, wanted: Array, first: Array | None, size: int
+    parts: Parts, state: DecodeState, wanted: Array, start: Array, log_q: Array | None
 ) -> tuple[DecodeState, Array | None]:
-    """Decode until each row has `wanted` int32[B] tokens; and log q float32[B, size, V] of the chain, which begins with
-    `first` float32[B, V], if that is asked for."""
-    start = state.length - 1
-    log_q = None if first is None else jnp.zeros((len(first), size, first.shape[1])).at[:, 0].set(first)
+    """Decode until each row has `wanted` int32[B] tokens; and `log_q` float32[B, size, V], of the chain that begins at
+    `start` int32[B], with the rows of the new tokens, if that is asked for."""
 
     def more(carry):
         state, log_q = carry
@@ -164,7 +185,7 @@ def _decode(
         state, info = step(parts, state)
         if log_q is not None and info.logits is not None:
             index = jnp.arange(info.logits.shape[1])
-            place = jnp.where(index < info.emitted[:, None], before[:, None] + index, size)
+            place = jnp.where(index < info.emitted[:, None], before[:, None] + index, log_q.shape[1])
             log_q = log_q.at[jnp.arange(len(log_q))[:, None], place].set(info.logits, mode="drop")
         return state._replace(done=state.length >= wanted), log_q
 

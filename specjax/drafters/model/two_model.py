@@ -64,8 +64,8 @@ def two_model(
 
     Args:
       stop: when to draft no further, one of `trees.stops`.
-      lag: how many of the last tokens are fed anew in each round. After full acceptance the cache lacks 2; one that is
-        the inner drafter of `hierarchical` may lack 4, and with less than that feeds them in a pass of its own.
+      lag: how many of the last tokens are fed anew in each round. After full acceptance the cache lacks 2; where it
+        lacks more, as within `hierarchical` (4, or 3 without `own_token`), those are fed in a pass of its own.
       keep_logits: hand the draft's distributions on in greedy and coupled decoding too, to a controller that reads
         them.
 

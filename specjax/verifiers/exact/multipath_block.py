@@ -137,7 +137,7 @@ def multipath_block(paths: int | None = None) -> Verifier:
     Raises: UsageError for less than one path.
     """
     if paths is not None and paths < 1:
-        raise UsageError(f"paths must be at least 1, not {paths}")
+        raise UsageError(f"multipath_block: paths must be at least 1, not {paths}")
     return Verifier(
         "multipath_block" if paths is None else f"multipath_block({paths})",
         with_keys(functools.partial(core, paths=paths)),

@@ -6,49 +6,72 @@ arXiv 2302.07863.
 Rule (rollback): x_i is kept while -log p_i(x_i) <= alpha; the first that is not is replaced by argmax p_i. If all are
 kept, argmax p_{L+1} is appended. With `sample` these tokens are drawn from p instead.
 Rule (fallback): draft no further below a node where max_y q(y) is under a bound: the drafter's `trees.stops.fallback`.
+Options of the official code: `keep_argmax`, no rollback at a token that is argmax p_i itself, however unlikely.
+The setting of the paper: a greedy draft of at most 10 tokens with fallback below 0.6, judged by the distributions at
+temperature 1. In Python `two_model(draft, tree=trees.bild())` with `verifier=rollback()` and `temperature=1.0`; on the
+command line `--draft DRAFT --tree bild:10 --verifier rollback --temperature 1`, with `rollback:sample=yes` where the
+target's own tokens are to be drawn.
 Guarantee: lossy. With alpha < ln 2 every kept token has p > 1/2, so it is the argmax, and the text is the greedy one of
 the target, whatever was drafted and at any temperature. With `sample` and alpha < 0 nothing is kept, which is plain
 sampling; alpha = inf keeps the whole draft.
 p is the warped distribution: at temperature 0 it is one-hot and the rule is greedy verification. For the relaxed rule
 with greedy text, the setting of the paper, decode at temperature 1 without `sample`.
 Deviations: on trees the longest run of kept tokens is taken (ties: the larger sum of log p), which on a chain is the
-rule of the paper. The official code's option of one more target token after a rollback is left out.
+rule of the paper. The official code's other option, one more target token after a rollback, is left out.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
+import jax.numpy as jnp
 
-from specjax.indexing import first_largest
+from specjax.indexing import first_largest, take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.lossy.typical import longest_run, node_log_probability
-from specjax.verifiers.verifier import ANY, Accepted, Verifier, distribution, with_keys
+from specjax.verifiers.verifier import ANY, Accepted, Verifier, check_parameter, distribution, with_keys
 
 
-def core(u: Array, tree: TokenTree, target_logits: Array, *, alpha: float, sample: bool = False) -> Accepted:
+def core(
+    u: Array,
+    tree: TokenTree,
+    target_logits: Array,
+    *,
+    alpha: float,
+    sample: bool = False,
+    keep_argmax: bool = False,
+) -> Accepted:
     """The rule; it does not read the uniforms float32[B, N]."""
     del u
     log_p = node_log_probability(target_logits, tree)
-    path, num_nodes, last = longest_run(tree, -log_p <= alpha, log_p)
+    passes = -log_p <= alpha
+    if keep_argmax:
+        passes |= tree.tokens == take_along(first_largest(target_logits), jnp.maximum(tree.parents, 0), 1)
+    path, num_nodes, last = longest_run(tree, passes, log_p)
     p = distribution(target_logits, last)
     return Accepted(path, num_nodes, p if sample else jax.nn.one_hot(first_largest(p), p.shape[-1]))
 
 
 @functools.cache
-def rollback(alpha: float = 5.0, *, sample: bool = False) -> Verifier:
+def rollback(alpha: float = 5.0, *, sample: bool = False, keep_argmax: bool = False) -> Verifier:
     """The rule. The official code has alpha = 5, and 0.6 for fallback, both tuned per task.
 
     Args:
       alpha: largest -log p, in nats, of a token that is kept.
       sample: draw the target's own tokens from p instead of taking the argmax.
+      keep_argmax: keep a token that is the target's argmax too, whatever alpha.
+
+    Raises: UsageError if alpha is no number.
     """
+    check_parameter("rollback: alpha", alpha, lambda x: x > -math.inf, "a number of nats, or inf to keep all")
     return Verifier(
         "rollback",
-        with_keys(functools.partial(core, alpha=alpha, sample=sample)),
+        with_keys(functools.partial(core, alpha=alpha, sample=sample, keep_argmax=keep_argmax)),
         draws=ANY,
         guarantee="lossy",
         summary="keeps the draft up to the first token whose surprise under the target is over a bound",
         paper="Kim et al. 2023, arXiv 2302.07863",
+        greedy_at_zero=alpha < math.inf,
     )

@@ -27,7 +27,14 @@ import jax.numpy as jnp
 from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.exact.standard import chain_logits, chain_path, rest_of_chain
-from specjax.verifiers.verifier import Accepted, Verifier, distribution, normalise, with_keys_and_params
+from specjax.verifiers.verifier import (
+    Accepted,
+    Verifier,
+    check_parameter,
+    distribution,
+    normalise,
+    with_keys_and_params,
+)
 
 
 def core(
@@ -115,15 +122,24 @@ def grouped(
       max_gap: largest |p(y) - p(x)| in a cluster; 0.15 in the released code.
       embeddings: [V, D], compared only if given.
       max_distance: largest squared distance to x; 0.5 in the released code.
+
+    Raises: UsageError for a negative one.
     """
+    for name, value in (("size", size), ("max_gap", max_gap), ("max_distance", max_distance)):
+        check_parameter(f"grouped: {name}", value, lambda x: x >= 0, "at least 0")
     params: tuple = (jnp.asarray(max_gap, jnp.float32),)
     if embeddings is not None:
         params += (jnp.asarray(embeddings), jnp.asarray(max_distance, jnp.float32))
-    return Verifier("grouped", _rule(size), params=params, **_FACTS)
+    return Verifier("grouped", _rule(size), params=params, greedy_at_zero=True, **_FACTS)
 
 
 def grouped_static(clusters: Array) -> Verifier:
-    """The rule with fixed clusters, `clusters` int32[V]: the number of each token's, below V."""
+    """The rule with fixed clusters, `clusters` int32[V]: the number of each token's, below V.
+
+    Raises: UsageError for other numbers.
+    """
+    fits = lambda x: (x.ndim == 1) & (x >= 0) & (x < x.size)
+    check_parameter("grouped_static: clusters", clusters, fits, "one number from 0 to V - 1 for each of V tokens")
     return Verifier("grouped_static", _static_rule, params=(jnp.asarray(clusters, jnp.int32),), **_FACTS)
 
 

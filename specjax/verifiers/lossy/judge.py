@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from specjax.types import Array, TokenTree, Verdict
 from specjax.verifiers.descent import descend, rule_for
-from specjax.verifiers.verifier import Accepted, Verifier, with_keys
+from specjax.verifiers.verifier import Accepted, Verifier, check_parameter, with_keys
 
 
 def core(
@@ -45,7 +45,11 @@ def init_judge(hidden_width: int) -> tuple[Array, Array]:
 
 
 def judge(weight: Array, bias: Array | float = 0.0, threshold: Array | float = 0.5) -> Verifier:
-    """The rule with a head. All three are leaves: another head or threshold compiles nothing."""
+    """The rule with a head. All three are leaves: another head or threshold compiles nothing.
+
+    Raises: UsageError for a threshold outside 0 to 1.
+    """
+    check_parameter("judge: threshold", threshold, lambda x: (x >= 0) & (x <= 1), "from 0 to 1")
     return Verifier(
         "judge",
         _rule,

@@ -10,33 +10,49 @@ sum_{y in A} r(y) <= delta (relative: <= (lambda - 1) r(x)); r^x(x) = r(x) + sum
 When no child is left the next token is drawn from r.
 Guarantee: lossy. Each test uses a distribution within total variation delta of the target's; the output can be further
 away. delta = 0, lambda = 1 or no neighbours is the exact rule: recursive rejection, on a chain the standard rule.
-Deviations: after a rejection only A is taken out, where the released code zeroes all k neighbours; the greedy mode of
-the released code (accept x if it is the argmax of r^x) is left out. The surrogate of a later sibling is made from what
-the ones before it left. Chains take the same descent as trees.
+Without `sample`, the greedy mode of the released code: x is accepted if it is the argmax of p^x, and the next token is
+argmax p. Of a tree the longest path counts whose nodes all are; ties: the larger sum of log p. delta = 0 is then greedy
+verification of p; decode at temperature 1, for at 0, where p is one-hot, no neighbour has anything to lend.
+Deviations: after a rejection only A is taken out, where the released code zeroes all k neighbours. The surrogate of a
+later sibling is made from what the ones before it left. Chains take the same descent as trees.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+
+import jax
 import jax.numpy as jnp
 
+from specjax.indexing import first_largest, take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import descend, rule_for
-from specjax.verifiers.verifier import Accepted, Verifier, with_keys_and_params
+from specjax.verifiers.lossy.typical import longest_run, node_log_probability
+from specjax.verifiers.verifier import Accepted, Verifier, check_parameter, distribution, with_keys_and_params
 
 
 def core(
-    u: Array, tree: TokenTree, target_logits: Array, neighbours: Array, bound: Array, share: Array, offset: Array
+    u: Array,
+    tree: TokenTree,
+    target_logits: Array,
+    neighbours: Array,
+    bound: Array,
+    share: Array,
+    offset: Array,
+    *,
+    sample: bool = True,
 ) -> Accepted:
     """The rule with its uniforms float32[B, N] given (u[:, 0] is not used); sum_A r <= bound + share r(x)."""
+    if not sample:
+        return _greedy(tree, target_logits, neighbours, bound, share, offset)
     relax = lambda r, token: surrogate(r, token, neighbours, bound, share, offset)
     return descend(rule_for(tree)._replace(relax=relax), u, tree, target_logits)
 
 
 def surrogate(r: Array, token: Array, neighbours: Array, bound: Array, share: Array, offset: Array) -> Array:
     """r^x float32[B, V] of distributions r [B, V] and tokens x [B]."""
-    count = neighbours.shape[0]
-    known = (token >= offset) & (token < offset + count)
-    near = neighbours[jnp.clip(token - offset, 0, count - 1)] + offset  # int32[B, k]
+    near, known = _nearest(token, neighbours, offset)  # int32[B, k], bool[B]
     mass = jnp.take_along_axis(r, near, 1)
     r_x = jnp.take_along_axis(r, token[:, None], 1)
     lent = known[:, None] & (jnp.cumsum(mass, 1) <= bound + share * r_x)
@@ -46,24 +62,55 @@ def surrogate(r: Array, token: Array, neighbours: Array, bound: Array, share: Ar
     return r.at[rows, token[:, None]].set(total)
 
 
+def _nearest(token: Array, neighbours: Array, offset: Array) -> tuple[Array, Array]:
+    """The neighbours int32[..., k] of tokens, and whether the table has them."""
+    count = neighbours.shape[0]
+    known = (token >= offset) & (token < offset + count)
+    return neighbours[jnp.clip(token - offset, 0, count - 1)] + offset, known
+
+
+def _greedy(tree: TokenTree, logits: Array, neighbours: Array, bound: Array, share: Array, offset: Array) -> Accepted:
+    """The longest path of tokens that are the argmax of p^x, without ever making p^x."""
+    near, known = _nearest(tree.tokens, neighbours, offset)  # int32[B, N, k], bool[B, N]
+    above = jnp.maximum(tree.parents, 0)
+    total = take_along(jax.nn.logsumexp(logits, -1), above, 1)
+    best = jnp.exp(take_along(jnp.max(logits, -1), above, 1) - total)
+    log_p = node_log_probability(logits, tree)
+    rows = jnp.arange(near.shape[0])[:, None, None]
+    mass = jnp.exp(logits[rows, above[:, :, None], near] - total[:, :, None])  # float32[B, N, k]
+    lent = known[:, :, None] & (jnp.cumsum(mass, 2) <= (bound + share * jnp.exp(log_p))[:, :, None])
+    own = jnp.exp(log_p) + jnp.sum(jnp.where(lent, mass, 0.0), 2)
+    # What x borrows from is not likelier than x then.
+    path, num_nodes, last = longest_run(tree, own >= best, log_p)
+    p = distribution(logits, last)
+    return Accepted(path, num_nodes, jax.nn.one_hot(first_largest(p), p.shape[-1]))
+
+
 def lantern(
-    neighbours: Array, delta: Array | float = 0.1, *, relative: bool = False, offset: Array | int = 0
+    neighbours: Array,
+    delta: Array | float = 0.1,
+    *,
+    relative: bool = False,
+    offset: Array | int = 0,
+    sample: bool = True,
 ) -> Verifier:
-    """The rule with a table of neighbours. All arguments are leaves: other values compile nothing.
+    """The rule with a table of neighbours. All arguments but `relative` and `sample` are leaves.
 
     Args:
       neighbours: int32[W, k], the tokens nearest to each of W tokens, nearest first, the token itself left out.
       delta: the bound; with `relative` the factor lambda >= 1 by which the probability of x may grow.
       offset: id of the first of the W tokens, for vocabularies that hold others too; the table counts from 0.
+      sample: accept and draw at random; False: by the argmax.
 
-    Raises: ValueError for a relative bound below 1, which would lend nothing.
+    Raises: UsageError for a negative bound, a relative one below 1, which would lend nothing, or a negative offset.
     """
-    if relative and isinstance(delta, int | float) and delta < 1:
-        raise ValueError(f"with relative=True delta is the factor lambda, at least 1; got {delta}")
+    least, wanted = (1, "at least 1, the factor lambda, and finite") if relative else (0, "at least 0 and finite")
+    check_parameter("lantern: delta", delta, lambda x: (x >= least) & (x < math.inf), wanted)
+    check_parameter("lantern: offset", offset, lambda x: x >= 0, "at least 0")
     bound, share = (0.0, delta - 1) if relative else (delta, 0.0)
     return Verifier(
         "lantern",
-        _rule,
+        _rule(sample),
         draws=("point_mass", "chain", "without_replacement"),
         guarantee="lossy",
         summary="a drafted token borrows the probability of its nearest neighbours, for image tokens",
@@ -77,4 +124,6 @@ def lantern(
     )
 
 
-_rule = with_keys_and_params(core)
+@functools.cache
+def _rule(sample: bool):
+    return with_keys_and_params(functools.partial(core, sample=sample))

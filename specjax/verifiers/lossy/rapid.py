@@ -31,7 +31,15 @@ from specjax.sampling import warp
 from specjax.types import Array, Sampling, TokenTree
 from specjax.verifiers.exact.standard import chain_logits
 from specjax.verifiers.exact.standard import core as standard_core
-from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys
+from specjax.verifiers.verifier import (
+    Accepted,
+    Verifier,
+    check_parameter,
+    distribution,
+    need_logits,
+    normalise,
+    with_keys,
+)
 
 Residual = Literal["phat", "paper"]
 
@@ -76,12 +84,11 @@ def rapid(eta: float = 10.0, alpha: float = 0.1, *, residual: Residual = "phat",
 
     Raises: UsageError for an eta below 0, an alpha outside 0 to 1, or another residual.
     """
-    if not 0 <= eta < math.inf:
-        raise UsageError(f"eta must be at least 0 and finite, not {eta}; 0 is the standard rule")
-    if not 0 <= alpha <= 1:
-        raise UsageError(f"alpha must be from 0 to 1, not {alpha}")
+    finite = "at least 0, the standard rule, and finite"
+    check_parameter("rapid: eta", eta, lambda x: (x >= 0) & (x < math.inf), finite)
+    check_parameter("rapid: alpha", alpha, lambda x: (x >= 0) & (x <= 1), "from 0 to 1")
     if residual not in ("phat", "paper"):
-        raise UsageError(f'residual must be "phat" or "paper", not "{residual}"')
+        raise UsageError(f'rapid: residual must be "phat" or "paper", not "{residual}"')
     return Verifier(
         "rapid",
         with_keys(functools.partial(core, eta=eta, alpha=alpha, residual=residual, sample=sample)),
@@ -89,4 +96,5 @@ def rapid(eta: float = 10.0, alpha: float = 0.1, *, residual: Residual = "phat",
         guarantee="lossy",
         summary="accepts against the target's distribution pulled towards the draft's, for drafts reading what matters",
         paper="Chen et al. 2025, arXiv 2502.20330",
+        greedy_at_zero=True,
     )

@@ -20,15 +20,15 @@ which the papers do not have, the longest run counts. After a whole block is acc
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.lossy.typical import longest_run, node_log_probability
-from specjax.verifiers.verifier import ANY, Accepted, Verifier, distribution, with_keys
+from specjax.verifiers.verifier import ANY, Accepted, Verifier, check_parameter, distribution, with_keys
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array, *, beta: int | Array, tau: float | Array) -> Accepted:
@@ -55,10 +55,8 @@ def top_beta(beta: int = 5, tau: float = 3.0) -> Verifier:
 
     Raises: UsageError for beta < 1 or tau < 0, with which no token could ever pass.
     """
-    if beta < 1:
-        raise UsageError(f"beta must be at least 1, not {beta}; 1 accepts the argmax only")
-    if not tau >= 0:
-        raise UsageError(f"tau must be at least 0, not {tau}; 0 accepts the argmax only")
+    check_parameter("top_beta: beta", beta, lambda x: x >= 1, "at least 1, which accepts the argmax only")
+    check_parameter("top_beta: tau", tau, lambda x: x >= 0, "at least 0, which accepts the argmax only")
     return Verifier(
         "top_beta",
         with_keys(functools.partial(core, beta=beta, tau=tau)),
@@ -66,4 +64,5 @@ def top_beta(beta: int = 5, tau: float = 3.0) -> Verifier:
         guarantee="lossy",
         summary="accepts what is among the target's best tokens and not far behind the best",
         paper="Xia et al. 2022, arXiv 2203.16487",
+        greedy_at_zero=beta == 1 or tau < math.inf,
     )

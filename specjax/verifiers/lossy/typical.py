@@ -16,6 +16,7 @@ is drawn from p, where the official code may truncate it once more.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from specjax.indexing import take_along
 from specjax.sampling import entropy
 from specjax.trees import operations
 from specjax.types import Array, TokenTree
-from specjax.verifiers.verifier import ANY, Accepted, Verifier, distribution, with_keys
+from specjax.verifiers.verifier import ANY, Accepted, Verifier, check_parameter, distribution, with_keys
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array, *, epsilon: float, delta: float) -> Accepted:
@@ -72,7 +73,12 @@ def longest_run(tree: TokenTree, passes: Array, log_p: Array) -> tuple[Array, Ar
 
 @functools.cache
 def typical(epsilon: float = 0.09, delta: float = 0.3) -> Verifier:
-    """The rule for any tree. The paper sets delta = sqrt(epsilon)."""
+    """The rule for any tree. The paper sets delta = sqrt(epsilon).
+
+    Raises: UsageError if either is negative or infinite.
+    """
+    for name, value in (("epsilon", epsilon), ("delta", delta)):
+        check_parameter(f"typical: {name}", value, lambda x: (x >= 0) & (x < math.inf), "at least 0 and finite")
     return Verifier(
         "typical",
         with_keys(functools.partial(core, epsilon=epsilon, delta=delta)),
@@ -80,4 +86,5 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> Verifier:
         guarantee="lossy",
         summary="accepts what is not improbable under the target, against an entropy-dependent threshold",
         paper="Cai et al. 2024, arXiv 2401.10774",
+        greedy_at_zero=True,
     )

@@ -173,6 +173,9 @@ def test_bad_settings():
         ({"layers": (0,), "ratio": 1.0}, "ratio must be at least 0 and below 1"),
         ({"layers": (0,), "window": 0}, "window must be at least 1"),
         ({"layers": (0,), "num_tokens": 0}, "num_tokens must be at least 1"),
+        ({"layers": (0,), "patience": 0}, "patience must be at least 1"),
+        ({"layers": (0,), "enough": float("nan")}, "enough is a share of the window"),
+        ({"layers": (0,), "stop": -0.1}, "stop must be at least 0"),
     ):
         with pytest.raises(UsageError, match=message):
             swift(tiny_llama(), **options)

@@ -26,21 +26,25 @@ MIDDLE_ROWS = np.array(MARKOV["mid_rows"], np.float32)
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7]]
 
 
-def toy(min_tokens=2):
-    inner = two_model(markov(DRAFT_ROWS), tree=trees.branching((2,)), lag=4)
-    return hierarchical(markov(MIDDLE_ROWS), inner, min_tokens=min_tokens)
+def toy(min_tokens=2, own_token=True):
+    inner = two_model(markov(DRAFT_ROWS), tree=trees.branching((2,)))
+    return hierarchical(markov(MIDDLE_ROWS), inner, min_tokens=min_tokens, own_token=own_token)
 
 
-@pytest.mark.parametrize("min_tokens", [exhaustive(1), 2, exhaustive(3)])
-def test_sampled_text_has_the_law_of_the_target(min_tokens):
-    assert chi_square(sampled_triples(toy(min_tokens), TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
+@pytest.mark.parametrize(
+    ("min_tokens", "own_token"),
+    [exhaustive(1, True), (2, True), exhaustive(3, True), exhaustive(1, False), (2, False), exhaustive(3, False)],
+)
+def test_sampled_text_has_the_law_of_the_target(min_tokens, own_token):
+    counts = sampled_triples(toy(min_tokens, own_token), TARGET_ROWS)
+    assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
 def chance_of_accepted(min_tokens, own_token):
     """float64: the chances of 0, 1, ... accepted tokens of one pass on the toy, by enumeration in numpy.
 
     The inner draft is two children drawn without replacement.
-    own_token: the chain starts with a token of the middle model's own, as in our loop; without, as in the golden row.
+    own_token: the chain starts with a token of the middle model's own; without, as in the golden row.
     """
     p, m, q = (rows.astype(np.float64) for rows in (TARGET_ROWS, MIDDLE_ROWS, DRAFT_ROWS))
     found = np.zeros(min_tokens + 2)
@@ -88,19 +92,20 @@ def test_the_enumeration_is_the_golden_row():
     np.testing.assert_allclose(found @ (1 + np.arange(4)), golden["expected_tokens_per_iteration"], atol=2e-6)
 
 
-@pytest.mark.parametrize("min_tokens", [2, 3])
-def test_tokens_per_pass_are_those_of_the_enumeration(min_tokens):
-    """No setting of our loop replays the golden row: there every token comes from verdicts of the middle model on a
-    draft, here the first is its own, without a draft (the card's option), so the chains have other lengths.
-    """
-    distribution, rows = chance_of_accepted(min_tokens, own_token=True), 40_000
+@pytest.mark.parametrize(
+    ("min_tokens", "own_token"), [(2, True), (2, False), exhaustive(3, True), exhaustive(3, False)]
+)
+def test_tokens_per_pass_are_those_of_the_enumeration(min_tokens, own_token):
+    """Without its own token the loop replays the golden row, with it the chains have other lengths."""
+    distribution, rows = chance_of_accepted(min_tokens, own_token=own_token), 40_000
     prompts = (jnp.zeros((rows, 4), jnp.int32), jnp.full((rows,), 4))
-    step = next(stream(markov(), toy(min_tokens), prompts, key=jax.random.key(5), max_new_tokens=8, temperature=1.0))
+    drafter = toy(min_tokens, own_token)
+    step = next(stream(markov(), drafter, prompts, key=jax.random.key(5), max_new_tokens=8, temperature=1.0))
     counts = np.bincount(step.accepted, minlength=len(distribution))
     error = step.accepted.std() / rows**0.5
     assert abs(step.accepted.mean() - distribution @ np.arange(len(distribution))) < 4 * error < 0.03
     assert chi_square(counts, distribution) > 1e-3
-    assert chi_square(counts, chance_of_accepted(min_tokens, own_token=False)) < 1e-6  # another loop is caught
+    assert chi_square(counts, chance_of_accepted(min_tokens, own_token=not own_token)) < 1e-6  # another loop is caught
 
 
 def test_replaced_middle_laws_are_caught():
@@ -115,9 +120,11 @@ def test_replaced_middle_laws_are_caught():
     assert chi_square(sampled_triples(mutant, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) < 1e-6
 
 
-@pytest.mark.parametrize("temperature", [exhaustive(0.0), 0.9])
-def test_greedy_and_coupled_text_is_the_targets(temperature):
-    draft = two_model(tiny_llama(seed=2, layers=1), tree=trees.branching((2, 1)), lag=4)
+@pytest.mark.parametrize(
+    ("temperature", "own_token"), [exhaustive(0.0, True), (0.9, True), (0.0, False), exhaustive(0.9, False)]
+)
+def test_greedy_and_coupled_text_is_the_targets(temperature, own_token):
+    draft = two_model(tiny_llama(seed=2, layers=1), tree=trees.branching((2, 1)))
     run = lambda drafter: decode(
         tiny_llama(),
         drafter,
@@ -127,15 +134,33 @@ def test_greedy_and_coupled_text_is_the_targets(temperature):
         temperature=temperature,
         sampling="coupled",
     ).to_lists()
-    assert run(hierarchical(tiny_llama(seed=1, layers=1), draft, min_tokens=3)) == run(autoregressive())
+    drafter = hierarchical(tiny_llama(seed=1, layers=1), draft, min_tokens=3, own_token=own_token)
+    assert run(drafter) == run(autoregressive())
 
 
-def test_three_equal_models_are_always_right():
-    """So the caches of both inner models hold what a fresh prefill would, after every full acceptance."""
-    inner = two_model(tiny_llama(), tree=trees.chain(2), lag=4)
-    drafter = hierarchical(tiny_llama(), inner, min_tokens=4)  # 1 own token + 3 of an inner round
-    result = decode(tiny_llama(), drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=20)
-    assert result.stats.target_passes.tolist() == [4] * 4  # 4 drafts and the bonus token a pass
+def passes_of_equals(inner, min_tokens, own_token):
+    """Passes of the target for 24 tokens, its equal as the middle model."""
+    drafter = hierarchical(tiny_llama(), inner, min_tokens=min_tokens, own_token=own_token)
+    result = decode(tiny_llama(), drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=24)
+    return result.stats.target_passes.tolist()
+
+
+@pytest.mark.parametrize(("own_token", "min_tokens", "drafts"), [(True, 5, 7), (False, 4, 6)])
+def test_three_equal_models_are_always_right(own_token, min_tokens, drafts):
+    """So the caches of both inner models hold what a fresh prefill would, after every full acceptance.
+
+    A chain ends once it has `min_tokens`: 1 own token and two inner rounds of 3, or these two rounds alone. An inner
+    drafter that is wrong once ends it one token earlier or later, and a random one at `min_tokens`.
+    """
+    assert passes_of_equals(two_model(tiny_llama(), 2), min_tokens, own_token) == [-(-24 // (drafts + 1))] * 4
+    random = two_model(tiny_llama(seed=9, layers=1), 2)
+    assert min(passes_of_equals(random, min_tokens, own_token)) > -(-24 // (drafts + 1))
+
+
+def test_hierarchical_within_hierarchical():
+    """Four equal models: those in the middle read what they lack, so a chain of 2 gets its third from the outer one."""
+    within = hierarchical(tiny_llama(), two_model(tiny_llama(), 1), min_tokens=2, own_token=False)
+    assert passes_of_equals(within, 2, own_token=False) == [24 // 4] * 4
 
 
 def test_a_useless_inner_drafter_leaves_a_chain_of_the_middle_model():

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from exact import block_distribution, without_replacement
 from lossy import GOLDEN, INF, fall_back, random_chains, rollback_core, standard_core
-from toy import DRAFT_ROWS, TARGET_ROWS, joint_distribution, template
+from toy import DRAFT_ROWS, TARGET_ROWS, joint_distribution, markov, template
 
+from specjax import stream, trees
+from specjax.drafters import two_model
 from specjax.trees import operations
 from specjax.types import TokenTree
+from specjax.verifiers import rollback
 from specjax.verifiers.verifier import distribution
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -88,3 +91,26 @@ def test_rollback_of_a_model_that_agrees_never_happens():
     zero = logits.at[:, 1].set(jnp.where(jnp.arange(6) == tree.tokens[:, 2, None], -jnp.inf, logits[:, 1]))
     end = rollback_core(u, tree, zero, alpha=INF)  # also what the target could never draw
     np.testing.assert_array_equal(end.num_nodes, tree.valid.sum(1))
+
+
+def test_keep_argmax_keeps_what_the_target_would_have_said():
+    u, tree, logits = random_chains()
+    agreeing = jnp.concatenate([tree.tokens[:, :1], jnp.argmax(logits, -1)[:, :-1].astype(jnp.int32)], 1)
+    same = operations.chain(agreeing, jnp.ones_like(tree.valid))
+    assert (rollback_core(u, same, logits, alpha=0.0).num_nodes < 5).all()
+    assert (rollback_core(u, same, logits, alpha=0.0, keep_argmax=True).num_nodes == 5).all()
+    other = same._replace(tokens=same.tokens.at[:, 2].set(jnp.argmin(logits[:, 1], -1)))
+    assert (rollback_core(u, other, logits, alpha=0.0, keep_argmax=True).num_nodes == 2).all()
+
+
+def test_the_published_setting_drafts_greedily_and_falls_back():
+    """On the toy: token 0's best follower has 0.4 of the draft's mass, those of 1 and 2 have 0.4 and 0.6."""
+    drafter = two_model(markov(DRAFT_ROWS), tree=trees.bild(3, fallback=0.5))
+    step = next(
+        stream(markov(), drafter, [[0], [2]], key=jax.random.key(0), max_new_tokens=9, temperature=1.0,
+               verifier=rollback())
+    )  # fmt: skip
+    assert trees.bild() is trees.parse("bild:10") and trees.parse("bild:3,fallback=.5") is trees.bild(3, 0.5)
+    assert trees.bild().max_depth == 10 and trees.bild().draws == "point_mass"
+    assert step.accepted.tolist() == [0, 1]  # below 2 the likeliest, 1, below which it is not sure
+    assert [tokens[0] for tokens in step.tokens] == [int(TARGET_ROWS[0].argmax()), 1]

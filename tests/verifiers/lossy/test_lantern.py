@@ -19,8 +19,10 @@ from lossy import (
     tv,
 )
 
+from specjax import UsageError
 from specjax.types import TokenTree
-from specjax.verifiers.lossy.lantern import lantern
+from specjax.verifiers import greedy
+from specjax.verifiers.lossy.lantern import core, lantern
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -59,7 +61,7 @@ def test_lantern_relative_bound_equals_plain_python(share):
 def test_lantern_relative_arguments():
     assert [float(x) for x in lantern(NEAREST, 3.0, relative=True).params[1:3]] == [0.0, 2.0]
     assert float(lantern(NEAREST, 0.25).params[1]) == 0.25
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(UsageError, match="at least 1"):
         lantern(NEAREST, 0.1, relative=True)
 
 
@@ -94,3 +96,33 @@ def test_lantern_offset_shifts_the_table():
     np.testing.assert_array_equal(lent[2:, 2:], within)
     np.testing.assert_array_equal(lent[2:, :2], p[2:, :2])
     assert (within != p[:5, 2:]).any()
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_greedy_lantern_equals_plain_python(relative):
+    """x is accepted while it is the argmax of p^x, and then argmax p follows; with the golden table's P5 and others."""
+    _, tree, logits = random_chains(seed=5)
+    delta = 2.0 if relative else 0.3
+    params = lantern(NEIGHBOURS6, delta, relative=relative, sample=False).params
+    u = jnp.zeros(tree.tokens.shape)
+    end = jax.device_get(core(u, tree, logits, *params, sample=False))
+    p = np.asarray(jax.nn.softmax(logits, -1), np.float64)
+    tokens, valid = np.asarray(tree.tokens), np.asarray(tree.valid)
+    for row in range(len(tokens)):
+        count = 1
+        while count < tokens.shape[1] and valid[row, count]:
+            own, x = p[row, count - 1], tokens[row, count]
+            lent, total = own.copy(), 0.0
+            for y in np.asarray(NEIGHBOURS6)[x]:
+                total += own[y]
+                if total > ((delta - 1) * own[x] if relative else delta):
+                    break
+                lent[x], lent[y] = lent[x] + own[y], 0
+            if lent.argmax() != x:
+                break
+            count += 1
+        assert end.num_nodes[row] == count and end.residual[row].argmax() == p[row, count - 1].argmax()
+    exact = core(u, tree, logits, *lantern(NEIGHBOURS6, 0.0, sample=False).params, sample=False)
+    greedy_count = jax.device_get(greedy(jax.random.split(jax.random.key(0), len(tokens)), tree, logits)).num_nodes
+    np.testing.assert_array_equal(exact.num_nodes, greedy_count)
+    assert (end.num_nodes >= greedy_count).all() and (end.num_nodes > greedy_count).any()

@@ -227,6 +227,42 @@ def test_permuting_the_vocabulary_permutes_the_result(rule):
     assert (np.asarray(plain.path) != np.asarray(standard_core(u, tree, logits).path)).any()
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: typical(-1), "typical: epsilon must be at least 0 and finite, not -1"),
+        (lambda: typical(0.1, INF), "typical: delta must be at least 0 and finite, not inf"),
+        (lambda: rollback(float("nan")), "rollback: alpha must be a number of nats"),
+        (lambda: top_beta(0), "top_beta: beta must be at least 1"),
+        (lambda: top_beta(tau=float("nan")), "top_beta: tau must be at least 0"),
+        (lambda: rapid(INF), "rapid: eta must be at least 0"),
+        (lambda: rapid(alpha=1.5), "rapid: alpha must be from 0 to 1"),
+        (lambda: judge(jnp.zeros(2), threshold=1.5), "judge: threshold must be from 0 to 1"),
+        (lambda: lantern(NEAREST, -0.1), "lantern: delta must be at least 0 and finite"),
+        (lambda: lantern(NEAREST, float("nan"), relative=True), "lantern: delta must be at least 1"),
+        (lambda: lantern(NEAREST, offset=-1), "lantern: offset must be at least 0"),
+        (lambda: grouped(-2), "grouped: size must be at least 0"),
+        (lambda: grouped(max_gap=float("nan")), "grouped: max_gap must be at least 0"),
+        (lambda: grouped_static(jnp.array([0, 2])), "grouped_static: clusters must be one number from 0 to V - 1"),
+    ],
+)
+def test_parameters_out_of_their_range(make, words):
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+def test_the_table_knows_which_rules_are_greedy_at_temperature_zero():
+    """By verdicts on one-hot rows: a rule that says so gives the greedy text, one that does not can give another."""
+    tree, logits = one_hot_case(vocab=3)
+    keys, hidden = jax.random.split(jax.random.key(0), tree.tokens.shape), jax.nn.one_hot(tree.tokens, 3)
+    wanted = greedy(keys, tree, logits)
+    endless = {"rollback inf": rollback(INF), "top_beta inf": top_beta(tau=INF)}
+    for name, rule in {**TABLE, **endless}.items():
+        end = rule(keys, tree, logits, hidden)
+        same = all((a == b).all() for a, b in zip(end, wanted, strict=True))
+        assert same == rule.greedy_at_zero or name.startswith("lantern"), name  # a bound of 1 lends at 0 too
+
+
 # ---------------------------------------------------------------------------------------------- in the loop
 
 
