@@ -87,7 +87,8 @@ class _Reader(pickle._Unpickler):
     The Unpickler written in Python: the one in C makes room for as many remembered values as the file says.
     """
 
-    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     del dispatch[pickle.BYTEARRAY8[0]]  # makes room for as many bytes as the file says
 
     def __init__(self, data: io.BytesIO, file: Path):
