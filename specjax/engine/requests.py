@@ -27,7 +27,7 @@ class Request(NamedTuple):
     """One text to decode. None: as `serve` has it."""
 
     prompt: Sequence[int]
-    key: Array  # one PRNG key; its text is that of `decode(..., [prompt], key=key[None])` with the same settings
+    key: Array | int  # one PRNG key, or a seed; its text is that of `decode(..., [prompt], key=key[None])`
     max_new_tokens: int | None = None  # at most that of `serve`
     inputs: PyTree = None  # what its text is conditioned on, arrays without the axis B, for models that take them
     temperature: float | None = None  # 0 is greedy

@@ -34,7 +34,7 @@ from specjax.engine.text import Detokenizer
 from specjax.errors import UsageError
 from specjax.parallel.arrays import replicate
 from specjax.precision import in_32_bits
-from specjax.sampling import row_keys
+from specjax.sampling import row_keys, threefry
 from specjax.types import Array, DecodeState, Drafter, Info, PyTree
 
 IDLE = 0.002
@@ -99,7 +99,7 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
             try:
                 check(request, limits)
                 own = row_settings(limits, request)
-                key = row_keys(request.key[None], 1)
+                key = row_keys(threefry(request.key)[None], 1)
             except UsageError as error:
                 yield Served(came, [], 0, "refused", str(error))
                 continue
