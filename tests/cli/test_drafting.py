@@ -215,7 +215,6 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--verifier", "typical:nan"], '--verifier: epsilon must be a number, not "nan"'),
         (["--verifier", "judge"], '--verifier: rule "judge" takes arrays; make it with specjax.verifiers.judge in'),
         (["--verifier", "standard:3"], '--verifier: rule "standard" takes no parameters'),
-        (["--verifier", "multipath_block"], "--verifier: "),
         (["--costs", "deep.json"], "--costs: deep.json: it is not JSON"),
     ],
 )

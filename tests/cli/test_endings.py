@@ -17,9 +17,19 @@ from quick_compile import flags
 from specjax.cli import Interrupts, files
 from specjax.errors import UsageError
 
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Also where the tests were started in the background, with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 TESTS = Path(__file__).parents[1]
 WORKER = """
-import resource, sys
+import resource, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started from
 sys.path[:0] = sys.argv[1:3]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 from conftest import CONFIG, ByteTokenizer, make_target
@@ -156,7 +166,8 @@ def test_every_command_ends_in_one_line(tmp_path, arguments, seconds):
 
 def test_a_second_interrupt_does_not_wait():
     code = (
-        "import os, signal, time\nfrom specjax.cli import Interrupts\n"
+        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from specjax.cli import Interrupts\n"
         "with Interrupts():\n try:\n  os.kill(os.getpid(), signal.SIGINT)\n"
         " except KeyboardInterrupt:\n  os.kill(os.getpid(), signal.SIGINT)\n  time.sleep(60)\n"
     )

@@ -19,7 +19,7 @@ from specjax.parallel import fingerprint
 from specjax.parallel.checkpoint import Running
 from specjax.types import DecodeState
 
-PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], [7, 7, 7], [9, 8]]
+PROMPTS = [[1, 2, 0, 1, 2, 0, 1], [2], [0, 0, 0], [1, 2]]
 OPTIONS = {"key": jax.random.key(0), "max_new_tokens": 24, "temperature": 0.8}
 
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):
         run(target, prompt_lookup(3), tmp_path)
     with pytest.raises(UsageError, match="differs in target"):
         run(markov(np.roll(np.asarray(target.params), 1, 1)), prompt_lookup(2), tmp_path)
-    monkeypatch.setattr(f"{__name__}.PROMPTS", [[2], *PROMPTS[1:]])
+    monkeypatch.setattr(f"{__name__}.PROMPTS", [[1], *PROMPTS[1:]])
     with pytest.raises(UsageError, match="differs in prompts"):
         run(target, prompt_lookup(2), tmp_path)
     with pytest.raises(UsageError, match="every 1 step or more, not every 0"):

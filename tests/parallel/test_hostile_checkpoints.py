@@ -33,7 +33,7 @@ def begun(tmp_path_factory):
 
 def go_on(folder, stop=None):
     steps = specjax.stream(
-        markov(), prompt_lookup(2), [[1, 2, 3, 1, 2], [5]], checkpoint=parallel.Checkpoints(folder, 2),
+        markov(), prompt_lookup(2), [[1, 2, 0, 1, 2], [2]], checkpoint=parallel.Checkpoints(folder, 2),
         key=jax.random.key(0), max_new_tokens=12, temperature=0.8,
     )  # fmt: skip
     for number, _ in enumerate(steps, 1):
