@@ -156,6 +156,8 @@ def threefry(keys: Array | int) -> Array:
     Raises: UsageError for anything else.
     """
     if isinstance(keys, (int, np.integer)):
+        if not -(1 << 63) <= keys < 1 << 63:
+            raise UsageError("a seed must fit 64 bits")
         return jax.random.key(keys, impl="threefry2x32")
     dtype = getattr(keys, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -48,7 +48,7 @@ def render(template: str, messages: Messages, names: Mapping[str, str]) -> str:
     if "refused" in answer:
         raise UsageError(f"the model's chat template refuses these messages: {answer['refused']}")
     if "text" not in answer:
-        why = f"is broken: {answer['broken']}" if "broken" in answer else f"fails ({answer['failed']})"
+        why = f"is broken: {answer['broken']}" if "broken" in answer else f"fails ({answer.get('failed')})"
         raise UsageError(f"the model's chat template {why}; {WITHOUT}")
     return answer["text"]
 
@@ -102,7 +102,12 @@ class _Process:
             os.getpid(),
         )  # fmt: skip
         assert self._child.stdout is not None
-        if not self._child.stdout.readline():
+        try:
+            greeting = self._child.stdout.readline()
+        except BaseException:  # an interrupt: what it says later would be taken for the next answer
+            self.stop()
+            raise
+        if not greeting:
             self.stop()
             raise UsageError("the model's chat template needs the package jinja2; run pip install jinja2")
         return self._child
@@ -134,8 +139,22 @@ def set_apart(messages: Messages, find: Callable[..., Spans]) -> tuple[list, str
         raise UsageError(NOT_PLAIN) from None
     mark = next(chr(code) for code in range(0x10FFFF, 0, -1) if chr(code) not in text)
     finders = [functools.partial(find, by_model=message.get("role") == "assistant") for message in messages]
+    for message, finder in zip(messages, finders, strict=True):
+        _check_names(message, finder)
     marked = [_marked(message, mark, finder) for message, finder in zip(messages, finders, strict=True)]
     return marked, mark if mark in json.dumps(marked, ensure_ascii=False, default=str) else None
+
+
+def _check_names(x: Any, find: Callable[[str], Spans]) -> None:
+    """Raises: UsageError for a control token in a role, a type or a key, which templates compare and do not read."""
+    if isinstance(x, Mapping):
+        names = [*x, *(x[key] for key in ("role", "type") if key in x)]
+        if any(isinstance(name, str) and find(name) for name in names):
+            raise UsageError(
+                "a role, type or key of the messages holds a control token, which only a template may write"
+            )
+    for value in x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ():
+        _check_names(value, find)
 
 
 def _marked(x: Any, mark: str, find: Callable[[str], Spans]) -> Any:

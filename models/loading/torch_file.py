@@ -19,7 +19,45 @@ from specjax.models.loading.tensors import Tensor, check_sizes
 from specjax.reading import check_regular, reading, shown
 
 MAGIC = b"PK\x03\x04"
-LONGEST_PICKLE = 100_000_000  # bytes: what describes the tensors, not they
+LONGEST_PICKLE = 16_000_000  # bytes: what describes the tensors, not they
+OPCODES = [
+    "PROTO",
+    "FRAME",
+    "STOP",
+    "GLOBAL",
+    "STACK_GLOBAL",
+    "BINPUT",
+    "LONG_BINPUT",
+    "MEMOIZE",
+    "BINGET",
+    "LONG_BINGET",
+    "MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "EMPTY_DICT",
+    "EMPTY_LIST",
+    "EMPTY_TUPLE",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    "APPEND",
+    "APPENDS",
+    "SETITEM",
+    "SETITEMS",
+    "REDUCE",
+    "BUILD",
+    "BINPERSID",
+]
+"""What `torch.save` writes. None of these makes room for more than the file has."""
 KINDS = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
 OTHER_STORAGES = (
     "DoubleStorage",
@@ -65,9 +103,12 @@ def read(file: Path) -> dict[str, Tensor]:
         if len(places) != 1 or entries[places[0]].file_size > LONGEST_PICKLE:
             raise UsageError(f"{file} holds no weights of PyTorch's, or several; give the file of a state_dict")
         folder = places[0].removesuffix("data.pkl")
-        order = archive.read(folder + "byteorder") if folder + "byteorder" in entries else b"little"
+        order = entries.get(folder + "byteorder")
+        if not all(_is_stored(entry) for entry in (entries[places[0]], order) if entry):
+            raise UsageError(f"{file} is compressed or damaged; load it and save it again")
+        is_little = order is None or (order.file_size <= 16 and archive.read(order) == b"little")
         contents = _Reader(io.BytesIO(archive.read(places[0])), file).load()
-    if order != b"little":
+    if not is_little:
         raise UsageError(f"{file} was written on a big-endian machine; load it and save it on another")
     if not isinstance(contents, dict):
         raise UsageError(f"{file} holds no table of weights; save the state_dict")
@@ -81,6 +122,9 @@ def read(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
+_BUILT_IN: dict[int, Any] = dict(pickle._Unpickler.dispatch)
+
+
 class _Reader(pickle._Unpickler):
     """Knows how tensors are described, and nothing else.
 
@@ -88,8 +132,9 @@ class _Reader(pickle._Unpickler):
     """
 
     stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # makes room for as many bytes as the file says
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: _BUILT_IN[code] for code in (getattr(pickle, name)[0] for name in OPCODES)
+    }
 
     def __init__(self, data: io.BytesIO, file: Path):
         super().__init__(data)
@@ -101,17 +146,32 @@ class _Reader(pickle._Unpickler):
         if not isinstance(self.stack[-1], collections.OrderedDict):
             raise pickle.UnpicklingError("an attribute is set")
 
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        _BUILT_IN[pickle.SETITEM[0]](self)
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        _BUILT_IN[pickle.SETITEMS[0]](self)
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        """Names only: the hash of tuples of tuples can take for ever, where no interrupt is seen."""
+        if not all(isinstance(key, str | int) for key in keys):
+            raise pickle.UnpicklingError("a table is not by name")
+
     dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
+            return _table
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _rebuild
         if (module, name) == ("torch._utils", "_rebuild_parameter"):
             return lambda view, *_: view
         if (module, name) == ("torch", "Size"):
-            return tuple
+            return _shape
         if module == "torch" and name in (*KINDS, *OTHER_STORAGES):
             return _StorageName(name)
         raise UsageError(
@@ -123,6 +183,16 @@ class _Reader(pickle._Unpickler):
         if kind != "storage" or not isinstance(storage, _StorageName) or not isinstance(key, str):
             raise pickle.UnpicklingError("no storage")
         return _Storage(str(storage), key, size)
+
+
+def _table() -> collections.OrderedDict:
+    return collections.OrderedDict()
+
+
+def _shape(sizes: Any) -> tuple:
+    if not isinstance(sizes, tuple | list):
+        raise pickle.UnpicklingError("no shape")
+    return tuple(sizes)
 
 
 class _StorageName(str):
@@ -138,11 +208,7 @@ def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -
     kind = KINDS.get(view.storage.kind, view.storage.kind)
     size = _BYTES.get(kind, 1)
     numbers = (view.first, view.storage.size, *view.shape, *view.strides)
-    if (
-        entry is None
-        or entry.compress_type != zipfile.ZIP_STORED
-        or not all(type(n) is int and n >= 0 for n in numbers)
-    ):
+    if entry is None or not _is_stored(entry) or not all(type(n) is int and n >= 0 for n in numbers):
         raise UsageError(f"{file} has no elements for the tensor {shown(name)}; download it again")
     count, expected = 1, []
     for length in reversed(view.shape):
@@ -158,9 +224,17 @@ def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -
     return Tensor(file, _start(file, entry) + view.first * size, view.shape, kind)
 
 
+def _is_stored(entry: zipfile.ZipInfo) -> bool:
+    """As it is, all of it."""
+    is_plain = entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1
+    return is_plain and entry.compress_size == entry.file_size
+
+
 def _start(file: Path, entry: zipfile.ZipInfo) -> int:
     """The first byte of an entry, behind its own header, which is as long as that says."""
     with open(file, "rb") as handle:
-        handle.seek(entry.header_offset + 26)
-        name, extra = struct.unpack("<HH", handle.read(4))
+        handle.seek(entry.header_offset)
+        magic, name, extra = struct.unpack("<4s22xHH", handle.read(30))
+    if magic != MAGIC:
+        raise UsageError(f"{file} is damaged: an entry does not begin where its table says; download it again")
     return entry.header_offset + 30 + name + extra

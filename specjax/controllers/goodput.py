@@ -83,13 +83,13 @@ def goodput(
         rate = state.rate + (1 - (1 - smoothing) ** count) * (mean - state.rate)
         seen = state.seen + reached
         known = jnp.where(seen >= own_after, own, rate)
-        return _State(rate, own, seen, best_depth(known, state.depth), state.rounds + 1)
+        return _State(rate, own, seen, best_depth(known, info.active, state.depth), state.rounds + 1)
 
-    def best_depth(acceptance: Array, present: Array) -> Array:
+    def best_depth(acceptance: Array, active: Array, present: Array) -> Array:
         batch = acceptance.shape[0]
         target = costs_of.at(costs, [k + 1 for k in depths], batch, dtype)
         step = jnp.asarray(target + draft_cost * np.asarray(depths), jnp.float32)
-        value = expected_tokens(acceptance, depths) / step
+        value = expected_tokens(acceptance, active, depths) / step
         best, now = jnp.argmax(value), jnp.argmax(jnp.asarray(depths) == present)
         return jnp.asarray(depths)[jnp.where(value[best] > margin * value[now], best, now)]
 
@@ -99,8 +99,11 @@ def goodput(
     return Controller(init, limit, update, axes=axes)
 
 
-def expected_tokens(acceptance: Array, depths: tuple[int, ...]) -> Array:
-    """float32[D]: tokens that a step of the batch emits at each depth, for acceptance float32[B, K] by position."""
+def expected_tokens(acceptance: Array, active: Array, depths: tuple[int, ...]) -> Array:
+    """float32[D]: tokens that a step of the batch emits at each depth, for acceptance float32[B, K] by position.
+
+    Rows that have ended, not `active` bool[B], emit none.
+    """
     reach = jnp.cumsum(jnp.cumprod(acceptance, 1), 1)  # [B, K]
     reach = jnp.pad(reach, ((0, 0), (1, 0)))[:, np.asarray(depths)]
-    return jnp.sum(1 + reach, 0)
+    return jnp.sum(jnp.where(active[:, None], 1 + reach, 0.0), 0)

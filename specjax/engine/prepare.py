@@ -43,8 +43,9 @@ class Settings:
         _check_range("temperature", self.temperature, lambda x: x >= 0, "at least 0")
         _check_range("top_k", self.top_k, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
         _check_range("top_p", self.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1")
-        _check_range("capacity", self.capacity, lambda x: x >= 1, "at least 1")
-        _check_range("eos", self.eos, lambda x: x == x // 1, "one token id or several")
+        _check_range("capacity", self.capacity, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
+        is_ids = lambda x: (x.ndim <= 1) & (x == x // 1) & (abs(x) < 1 << 31)
+        _check_range("eos", self.eos, is_ids, "one token id or several")
         if self.sampling not in ("speculative", "coupled"):
             raise UsageError(f'sampling must be "speculative" or "coupled", not "{self.sampling}"')
         if self.sampling == "coupled" and self.verifier is not None:
@@ -162,6 +163,9 @@ def _check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
 def _check_range(name: str, value, holds: Callable[[np.ndarray], np.ndarray], wanted: str) -> None:
     if value is None or isinstance(value, jax.core.Tracer):
         return
-    number = np.asarray(gather(value))
+    try:
+        number = np.asarray(gather(value))
+    except ValueError:  # rows of different lengths
+        raise UsageError(f"{name} must be {wanted}, not {value!r}") from None
     if number.size and (number.dtype.kind not in "iuf" or not np.all(holds(number))):
         raise UsageError(f"{name} must be {wanted}, not {value!r}")

@@ -61,11 +61,17 @@ def new_tokens(count) -> int:
 
 def _rows(prompts: Prompts) -> list[np.ndarray]:
     """Each prompt as integers [P]. Raises: UsageError for no prompts, text, or one prompt that is not in a list."""
+    if not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):
+        raise UsageError(f"prompts must be a list of token lists, not {type(prompts).__name__}")
     if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
         raise UsageError("prompts are lists of token ids, not text; encode it with the model's tokenizer first")
     if not len(prompts):
         raise UsageError("prompts is empty; give at least one prompt")
-    if not all(np.ndim(prompt) == 1 for prompt in prompts):
+    try:
+        is_flat = any(np.ndim(prompt) != 1 for prompt in prompts)
+    except ValueError:
+        raise UsageError("prompts must be a list of token lists, and these are lists of lists") from None
+    if is_flat:
         raise UsageError("prompts must be a list of token lists; put a single prompt into a list: [prompt]")
     return [_integers(np.asarray(prompt)) if len(prompt) else np.zeros(0, np.int32) for prompt in prompts]
 

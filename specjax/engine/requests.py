@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import queue
 import threading
 from collections.abc import Generator, Iterable, Sequence
@@ -34,7 +35,7 @@ class Request(NamedTuple):
     top_k: int | None = None  # of the vocabulary's size or more: off
     top_p: float | None = None  # 1: off
     eos: int | Sequence[int] | None = None  # (): none
-    stop: Sequence[str] = ()  # strings before which its text ends; `serve` needs the tokenizer
+    stop: Sequence[str] | None = ()  # strings before which its text ends; `serve` needs the tokenizer
 
 
 class Limits(NamedTuple):
@@ -87,9 +88,10 @@ def _ids(eos) -> np.ndarray:
     return np.atleast_1d(np.asarray(() if eos is None else eos, np.int32))
 
 
-def check(request: Request, limits: Limits) -> None:
-    """Raises: UsageError for a request that does not fit, besides its settings."""
-    prompt, count, vocab = np.asarray(request.prompt), request.max_new_tokens, limits.vocab_size
+def check(request: Request, limits: Limits) -> int:
+    """How many tokens it may have. Raises: UsageError for a request that does not fit, besides its settings."""
+    prompt, vocab = np.asarray(request.prompt), limits.vocab_size
+    count = limits.max_new_tokens if request.max_new_tokens is None else operator.index(request.max_new_tokens)
     if prompt.ndim != 1 or (prompt.size and prompt.dtype.kind not in "iu"):
         raise UsageError("its prompt must be a list of token ids")
     if not 1 <= prompt.size <= limits.longest_prompt:
@@ -97,15 +99,17 @@ def check(request: Request, limits: Limits) -> None:
     wrong = prompt[(prompt < 0) | (prompt >= vocab)]
     if wrong.size:
         raise UsageError(f"its prompt has the token {wrong[0]}, outside of the model's vocabulary of {vocab}")
-    if count is not None and not 1 <= count <= limits.max_new_tokens:
+    if not 1 <= count <= limits.max_new_tokens:
         raise UsageError(f"its max_new_tokens is {count}, not 1 to that of serve ({limits.max_new_tokens})")
     form = lambda tree: (jax.tree.structure(tree), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
     if form(request.inputs) != form(limits.inputs):
         raise UsageError("its inputs do not have the form of those that serve was given")
-    if isinstance(request.stop, str) or not all(request.stop):
+    stop = request.stop or ()
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
         raise UsageError("its stop must be a list of strings, none of them empty")
-    if request.stop and limits.tokenizer is None:
+    if stop and limits.tokenizer is None:
         raise UsageError("it has stop strings, for which serve needs tokenizer=")
+    return count
 
 
 Item = TypeVar("Item")

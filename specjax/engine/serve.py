@@ -37,6 +37,7 @@ from specjax.precision import in_32_bits
 from specjax.sampling import row_keys, threefry
 from specjax.types import Array, DecodeState, Drafter, Info, PyTree
 
+NOT_FINITE = "the model gives NaN or Inf for its prompt; look at its parameters and its config"
 IDLE = 0.002
 """Seconds before a source that had nothing is asked again, if nothing is decoded meanwhile."""
 
@@ -61,7 +62,9 @@ class _Row:
     left: int  # tokens that may still come
     text: Detokenizer | None
 
-    def add(self, tokens: list[int], accepted: int, is_eos: bool) -> Served:
+    def add(self, tokens: list[int], accepted: int, is_eos: bool, is_finite: bool) -> Served:
+        if not is_finite:
+            return Served(self.request, [], 0, "refused", NOT_FINITE)
         self.left -= len(tokens)
         reason = "eos" if is_eos else None if self.left else "length"
         text = ""
@@ -79,8 +82,7 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
     settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
     parts = dataclasses.replace(job.parts, serving=True, **settings._asdict())
     state = _empty(dataclasses.replace(job, parts=parts))
-    drafter, state = _ended(parts.drafter, state, np.int32(0))  # from now on with parameters that `remember` gave
-    parts = dataclasses.replace(parts, drafter=drafter)
+    parts, state = _without(parts, state, 0)  # from now on with parameters that `remember` gave
     memory = lambda: parts.drafter
     waiting, came = iter(requests), -1
     rows: list[_Row | None] = [None] * len(job.lengths)
@@ -97,15 +99,15 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
                 break
             came += 1
             try:
-                check(request, limits)
+                count = check(request, limits)
                 own = row_settings(limits, request)
                 key = row_keys(threefry(request.key)[None], 1)
-            except UsageError as error:
-                yield Served(came, [], 0, "refused", str(error))
+                text = None if limits.tokenizer is None else Detokenizer(limits.tokenizer, request.stop or ())
+            except (UsageError, TypeError, ValueError, OverflowError, AttributeError) as error:
+                why = str(error) if isinstance(error, UsageError) else f"it is no whole Request ({error})"
+                yield Served(came, [], 0, "refused", why)
                 continue
-            count = limits.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
             slot = rows.index(None)
-            text = None if limits.tokenizer is None else Detokenizer(limits.tokenizer, request.stop)
             rows[slot] = _Row(came, count, text)
             settings = _put(settings, slot, own)
             parts = dataclasses.replace(parts, **settings._asdict())
@@ -122,8 +124,7 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
                 rows[slot] = None
                 if read is not None:
                     read[1][slot] = None
-                drafter, state = _ended(parts.drafter, state, np.int32(slot))
-                parts = dataclasses.replace(parts, drafter=drafter)
+                parts, state = _without(parts, state, slot)
                 served = served._replace(drafter=memory)
             yield served
         if read is None and not any(rows) and not more:
@@ -131,11 +132,14 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
 
 
 def _news(info: Info, rows: list[_Row | None]):
-    """Of the rows that a step added to: slot, row, and (tokens, how many were drafted, whether the last is an eos)."""
-    emitted, tokens, accepted, ends = jax.device_get((info.emitted, info.tokens, info.accepted, info.hit_eos))
+    """Of the rows that a step added to: slot, row, and (tokens, how many drafted, whether it ends by eos, finite)."""
+    emitted, tokens, accepted, ends, finite = jax.device_get(
+        (info.emitted, info.tokens, info.accepted, info.hit_eos, info.finite)
+    )
     for slot, row in enumerate(rows):
         if row is not None and emitted[slot]:
-            yield slot, row, (tokens[slot, : emitted[slot]].tolist(), int(accepted[slot]), bool(ends[slot]))
+            news = tokens[slot, : emitted[slot]].tolist(), int(accepted[slot]), bool(ends[slot])
+            yield slot, row, (*news, bool(finite[slot]))
 
 
 def _put(settings: RowSettings, slot: int, own: RowSettings) -> RowSettings:
@@ -172,9 +176,21 @@ def _admit(parts: Parts, state: DecodeState, slot, tokens, length, key, stop, in
     return buffers.put_row(state, alone, slot, one.axes(parts, state))
 
 
+def _without(parts: Parts, state: DecodeState, slot: int) -> tuple[Parts, DecodeState]:
+    """Row `slot` ended, and the drafter with what it taught it."""
+    if parts.drafter.remember is None:  # what a program hands through, it copies: a draft model's parameters
+        return parts, _end(state, np.int32(slot))
+    drafter, state = _ended(parts.drafter, state, np.int32(slot))
+    return dataclasses.replace(parts, drafter=drafter), state
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _end(state: DecodeState, slot) -> DecodeState:
+    return state._replace(done=state.done.at[slot].set(True))
+
+
 @functools.partial(jax.jit, donate_argnames=("state",))
 @in_32_bits
 def _ended(drafter: Drafter, state: DecodeState, slot) -> tuple[Drafter, DecodeState]:
-    """The drafter with what row `slot` taught it, and the row ended."""
     own = buffers.take_row(state.draft, slot, drafter.axes(state.draft))
     return taught(drafter, own), state._replace(done=state.done.at[slot].set(True))

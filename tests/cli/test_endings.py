@@ -149,7 +149,7 @@ def read(file: Path) -> str:
     ],
     ids=lambda arguments: arguments[0],
 )
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seconds", [0.3, 3.0])
 def test_every_command_ends_in_one_line(tmp_path, arguments, seconds):
     """Wherever it is: `methods` may have ended before."""

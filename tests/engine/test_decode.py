@@ -188,7 +188,7 @@ def test_long_prompts_up_to_the_capacity():
         ({"temperature": np.ones(3)}, r"temperature must be one number or one per prompt, 1; it has the shape \(3,\)"),
         ({"temperature": 1.0, "top_k": 2.5}, "top_k must be a whole number"),
         ({"eos": 2.5}, "eos must be one token id or several"),
-        ({"capacity": 0}, "capacity must be at least 1"),
+        ({"capacity": 0}, "capacity must be a whole number"),
         ({"verifier": "standart"}, 'unknown rule "standart"; choose one of'),
         ({"controller": "fast"}, '"fast" is not a controller'),
     ],

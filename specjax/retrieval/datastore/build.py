@@ -17,6 +17,7 @@ from specjax.reading import check_regular
 from specjax.retrieval.datastore import corpus
 from specjax.retrieval.datastore.files import (
     FORMAT,
+    META,
     SUFFIXES,
     TOKENS,
     VERSION,
@@ -105,6 +106,8 @@ def build(
 
 def _resume(part: Path, plan: dict[str, Any], say: Callable[[str], object]) -> dict[str, Any]:
     """What is built already of this plan: its files are cut to the whole shards that meta.json lists."""
+    if part.is_symlink() or (part.exists() and not part.is_dir()) or _others_in(part):
+        raise UsageError(f"{part} is not what an interrupted build leaves; move it away, or give another folder")
     if part.exists():
         meta = None
         with contextlib.suppress(UsageError):
@@ -122,6 +125,12 @@ def _resume(part: Path, plan: dict[str, Any], say: Callable[[str], object]) -> d
     meta = plan | {"complete": False, "shards": []}
     write_meta(part, meta)
     return meta
+
+
+def _others_in(part: Path) -> bool:
+    """Whether there is anything that a build does not write, or a link to elsewhere."""
+    own = {TOKENS, SUFFIXES, META, f"{META}.new"}
+    return part.is_dir() and any(entry.is_symlink() or entry.name not in own for entry in part.iterdir())
 
 
 def _cut_to_whole(part: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:

@@ -143,3 +143,22 @@ def test_damaged_files_are_refused_in_a_sentence(rng, count, saved):
 
         refused += survives(use, case) is not None
     assert count // 4 < refused < count
+
+
+def test_tables_by_nested_tuples_end(saved):
+    """The hash of tuples that share their parts takes as long as if they did not, and no interrupt ends it."""
+    file = saved({"a": torch.rand(2)})
+    nested = b"\x80\x02}(" + b")" + b"q\x00h\x00\x86" * 60 + b"K\x01u."
+    with_pickle(file, nested)
+    assert "not by name" in survives(lambda: torch_file.read(file))
+
+
+def test_compressed_entries_are_refused(saved):
+    """They may say that they are small, and be anything."""
+    file = saved({"a": torch.rand(2)})
+    with zipfile.ZipFile(file) as archive:
+        entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    assert "compressed or damaged" in survives(lambda: torch_file.read(file))
