@@ -17,7 +17,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.loading import families
 from specjax.models.loading.assembly import Checkpoint
-from specjax.models.loading.fields import Fields
+from specjax.models.loading.fields import ROWS, Fields
 from specjax.models.loading.tensors import Tensor, check_sizes, read_rows
 from specjax.reading import check_regular, shown
 
@@ -128,7 +128,7 @@ class _Cursor:
         if kind != ARRAY:
             return self.scalar(SCALARS[kind])
         kind, length = self.scalar("I"), self.scalar("Q")
-        if length > len(self.data):
+        if length > min(len(self.data), ROWS):  # one entry per token at most
             raise struct.error("past the end")
         if kind == STRING:
             return [self.value(kind) for _ in range(length)]

@@ -123,6 +123,8 @@ class LibraryCodec:
         return _encoded(self.backend, text, special).ids
 
     def encode_parts(self, parts: Sequence[str], special: bool) -> list[int]:
+        if any(BORDER in part for part in parts):
+            raise UsageError("the prompt holds the characters between which messages are kept apart; take U+10FFFF out")
         backend, border = self._with_border
         return [i for i in _encoded(backend, BORDER.join(parts), special).ids if i != border]
 

@@ -64,7 +64,9 @@ def _backend(folder: Path):
             f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); download the whole repository"
         )
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # it quotes names out of the folder as they are
     try:  # it would ask whether to run code out of the folder: never
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return found.backend_tokenizer

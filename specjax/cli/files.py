@@ -49,7 +49,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             write(file)
-        os.chmod(name, 0o644)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
         os.replace(name, path)
     except OSError as error:
         raise UsageError(

@@ -89,7 +89,7 @@ def goodput(
         batch = acceptance.shape[0]
         target = costs_of.at(costs, [k + 1 for k in depths], batch, dtype)
         step = jnp.asarray(target + draft_cost * np.asarray(depths), jnp.float32)
-        value = expected_tokens(acceptance, active, depths) / step
+        value = expected_tokens(acceptance, depths, active) / step
         best, now = jnp.argmax(value), jnp.argmax(jnp.asarray(depths) == present)
         return jnp.asarray(depths)[jnp.where(value[best] > margin * value[now], best, now)]
 
@@ -99,11 +99,11 @@ def goodput(
     return Controller(init, limit, update, axes=axes)
 
 
-def expected_tokens(acceptance: Array, active: Array, depths: tuple[int, ...]) -> Array:
+def expected_tokens(acceptance: Array, depths: tuple[int, ...], active: Array | None = None) -> Array:
     """float32[D]: tokens that a step of the batch emits at each depth, for acceptance float32[B, K] by position.
 
-    Rows that have ended, not `active` bool[B], emit none.
+    active: bool[B], rows that have not ended; the others emit none. None: all.
     """
     reach = jnp.cumsum(jnp.cumprod(acceptance, 1), 1)  # [B, K]
     reach = jnp.pad(reach, ((0, 0), (1, 0)))[:, np.asarray(depths)]
-    return jnp.sum(jnp.where(active[:, None], 1 + reach, 0.0), 0)
+    return jnp.sum(1 + reach, 0, where=True if active is None else active[:, None])

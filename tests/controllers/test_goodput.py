@@ -111,3 +111,17 @@ def test_bad_settings():
         goodput((1, 2))
     with pytest.raises(UsageError, match="one positive number per depth"):
         goodput((0, 1), costs=(1.0,))
+
+
+def test_rows_that_have_ended_have_no_vote():
+    """Seven rows that accepted everything and ended kept the depth at 5 for one that accepts nothing."""
+    controller = goodput(DEPTHS, costs=tuple(1 + 0.2 * k for k in DEPTHS))
+    is_last = jnp.arange(8) == 7
+    together = info(5, 5, 8)._replace(accepted=jnp.where(is_last, 0, 5))
+    state = controller.init(8)
+    for _ in range(60):
+        state = controller.update(state, together)
+    assert int(controller.limit(state)[0]) >= 5
+    for _ in range(60):
+        state = controller.update(state, info(0, 5, 8)._replace(active=is_last))
+    assert int(controller.limit(state)[0]) == 0
