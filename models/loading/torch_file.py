@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.models.loading.tensors import Tensor, check_sizes
+from specjax.models.loading.tensors import PLAIN_BYTES, Tensor, check_sizes
 from specjax.reading import check_regular, reading, shown
 
 MAGIC = b"PK\x03\x04"
@@ -68,7 +68,6 @@ OTHER_STORAGES = (
     "ByteStorage",
     "BoolStorage",
 )
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class _Storage(NamedTuple):
@@ -206,7 +205,7 @@ def _rebuild(storage: _Storage, first: int, shape: tuple, strides: tuple, *_: An
 def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -> Tensor:
     """Where its elements lie. Raises: UsageError if they are not in the file, in order, one after another."""
     kind = KINDS.get(view.storage.kind, view.storage.kind)
-    size = _BYTES.get(kind, 1)
+    size = PLAIN_BYTES.get(kind, 1)
     numbers = (view.first, view.storage.size, *view.shape, *view.strides)
     if entry is None or not _is_stored(entry) or not all(type(n) is int and n >= 0 for n in numbers):
         raise UsageError(f"{file} has no elements for the tensor {shown(name)}; download it again")

@@ -26,7 +26,6 @@ def pack(
     Raises: UsageError for what is not token ids and, where values are known, for a prompt that is empty or over
     `capacity` and for ids outside of the vocabulary.
     """
-    max_new_tokens = new_tokens(max_new_tokens)
     if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
         given: Any = prompts[0]
         tokens, lengths = _integers(jnp.asarray(given)), _integers(jnp.asarray(prompts[1]))
