@@ -175,6 +175,40 @@ def test_a_second_interrupt_does_not_wait():
     assert run.returncode == 130 and run.stderr == "specjax: interrupted twice\n"
 
 
+IMPORTING = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from specjax.cli import main
+main(["methods"])
+"""
+
+
+@pytest.mark.parametrize("module", ["specjax.cli.console", "typer", "jax", "numpy._core._multiarray_umath"])
+def test_interrupted_while_it_starts(module):
+    run = subprocess.run([sys.executable, "-c", IMPORTING, module], capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "specjax: interrupted\n")
+
+
+def test_an_interrupt_that_is_dropped_comes_again():
+    """Of what a callback raises Python says that it is ignored, and goes on."""
+
+    class Callback:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    with Interrupts() as interrupts:
+        Callback()
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(60)
+    assert interrupts.came
+
+
 def test_interrupts_that_a_library_changed(cli, monkeypatch):
     from specjax.cli import methods
 
