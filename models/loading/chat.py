@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -41,8 +42,12 @@ def render(template: str, messages: Messages, names: Mapping[str, str]) -> str:
         )
     except (TypeError, ValueError, RecursionError):
         raise UsageError(NOT_PLAIN) from None
-    answer = _process.ask(request.encode() + b"\n")
-    if answer is None:
+    answer = _process.ask(request.encode() + b"\n") or _process.ask(request.encode() + b"\n")
+    if not answer:
+        raise UsageError(
+            "somebody ends the process that renders the model's chat template, or the machine lacks memory"
+        )
+    if "late" in answer:
         raise UsageError(
             f"the model's chat template takes more than {SECONDS:g} s or {rendering.MEMORY >> 30} GiB; {WITHOUT}"
         )
@@ -66,12 +71,13 @@ class _Process:
         self._lock, self._owner = threading.Lock(), 0
         self._child: subprocess.Popen | None = None
 
-    def ask(self, request: bytes) -> dict[str, str] | None:
-        """The answer; None: there was none in time, or the process died of the template."""
+    def ask(self, request: bytes) -> dict[str, str]:
+        """The answer; "late": there was none in time, or the process died of the template; {}: somebody killed it."""
         with self._lock:
             child = self._running()
             assert child.stdin is not None and child.stdout is not None
-            timer = threading.Timer(SECONDS, child.kill)
+            late = threading.Event()
+            timer = threading.Timer(SECONDS, lambda: (late.set(), child.kill()))
             timer.start()
             try:
                 child.stdin.write(request)
@@ -87,6 +93,8 @@ class _Process:
                 timer.cancel()
             if answer is None:
                 self.stop()
+                killed = not late.is_set() and child.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+                return {} if killed else {"late": ""}
             return answer
 
     def _running(self) -> subprocess.Popen:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
+import tempfile
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import rich.console
 from rich.segment import Segment
 from rich.text import Text
+
+from specjax.errors import UsageError
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 but for tabs and ends of lines, C1, what turns the direction of writing, and halves of characters."""
@@ -52,6 +56,35 @@ def complain(sentence: str) -> None:
     """One line on stderr, under the program's name."""
     with contextlib.suppress(OSError):  # that of a disk which is full
         print(f"specjax: {visible(' '.join(sentence.split()))}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """What libraries say on stderr by themselves is dropped where a UsageError says it; else it is shown afterwards.
+
+    Those written in Rust print a panic and where it was before Python hears of it.
+    """
+    sys.stderr.flush()
+    with contextlib.ExitStack() as stack:
+        try:
+            ours = os.dup(2)
+            said = stack.enter_context(tempfile.TemporaryFile())
+            os.dup2(said.fileno(), 2)
+        except OSError:  # there is no stderr, or no room for such a file
+            yield
+            return
+        dropped = False
+        try:
+            yield
+        except UsageError:
+            dropped = True
+            raise
+        finally:
+            os.dup2(ours, 2)
+            os.close(ours)
+            said.seek(0)
+            if not dropped:
+                os.write(2, said.read())
 
 
 def show_traceback(kind, error, trace) -> None:

@@ -18,10 +18,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Reasons of the system why a file cannot be written on."""
 
 
-def read_text(path: Path, flag: str) -> str:
+MOST = 1 << 28
+"""Bytes of a file of text, which may be a pipe, and pipes and devices need not end."""
+
+
+def read_text(path: Path, flag: str, most: int = MOST) -> str:
     """The text of a file. Raises: UsageError that names the flag."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with open(path, "rb") as file:
+            contents = file.read(most + 1)
+        require(len(contents) <= most, f"{flag}: {path} has more than {most:,} bytes; give a shorter file")
+        return contents.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag}: {path} is not UTF-8 text (byte {error.start}); convert it") from None
     except OSError as error:

@@ -128,6 +128,8 @@ def generate(
     from specjax.parallel import check_same
 
     inputs, bad = p.from_arguments(prompt, batch_file)
+    if not inputs:
+        raise UsageError(p.describe(bad, batch_file))
     first = hosts.is_first()
     log = Console(stderr=True, quiet=not first)
     if decoding.remark:
@@ -138,7 +140,7 @@ def generate(
     rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw)
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:
-        raise UsageError(p.describe(bad[0], batch_file))
+        raise UsageError(p.describe(bad, batch_file))
     session = weigh(session, weighed, batch_size, log)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
@@ -160,7 +162,7 @@ def generate(
     elif first:
         show(generation, out)
     if bad:
-        raise UsageError("; ".join(p.describe(entry, batch_file) for entry in bad))
+        raise UsageError(p.describe(bad, batch_file))
 
 
 generate.__doc__ = HELP

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specjax.cli.console import one_sentence
 from specjax.cli.files import read_text
 from specjax.cli.options import require
 from specjax.errors import UsageError
@@ -127,7 +129,8 @@ def encode(
     """Ids of the prompts that fit, and the rest."""
     rows, bad = [], []
     for index, prompt in enumerate(prompts):
-        ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat(prompt.text))
+        with one_sentence():
+            ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat(prompt.text))
         if not ids:
             bad.append(BadLine(prompt.line, "the prompt has no tokens; give some text"))
         elif len(ids) + max_new_tokens > capacity:
@@ -143,6 +146,11 @@ def encode(
     return rows, bad
 
 
-def describe(bad: BadLine, path: Path | None) -> str:
-    """One sentence about a bad line."""
-    return bad.error if bad.line is None else f"{path}, line {bad.line}: {bad.error}"
+NAMED = 5
+"""Bad lines that a sentence names; --json has them all."""
+
+
+def describe(bad: Sequence[BadLine], path: Path | None) -> str:
+    """One sentence about bad lines, by their numbers."""
+    said = [entry.error if entry.line is None else f"{path}, line {entry.line}: {entry.error}" for entry in bad[:NAMED]]
+    return "; ".join(said) + (f"; and {len(bad) - NAMED} more such lines" if len(bad) > NAMED else "")

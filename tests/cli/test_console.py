@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +19,22 @@ from rich.text import Text
 import specjax
 import specjax.cli
 from specjax.cli import session
-from specjax.cli.console import Console, complain, print_json, show_traceback, visible
+from specjax.cli.console import Console, complain, one_sentence, print_json, show_traceback, visible
 from specjax.cli.text import TextStream
 
 TITLE = "\x1b]0;owned\x07"
 HOSTILE = f"a{TITLE}b\x9b31m\u202egpj\u2066\x7f\r\b"
 SHOWN = r"a\x1b]0;owned\x07b\x9b31m\u202egpj\u2066\x7f\r\x08"
+
+
+@pytest.mark.parametrize("error", [None, specjax.UsageError("why"), ValueError("other")])
+def test_libraries_that_complain_too(error, capfd):
+    with contextlib.suppress(Exception), one_sentence():
+        os.write(2, b"thread panicked\n")
+        if error is not None:
+            raise error
+    os.write(2, b"then\n")
+    assert capfd.readouterr().err == ("then\n" if isinstance(error, specjax.UsageError) else "thread panicked\nthen\n")
 
 
 def test_visible():

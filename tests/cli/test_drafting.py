@@ -215,7 +215,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--verifier", "typical:nan"], '--verifier: epsilon must be a number, not "nan"'),
         (["--verifier", "judge"], '--verifier: rule "judge" takes arrays; make it with specjax.verifiers.judge in'),
         (["--verifier", "standard:3"], '--verifier: rule "standard" takes no parameters'),
-        (["--costs", "deep.json"], "--costs: deep.json: it is not JSON"),
+        (["--costs", "deep.json"], "--costs: deep.json is not valid JSON (nested too deep)"),
     ],
 )
 def test_bad_flags(refused, tmp_path, monkeypatch, flags, words):

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 
 import pytest
@@ -140,6 +141,30 @@ def test_a_process_that_died_meanwhile_is_replaced():
     assert chat._process._child is not None
     os.kill(chat._process._child.pid, signal.SIGKILL)
     chat._process._child.wait()
+    assert rendered("y") == "y"
+
+
+def killed_at_work(times: int) -> threading.Thread:
+    def kill():
+        for _ in range(times):
+            time.sleep(0.3)
+            os.kill(chat._process._child.pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+def test_a_template_is_not_blamed_for_a_process_that_was_killed():
+    work = "{% for i in range(99999) %}{% for j in range(30) %}{% endfor %}{% endfor %}y"
+    assert rendered("x") == "x"
+    thread = killed_at_work(1)
+    assert rendered(work) == "y"
+    thread.join()
+    thread = killed_at_work(2)
+    with pytest.raises(UsageError, match="somebody ends the process"):
+        rendered(LONG[0])
+    thread.join()
     assert rendered("y") == "y"
 
 
