@@ -88,5 +88,10 @@ def one_sentence() -> Iterator[None]:
 
 
 def show_traceback(kind, error, trace) -> None:
-    """As Python shows an exception that nobody expected."""
+    """As Python shows an exception that nobody expected.
+
+    But not those with which TensorStore calls back after a write has failed, which was told already: nobody waits.
+    """
+    if trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe":
+        return
     print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)

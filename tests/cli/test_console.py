@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import io
 import json
@@ -25,6 +26,18 @@ from specjax.cli.text import TextStream
 TITLE = "\x1b]0;owned\x07"
 HOSTILE = f"a{TITLE}b\x9b31m\u202egpj\u2066\x7f\r\b"
 SHOWN = r"a\x1b]0;owned\x07b\x9b31m\u202egpj\u2066\x7f\r\x08"
+
+
+def test_callbacks_that_nobody_waits_for(capsys):
+    loop = asyncio.new_event_loop()
+    loop.close()
+    for own in (False, True):
+        try:
+            loop.call_soon_threadsafe(print)
+        except RuntimeError as error:
+            trace = error.__traceback__
+            show_traceback(RuntimeError, error, trace if own else trace.tb_next)
+        assert ("Event loop is closed" in capsys.readouterr().err) == own
 
 
 @pytest.mark.parametrize("error", [None, specjax.UsageError("why"), ValueError("other")])
