@@ -47,6 +47,10 @@ def _prepare() -> None:
     from specjax.cli.console import show_traceback
     from specjax.libtpu import prepare_environment
 
+    # What was closed before the start, as by >&-, is None, and the next file that is opened would take its number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

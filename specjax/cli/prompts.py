@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.cli.console import one_sentence
-from specjax.cli.files import read_text
+from specjax.cli.files import MOST, read_text
 from specjax.cli.options import require
 from specjax.errors import UsageError
 
@@ -42,9 +42,10 @@ def from_arguments(prompt: str | None, batch_file: Path | None) -> tuple[list[Pr
     if batch_file is not None:
         return read(batch_file, "--batch-file")
     try:
-        text = sys.stdin.read() if prompt == "-" else str(prompt)
+        text = sys.stdin.read(MOST + 1) if prompt == "-" else str(prompt)
     except UnicodeDecodeError as error:
         raise UsageError(f"the PROMPT on stdin is not UTF-8 text (byte {error.start}); convert it") from None
+    require(len(text) <= MOST, f"the PROMPT on stdin has more than {MOST:,} characters; give a shorter text")
     require(_is_whole(text), "the PROMPT is not UTF-8 text; convert it")
     require(bool(text.strip()), "the PROMPT is empty; give some text, or - to read it from stdin")
     return [Prompt(text)], []

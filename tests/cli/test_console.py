@@ -28,6 +28,11 @@ HOSTILE = f"a{TITLE}b\x9b31m\u202egpj\u2066\x7f\r\b"
 SHOWN = r"a\x1b]0;owned\x07b\x9b31m\u202egpj\u2066\x7f\r\x08"
 
 
+def test_a_sentence_is_short(refused):
+    for arguments in (("generate", "abc", "--target", "a" * 9000), ("generate", "abc", "--seed", "a" * 9000)):
+        assert 100 < len(refused(*arguments)) < 2100
+
+
 def test_callbacks_that_nobody_waits_for(capsys):
     loop = asyncio.new_event_loop()
     loop.close()

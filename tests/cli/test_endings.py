@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from quick_compile import flags
 
-from specjax.cli import Interrupts, files
+from specjax.cli import Interrupts, files, prompts
 from specjax.errors import UsageError
 
 
@@ -257,6 +257,23 @@ def test_stdout_on_a_full_disk(tmp_path, arguments):
     assert command.end() == (
         2, "specjax: cannot write the output (No space left on device); make room and run it again"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_before_the_start(closed):
+    command = f"{sys.executable} -m specjax.cli"
+    for arguments, code in (("--version", 0), ("no-such-command", 2)):
+        run = subprocess.run(["sh", "-c", f"{command} {arguments} {closed}"], capture_output=True, text=True)
+        assert run.returncode == code and "Traceback" not in run.stderr, run
+
+
+def test_a_prompt_from_a_closed_or_endless_stdin(refused, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "the PROMPT is empty" in refused("generate", "-")
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        monkeypatch.setattr(prompts, "MOST", 1 << 20)
+        assert "the PROMPT on stdin has more than 1,048,576 characters" in refused("generate", "-")
 
 
 def test_a_good_file_stays(tmp_path):
