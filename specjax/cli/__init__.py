@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 code = _interrupted()
             elif isinstance(error, OSError) and _is_full(error):
                 code = _full(error)
+            elif isinstance(error, OSError) and error.filename is not None:  # gone, changed or closed to us meanwhile
+                code = _complain(f"cannot use {error.filename} ({error.strerror})")
             elif hasattr(error, "format_message"):  # of the argument parser
                 code = _complain(error.format_message()) if error.format_message() else 2
             else:

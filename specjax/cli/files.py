@@ -37,10 +37,15 @@ def read_text(path: Path, flag: str, most: int = MOST) -> str:
 
 def check_writable(path: Path, flag: str) -> None:
     """Complain about a file that cannot be written before anything is computed."""
-    require(not path.is_dir(), f"{flag}: {path} is a folder; name a file")
-    require(not path.exists() or path.is_file(), f"{flag}: {path} is a device, which would be replaced; name a file")
-    require(path.parent.is_dir(), f"{flag}: there is no folder {path.parent}; create it first")
-    require(os.access(path.parent, os.W_OK), f"{flag}: cannot write into {path.parent}; choose another folder")
+    require(not os.path.isdir(path), f"{flag}: {path} is a folder; name a file")
+    free = not os.path.exists(path) or os.path.isfile(path)
+    require(free, f"{flag}: {path} is a device, which would be replaced; name a file")
+    require(os.path.isdir(path.parent), f"{flag}: there is no folder {path.parent}; create it first")
+    try:
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot write {path} ({error.strerror}); choose another place") from None
 
 
 def write_json(path: Path, document: dict) -> None:

@@ -276,6 +276,23 @@ def test_a_prompt_from_a_closed_or_endless_stdin(refused, monkeypatch):
         assert "the PROMPT on stdin has more than 1,048,576 characters" in refused("generate", "-")
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "/proc/bench.json", "none/x.json"])
+def test_names_that_cannot_be_written(refused, tmp_path, name):
+    """Seen before anything is decoded, by root too."""
+    sentence = refused("bench", prompt_file(tmp_path, 1), "--target", "none", "--out", name)
+    assert sentence.startswith("specjax: --out: "), sentence
+
+
+def test_a_file_that_is_closed_meanwhile(refused, monkeypatch):
+    from specjax.cli import methods
+
+    def closed(section):
+        raise PermissionError(13, "Permission denied", "somewhere")
+
+    monkeypatch.setattr(methods, "_rows", closed)
+    assert refused("methods") == "specjax: cannot use somewhere (Permission denied)"
+
+
 def test_a_good_file_stays(tmp_path):
     """A limit on the size of files stands for a disk that fills up."""
     out = tmp_path / "bench.json"

@@ -19,6 +19,7 @@ from specjax.errors import UsageError
 from specjax.models import load
 from specjax.models.loading import hf, load_tokenizer
 from specjax.models.loading.fields import LAYERS
+from specjax.planning.model_configs import load_config
 
 WIDTH, HEADS, KV, DIM, MLP, VOCAB = 8, 2, 1, 4, 12, 40
 SHAPES = {
@@ -205,6 +206,13 @@ def test_a_tensor_that_is_there_twice(copy):
     shutil.copy(file, copy / "c.safetensors")
     (copy / hf.INDEX).unlink()
     assert "twice, in a.safetensors and c.safetensors" in survives(lambda: use(copy))
+
+
+@pytest.mark.parametrize("source", ["a" * 5000, "~nobody-of-that-name/x", "a\0b", 7, ["x"], "\udc80"])
+@pytest.mark.parametrize("read", [load, load_tokenizer, lambda source: load_config(source, "float32")])
+def test_names_that_no_file_has(source, read):
+    if isinstance(source, str) or read in (load, load_tokenizer):
+        assert len(survives(lambda: read(source))) < 1500
 
 
 def test_an_id_that_no_vocabulary_has(copy):
