@@ -111,7 +111,7 @@ def bench(
     session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype)
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped, prompts)}" if skipped else "")
-    session = weigh(session, weighed, batch_size, log)
+    session = weigh(session, weighed, min(batch_size, len(rows)), log)
     run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)
     document: dict = {}
     try:

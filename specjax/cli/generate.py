@@ -117,10 +117,13 @@ def generate(
         "--costs measured differs from host to host, and all must run one program; with --distributed give a file",
     )
     o.require(checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {checkpoint_every}")
+    from specjax.cli import prompts as p
+
+    good = checkpoint is None or (bool(checkpoint.strip()) and p.is_whole(checkpoint))
+    o.require(good, "--checkpoint is empty or no UTF-8 text; name a folder")
     # Of a file what it says counts, which may differ from host to host.
     hosts.join(arguments | {"tree": tree and inline(tree), "source": drafting.source})
 
-    from specjax.cli import prompts as p
     from specjax.cli.console import Console, print_json
     from specjax.cli.generation import Generation, show
     from specjax.cli.session import open_session, weigh
@@ -141,7 +144,7 @@ def generate(
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:
         raise UsageError(p.describe(bad, batch_file))
-    session = weigh(session, weighed, batch_size, log)
+    session = weigh(session, weighed, min(batch_size, len(rows)), log)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
     generation = Generation(

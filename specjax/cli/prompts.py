@@ -46,7 +46,7 @@ def from_arguments(prompt: str | None, batch_file: Path | None) -> tuple[list[Pr
     except UnicodeDecodeError as error:
         raise UsageError(f"the PROMPT on stdin is not UTF-8 text (byte {error.start}); convert it") from None
     require(len(text) <= MOST, f"the PROMPT on stdin has more than {MOST:,} characters; give a shorter text")
-    require(_is_whole(text), "the PROMPT is not UTF-8 text; convert it")
+    require(is_whole(text), "the PROMPT is not UTF-8 text; convert it")
     require(bool(text.strip()), "the PROMPT is empty; give some text, or - to read it from stdin")
     return [Prompt(text)], []
 
@@ -91,13 +91,13 @@ def _parse(number: int, line: str) -> Prompt | BadLine:
         return BadLine(number, 'no text: it needs the field "turns", a list of strings, or "prompt", a string')
     if not text.strip():
         return BadLine(number, "the prompt is empty")
-    if not _is_whole(text):
+    if not is_whole(text):
         return BadLine(number, f'the field "{field}" has half of a surrogate pair, which is no character')
     category = entry.get("category", "all")
-    if not isinstance(category, str) or not category or not _is_whole(category):
+    if not isinstance(category, str) or not category or not is_whole(category):
         return BadLine(number, 'the field "category" must be a string')
     name = entry.get("question_id")
-    good = _is_whole(name) if isinstance(name, str) else name is None or isinstance(name, int | float)
+    good = is_whole(name) if isinstance(name, str) else name is None or isinstance(name, int | float)
     if not good or (isinstance(name, float) and not math.isfinite(name)):
         return BadLine(number, 'the field "question_id" must be a string or a finite number')
     return Prompt(text, number, "mt_bench" if category in MT_BENCH else category, name)
@@ -111,7 +111,7 @@ def _integer(digits: str) -> float:
     return int(digits) if len(digits) <= DIGITS else math.inf
 
 
-def _is_whole(text: str) -> bool:
+def is_whole(text: str) -> bool:
     """Whether it is made of characters: neither JSON's escapes nor arguments have to be."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
