@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 code = _full(error)
             elif isinstance(error, OSError) and error.filename is not None:  # gone, changed or closed to us meanwhile
                 code = _complain(f"cannot use {error.filename} ({error.strerror})")
+            elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # as XLA says it
+                code = _complain(f"there is not enough memory: {error}; ask for less at once, or of a smaller model")
             elif hasattr(error, "format_message"):  # of the argument parser
                 code = _complain(error.format_message()) if error.format_message() else 2
             else:

@@ -283,14 +283,22 @@ def test_names_that_cannot_be_written(refused, tmp_path, name):
     assert sentence.startswith("specjax: --out: "), sentence
 
 
-def test_a_file_that_is_closed_meanwhile(refused, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(13, "Permission denied", "somewhere"), "cannot use somewhere (Permission denied)"),
+        (MemoryError("Unable to allocate 9 TiB"), "there is not enough memory: Unable to allocate 9 TiB;"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "there is not enough memory: RESOURCE_EXHAUSTED:"),
+    ],
+)
+def test_what_the_machine_does_not_grant(refused, monkeypatch, error, words):
     from specjax.cli import methods
 
-    def closed(section):
-        raise PermissionError(13, "Permission denied", "somewhere")
+    def rows(section):
+        raise error
 
-    monkeypatch.setattr(methods, "_rows", closed)
-    assert refused("methods") == "specjax: cannot use somewhere (Permission denied)"
+    monkeypatch.setattr(methods, "_rows", rows)
+    assert refused("methods").startswith(f"specjax: {words}")
 
 
 def test_a_good_file_stays(tmp_path):
