@@ -77,7 +77,12 @@ class _Process:
             child = self._running()
             assert child.stdin is not None and child.stdout is not None
             late = threading.Event()
-            timer = threading.Timer(SECONDS, lambda: (late.set(), child.kill()))
+
+            def end():
+                late.set()
+                child.kill()
+
+            timer = threading.Timer(SECONDS, end)
             timer.start()
             try:
                 child.stdin.write(request)
