@@ -5,70 +5,56 @@ result = specjax.decode(target, specjax.drafters.prompt_lookup(), [tokenizer.cha
 print(tokenizer.decode(result.to_lists()[0]))
 """
 
-from specjax import controllers, decoders, drafters, trees, verifiers
-from specjax.catalog.methods import METHODS, make_drafter
-from specjax.engine.prepare import Settings
-from specjax.engine.requests import Request, arrivals
-from specjax.engine.results import DecodeResult, StreamStep
-from specjax.engine.serve import Served
-from specjax.engine.text import Detokenizer
-from specjax.errors import UsageError
-from specjax.facade import decode, serve, stream
-from specjax.parallel import mesh, shard
-from specjax.types import Capabilities, Controller, Drafter, Model, Output, Target, TokenTree, Verdict
-from specjax.verifiers import VERIFIERS, Verifier
-from specjax.version import __version__
+import importlib
+import importlib.util
 
-__all__ = [
-    "METHODS",
-    "VERIFIERS",
-    "Capabilities",
-    "Controller",
-    "DecodeResult",
-    "Detokenizer",
-    "Drafter",
-    "Model",
-    "Output",
-    "Request",
-    "Served",
-    "Settings",
-    "StreamStep",
-    "Target",
-    "TokenTree",
-    "UsageError",
-    "Verdict",
-    "Verifier",
-    "__version__",
-    "arrivals",
-    "compile_report",
-    "controllers",
-    "decode",
-    "decoders",
-    "drafters",
-    "load",
-    "make_drafter",
-    "mesh",
-    "plan",
-    "serve",
-    "shard",
-    "stream",
-    "trees",
-    "verifiers",
-]
+# JAX takes seconds to import, and `specjax --help` needs none of it: a name is imported when it is first asked for.
+# __init__.pyi says the same to type checkers.
+_HOMES = {
+    "METHODS": "catalog.methods",
+    "VERIFIERS": "verifiers",
+    "Capabilities": "types",
+    "Controller": "types",
+    "DecodeResult": "engine.results",
+    "Detokenizer": "engine.text",
+    "Drafter": "types",
+    "Model": "types",
+    "Output": "types",
+    "Request": "engine.requests",
+    "Served": "engine.serve",
+    "Settings": "engine.prepare",
+    "StreamStep": "engine.results",
+    "Target": "types",
+    "TokenTree": "types",
+    "UsageError": "errors",
+    "Verdict": "types",
+    "Verifier": "verifiers",
+    "__version__": "version",
+    "arrivals": "engine.requests",
+    "compile_report": "planning",
+    "decode": "facade",
+    "load": "models.loading",
+    "make_drafter": "catalog.methods",
+    "mesh": "parallel",
+    "plan": "planning",
+    "serve": "facade",
+    "shard": "parallel",
+    "stream": "facade",
+}
+
+__all__ = [*_HOMES, "controllers", "decoders", "drafters", "trees", "verifiers"]
 
 
 def __getattr__(name: str):
-    # Model families need flax and loaders more still: imported when first asked for.
-    if name == "load":
-        from specjax.models.loading import load
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"specjax.{_HOMES[name]}"), name)
+    elif importlib.util.find_spec(f"specjax.{name}"):
+        value = importlib.import_module(f"specjax.{name}")
+    else:
+        raise AttributeError(f"module 'specjax' has no attribute '{name}'")
+    globals()[name] = value
+    return value
 
-        return load
-    if name in ("compile_report", "plan"):
-        from specjax import planning
 
-        return getattr(planning, name)
-    if name in ("tree", "datastore"):  # former names, which warn
-        import importlib
-
-        return importlib.import_module(f"specjax.{name}")
-    raise AttributeError(f"module 'specjax' has no attribute '{name}'")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

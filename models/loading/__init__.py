@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from specjax.models.cache import lanes_of
 from specjax.models.loading import gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
 from specjax.models.loading.assembly import Checkpoint, assemble, check
 from specjax.models.loading.tokenizer import Tokenizer, first_difference
-from specjax.reading import check_folder, reading
+from specjax.reading import SENTENCE, check_folder, cut, reading, shown
 from specjax.types import Target
 
 __all__ = ["Tokenizer", "first_difference", "load", "load_tokenizer"]
@@ -87,7 +88,7 @@ def _name(source: str | Path | None, path: Path) -> str:
     """What to call the model: a hub id or the demo by its name, a file or folder by its own."""
     if source is None:
         return DEMO
-    if not Path(source).expanduser().exists():
+    if not os.path.exists(os.path.expanduser(source)):
         return str(source)
     return path.stem if path.is_file() else path.resolve().name
 
@@ -107,14 +108,19 @@ def resolve(source: str | Path | None) -> Path:
     """The local file or folder of a source; hub ids are downloaded."""
     if source is None or source == DEMO:
         return _demo()
-    path = Path(source).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix in (".gguf", ".bin")):
+    if not isinstance(source, str | os.PathLike):
+        raise UsageError(f"a model is a hub id, a folder or a file, not {shown(source)}")
+    path = Path(os.path.expanduser(source))
+    is_file = os.path.isfile(path)  # of names that no system takes too
+    if os.path.isdir(path) or (is_file and path.suffix in (".gguf", ".bin")):
         return path
-    if path.is_file():
+    if is_file:
         raise UsageError(f"{path} is neither a folder nor a .gguf or .bin file; give one of these or a hub id")
     if isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and path.suffix not in (".gguf", ".bin"):
         return hf.download(source)
-    raise UsageError(f'there is no file or folder "{source}", and it is not a hub id like "org/name" either')
+    raise UsageError(
+        f'there is no file or folder "{cut(str(source), SENTENCE // 2)}", and it is not a hub id like "org/name" either'
+    )
 
 
 def _demo() -> Path:

@@ -8,12 +8,14 @@ import functools
 import itertools
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
 from specjax.models.loading import rendering
@@ -40,8 +42,12 @@ def render(template: str, messages: Messages, names: Mapping[str, str]) -> str:
         )
     except (TypeError, ValueError, RecursionError):
         raise UsageError(NOT_PLAIN) from None
-    answer = _process.ask(request.encode() + b"\n")
-    if answer is None:
+    answer = _process.ask(request.encode() + b"\n") or _process.ask(request.encode() + b"\n")
+    if not answer:
+        raise UsageError(
+            "somebody ends the process that renders the model's chat template, or the machine lacks memory"
+        )
+    if "late" in answer:
         raise UsageError(
             f"the model's chat template takes more than {SECONDS:g} s or {rendering.MEMORY >> 30} GiB; {WITHOUT}"
         )
@@ -65,12 +71,18 @@ class _Process:
         self._lock, self._owner = threading.Lock(), 0
         self._child: subprocess.Popen | None = None
 
-    def ask(self, request: bytes) -> dict[str, str] | None:
-        """The answer; None: there was none in time, or the process died of the template."""
+    def ask(self, request: bytes) -> dict[str, str]:
+        """The answer; "late": there was none in time, or the process died of the template; {}: somebody killed it."""
         with self._lock:
             child = self._running()
             assert child.stdin is not None and child.stdout is not None
-            timer = threading.Timer(SECONDS, child.kill)
+            late = threading.Event()
+
+            def end():
+                late.set()
+                child.kill()
+
+            timer = threading.Timer(SECONDS, end)
             timer.start()
             try:
                 child.stdin.write(request)
@@ -86,6 +98,8 @@ class _Process:
                 timer.cancel()
             if answer is None:
                 self.stop()
+                killed = not late.is_set() and child.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+                return {} if killed else {"late": ""}
             return answer
 
     def _running(self) -> subprocess.Popen:
@@ -158,11 +172,16 @@ def _check_names(x: Any, find: Callable[[str], Spans]) -> None:
 
 
 def _marked(x: Any, mark: str, find: Callable[[str], Spans]) -> Any:
+    return _changed(x, lambda text: mark.join(_parts(text, find)))
+
+
+def _changed(x: Any, change: Callable[[str], str]) -> Any:
+    """With every text changed but for roles and types."""
     if isinstance(x, str):
-        return mark.join(_parts(x, find))
+        return change(x)
     if isinstance(x, Mapping):
-        return {key: value if key in ("role", "type") else _marked(value, mark, find) for key, value in x.items()}
-    return [_marked(value, mark, find) for value in x] if isinstance(x, list | tuple) else x
+        return {key: value if key in ("role", "type") else _changed(value, change) for key, value in x.items()}
+    return [_changed(value, change) for value in x] if isinstance(x, list | tuple) else x
 
 
 def _parts(text: str, find: Callable[[str], Spans]) -> list[str]:
@@ -176,3 +195,99 @@ def _parts(text: str, find: Callable[[str], Spans]) -> list[str]:
     if not cuts:
         return [text]
     return [part for a, b in itertools.pairwise((0, *cuts, len(text))) for part in _parts(text[a:b], find)]
+
+
+class Region(NamedTuple):
+    """Where a rendered conversation has what somebody wrote; of none of its characters: where it begins or ends."""
+
+    start: int
+    stop: int
+    by_model: bool
+
+
+def parts_of(
+    text: str, mark: str | None, messages: list, draw: Callable[[list], str], find: Callable[..., Spans]
+) -> list[str]:
+    """A conversation in parts within which all control tokens are the template's own.
+
+    That no message holds one is not enough: a template joins texts, and takes words out of them. So it is rendered
+    again with every text between brackets, characters that are nowhere else, which show what was written by whom.
+
+    Args:
+      text: as rendered. mark: where it is cut already. messages: as they were for `text`. draw: renders messages.
+      find: as of `set_apart`.
+
+    Raises: UsageError if the brackets change the text, and there are other control tokens in it then.
+    """
+    enclosed, brackets = _enclosed(messages)
+    again = draw(enclosed)
+    plain, regions = _regions(again, brackets)
+    if plain == text:
+        parts = _apart(text, regions, find)
+        return [part for piece in parts for part in piece.split(mark)] if mark else parts
+    tokens = lambda text: [text[start:stop].strip() for start, stop in find(text, by_model=False)]
+    if tokens(text) != tokens(again):
+        raise UsageError(
+            "the model's chat template makes control tokens out of what these messages say, which only a template may "
+            f"write; change the messages, {WITHOUT}"
+        )
+    return text.split(mark) if mark else [text]
+
+
+def _enclosed(messages: list) -> tuple[list, dict[str, tuple[str, bool]]]:
+    """Messages with brackets around their texts, spaces left outside; by bracket its other one and if the model wrote.
+
+    What trims a text, or looks at its first word, finds it as it was but for these.
+    """
+    said = json.dumps(messages, ensure_ascii=False, default=str)
+    free = (chr(code) for code in range(0x10FFFD, 0xF0000, -1) if chr(code) not in said)
+    brackets: dict[str, tuple[str, bool]] = {}
+
+    def change(text: str, by_model: bool) -> str:
+        inner = text.strip()
+        left, right = (next(free, ""), next(free, "")) if inner else ("", "")
+        if inner and not right:
+            raise UsageError("the messages have more texts than a conversation can; leave some out")
+        brackets.update({left: (right, by_model), right: (left, by_model)} if inner else {})
+        before, _, behind = text.partition(inner) if inner else (text, "", "")
+        return f"{before}{left}{inner}{right}{behind}"
+
+    by_model = [message.get("role") == "assistant" for message in messages]
+    enclosed = [_changed(m, functools.partial(change, by_model=by)) for m, by in zip(messages, by_model, strict=True)]
+    return enclosed, brackets
+
+
+def _regions(text: str, brackets: Mapping[str, tuple[str, bool]]) -> tuple[str, list[Region]]:
+    """The text without brackets, and what lay between them; a bracket whose other one is gone is a border."""
+    pieces, at, regions = [], 0, []
+    opened: dict[str, int] = {}
+    for piece in re.split(f"([{''.join(brackets)}])", text) if brackets else [text]:
+        if piece not in brackets:
+            pieces.append(piece)
+            at += len(piece)
+            continue
+        other, by_model = brackets[piece]
+        regions.append(Region(opened.pop(other, at), at, by_model))
+        opened[piece] = at
+    return "".join(pieces), regions
+
+
+def _apart(text: str, regions: list[Region], find: Callable[..., Spans]) -> list[str]:
+    """The text cut behind the first character of each control token that is not the template's alone."""
+    cuts, todo = [0, len(text)], [(0, len(text))]
+    while todo:
+        begin, end = todo.pop()
+        piece = text[begin:end]
+        strict = set(find(piece, by_model=True))
+        found = []
+        for start, stop in find(piece, by_model=False):
+            token = piece[start:stop]
+            first = begin + start + len(token) - len(token.lstrip())
+            last = first + len(token.strip())
+            touched = [region for region in regions if region.start < last and first < region.stop]
+            if touched and ((start, stop) in strict or not all(region.by_model for region in touched)):
+                found.append(first + 1)
+        if found:
+            cuts += found
+            todo += itertools.pairwise((begin, *found, end))
+    return [text[a:b] for a, b in itertools.pairwise(sorted(cuts))]

@@ -81,12 +81,15 @@ class Tokenizer:
         if not (template is None or isinstance(template, str)):
             raise UsageError(f"the model's chat template is not text ({type(template).__name__}); {chat.WITHOUT}")
         messages, mark = chat.set_apart(messages, self._find)
-        if template is None:
-            text = "\n".join(str(m.get("content", "")) for m in messages)
-        else:
-            text = chat.render(template, messages, self.names)
+        text = self._written(messages)
+        parts = chat.parts_of(text, mark, messages, self._written, self._find)
         special = template is None
-        return self.codec.encode_parts(text.split(mark), special) if mark else self.codec.encode(text, special)
+        return self.codec.encode_parts(parts, special) if len(parts) > 1 else self.codec.encode(text, special)
+
+    def _written(self, messages: list) -> str:
+        if self.chat_template is None:
+            return "\n".join(str(message.get("content", "")) for message in messages)
+        return chat.render(self.chat_template, messages, self.names)
 
     def _find(self, text: str, by_model: bool) -> Spans:
         """Control tokens; where the model did not write the text also other tokens that the template uses.

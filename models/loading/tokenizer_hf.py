@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specjax.errors import UsageError
 from specjax.models.loading.fields import POSITIONS, Fields
+from specjax.models.loading.growth import MOST, growth
 from specjax.models.loading.hf import read_json
 from specjax.models.loading.tokenizer import LibraryCodec, Tokenizer, end_ids
 from specjax.reading import check_folder, read_bytes, reason, shown
@@ -17,6 +18,9 @@ def from_folder(folder: Path) -> Tokenizer:
     """From tokenizer.json and its companions, or through `transformers` where there is only a tokenizer.model."""
     check_folder(folder)
     backend = _backend(folder)
+    times = growth(backend)
+    if times > MOST:
+        raise UsageError(f"the rules of {folder}/tokenizer.json can make a text {float(times):.2g} times as long")
     settings = read_json(folder / "tokenizer_config.json") or {}
     by_piece = backend.get_vocab(with_added_tokens=True)
     highest = max(by_piece.values(), default=-1)

@@ -42,6 +42,8 @@ class Option(NamedTuple):
             raise UsageError(f'{name} must be {_WORDS[self.type]}, not "{text}"') from None
         if isinstance(value, float) and math.isnan(value):  # which no comparison of a factory would find
             raise UsageError(f'{name} must be {_WORDS[self.type]}, not "{text}"')
+        if any(isinstance(n, int) and abs(n) >= 1 << 31 for n in (value if isinstance(value, tuple) else (value,))):
+            raise UsageError(f"{name} must be {_WORDS[self.type]} below 2**31, not {text}")
         return value
 
 

@@ -1,6 +1,6 @@
 """The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan`, `methods` and `datastore`.
 
-Heavy imports are inside the commands, so that `specjax --help` is quick.
+Here is how it ends, whatever happens. What takes time to import comes after Ctrl-C is in good hands.
 """
 
 from __future__ import annotations
@@ -10,48 +10,9 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Annotated
+from types import FrameType
 
-import typer
-
-from specjax.cli import bench, compare_verifiers, compile, datastore, generate, methods, plan
-from specjax.cli.console import complain, show_traceback, visible
-from specjax.cli.files import FULL
 from specjax.errors import UsageError
-from specjax.libtpu import prepare_environment
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("generate")(generate.generate)
-app.command("bench")(bench.bench)
-app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
-app.command("compile")(compile.compile_)
-app.command("plan")(plan.plan)
-app.command("methods")(methods.methods)
-app.add_typer(datastore.app, name="datastore")
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from specjax import __version__
-
-        typer.echo(__version__)
-        raise typer.Exit()
-
-
-@app.callback()
-def _specjax(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
-) -> None:
-    """Speculative and parallel decoding in JAX.
-
-    Exit codes: 0 done, 1 refused comparison, 2 bad input, 3 another host failed, 130 interrupted.
-    """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Interrupts() as interrupts:
         try:
             _prepare()
-            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+            from specjax.cli.app import run
+
+            code = run(list(sys.argv[1:] if arguments is None else arguments))
             sys.stdout.flush()
         except UsageError as error:
             code = _complain(str(error))
@@ -71,8 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Exception as error:
             if interrupts.came:  # which a library has made another error of
                 code = _interrupted()
-            elif isinstance(error, OSError) and error.errno in FULL:
+            elif isinstance(error, OSError) and _is_full(error):
                 code = _full(error)
+            elif isinstance(error, OSError) and error.filename is not None:  # gone, changed or closed to us meanwhile
+                code = _complain(f"cannot use {error.filename} ({error.strerror})")
+            elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # as XLA says it
+                code = _complain(f"there is not enough memory: {error}; ask for less at once, or of a smaller model")
             elif hasattr(error, "format_message"):  # of the argument parser
                 code = _complain(error.format_message()) if error.format_message() else 2
             else:
@@ -81,21 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _prepare() -> None:
+    from specjax.cli.console import show_traceback
+    from specjax.libtpu import prepare_environment
+
+    # What was closed before the start, as by >&-, is None, and the next file that is opened would take its number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     sys.excepthook = show_traceback
     prepare_environment()  # else libtpu, where it is installed to compile, warns of the TPU that is not there
-
-
-def _run(arguments: list[str]) -> int:
-    """The exit code. Typer's own call would take interrupts and unexpected errors for itself."""
-    command = typer.main.get_command(app)
-    try:
-        with command.make_context("specjax", arguments) as context:
-            return command.invoke(context) or 0
-    except typer.Exit as error:
-        return error.exit_code
 
 
 class Interrupts:
@@ -108,30 +72,69 @@ class Interrupts:
         self._ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         self._ours = self._ours and threading.current_thread() is threading.main_thread()
         if self._ours:
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._dropped
             signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def _interrupt(self, number, frame) -> None:
         if self.came:
-            os.write(2, b"specjax: interrupted twice\n")
-            os._exit(130)
+            _leave("interrupted twice")
+        if _imports_jax(frame):  # nothing is done yet, and extensions print what is raised in them, or drop it
+            _leave("interrupted")
         self.came = True
         raise KeyboardInterrupt
+
+    def _dropped(self, unraisable) -> None:
+        """Where a library is called back, as by the garbage collector, nothing can be raised: once more, a bit later.
+
+        One in four came to nothing so while JAX was at work.
+        """
+        if not (self.came and issubclass(unraisable.exc_type, KeyboardInterrupt)):
+            self._hook(unraisable)
+            return
+        self.came = False
+        again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
 
     def __exit__(self, *error) -> None:
         if self._ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.unraisablehook = self._hook
+
+
+def _imports_jax(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") in ("jax", "numpy"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _leave(why: str) -> None:
+    os.write(2, f"specjax: {why}\n".encode())
+    os._exit(130)
 
 
 def _complain(sentence: str) -> int:
+    from specjax.cli.console import complain
+
     complain(sentence)
     return _tell_hosts(sentence, 2)
 
 
 def _interrupted(kept: str = "") -> int:
     """`kept`: where a command left what it had done, as its KeyboardInterrupt says."""
+    from specjax.cli.console import complain
+
     complain(f"interrupted; {kept}" if kept else "interrupted")
     return _tell_hosts("interrupted", 130)
+
+
+def _is_full(error: OSError) -> bool:
+    from specjax.cli.files import FULL
+
+    return error.errno in FULL
 
 
 def _full(error: OSError) -> int:
@@ -149,7 +152,9 @@ def _drop_output() -> None:
 
 def _tell_hosts(sentence: str, code: int) -> int:
     """On several hosts, end the others too; does not return there."""
-    from specjax.parallel import hosts
+    hosts = sys.modules.get("specjax.parallel.hosts")  # else there are none, and it would import JAX
+    if hosts is not None:
+        from specjax.cli.console import visible
 
-    hosts.fail(visible(sentence), code)
+        hosts.fail(visible(sentence), code)
     return code

@@ -104,14 +104,14 @@ def bench(
     o.require(out.suffix != ".png", "--out names the JSON file; the plot goes beside it by itself")
     files.check_writable(out, "--out")
     lines, bad = p.read(prompts, "PROMPTS", jsonl=True)
-    o.require(bool(lines), f"PROMPTS: {p.describe(bad[0], prompts)}; no line is good" if bad else "")
+    o.require(bool(lines), f"PROMPTS: {p.describe(bad, prompts)}; no line is good" if bad else "")
     lines = first_per_task(lines, offset, limit)
     o.require(bool(lines), f"--offset {offset} passes over all prompts; lower it")
     log = Console(stderr=True)
     session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype)
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
-    o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], prompts)}" if skipped else "")
-    session = weigh(session, weighed, batch_size, log)
+    o.require(bool(rows), f"PROMPTS: {p.describe(skipped, prompts)}" if skipped else "")
+    session = weigh(session, weighed, min(batch_size, len(rows)), log)
     run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)
     document: dict = {}
     try:
@@ -129,7 +129,7 @@ def bench(
         bench_output.show(document, Console())
     log.print(f"wrote {out} and {out.with_suffix('.png')}", style="dim", soft_wrap=True)
     for entry in skipped:
-        log.print(f"skipped: {p.describe(entry, prompts)}", soft_wrap=True)
+        log.print(f"skipped: {p.describe([entry], prompts)}", soft_wrap=True)
     for entry in document["differences"]:
         log.print(bench_output.describe_difference(entry), soft_wrap=True)
     _exit(document, bad, prompts)
@@ -155,7 +155,7 @@ def _exit(document: dict, bad: list, path: Path) -> None:
     from specjax.errors import UsageError
 
     if bad:
-        raise UsageError("; ".join(describe(entry, path) for entry in bad) + "; mend or remove these lines")
+        raise UsageError(describe(bad, path) + "; mend or remove these lines")
     refused = [name for name, entry in document["overall"].items() if entry["refused"]]
     if refused:
         complain(f"refused to compare {', '.join(refused)} with plain decoding: outputs that should match do not")

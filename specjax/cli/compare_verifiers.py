@@ -116,7 +116,7 @@ def compare_verifiers(
     if bad:
         from specjax.cli.prompts import describe
 
-        raise UsageError("; ".join(describe(entry, prompts) for entry in bad) + "; mend or remove these lines")
+        raise UsageError(describe(bad, prompts) + "; mend or remove these lines")
 
 
 compare_verifiers.__doc__ = HELP
@@ -153,10 +153,10 @@ def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dt
     from specjax.cli.session import open_session, provenance
 
     lines, bad = p.read(path, "PROMPTS", jsonl=True)
-    o.require(bool(lines), f"PROMPTS: {p.describe(bad[0], path)}; no line is good" if bad else "")
+    o.require(bool(lines), f"PROMPTS: {p.describe(bad, path)}; no line is good" if bad else "")
     session = open_session(log, target, draft, dtype, no_cache, cache_dtype=cache_dtype)
     rows, skipped = p.encode(lines[:limit], session.tokenizer, session.capacity, settings.max_new_tokens, raw)
-    o.require(bool(rows), f"PROMPTS: {p.describe(skipped[0], path)}" if skipped else "")
+    o.require(bool(rows), f"PROMPTS: {p.describe(skipped, path)}" if skipped else "")
     assert session.draft is not None
     with Progress(console=log, disable=not log.is_terminal) as bar:
         task = bar.add_task("recording", total=len(rows))
@@ -173,7 +173,7 @@ def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dt
             on_prompt=lambda: bar.advance(task),
         )
     for entry in skipped:
-        log.print(f"skipped: {p.describe(entry, path)}", soft_wrap=True)
+        log.print(f"skipped: {p.describe([entry], path)}", soft_wrap=True)
     about = provenance(session) | {"max_new_tokens": settings.max_new_tokens, "seed": settings.seed}
     return distributions, about | {"skipped": [entry._asdict() for entry in skipped]}, bad
 

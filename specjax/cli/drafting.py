@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specjax.cli.files import read_text
 from specjax.cli.options import parsed, require
 from specjax.errors import UsageError
+from specjax.reading import MOST_BYTES, parse_json
 
 if TYPE_CHECKING:
     from specjax.catalog import Method, Option
@@ -243,11 +244,10 @@ def read_costs(costs: str | None, names: list[str], controller: str | None):
     )
     if costs == "measured":
         return costs
-    try:
-        plan = json.loads(Path(costs).read_text(encoding="utf-8"))
-    except OSError:
-        what = f'--costs must be measured or the JSON that `specjax plan --json` printed, not "{costs}"'
-        raise UsageError(what) from None
-    except (ValueError, RecursionError):  # that of brackets in brackets
-        raise UsageError(f"--costs: {costs}: it is not JSON; write it with `specjax plan --json`") from None
+    require(
+        os.path.exists(costs),
+        f'--costs must be measured or the JSON that `specjax plan --json` printed, not "{costs}"',
+    )
+    text = read_text(Path(costs), "--costs", MOST_BYTES)
+    plan = parse_json(text.encode(), f"--costs: {costs}", "write it with `specjax plan --json`")
     return parsed(f"--costs: {costs}", planned, plan)

@@ -18,10 +18,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Reasons of the system why a file cannot be written on."""
 
 
-def read_text(path: Path, flag: str) -> str:
+MOST = 1 << 28
+"""Bytes of a file of text, which may be a pipe, and pipes and devices need not end."""
+
+
+def read_text(path: Path, flag: str, most: int = MOST) -> str:
     """The text of a file. Raises: UsageError that names the flag."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with open(path, "rb") as file:
+            contents = file.read(most + 1)
+        require(len(contents) <= most, f"{flag}: {path} has more than {most:,} bytes; give a shorter file")
+        return contents.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag}: {path} is not UTF-8 text (byte {error.start}); convert it") from None
     except OSError as error:
@@ -30,10 +37,15 @@ def read_text(path: Path, flag: str) -> str:
 
 def check_writable(path: Path, flag: str) -> None:
     """Complain about a file that cannot be written before anything is computed."""
-    require(not path.is_dir(), f"{flag}: {path} is a folder; name a file")
-    require(not path.exists() or path.is_file(), f"{flag}: {path} is a device, which would be replaced; name a file")
-    require(path.parent.is_dir(), f"{flag}: there is no folder {path.parent}; create it first")
-    require(os.access(path.parent, os.W_OK), f"{flag}: cannot write into {path.parent}; choose another folder")
+    require(not os.path.isdir(path), f"{flag}: {path} is a folder; name a file")
+    free = not os.path.exists(path) or os.path.isfile(path)
+    require(free, f"{flag}: {path} is a device, which would be replaced; name a file")
+    require(os.path.isdir(path.parent), f"{flag}: there is no folder {path.parent}; create it first")
+    try:
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot write {path} ({error.strerror}); choose another place") from None
 
 
 def write_json(path: Path, document: dict) -> None:

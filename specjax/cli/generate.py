@@ -117,10 +117,13 @@ def generate(
         "--costs measured differs from host to host, and all must run one program; with --distributed give a file",
     )
     o.require(checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {checkpoint_every}")
+    from specjax.cli import prompts as p
+
+    good = checkpoint is None or (bool(checkpoint.strip()) and p.is_whole(checkpoint))
+    o.require(good, "--checkpoint is empty or no UTF-8 text; name a folder")
     # Of a file what it says counts, which may differ from host to host.
     hosts.join(arguments | {"tree": tree and inline(tree), "source": drafting.source})
 
-    from specjax.cli import prompts as p
     from specjax.cli.console import Console, print_json
     from specjax.cli.generation import Generation, show
     from specjax.cli.session import open_session, weigh
@@ -128,6 +131,8 @@ def generate(
     from specjax.parallel import check_same
 
     inputs, bad = p.from_arguments(prompt, batch_file)
+    if not inputs:
+        raise UsageError(p.describe(bad, batch_file))
     first = hosts.is_first()
     log = Console(stderr=True, quiet=not first)
     if decoding.remark:
@@ -138,8 +143,8 @@ def generate(
     rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw)
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:
-        raise UsageError(p.describe(bad[0], batch_file))
-    session = weigh(session, weighed, batch_size, log)
+        raise UsageError(p.describe(bad, batch_file))
+    session = weigh(session, weighed, min(batch_size, len(rows)), log)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
     generation = Generation(
@@ -160,7 +165,7 @@ def generate(
     elif first:
         show(generation, out)
     if bad:
-        raise UsageError("; ".join(p.describe(entry, batch_file) for entry in bad))
+        raise UsageError(p.describe(bad, batch_file))
 
 
 generate.__doc__ = HELP

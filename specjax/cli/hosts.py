@@ -51,6 +51,9 @@ CheckpointOption = Annotated[
 ]
 EveryOption = Annotated[int, typer.Option("--checkpoint-every", help="Steps between two writes.")]
 
+LONGEST = 1_000_000
+"""Seconds to wait for anything."""
+
 OF_ONE_HOST = ("coordinator", "process_id", "batch_file", "connect_timeout", "no_cache")
 """Arguments that may differ between hosts (the prompts themselves are compared)."""
 
@@ -70,7 +73,8 @@ def join(arguments: dict[str, Any]) -> None:
         return
     for name in ("connect_timeout", "heartbeat"):
         flag = "--" + name.replace("_", "-")
-        require(arguments[name] >= 1, f"{flag} must be at least 1 second, not {arguments[name]:g}")
+        good = 1 <= arguments[name] <= LONGEST
+        require(good, f"{flag} must be at least 1 second and at most {LONGEST:,}, not {arguments[name]:g}")
     from specjax.parallel import hosts
 
     _keep_stdout()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specjax.errors import UsageError
-from specjax.types import Draws, Guarantee
+
+if TYPE_CHECKING:
+    from specjax.types import Draws, Guarantee
 
 MODEL_HELP = "a hub id, a folder or a GGUF file"
 TargetOption = Annotated[

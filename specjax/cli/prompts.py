@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax.cli.files import read_text
+from specjax.cli.console import one_sentence
+from specjax.cli.files import MOST, read_text
 from specjax.cli.options import require
 from specjax.errors import UsageError
 
@@ -40,10 +42,11 @@ def from_arguments(prompt: str | None, batch_file: Path | None) -> tuple[list[Pr
     if batch_file is not None:
         return read(batch_file, "--batch-file")
     try:
-        text = sys.stdin.read() if prompt == "-" else str(prompt)
+        text = sys.stdin.read(MOST + 1) if prompt == "-" else str(prompt)
     except UnicodeDecodeError as error:
         raise UsageError(f"the PROMPT on stdin is not UTF-8 text (byte {error.start}); convert it") from None
-    require(_is_whole(text), "the PROMPT is not UTF-8 text; convert it")
+    require(len(text) <= MOST, f"the PROMPT on stdin has more than {MOST:,} characters; give a shorter text")
+    require(is_whole(text), "the PROMPT is not UTF-8 text; convert it")
     require(bool(text.strip()), "the PROMPT is empty; give some text, or - to read it from stdin")
     return [Prompt(text)], []
 
@@ -88,13 +91,13 @@ def _parse(number: int, line: str) -> Prompt | BadLine:
         return BadLine(number, 'no text: it needs the field "turns", a list of strings, or "prompt", a string')
     if not text.strip():
         return BadLine(number, "the prompt is empty")
-    if not _is_whole(text):
+    if not is_whole(text):
         return BadLine(number, f'the field "{field}" has half of a surrogate pair, which is no character')
     category = entry.get("category", "all")
-    if not isinstance(category, str) or not category or not _is_whole(category):
+    if not isinstance(category, str) or not category or not is_whole(category):
         return BadLine(number, 'the field "category" must be a string')
     name = entry.get("question_id")
-    good = _is_whole(name) if isinstance(name, str) else name is None or isinstance(name, int | float)
+    good = is_whole(name) if isinstance(name, str) else name is None or isinstance(name, int | float)
     if not good or (isinstance(name, float) and not math.isfinite(name)):
         return BadLine(number, 'the field "question_id" must be a string or a finite number')
     return Prompt(text, number, "mt_bench" if category in MT_BENCH else category, name)
@@ -108,7 +111,7 @@ def _integer(digits: str) -> float:
     return int(digits) if len(digits) <= DIGITS else math.inf
 
 
-def _is_whole(text: str) -> bool:
+def is_whole(text: str) -> bool:
     """Whether it is made of characters: neither JSON's escapes nor arguments have to be."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
@@ -127,7 +130,8 @@ def encode(
     """Ids of the prompts that fit, and the rest."""
     rows, bad = [], []
     for index, prompt in enumerate(prompts):
-        ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat(prompt.text))
+        with one_sentence():
+            ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat(prompt.text))
         if not ids:
             bad.append(BadLine(prompt.line, "the prompt has no tokens; give some text"))
         elif len(ids) + max_new_tokens > capacity:
@@ -143,6 +147,11 @@ def encode(
     return rows, bad
 
 
-def describe(bad: BadLine, path: Path | None) -> str:
-    """One sentence about a bad line."""
-    return bad.error if bad.line is None else f"{path}, line {bad.line}: {bad.error}"
+NAMED = 5
+"""Bad lines that a sentence names; --json has them all."""
+
+
+def describe(bad: Sequence[BadLine], path: Path | None) -> str:
+    """One sentence about bad lines, by their numbers."""
+    said = [entry.error if entry.line is None else f"{path}, line {entry.line}: {entry.error}" for entry in bad[:NAMED]]
+    return "; ".join(said) + (f"; and {len(bad) - NAMED} more such lines" if len(bad) > NAMED else "")

@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,6 +217,7 @@ def use_cache(on: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
 class Clock:

@@ -41,6 +41,8 @@ def parse(spec: str, costs: Costs = None, dtype: str = "float32", *, draft_cost:
         "goodput": functools.partial(goodput, costs=costs, dtype=dtype, draft_cost=draft_cost),
     }
     takes_number = name in ("fixed", "additive", "multiplicative", "bass")
-    if name not in makers or not ((number.isdecimal() and takes_number) or spec == name != "fixed"):
+    if name not in makers or not (
+        (number.isdecimal() and len(number) < 10 and takes_number) or spec == name != "fixed"
+    ):
         raise UsageError(f'"{spec}" is not a controller; the forms are {", ".join(FORMS)}')
     return makers[name](int(number)) if number else makers[name]()

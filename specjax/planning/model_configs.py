@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import os
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from specjax import configs
 from specjax.errors import UsageError
 from specjax.models import abstract_params, lanes_of
 from specjax.models.loading import gguf, hf
-from specjax.reading import reading
+from specjax.reading import SENTENCE, cut, reading
 
 
 def builtin_configs() -> dict[str, Callable[..., Any]]:
@@ -38,21 +39,22 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
         raise UsageError(f'--dtype must be float32 or bfloat16, not "{dtype}"')
     known = builtin_configs()
     name = str(source).replace("-", "_").replace(".", "_").lower()
-    path = Path(source).expanduser()
-    if name in known and not path.exists():
+    path = Path(os.path.expanduser(source))
+    is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # of names that no system takes too
+    if name in known and not os.path.exists(path):
         return dataclasses.replace(known[name](), dtype=dtype, **ON_TPU)
-    options = {"dtype": dtype, **ON_TPU, "name": path.stem if path.is_file() else path.resolve().name}
+    options = {"dtype": dtype, **ON_TPU, "name": path.resolve().name if is_folder else path.stem}
     try:
         with reading(path):
-            if path.is_dir() and (path / "config.json").is_file():
+            if is_folder and (path / "config.json").is_file():
                 return _from_folder(path, options)
-            if path.is_file() and path.suffix == ".gguf":
+            if is_file and path.suffix == ".gguf":
                 return gguf.read(path, **options)[0].config
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
     raise UsageError(
-        f'{flag}: "{source}" is no built-in config, folder with a config.json or .gguf file; built in are '
-        f"{', '.join(known)}"
+        f'{flag}: "{cut(str(source), SENTENCE // 2)}" is no built-in config, folder with a config.json or .gguf file; '
+        f"built in are {', '.join(known)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ MOST_DRAFTS = 4096  # of one token, that a rule was measured with
 def read_acceptance(source: str | Path | Sequence[float]) -> tuple[list[float], str]:
     """(chances by rank, where they are from). Raises: UsageError for what is neither numbers nor a known file."""
     if isinstance(source, str | Path):
-        path = Path(source).expanduser()
-        if path.suffix == ".json" or path.is_file():
+        path = Path(os.path.expanduser(source))
+        if path.suffix == ".json" or os.path.isfile(path):  # many numbers are too long a name
             return _from_file(path)
         try:
             numbers = [float(part) for part in str(source).split(",")]

@@ -44,7 +44,7 @@ def known_topologies() -> list[str]:
 def parse_topology(name: str) -> Topology:
     """From `v5e:2x4`. Raises: UsageError that lists the known ones."""
     kind, _, sizes = name.partition(":")
-    shape = tuple(int(n) for n in sizes.split("x")) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes) else ()
+    shape = tuple(int(n) for n in sizes.split("x")) if re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})*", sizes) else ()
     chip = CHIPS.get(kind)
     if chip is None or len(shape) != chip.dimensions or not _is_slice(chip, shape):
         some = [f"{c.name}:{','.join(_SHAPES[c.dimensions])}" for c in CHIPS.values() if chip in (None, c)]

@@ -140,7 +140,7 @@ def _split(spec: str) -> tuple[str, str]:
 def _sizes(text: str) -> tuple[int, ...]:
     """The numbers of AxBxC, () for any other text."""
     parts = text.split("x")
-    good = all(part.isdecimal() and int(part) >= 1 for part in parts)
+    good = all(part.isdecimal() and len(part) < 10 and int(part) >= 1 for part in parts)
     return tuple(map(int, parts)) if good else ()
 
 

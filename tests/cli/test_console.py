@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +20,39 @@ from rich.text import Text
 import specjax
 import specjax.cli
 from specjax.cli import session
-from specjax.cli.console import Console, complain, print_json, show_traceback, visible
+from specjax.cli.console import Console, complain, one_sentence, print_json, show_traceback, visible
 from specjax.cli.text import TextStream
 
 TITLE = "\x1b]0;owned\x07"
 HOSTILE = f"a{TITLE}b\x9b31m\u202egpj\u2066\x7f\r\b"
 SHOWN = r"a\x1b]0;owned\x07b\x9b31m\u202egpj\u2066\x7f\r\x08"
+
+
+def test_a_sentence_is_short(refused):
+    for arguments in (("generate", "abc", "--target", "a" * 9000), ("generate", "abc", "--seed", "a" * 9000)):
+        assert 100 < len(refused(*arguments)) < 2100
+
+
+def test_callbacks_that_nobody_waits_for(capsys):
+    loop = asyncio.new_event_loop()
+    loop.close()
+    for own in (False, True):
+        try:
+            loop.call_soon_threadsafe(print)
+        except RuntimeError as error:
+            trace = error.__traceback__
+            show_traceback(RuntimeError, error, trace if own else trace.tb_next)
+        assert ("Event loop is closed" in capsys.readouterr().err) == own
+
+
+@pytest.mark.parametrize("error", [None, specjax.UsageError("why"), ValueError("other")])
+def test_libraries_that_complain_too(error, capfd):
+    with contextlib.suppress(Exception), one_sentence():
+        os.write(2, b"thread panicked\n")
+        if error is not None:
+            raise error
+    os.write(2, b"then\n")
+    assert capfd.readouterr().err == ("then\n" if isinstance(error, specjax.UsageError) else "thread panicked\nthen\n")
 
 
 def test_visible():

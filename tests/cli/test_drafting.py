@@ -215,7 +215,12 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--verifier", "typical:nan"], '--verifier: epsilon must be a number, not "nan"'),
         (["--verifier", "judge"], '--verifier: rule "judge" takes arrays; make it with specjax.verifiers.judge in'),
         (["--verifier", "standard:3"], '--verifier: rule "standard" takes no parameters'),
-        (["--costs", "deep.json"], "--costs: deep.json: it is not JSON"),
+        (["--draft", "draft", "--tree", "9" * 5000 + "x2"], "--tree: "),
+        (["--controller", "fixed:" + "9" * 5000], "--controller: "),
+        (["--method", "jacobi", "--set", "window=2147483648"], "--set window must be a whole number below 2**31"),
+        (["--method", "choice", "--set", "depths=1," + "9" * 20], "--set depths must be"),
+        (["--controller", "fixed:9999999999"], "is not a controller"),
+        (["--costs", "deep.json"], "--costs: deep.json is not valid JSON (nested too deep)"),
     ],
 )
 def test_bad_flags(refused, tmp_path, monkeypatch, flags, words):

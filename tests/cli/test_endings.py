@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from quick_compile import flags
 
-from specjax.cli import Interrupts, files
+from specjax.cli import Interrupts, files, prompts
 from specjax.errors import UsageError
 
 
@@ -175,6 +175,40 @@ def test_a_second_interrupt_does_not_wait():
     assert run.returncode == 130 and run.stderr == "specjax: interrupted twice\n"
 
 
+IMPORTING = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from specjax.cli import main
+main(["methods"])
+"""
+
+
+@pytest.mark.parametrize("module", ["specjax.cli.console", "typer", "jax", "numpy._core._multiarray_umath"])
+def test_interrupted_while_it_starts(module):
+    run = subprocess.run([sys.executable, "-c", IMPORTING, module], capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "specjax: interrupted\n")
+
+
+def test_an_interrupt_that_is_dropped_comes_again():
+    """Of what a callback raises Python says that it is ignored, and goes on."""
+
+    class Callback:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    with Interrupts() as interrupts:
+        Callback()
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(60)
+    assert interrupts.came
+
+
 def test_interrupts_that_a_library_changed(cli, monkeypatch):
     from specjax.cli import methods
 
@@ -223,6 +257,48 @@ def test_stdout_on_a_full_disk(tmp_path, arguments):
     assert command.end() == (
         2, "specjax: cannot write the output (No space left on device); make room and run it again"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_before_the_start(closed):
+    command = f"{sys.executable} -m specjax.cli"
+    for arguments, code in (("--version", 0), ("no-such-command", 2)):
+        run = subprocess.run(["sh", "-c", f"{command} {arguments} {closed}"], capture_output=True, text=True)
+        assert run.returncode == code and "Traceback" not in run.stderr, run
+
+
+def test_a_prompt_from_a_closed_or_endless_stdin(refused, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "the PROMPT is empty" in refused("generate", "-")
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        monkeypatch.setattr(prompts, "MOST", 1 << 20)
+        assert "the PROMPT on stdin has more than 1,048,576 characters" in refused("generate", "-")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "/proc/bench.json", "none/x.json"])
+def test_names_that_cannot_be_written(refused, tmp_path, name):
+    """Seen before anything is decoded, by root too."""
+    sentence = refused("bench", prompt_file(tmp_path, 1), "--target", "none", "--out", name)
+    assert sentence.startswith("specjax: --out: "), sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(13, "Permission denied", "somewhere"), "cannot use somewhere (Permission denied)"),
+        (MemoryError("Unable to allocate 9 TiB"), "there is not enough memory: Unable to allocate 9 TiB;"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "there is not enough memory: RESOURCE_EXHAUSTED:"),
+    ],
+)
+def test_what_the_machine_does_not_grant(refused, monkeypatch, error, words):
+    from specjax.cli import methods
+
+    def rows(section):
+        raise error
+
+    monkeypatch.setattr(methods, "_rows", rows)
+    assert refused("methods").startswith(f"specjax: {words}")
 
 
 def test_a_good_file_stays(tmp_path):

@@ -131,6 +131,25 @@ def test_costs_are_measured_or_those_of_a_plan(cli, refused, tmp_path):
     assert "host to host" in refused(*run, "--distributed", "--costs", "measured")
 
 
+@pytest.mark.parametrize("folder", ["", " ", "\udc80"])
+def test_a_checkpoint_needs_a_name(refused, folder):
+    assert refused("generate", "abc", "--checkpoint", folder).startswith("specjax: --checkpoint is empty or no UTF-8")
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e9"])
+@pytest.mark.parametrize("flag", ["--connect-timeout", "--heartbeat"])
+def test_nobody_waits_for_ever(refused, flag, seconds):
+    assert f"{flag} must be at least 1 second" in refused("generate", "abc", "--distributed", flag, seconds)
+
+
+def test_costs_are_measured_for_the_prompts_that_there_are(cli, monkeypatch):
+    batches = []
+    measured = lambda target, batch: (batches.append(batch), specjax.costs.Curve((1, 8), (1.0, 1.0)))[1]
+    monkeypatch.setattr(specjax.costs, "measured", measured)
+    run = ("generate", "abc", *SHORT, "--method", "prompt_lookup", "--controller", "goodput")
+    assert cli(*run, "--costs", "measured", "--batch-size", 10**12).code == 0 and batches == [1]
+
+
 def test_goodput_knows_what_the_draft_model_costs(cli, monkeypatch, tmp_path):
     """With wide passes that cost nothing it drafts, unless the draft model is dear."""
     plan = tmp_path / "plan.json"

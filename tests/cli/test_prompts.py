@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import subprocess
 import sys
 
 import pytest
 from tiers import exhaustive
 
-from specjax.cli import prompts
+from specjax.cli import files, prompts
 from specjax.cli.console import visible
 from specjax.errors import UsageError
 
@@ -48,6 +50,29 @@ def test_bad_lines_are_found_before_decoding(cli, tmp_path, number):
         assert f"specjax: {file}, line 2: " in result.err and words in result.err
         document = json.loads(result.out)
         assert [entry["question_id"] for entry in document["results"]] == [7] and document["left"] == 0
+
+
+def test_many_bad_lines_are_counted(refused, tmp_path):
+    """Before a model is loaded."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("{}\n" * 8)
+    for arguments in (("generate", "--target", "none", "--batch-file", file), ("bench", file, "--target", "none")):
+        sentence = refused(*arguments)
+        assert sentence.count("no text: it needs the field") == 5 and "line 5: " in sentence, sentence
+        assert "; and 3 more such lines" in sentence
+
+
+def test_what_never_ends_is_not_read_to_its_end(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(files.read_text, "__defaults__", (1 << 20,))
+    assert "/dev/zero has more than 1,048,576 bytes" in refused("generate", "--batch-file", "/dev/zero")
+    assert "/dev/zero has more than" in refused("bench", "/dev/zero")
+    options = ("--method", "input_guided", "--source", "/dev/zero")
+    assert "--source: /dev/zero has more than" in refused("generate", "abc", *options)
+    pipe = tmp_path / "costs.json"
+    os.mkfifo(pipe)
+    endless = subprocess.Popen(["sh", "-c", f"exec cat /dev/zero > {pipe}"], stderr=subprocess.DEVNULL)
+    assert f"--costs: {pipe} has more than 67,108,864 bytes" in refused("generate", "abc", "--costs", pipe)
+    assert endless.wait(20) != 0
 
 
 def test_what_nobody_reads_may_be_odd(tmp_path):
@@ -97,7 +122,7 @@ def test_any_file(cases, tmp_path):
             prompt.text.encode(), prompt.task.encode()
             json.dumps(prompt.question_id, allow_nan=False).encode()
         for entry in bad:
-            sentence = prompts.describe(entry, file)
+            sentence = prompts.describe([entry], file)
             assert visible(sentence) == sentence and "\n" not in sentence and len(sentence) < 500
         good += bool(found)
     assert good > cases / 50 and refused > cases / 100

@@ -13,6 +13,7 @@ from specjax.planning.rank_acceptance import read_acceptance
 def test_acceptance_from_text_and_numbers():
     assert read_acceptance(".6,.2,.1") == ([0.6, 0.2, 0.1], "given")
     assert read_acceptance([0.5])[0] == [0.5]
+    assert read_acceptance(",".join(["0.0010000"] * 900))[0] == [0.001] * 900, "too long a name for a file"
     for bad in ("a,b", "0.9,0.3", "-0.1", "", "nan"):
         with pytest.raises(UsageError, match="--acceptance"):
             read_acceptance(bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import os
@@ -18,6 +19,7 @@ from specjax.errors import UsageError
 from specjax.models import load
 from specjax.models.loading import hf, load_tokenizer
 from specjax.models.loading.fields import LAYERS
+from specjax.planning.model_configs import load_config
 
 WIDTH, HEADS, KV, DIM, MLP, VOCAB = 8, 2, 1, 4, 12, 40
 SHAPES = {
@@ -206,6 +208,13 @@ def test_a_tensor_that_is_there_twice(copy):
     assert "twice, in a.safetensors and c.safetensors" in survives(lambda: use(copy))
 
 
+@pytest.mark.parametrize("source", ["a" * 5000, "~nobody-of-that-name/x", "a\0b", 7, ["x"], "\udc80"])
+@pytest.mark.parametrize("read", [load, load_tokenizer, lambda source: load_config(source, "float32")])
+def test_names_that_no_file_has(source, read):
+    if isinstance(source, str) or read in (load, load_tokenizer):
+        assert len(survives(lambda: read(source))) < 1500
+
+
 def test_an_id_that_no_vocabulary_has(copy):
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["q"] = 1 << 31
@@ -219,6 +228,43 @@ def test_a_tokenizer_that_panics(copy):
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     _, found = load(copy)
     assert "breaks down on this text" in survives(lambda: found.encode("a" * 40 + "b"))
+
+
+def replace(content: str, **pattern) -> dict:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+TWICE = {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 8, "pair": [], "special_tokens": {}}
+CHARACTERS = base64.b64encode(struct.pack("<I", 4) + bytes(4) + b"b" * 200 + b"\0").decode()
+GROWING = {
+    "normalizer": {"type": "Sequence", "normalizers": [replace("a" * 30, String="a")] * 5},
+    "empty": {"type": "Sequence", "normalizers": [replace("x", Regex="(?=a)|b*")] * 20},
+    "table": {"type": "Sequence", "normalizers": [{"type": "Precompiled", "precompiled_charsmap": CHARACTERS}] * 3},
+    "nested": {
+        "type": "Sequence",
+        "normalizers": [{"type": "Sequence", "normalizers": [replace("aa", String="a")]}] * 99,
+    },
+    "decoder": {"type": "Sequence", "decoders": [replace("a" * 30, String="a")] * 99},
+    "post_processor": {"type": "Sequence", "processors": [{"type": "TemplateProcessing"} | TWICE] * 9},
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_rules_that_multiply_a_text(name, copy):
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    field = name if name in ("decoder", "post_processor") else "normalizer"
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer | {field: GROWING[name]}))
+    assert "times as long" in survives(lambda: load_tokenizer(copy))
+
+
+def test_rules_of_ordinary_tokenizers(copy):
+    """As of T5 and Llama 2."""
+    plain = load_tokenizer(copy).encode("a b")
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    rules = [replace("\u2581", String=" "), replace(" ", Regex=" {2,}"), {"type": "NFKC"}, replace('"', String="``")]
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": rules}
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load_tokenizer(copy).encode("a b") == plain
 
 
 @pytest.mark.parametrize(("rng", "count"), attacks(150, 60_000))

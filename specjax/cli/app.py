@@ -1,0 +1,52 @@
+"""Commands and their names. Heavy imports are inside the commands, so that `specjax --help` is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from specjax.cli import bench, compare_verifiers, compile, datastore, generate, methods, plan
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.command("bench")(bench.bench)
+app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
+app.command("compile")(compile.compile_)
+app.command("plan")(plan.plan)
+app.command("methods")(methods.methods)
+app.add_typer(datastore.app, name="datastore")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from specjax import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _specjax(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Speculative and parallel decoding in JAX.
+
+    Exit codes: 0 done, 1 refused comparison, 2 bad input, 3 another host failed, 130 interrupted.
+    """
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command; returns the exit code. Typer's own call would take interrupts and unexpected errors for itself."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("specjax", arguments) as context:
+            return command.invoke(context) or 0
+    except typer.Exit as error:
+        return error.exit_code
