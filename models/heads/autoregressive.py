@@ -52,7 +52,7 @@ class Module(Protocol):
 
 
 @functools.cache
-def autoregressive(module: Callable[..., Any], config: Any) -> Head:
+def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
     """The head of `module(config)`, a `Module`; `config.layer` has the shapes of its layers, `config.said` is W."""
     module_of, layer = bind(module, config), config.layer
 
@@ -92,6 +92,7 @@ def autoregressive(module: Callable[..., Any], config: Any) -> Head:
         read=read,
         start=start,
         follow=follow,
+        kind=kind,
         config=config,
         taps=config.taps,
         axes=lambda memory: Memory(kv.axes(memory.cache), 0),

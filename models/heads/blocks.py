@@ -1,4 +1,4 @@
-"""What the modules of heads share: decoder layers over pairs, a trimmed vocabulary, and the way from module to `Head`."""
+"""What the modules of heads share: decoder layers over pairs, a trimmed vocabulary, from module to pure functions."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ class DraftVocabulary(nnx.Module):
     """The target's ids that a head can draft, where these are not all."""
 
     def __init__(self, vocab: int, size: int):
-        self.place = Ids(
-            jnp.minimum(jnp.arange(vocab, dtype=jnp.int32), size)
-        )  # int32[V]: among the head's; none: size
+        self.place = Ids(jnp.minimum(jnp.arange(vocab, dtype=jnp.int32), size))  # int32[V]; size: none
 
     def spread(self, logits: Array) -> Array:
         """[..., V] from logits [..., size] of the head's own ids: -inf of the others."""

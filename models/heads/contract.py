@@ -1,7 +1,7 @@
 """What every learned head is: pure functions over the target's states of the text and the tokens drafted after it.
 
-How features and tokens are aligned, for a text of n tokens, x_0 ... x_{n-1}, of which the last, the root of every draft,
-has not been through the target yet:
+How features and tokens are aligned, for a text of n tokens, x_0 ... x_{n-1}, of which the last, the root of every
+draft, has not been through the target yet:
 
     position         0        1              n-2       n-1       n         n+1
     token           x_0      x_1     ...    x_{n-2}   root     draft 1   draft 2
@@ -67,6 +67,7 @@ class Head(NamedTuple):
     read: Callable[..., PyTree]
     start: Callable[..., tuple[PyTree, Array]]
     follow: Callable[..., tuple[PyTree, Array]]
+    kind: str  # the method of the catalogue that drafts with it
     config: Any
     taps: tuple[int, ...] = ()  # streams of the target that are its features, joined; none: `Output.hidden`
     deepest: int | None = None  # how many tokens it can draft after one another; None: any number

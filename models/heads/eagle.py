@@ -89,4 +89,4 @@ def embed(own: L.Embedding | None, tokens: Array, context: Context) -> Array:
 
 def eagle_head(config: EagleConfig) -> Head:
     """The functions of an EAGLE-1 head."""
-    return autoregressive(Eagle, config)
+    return autoregressive("eagle", Eagle, config)

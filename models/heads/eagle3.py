@@ -116,7 +116,7 @@ class Eagle3(nnx.Module):
 
 def eagle3_head(config: Eagle3Config) -> Head:
     """The functions of an EAGLE-3 head."""
-    return autoregressive(Eagle3, config)
+    return autoregressive("eagle3", Eagle3, config)
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
