@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from specjax import Target
-from specjax.models.heads import blocks
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.eagle import Eagle, EagleConfig, eagle_head
-from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, eagle3_head
-from specjax.models.heads.medusa import Medusa, MedusaConfig, medusa_head
+from specjax.models.heads.eagle import EagleConfig
+from specjax.models.heads.eagle3 import Eagle3Config
+from specjax.models.heads.kinds import KINDS, init_head
+from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.llama import LlamaConfig
 
 
@@ -28,25 +29,26 @@ def layer_of(target: Target, **changes) -> LlamaConfig:
 
 
 def config_of(kind: str, target: Target):
-    """(module, config, functions) of a kind, small enough for any test."""
+    """Small enough for any test."""
     width, vocab, layers = width_of(target), target.model.vocab_size, target.model.capabilities.num_layers
     if kind == "eagle":
-        return Eagle, EagleConfig(layer_of(target)), eagle_head
+        return EagleConfig(layer_of(target))
     if kind == "eagle3":
-        layer = layer_of(target, num_layers=2)
-        layer = layer.__class__(**{**vars(layer), "vocab_size": vocab - 1})
-        return Eagle3, Eagle3Config(layer, (0, 1, layers), width, vocab, norm_taps="each"), eagle3_head
+        layer = replace(layer_of(target, num_layers=2), vocab_size=vocab - 1)
+        return Eagle3Config(layer, (0, 1, layers), width, vocab, norm_taps="each")
     if kind == "medusa":
-        return Medusa, MedusaConfig(width, vocab, num_heads=3), medusa_head
+        return MedusaConfig(width, vocab, num_heads=3)
     raise AssertionError(f"no tiny head of {kind}")
 
 
 @functools.cache
-def _tiny_params(module, config, seed: int):
-    return jax.jit(functools.partial(blocks.init_params, module, config))(jax.random.key(seed))
+def _tiny(kind: str, config, seed: int) -> DraftHead:
+    # Compiled: a hundred small draws one by one take longer.
+    return DraftHead(
+        KINDS[kind].head(config), jax.jit(lambda key: init_head(kind, config, key).params)(jax.random.key(seed))
+    )
 
 
 def tiny_head(kind: str, target: Target, seed: int = 3) -> DraftHead:
     """A head with random parameters."""
-    module, config, functions = config_of(kind, target)
-    return DraftHead(functions(config), _tiny_params(module, config, seed))
+    return _tiny(kind, config_of(kind, target), seed)
