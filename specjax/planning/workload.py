@@ -102,6 +102,8 @@ def make_workload(
     check_cache_dtype(cache_dtype, "--cache-dtype")
     slice_ = parse_topology(topology)
     kind = None if head is None else head.partition(":")[0]
+    if kind is not None and kind not in KINDS:
+        raise UsageError(f'--head: "{kind}" is no kind of head; choose one of {", ".join(KINDS)}')
     method = method or kind or ("two_model" if draft is not None else "autoregressive")
     try:
         row = find_drafter(method)
@@ -160,10 +162,7 @@ def make_workload(
 
 def _check_head(row: Method, head: str | None, draft: Any) -> None:
     """Raises: UsageError for a head that is missing, or that the method does not draft with."""
-    kinds = ", ".join(KINDS)
     kind = None if head is None else head.partition(":")[0]
-    if kind is not None and kind not in KINDS:
-        raise UsageError(f'--head: "{kind}" is no kind of head; choose one of {kinds}')
     if kind is not None and draft is not None:
         raise UsageError("--head and --draft both draft; leave one out")
     if kind is not None and kind != row.name:
