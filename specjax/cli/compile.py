@@ -59,9 +59,8 @@ def compile_(
     as_json: o.JsonOption = False,
     no_cache: p.NoCacheOption = False,
 ) -> None:
-    kind = head and head.partition(":")[0]
-    method = method or kind or ("two_model" if draft else "autoregressive")
-    options = read_settings(settings or (), method)
+    named = method or (head and head.partition(":")[0]) or ("two_model" if draft else "autoregressive")
+    options = read_settings(settings, named) if settings else {}
 
     from specjax.cli.console import Console, print_json
     from specjax.planning import compile_report
