@@ -163,6 +163,19 @@ def widen(pending: Pending, slots: int) -> Pending:
     return pending._replace(k=k, v=v, positions=buffers.widen(pending.positions, slots))
 
 
+def nothing_pending(cache: KVCache, slots: int) -> Pending:
+    """Room for `slots` tokens beside a cache of arrays that are not stacked, nothing in it."""
+
+    def empty(axis, x):
+        shape = list(x.shape)
+        shape[axis] = slots
+        return jnp.zeros(shape, jnp.bfloat16 if x.dtype == BITS else x.dtype)
+
+    k, v = _along_tokens(empty, (cache.k, cache.v))
+    batch = cache.length.shape[0]
+    return Pending(k, v, jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
+
+
 def insert(pending: Pending, new: Pending, place: Array | int) -> Pending:
     """`pending` with the tokens of `new` from slot `place` on: an int, int32[], or int32[B] per row."""
 

@@ -232,11 +232,13 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions, optional biases and q/k norms."""
 
     def __init__(
-        self, width, heads, kv_heads, head_dim, *, bias=False, qk_norm_eps=None, scale=None, softcap=None, dtype, rngs
-    ):
-        self.q = Linear(width, heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Linear(width, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Linear(width, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, scale=None, softcap=None,
+        dtype, rngs,
+    ):  # fmt: skip
+        fan_in = width if fan_in is None else fan_in  # of what it reads, where that is not as wide as the stream
+        self.q = Linear(fan_in, heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.k = Linear(fan_in, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.v = Linear(fan_in, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.o = Linear(heads * head_dim, width, dtype=dtype, rngs=rngs)
         has_norm = qk_norm_eps is not None
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype) if has_norm else None

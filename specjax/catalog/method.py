@@ -12,10 +12,11 @@ from specjax.types import Guarantee
 Kind = Literal["drafter", "decoder"]
 """`drafter`: drafts for the loop of `specjax.decode`. `decoder`: a loop of its own."""
 
-Need = Literal["draft", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous"]
-"""`draft`: a second, smaller model. `datastore`: a corpus. `costs`: what wide passes cost, of `specjax.costs`.
-`source`: a text to be edited. `devices`: some of its own for each model. `fill`: a model of masked blocks, as
-`drafters.nar_block` takes it. `any_order`, `continuous`: a target of `decoders.AnySubsetModel`, `ContinuousModel`.
+Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous"]
+"""`draft`: a second, smaller model. `head`: a learned one of the target. `datastore`: a corpus. `costs`: what wide
+passes cost, of `specjax.costs`. `source`: a text to be edited. `devices`: some of its own for each model. `fill`: a
+model of masked blocks, as `drafters.nar_block` takes it. `any_order`, `continuous`: a target of
+`decoders.AnySubsetModel`, `ContinuousModel`.
 """
 
 

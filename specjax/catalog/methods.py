@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from specjax.catalog.decoders import DECODERS
 from specjax.catalog.drafters import DRAFTERS
+from specjax.catalog.heads import HEADS
 from specjax.catalog.method import Kind, Method
 from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
 from specjax.retrieval.datastore import Datastore
 from specjax.types import Drafter, Target
 
-METHODS: dict[str, Method] = {**DRAFTERS, **DECODERS}
+METHODS: dict[str, Method] = {**DRAFTERS, **HEADS, **DECODERS}
 
 
 def of_kind(kind: Kind) -> dict[str, Method]:
@@ -23,7 +25,7 @@ def of_kind(kind: Kind) -> dict[str, Method]:
 def find_drafter(name: str) -> Method:
     """The row of a drafter. Raises: UsageError for an unknown name, or the name of a loop of its own."""
     if name not in METHODS:
-        raise UsageError(f'unknown method "{name}"; choose one of {", ".join(DRAFTERS)}')
+        raise UsageError(f'unknown method "{name}"; choose one of {", ".join(of_kind("drafter"))}')
     method = METHODS[name]
     if method.kind != "drafter":
         loop = f"specjax.decoders.{method.make.__name__}"
@@ -32,16 +34,17 @@ def find_drafter(name: str) -> Method:
 
 
 def make_drafter(
-    name: str, target: Target, draft: Target | None = None, *, datastore: Datastore | None = None, **options
+    name: str, target: Target, draft: Target | DraftHead | None = None, *, datastore: Datastore | None = None, **options
 ) -> Drafter:
     """The drafter of a method by name. `options`: those that its row declares, and what else its factory takes.
 
-    Raises: UsageError for an unknown name, a loop of its own, a missing draft model, or a missing or mismatched
-      datastore.
+    draft: a smaller model or a learned head of the target, where the method has a use for one.
+
+    Raises: UsageError for an unknown name, a loop of its own, a missing or unfit draft model or head, or a missing or
+      mismatched datastore.
     """
     method = find_drafter(name)
-    if "draft" in method.needs and draft is None:
-        raise UsageError(f"method {name} needs a draft model; give one with --draft (draft= in Python)")
+    _check_draft(method, draft)
     if "fill" in method.needs and "fill" not in options:
         raise UsageError(f"method {name} needs a model of masked blocks; in Python give fill=, params= and mask_token=")
     if "datastore" in method.needs and datastore is None:
@@ -54,3 +57,17 @@ def make_drafter(
             )
         options["datastore"] = datastore
     return method.make(target, draft, **options)
+
+
+def _check_draft(method: Method, draft: Target | DraftHead | None) -> None:
+    """Raises: UsageError for a model or a head that is missing, or is not what the method drafts with."""
+    name = method.name
+    head = draft.head.kind if isinstance(draft, DraftHead) else None
+    if "draft" in method.needs and (draft is None or head):
+        found = f", and this is a learned head; choose method {head}" if head else "; give one with --draft"
+        raise UsageError(f"method {name} needs a draft model{found} (draft= in Python)")
+    if "head" in method.needs and head is None:
+        found = ", and this is a whole model; choose method two_model" if draft else "; give one with --draft"
+        raise UsageError(f"method {name} needs a learned head of the target{found} (draft= in Python)")
+    if "head" in method.needs and head != name:
+        raise UsageError(f"method {name} needs a head of its own kind, and this is one of {head}; choose method {head}")

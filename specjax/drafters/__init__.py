@@ -3,6 +3,9 @@
 from specjax.drafters.combined.auto import auto
 from specjax.drafters.combined.choice import choice
 from specjax.drafters.combined.rasd import rasd
+from specjax.drafters.heads.eagle import eagle
+from specjax.drafters.heads.eagle3 import eagle3
+from specjax.drafters.heads.medusa import medusa
 from specjax.drafters.layers.dynamic_exit import dynamic_exit
 from specjax.drafters.layers.early_exit import early_exit
 from specjax.drafters.layers.superposed import superposed
@@ -30,12 +33,15 @@ __all__ = [
     "choice",
     "corpus_table",
     "dynamic_exit",
+    "eagle",
+    "eagle3",
     "early_exit",
     "easyspec",
     "hierarchical",
     "input_guided",
     "jacobi",
     "lookahead",
+    "medusa",
     "nar_block",
     "prompt_lookup",
     "rapid",

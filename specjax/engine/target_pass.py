@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax import buffers
 from specjax.engine import checks, forms
-from specjax.engine.one_of import one_of_two
+from specjax.engine.one_of import narrow_or_wide
 from specjax.engine.parts import Parts
 from specjax.indexing import take_along
 from specjax.sampling import node_keys, warp
@@ -78,7 +78,7 @@ def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observ
     # A plain step is a program of its own, with nothing in it that only wider ones need, such as keys and values with
     # room for 16 nodes.
     plain, wider = (functools.partial(over, some) for some in ([1], widths[1:]))
-    return one_of_two(needed == 1, plain, wider, state.cache)
+    return narrow_or_wide(needed == 1, plain, wider, state.cache)
 
 
 def _narrowest(widths: list[int], needed: Array, judge, widen) -> tuple[tuple, PyTree]:
@@ -149,24 +149,18 @@ def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) ->
     # By reductions over the vocabulary, which a mesh may split.
     place = jnp.where(index < verdict.num_nodes[:, None], verdict.path, n)
     rows = jnp.arange(place.shape[0])[:, None]
-    following = jnp.zeros(tree.tokens.shape, jnp.int32).at[rows, place].set(_tokens(tree, verdict), mode="drop")
+    following = (
+        jnp.zeros(tree.tokens.shape, jnp.int32).at[rows, place].set(operations.emitted(tree, verdict), mode="drop")
+    )
     is_token = jnp.arange(logits.shape[-1]) == following[:, :, None]
     log_p = jnp.max(jnp.where(is_token, logits, -jnp.inf), -1) - jax.nn.logsumexp(logits, -1)
     return jnp.where(place < n, take_along(log_p, jnp.minimum(place, n - 1), 1), 0.0)
 
 
-def _tokens(tree: TokenTree, verdict: Verdict) -> Array:
-    """int32[B, N]: the accepted drafts, without the root, and the target's own token; then padding."""
-    following = jnp.roll(verdict.path, -1, 1)
-    drafted = take_along(tree.tokens, jnp.maximum(following, 0), 1)
-    accepted = verdict.num_nodes[:, None] - 1
-    return jnp.where(jnp.arange(tree.tokens.shape[1]) < accepted, drafted, verdict.next_token[:, None])
-
-
 def emit(parts: Parts, state: DecodeState, tree: TokenTree, verdict: Verdict) -> Emitted:
     """What a verdict adds to the text."""
     index = jnp.arange(tree.tokens.shape[1])
-    tokens = _tokens(tree, verdict)
+    tokens = operations.emitted(tree, verdict)
     room = jnp.where(state.done, 0, state.stop - state.length)[:, None]
     alive = index < jnp.minimum(verdict.num_nodes[:, None], room)
     eos = parts.eos if parts.eos.ndim == 1 else parts.eos[:, None]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.indexing import take_along
-from specjax.types import Array, TokenTree
+from specjax.types import Array, TokenTree, Verdict
 
 Some = TypeVar("Some", Array, np.ndarray)
 
@@ -83,6 +83,20 @@ def pad_nodes(tree: TokenTree, num_nodes: int) -> TokenTree:
     """A point-mass tree with invalid nodes behind its own, `num_nodes` in all."""
     more = ((0, 0), (0, num_nodes - tree.tokens.shape[1]))
     return TokenTree(*(jnp.pad(x, more) for x in (tree.tokens, tree.parents, tree.valid)))
+
+
+def root_alone(root: Array, shapes: TokenTree) -> TokenTree:
+    """The empty draft below `root` int32[B, 1], in the shapes of another tree."""
+    alone = pad_nodes(chain(root, jnp.ones_like(root, bool)), shapes.tokens.shape[1])
+    return alone._replace(logits=None if shapes.logits is None else jnp.zeros(shapes.logits.shape, shapes.logits.dtype))
+
+
+def emitted(tree: TokenTree, verdict: Verdict) -> Array:
+    """int32[B, N]: the accepted drafts, without the root, and the target's own token; then padding."""
+    following = jnp.roll(verdict.path, -1, 1)
+    drafted = take_along(tree.tokens, jnp.maximum(following, 0), 1)
+    accepted = verdict.num_nodes[:, None] - 1
+    return jnp.where(jnp.arange(tree.tokens.shape[1]) < accepted, drafted, verdict.next_token[:, None])
 
 
 def path_to(parents: Array, node: Array) -> tuple[Array, Array]:

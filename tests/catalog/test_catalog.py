@@ -22,6 +22,7 @@ IN_PYTHON = {
 """Parameters that no option sets: what is not written in a word."""
 GIVEN = {
     "costs": "costs", "index": "datastore", "corpus": "datastore", "source": "source", "fill": "fill", "draft": "draft",
+    "head": "head", "longest": None,
     "middle": "draft", "target": None, "vocab_size": None,
 }  # fmt: skip
 """What is given to a factory, and the word for it among `needs` and `takes`; None: it is the target's."""
@@ -76,7 +77,9 @@ def test_parameters_of_rules_are_those_of_their_factories(name):
 
 def test_every_file_of_a_method_is_in_the_table():
     files = lambda package: {path.stem for path in pathlib.Path(package.__file__).parent.rglob("*.py")} - {"__init__"}
-    assert (files(drafters) - {"composed"}) | {"autoregressive"} == set(of_kind("drafter"))  # which is the engine's
+    assert (files(drafters) - {"composed", "learned"}) | {"autoregressive"} == set(
+        of_kind("drafter")
+    )  # which is the engine's
     loops = {inspect.getmodule(row.make).__name__.rpartition(".")[2] for row in of_kind("decoder").values()}
     assert files(decoders) == loops
     assert set(of_kind("drafter")) | set(of_kind("decoder")) == set(METHODS)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import tiny_head
 from tiers import those
 from toy import (
     ADVERSARY,
@@ -23,7 +24,7 @@ from toy import (
     tiny_llama,
 )
 
-from specjax import Target, UsageError, decode, drafters, make_drafter, stream
+from specjax import Target, UsageError, decode, drafters, make_drafter, stream, trees
 from specjax.catalog import of_kind
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
@@ -40,6 +41,8 @@ OPTIONS = {
     "early_exit": {"exit_layer": 1, "num_tokens": 3},
     "easyspec": {"num_tokens": 3, "group": 2},
     "aded": {"num_nodes": 7, "depth": 3, "buckets": 8},
+    "eagle": {"tree": trees.branching("2x1x1")},
+    "eagle3": {"num_tokens": 3},
     "hierarchical": {"min_tokens": 3},
     "input_guided": {"num_tokens": 6},
     "jacobi": {"window": 4},
@@ -92,6 +95,8 @@ def drafter_of(name):
 
 
 def draft_of(name):
+    if "head" in METHODS[name].needs:
+        return tiny_head(name, tiny_llama())
     return tiny_llama(seed=1, layers=5 if name == "easyspec" else 1)  # middle layers to group
 
 
@@ -266,11 +271,12 @@ def test_works_inside_the_callers_jit(name):
 
 
 def toy_drafter(name):
-    return make(name, markov(), markov(DRAFT_ROWS))
+    head = "head" in METHODS[name].needs
+    return make(name, markov(), tiny_head(name, markov()) if head else markov(DRAFT_ROWS))
 
 
 # The others draft point masses: their text is that of plain sampling, as was shown above.
-DRAWN = {"dynamic_exit", "early_exit", "easyspec", "hierarchical", "rapid"}
+DRAWN = {"dynamic_exit", "eagle3", "early_exit", "easyspec", "hierarchical", "rapid"}
 
 
 @pytest.mark.parametrize("name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, EXACT))
@@ -389,10 +395,20 @@ def test_a_name_will_do_and_none_is_auto():
 
 
 def test_unknown_and_incomplete_methods():
-    with pytest.raises(UsageError, match='unknown method "medusa"; choose one of auto, autoregressive'):
-        make_drafter("medusa", tiny_llama())
+    with pytest.raises(UsageError, match='unknown method "meduza"; choose one of auto, autoregressive'):
+        make_drafter("meduza", tiny_llama())
     with pytest.raises(UsageError, match="needs a draft model"):
         make_drafter("two_model", tiny_llama())
+    with pytest.raises(UsageError, match="medusa needs a learned head of the target; give one with --draft"):
+        make_drafter("medusa", tiny_llama())
+    with pytest.raises(UsageError, match="this is a whole model; choose method two_model"):
+        make_drafter("medusa", tiny_llama(), tiny_llama(seed=1))
+    with pytest.raises(UsageError, match="this is one of eagle3; choose method eagle3"):
+        make_drafter("medusa", tiny_llama(), tiny_head("eagle3", tiny_llama()))
+    with pytest.raises(
+        UsageError, match="two_model needs a draft model, and this is a learned head; choose method eagle"
+    ):
+        make_drafter("two_model", tiny_llama(), tiny_head("eagle", tiny_llama()))
     with pytest.raises(UsageError, match="needs a datastore"):
         make_drafter("rest", tiny_llama())
     with pytest.raises(UsageError, match="needs a model of masked blocks"):

@@ -51,7 +51,8 @@ def markov_model(vocab: int) -> Model:
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None):
         share = 1.0 if layers is None else jnp.mean((layers.attention + 0.0 + layers.mlp) / 2, 1)[:, None, None]
         streams = tuple(distribution(params, tokens, tap / 2) for tap in taps)
-        return Output(distribution(params, tokens, share), jnp.zeros((*positions.shape, 1)), streams), ()
+        logits = distribution(params, tokens, share)
+        return Output(logits, logits, streams), ()
 
     return Model(
         begin=lambda params, inputs, batch, capacity: (),
@@ -61,6 +62,8 @@ def markov_model(vocab: int) -> Model:
         vocab_size=vocab,
         max_positions=1 << 20,
         name="markov",
+        embed=lambda params, tokens: jax.nn.one_hot(tokens, vocab),
+        unembed=lambda params, hidden: hidden,
         head=lambda params, stream: stream,
         capabilities=Capabilities(num_layers=2, taps=True, layer_skipping=True, mixtures=True),
     )

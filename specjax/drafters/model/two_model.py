@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers, trees
+from specjax import buffers, trees, turns
 from specjax.engine.prefill import prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
@@ -115,7 +115,12 @@ def functions(
         cache = caught_up(beside(model, context.target), params, cache, context, state.dropped, held, wanted)
         draft = jax.jit(functools.partial(grown_tree, params, keys, cache, length, context, limit))  # traced once
         shapes = draft.eval_shape()
-        tree, pending, places = jax.lax.cond(is_drafting, draft, functools.partial(_nothing, context.root, shapes))
+
+        def nothing():
+            tree, *fed = shapes
+            return operations.root_alone(context.root, tree), *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fed)
+
+        tree, pending, places = jax.lax.cond(is_drafting, draft, nothing)
         drafted = _Drafted(State(cache, wanted, state.dropped), is_drafting, pending, places, length)
         return tree, drafted
 
@@ -185,14 +190,8 @@ def caught_up(
         count = jnp.clip(wanted - held, 0, CATCH_UP)
         return model.commit(cache, pending, path, count), held + count
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < wanted), feed, (cache, held))[0]
-
-
-def _nothing(root: Array, shapes: tuple[TokenTree, PyTree, Array]) -> tuple[TokenTree, PyTree, Array]:
-    """What a round leaves that drafts nothing: the root int32[B, 1] alone, and zeros."""
-    tree, pending, places = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    alone = operations.pad_nodes(operations.chain(root, jnp.ones_like(root, bool)), tree.tokens.shape[1])
-    return alone._replace(logits=tree.logits), pending, places
+    with jax.named_scope(turns.CATCH_UP):
+        return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < wanted), feed, (cache, held))[0]
 
 
 def feed_last(

@@ -1,0 +1,112 @@
+"""Heads of decoder layers that feed their own output back in place of the target's features: the EAGLE family."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax import buffers
+from specjax.indexing import take_along
+from specjax.models import cache as kv
+from specjax.models import layers as L
+from specjax.models.heads.blocks import (
+    among_drafted,
+    bind,
+    commit_first,
+    empty_cache,
+    layout_of,
+    newest,
+    next_step,
+    step_of,
+)
+from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.types import Array, Context
+
+
+class Memory(NamedTuple):
+    """Of the pairs that were read."""
+
+    cache: kv.KVCache
+    last: Array  # [B, W], what the layers said of the last of them
+
+
+class Scratch(NamedTuple):
+    """Of the drafted nodes."""
+
+    cache: kv.KVCache
+    pending: kv.Pending  # by place; the root's is empty, since its pair is in the cache
+    said: Array  # [B, places, W], what the layers said of each
+
+
+class Module(Protocol):
+    """What a head of this kind is made of."""
+
+    def embedded(self, tokens: Array, context: Context) -> Array:
+        """[B, T, D]."""
+
+    def fused(self, features: Array) -> Array:
+        """[B, T, F] of the target -> [B, T, D], the state of a committed pair."""
+
+    def layers(self, embedded: Array, state: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+        """What it says [B, T, W] of pairs of a state and the embedding of the token after it."""
+
+    def fed_back(self, said: Array) -> Array:
+        """[..., W] -> [..., D], the state of a drafted token."""
+
+    def logits(self, said: Array, context: Context) -> Array:
+        """float32[..., V] of what follows."""
+
+
+@functools.cache
+def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
+    """The head of `module(config)`, a `Module`; `config.layer` has the shapes of its layers, `config.said` is W."""
+    module_of, layer = bind(module, config), config.layer
+
+    def begin(params, context: Context, batch: int, capacity: int) -> Memory:
+        return Memory(empty_cache(context, layer, batch, capacity), jnp.zeros((batch, config.said), layer.dtype))
+
+    def read(params, memory: Memory, pairs: Pairs, context: Context) -> Memory:
+        module, (cache, last) = module_of(params), memory
+        step = next_step(context, layer, cache, pairs.tokens.shape[1])
+        embedded = module.embedded(pairs.tokens, context)
+        said, pending = module.layers(embedded, module.fused(pairs.features.astype(layer.dtype)), step, cache)
+        cache = commit_first(context, layer, cache, pending, pairs.count)
+        return Memory(cache, newest(said, pairs.count, last))
+
+    def start(params, memory: Memory, context: Context, places: int) -> tuple[Scratch, Array]:
+        cache, last = memory
+        said = jnp.zeros((last.shape[0], places, last.shape[1]), last.dtype).at[:, 0].set(last)
+        scratch = Scratch(cache, kv.nothing_pending(cache, places), said)
+        return scratch, module_of(params).logits(last, context)
+
+    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+        module, (cache, pending, said) = module_of(params), scratch
+        state = module.fed_back(take_along(said, drafted.parent[:, :, None], 1))
+        # The pair of the root is the last in the cache, at length - 1; a node of depth d stands d behind it.
+        positions = cache.length[:, None] - 1 + drafted.depth
+        step = step_of(context, layer, cache, positions, among_drafted(drafted), pending)
+        new_said, new = module.layers(module.embedded(drafted.tokens, context), state, step, cache)
+        said = buffers.insert(said, new_said, drafted.place)
+        return Scratch(cache, kv.insert(pending, new, drafted.place), said), module.logits(new_said, context)
+
+    def shardings(memory: Memory, mesh: Mesh) -> Any:
+        layout = layout_of(mesh, layer)
+        assert layout is not None
+        last: Any = layout.rows(memory.last)
+        return memory._replace(cache=layout.cache(memory.cache), last=last)
+
+    return Head(
+        begin=begin,
+        read=read,
+        start=start,
+        follow=follow,
+        kind=kind,
+        config=config,
+        taps=config.taps,
+        axes=lambda memory: buffers.rows_first(memory)._replace(cache=kv.axes(memory.cache)),
+        shardings=shardings,
+    )

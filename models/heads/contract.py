@@ -1,0 +1,91 @@
+"""What every learned head is: pure functions over the target's states of the text and the tokens drafted after it.
+
+How features and tokens are aligned, for a text of n tokens, x_0 ... x_{n-1}, of which the last, the root of every
+draft, has not been through the target yet:
+
+    position         0        1              n-2       n-1       n         n+1
+    token           x_0      x_1     ...    x_{n-2}   root     draft 1   draft 2
+    feature         f_0      f_1     ...    f_{n-2}   (the target says it of the root in this very round)
+    pair t       (f_0,x_1) (f_1,x_2) ... (f_{n-2},root)
+    what it says    x_2      x_3     ...     draft 1
+
+So there are n - 1 pairs, the last of them holds the root, and a head can draft without asking the target first. What is
+predicted replaces features that are not there yet: (f^, draft 1) says draft 2, at position n - 1, and so on. Those are
+scratch: after the target's pass the pairs of the accepted tokens are read with true features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax import buffers
+from specjax.types import Array, Output, PyTree
+
+
+class Pairs(NamedTuple):
+    """Features of committed tokens, each with the token that followed it. The first `count[b]` of them belong to row b,
+    and continue what was read before."""
+
+    features: Array  # [B, T, F], the target's `features_of`
+    tokens: Array  # int32[B, T]
+    count: Array  # type: ignore[assignment]  # int32[B]
+
+
+class Drafted(NamedTuple):
+    """Drafted nodes to read, so that the head can say what follows each of them."""
+
+    tokens: Array  # int32[B, F]
+    depth: Array  # int32[B, F], 1: children of the root
+    place: Array  # int32[], where in the scratch they stand; the root stands at 0
+    parent: Array  # int32[B, F], the place of each one's parent
+    seen: Array  # bool[B, F, places], the places of its drafted ancestors, without the root and itself
+
+
+class Head(NamedTuple):
+    """A learned drafter as pure functions. Hashable: equal configs give the same object (`functools.cache`).
+
+    `begin(params, context, batch, capacity) -> memory` of no pairs, with room for `capacity`.
+
+    `read(params, memory, pairs, context) -> memory` takes in committed pairs; rows of which `count` is 0 stay as they
+    are.
+
+    `start(params, memory, context, places) -> (scratch, logits float32[B, V])`: what follows the root, by the pairs
+    read. The scratch has room for `places` nodes, the root included.
+
+    `follow(params, scratch, drafted, context) -> (scratch, logits float32[B, F, V])`: what follows each drafted node.
+    Logits are -inf of tokens that the head cannot draft.
+
+    `axes(memory)` has the place of B in the shape of each array, as `Drafter.axes`.
+    """
+
+    begin: Callable[..., PyTree]
+    read: Callable[..., PyTree]
+    start: Callable[..., tuple[PyTree, Array]]
+    follow: Callable[..., tuple[PyTree, Array]]
+    kind: str  # the method of the catalogue that drafts with it
+    config: Any
+    taps: tuple[int, ...] = ()  # streams of the target that are its features, joined; none: `Output.hidden`
+    deepest: int | None = None  # how many tokens it can draft after one another; None: any number
+    axes: Callable[[PyTree], PyTree] = buffers.rows_first
+    shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
+
+    def features_of(self, output: Output) -> Array:
+        """[B, T, F] of a pass of the target with these taps."""
+        return jnp.concatenate(output.taps, -1) if self.taps else output.hidden
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftHead:
+    """A head with its parameters. A pytree: the parameters are its leaves."""
+
+    head: Head = field(metadata={"static": True})
+    params: PyTree
+
+    replace = replace

@@ -1,0 +1,91 @@
+"""EAGLE-1 (whose weights EAGLE-2 and HASS share): one decoder layer that continues the target's final features.
+
+Li, Wei, Zhang, Zhang: EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (ICML 2024),
+arXiv 2401.15077. z_t = fc[E x_{t+1}; f_t], f^_{t+1} = layer(z)_t, logits = W_o f^_{t+1}. f is the feature behind the
+target's final norm, so W_o applies to it; the layer has no norm before its attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.models import cache as kv
+from specjax.models import layers as L
+from specjax.models.heads.autoregressive import autoregressive
+from specjax.models.heads.blocks import embed, run_blocks, unembed
+from specjax.models.heads.contract import Head
+from specjax.models.llama import LlamaConfig
+from specjax.types import Array, Context
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shapes of an EAGLE-1 head."""
+
+    layer: LlamaConfig  # of its layers; of the target's width
+    bias: bool = True  # of fc; the heads of LLaMA 3 have none
+    embeds: bool = False  # has an embedding of its own, in place of the target's
+    vocab_size: int = 0  # of that
+    taps: tuple[int, ...] = ()
+
+    @property
+    def said(self) -> int:
+        return self.layer.width
+
+
+class Layer(nnx.Module):
+    """A decoder layer; the first has no norm before its attention."""
+
+    def __init__(self, c: LlamaConfig, *, has_norm: bool, rngs: nnx.Rngs):
+        self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype) if has_norm else None
+        self.attention = L.Attention(
+            c.width, c.num_heads, c.num_kv_heads, c.head_dim,
+            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, dtype=c.dtype, rngs=rngs,
+        )  # fmt: skip
+        self.mlp_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+        self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
+
+    def __call__(self, x: Array, inputs: L.LayerInputs) -> tuple[Array, tuple]:
+        attended, new = self.attention(x if self.attention_norm is None else self.attention_norm(x), inputs)
+        x = x + attended
+        return x + inputs.step.sum(self.mlp(self.mlp_norm(x)), "mlp"), new
+
+
+class Eagle(nnx.Module):
+    """A `specjax.models.heads.autoregressive.Module`."""
+
+    def __init__(self, config: EagleConfig, *, rngs: nnx.Rngs):
+        self.config, c = config, config.layer
+        self.embed = L.Embedding(config.vocab_size, c.width, dtype=c.dtype, rngs=rngs) if config.embeds else None
+        self.fc = L.Linear(2 * c.width, c.width, bias=config.bias, dtype=c.dtype, rngs=rngs)
+        self.stack = nnx.List([Layer(c, has_norm=i > 0, rngs=rngs) for i in range(c.num_layers)])
+
+    def embedded(self, tokens: Array, context: Context) -> Array:
+        return embed(self.embed, tokens, context).astype(self.config.layer.dtype)
+
+    def fused(self, features: Array) -> Array:
+        return features
+
+    def layers(self, embedded: Array, state: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+        x = self.fc(jnp.concatenate([embedded, state], -1))
+        return run_blocks(list(self.stack), x, step, cache, self.config.layer)
+
+    def fed_back(self, said: Array) -> Array:
+        return said
+
+    def logits(self, said: Array, context: Context) -> Array:
+        return unembed(said, context)
+
+
+def of_target(target: LlamaConfig, **changes) -> EagleConfig:
+    """The shapes that the authors train for a target: a layer like its own."""
+    return EagleConfig(dataclasses.replace(target, num_layers=1, stacked=False, cache_dtype=None, **changes))
+
+
+def eagle_head(config: EagleConfig) -> Head:
+    """The functions of an EAGLE-1 head."""
+    return autoregressive("eagle", Eagle, config)
