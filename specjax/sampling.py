@@ -165,7 +165,8 @@ def threefry(keys: Array | int) -> Array:
             raise UsageError("a seed must fit 64 bits")
         seed, low = int(keys), (1 << 32) - 1
         high = 0 if -(1 << 31) <= seed <= low else seed >> 32 & low
-        return jax.random.wrap_key_data(np.array([high, seed & low], np.uint32), impl="threefry2x32")
+        words = jnp.array([high, seed & low], jnp.uint32)
+        return jax.random.wrap_key_data(words, impl="threefry2x32")
     dtype = getattr(keys, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if typed and str(jax.random.key_impl(keys)) == "threefry2x32":

@@ -96,16 +96,17 @@ def record(
         )  # fmt: skip
         new = result.to_lists()[0]
         distributions = _distributions_of_text(target, draft, prompt, new, max_new_tokens, warping, keep)
-        places = np.full(len(new), number, np.int32), np.arange(len(new), dtype=np.int32)
-        parts.append(Record(*_merge(*distributions), *places, about))
+        tokens, p, q, dropped = _merge(*distributions)
+        of_prompt, position = np.full(len(new), number, np.int32), np.arange(len(new), dtype=np.int32)
+        parts.append(Record(tokens, p, q, dropped, of_prompt, position, about))
         on_prompt(parts[-1])
     return join_records(parts)
 
 
 def join_records(parts: Sequence[Record]) -> Record:
     """The positions of several records of one run, one behind the other."""
-    *arrays, about = zip(*parts, strict=True)
-    return Record(*map(np.concatenate, arrays), about[0])
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Record._fields[:-1]}
+    return Record(**arrays, about=parts[0].about)
 
 
 def _distributions_of_text(target, draft, prompt, new, max_new_tokens, warping, keep):
