@@ -172,6 +172,7 @@ def test_noise_is_the_quantile_of_its_bits():
     assert np.isfinite(exact).all() and exact.max() > 22.8
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_uniforms_lie_between_0_and_1_and_normals_are_their_quantiles(bits):
     ours = sampling._centred(jnp.uint32(bits))

@@ -107,6 +107,7 @@ def test_the_other_loops():
     same(lambda: decoders.superposed(markov(), [[0], [1, 2]], max_new_tokens=4, drafts=2, candidates=3).tokens)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")
 def test_parameters_of_64_bits():
     """A built-in model and its draft, as a checkpoint of float64 gives them; nobody is warned of what is cut."""
