@@ -53,6 +53,8 @@ def decode(
     May be called inside the caller's own `jit` with `target`, `drafter`, `prompts` and `key` as arguments. A second
     call with the same batch compiles nothing, whatever its prompts and `max_new_tokens`, if prompt and new tokens fit
     the same buffer; buffers grow by a third or a half, so a chat that grows compiles a handful of programs in its life.
+    Inside the caller's own `shard_map` over rows that needs `check_vma=False`: the loop starts from constants, which
+    JAX takes for equal on all shards.
 
     Args:
       target: the model and its parameters.

@@ -25,6 +25,9 @@ from specjax.errors import UsageError
 from specjax.indexing import first_largest
 from specjax.types import Array, Sampling
 
+COLDEST = 1e-30
+"""Lower temperatures count as this one: logits of 3e8 would leave float32, and what is below the largest is out."""
+
 
 def warp(logits: Array, sampling: Sampling) -> Array:
     """Apply temperature, top-k and top-p, in this order.
@@ -46,6 +49,7 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     if sampling.temperature is None:
         return _only(first_largest(logits), logits.shape[-1])
     temperature = per_row(sampling.temperature).astype(jnp.float32)
+    temperature = jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), temperature)
     greedy = _only(first_largest(logits), logits.shape[-1])
     logits = logits / jnp.where(temperature > 0, temperature, 1.0)
     if sampling.top_k is not None:
@@ -152,13 +156,17 @@ def threefry(keys: Array | int) -> Array:
     would get the same noise. Every draw of this library goes through here.
 
     Args:
-      keys: typed keys, `jax.random.PRNGKey` arrays uint32[..., words], or one seed.
+      keys: typed keys, `jax.random.PRNGKey` arrays uint32[..., words], or one seed: the key of `jax.random.key(seed)`
+        or, where that would drop bits of a seed of 64, the one that it gives under `jax_enable_x64`.
     Raises: UsageError for anything else.
     """
     if isinstance(keys, (int, np.integer)):
         if not -(1 << 63) <= keys < 1 << 63:
             raise UsageError("a seed must fit 64 bits")
-        return jax.random.key(keys, impl="threefry2x32")
+        seed, low = int(keys), (1 << 32) - 1
+        high = 0 if -(1 << 31) <= seed <= low else seed >> 32 & low
+        words = jnp.array([high, seed & low], jnp.uint32)
+        return jax.random.wrap_key_data(words, impl="threefry2x32")
     dtype = getattr(keys, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if typed and str(jax.random.key_impl(keys)) == "threefry2x32":

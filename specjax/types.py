@@ -30,6 +30,7 @@ Draws = Literal[
     "chain",
     "without_replacement",
     "with_replacement",
+    "with_replacement_uneven",
     "top_and_sampled",
     "without_replacement_then_uniform",
 ]
@@ -37,7 +38,8 @@ Draws = Literal[
 
 `point_mass`: without randomness, given the past (n-grams, retrieval, top-k). The others were drawn from
 `TokenTree.logits` of their parent. `chain`: one child per node. `without_replacement`: one after another, never twice
-the same token. `with_replacement`: independently, equal siblings kept as nodes of their own. `top_and_sampled`: the
+the same token. `with_replacement`: independently, equal siblings kept as nodes of their own;
+`with_replacement_uneven`: likewise, in a shape whose chains of first children differ in length. `top_and_sampled`: the
 first sibling is sampled; the others, to which the row gives no mass, are fixed. `without_replacement_then_uniform`:
 once the row has no token left, uniformly among those to which it gives no mass.
 """

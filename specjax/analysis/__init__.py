@@ -9,7 +9,7 @@ from specjax.analysis.efficiency import BlockEfficiency, block_efficiency, depth
 from specjax.analysis.one_pass import expected_tokens
 from specjax.analysis.optimal import OptimalAcceptance, optimal_acceptance
 from specjax.analysis.plot import plot
-from specjax.analysis.records import Record, load_record, record, save_record
+from specjax.analysis.records import Record, join_records, load_record, record, save_record
 
 __all__ = [
     "FORMULAS",
@@ -28,6 +28,7 @@ __all__ = [
     "dsi",
     "efficiency_of",
     "expected_tokens",
+    "join_records",
     "last_token_model",
     "load_record",
     "optimal_acceptance",

@@ -83,8 +83,8 @@ def acceptance(
         how: Draws = formula.draws
         value, error = formula.function(*rows, n, samples, seed)
     else:
-        how = _kind(verifier, n, draws)
-        value, error = _simulate(verifier, how, *rows, n, samples, seed)
+        how = kind = _kind(verifier, n, draws)
+        value, error = _simulate(verifier, kind, *rows, n, samples, seed)
     return Acceptance(name, how, n, value.reshape(shape), error.reshape(shape))
 
 
@@ -326,20 +326,21 @@ FORMULAS: dict[str, Formula] = {
 """The rules that `compare` compares."""
 
 
-def _kind(verifier: Verifier | None, n: int, draws: Draws | None) -> Draws:
+def _kind(verifier: Verifier | None, n: int, draws: Draws | None) -> How | Literal["chain"]:
     """How to draw n siblings for a rule."""
     if verifier is None:
         raise UsageError("the coupled rule has drafts without_replacement only; leave draws out")
-    kinds: tuple[Draws, ...] = ("without_replacement", "with_replacement", "top_and_sampled", "point_mass")
-    possible = [kind for kind in (("chain", *kinds) if n == 1 else kinds) if kind in verifier.draws]
-    if draws not in (None, *possible) or not possible:
+    kinds: tuple[How, ...] = ("without_replacement", "with_replacement", "top_and_sampled", "point_mass")
+    one: tuple[Literal["chain"], ...] = ("chain",) if n == 1 else ()
+    possible = [kind for kind in (*one, *kinds) if kind in verifier.draws and draws in (None, kind)]
+    if not possible:
         raise UsageError(
             f"rule {verifier.name} takes drafts drawn {', '.join(verifier.draws)}, not {n} drawn {draws or 'together'}"
         )
-    return draws or possible[0]
+    return possible[0]
 
 
-def _simulate(verifier, draws: Draws, p, q, n, samples, seed):
+def _simulate(verifier, draws: How | Literal["chain"], p, q, n, samples, seed):
     how: How = "without_replacement" if draws == "chain" else draws
     builder, key = trees.branching((n,), how), threefry(seed)
     as_device = lambda x: jnp.asarray(x, jnp.float32)

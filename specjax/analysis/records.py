@@ -59,14 +59,16 @@ def record(
     top_p: float | None = None,
     eos: int | Sequence[int] = (),
     keep: int = KEEP,
-    on_prompt: Callable[[], object] = lambda: None,
+    on_prompt: Callable[[Record], object] = lambda record: None,
 ) -> Record:
     """Sample a text of the target after each prompt, then run both models over it once.
 
     Args:
       prompts: token lists. key: one PRNG key; the text of prompt b is that of `decode` with fold_in(key, b).
       max_new_tokens, temperature, top_k, top_p, eos: as in `decode`; both distributions are warped alike.
-      keep: tokens held of each distribution, at most. on_prompt: called after each prompt.
+      keep: tokens held of each distribution, at most.
+      on_prompt: called with the record of each prompt, for whoever wants to keep what there is when the next is
+        interrupted; `join_records` makes one of several.
 
     Raises: UsageError as `decode` does, for a temperature that is not above 0 (distributions without randomness cannot
       be compared) or models with different numbers of ids.
@@ -84,7 +86,9 @@ def record(
     capacity = min(target.model.max_positions, draft.model.max_positions)
     warping = Sampling(*(None if x is None else jnp.asarray(x) for x in (temperature, top_k, top_p)))
     keys = row_keys(key, len(prompts))
-    parts = []
+    about = {"target": target.model.name, "draft": draft.model.name, "vocab_size": sizes[0], "keep": keep}
+    about |= {"temperature": float(temperature), "top_k": top_k, "top_p": top_p}
+    parts: list[Record] = []
     for number, prompt in enumerate(prompts):
         result = decode(
             target, autoregressive(), [prompt], key=keys[number : number + 1], max_new_tokens=max_new_tokens,
@@ -92,14 +96,17 @@ def record(
         )  # fmt: skip
         new = result.to_lists()[0]
         distributions = _distributions_of_text(target, draft, prompt, new, max_new_tokens, warping, keep)
-        parts.append(
-            (*_merge(*distributions), np.full(len(new), number, np.int32), np.arange(len(new), dtype=np.int32))
-        )
-        on_prompt()
-    about = {"target": target.model.name, "draft": draft.model.name, "vocab_size": sizes[0], "keep": keep}
-    about |= {"temperature": float(temperature), "top_k": top_k, "top_p": top_p}
-    tokens, p, q, dropped, number_of, position = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return Record(tokens, p, q, dropped, number_of, position, about)
+        tokens, p, q, dropped = _merge(*distributions)
+        of_prompt, position = np.full(len(new), number, np.int32), np.arange(len(new), dtype=np.int32)
+        parts.append(Record(tokens, p, q, dropped, of_prompt, position, about))
+        on_prompt(parts[-1])
+    return join_records(parts)
+
+
+def join_records(parts: Sequence[Record]) -> Record:
+    """The positions of several records of one run, one behind the other."""
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Record._fields[:-1]}
+    return Record(**arrays, about=parts[0].about)
 
 
 def _distributions_of_text(target, draft, prompt, new, max_new_tokens, warping, keep):

@@ -108,6 +108,8 @@ def bench(
     lines = first_per_task(lines, offset, limit)
     o.require(bool(lines), f"--offset {offset} passes over all prompts; lower it")
     log = Console(stderr=True)
+    if decoding.remark:
+        log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
     session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype)
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped, prompts)}" if skipped else "")

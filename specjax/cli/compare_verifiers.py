@@ -97,8 +97,9 @@ def compare_verifiers(
         distributions, about = o.parsed("--record", analysis.load_record, record), {"record": str(record)}
     else:
         assert prompts is not None
+        kept = save_record or out.with_suffix(".npz")
         distributions, about, bad = _record(
-            log, prompts, target, draft, limit, settings, raw, dtype, no_cache, cache_dtype=cache_dtype
+            log, prompts, target, draft, limit, settings, raw, dtype, no_cache, cache_dtype=cache_dtype, kept=kept
         )
     if save_record is not None:
         files.write_atomically(save_record, lambda file: analysis.save_record(file, distributions))
@@ -143,12 +144,16 @@ def _check_sources(prompts, target, draft, record, save_record) -> None:
     o.require(not extra, f"--record brings its own distributions; leave {' and '.join(extra)} out")
 
 
-def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dtype, no_cache, cache_dtype):
-    """Load the models and record: (Record, where it is from, bad lines)."""
+def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dtype, no_cache, cache_dtype, kept: Path):
+    """Load the models and record: (Record, where it is from, bad lines).
+
+    Raises: KeyboardInterrupt that says what of it the file `kept` holds.
+    """
     import jax
     from rich.progress import Progress
 
     from specjax import analysis
+    from specjax.cli import files
     from specjax.cli import prompts as p
     from specjax.cli.session import open_session, provenance
 
@@ -158,20 +163,33 @@ def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dt
     rows, skipped = p.encode(lines[:limit], session.tokenizer, session.capacity, settings.max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped, path)}" if skipped else "")
     assert session.draft is not None
-    with Progress(console=log, disable=not log.is_terminal) as bar:
-        task = bar.add_task("recording", total=len(rows))
-        distributions = analysis.record(
-            session.target,
-            session.draft,
-            [row.ids for row in rows],
-            key=jax.random.key(settings.seed),
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            eos=session.tokenizer.eos,
-            on_prompt=lambda: bar.advance(task),
-        )
+    parts: list[analysis.Record] = []
+    try:
+        with Progress(console=log, disable=not log.is_terminal) as bar:
+            task = bar.add_task("recording", total=len(rows))
+
+            def add(part: analysis.Record) -> None:
+                parts.append(part)
+                bar.advance(task)
+
+            distributions = analysis.record(
+                session.target,
+                session.draft,
+                [row.ids for row in rows],
+                key=jax.random.key(settings.seed),
+                max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                eos=session.tokenizer.eos,
+                on_prompt=add,
+            )
+    except KeyboardInterrupt:
+        if not parts:
+            raise
+        files.write_atomically(kept, lambda file: analysis.save_record(file, analysis.join_records(parts)))
+        said = f"{kept} has the {len(parts)} of {len(rows)} prompts that were recorded; compare them with --record"
+        raise KeyboardInterrupt(said) from None
     for entry in skipped:
         log.print(f"skipped: {p.describe([entry], path)}", soft_wrap=True)
     about = provenance(session) | {"max_new_tokens": settings.max_new_tokens, "seed": settings.seed}

@@ -42,7 +42,7 @@ def of_draft(tree: TokenTree, draws: Draws, root: Array | None = None, limit: Ar
 
     both = drafted[:, :, None] & drafted[:, None, :] & (node[:, None] < node)
     twins = both & (tree.parents[:, :, None] == tree.parents[:, None, :])
-    if draws in ("point_mass", "with_replacement"):  # a repeated child is wasted there, not wrong
+    if draws == "point_mass" or draws.startswith("with_replacement"):  # a repeated child is wasted there, not wrong
         repeated = none
     elif draws == "chain":
         repeated = jnp.any(twins, (1, 2))

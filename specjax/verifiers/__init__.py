@@ -110,6 +110,7 @@ def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:
         "chain": standard,
         "without_replacement": recursive_rejection,
         "with_replacement": specinfer,
+        "with_replacement_uneven": specinfer,
         "top_and_sampled": greedy_multi_draft,
         "without_replacement_then_uniform": sequoia,
     }[drafter.draws]

@@ -53,9 +53,12 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
     at = lambda row, token: jnp.take_along_axis(row, token[:, None], 1)[:, 0]
 
     def enter(node, context):
-        count = jnp.sum(children_of(context, tree), 1)
+        children = children_of(context, tree)
+        count = jnp.sum(children, 1)
         p = distribution(target_logits, node)
-        q = jnp.zeros_like(p) if draft_logits is None else distribution(draft_logits, node)
+        # Of equal siblings only some may have children, and the rows of the others mean nothing.
+        above = jnp.where(count > 0, at(tree.parents, jnp.argmax(children, 1)), node)
+        q = jnp.zeros_like(p) if draft_logits is None else distribution(draft_logits, above)
         return count, *rule.enter(p, q, count)
 
     def body(s: _State) -> _State:

@@ -45,6 +45,7 @@ class Verifier:
     @in_32_bits
     def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
         """`hidden` [B, N, D]: the target's features, for rules that read them."""
+        tree = tree._replace(tokens=tree.tokens.astype(jnp.int32), parents=tree.parents.astype(jnp.int32))
         if keys.ndim == 1:
             keys = node_keys(keys, jnp.zeros_like(tree.tokens[:, 0]), operations.depths(tree.parents))
         if self.params is None:

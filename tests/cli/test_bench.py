@@ -122,6 +122,14 @@ def test_a_run_that_is_stopped_leaves_what_it_measured(cli, prompts, tmp_path, m
     assert document["overall"]["auto"]["tokens"] == 12 and document["overall"]["auto"]["compile_seconds"] >= 0
 
 
+@pytest.mark.parametrize(("temperature", "told"), [(0, 1), (1, 0)])
+def test_a_lossy_rule_that_is_none_at_temperature_0_is_told(cli, prompts, tmp_path, temperature, told):
+    """Before anything is loaded: here there is nothing."""
+    options = ("--verifier", "rollback", "--temperature", temperature, "--target", tmp_path / "none")
+    result = cli("bench", prompts, *SHORT, "--out", tmp_path / "out.json", *options)
+    assert result.err.count("the text is exactly the greedy one; add --temperature 1") == told and result.code == 2
+
+
 def test_json_on_stdout_and_limit(cli, prompts, tmp_path):
     result = cli("bench", prompts, *SHORT, "--limit", 1, "--out", tmp_path / "out.json", "--json")
     document = json.loads(result.out)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specjax import analysis
+from specjax.analysis import records
 
 PAIR = ("--target", "target", "--draft", "draft")
 SHORT = ("--max-new-tokens", 5, "--drafts", "2,3")
@@ -55,6 +56,35 @@ def test_table_json_plot_and_record(cli, prompts, tmp_path):
     again = cli("compare-verifiers", "--record", saved, "--drafts", "2,3", "--out", out, "--json")
     assert again.code == 0, again.err
     assert json.loads(again.out)["rules"] == document["rules"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_was_recorded_before_an_interrupt_is_kept(cli, prompts, tmp_path, monkeypatch, named):
+    out = tmp_path / "out.json"
+    saved = tmp_path / ("saved.npz" if named else "out.npz")
+    honest, count = records.decode, iter(range(2))
+
+    def stopped(*arguments, **options):
+        if next(count) == 1:
+            raise KeyboardInterrupt
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(records, "decode", stopped)
+    options = ("--save-record", saved) if named else ()
+    result = cli("compare-verifiers", prompts, *PAIR, *SHORT, "--out", out, *options)
+    assert result.code == 130 and f"{saved} has the 1 of 2 prompts that were recorded" in " ".join(result.err.split())
+    kept = analysis.load_record(saved)
+    assert kept.prompt.tolist() == [0] * 5 and kept.about["temperature"] == 1.0
+    assert not left_over(tmp_path) and not out.exists()
+
+
+def test_an_interrupt_before_the_first_prompt_leaves_nothing(cli, prompts, tmp_path, monkeypatch):
+    def stopped(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(records, "decode", stopped)
+    assert cli("compare-verifiers", prompts, *PAIR, *SHORT, "--out", tmp_path / "out.json").code == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
 def test_bad_lines_are_named_and_the_good_ones_run(cli, prompts, tmp_path):

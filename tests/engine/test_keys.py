@@ -161,6 +161,24 @@ def test_a_seed_is_the_same_text_under_every_default():
         np.testing.assert_array_equal(jax.random.key_data(row), jax.random.key_data(rows[0]))
 
 
+@pytest.mark.parametrize("seed", [2**32, 2**32 + 7, -(2**32), 2**63 - 1, -(2**63), np.int64(2**40)])
+def test_no_bit_of_a_long_seed_is_dropped(seed):
+    """2**32 was seed 0."""
+    with jax.enable_x64(True):
+        wanted = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+    np.testing.assert_array_equal(jax.random.key_data(sampling.threefry(seed)), wanted)
+    text = lambda key: decode(markov(), "autoregressive", [[0]], key=key, max_new_tokens=30, temperature=1.0).to_lists()
+    assert text(seed) != text(int(seed) % 2**32)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 - 1, -1, -(2**31), np.int8(-3), np.uint32(2**32 - 1)])
+def test_the_key_of_a_short_seed_is_that_of_jax(seed):
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            key = sampling.threefry(seed)
+        np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(int(seed))))
+
+
 def test_threefry_keys_stay_and_others_keep_all_their_bits():
     key = jax.random.key(11, impl="threefry2x32")
     assert sampling.threefry(key) is key

@@ -13,6 +13,7 @@ from toy_decoders import exact, linear
 from specjax import Request, decode, decoders, drafters, serve, stream, trees, verifiers
 from specjax.parallel import Checkpoints
 from specjax.trees.operations import chain
+from specjax.types import TokenTree
 
 PROMPTS = [[1, 2, 3, 1, 2], [5], [7, 7, 7]]
 RULES = [
@@ -104,6 +105,36 @@ def test_the_other_loops():
     model = linear([0.5, 0.5], [0.3, 0.4])
     same(lambda: decoders.continuous(model, model, np.zeros((2, 1, 1)), key=0, max_new_tokens=4, window=2).tokens)
     same(lambda: decoders.superposed(markov(), [[0], [1, 2]], max_new_tokens=4, drafts=2, candidates=3).tokens)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("error")
+def test_parameters_of_64_bits():
+    """A built-in model and its draft, as a checkpoint of float64 gives them; nobody is warned of what is cut."""
+    prompt, options = [[1, 2, 3, 1]], {"key": 3, "max_new_tokens": 6}
+    run = lambda target, draft: decode(target, drafters.two_model(draft, 1), prompt, **options).to_lists()
+    pair = tiny_llama(), tiny_llama_alike()
+    wanted = run(*pair)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), pair)
+        assert jax.tree.leaves(wide)[0].dtype == jnp.float64
+        assert run(*wide) == wanted
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["standard", "traversal", exhaustive("spectr"), "greedy", "sample_and_match"])
+def test_a_rule_called_with_64_bits(name):
+    """A node, a token, a logit: what JAX makes of numbers under that flag."""
+    rule, shape = verifiers.VERIFIERS[name], (2, 3)
+    rng = np.random.default_rng(0)
+    p, q = rng.normal(size=(2, *shape, 4))
+
+    def run():
+        keys = jax.random.split(jax.random.key(0), 2)
+        tokens, above = jnp.asarray(np.ones(shape, int)), jnp.asarray([[-1, 0, 1]] * 2)
+        return rule(keys, TokenTree(tokens, above, jnp.ones(shape, bool), jnp.asarray(q)), jnp.asarray(p))
+
+    same(run)
 
 
 def test_a_rule_called_by_hand():

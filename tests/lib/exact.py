@@ -135,6 +135,18 @@ def independent_paths(rows: np.ndarray, start: int, paths: int, depth: int, sets
     return draft(rows, tokens, parents), weights * orders
 
 
+def with_replacement(rows: np.ndarray, start: int, parents):
+    """Every outcome of drawing each node of a fixed tree on its own, and its probability, as `without_replacement`.
+
+    The logits of nodes without children are zeros, as builders leave them.
+    """
+    outcomes = np.array([(start, *t) for t in np.ndindex(*[len(rows)] * (len(parents) - 1))], np.int32)
+    chances = [rows.astype(np.float64)[outcomes[:, above], outcomes[:, i]] for i, above in enumerate(parents) if i]
+    tree = draft(rows, outcomes, parents)
+    has_children = np.isin(np.arange(len(parents)), parents)[:, None]
+    return tree._replace(logits=jax.device_put(np.where(has_children, tree.logits, 0))), np.prod(chances, 0)
+
+
 def draft(rows, tokens, parents):
     """TokenTree of tokens [E, N] drawn from Markov rows."""
     with np.errstate(divide="ignore"):

@@ -18,7 +18,7 @@ from specjax.indexing import first_largest, take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.trees.contracts import Builder, Level, Parents, Stop, narrower, with_stop
 from specjax.trees.templates import Template, branching_paths
-from specjax.types import Array
+from specjax.types import Array, Draws
 
 How = Literal[
     "without_replacement", "with_replacement", "top_and_sampled", "point_mass", "without_replacement_then_uniform"
@@ -75,7 +75,11 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
     def finish(state, parents, valid):
         return jnp.broadcast_to(jnp.asarray(shape.ids), (parents.shape[0], template.num_nodes))
 
-    is_chain = template.num_nodes == template.max_depth + 1
+    drawn: Draws = draws
+    if template.num_nodes == template.max_depth + 1 and draws != "point_mass":
+        drawn = "chain"
+    elif draws == "with_replacement" and not _is_even(template):
+        drawn = "with_replacement_uneven"
     return Builder(
         init=lambda batch: (),
         expand=expand,
@@ -85,7 +89,7 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
         width=shape.row.shape[1],
         frontier=shape.feed.shape[1],
         levels=template.max_depth,
-        draws="chain" if is_chain and draws != "point_mass" else draws,
+        draws=drawn,
         widths=narrower([end for _, end in template.levels]),
     )
 
@@ -147,6 +151,14 @@ class _Tables(NamedTuple):
     feed: np.ndarray  # int32[levels, F], slots of the inner nodes
     counts: np.ndarray  # int32[levels, F], children of each parent
     ids: np.ndarray  # int32[N], node numbers of the template's nodes while the tree grows
+
+
+def _is_even(template: Template) -> bool:
+    """Whether the chains of first children below the root's children are of one length."""
+    depth_below = np.zeros(template.num_nodes, np.int32)
+    for node in range(template.num_nodes - 1, 0, -1):  # of its siblings the first comes last
+        depth_below[template.parents[node]] = 1 + depth_below[node]
+    return len(set(depth_below[template.parents == 0])) == 1
 
 
 def _tables(template: Template) -> _Tables:

@@ -130,7 +130,8 @@ def _skew(order: Array, q: Array, rho: Array, k: Array) -> tuple[Array, Array]:
 def multipath_block(paths: int | None = None) -> Verifier:
     """The rule for chains drawn independently, as `trees.independent_paths` makes them.
 
-    Of any other tree drawn with replacement it reads the chains of first children, which must be of one length.
+    Of any other tree drawn with replacement it reads the chains of first children, which must be of one length: where
+    the shape ends some of them earlier (draws "with_replacement_uneven"), q' would be another.
 
     Args: paths: K, of the drafted chains the first so many are read; None: all of them.
 

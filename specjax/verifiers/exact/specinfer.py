@@ -23,7 +23,7 @@ core = functools.partial(
 specinfer = Verifier(
     "specinfer",
     with_keys(core),
-    draws=("chain", "with_replacement"),
+    draws=("chain", "with_replacement", "with_replacement_uneven"),
     guarantee="distribution",
     summary="tests independent siblings in turn against the same q",
     paper="Miao et al. 2024, arXiv 2305.09781",

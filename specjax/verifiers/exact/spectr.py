@@ -74,7 +74,7 @@ core = functools.partial(descend, Rule(enter=_enter, reject=lambda p, d, token: 
 spectr = Verifier(
     "spectr",
     with_keys(core),
-    draws=("chain", "with_replacement"),
+    draws=("chain", "with_replacement", "with_replacement_uneven"),
     guarantee="distribution",
     summary="k-SEQ: tests k independent siblings against q enlarged by one factor",
     paper="Sun et al. 2023, arXiv 2310.15141",

@@ -30,12 +30,13 @@ class _State(NamedTuple):
     left: Array  # bool[B, N], nodes not deleted
     weight: Array  # float32[B, N]
     p: Array  # float32[B, N, V], current distributions
-    q: Array  # float32[B, N, V]
+    q: Array  # float32[B, N, V], that of a node in the row of `_drawn_below`
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     """The rule with its uniforms float32[B, N] given (u[:, 0] is not used)."""
-    tree = operations.merge_equal_siblings(tree)
+    drafted, tree = tree, operations.merge_equal_siblings(tree)
+    q_row = _drawn_below(drafted, tree)
     batch, n = tree.tokens.shape
     rows = jnp.arange(batch)
     at = lambda x, node: take_along(x, node[:, None], 1)[:, 0]
@@ -49,20 +50,22 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
         fail = s.going & ~inner & ~stop
 
         above = jnp.maximum(at(tree.parents, s.node), 0)
+        row_above = at(q_row, above)
         failed = at(tree.tokens, s.node)
         p_a, q_a, up = jax.lax.cond(
             jnp.any(fail),
             lambda p_a, q_a, w: _delete(p_a, q_a, w, failed),
             lambda p_a, q_a, w: (p_a, q_a, w),
-            s.p[rows, above], s.q[rows, above], at(s.weight, above),
+            s.p[rows, above], s.q[rows, row_above], at(s.weight, above),
         )  # fmt: skip
         # Written outside of the branch and before the next read: XLA copies the buffers otherwise.
-        place = jnp.where(fail, above, n)
-        p, q = s.p.at[rows, place].set(p_a, mode="drop"), s.q.at[rows, place].set(q_a, mode="drop")
+        place = lambda node: jnp.where(fail, node, n)
+        p = s.p.at[rows, place(above)].set(p_a, mode="drop")
+        q = s.q.at[rows, place(row_above)].set(q_a, mode="drop")
 
         child = jnp.argmax(children, 1).astype(jnp.int32)
         token = at(tree.tokens, child)
-        p_x, q_x = p[rows, s.node, token], q[rows, s.node, token]
+        p_x, q_x = p[rows, s.node, token], q[rows, at(q_row, s.node), token]
         down = jnp.minimum(1.0, weight * jnp.where(q_x > 0, p_x / jnp.where(q_x > 0, q_x, 1.0), 0.0))
         deeper = s.going & inner
         node = jnp.where(deeper, child, jnp.where(fail, above, s.node))
@@ -83,6 +86,17 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     return Accepted(path, num_nodes, end.p[rows, end.node])
 
 
+def _drawn_below(drafted: TokenTree, merged: TokenTree) -> Array:
+    """int32[B, N]: of each node of the merged tree the drafted one below which its first child was drawn.
+
+    Of equal siblings only some may have children, and the draft's logits of the others mean nothing.
+    """
+    node = jnp.arange(merged.tokens.shape[1])
+    is_child = (merged.parents[:, None, :] == node[:, None]) & merged.valid[:, None, :]  # bool[B, N, its children]
+    above = take_along(drafted.parents, jnp.argmax(is_child, 2), 1)
+    return jnp.where(jnp.any(is_child, 2), above, node)
+
+
 def _delete(p: Array, q: Array, weight: Array, token: Array):
     """The distributions [B, V] and weight [B] of a node once its child `token` [B] has failed."""
     s = jnp.maximum(weight[:, None] * p - q, 0.0)
@@ -96,7 +110,7 @@ def _delete(p: Array, q: Array, weight: Array, token: Array):
 traversal = Verifier(
     "traversal",
     with_keys(core),
-    draws=("chain", "without_replacement", "with_replacement"),
+    draws=("chain", "without_replacement", "with_replacement", "with_replacement_uneven"),
     guarantee="distribution",
     summary="verifies a tree from the leaves up: a deep path can outweigh its first token",
     paper="Weng et al. 2025, arXiv 2505.12398",

@@ -13,6 +13,7 @@ from exact import (
     leaf_first_patterns,
     patterns,
     top_and_sampled,
+    with_replacement,
     without_replacement,
 )
 from rules import module
@@ -142,12 +143,9 @@ def test_sample_and_match_is_golden(name, outcomes):
 
 def branching_with_replacement(children_of_duplicates):
     """Branching (2, 2), every pair of siblings drawn independently."""
-    parents = np.array([-1, 0, 0, 1, 1, 2, 2], np.int32)
-    tokens = np.array([(0, *t) for t in np.ndindex(*[3] * 6)], np.int32)
-    weights = np.prod([DRAFT_ROWS.astype(np.float64)[tokens[:, parents[i]], tokens[:, i]] for i in range(1, 7)], 0)
-    tree = draft(DRAFT_ROWS, tokens, parents)
-    valid = np.ones(tokens.shape, bool)
-    valid[:, 5:] = children_of_duplicates | (tokens[:, 1:2] != tokens[:, 2:3])
+    tree, weights = with_replacement(DRAFT_ROWS, 0, np.array([-1, 0, 0, 1, 1, 2, 2], np.int32))
+    valid = np.ones(tree.tokens.shape, bool)
+    valid[:, 5:] = children_of_duplicates | (tree.tokens[:, 1:2] != tree.tokens[:, 2:3])
     return tree._replace(valid=jnp.asarray(valid)), weights
 
 
@@ -161,6 +159,25 @@ def test_children_of_equal_siblings_are_tested_too():
     golden = MARKOV["rrs_with_replacement_2_2"]["expected_tokens_per_iteration"]
     np.testing.assert_allclose(efficiency[False], golden, atol=5e-6)
     assert efficiency[True] > golden + 0.01
+
+
+TWINS = [  # parents of trees in which one of two equal siblings, or cousins, has children and the other has none
+    (-1, 0, 0, 2),
+    (-1, 0, 0, 0, 2, 3),
+    (-1, 0, 1, 1, 3),
+    (-1, 0, 0, 1, 2, 4),
+]
+
+
+@pytest.mark.parametrize("parents", TWINS)
+@pytest.mark.parametrize("rule", ["specinfer", "spectr", "traversal"])
+def test_equal_siblings_of_which_one_has_children(rule, parents):
+    """The logits of the other are no distribution: they would be off by up to 0.035 in total variation."""
+    tree, weights = with_replacement(DRAFT_ROWS, 0, np.array(parents, np.int32))
+    depth = int(operations.depths(np.array([parents])).max())
+    how = leaf_first_patterns if rule == "traversal" else patterns
+    joint, _ = block_distribution(CORES[rule], tree, weights, TARGET_ROWS, depth, how)
+    assert np.abs(joint - joint_distribution(TARGET_ROWS, 0, depth + 1)).max() < 1e-6
 
 
 # ---------------------------------------------------------------------------------------------------- mutants
