@@ -8,8 +8,8 @@ import pytest
 from tiers import those
 from toy import markov
 
-from specjax import drafters
-from specjax.engine.memory import teach
+from specjax import Request, decode, drafters, serve, stream
+from specjax.engine.memory import settled, teach
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start, step
 
@@ -51,3 +51,21 @@ def test_a_text_that_ends_late_takes_nothing_back(name):
     accepted = [text(known, -1, 29)[1] for known in (drafter, before, after)]
     assert accepted[2] >= accepted[1] > accepted[0] + 5
     assert text(after, 1, 0)[1] > text(before, 1, 0)[1] + 5
+
+
+def test_what_stays_as_it_is_is_not_copied():
+    """A corpus, or a draft model, of a drafter that remembers something else."""
+    known = {"corpus": np.arange(4), "learnt": jax.numpy.zeros(())}
+    learning = lambda params, state: params | {"learnt": params["learnt"] + 1}
+    drafter = drafters.autoregressive().replace(params=jax.device_put(known), remember=learning)
+    target, prompts, options = cycle(1), [[3]], {"key": 0, "max_new_tokens": 2}
+    requests = [Request(prompts[0], 0)] * 3
+    last = lambda steps: list(steps)[-1].drafter()
+    for after, lessons in (
+        (decode(target, drafter, prompts, **options).drafter, 1),
+        (last(stream(target, drafter, prompts, **options)), 1),
+        (last(serve(target, drafter, requests, slots=2, longest_prompt=1, max_new_tokens=2)), 4),
+        (settled(target, drafter), 1),
+    ):
+        assert after.params["corpus"] is drafter.params["corpus"]
+        assert after.params["learnt"] == lessons
