@@ -84,9 +84,9 @@ def beside(counts: Counts, earlier: Counts) -> Counts:
 
 
 def joined(earlier: Counts, rows: Counts) -> Counts:
-    """`earlier` ones [C] and those of rows [B, C], all alike, scaled down to the window: a long text counts no more than
-    all before it, and takes nothing back of what shorter ones added while it ran."""
-    both = jax.tree.map(lambda old, own: old + jnp.sum(own, 0), earlier, rows)
+    """`earlier` ones [C] and those of rows [B, C], all alike, scaled down to the window: a long text counts no more
+    than all before it, and takes nothing back of what shorter ones added while it ran."""
+    both = Counts(earlier.hits + jnp.sum(rows.hits, 0), earlier.trials + jnp.sum(rows.trials, 0))
     return jax.tree.map(lambda x: x * WINDOW / jnp.maximum(both.trials, WINDOW), both)
 
 

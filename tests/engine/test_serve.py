@@ -102,6 +102,17 @@ def test_over_a_mesh(model):
     assert texts == {i: alone("token_recycling", i) for i in range(4)}
 
 
+def test_over_a_mesh_all_is_compiled_by_the_end_of_the_first_request(caplog):
+    """Every program leaves the state where it, and the others, found it. `_cache_size` counts ways in, not programs."""
+    target = specjax.shard(tiny_llama(layers=1), specjax.mesh(data=1, model=2))
+    compiled, ended = [], []
+    with jax.log_compiles():
+        for news in serve(target, DRAFTERS["token_recycling"](), [request(3), request(1), request(0)], **LIMITS):
+            compiled.append(sum(record.message.startswith("Compiling") for record in caplog.records))
+            ended.append(news.finish_reason is not None)
+    assert sum(ended) == 3 and compiled[-1] == compiled[ended.index(True)] > 2
+
+
 def test_nothing_of_the_row_before_is_left(monkeypatch):
     """Where every free row is full of NaN before a request comes, the texts are the same."""
     admit = module._admit
