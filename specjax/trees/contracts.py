@@ -17,7 +17,6 @@ from specjax import sampling
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Draws, PyTree
 
-
 COLD = 2.0**-27
 """The temperature at which noise, which is between -4 and 23, no longer decides between any two float32 of about 1."""
 
