@@ -13,6 +13,7 @@ import numpy as np
 from specjax.catalog import make_drafter, parse_rule
 from specjax.controllers.parsing import parse
 from specjax.engine import checks
+from specjax.engine.memory import taught
 from specjax.engine.parts import Job
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.prompts import Prompts
@@ -93,6 +94,7 @@ def decode(
     )  # fmt: skip
     job = _prepare(target, drafter, prompts, settings, key=key, max_new_tokens=max_new_tokens, inputs=inputs)
     result = run(job).cut(max_new_tokens)
+    result = dataclasses.replace(result, drafter=taught(job.parts.drafter, result.drafter))
     if debug and not isinstance(result.stats.violations, jax.core.Tracer):
         checks.refuse(gather(result.stats.violations), job.parts.drafter.draws)
     return result

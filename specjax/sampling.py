@@ -61,6 +61,12 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     return jnp.where(temperature > 0, logits, greedy)
 
 
+def is_greedy(sampling: Sampling, batch: int) -> Array:
+    """bool[B]: which rows take the likeliest token; of a program in which that is data."""
+    assert sampling.temperature is not None
+    return jnp.broadcast_to(sampling.temperature == 0, (batch,))
+
+
 def _kept(wanted: Array, mask: Callable[[Array], Array], logits: Array) -> Array:
     """Logits where the mask has them; it is not looked for if no row wants it."""
     return jax.lax.cond(jnp.any(wanted), lambda x: jnp.where(mask(x), x, -jnp.inf), lambda x: x, logits)

@@ -239,7 +239,9 @@ class Drafter:
 
     Two more, if it has use for them. `read(params, state, context, tokens[B, T], count[B], output) -> state` sees the
     target's outputs for the prompt, chunk by chunk: the first `count` of these T tokens are its next ones.
-    `remember(params, state) -> params` says what a later call may start from: `DecodeResult.drafter` has it.
+    `remember(params, state) -> params` says what a later call may start from: `DecodeResult.drafter` has it. In `serve`
+    each row ends at a time of its own, so the state holds what the rows themselves learnt; what the parameters say is
+    read beside it, and `remember` adds the one to the other. Then no row undoes what another one added meanwhile.
 
     `axes(state)` has the place of B in the shape of each array of the state, `buffers.SHARED` for one that all rows
     share. Default: 0 for all.

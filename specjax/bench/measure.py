@@ -33,14 +33,8 @@ def row_keys(seed: int, indices: Sequence[int]) -> Array:
 
 
 def bucket(rows: Rows) -> tuple[int, int]:
-    """(rows, prompt buffer): prompts with the same bucket share a program.
-
-    Buffers double in size, coarser than in `decode`: a few more slots cost less than another compilation.
-    """
-    size = BUCKET
-    while size < max(map(len, rows)):
-        size *= 2
-    return len(rows), size
+    """(rows, prompt buffer): prompts with the same bucket share a program. `decode` rounds buffers further up."""
+    return len(rows), -(-max(map(len, rows)) // BUCKET) * BUCKET
 
 
 def pack(rows: Rows) -> tuple[np.ndarray, np.ndarray]:

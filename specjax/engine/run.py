@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.engine import step as one
-from specjax.engine.memory import taught
+from specjax.engine.memory import lesson
 from specjax.engine.parts import Job, Parts
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_stats, zero_stats
@@ -43,7 +43,8 @@ def run(job: Job) -> DecodeResult:
 
     How long the prompts are and how many tokens may follow is data: one program serves all that fit its buffer.
 
-    Returns: DecodeResult whose arrays have as many places as the buffer; `DecodeResult.cut` takes those asked for.
+    Returns: DecodeResult whose arrays have as many places as the buffer; `DecodeResult.cut` takes those asked for. Its
+      drafter is a `lesson`.
     """
     parts, lengths = job.parts, job.lengths
     batch, size = job.tokens.shape
@@ -70,7 +71,7 @@ def run(job: Job) -> DecodeResult:
         count,
         stats.hit_eos,
         stats,
-        taught(parts.drafter, state.draft) if parts.drafter.remember else None,
+        lesson(parts.drafter, state.draft) if parts.drafter.remember else None,
         logprobs,
         state.finite,
     )

@@ -26,7 +26,7 @@ import numpy as np
 
 from specjax import buffers
 from specjax.engine import step as one
-from specjax.engine.memory import taught
+from specjax.engine.memory import lesson, taught
 from specjax.engine.parts import Job, Parts
 from specjax.engine.requests import Limits, Request, RowSettings, check, row_settings
 from specjax.engine.run import step
@@ -178,19 +178,12 @@ def _admit(parts: Parts, state: DecodeState, slot, tokens, length, key, stop, in
 
 def _without(parts: Parts, state: DecodeState, slot: int) -> tuple[Parts, DecodeState]:
     """Row `slot` ended, and the drafter with what it taught it."""
-    if parts.drafter.remember is None:  # what a program hands through, it copies: a draft model's parameters
-        return parts, _end(state, np.int32(slot))
-    drafter, state = _ended(parts.drafter, state, np.int32(slot))
-    return dataclasses.replace(parts, drafter=drafter), state
-
-
-@functools.partial(jax.jit, donate_argnames=("state",))
-def _end(state: DecodeState, slot) -> DecodeState:
-    return state._replace(done=state.done.at[slot].set(True))
+    learnt, state = _ended(parts.drafter, state, np.int32(slot))
+    return dataclasses.replace(parts, drafter=taught(parts.drafter, learnt)), state
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 @in_32_bits
 def _ended(drafter: Drafter, state: DecodeState, slot) -> tuple[Drafter, DecodeState]:
     own = buffers.take_row(state.draft, slot, drafter.axes(state.draft))
-    return taught(drafter, own), state._replace(done=state.done.at[slot].set(True))
+    return lesson(drafter, own), state._replace(done=state.done.at[slot].set(True))

@@ -14,7 +14,7 @@ from specjax.engine import checks, forms
 from specjax.engine.one_of import narrow_or_wide
 from specjax.engine.parts import Parts
 from specjax.indexing import take_along
-from specjax.sampling import node_keys, warp
+from specjax.sampling import is_greedy, node_keys, warp
 from specjax.trees import operations
 from specjax.types import Array, DecodeState, Output, PyTree, Scored, TokenTree, Verdict
 from specjax.verifiers import greedy
@@ -122,16 +122,26 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observe
 
 def _judged(parts: Parts, state: DecodeState, keys: Array, tree: TokenTree, output: Output) -> tuple[Verdict, Array]:
     """What the rule says of a tree, and the target's logits [B, N, V], warped unless they need not be."""
-    verifier, temperature = parts.verifier, parts.sampling.temperature
+    verifier = parts.verifier
     if verifier.guarantee == "greedy":
         return verifier(keys, tree, output.logits, output.hidden), output.logits
-    rule = lambda logits: verifier(keys, tree, warp(logits, parts.sampling), output.hidden)
-    if parts.serving and verifier.guarantee == "distribution" and temperature is not None:
-        # Where no request is sampled any exact rule is the greedy one, and nothing need be warped and drawn.
-        is_sampled = jnp.any((temperature > 0) & ~state.done)
-        return jax.lax.cond(is_sampled, rule, lambda logits: greedy(keys, tree, logits), output.logits), output.logits
     logits = warp(output.logits, parts.sampling)
-    return verifier(keys, tree, logits, output.hidden), logits
+    rule = lambda logits: verifier(keys, tree, logits, output.hidden)
+    if verifier.guarantee == "lossy" or parts.sampling.temperature is None:
+        return rule(logits), logits
+    # The drafts of greedy rows were not drawn, as rules suppose; but there any exact rule is the greedy one.
+    row_is_greedy = is_greedy(parts.sampling, len(state.done))
+    likeliest = greedy(keys, tree, output.logits)
+
+    def mixed(logits):
+        pick = lambda x, y: jnp.where(row_is_greedy.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+        return jax.tree.map(pick, likeliest, rule(logits))
+
+    if parts.serving:  # where no request is sampled, nothing need be warped and drawn
+        warped = lambda logits: mixed(warp(logits, parts.sampling))
+        is_sampled = jnp.any(~row_is_greedy & ~state.done)
+        return jax.lax.cond(is_sampled, warped, lambda logits: likeliest, output.logits), output.logits
+    return mixed(logits), logits
 
 
 def _of_running(verdict: Verdict, done: Array) -> Verdict:

@@ -10,11 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Draws, PyTree
+
+COLD = 2.0**-27
+"""The temperature at which noise, which is between -4 and 23, no longer decides between any two float32 of about 1."""
 
 
 class Parents(NamedTuple):
@@ -25,6 +29,7 @@ class Parents(NamedTuple):
     log_q: Array  # float32[B, F, V], normalised: their children's distribution, warped
     keys: Array | None  # [B, F], of the children's noise; None: no noise, draft the likeliest tokens
     coupled: bool  # the noise is the target's own: one field per position
+    is_greedy: Array | None = None  # bool[B], which rows draft the likeliest tokens all the same; None: none
 
     def noise(self, race: int = 0) -> Array:
         """Gumbel noise float32[B, F, V] for a draw of the children; each race is an independent draw."""
@@ -37,7 +42,17 @@ class Parents(NamedTuple):
 
         The likeliest where there is no noise, or none is wanted. float32[B, F, k]: -inf where there is no such child.
         """
-        return gumbel_topk(self.keys if noisy else None, self.log_q, k)
+        if not noisy or self.keys is None or self.is_greedy is None:
+            return gumbel_topk(self.keys if noisy else None, self.log_q, k)
+        heat = jnp.where(self.is_greedy, COLD, 1.0)[:, None]
+        return gumbel_topk(self.keys, self.log_q, k, temperature=jnp.broadcast_to(heat, self.ids.shape))
+
+    def unless_greedy(self, drawn: PyTree, likeliest: PyTree) -> PyTree:
+        """Arrays [B, ...]: `likeliest` of rows that draft the likeliest tokens, `drawn` of the others."""
+        if self.keys is None or self.is_greedy is None:
+            return likeliest if self.keys is None else drawn
+        of_row = lambda x: self.is_greedy.reshape(-1, *[1] * (x.ndim - 1))
+        return jax.tree.map(lambda x, y: jnp.where(of_row(x), y, x), drawn, likeliest)
 
 
 class Level(NamedTuple):

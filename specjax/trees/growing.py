@@ -132,7 +132,8 @@ def _expand(given: _Given, carry: _Carry, logits: Array) -> _Carry:
     depth = take_along(carry.grown.depth, nodes, 1)
     log_q, noise = _distribution(given, logits, level, depth)
     grown, below = _judge(builder.stop, carry.grown, nodes, Fed(log_q, depth, logits))
-    parents = Parents(nodes, below, log_q, noise, coupled=given.context.noise is not None)
+    is_greedy = None if noise is None else sampling.is_greedy(given.context.sampling, len(nodes))
+    parents = Parents(nodes, below, log_q, noise, given.context.noise is not None, is_greedy)
     state, new, log_q = builder.expand(carry.state, level, parents)
     kept = carry.log_q
     if kept is not None:
@@ -145,11 +146,13 @@ def _expand(given: _Given, carry: _Carry, logits: Array) -> _Carry:
 def _distribution(given: _Given, logits: Array, level: Array, depth: Array) -> tuple[Array, Array | None]:
     """log q of the children of nodes at `depth` int32[B, F], float32[B, F, V], and the keys of their noise [B, F]."""
     builder, context = given.builder, given.context
-    is_greedy = context.sampling.temperature is None
-    warped = logits if is_greedy or not builder.warped else sampling.warp(logits, context.sampling)
-    log_q = jax.nn.log_softmax(warped.astype(jnp.float32), -1)
-    if is_greedy:
-        return log_q, None
+    normalised = lambda x: jax.nn.log_softmax(x.astype(jnp.float32), -1)
+    if context.sampling.temperature is None:
+        return normalised(logits), None
+    if builder.warped:  # not of greedy rows, which would be left one token
+        is_greedy = sampling.is_greedy(context.sampling, len(depth))[:, None, None]
+        logits = jnp.where(is_greedy, logits, sampling.warp(logits, context.sampling))
+    log_q = normalised(logits)
     if context.noise is not None:  # the noise with which the target draws at the children's position
         return log_q, sampling.node_keys(context.noise, context.length, depth)
     split = lambda key: jax.random.split(jax.random.fold_in(key, level), depth.shape[1])

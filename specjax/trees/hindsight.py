@@ -18,7 +18,8 @@ from specjax.trees.templates import Template
 from specjax.types import Array, Context, TokenTree
 
 MEMORY = 0.98
-"""How much of its counts a class keeps at each new trial: the last 50 count."""
+"""How much of its counts a class keeps at each new trial: the last WINDOW count."""
+WINDOW = 1 / (1 - MEMORY)
 PRIOR = 6.0
 """How many trials the prior chance is worth."""
 DOUBT = 3.0
@@ -64,20 +65,33 @@ class Counts(NamedTuple):
 class Hindsight(NamedTuple):
     """How good the drafts were."""
 
-    counts: Counts
+    counts: Counts  # of the row's own drafts
     shadow: Drafted  # waits for the text to pass it by
     found: Array  # float32[B, 2], of late: nodes that were right, and how many the classes had expected
 
 
-def begin(counts: Counts, batch: int, shape: Shape) -> Hindsight:
-    """What rows know that start from `counts` float32[C] each."""
+def begin(classes: int, batch: int, shape: Shape) -> Hindsight:
+    """What rows know that have drafted nothing yet."""
     none = jnp.zeros((batch, len(shape.parents)), jnp.int32)
-    counts = jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), counts)
+    counts = Counts(jnp.zeros((batch, classes)), jnp.zeros((batch, classes)))
     return Hindsight(counts, Drafted(none, none > 0, none, none[:, 0]), jnp.zeros((batch, 2)))
 
 
-def learn(prior: np.ndarray, shape: Shape, past: Hindsight, context: Context) -> Hindsight:
-    """Count the nodes of the draft that waits, once the text has passed it by. prior: float32[C], as `rank` has it."""
+def beside(counts: Counts, earlier: Counts) -> Counts:
+    """Those of rows [B, C] with `earlier` ones [C] behind them, which fade as the rows' own fill the window."""
+    share = jnp.maximum(1 - counts.trials / WINDOW, 0)
+    return jax.tree.map(lambda own, old: own + share * old, counts, earlier)
+
+
+def joined(earlier: Counts, rows: Counts) -> Counts:
+    """`earlier` ones [C] and those of rows [B, C], all alike, scaled down to the window: a long text counts no more
+    than all before it, and takes nothing back of what shorter ones added while it ran."""
+    both = Counts(earlier.hits + jnp.sum(rows.hits, 0), earlier.trials + jnp.sum(rows.trials, 0))
+    return jax.tree.map(lambda x: x * WINDOW / jnp.maximum(both.trials, WINDOW), both)
+
+
+def learn(prior: np.ndarray, shape: Shape, past: Hindsight, context: Context, earlier: Counts) -> Hindsight:
+    """Count the nodes of the draft that waits, once the text has passed it by. prior, earlier: as `rank` has them."""
     tokens, valid, kind, start = past.shadow
     place = start[:, None] - 1 + shape.depth
     passed = place < context.length[:, None]
@@ -90,7 +104,7 @@ def learn(prior: np.ndarray, shape: Shape, past: Hindsight, context: Context) ->
     trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
     hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
     kept = MEMORY**trials
-    chance = jnp.where(tried, _chance(prior, past.counts, kind), 0.0)
+    chance = jnp.where(tried, _chance(prior, beside(past.counts, earlier), kind), 0.0)
     found = FADING * past.found + jnp.stack([jnp.sum(tried & right, 1), jnp.sum(chance, 1)], 1)
     found = jnp.where(over[:, None], found, past.found)
     counts = Counts(past.counts.hits * kept + hits, past.counts.trials * kept + trials)
@@ -104,16 +118,18 @@ def wait_for(past: Hindsight, drafted: Drafted) -> Hindsight:
     return past._replace(shadow=jax.tree.map(pick, drafted, past.shadow))
 
 
-def rank(prior: np.ndarray, shape: Shape, drafted: Drafted, past: Hindsight) -> tuple[TokenTree, Array]:
+def rank(
+    prior: np.ndarray, shape: Shape, drafted: Drafted, past: Hindsight, earlier: Counts
+) -> tuple[TokenTree, Array]:
     """The union of both parts in falling order of the chances of their paths, and these float32[B, M]; 0 for the root
-    and behind. prior: float32[C], the chance of each class before anything was seen."""
+    and behind. prior: float32[C], the chance of each class before anything was seen. earlier: [C], of other texts."""
     tokens, valid = drafted.tokens, drafted.valid
     nodes = np.arange(len(shape.parents))
     # The copied node that stands for each recycled one, if their paths spell the same; else each for itself.
     twin = np.minimum(shape.depth, shape.copied)
     alike = (tokens == tokens[:, twin]) & valid & valid[:, twin] & (shape.depth <= shape.copied)
     first = jnp.where(jnp.all(alike[:, None, :] | ~shape.above, 2), twin, nodes)
-    chance = _chance(prior, past.counts, drafted.kind) * _trust(past.found)
+    chance = _chance(prior, beside(past.counts, earlier), drafted.kind) * _trust(past.found)
     miss = jnp.where(valid, jnp.log1p(-chance), 0.0)
     same = first[:, :, None] == first[:, None, :]  # [B, M, M]
     chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))

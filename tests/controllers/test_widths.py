@@ -63,8 +63,7 @@ def test_a_pass_is_as_wide_as_the_limit_asks_for(name):
     rounds = [place for place, (whose, _) in enumerate(passes) if whose == "target"]
     assert [passes[place][1] for place in rounds[:4]] == ALL[name][1]
     assert len(rounds) > 5
-    if name != "hierarchical":  # whose middle model reads every token
-        assert rounds[0] == 0 and passes[rounds[3] + 1 :] == [("target", 1)] * (len(rounds) - 4)
+    assert rounds[0] == 0 and passes[rounds[3] + 1 :] == [("target", 1)] * (len(rounds) - 4)
 
 
 def test_goodput_stops_the_passes_of_a_dear_drafter():

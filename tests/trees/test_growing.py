@@ -126,6 +126,30 @@ def test_paths_that_the_shape_ends_apart_are_not_verified_as_one_block(paths, ev
             verifier(drafter)
 
 
+MIXED = {**BUILDERS, "chain_with_siblings": trees.chain_with_siblings(3)}
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("name", those(("sequoia", "rsd_s", "chain_with_siblings"), MIXED))
+def test_rows_of_temperature_0_draft_as_in_greedy_decoding(name, coupled):
+    """As in `serve`, where it is data which rows are sampled; and those draft what they draft without the others."""
+    logits, root = jnp.asarray(np.random.default_rng(0).normal(size=(20, 20)), jnp.float32), jnp.array([3, 4])
+    keys = jax.random.split(jax.random.key(0), 2)
+    feed = lambda memory, frontier: (memory, logits[frontier.tokens])
+
+    def tree(sampling):
+        context = Context(root[:, None], jnp.ones_like(root), sampling, keys if coupled else None)
+        run = lambda: trees.grow(MIXED[name], feed, (), root, logits[root], keys, context, root + 9)[0].tree
+        return jax.device_get(jax.jit(run)()._replace(logits=None))
+
+    greedy, mixed, sampled = (tree(Sampling(t)) for t in (None, jnp.array([0.0, 0.8]), jnp.array([0.8, 0.8])))
+    for row, alone in enumerate((greedy, sampled)):
+        kept = alone.valid[row]
+        np.testing.assert_array_equal(mixed.valid[row], kept)
+        np.testing.assert_array_equal(mixed.tokens[row, kept], alone.tokens[row, kept])
+        np.testing.assert_array_equal(mixed.parents[row], alone.parents[row])
+
+
 def kept_by_eagle2(distributions, total):
     """The `total` tokens that EAGLE-2 keeps below token 0 of a Markov chain, in order; two per node, two levels."""
     rows = np.full((7, 7), 1e-9, np.float32)

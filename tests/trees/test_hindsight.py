@@ -14,9 +14,10 @@ from specjax.trees.templates import Template
 from specjax.types import Context
 
 PRIOR = _prior()
-rank = lambda shape, *arrays: jax.jit(functools.partial(hindsight.rank, PRIOR, shape))(*arrays)
-learn = lambda shape, *arrays: jax.jit(functools.partial(hindsight.learn, PRIOR, shape))(*arrays)
-NOTHING = Counts(jnp.zeros((1, CLASSES)), jnp.zeros((1, CLASSES)))
+EARLIER = Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
+rank = lambda shape, *arrays: jax.jit(functools.partial(hindsight.rank, PRIOR, shape))(*arrays, EARLIER)
+learn = lambda shape, *arrays: jax.jit(functools.partial(hindsight.learn, PRIOR, shape))(*arrays, EARLIER)
+NOTHING = jax.tree.map(lambda x: x[None], EARLIER)
 
 
 def past(shadow=None, found=(0.0, 0.0)):
@@ -61,6 +62,18 @@ def test_hindsight_counts_what_would_have_been_accepted():
     np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
 
 
+def test_what_several_texts_taught_is_joined():
+    """A row trusts itself the more the more it saw; a long text counts as much as all before it, however long it is."""
+    counts = lambda hits, trials: Counts(jnp.array(hits, jnp.float32), jnp.array(trials, jnp.float32))
+    earlier = counts([20.0], [40.0])
+    now = hindsight.beside(counts([[0.0], [10.0], [45.0]], [[0.0], [25.0], [51.0]]), earlier)
+    assert now.hits[:, 0].tolist() == [20, 20, 45] and now.trials[:, 0].tolist() == [40, 45, 51]
+    of_all = hindsight.joined(counts([0.0], [0.0]), counts([[6.0], [4.0]], [[10.0], [20.0]]))
+    assert (float(of_all.hits[0]), float(of_all.trials[0])) == (10, 30)
+    late = hindsight.joined(of_all, counts([[50.0]], [[50.0]]))
+    np.testing.assert_allclose((late.hits[0], late.trials[0]), (60 * 50 / 80, 50), rtol=1e-6)
+
+
 def test_a_text_that_disappoints_lowers_all_chances():
     shape, draft = joined(1, [(0,)], [1, 5, 7], [0, 3, COPIED + 1])
     believed = rank(shape, draft, past())[1]
@@ -83,7 +96,7 @@ def test_the_joined_tree_is_the_union_of_both_drafts(copied):
             valid[i] = valid[parent] and rng.random() < 0.8
         kinds = rng.integers(0, CLASSES, len(tokens))
         draft = Drafted(*(jnp.asarray(x)[None] for x in (tokens, valid, kinds)), jnp.array([1]))
-        tree, chance = ranked(draft, past())
+        tree, chance = ranked(draft, past(), EARLIER)
 
         def spelt(i, tokens, parents):
             return () if i == 0 else (*spelt(int(parents[i]), tokens, parents), int(tokens[i]))

@@ -34,7 +34,15 @@ from jax.typing import ArrayLike
 from specjax import buffers, turns
 from specjax import costs as costs_of
 from specjax.drafters.lookup.suffix import find
-from specjax.drafters.tables.token_recycling import RANKS, Recycled, Seen, best_paths, recycled_tree, token_recycling
+from specjax.drafters.tables.token_recycling import (
+    RANKS,
+    Known,
+    Recycled,
+    Seen,
+    best_paths,
+    recycled_tree,
+    token_recycling,
+)
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.retrieval.suffixes import copied_chain
@@ -72,9 +80,9 @@ RECENT = 0.125
 
 
 class Memory(NamedTuple):
-    """What a call may start from: the parameters."""
+    """What earlier calls taught: the parameters."""
 
-    recycled: Recycled
+    recycled: Recycled | tuple[()]
     counts: Counts  # [CLASSES]
 
 
@@ -155,11 +163,14 @@ class _Config(NamedTuple):
 
 
 def _init(config: _Config, params, context: Context) -> _State:
-    batch = context.tokens.shape[0]
-    matrix = config.recycling.init(params.recycled if params else (), context)
-    counts = params.counts if params else Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
-    past = hindsight.begin(counts, batch, config.shape)
+    matrix = config.recycling.init((), context)
+    past = hindsight.begin(CLASSES, context.tokens.shape[0], config.shape)
     return _State(matrix, _Record(past, jnp.float32(HOPE), jnp.int32(0)))
+
+
+def _earlier(params: Memory | tuple[()]) -> Memory:
+    """What earlier calls taught, if any did."""
+    return params or Memory((), Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES)))
 
 
 def _axes(state: _State) -> _State:
@@ -170,21 +181,23 @@ def _axes(state: _State) -> _State:
 def _propose(config: _Config, params, keys, state: _State, context: Context, limit: Array) -> tuple[TokenTree, _State]:
     context = context._replace(cache=None, target=None)  # a branch would be given them
     rest, draft = functools.partial(_rest, config), functools.partial(_draft, config)
-    tree, record = jax.lax.cond(state.record.rest > 0, rest, draft, state.matrix, state.record, context, limit)
+    recycled, earlier = _earlier(params)
+    known = Known(state.matrix, recycled)
+    tree, record = jax.lax.cond(state.record.rest > 0, rest, draft, known, earlier, state.record, context, limit)
     return tree, state._replace(record=record)
 
 
-def _rest(config: _Config, matrix: Recycled, record: _Record, context: Context, limit: Array):
+def _rest(config: _Config, known: Known, earlier: Counts, record: _Record, context: Context, limit: Array):
     root = context.root
     tree = operations.pad_nodes(operations.chain(root, root >= 0), max(config.widths))
     return tree, record._replace(rest=record.rest - 1)
 
 
-def _draft(config: _Config, matrix: Recycled, record: _Record, context: Context, limit: Array):
+def _draft(config: _Config, known: Known, earlier: Counts, record: _Record, context: Context, limit: Array):
     shape = config.shape
-    past = hindsight.learn(_prior(), shape, record.past, context)
-    drafted = _join(shape, recycled_tree(config.template, matrix, context, limit), matrix, context, limit)
-    tree, chance = hindsight.rank(_prior(), shape, drafted, past)
+    past = hindsight.learn(_prior(), shape, record.past, context, earlier)
+    drafted = _join(shape, recycled_tree(config.template, known, context, limit), known, context, limit)
+    tree, chance = hindsight.rank(_prior(), shape, drafted, past, earlier)
     width, saved = _best_width(config, chance, _weight(context.left, limit > 0))
     tree = tree._replace(valid=tree.valid & (jnp.arange(len(shape.parents)) < width))
     promise = record.promise + RECENT * (saved - record.promise)
@@ -211,20 +224,20 @@ def _update(config: _Config, params, state: _State, seen: Seen, verdict) -> _Sta
 
 
 def _remember(config: _Config, params, state: _State) -> Memory:
-    remember = config.recycling.remember
+    remember, earlier = config.recycling.remember, _earlier(params)
     assert remember is not None
-    counts = jax.tree.map(lambda x: jnp.mean(x, 0), state.record.past.counts)
-    return Memory(remember(params.recycled if params else (), state.matrix), counts)
+    counts = hindsight.joined(earlier.counts, state.record.past.counts)
+    return Memory(remember(earlier.recycled, state.matrix), counts)
 
 
-def _join(shape: Shape, runners_up: TokenTree, recycled: Recycled, context: Context, limit: Array) -> Drafted:
+def _join(shape: Shape, runners_up: TokenTree, known: Known, context: Context, limit: Array) -> Drafted:
     """The drafts for the present position: a copied chain, then the recycled tree."""
     count = shape.copied
     start, matched = find(context.tokens, context.length, count, MATCHES[-1], "latest")
     root = context.root
     copy = copied_chain(root, context.tokens, context.length, start, count, limit)
     of_copy = _class(matched[:, None], MATCHES) * len(DEPTHS) + _class(shape.depth[1 : 1 + count], DEPTHS)
-    of_rest = _class(jnp.exp(_log_chance(recycled, runners_up)), CHANCES) * len(LEVELS)
+    of_rest = _class(jnp.exp(_log_chance(known, runners_up)), CHANCES) * len(LEVELS)
     of_rest += _class(shape.depth[1 + count :], LEVELS)
     beside = lambda x, y: jnp.concatenate([x, y], 1)
     kind = beside(beside(jnp.zeros_like(root), of_copy), COPIED + of_rest)
@@ -237,12 +250,12 @@ def _class(x: ArrayLike, bounds) -> Array:
     return jnp.maximum(jnp.sum(jnp.asarray(x)[..., None] >= jnp.asarray(bounds), -1) - 1, 0)
 
 
-def _log_chance(recycled: Recycled, tree: TokenTree) -> Array:
+def _log_chance(known: Known, tree: TokenTree) -> Array:
     """float32[B, N - 1]: how likely the target once found the token of each node, the root apart, after its parent's.
 
     tree: as `recycled_tree` gives it."""
     parent = take_along(tree.tokens, tree.parents[:, 1:], 1)
-    tokens, log_p = recycled.after(parent, np.arange(RANKS)[None])  # [B, N - 1, 8]
+    tokens, log_p = known.after(parent, np.arange(RANKS)[None])  # [B, N - 1, 8]
     assert log_p is not None
     return jnp.max(jnp.where(tokens == tree.tokens[:, 1:, None], log_p, -jnp.inf), 2)
 

@@ -25,16 +25,17 @@ import jax.numpy as jnp
 from specjax import buffers, sampling
 from specjax.controllers import fixed
 from specjax.drafters.model.two_model import caught_up, feed_last
+from specjax.engine.one_of import narrow_or_wide
 from specjax.engine.parts import Keep, Parts
-from specjax.engine.prefill import prefill
+from specjax.engine.prefill import prefill_reading
 from specjax.engine.prepare import check_pair
 from specjax.engine.step import step
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.models.vocabulary import beside
 from specjax.trees.contracts import narrower
-from specjax.trees.operations import chain
-from specjax.types import Array, Context, DecodeState, Drafter, Model, PyTree, Target, TokenTree
+from specjax.trees.operations import chain, pad_nodes
+from specjax.types import Array, Context, DecodeState, Drafter, Model, PyTree, Target, TokenTree, Verdict
 from specjax.verifiers import exact_verifier, sample_and_match
 
 
@@ -52,7 +53,8 @@ def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6, own_tok
       min_tokens: stop drafting once the chain has so many; 6 in the released script.
       own_token: begin the chain with a token of the middle model's own, without a draft.
 
-    State: the middle model's cache and the inner drafter's state. Raises: UsageError if min_tokens < 1.
+    State: the middle model's cache and the inner drafter's state; of the prompt that one sees
+    what the middle model says. Raises: UsageError if min_tokens < 1.
     """
     if min_tokens < 1:
         raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
@@ -88,6 +90,7 @@ def _functions(config: _Config) -> Drafter:
     return Drafter(
         init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
+        remember=functools.partial(_remember, config) if config.inner.remember else None,
         axes=lambda state: buffers.rows_first(state)._replace(
             cache=config.model.axes(state.cache), draft=config.inner.axes(state.draft)
         ),
@@ -102,17 +105,55 @@ def _init(config: _Config, params, context: Context) -> _State:
     model, (middle, inner) = beside(config.model, context.target), params
     batch, buffer = context.tokens.shape
     cache = model.begin(middle, model.reads(context.inputs), batch, buffer + config.longest + config.inner.num_nodes)
-    held = jnp.maximum(context.length - config.lag, 0)
-    cache = prefill(model, middle, cache, context.tokens, held)
-    return _State(cache, config.inner.init(inner, context._replace(target=Target(model, middle))), held)
+    held = jnp.maximum(context.length - 1, 0)
+    below = context._replace(target=Target(model, middle))
+    draft, read = config.inner.init(inner, below), config.inner.read
+    see = lambda draft, *chunk: draft if read is None else read(inner, draft, below, *chunk)
+    cache, draft = prefill_reading(model, middle, cache, context.tokens, held, see, draft, taps=config.inner.taps)
+    return _State(cache, draft, held)
+
+
+def _remember(config: _Config, params, state: _State) -> tuple[PyTree, PyTree]:
+    remember = config.inner.remember
+    assert remember is not None
+    return params[0], remember(params[1], state.draft)
 
 
 def _propose(config: _Config, params, keys, state: _State, context: Context, limit: Array) -> tuple[TokenTree, _State]:
+    # No more than the text without what is read anew: of the drafts behind it the target refused some.
+    state = state._replace(held=jnp.minimum(state.held, jnp.maximum(context.length - config.lag, 0)))
+    draft = functools.partial(_draft, config, params, keys, context, limit)
+    rest = functools.partial(_rest, config, params, keys, context, jax.eval_shape(draft, state)[1])
+    state, tree = narrow_or_wide(jnp.all(limit <= 0), rest, draft, state)
+    return tree, state
+
+
+def _rest(
+    config: _Config, params, keys, context: Context, shapes: TokenTree, state: _State
+) -> tuple[_State, TokenTree]:
+    """No draft, and no pass of the middle model. The inner drafter sees how long the text is, and nothing else."""
+    target = Target(beside(config.model, context.target), params[0])
+    below = context._replace(cache=state.cache, target=target)
+    tree, drafted = config.inner.propose(params[1], keys, state.draft, below, jnp.zeros_like(context.length))
+    path = jnp.full_like(tree.parents, -1)
+    mask = jnp.zeros((*path.shape, path.shape[1]), bool)
+    taps = {"taps": config.inner.taps} if config.inner.taps else {}
+    read = functools.partial(target.model.forward, positions=path, mask=mask, **taps)
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    output = zeros(jax.eval_shape(read, params[0], tree.tokens, state.cache)[0])
+    verdict = Verdict(path, jnp.zeros_like(context.length), jnp.zeros_like(context.length))
+    none = tree._replace(valid=jnp.zeros_like(tree.valid))
+    seen = config.inner.observe(params[1], drafted, below, none, verdict, output)
+    root = pad_nodes(chain(context.root, jnp.ones_like(context.root, bool)), config.longest + 1)
+    draft = config.inner.update(params[1], drafted, seen, verdict)
+    return state._replace(draft=draft), root._replace(logits=zeros(shapes.logits))
+
+
+def _draft(config: _Config, params, keys, context: Context, limit: Array, state: _State) -> tuple[_State, TokenTree]:
     model, length = beside(config.model, context.target), context.length
     wanted = jnp.maximum(length - config.lag, 0)
-    held = jnp.minimum(state.held, wanted)
-    cache = model.rewound(state.cache, held)
-    cache = caught_up(model, params[0], cache, context, jnp.zeros_like(length), held, wanted)
+    cache = model.rewound(state.cache, state.held)
+    cache = caught_up(model, params[0], cache, context, jnp.zeros_like(length), state.held, wanted)
     tokens, log_q = context.tokens, None
     if config.own_token:
         first, log_q, cache = _own_token(config, params[0], keys, cache, context)
@@ -139,7 +180,7 @@ def _propose(config: _Config, params, keys, state: _State, context: Context, lim
     tokens = take_along(inner.tokens, jnp.minimum(place, context.tokens.shape[1] - 1), 1)
     drafted = jnp.minimum(inner.length - context.length, limit)
     valid = jnp.arange(config.longest + 1) <= drafted[:, None]
-    return chain(tokens, valid, kept), _State(inner.cache, inner.draft, inner.length - 1)
+    return _State(inner.cache, inner.draft, inner.length - 1), chain(tokens, valid, kept)
 
 
 def _own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:

@@ -176,10 +176,12 @@ def _draw(
         tokens = entry.tokens  # the likeliest first
         if context.sampling.temperature is not None:
             log_q = jnp.where(tokens >= 0, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
-            log_q = jnp.where(tokens >= 0, sampling.warp(log_q, context.sampling), -jnp.inf)
+            is_greedy = sampling.is_greedy(context.sampling, len(tokens))[:, None, None]  # they would be left one token
+            log_q = jnp.where((tokens < 0) | is_greedy, log_q, sampling.warp(log_q, context.sampling))
             rows.append((tokens, log_q))
             if config.sampled:
                 noise = _noise(tokens, depth, keys, context, config.vocab_size)
+                noise = jnp.where(is_greedy, 0.0, noise)
                 log_q, order = jax.lax.top_k(log_q + noise, int(ranks.max()) + 1)
                 tokens = take_along(tokens, order, 2)
             tokens = jnp.where(log_q > -jnp.inf, tokens, -1)

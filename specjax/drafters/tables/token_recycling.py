@@ -11,8 +11,8 @@ Deviations: one matrix per row, so that a row does not depend on its batch; unkn
 instead of drafted as token 0. Of larger vocabularies a matrix holds no more than SLOTS tokens, for it to be small
 enough for each row: of tokens that are equal modulo SLOTS the latest. Where two tokens of a tree are, accepted nodes
 win, then shallower ones, then earlier ones. The authors keep one matrix for all requests: `DecodeResult.drafter` holds
-it for the next call; of several rows the first that learnt something counts. `read_prompt` fills the matrix from the
-prompt's outputs too, which the authors do not.
+it for the next call, in which each row's own slots stand before it; of several rows that wrote a slot the first counts.
+`read_prompt` fills the matrix from the prompt's outputs too, which the authors do not.
 """
 
 from __future__ import annotations
@@ -97,9 +97,31 @@ class Recycled(NamedTuple):
         """The successors of token int32[B, n] and their log p: of one rank each, int[n], or of several, int[1, r]:
         int32[B, n] or [B, n, r], -1 where they are not known."""
         token = token.reshape(*token.shape, *[1] * (rank.ndim - 1))
-        row, slot = np.arange(len(token)).reshape(-1, *[1] * rank.ndim), self.slot(token)
+        row, slot = np.arange(len(self.owner)).reshape(-1, *[1] * rank.ndim), self.slot(token)
         log_p = None if self.log_p is None else at(self.log_p, row, rank, slot)
-        return jnp.where(at(self.owner, row, slot) == token, at(self.tokens, row, rank, slot), -1), log_p
+        return jnp.where(self.has(token), at(self.tokens, row, rank, slot), -1), log_p
+
+    def has(self, token: Array) -> Array:
+        """bool, like token int32[B, ...]: whether the slot is that of the token. A matrix of one row serves all."""
+        row = np.arange(len(self.owner)).reshape(-1, *[1] * (token.ndim - 1))
+        return at(self.owner, row, self.slot(token)) == token
+
+
+class Known(NamedTuple):
+    """What a row may draft from: its own matrix and, of tokens that have no slot there, the one of earlier calls."""
+
+    own: Recycled
+    earlier: Recycled | tuple[()]  # the parameters
+
+    def after(self, token: Array, rank: np.ndarray) -> tuple[Array, Array | None]:
+        """As `Recycled.after`."""
+        own, of_own = self.own.after(token, rank)
+        if not self.earlier:
+            return own, of_own
+        known, of_known = jax.tree.map(lambda x: x[None], self.earlier).after(token, rank)
+        is_own = self.own.has(token).reshape(*token.shape, *[1] * (rank.ndim - 1))
+        pick = lambda x, y: jnp.where(is_own, x, y)
+        return pick(own, known), None if of_own is None else pick(of_own, of_known)
 
 
 class Best(NamedTuple):
@@ -133,7 +155,8 @@ def token_recycling(
       read_prompt: learn from the target's outputs for the prompt: a head and a top-k for each of its tokens.
       keep_chances: keep the tokens' log-probabilities too, for drafters that weigh nodes.
 
-    State: `Recycled`, 36 bytes per row and token of the vocabulary, 68 with chances, and at most 1.2 or 2.2 MB per row.
+    State: `Recycled` of what the row itself saw, 36 bytes per row and token of the vocabulary, 68 with chances, and at
+    most 1.2 or 2.2 MB per row. Params: () or what earlier calls saw, once for all rows.
     Raises: UsageError for a budget outside 1 ... 80 or a rank above 7.
     """
     if tree is None and not 1 <= num_nodes <= 80:
@@ -144,15 +167,13 @@ def token_recycling(
 
     def init(params, context):
         batch = context.tokens.shape[0]
-        if params:
-            return jax.tree.map(lambda x: jnp.repeat(x[None], batch, 0), params)
         slots = min(vocab_size, SLOTS)
         shape = (batch, RANKS, slots)
         chances = jnp.full(shape, -jnp.inf, jnp.float32) if keep_chances else None
         return Recycled(jnp.full((batch, slots), -1, jnp.int32), jnp.full(shape, -1, jnp.int32), chances)
 
     def propose(params, keys, matrix: Recycled, context, limit):
-        return compact(recycled_tree(template, matrix, context, limit)), matrix
+        return compact(recycled_tree(template, Known(matrix, params), context, limit)), matrix
 
     def observe(params, matrix: Recycled, context: Context, tree, verdict, output) -> Seen:
         width, n = tree.tokens.shape[1], template.num_nodes
@@ -180,17 +201,17 @@ def token_recycling(
         widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes),
         follows_any_tree=True,
         read=read if read_prompt else None,
-        remember=_first_that_learnt,
+        remember=_remember,
     )
 
 
-def recycled_tree(template: Template, matrix: Recycled, context: Context, limit: Array) -> TokenTree:
+def recycled_tree(template: Template, known: Known, context: Context, limit: Array) -> TokenTree:
     """The template below the end of the text; valid are its known nodes no deeper than `limit` int32[B]."""
     level = context.root  # tokens; -1: not known
     tokens = [level]
     for place, ranks in template.below_root():
         parent = level[:, place]
-        level = jnp.where(parent >= 0, matrix.after(jnp.maximum(parent, 0), ranks)[0], -1)
+        level = jnp.where(parent >= 0, known.after(jnp.maximum(parent, 0), ranks)[0], -1)
         tokens.append(level)
     return template.filled(tokens, limit)
 
@@ -220,16 +241,12 @@ def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Be
     return Recycled(matrix.owner.at[rows, target].set(tokens, mode="drop"), *written)
 
 
-def _first_that_learnt(params, matrix: Recycled) -> Recycled:
-    """One matrix out of those of the rows; slots of which none learnt anything are as they were before.
-
-    Rows may have begun earlier than that, from less: where they know nothing, they have not unlearnt it.
-    """
-    before, tokens = (params.owner, params.tokens) if params else (-1, -1)
-    learnt = (matrix.owner >= 0) & ((matrix.owner != before) | jnp.any(matrix.tokens != tokens, 1))  # [B, K]
-    row = jnp.argmax(learnt, 0)
+def _remember(params, matrix: Recycled) -> Recycled:
+    """One matrix: of each slot that of the first row that wrote it, else what earlier calls knew."""
+    is_written = matrix.owner >= 0  # [B, K]
+    row = jnp.argmax(is_written, 0)
     take = lambda x: take_along(x, row.reshape(1, *[1] * (x.ndim - 2), -1), 0)[0]
     found = jax.tree.map(take, matrix)
     if not params:
         return found
-    return jax.tree.map(lambda new, old: jnp.where(jnp.any(learnt, 0), new, old), found, params)
+    return jax.tree.map(lambda new, old: jnp.where(jnp.any(is_written, 0), new, old), found, params)

@@ -34,7 +34,8 @@ def beam(width: int, depth: int) -> Builder:
         present = parents.ids.shape[1]
         phi, psi = (x[:, :present, None] for x in state)  # of the parents
         phi_next = phi + parents.log_q  # [B, F, V]
-        psi_next = phi_next if parents.keys is None else _condition(phi_next + parents.noise(), psi)
+        drawn = None if parents.keys is None else _condition(phi_next + parents.noise(), psi)
+        psi_next = parents.unless_greedy(drawn, phi_next)
         psi_next = jnp.where(parents.valid[:, :, None], psi_next, -jnp.inf)
         batch, _, vocab = phi_next.shape
         # The best of all are among the best of each parent.

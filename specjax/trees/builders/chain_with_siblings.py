@@ -33,8 +33,8 @@ def chain_with_siblings(num_tokens: int = 25) -> Builder:
         batch, _, vocab = parents.log_q.shape
         tokens, scores = parents.best(min(width, vocab))  # [B, 1, k]
         best = jnp.exp(jnp.max(parents.log_q, (1, 2)))
-        counts = jnp.array(LIKELIEST if parents.keys is None else DRAWN)
-        count = counts[jnp.sum(best[:, None] <= jnp.array(SURE), 1)]
+        unsure = jnp.sum(best[:, None] <= jnp.array(SURE), 1)
+        count = parents.unless_greedy(jnp.array(DRAWN)[unsure], jnp.array(LIKELIEST)[unsure])
         valid = (scores[:, 0] > -jnp.inf) & (jnp.arange(tokens.shape[2]) < count[:, None]) & parents.valid
         fill = lambda x: jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
         above = jnp.broadcast_to(parents.ids, (batch, width))

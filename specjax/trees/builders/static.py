@@ -109,13 +109,20 @@ def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tu
 
     Args: counts: int32[F], how many of them each parent has (`top_and_sampled` depends on it).
     """
-    log_q = parents.log_q
-    most = min(most, log_q.shape[-1])
+    most = min(most, parents.log_q.shape[-1])
     if parents.keys is None or parents.coupled:
         draws = "point_mass" if draws == "point_mass" else "without_replacement"  # equal siblings would be wasted
     if draws in ("point_mass", "without_replacement"):
         tokens, scores = parents.best(most, noisy=draws != "point_mass")
-        return tokens, scores > -jnp.inf, log_q
+        return tokens, scores > -jnp.inf, parents.log_q
+    tokens, exists, log_q = _draw_in_races(draws, parents, most, counts)
+    likeliest, scores = parents.best(most, noisy=False)
+    return *parents.unless_greedy((tokens, exists), (likeliest, scores > -jnp.inf)), log_q
+
+
+def _draw_in_races(draws: How, parents: Parents, most: int, counts: Array) -> tuple[Array, Array, Array]:
+    """As `_draw_children`, of the ways that are not one draw without replacement."""
+    log_q = parents.log_q
     if draws == "without_replacement_then_uniform":
         return *_draw_beyond_support(parents, most), log_q
     if draws == "with_replacement":

@@ -17,10 +17,15 @@ from toy import (
     markov,
     sampled_triples,
     tiny_llama,
+    tiny_llama_alike,
 )
 
 from specjax import UsageError, decode, stream, trees
-from specjax.drafters import autoregressive, hierarchical, prompt_lookup, two_model
+from specjax.drafters import autoregressive, hierarchical, prompt_lookup, token_recycling, two_model
+from specjax.engine.prefill import CHUNK
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import start, step
+from specjax.types import Context, Controller, Target
 
 MIDDLE_ROWS = np.array(MARKOV["mid_rows"], np.float32)
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7]]
@@ -176,3 +181,53 @@ def test_bad_settings():
         hierarchical(tiny_llama(), prompt_lookup(), min_tokens=0)
     with pytest.raises(UsageError, match="lag"):
         two_model(tiny_llama(), lag=1)
+
+
+def test_what_the_inner_drafter_reads_and_remembers_is_its_own():
+    """By the passes of the middle model, all three going round nine tokens."""
+    passes, target = [], markov(np.eye(9, dtype=np.float32)[(np.arange(9) + 1) % 9] + 1e-6)
+
+    def forward(params, tokens, cache, **options):
+        if tokens.shape[1] < CHUNK:
+            jax.debug.callback(lambda: passes.append(tokens.shape[1]))
+        return target.model.forward(params, tokens, cache, **options)
+
+    middle = Target(target.model._replace(forward=forward), target.params)
+
+    def run(drafter):
+        passes.clear()
+        result = decode(target, drafter, [[*range(9), 0]], key=jax.random.key(0), max_new_tokens=14)
+        jax.effects_barrier()
+        return result, len(passes)
+
+    made = lambda **options: hierarchical(middle, token_recycling(9, num_nodes=7, **options), min_tokens=6)
+    (cold, first), (_, warm), (_, read) = run(made()), run(run(made())[0].drafter), run(made(read_prompt=True))
+    assert warm == read < first
+    assert cold.drafter.params[0] is made().params[0]  # the middle model's are not copied
+
+
+def test_rounds_without_drafts_leave_no_refused_ones_in_its_caches():
+    """After three of them it drafts what it would if it had just read the text."""
+    limits = jnp.array([99, 0, 0, 0, 99])
+    scripted = Controller(
+        init=lambda batch: jnp.zeros((batch,), jnp.int32),
+        limit=lambda state: limits[state],
+        update=lambda state, info: state + 1,
+    )
+    inner = two_model(tiny_llama(seed=2, layers=1), 3, lag=4)
+    drafter, key = hierarchical(tiny_llama_alike(), inner, min_tokens=4), jax.random.key(0)
+    job = prepare(tiny_llama(), drafter, PROMPTS[:2], Settings(controller=scripted), key=key, max_new_tokens=40)
+    state, propose = start(job), jax.jit(drafter.propose)
+
+    def drafted(state, draft):
+        context = Context(state.tokens, state.length, cache=state.cache, target=tiny_llama())
+        tree, _ = propose(drafter.params, state.keys, draft, context, jnp.full((2,), 99))
+        return jnp.where(tree.valid, tree.tokens, -1).tolist()
+
+    refused = 0
+    for _ in range(4):
+        state, info, _ = step(job.parts, state)
+        refused += int(jnp.sum(info.drafted - info.accepted))
+    context = Context(state.tokens, state.length, target=tiny_llama())
+    assert refused > 4
+    assert drafted(state, state.draft) == drafted(state, jax.jit(drafter.init)(drafter.params, context))

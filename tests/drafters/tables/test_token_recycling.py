@@ -24,11 +24,11 @@ def test_the_cards_tree():
     matrix = Recycled(jnp.arange(4), tokens, None)
     context = Context(jnp.array([[3, 0, 0]]), jnp.array([2]))
     state = drafter.init(matrix, context)
-    tree, _ = drafter.propose((), None, state, context, jnp.array([9]))
+    tree, _ = drafter.propose(matrix, None, state, context, jnp.array([9]))
     assert tree.tokens[0].tolist() == [0, 1, 2, 3, 0, 0, 2]
     assert tree.parents[0].tolist() == [-1, 0, 0, 1, 1, 2, 3]
     assert tree.valid.all()
-    cut, _ = drafter.propose((), None, state, context, jnp.array([1]))
+    cut, _ = drafter.propose(matrix, None, state, context, jnp.array([1]))
     assert cut.valid[0].tolist() == [True] * 3 + [False] * 4
 
 
@@ -36,7 +36,7 @@ def test_unknown_successors_are_left_out_and_the_rest_moves_up():
     drafter = compiled(token_recycling(4, tree=SMALL))
     matrix = Recycled(jnp.arange(4), jnp.full((8, 4), -1).at[:2, 0].set(jnp.array([1, 2])).at[0, 2].set(3), None)
     context = Context(jnp.array([[0]]), jnp.array([1]))
-    tree, _ = drafter.propose((), None, drafter.init(matrix, context), context, jnp.array([9]))
+    tree, _ = drafter.propose(matrix, None, drafter.init(matrix, context), context, jnp.array([9]))
     assert tree.valid[0].tolist() == [True] * 4 + [False] * 3
     assert tree.tokens[0, :4].tolist() == [0, 1, 2, 3]
     assert tree.parents[0, :4].tolist() == [-1, 0, 0, 2]
