@@ -68,6 +68,17 @@ def test_one_draft_is_greedy_decoding():
     assert result.finish_reasons == ["length"] * 2 and result.block_efficiency.tolist() == [1.0, 1.0]
 
 
+@jax.jit
+def logits_behind(target, mixture):
+    """float32[1, V]: of a pass of the model from the beginning."""
+    count = mixture.ids.shape[1]
+    output, _ = target.model.forward(
+        target.params, mixture, target.model.begin(target.params, None, 1, 128), positions=jnp.arange(count)[None],
+        mask=jnp.tril(jnp.ones((1, count, count), bool)),
+    )  # fmt: skip
+    return output.logits[:, -1]
+
+
 def beam(target, prompt, steps, k, candidates, temperature, f=None, alpha=0.54):
     """The rule in plain numpy, over passes of the model from the beginning."""
 
@@ -75,12 +86,7 @@ def beam(target, prompt, steps, k, candidates, temperature, f=None, alpha=0.54):
         ids = [[[t] * k for t in prompt]] + [[drafts] for drafts, _ in history]
         weights = [[[1.0] + [0.0] * (k - 1)] * len(prompt)] + [[w] for _, w in history]
         mixture = Mixture(*(jnp.array([[*itertools.chain(*x)]]) for x in (ids, weights)))
-        count = mixture.ids.shape[1]
-        output, _ = target.model.forward(
-            target.params, mixture, target.model.begin(target.params, None, 1, 128), positions=jnp.arange(count)[None],
-            mask=jnp.tril(jnp.ones((1, count, count), bool)),
-        )  # fmt: skip
-        logits = np.asarray(output.logits[0, -1], np.float64) / temperature
+        logits = np.asarray(logits_behind(target, mixture)[0], np.float64) / temperature
         named = np.argsort(-logits, kind="stable")[:candidates]
         return named, logits[named] - np.logaddexp.reduce(logits[named])
 

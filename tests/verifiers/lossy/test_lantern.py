@@ -105,7 +105,7 @@ def test_greedy_lantern_equals_plain_python(relative):
     delta = 2.0 if relative else 0.3
     params = lantern(NEIGHBOURS6, delta, relative=relative, sample=False).params
     u = jnp.zeros(tree.tokens.shape)
-    end = jax.device_get(core(u, tree, logits, *params, sample=False))
+    end = jax.device_get(jax.jit(core, static_argnames="sample")(u, tree, logits, *params, sample=False))
     p = np.asarray(jax.nn.softmax(logits, -1), np.float64)
     tokens, valid = np.asarray(tree.tokens), np.asarray(tree.valid)
     for row in range(len(tokens)):
