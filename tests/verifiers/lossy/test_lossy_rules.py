@@ -274,7 +274,8 @@ def test_the_decoding_loop_takes_rules_with_parameters():
         decode, markov(), drafter, [[0], [1]], key=jax.random.key(0), max_new_tokens=40, temperature=1.0
     )
     exact = run(verifier=recursive_rejection)
-    strict, loose = judge(*init_judge(1)), judge(jnp.zeros(1), 9.0)  # the toy's features are 0: the bias decides
+    width = len(TARGET_ROWS)  # of the toy's features
+    strict, loose = judge(*init_judge(width)), judge(jnp.zeros(width), 9.0)  # the bias decides
     np.testing.assert_array_equal(run(verifier=strict).tokens, exact.tokens)
     assert (run(verifier=loose).stats.target_passes == 14).all()  # 3 tokens a pass
     with pytest.raises(UsageError, match="without_replacement"):
