@@ -7,6 +7,7 @@ import re
 import hypothesis
 import pytest
 from quick_compile import flags
+from tiers import is_repeated
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=8)}"
@@ -32,6 +33,14 @@ def release_programs():
     if memory_maps() > MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before the tests of other tiers are left out."""
+    for item in items:
+        if is_repeated(item.nodeid):
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.hookimpl(optionalhook=True)
