@@ -15,7 +15,7 @@ from flax import nnx
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.autoregressive import autoregressive
-from specjax.models.heads.blocks import run_blocks, target_of
+from specjax.models.heads.blocks import DraftVocabulary, run_blocks, target_of
 from specjax.models.heads.contract import Head
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
@@ -28,7 +28,9 @@ class EagleConfig:
     layer: LlamaConfig  # of its layers; of the target's width
     bias: bool = True  # of fc; the heads of LLaMA 3 have none
     embeds: bool = False  # has an embedding of its own, in place of the target's
-    vocab_size: int = 0  # of that
+    vocab_size: int = 0  # of the target
+    norms: bool = False  # of the embedding, before the first layer's attention and before the head
+    draft_vocab_size: int = 0  # ids that it drafts by rows of the target's head (FR-Spec); 0: all
     taps: tuple[int, ...] = ()
 
     @property
@@ -61,10 +63,16 @@ class Eagle(nnx.Module):
         self.config, c = config, config.layer
         self.embed = L.Embedding(config.vocab_size, c.width, dtype=c.dtype, rngs=rngs) if config.embeds else None
         self.fc = L.Linear(2 * c.width, c.width, bias=config.bias, dtype=c.dtype, rngs=rngs)
-        self.stack = nnx.List([Layer(c, has_norm=i > 0, rngs=rngs) for i in range(c.num_layers)])
+        self.stack = nnx.List([Layer(c, has_norm=config.norms or i > 0, rngs=rngs) for i in range(c.num_layers)])
+        norm = lambda: L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype) if config.norms else None
+        self.embedding_norm, self.norm = norm(), norm()
+        size = config.draft_vocab_size
+        self.head = L.Embedding(size, c.width, dtype=c.dtype, rngs=rngs) if size else None
+        self.vocabulary = DraftVocabulary(config.vocab_size, size) if size else None
 
     def embedded(self, tokens: Array, context: Context) -> Array:
-        return embed(self.embed, tokens, context).astype(self.config.layer.dtype)
+        x = embed(self.embed, tokens, context).astype(self.config.layer.dtype)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def fused(self, features: Array) -> Array:
         return features
@@ -77,6 +85,10 @@ class Eagle(nnx.Module):
         return said
 
     def logits(self, said: Array, context: Context) -> Array:
+        if self.norm is not None:
+            said = self.norm(said)
+        if self.head is not None and self.vocabulary is not None:
+            return self.vocabulary.spread(self.head.logits(said))
         target = target_of(context)
         return target.model.unembed(target.params, said)
 
