@@ -22,7 +22,7 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.loading import hf
 from specjax.models.loading.assembly import Leaf, Stored, fill, insert, refuse
 from specjax.models.loading.heads import kinds, vocabulary
-from specjax.models.loading.heads.contents import Plan, check_family, read_contents, reader_of
+from specjax.models.loading.heads.contents import Plan, check_family, read_contents, reader_of, trained_for
 from specjax.models.loading.heads.writing import save_head, stored_name
 from specjax.reading import reading, shown
 from specjax.types import PyTree, Target
@@ -39,6 +39,8 @@ class LoadedHead(NamedTuple):
     notes: tuple[str, ...]  # what had to be assumed
     tensors: int  # how many the files have
     unused: tuple[str, ...]  # those of no use here
+    trained_for: str | None  # the target, if its files name one
+    max_positions: int | None  # of a text, as its files say
 
     @property
     def kind(self) -> str:
@@ -78,7 +80,11 @@ def read_head(source: str | Path, target: Target, *, token_map: str | Path | Non
         plan = kind.plan(contents, dialect, reader, ids)
         leaves, unused = _leaves(plan, path)
     head = DraftHead(plan.functions(plan.config), _assemble(plan, leaves))
-    return LoadedHead(head, dialect, plan.flags, plan.notes, len(contents.tensors), unused)
+    layer = getattr(plan.config, "layer", None)
+    return LoadedHead(
+        head, dialect, plan.flags, plan.notes, len(contents.tensors), unused, trained_for(contents),
+        layer and layer.max_positions,
+    )  # fmt: skip
 
 
 def recognise(source: str | Path) -> tuple[str, str] | None:

@@ -187,6 +187,12 @@ def layer_config(fields: Fields, tensors: Tensors, first: str, count: int, reade
     )
 
 
+def trained_for(contents: Contents) -> str | None:
+    """The target as the files name it."""
+    verifier = contents.config.inside("speculators_config").inside("verifier")
+    return verifier.text("name_or_path", None) or contents.config.text("base_model_name_or_path", None)
+
+
 def check_equal(where: str, name: str, value: int, wanted: int, what: str) -> None:
     """Raises: UsageError that names both numbers, unless they are the same."""
     if value != wanted:

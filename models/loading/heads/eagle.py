@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.eagle import Eagle, EagleConfig, eagle_head
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.contents import (
@@ -113,7 +114,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     )  # fmt: skip
 
 
-def variants(config: EagleConfig, num_layers: int) -> dict[str, EagleConfig]:
+def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
     """Other readings of the same tensors, by what would be wrong with this one: none."""
     return {}
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, default_taps, eagle3_head
 from specjax.models.loading.fields import ROWS, WIDTH, Fields
 from specjax.models.loading.heads import vocabulary
@@ -230,17 +231,23 @@ def _norm_output(c: Fields, dialect: str, tensors: Tensors, notes: list[str]) ->
     return c.flag("norm_output")
 
 
-def variants(config: Eagle3Config, num_layers: int) -> dict[str, Eagle3Config]:
+def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
     """Other readings of the same tensors, by what would be wrong with this one."""
-    found = {
-        f"norm_before_residual should be {str(not config.norm_before_residual).lower()}": dataclasses.replace(
-            config, norm_before_residual=not config.norm_before_residual
-        )
-    }
-    for step, what in ((1, "outputs of layers, one more as streams"), (-1, "streams, one less than as read")):
+    config = head.head.config
+    other = lambda **changes: head.replace(head=eagle3_head(dataclasses.replace(config, **changes)))
+    flipped = not config.norm_before_residual
+    found = {f"norm_before_residual should be {str(flipped).lower()}": other(norm_before_residual=flipped)}
+    for step, what in ((1, "outputs of layers"), (-1, "streams, and were read as outputs of layers")):
         taps = tuple(tap + step for tap in config.taps)
         if all(0 <= tap <= num_layers for tap in taps):
-            found[f"its layer ids count {what}: {list(taps)}"] = dataclasses.replace(config, taps=taps)
+            found[f"its layer ids count {what}; as streams, 0 the embedding, they are {list(taps)}"] = other(taps=taps)
+    if config.is_trimmed:
+        size = config.layer.vocab_size
+        ids = vocabulary.ids_of(np.asarray(head.params["vocabulary"]["place"]), size) - np.arange(size)
+        if ids.min() >= 0 and len(np.unique(ids)) == size:
+            place = vocabulary.places(ids, config.vocab_size)
+            params = head.params | {"vocabulary": {"place": place}}
+            found["its d2t holds the target's ids, not differences"] = head.replace(params=params)
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.medusa import Medusa, MedusaConfig, medusa_head
 from specjax.models.loading.fields import HEADS
 from specjax.models.loading.heads import vocabulary
@@ -89,7 +90,7 @@ def _map(tensor, reader: Reader, folder) -> np.ndarray | None:
     return ids
 
 
-def variants(config: MedusaConfig, num_layers: int) -> dict[str, MedusaConfig]:
+def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
     """Other readings of the same tensors, by what would be wrong with this one: none."""
     return {}
 

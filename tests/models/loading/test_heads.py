@@ -11,11 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy import markov
 
 from specjax import Target, UsageError
 from specjax.models import LlamaConfig, init_params, make_model
-from specjax.models.heads.contract import Drafted, Pairs
-from specjax.models.loading.heads import load_head, read_head, recognise, save_head
+from specjax.models.heads.blocks import abstract_params
+from specjax.models.heads.contract import Drafted, DraftHead, Pairs
+from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, eagle3_head
+from specjax.models.loading.heads import LoadedHead, load_head, read_head, recognise, save_head
+from specjax.models.loading.heads.checking import check_head
 from specjax.types import Context
 
 PAIRS = 5
@@ -439,3 +443,46 @@ def test_what_is_no_head_is_told_from_one(tmp_path):
     (whole / "config.json").write_text(json.dumps([1]))
     with pytest.raises(UsageError, match="is not a JSON object"):
         load_head(whole, target())
+
+
+def shifting(vocab: int = 7, shift: int = 3) -> tuple[Target, np.ndarray]:
+    """A target that says the same token after another, and what moves its streams one token on."""
+    following = (np.arange(vocab) + shift) % vocab
+    rows = np.full((vocab, vocab), 1e-6, np.float32)
+    rows[np.arange(vocab), following] = 1.0
+    move = np.zeros((vocab, vocab), np.float32)
+    move[following, np.arange(vocab)] = 1.0
+    return markov(rows), move
+
+
+def knowing(move: np.ndarray, **changes) -> LoadedHead:
+    """An EAGLE-3 whose layer adds nothing: it says what the stream of a token leads to."""
+    vocab = len(move)
+    layer = LlamaConfig(vocab, vocab, 1, 2, 1, 8, 8)
+    config = Eagle3Config(**{"layer": layer, "taps": (2,), "target_width": vocab, "vocab_size": vocab} | changes)
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract_params(Eagle3, config))
+    params["fc"]["weight"], params["norm"]["weight"] = move, np.ones(vocab, np.float32)
+    size = config.layer.vocab_size
+    params["head"]["weight"] = np.eye(vocab, dtype=np.float32)[:size]
+    if config.is_trimmed:
+        params["vocabulary"]["place"] = np.minimum(np.arange(vocab, dtype=np.int32), size)
+    return LoadedHead(DraftHead(eagle3_head(config), params), "speculators", {}, (), 0, (), None, None)
+
+
+TEXT = [(3 * i) % 7 for i in range(15)]  # its own
+
+
+def test_a_head_that_is_read_well_agrees_with_its_target():
+    of, move = shifting()
+    assert check_head(knowing(move), of, TEXT) == (1.0, len(TEXT) - 1, None)
+
+
+def test_the_likeliest_reason_of_a_low_agreement_is_the_reading_that_mends_it():
+    of, move = shifting()
+    at_embedding = check_head(knowing(move, taps=(0,)), of, TEXT)
+    assert at_embedding.agreement < 0.2 and "its layer ids count outputs of layers; as streams" in at_embedding.reason
+    assert "[1] (with that they agree at 100%)" in at_embedding.reason
+    nothing = knowing(np.zeros_like(move))
+    assert "another target or fine-tune" in check_head(nothing, of, TEXT).reason
+    of_another = nothing._replace(trained_for="org/Other-8B")
+    assert f"trained for org/Other-8B, and the target is {of.model.name}" in check_head(of_another, of, TEXT).reason
