@@ -12,7 +12,15 @@ from specjax import buffers
 from specjax.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.heads.blocks import bind, causal, commit_first, empty_cache
+from specjax.models.heads.blocks import (
+    among_drafted,
+    bind,
+    commit_first,
+    empty_cache,
+    newest,
+    next_step,
+    step_of,
+)
 from specjax.models.heads.contract import Drafted, Head, Pairs
 from specjax.types import Array, Context
 
@@ -57,17 +65,15 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
     module_of, layer = bind(module, config), config.layer
 
     def begin(params, context: Context, batch: int, capacity: int) -> Memory:
-        return Memory(empty_cache(layer, batch, capacity), jnp.zeros((batch, config.said), layer.dtype))
+        return Memory(empty_cache(context, layer, batch, capacity), jnp.zeros((batch, config.said), layer.dtype))
 
     def read(params, memory: Memory, pairs: Pairs, context: Context) -> Memory:
         module, (cache, last) = module_of(params), memory
-        positions, mask = causal(cache.length, pairs.tokens.shape[1])
-        step = L.make_step(positions, mask, cache, None, None)
+        step = next_step(context, layer, cache, pairs.tokens.shape[1])
         embedded = module.embedded(pairs.tokens, context)
         said, pending = module.layers(embedded, module.fused(pairs.features.astype(layer.dtype)), step, cache)
-        newest = take_along(said, jnp.maximum(pairs.count - 1, 0)[:, None, None], 1)[:, 0]
-        last = jnp.where(pairs.count[:, None] > 0, newest, last)
-        return Memory(commit_first(cache, pending, pairs.count), last)
+        cache = commit_first(context, layer, cache, pending, pairs.count)
+        return Memory(cache, newest(said, pairs.count, last))
 
     def start(params, memory: Memory, context: Context, places: int) -> tuple[Scratch, Array]:
         cache, last = memory
@@ -78,11 +84,9 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
     def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
         module, (cache, pending, said) = module_of(params), scratch
         state = module.fed_back(take_along(said, drafted.parent[:, :, None], 1))
-        among = jnp.broadcast_to(jnp.eye(state.shape[1], dtype=bool), (*drafted.tokens.shape, state.shape[1]))
         # The pair of the root is the last in the cache, at length - 1; a node of depth d stands d behind it.
-        step = L.make_step(
-            cache.length[:, None] - 1 + drafted.depth, jnp.concatenate([drafted.seen, among], 2), cache, pending, None
-        )
+        positions = cache.length[:, None] - 1 + drafted.depth
+        step = step_of(context, layer, cache, positions, among_drafted(drafted), pending)
         new_said, new = module.layers(module.embedded(drafted.tokens, context), state, step, cache)
         said = buffers.insert(said, new_said, drafted.place)
         return Scratch(cache, kv.insert(pending, new, drafted.place), said), module.logits(new_said, context)

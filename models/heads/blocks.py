@@ -6,11 +6,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
+from specjax.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.models.heads.contract import Drafted
+from specjax.models.layout import Layout
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, PyTree, Target
 
@@ -32,21 +37,70 @@ def run_blocks(
     return x, kv.Pending(k, v, step.positions, kv.after(x))
 
 
-def empty_cache(c: LlamaConfig, batch: int, capacity: int) -> kv.KVCache:
+@functools.cache
+def layout_of(mesh: Mesh | None, c: LlamaConfig | None) -> Layout | None:
+    """How a head lies beside a target on `mesh`: split like it where that divides the attention heads of `c` (None: it
+    has none), else whole on every device. None without a mesh."""
+    if mesh is None:
+        return None
+    parts = Layout(mesh, mesh.axis_names).parts("heads")
+    fits = c is None or (c.num_heads % parts == 0 and c.num_kv_heads % parts == 0)
+    return Layout(mesh, mesh.axis_names if fits else ("data",))
+
+
+def _layout(context: Context, c: LlamaConfig) -> Layout | None:
+    return layout_of(target_of(context).model.mesh, c)
+
+
+def empty_cache(context: Context, c: LlamaConfig, batch: int, capacity: int) -> kv.KVCache:
     """Of the `num_layers` of `c`."""
-    return kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, stacked=False, bits=c.cache_bits)
+    layout = _layout(context, c)
+    capacity = capacity if layout is None else layout.capacity(capacity)
+    cache = kv.init(
+        batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, stacked=False, lanes=c.cache_lanes,
+        bits=c.cache_bits,
+    )  # fmt: skip
+    return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
 
-def causal(length: Array, count: int) -> tuple[Array, Array]:
-    """Positions int32[B, T] of `count` tokens behind `length` int32[B], and their mask bool[B, T, T]."""
+def step_of(
+    context: Context,
+    c: LlamaConfig,
+    cache: kv.KVCache,
+    positions: Array,
+    mask: Array,
+    earlier: kv.Pending | None = None,
+) -> L.Step:
+    """What the layers `c` of one pass share; positions int32[B, T], mask bool[B, T, P + T]."""
+    return L.make_step(positions, mask, cache, earlier, _layout(context, c))
+
+
+def next_step(context: Context, c: LlamaConfig, cache: kv.KVCache, count: int) -> L.Step:
+    """Of a pass over the `count` tokens behind the cache, one after another."""
     mask = jnp.tril(jnp.ones((count, count), bool))
-    return length[:, None] + jnp.arange(count), jnp.broadcast_to(mask, (*length.shape, count, count))
+    positions = cache.length[:, None] + jnp.arange(count)
+    return step_of(context, c, cache, positions, jnp.broadcast_to(mask, (*cache.length.shape, count, count)))
 
 
-def commit_first(cache: kv.KVCache, pending: kv.Pending, count: Array) -> kv.KVCache:
+def among_drafted(drafted: Drafted) -> Array:
+    """bool[B, F, places + F]: what drafted nodes see of those before and of each other, of which only themselves."""
+    among = jnp.broadcast_to(
+        jnp.eye(drafted.tokens.shape[1], dtype=bool), (*drafted.tokens.shape, drafted.tokens.shape[1])
+    )
+    return jnp.concatenate([drafted.seen, among], 2)
+
+
+def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, count: Array) -> kv.KVCache:
     """`cache` with the first `count` int32[B] of what is pending."""
+    layout = _layout(context, c)
     path = jnp.broadcast_to(jnp.arange(pending.positions.shape[1]), pending.positions.shape)
-    return kv.commit(cache, pending, path, count)
+    return (kv.commit if layout is None else layout.commit)(cache, pending, path, count)
+
+
+def newest(rows: Array, count: Array, before: Array) -> Array:
+    """[B, W]: the last of the first `count` int32[B] of rows [B, T, W]; `before` [B, W] where there are none."""
+    last = take_along(rows, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
+    return jnp.where(count[:, None] > 0, last.astype(before.dtype), before)
 
 
 class Ids(nnx.Variable):

@@ -7,6 +7,7 @@ target's final norm, so W_o applies to it; the layer has no norm before its atte
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ class Layer(nnx.Module):
     def __call__(self, x: Array, inputs: L.LayerInputs) -> tuple[Array, tuple]:
         attended, new = self.attention(x if self.attention_norm is None else self.attention_norm(x), inputs)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), new
+        return x + inputs.step.sum(self.mlp(self.mlp_norm(x)), "mlp"), new
 
 
 class Eagle(nnx.Module):
@@ -97,6 +98,11 @@ def embed(own: L.Embedding | None, tokens: Array, context: Context) -> Array:
     """[B, T, D]: by the head's own table, or the target's."""
     target = target_of(context)
     return target.model.embed(target.params, tokens) if own is None else own(tokens)
+
+
+def of_target(target: LlamaConfig, **changes) -> EagleConfig:
+    """The shapes that the authors train for a target: a layer like its own."""
+    return EagleConfig(dataclasses.replace(target, num_layers=1, stacked=False, cache_dtype=None, **changes))
 
 
 def eagle_head(config: EagleConfig) -> Head:

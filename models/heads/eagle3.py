@@ -10,6 +10,7 @@ The flags are those that published heads differ in; each defaults to what the au
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,7 +68,7 @@ class First(nnx.Module):
         normed = self.state_norm(state)
         attended, new = self.attention(jnp.concatenate([self.embedding_norm(embedded), normed], -1), inputs)
         x = (normed if self.norm_before_residual else state) + attended
-        return x + self.mlp(self.mlp_norm(x)), new
+        return x + inputs.step.sum(self.mlp(self.mlp_norm(x)), "mlp"), new
 
 
 class Eagle3(nnx.Module):
@@ -122,3 +123,10 @@ def eagle3_head(config: Eagle3Config) -> Head:
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """The authors': the inputs of layers 2, L / 2 and L - 3 of a target of L layers."""
     return 2, num_layers // 2, num_layers - 3
+
+
+def of_target(target: LlamaConfig, *, draft_vocab_size: int = 32000, **changes) -> Eagle3Config:
+    """The shapes that the authors train for a target: a layer like its own, and a head of 32,000 ids."""
+    size = min(draft_vocab_size, target.vocab_size)
+    layer = dataclasses.replace(target, num_layers=1, vocab_size=size, stacked=False, cache_dtype=None, **changes)
+    return Eagle3Config(layer, default_taps(target.num_layers), target.width, target.vocab_size)

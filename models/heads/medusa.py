@@ -16,8 +16,9 @@ from flax import nnx
 
 from specjax.indexing import take_along
 from specjax.models import layers as L
-from specjax.models.heads.blocks import DraftVocabulary, bind, target_of
+from specjax.models.heads.blocks import DraftVocabulary, bind, newest, target_of
 from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
 
 
@@ -88,8 +89,7 @@ def medusa_head(config: MedusaConfig) -> Head:
         return jnp.zeros((batch, config.width), config.dtype)
 
     def read(params, last: Array, pairs: Pairs, context: Context) -> Array:
-        newest = take_along(pairs.features, jnp.maximum(pairs.count - 1, 0)[:, None, None], 1)[:, 0]
-        return jnp.where(pairs.count[:, None] > 0, newest.astype(last.dtype), last)
+        return newest(pairs.features, pairs.count, last)
 
     def start(params, last: Array, context: Context, places: int) -> tuple[Scratch, Array]:
         logits = module_of(params)(last, context)
@@ -99,3 +99,8 @@ def medusa_head(config: MedusaConfig) -> Head:
         return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
 
     return Head(begin, read, start, follow, "medusa", config, deepest=config.num_heads)
+
+
+def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> MedusaConfig:
+    """The shapes that the authors train for a target: heads of its whole vocabulary, one block each."""
+    return MedusaConfig(target.width, target.vocab_size, num_heads, dtype=target.dtype, **changes)

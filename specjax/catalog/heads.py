@@ -29,9 +29,44 @@ def _row(name: str, factory: Callable[..., Drafter], summary: str, paper: str, *
     )
 
 
+AS_MANY = Option("num_tokens", int, None, "drafted tokens per round; default: as many as the head drafts")
+
+
 HEADS: dict[str, Method] = {
     method.name: method
     for method in (
+        _row(
+            "dflash",
+            drafters.dflash,
+            "one pass over a block of masks that sees the target's streams says all drafted tokens",
+            "arXiv 2602.06036 (2026)",
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
+            "dflash2",
+            drafters.dflash2,
+            "dflash with convolutions, and a selector of a path through the candidates",
+            "z-lab 2026, github.com/z-lab/dflash",
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
+            "domino",
+            drafters.domino,
+            "dflash corrected by a recurrence over the tokens drafted so far",
+            "arXiv 2605.29707 (2026)",
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
+            "dspark",
+            drafters.dspark,
+            "dflash corrected by the token before, with a confidence of its own",
+            "DeepSeek 2026, github.com/deepseek-ai/DeepSpec",
+            AS_MANY,
+            *EACH,
+        ),
         _row(
             "eagle",
             drafters.eagle,
@@ -53,7 +88,15 @@ HEADS: dict[str, Method] = {
             drafters.medusa,
             "heads on the target's last feature say several tokens ahead at once",
             "Cai et al. 2024, arXiv 2401.10774",
-            Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
+            "p_eagle",
+            drafters.p_eagle,
+            "an EAGLE-3 head says all drafted tokens in one pass",
+            "arXiv 2602.01469 (2026)",
+            AS_MANY,
             *EACH,
         ),
     )

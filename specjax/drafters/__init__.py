@@ -3,9 +3,14 @@
 from specjax.drafters.combined.auto import auto
 from specjax.drafters.combined.choice import choice
 from specjax.drafters.combined.rasd import rasd
+from specjax.drafters.heads.dflash import dflash
+from specjax.drafters.heads.dflash2 import dflash2
+from specjax.drafters.heads.domino import domino
+from specjax.drafters.heads.dspark import dspark
 from specjax.drafters.heads.eagle import eagle
 from specjax.drafters.heads.eagle3 import eagle3
 from specjax.drafters.heads.medusa import medusa
+from specjax.drafters.heads.p_eagle import p_eagle
 from specjax.drafters.layers.dynamic_exit import dynamic_exit
 from specjax.drafters.layers.early_exit import early_exit
 from specjax.drafters.layers.superposed import superposed
@@ -32,6 +37,10 @@ __all__ = [
     "autoregressive",
     "choice",
     "corpus_table",
+    "dflash",
+    "dflash2",
+    "domino",
+    "dspark",
     "dynamic_exit",
     "eagle",
     "eagle3",
@@ -43,6 +52,7 @@ __all__ = [
     "lookahead",
     "medusa",
     "nar_block",
+    "p_eagle",
     "prompt_lookup",
     "rapid",
     "rasd",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from specjax import Target
-from specjax.models.heads import blocks
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.eagle import Eagle, EagleConfig, eagle_head
-from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, eagle3_head
-from specjax.models.heads.medusa import Medusa, MedusaConfig, medusa_head
+from specjax.models.heads.dflash import DFlashConfig
+from specjax.models.heads.eagle import EagleConfig
+from specjax.models.heads.eagle3 import Eagle3Config
+from specjax.models.heads.kinds import KINDS, init_head
+from specjax.models.heads.medusa import MedusaConfig
+from specjax.models.heads.p_eagle import PEagleConfig
 from specjax.models.llama import LlamaConfig
 
 
@@ -27,26 +30,46 @@ def layer_of(target: Target, **changes) -> LlamaConfig:
     return LlamaConfig(vocab_size=target.model.vocab_size, width=width, **shapes)
 
 
+BLOCK_DRAFTERS = {
+    "dflash": {},
+    "dflash2": {"conv_taps": 2, "conv_group": 1, "selector_rank": 4, "candidates": 3},
+    "domino": {"from_anchor": True, "prefix_rank": 4, "prefix_state": 5},
+    "dspark": {"from_anchor": True, "markov": "rnn", "markov_rank": 4, "confidence": "markov"},
+}
+
+
 def config_of(kind: str, target: Target):
-    """(module, config, functions) of a kind, small enough for any test."""
+    """Small enough for any test."""
     width, vocab, layers = width_of(target), target.model.vocab_size, target.model.capabilities.num_layers
     if kind == "eagle":
-        return Eagle, EagleConfig(layer_of(target)), eagle_head
+        return EagleConfig(layer_of(target))
     if kind == "eagle3":
-        layer = layer_of(target, num_layers=2)
-        layer = layer.__class__(**{**vars(layer), "vocab_size": vocab - 1})
-        return Eagle3, Eagle3Config(layer, (0, 1, layers), width, vocab, norm_taps="each"), eagle3_head
+        layer = replace(layer_of(target, num_layers=2), vocab_size=vocab - 1)
+        return Eagle3Config(layer, (0, 1, layers), width, vocab, norm_taps="each")
     if kind == "medusa":
-        return Medusa, MedusaConfig(width, vocab, num_heads=3), medusa_head
+        return MedusaConfig(width, vocab, num_heads=3)
+    if kind == "p_eagle":
+        return PEagleConfig(layer_of(target), (0, 1, layers), width, vocab, own_head=False, mask_token=2, depths=3)
+    if kind in BLOCK_DRAFTERS:
+        layer = replace(layer_of(target, num_layers=2), qk_norm=True)
+        return DFlashConfig(layer, (1, layers), width, vocab, 4, vocab - 1, windows=(None, 3), **BLOCK_DRAFTERS[kind])
     raise AssertionError(f"no tiny head of {kind}")
 
 
 @functools.cache
-def _tiny_params(module, config, seed: int):
-    return jax.jit(functools.partial(blocks.init_params, module, config))(jax.random.key(seed))
+def _tiny(kind: str, config, seed: int) -> DraftHead:
+    # Compiled: a hundred small draws one by one take longer.
+    return DraftHead(KINDS[kind].head(config), jax.jit(functools.partial(_params, kind, config))(jax.random.key(seed)))
+
+
+def _params(kind: str, config, key):
+    """Random ones, with something of what starts at nothing, too."""
+    leaves, structure = jax.tree.flatten(init_head(kind, config, key).params)
+    more = lambda i, x: 0.2 * jax.random.normal(jax.random.fold_in(key, i), x.shape, x.dtype)
+    is_trained = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return structure.unflatten([x + more(i, x) if is_trained(x) else x for i, x in enumerate(leaves)])
 
 
 def tiny_head(kind: str, target: Target, seed: int = 3) -> DraftHead:
     """A head with random parameters."""
-    module, config, functions = config_of(kind, target)
-    return DraftHead(functions(config), _tiny_params(module, config, seed))
+    return _tiny(kind, config_of(kind, target), seed)

@@ -4,7 +4,7 @@ Li, Wei, Zhang, Zhang: EAGLE: Speculative Sampling Requires Rethinking Feature U
 arXiv 2401.15077; EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (EMNLP 2024), arXiv 2406.16858.
 
 Rule: the state of a committed token is the target's feature of it, that of a drafted one what the head said of it
-(`specjax.models.heads.eagle`). EAGLE-1 drafts a static tree of the likeliest tokens, EAGLE-2 that of the likeliest paths.
+(`specjax.models.heads.eagle`). EAGLE-1 drafts a static tree of likeliest tokens, EAGLE-2 that of the likeliest paths.
 Guarantee: distribution (a tree of likeliest tokens is a point mass; one that was drawn is verified with its q).
 Deviations: the accepted tokens are read with true features at the start of the next draft, in one pass. An embedding
 of the target's is scaled as the target scales it.

@@ -1,4 +1,4 @@
-"""EAGLE-3 and 3.1: a decoder layer continues several of the target's streams, and predicts from a vocabulary of its own.
+"""EAGLE-3 and 3.1: a decoder layer continues several of the target's streams, with a vocabulary and a head of its own.
 
 Li, Wei, Zhang, Zhang: EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test
 (2025), arXiv 2503.01840.

@@ -1,0 +1,40 @@
+"""Every kind of head by the name of its method: for loaders, planners, trainers and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from specjax.models.heads import dflash, eagle, eagle3, medusa, p_eagle
+from specjax.models.heads.blocks import abstract_params, init_params
+from specjax.models.heads.contract import DraftHead, Head
+
+
+class Kind(NamedTuple):
+    """What a kind of head is made by."""
+
+    module: Callable[..., Any]  # (config, *, rngs) -> its nnx.Module
+    head: Callable[[Any], Head]  # (config)
+    of_target: Callable[..., Any]  # (the target's config, **changes) -> config, as the authors train it
+
+
+KINDS: dict[str, Kind] = {
+    "dflash": Kind(dflash.DFlash, dflash.dflash_head, dflash.of_target),
+    "dflash2": Kind(dflash.DFlash, dflash.dflash_head, dflash.dflash2_of_target),
+    "domino": Kind(dflash.DFlash, dflash.dflash_head, dflash.domino_of_target),
+    "dspark": Kind(dflash.DFlash, dflash.dflash_head, dflash.dspark_of_target),
+    "eagle": Kind(eagle.Eagle, eagle.eagle_head, eagle.of_target),
+    "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target),
+    "medusa": Kind(medusa.Medusa, medusa.medusa_head, medusa.of_target),
+    "p_eagle": Kind(p_eagle.PEagle, p_eagle.p_eagle_head, p_eagle.of_target),
+}
+
+
+def init_head(kind: str, config: Any, key) -> DraftHead:
+    """A head with random parameters, for tests and for training."""
+    return DraftHead(KINDS[kind].head(config), init_params(KINDS[kind].module, config, key))
+
+
+def abstract_head(kind: str, config: Any) -> DraftHead:
+    """A head with shapes for parameters; nothing is allocated."""
+    return DraftHead(KINDS[kind].head(config), abstract_params(KINDS[kind].module, config))
