@@ -46,9 +46,11 @@ __all__ = [
     "decoders",
     "drafters",
     "load",
+    "load_head",
     "make_drafter",
     "mesh",
     "plan",
+    "save_head",
     "serve",
     "shard",
     "stream",
@@ -63,6 +65,10 @@ def __getattr__(name: str):
         from specjax.models.loading import load
 
         return load
+    if name in ("load_head", "save_head"):
+        from specjax.models.loading import heads
+
+        return getattr(heads, name)
     if name in ("compile_report", "plan"):
         from specjax import planning
 

@@ -23,10 +23,19 @@ EACH = TREE, STOP, KEEP_LOGITS
 """Options of all of them."""
 
 
-def _row(name: str, factory: Callable[..., Drafter], summary: str, paper: str, *options: Option) -> Method:
+def _row(
+    name: str,
+    factory: Callable[..., Drafter],
+    summary: str,
+    paper: str,
+    *options: Option,
+    on_cpu: int = 7,
+    wide_tree: str | None = None,
+) -> Method:
     return Method(
-        name, "drafter", _of_head(factory), "distribution", summary, paper, frozenset({"head"}), options=options
-    )
+        name, "drafter", _of_head(factory), "distribution", summary, paper, frozenset({"head"}), options=options,
+        cpu_options={"num_tokens": on_cpu}, wide_tree=wide_tree,
+    )  # fmt: skip
 
 
 AS_MANY = Option("num_tokens", int, None, "drafted tokens per round; default: as many as the head drafts")
@@ -74,6 +83,8 @@ HEADS: dict[str, Method] = {
             "Li et al. 2024, arXiv 2401.15077 and 2406.16858",
             num_tokens(5),
             *EACH,
+            on_cpu=3,
+            wide_tree="eagle2:8x6x60",
         ),
         _row(
             "eagle3",
@@ -82,6 +93,8 @@ HEADS: dict[str, Method] = {
             "Li et al. 2025, arXiv 2503.01840",
             num_tokens(5),
             *EACH,
+            on_cpu=3,
+            wide_tree="eagle2:8x6x60",
         ),
         _row(
             "medusa",
@@ -90,6 +103,8 @@ HEADS: dict[str, Method] = {
             "Cai et al. 2024, arXiv 2401.10774",
             AS_MANY,
             *EACH,
+            on_cpu=3,
+            wide_tree="top:8x2x1",
         ),
         _row(
             "p_eagle",

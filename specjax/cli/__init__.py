@@ -1,4 +1,5 @@
-"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan`, `methods` and `datastore`.
+"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan`, `inspect`, `methods`,
+`datastore`.
 
 Heavy imports are inside the commands, so that `specjax --help` is quick.
 """
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from specjax.cli import bench, compare_verifiers, compile, datastore, generate, methods, plan
+from specjax.cli import bench, compare_verifiers, compile, datastore, generate, inspect, methods, plan
 from specjax.cli.console import complain, show_traceback, visible
 from specjax.cli.files import FULL
 from specjax.errors import UsageError
@@ -33,6 +34,7 @@ app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
 app.command("compile")(compile.compile_)
 app.command("plan")(plan.plan)
 app.command("methods")(methods.methods)
+app.command("inspect")(inspect.inspect)
 app.add_typer(datastore.app, name="datastore")
 
 

@@ -7,7 +7,6 @@ They count differently. vLLM's num_speculative_tokens are drafted tokens, as --n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,7 +15,6 @@ import typer
 
 from specjax.cli.options import require
 from specjax.errors import UsageError
-from specjax.models.loading.fields import Fields
 from specjax.reading import parse_json, shown
 
 PANEL = "As vLLM and SGLang call it"
@@ -95,7 +93,7 @@ class Asked(NamedTuple):
     draft: str | None
     num_draft_tokens: int | None
     tree: str | None
-    settings: list[str]
+    settings: list[str] | None
 
 
 def read_speculative(
@@ -120,23 +118,24 @@ def read_speculative(
         "method": {"--method": method}, "draft": {"--draft": draft, "--speculative-draft-model-path": model},
         "num_draft_tokens": {"--num-draft-tokens": num_draft_tokens}, "tree": {"--tree": tree},
     }  # fmt: skip
-    more = list(settings or ())
     if config is not None:
-        more += _read_config(config, found)
+        settings = [*(settings or ()), *_read_config(config, found)]
     if algorithm is not None:
         found["method"]["--speculative-algorithm"] = _method(algorithm.upper(), OF_SGLANG, "--speculative-algorithm")
     _read_shape(steps, topk, tokens, found)
-    return Asked(**{name: _agreed(flags) for name, flags in found.items()}, settings=more)
+    return Asked(**{name: _agreed(flags) for name, flags in found.items()}, settings=settings)
 
 
 def _read_config(text: str, found: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Adds what vLLM's JSON says; what of it is for --set."""
+    """Adds what vLLM's JSON says. Returns what of it is for --set."""
+    from specjax.models.loading.fields import Fields
+
     flag = "--speculative-config"
     contents = parse_json(text.encode("utf-8", "replace"), flag, 'write {"method": "eagle3", "model": "FOLDER"}')
     require(isinstance(contents, dict), f"{flag} must be a JSON object, not {shown(contents)}")
     unknown = [name for name in contents if name not in KEYS]
-    require(not unknown, f"{flag} has the key {shown(next(iter(unknown), ''))}, and of vLLM's only {', '.join(KEYS)} mean "
-            "something here; leave it out")  # fmt: skip
+    first = shown(next(iter(unknown), ""))
+    require(not unknown, f"{flag} has the key {first}, and of vLLM's only {', '.join(KEYS)} mean something here")
     fields = Fields(contents, flag)
     word = fields.text("method", None)
     if word is not None:
@@ -173,8 +172,8 @@ def _read_shape(steps: int | None, topk: int | None, tokens: int | None, found: 
         return
     require(
         steps is not None and tokens is not None,
-        f"{flags[1]} {topk} wants {flags[0]}, the depth of the tree, and {flags[2]}, its size with the token before the "
-        "drafts, too",
+        f"{flags[1]} {topk} wants {flags[0]}, the depth of the tree, and {flags[2]}, its size with the token before "
+        "the drafts, too",
     )
     found["tree"][f"{flags[1]} {topk}, {flags[0]} {steps} and {flags[2]} {tokens}"] = (
         f"eagle2:{topk}x{steps}x{(tokens or 2) - 1}"
@@ -187,7 +186,5 @@ def _agreed(flags: Mapping[str, Any]) -> Any:
     first = next(iter(given), None)
     for flag, value in given.items():
         if value != given[first]:
-            raise UsageError(
-                f"{first} says {json.dumps(given[first])} and {flag} says {json.dumps(value)}; leave one out"
-            )
+            raise UsageError(f"{first} says {given[first]} and {flag} says {value}; leave one out")
     return given.get(first)

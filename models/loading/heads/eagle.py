@@ -129,7 +129,7 @@ def describe(config: EagleConfig, layout: str, about: dict[str, Any]) -> dict[st
     """config.json. Raises: UsageError for a head that the layout has no words for."""
     if config.draft_vocab_size:
         raise UsageError("a head with a token map cannot be saved; save it as it was without the map")
-    layers = described_layers(config.layer) | {"vocab_size": config.vocab_size}
+    layers = described_layers(config.layer) | {"vocab_size": config.vocab_size or config.layer.vocab_size}
     if layout == "speculators":
         if config.layer.num_layers > 1:
             raise UsageError(f"the layout speculators has one layer, and the head {config.layer.num_layers}")
