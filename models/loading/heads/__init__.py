@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.models.heads import blocks
 from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading import hf
 from specjax.models.loading.assembly import Leaf, Stored, fill, insert, refuse
 from specjax.models.loading.heads import kinds, vocabulary
@@ -79,7 +79,7 @@ def read_head(source: str | Path, target: Target, *, token_map: str | Path | Non
         ids = None if token_map is None else vocabulary.read_token_map(Path(token_map), reader.vocab_size)
         plan = kind.plan(contents, dialect, reader, ids)
         leaves, unused = _leaves(plan, path)
-    head = DraftHead(plan.functions(plan.config), _assemble(plan, leaves))
+    head = DraftHead(KINDS[plan.kind].head(plan.config), _assemble(plan, leaves))
     layer = getattr(plan.config, "layer", None)
     return LoadedHead(
         head, dialect, plan.flags, plan.notes, len(contents.tensors), unused, trained_for(contents),
@@ -96,8 +96,9 @@ def recognise(source: str | Path) -> tuple[str, str] | None:
     if not (path / "config.json").exists():
         return None
     with reading(path):
-        found = kinds.find(read_contents(path))
-    return None if found is None else (found[0].KIND, found[1])
+        contents = read_contents(path)
+        found = kinds.find(contents)
+        return None if found is None else (found[0].kind_of(contents), found[1])
 
 
 def resolve(source: str | Path) -> Path:
@@ -142,7 +143,7 @@ def _leaves(plan: Plan, path: Path) -> tuple[list[Leaf], tuple[str, ...]]:
 
 def _parameters(plan: Plan) -> list[tuple[tuple, Any]]:
     """(keys, shape and dtype) of each."""
-    flat = jax.tree_util.tree_flatten_with_path(blocks.abstract_params(plan.module, plan.config))[0]
+    flat = jax.tree_util.tree_flatten_with_path(abstract_head(plan.kind, plan.config).params)[0]
     return [(tuple(entry.key for entry in path), struct) for path, struct in flat]
 
 

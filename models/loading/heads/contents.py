@@ -15,7 +15,6 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.gemma3 import Gemma3Config
-from specjax.models.heads.contract import Head
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import hf, llama
 from specjax.models.loading.fields import LAYERS, Fields
@@ -67,11 +66,9 @@ class Tensors(dict[str, Tensor]):
 class Plan(NamedTuple):
     """What a head's parameters are read from."""
 
-    kind: str
+    kind: str  # of `specjax.models.heads.kinds`
     dialect: str
-    module: Callable[..., Any]
     config: Any
-    functions: Callable[[Any], Head]
     table: Mapping[str, str]  # names of tensors by path of the parameter, `*` for a number, `*+1` for the next one
     tensors: Tensors
     flags: Mapping[str, Any]  # what the head was taken to be
@@ -162,13 +159,19 @@ def split_fused(tensors: Tensors, c: LlamaConfig) -> None:
                 tensors.own[new], row = own, row + rows
 
 
-def layer_config(fields: Fields, tensors: Tensors, first: str, count: int, reader: Reader) -> LlamaConfig:
+def layer_config(
+    fields: Fields, tensors: Tensors, first: str, count: int, reader: Reader, *, windows: bool = True
+) -> LlamaConfig:
     """Shapes of a head's decoder layers, with biases and q/k norms if `first`, the attention of the first, has them.
+
+    windows: all layers have the same one; else it is left out.
 
     Raises: UsageError for a number of layers that is not `count`, the number in the file.
     """
     kind = fields.text("model_type", "llama")
     written = {"model_type": kind if kind in llama.HF_TYPES else "llama", "attention_bias": None, "mlp_bias": None}
+    if not windows:
+        written |= {"layer_types": None, "sliding_window": None, "use_sliding_window": None}
     values = {**fields.values, **{fields.prefix + name: value for name, value in written.items()}}
     fields = Fields(values, fields.where, fields.prefix)
     said = fields.size("num_hidden_layers", count, most=LAYERS)
@@ -197,6 +200,45 @@ def check_equal(where: str, name: str, value: int, wanted: int, what: str) -> No
     """Raises: UsageError that names both numbers, unless they are the same."""
     if value != wanted:
         raise UsageError(f"{where} has {name} {value}, and {what} {wanted}; choose a head of this target")
+
+
+def check_layers(
+    contents: Contents,
+    tensors: Tensors,
+    reader: Reader,
+    ids: Sequence[int],
+    found: str,
+    default: Callable[[int], Sequence[int]],
+    notes: list[str],
+) -> tuple[int, ...]:
+    """The target's streams that a head reads, whose number fc has to fit.
+
+    Args:
+      ids, found: those that config.json names, and where. default: (how many) -> those of a head that names none.
+
+    Raises: UsageError for another number of them, or one that the target has not.
+    """
+    columns = tensors.shape("fc.weight", contents.folder)[-1]
+    count, rest = divmod(columns, reader.width)
+    if rest:
+        raise UsageError(
+            f"{contents.folder} has fc.weight for {columns} numbers, no multiple of {reader.width}, the width of the "
+            f"target {reader.name}"
+        )
+    where = contents.config.where
+    if not ids and count <= LAYERS and default(count):
+        ids = default(count)
+        notes.append(f"{where} names no layers of the target; taken for the authors', {list(ids)}")
+    elif len(ids) != count:
+        named = f"{found} names {len(ids)}" if ids else "it does not say which"
+        raise UsageError(f"{contents.folder} has fc.weight for {count} of the target's streams, and {named}")
+    wrong = [i for i in ids if not 0 <= i <= reader.num_layers]
+    if wrong:
+        raise UsageError(
+            f"{where} reads the target's stream {shown(wrong[0])} ({found or 'by default'}), and {reader.name} has "
+            f"{reader.num_layers} layers; choose a head of this target"
+        )
+    return tuple(ids)
 
 
 def check_family(contents: Contents, reader: Reader) -> None:

@@ -43,7 +43,8 @@ def described_layers(c: LlamaConfig) -> dict[str, Any]:
 
 
 def described_verifier(algorithm: str, architecture: str, about: dict[str, Any]) -> dict[str, Any]:
-    """What all configs of vllm speculators begin with. `about`: `num_tokens` to draft, and the target's `name`."""
+    """What all configs of vllm speculators begin with. `about`: `num_tokens` to draft, and the target's `name`
+    and `architectures`."""
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": about["num_tokens"], "verifier_accept_k": 1,
         "accept_tolerance": 0.0,

@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.eagle import Eagle, EagleConfig, eagle_head
+from specjax.models.heads.eagle import EagleConfig
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.contents import (
     Contents,
@@ -30,7 +30,7 @@ from specjax.models.loading.heads.contents import (
 )
 from specjax.models.loading.heads.describing import described_layers, described_verifier
 
-KIND = "eagle"
+KINDS = ("eagle",)
 
 TABLE = {
     "embed.weight": "embed_tokens.weight",
@@ -61,11 +61,16 @@ def dialect_of(contents: Contents) -> str | None:
     """Who wrote it; None: it is no EAGLE-1."""
     c, names = contents.config, contents.tensors
     if c.given("speculators_model_type"):
-        return "speculators" if c.text("speculators_model_type") == KIND else None
+        return "speculators" if c.text("speculators_model_type") == "eagle" else None
     fc = names.get("fc.weight", names.get("model.fc.weight"))
     layers = any(re.match(r"(model\.)?layers\.0\.self_attn\.", name) for name in names)
     others = any(re.search(r"(hidden_norm|mask_hidden|^lstm|\.fc\.)", name.removeprefix("model.")) for name in names)
     return "safeailab" if fc is not None and layers and not others else None
+
+
+def kind_of(contents: Contents) -> str:
+    """The method that it is drafted with."""
+    return "eagle"
 
 
 def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
@@ -109,9 +114,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
         raise UsageError(f"{where} has {said} {str(c.flag(said)).lower()}, and {contents.folder} has {has} fc.bias")
     flags = {name: getattr(config, name) for name in ("bias", "norms", "embeds")}
     flags["draft_vocab_size"] = config.draft_vocab_size or reader.vocab_size
-    return Plan(
-        KIND, dialect, Eagle, config, eagle_head, TABLE, tensors, flags, arrays, tuple(notes), UNUSED
-    )  # fmt: skip
+    return Plan("eagle", dialect, config, TABLE, tensors, flags, arrays, tuple(notes), UNUSED)
 
 
 def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
@@ -133,7 +136,7 @@ def describe(config: EagleConfig, layout: str, about: dict[str, Any]) -> dict[st
     if layout == "speculators":
         if config.layer.num_layers > 1:
             raise UsageError(f"the layout speculators has one layer, and the head {config.layer.num_layers}")
-        return described_verifier(KIND, "EagleSpeculator", about) | {
+        return described_verifier("eagle", "EagleSpeculator", about) | {
             "transformer_layer_architecture": "LlamaDecoderLayer",
             "transformer_layer_config": layers,
             "layernorms": config.norms,

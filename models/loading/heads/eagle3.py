@@ -15,7 +15,8 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, default_taps, eagle3_head
+from specjax.models.heads.eagle3 import Eagle3Config, default_taps
+from specjax.models.heads.kinds import KINDS as MADE_BY
 from specjax.models.loading.fields import ROWS, WIDTH, Fields
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.contents import (
@@ -25,6 +26,7 @@ from specjax.models.loading.heads.contents import (
     Rules,
     Tensors,
     check_equal,
+    check_layers,
     has_embedding,
     indices,
     layer_config,
@@ -34,10 +36,9 @@ from specjax.models.loading.heads.contents import (
 )
 from specjax.models.loading.heads.describing import described_layers, described_verifier
 from specjax.models.loading.tensors import read_rows
-from specjax.reading import shown
 from specjax.types import Array
 
-KIND = "eagle3"
+KINDS = ("eagle3",)
 
 TABLE = {
     "embed.weight": "embed_tokens.weight",
@@ -98,22 +99,27 @@ DIALECTS = {
 }
 
 
-def dialect_of(contents: Contents) -> str | None:
-    """Who wrote it; None: it is no EAGLE-3."""
+def dialect_of(contents: Contents, name: str = "eagle3") -> str | None:
+    """Who wrote it; None: it is no EAGLE-3. `name`: as speculators calls it, or what is built on it."""
     c, names = contents.config, contents.tensors
     if c.given("speculators_model_type"):
-        return "speculators" if c.text("speculators_model_type") == KIND else None
-    reads_states = any(re.search(r"(^|\.)(midlayer|layers\.0)\.hidden_norm\.weight$", name) for name in names)
-    if not reads_states or any(name.endswith("mask_hidden") for name in names):
+        return "speculators" if c.text("speculators_model_type") == name else None
+    reads_states = any(re.search(r"(^|\.)(midlayer|layers\.0)\.hidden_norm\.weight$", key) for key in names)
+    if not reads_states or any(key.endswith("mask_hidden") for key in names) != (name == "peagle"):
         return None
-    if any(name.startswith("model.") for name in names):
+    if any(key.startswith("model.") for key in names):
         return "automodel"
     if c.given("target_layer_ids"):
         return "deepspec"
-    if any(name.startswith("midlayer.") for name in names):
+    if any(key.startswith("midlayer.") for key in names):
         writers = c.array("architectures", str)
         return "specforge" if any(writer.endswith("Eagle3") for writer in writers) else "safeailab"
     return "modelopt"
+
+
+def kind_of(contents: Contents) -> str:
+    """The method that it is drafted with."""
+    return "eagle3"
 
 
 def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
@@ -174,7 +180,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
         for name in ("taps", "norm_taps", "norm_before_residual", "norm_output", "embeds", "own_head")
     }
     return Plan(
-        KIND, dialect, Eagle3, config, eagle3_head, TABLE, tensors, flags | {"draft_vocab_size": size}, arrays,
+        "eagle3", dialect, config, TABLE, tensors, flags | {"draft_vocab_size": size}, arrays,
         tuple(notes), UNUSED,
     )  # fmt: skip
 
@@ -192,26 +198,8 @@ def _taps(contents: Contents, dialect: str, tensors: Tensors, reader: Reader, no
     ):
         if not ids and place.given(name):
             found, ids = place.prefix + name, [i + plus for i in place.array(name, int)]
-    where, columns = c.where, tensors.shape("fc.weight", contents.folder)[-1]
-    count, rest = divmod(columns, reader.width)
-    if rest:
-        raise UsageError(
-            f"{contents.folder} has fc.weight for {columns} numbers, no multiple of {reader.width}, the width of the "
-            f"target {reader.name}"
-        )
-    if not ids and count == 3:
-        ids = list(default_taps(reader.num_layers))
-        notes.append(f"{where} names no layers of the target; taken for the authors', {ids}")
-    elif len(ids) != count:
-        named = f"{found} names {len(ids)}" if ids else "it does not say which"
-        raise UsageError(f"{contents.folder} has fc.weight for {count} of the target's streams, and {named}")
-    wrong = [i for i in ids if not 0 <= i <= reader.num_layers]
-    if wrong:
-        raise UsageError(
-            f"{where} reads the target's stream {shown(wrong[0])} ({found or 'by default'}), and {reader.name} has "
-            f"{reader.num_layers} layers; choose a head of this target"
-        )
-    return tuple(ids)
+    default = lambda count: default_taps(reader.num_layers) if count == 3 else ()
+    return check_layers(contents, tensors, reader, ids, found, default, notes)
 
 
 def _norm_before_residual(c: Fields, dialect: str, notes: list[str]) -> bool:
@@ -234,7 +222,8 @@ def _norm_output(c: Fields, dialect: str, tensors: Tensors, notes: list[str]) ->
 def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
     """Other readings of the same tensors, by what would be wrong with this one."""
     config = head.head.config
-    other = lambda **changes: head.replace(head=eagle3_head(dataclasses.replace(config, **changes)))
+    functions = MADE_BY[head.head.kind].head
+    other = lambda **changes: head.replace(head=functions(dataclasses.replace(config, **changes)))
     flipped = not config.norm_before_residual
     found = {f"norm_before_residual should be {str(flipped).lower()}": other(norm_before_residual=flipped)}
     for step, what in ((1, "outputs of layers"), (-1, "streams, and were read as outputs of layers")):
@@ -255,13 +244,19 @@ LAYOUTS = {"speculators": (), "safeailab": ((r"^layers\.0\.", "midlayer."),)}
 """What is written here, and what differs from the table's names."""
 
 
-def describe(config: Eagle3Config, layout: str, about: dict[str, Any]) -> dict[str, Any]:
+def describe(
+    config: Eagle3Config,
+    layout: str,
+    about: dict[str, Any],
+    name: str = "eagle3",
+    architecture: str = "Eagle3Speculator",
+) -> dict[str, Any]:
     """config.json. Raises: UsageError for a head that the layout has no words for."""
     layers = described_layers(config.layer) | {"vocab_size": config.vocab_size}
     size = config.layer.vocab_size if config.own_head else config.vocab_size
     ids = {"draft_vocab_size": size, "eagle_aux_hidden_state_layer_ids": list(config.taps)}
     if layout == "speculators":
-        return described_verifier(KIND, "Eagle3Speculator", about) | ids | {
+        return described_verifier(name, architecture, about) | ids | {
             "transformer_layer_config": layers,
             "norm_before_residual": config.norm_before_residual,
             "norm_output": config.norm_output,

@@ -5,34 +5,37 @@ from __future__ import annotations
 from types import ModuleType
 
 from specjax.errors import UsageError
-from specjax.models.loading.heads import eagle, eagle3, medusa
+from specjax.models.loading.heads import dflash, eagle, eagle3, medusa, p_eagle
 from specjax.models.loading.heads.contents import Contents
 from specjax.reading import shown
 
-KINDS: tuple[ModuleType, ...] = (eagle3, eagle, medusa)
+FILES: tuple[ModuleType, ...] = (eagle3, p_eagle, dflash, eagle, medusa)
 
 
 def find(contents: Contents) -> tuple[ModuleType, str] | None:
-    """The kind of a head, and the dialect it is written in; None: it is none, but for all that is known a whole model.
+    """Who reads a head, and the dialect it is written in; None: it is none, but for all that is known a whole model.
 
     Raises: UsageError for a head of a kind that there is no reader for.
     """
-    for kind in KINDS:
-        dialect = kind.dialect_of(contents)
+    for file in FILES:
+        dialect = file.dialect_of(contents)
         if dialect is not None:
-            return kind, dialect
+            return file, dialect
     if contents.config.given("speculators_model_type"):
         said = shown(contents.config.text("speculators_model_type"))
         raise UsageError(
-            f"{contents.config.where} has speculators_model_type {said}, which specjax cannot read (only "
-            f"{', '.join(kind.KIND for kind in KINDS)})"
+            f"{contents.config.where} has speculators_model_type {said}, which specjax cannot read (only {_all()})"
         )
     return None
 
 
 def of(kind: str) -> ModuleType:
     """The file of a kind. Raises: UsageError for one that there is none for."""
-    for module in KINDS:
-        if kind == module.KIND:
-            return module
-    raise UsageError(f"heads of {kind} have no checkpoints here (only {', '.join(k.KIND for k in KINDS)})")
+    for file in FILES:
+        if kind in file.KINDS:
+            return file
+    raise UsageError(f"heads of {kind} have no checkpoints here (only {_all()})")
+
+
+def _all() -> str:
+    return ", ".join(kind for file in FILES for kind in file.KINDS)

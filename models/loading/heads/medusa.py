@@ -12,13 +12,13 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.medusa import Medusa, MedusaConfig, medusa_head
+from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.loading.fields import HEADS
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, indices, renamed
 from specjax.models.loading.tensors import INTEGERS, read_integers
 
-KIND = "medusa"
+KINDS = ("medusa",)
 
 UNUSED = (r"lm_head\.weight$",)
 
@@ -45,6 +45,11 @@ def dialect_of(contents: Contents) -> str | None:
     if names and all(re.match(AUTHORS, name) for name in names):
         return "authors"
     return "vllm" if any(re.match(r"(medusa_heads\.)?blocks\.\d+\.layers\.\d+\.", name) for name in names) else None
+
+
+def kind_of(contents: Contents) -> str:
+    """The method that it is drafted with."""
+    return "medusa"
 
 
 def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
@@ -74,7 +79,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     flags = {name: getattr(config, name) for name in ("num_heads", "num_blocks", "bias", "own_head")}
     arrays = {} if ids is None else {"vocabulary.place": vocabulary.places(ids, reader.vocab_size)}
     return Plan(
-        KIND, dialect, Medusa, config, medusa_head, TABLE, tensors, flags | {"draft_vocab_size": size}, arrays,
+        "medusa", dialect, config, TABLE, tensors, flags | {"draft_vocab_size": size}, arrays,
         tuple(notes), UNUSED,
     )  # fmt: skip
 

@@ -18,10 +18,13 @@ from specjax.types import Target
 ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
+NUMBER = r"(?<=\.)\d+(?=\.)"
+
+
 def stored_name(table: Mapping[str, str], path: str) -> str:
     """The tensor of a parameter: `others.0.mlp.up.weight` by `layers.*+1.mlp.up_proj.weight` is that of `layers.1`."""
-    numbers = iter(re.findall(r"(?<=\.)\d+(?=\.)", path))
-    template = table[re.sub(r"(?<=\.)\d+(?=\.)", "*", path)]
+    numbers = iter(re.findall(NUMBER, path))
+    template = table[re.sub(NUMBER, "*", path)]
     return re.sub(r"\*(\+1)?", lambda star: str(int(next(numbers)) + bool(star[1])), template)
 
 
@@ -39,24 +42,25 @@ def save_head(
     """
     from safetensors.flax import save_file
 
-    kind = kinds.of(head.head.kind)
+    name, kind = head.head.kind, kinds.of(head.head.kind)
     layout = layout or next(iter(kind.LAYOUTS))
     if layout not in kind.LAYOUTS:
-        raise UsageError(f'heads of {kind.KIND} have the layouts {", ".join(kind.LAYOUTS)}, not "{layout}"')
+        raise UsageError(f'heads of {name} have the layouts {", ".join(kind.LAYOUTS)}, not "{layout}"')
     config = head.head.config
-    name = target.model.name if target is not None else ""
-    about = {"name": name, "architectures": _architectures(target), "num_tokens": num_tokens}
+    of = target.model.name if target is not None else ""
+    about = {"name": of, "architectures": _architectures(target), "num_tokens": num_tokens, "params": head.params}
     described = kind.describe(config, layout, about)
     tensors, maps = {}, {}
     for path, value in jax.tree_util.tree_flatten_with_path(head.params)[0]:
         keys = ".".join(str(entry.key) for entry in path)
         if keys == "vocabulary.place":
-            maps = _maps(np.asarray(value), kind.KIND)
-            continue
+            maps = _maps(np.asarray(value), name)
+        if re.sub(NUMBER, "*", keys) not in kind.TABLE:
+            continue  # made from a map, or of no file
         stored = stored_name(kind.TABLE, keys)
         for pattern, replacement in kind.LAYOUTS[layout]:
             stored = re.sub(pattern, replacement, stored)
-        tensors[stored] = value
+        tensors[stored] = value.reshape(getattr(kind, "SHAPES", {}).get(stored, value.shape))
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)

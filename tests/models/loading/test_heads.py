@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import os
+from dataclasses import replace
 
 import dialects as d
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import tiny_head
+from safetensors.numpy import load_file
 from toy import markov
 
 from specjax import Target, UsageError
@@ -18,8 +21,10 @@ from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.heads.blocks import abstract_params
 from specjax.models.heads.contract import Drafted, DraftHead, Pairs
 from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, eagle3_head
-from specjax.models.loading.heads import LoadedHead, load_head, read_head, recognise, save_head
+from specjax.models.loading.heads import LoadedHead, dflash, load_head, read_head, recognise, save_head
 from specjax.models.loading.heads.checking import check_head
+from specjax.models.loading.heads.describing import described_layers
+from specjax.models.loading.heads.writing import stored_name
 from specjax.types import Context
 
 PAIRS = 5
@@ -168,8 +173,7 @@ def test_eagle3_is_one_head_in_every_dialect(hd, tmp_path):
         same(logits(found.head), expected)
 
 
-@pytest.mark.parametrize("hd", [8, 16])
-def test_eagle_is_one_head_in_every_dialect(hd, tmp_path):
+def test_eagle_is_one_head_in_every_dialect(tmp_path, hd=16):
     arrays = d.eagle(hd)
     expected = eagle_oracle(arrays, hd)
     plain = d.layers(hd) | {"architectures": ["LlamaForCausalLM"]}
@@ -486,3 +490,93 @@ def test_the_likeliest_reason_of_a_low_agreement_is_the_reading_that_mends_it():
     assert "another target or fine-tune" in check_head(nothing, of, TEXT).reason
     of_another = nothing._replace(trained_for="org/Other-8B")
     assert f"trained for org/Other-8B, and the target is {of.model.name}" in check_head(of_another, of, TEXT).reason
+
+
+def all_of(kind, folder):
+    """(head, config, tensors) of a tiny random head of speculators."""
+    head = tiny_head(kind, target())
+    save_head(folder, head, target=target())
+    return head, json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def same_head(found, expected):
+    def shapes(config):
+        """Without what is the target's affair."""
+        return replace(config, layer=replace(config.layer, tied=False, name="", cache_bits=False))
+
+    assert found.head.kind == expected.head.kind
+    assert shapes(found.head.config) == shapes(expected.head.config)
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+def flat(config, **changes):
+    """As all but speculators write it: one table."""
+    config = config | config["transformer_layer_config"] | changes
+    return {key: value for key, value in config.items() if not key.startswith(("speculators", "transformer_layer"))}
+
+
+@pytest.mark.parametrize("kind", ["p_eagle", "dflash", "dflash2", "dspark"])
+def test_drafters_of_blocks_are_read_back_bit_by_bit(kind, tmp_path):
+    head, config, _ = all_of(kind, tmp_path)
+    assert recognise(tmp_path) == (kind, "speculators")
+    found = read_head(tmp_path, target())
+    same_head(found.head, head)
+    assert config["speculators_model_type"] == {"p_eagle": "peagle"}.get(kind, kind)
+
+
+def test_block_drafters_of_other_writers(tmp_path):
+    ids = lambda config: [tap - 1 for tap in config["aux_hidden_state_layer_ids"]]
+    for kind, writer in (("dflash", "zlab"), ("dflash2", "zlab"), ("dspark", "deepspec"), ("dspark", "modelopt")):
+        head, config, arrays = all_of(kind, tmp_path / f"{kind} of {writer}")
+        config = flat(config, target_layer_ids=ids(config), aux_hidden_state_layer_ids=None)
+        if writer == "zlab":
+            inner = "mask_token_id", "target_layer_ids", "conv_kernel_size", "selector_top_k", "block_size"
+            inside = {name: config.pop(name) for name in inner if name in config}
+            config |= {"dflash_config": inside, "sample_from_anchor": None}
+        if writer == "deepspec":
+            config["sample_from_anchor"] = None  # it always does
+        if writer == "modelopt":
+            config |= {"sample_from_anchor": None, "shift_label": True}
+            arrays = d.renamed(arrays, ("markov_head.", ""), ("confidence_head.proj", "confidence_proj"))
+        folder = d.write(tmp_path / f"{kind} again", config, arrays)
+        assert recognise(folder) == (kind, writer)
+        same_head(load_head(folder, target()), head)
+
+
+def test_domino_of_specforge(tmp_path):
+    head = tiny_head("domino", target())
+    config = {
+        **described_layers(head.head.config.layer), "projector_type": "domino", "block_size": 4, "shift_label": True,
+        "dflash_config": {"mask_token_id": d.V - 1, "target_layer_ids": [tap - 1 for tap in head.head.taps]},
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3,
+    }  # fmt: skip
+    path = lambda keys: ".".join(str(entry.key) for entry in keys)
+    arrays = {
+        stored_name(dflash.TABLE, path(keys)): np.asarray(x)
+        for keys, x in jax.tree_util.tree_flatten_with_path(head.params)[0]
+    }
+    folder = d.write(
+        tmp_path, config, {f"logit_head.{x}" if "_proj." in x and "emb" in x else x: arrays[x] for x in arrays}
+    )
+    assert recognise(folder) == ("domino", "zlab")
+    same_head(load_head(folder, target()), head)
+    with pytest.raises(UsageError, match="the layout speculators has no Domino head"):
+        save_head(tmp_path / "out", head)
+
+
+def test_block_drafters_that_do_not_fit(tmp_path):
+    _, config, arrays = all_of("dspark", tmp_path / "good")
+    for number, (changes, message) in enumerate(
+        (
+            ({"mask_token_id": 64}, "mask_token_id 63, and the target has 64 ids"),
+            ({"mask_token_id": None}, "lacks the field mask_token_id"),
+            ({"markov_head_type": "gated"}, 'markov_head_type "gated", and the file has the tensors of rnn'),
+            (
+                {"aux_hidden_state_layer_ids": [1]},
+                "for 2 of the target's streams, and aux_hidden_state_layer_ids names 1",
+            ),
+            ({"block_size": 10**9}, "block_size 1000000000, which must be"),
+        )
+    ):
+        with pytest.raises(UsageError, match=message):
+            load_head(d.write(tmp_path / str(number), config | changes, arrays), target())
