@@ -73,6 +73,7 @@ class Head(NamedTuple):
     config: Any
     taps: tuple[int, ...] = ()  # streams of the target that are its features, joined; none: `Output.hidden`
     deepest: int | None = None  # how many tokens it can draft after one another; None: any number
+    at_once: bool = False  # `start` computes what it says of all depths, and `follow` hardly anything
     axes: Callable[[PyTree], PyTree] = buffers.rows_first
     shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
 

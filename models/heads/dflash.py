@@ -48,6 +48,7 @@ from specjax.models.heads.convolution import Convolution
 from specjax.models.heads.corrections import Confidence, Markov, Prefix, Selector
 from specjax.models.heads.eagle import Layer
 from specjax.models.llama import LlamaConfig
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Context, Said
 
 
@@ -202,7 +203,9 @@ class DFlash(nnx.Module):
         logits = unembed(h, context) if self.head is None else self.head.logits(h)
         logits = logits.astype(jnp.float32) * c.logit_scale
         logits = logits if c.softcap is None else c.softcap * jnp.tanh(logits / c.softcap)
-        return Slots(h, logits) if self.selector is None else Slots(h, *jax.lax.top_k(logits, c.candidates))
+        return (
+            Slots(h, logits) if self.selector is None else Slots(h, *reversed(gumbel_topk(None, logits, c.candidates)))
+        )
 
     def below(self, tokens: Array, slot: Array, state: Array, slots: Slots, context: Context):
         """(state, what it says) below nodes: int32[B, F] each, the slot that drafts their children."""
@@ -289,7 +292,19 @@ def dflash_head(config: DFlashConfig) -> Head:
         assert layout is not None
         return layout.cache(cache)
 
-    return Head(begin, read, start, follow, config.kind, config, config.taps, config.deepest, kv.axes, shardings)
+    return Head(
+        begin=begin,
+        read=read,
+        start=start,
+        follow=follow,
+        kind=config.kind,
+        config=config,
+        taps=config.taps,
+        deepest=config.deepest,
+        at_once=True,
+        axes=kv.axes,
+        shardings=shardings,
+    )
 
 
 def _check(c: DFlashConfig) -> None:

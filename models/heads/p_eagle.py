@@ -77,7 +77,7 @@ def p_eagle_head(config: PEagleConfig) -> Head:
         return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
 
     head = autoregressive("p_eagle", PEagle, config)
-    return head._replace(start=start, follow=follow, deepest=config.depths)
+    return head._replace(start=start, follow=follow, deepest=config.depths, at_once=True)
 
 
 def of_target(target: LlamaConfig, *, num_layers: int = 4, **changes) -> PEagleConfig:
