@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specjax import buffers
 from specjax.indexing import take_along
@@ -17,6 +18,7 @@ from specjax.models.heads.blocks import (
     bind,
     commit_first,
     empty_cache,
+    layout_of,
     newest,
     next_step,
     step_of,
@@ -91,6 +93,12 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         said = buffers.insert(said, new_said, drafted.place)
         return Scratch(cache, kv.insert(pending, new, drafted.place), said), module.logits(new_said, context)
 
+    def shardings(memory: Memory, mesh: Mesh) -> Any:
+        layout = layout_of(mesh, layer)
+        assert layout is not None
+        last: Any = layout.rows(memory.last)
+        return memory._replace(cache=layout.cache(memory.cache), last=last)
+
     return Head(
         begin=begin,
         read=read,
@@ -99,5 +107,6 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         kind=kind,
         config=config,
         taps=config.taps,
-        axes=lambda memory: Memory(kv.axes(memory.cache), 0),
+        axes=lambda memory: buffers.rows_first(memory)._replace(cache=kv.axes(memory.cache)),
+        shardings=shardings,
     )

@@ -125,6 +125,22 @@ def target_of(context: Context) -> Target:
     return context.target
 
 
+def embed(own: L.Embedding | None, tokens: Array, context: Context) -> Array:
+    """[B, T, D]: by the head's own table, or by the target's."""
+    if own is not None:
+        return own(tokens)
+    target = target_of(context)
+    assert target.model.embed is not None
+    return target.model.embed(target.params, tokens)
+
+
+def unembed(hidden: Array, context: Context) -> Array:
+    """float32[..., V] of [..., D], by the target's head without its norm."""
+    target = target_of(context)
+    assert target.model.unembed is not None
+    return target.model.unembed(target.params, hidden)
+
+
 @functools.cache
 def _abstract(module: Callable[..., nnx.Module], config: Any) -> tuple[nnx.GraphDef, PyTree]:
     """(graphdef, shapes of the parameters)."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specjax import buffers
 from specjax.types import Array, Output, PyTree, Said
@@ -33,7 +34,7 @@ class Pairs(NamedTuple):
 
     features: Array  # [B, T, F], the target's `features_of`
     tokens: Array  # int32[B, T]
-    count: Array  # int32[B]
+    count: Array  # type: ignore[assignment]  # int32[B]
 
 
 class Drafted(NamedTuple):
@@ -72,7 +73,9 @@ class Head(NamedTuple):
     config: Any
     taps: tuple[int, ...] = ()  # streams of the target that are its features, joined; none: `Output.hidden`
     deepest: int | None = None  # how many tokens it can draft after one another; None: any number
+    at_once: bool = False  # `start` computes what it says of all depths, and `follow` hardly anything
     axes: Callable[[PyTree], PyTree] = buffers.rows_first
+    shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
 
     def features_of(self, output: Output) -> Array:
         """[B, T, F] of a pass of the target with these taps."""

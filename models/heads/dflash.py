@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from specjax import buffers
 from specjax.errors import UsageError
@@ -34,17 +35,20 @@ from specjax.models.heads.blocks import (
     DraftVocabulary,
     bind,
     commit_first,
+    embed,
     empty_cache,
+    layout_of,
     next_step,
     run_blocks,
     step_of,
-    target_of,
+    unembed,
 )
 from specjax.models.heads.contract import Drafted, Head, Pairs
 from specjax.models.heads.convolution import Convolution
 from specjax.models.heads.corrections import Confidence, Markov, Prefix, Selector
-from specjax.models.heads.eagle import Layer, embed
+from specjax.models.heads.eagle import Layer
 from specjax.models.llama import LlamaConfig
+from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Context, Said
 
 
@@ -195,12 +199,13 @@ class DFlash(nnx.Module):
 
     def slots(self, h: Array, context: Context) -> Slots:
         """Of the states h [B, n, D] of slots that draft."""
-        c, target = self.config, target_of(context)
-        assert target.model.unembed is not None
-        logits = target.model.unembed(target.params, h) if self.head is None else self.head.logits(h)
+        c = self.config
+        logits = unembed(h, context) if self.head is None else self.head.logits(h)
         logits = logits.astype(jnp.float32) * c.logit_scale
         logits = logits if c.softcap is None else c.softcap * jnp.tanh(logits / c.softcap)
-        return Slots(h, logits) if self.selector is None else Slots(h, *jax.lax.top_k(logits, c.candidates))
+        return (
+            Slots(h, logits) if self.selector is None else Slots(h, *reversed(gumbel_topk(None, logits, c.candidates)))
+        )
 
     def below(self, tokens: Array, slot: Array, state: Array, slots: Slots, context: Context):
         """(state, what it says) below nodes: int32[B, F] each, the slot that drafts their children."""
@@ -282,7 +287,24 @@ def dflash_head(config: DFlashConfig) -> Head:
         state, said = module_of(params).below(drafted.tokens, drafted.depth, state, scratch.slots, context)
         return scratch._replace(state=buffers.insert(scratch.state, state, drafted.place)), said
 
-    return Head(begin, read, start, follow, config.kind, config, config.taps, config.deepest, kv.axes)
+    def shardings(cache: kv.KVCache, mesh: Mesh) -> Any:
+        layout = layout_of(mesh, c)
+        assert layout is not None
+        return layout.cache(cache)
+
+    return Head(
+        begin=begin,
+        read=read,
+        start=start,
+        follow=follow,
+        kind=config.kind,
+        config=config,
+        taps=config.taps,
+        deepest=config.deepest,
+        at_once=True,
+        axes=kv.axes,
+        shardings=shardings,
+    )
 
 
 def _check(c: DFlashConfig) -> None:

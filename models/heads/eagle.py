@@ -16,7 +16,7 @@ from flax import nnx
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.autoregressive import autoregressive
-from specjax.models.heads.blocks import DraftVocabulary, run_blocks, target_of
+from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, unembed
 from specjax.models.heads.contract import Head
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
@@ -90,14 +90,7 @@ class Eagle(nnx.Module):
             said = self.norm(said)
         if self.head is not None and self.vocabulary is not None:
             return self.vocabulary.spread(self.head.logits(said))
-        target = target_of(context)
-        return target.model.unembed(target.params, said)
-
-
-def embed(own: L.Embedding | None, tokens: Array, context: Context) -> Array:
-    """[B, T, D]: by the head's own table, or the target's."""
-    target = target_of(context)
-    return target.model.embed(target.params, tokens) if own is None else own(tokens)
+        return unembed(said, context)
 
 
 def of_target(target: LlamaConfig, **changes) -> EagleConfig:

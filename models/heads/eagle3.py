@@ -20,9 +20,9 @@ from flax import nnx
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.autoregressive import autoregressive
-from specjax.models.heads.blocks import DraftVocabulary, run_blocks, target_of
+from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, unembed
 from specjax.models.heads.contract import Head
-from specjax.models.heads.eagle import Layer, embed
+from specjax.models.heads.eagle import Layer
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
 
@@ -109,8 +109,7 @@ class Eagle3(nnx.Module):
     def logits(self, said: Array, context: Context) -> Array:
         normed = self.norm(said)
         if self.head is None:
-            target = target_of(context)
-            return target.model.unembed(target.params, normed)
+            return unembed(normed, context)
         logits = self.head.logits(normed)
         return logits if self.vocabulary is None else self.vocabulary.spread(logits)
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from specjax.indexing import take_along
 from specjax.models import layers as L
-from specjax.models.heads.blocks import DraftVocabulary, bind, newest, target_of
+from specjax.models.heads.blocks import DraftVocabulary, bind, newest, unembed
 from specjax.models.heads.contract import Drafted, Head, Pairs
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
@@ -69,8 +69,7 @@ class Medusa(nnx.Module):
         """float32[B, K, V] of a feature [B, D]."""
         states = [branch(feature.astype(self.config.dtype)) for branch in self.branches]
         if not self.config.own_head:
-            target = target_of(context)
-            return target.model.unembed(target.params, jnp.stack(states, 1))
+            return unembed(jnp.stack(states, 1), context)
         heads = [branch.head for branch in self.branches]
         logits = jnp.stack([head.logits(z) for head, z in zip(heads, states, strict=True) if head is not None], 1)
         return logits if self.vocabulary is None else self.vocabulary.spread(logits)
@@ -98,7 +97,7 @@ def medusa_head(config: MedusaConfig) -> Head:
     def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
         return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
 
-    return Head(begin, read, start, follow, "medusa", config, deepest=config.num_heads)
+    return Head(begin, read, start, follow, "medusa", config, deepest=config.num_heads, at_once=True)
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> MedusaConfig:

@@ -34,10 +34,13 @@ def compile_(
     target: p.TargetOption,
     topology: p.TopologyOption,
     draft: p.DraftOption = None,
+    head: p.HeadOption = None,
     method: Annotated[
         str | None,
         typer.Option(
-            "--method", help="Of `specjax methods`; default: two_model with --draft, else plain.", show_default=False
+            "--method",
+            help="Of `specjax methods`; default: that of --head, two_model with --draft.",
+            show_default=False,
         ),
     ] = None,
     tree: o.TreeOption = None,
@@ -56,8 +59,8 @@ def compile_(
     as_json: o.JsonOption = False,
     no_cache: p.NoCacheOption = False,
 ) -> None:
-    method = method or ("two_model" if draft else "autoregressive")
-    options = read_settings(settings or (), method)
+    named = method or (head and head.partition(":")[0]) or ("two_model" if draft else "autoregressive")
+    options = read_settings(settings, named) if settings else {}
 
     from specjax.cli.console import Console, print_json
     from specjax.planning import compile_report
@@ -66,9 +69,9 @@ def compile_(
     log = Console(stderr=True)
     with p.progress(log) as notify:
         report = compile_report(
-            target, topology, draft=draft, method=method, tree=tree, num_draft_tokens=num_draft_tokens, options=options,
-            batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype, cache_dtype=cache_dtype,
-            temperature=temperature, data=data, model=model, layer=layer, sequence=sequence,
+            target, topology, draft=draft, head=head, method=method, tree=tree, num_draft_tokens=num_draft_tokens,
+            options=options, batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype,
+            cache_dtype=cache_dtype, temperature=temperature, data=data, model=model, layer=layer, sequence=sequence,
             cache=not no_cache, on_step=notify,
         )  # fmt: skip
     if as_json:

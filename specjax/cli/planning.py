@@ -16,6 +16,14 @@ TopologyOption = Annotated[
     str, typer.Option("--topology", help="The chips: v5e:2x4, v6e:16x16, v5p:2x2x1, ...", show_default=False)
 ]
 DraftOption = Annotated[str | None, typer.Option("--draft", help=f"The draft model: {SHAPES}.", show_default=False)]
+HeadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--head",
+        help="A learned head as its authors train it: eagle3, or eagle3:draft_vocab_size=8192.",
+        show_default=False,
+    ),
+]
 ContextOption = Annotated[int, typer.Option("--context", help="Tokens of the prompt, which a step finds in the cache.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")]
 DataOption = Annotated[int, typer.Option("--data", help="Devices that the batch is split over.")]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax import buffers
 from specjax.engine import checks, forms
-from specjax.engine.one_of import one_of_two
+from specjax.engine.one_of import narrow_or_wide
 from specjax.engine.parts import Parts
 from specjax.indexing import take_along
 from specjax.sampling import node_keys, warp
@@ -78,7 +78,7 @@ def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observ
     # A plain step is a program of its own, with nothing in it that only wider ones need, such as keys and values with
     # room for 16 nodes.
     plain, wider = (functools.partial(over, some) for some in ([1], widths[1:]))
-    return one_of_two(needed == 1, plain, wider, state.cache)
+    return narrow_or_wide(needed == 1, plain, wider, state.cache)
 
 
 def _narrowest(widths: list[int], needed: Array, judge, widen) -> tuple[tuple, PyTree]:

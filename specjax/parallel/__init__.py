@@ -3,13 +3,14 @@
 from specjax.parallel.arrays import gather, place, spread_rows
 from specjax.parallel.checkpoint import Checkpoints, restore, save
 from specjax.parallel.hosts import check_same, initialize
-from specjax.parallel.sharding import abstract_target, mesh, over_that_fits, shard
+from specjax.parallel.sharding import abstract_target, head_shardings, mesh, over_that_fits, shard, shard_head
 
 __all__ = [
     "Checkpoints",
     "abstract_target",
     "check_same",
     "gather",
+    "head_shardings",
     "initialize",
     "mesh",
     "over_that_fits",
@@ -17,5 +18,6 @@ __all__ = [
     "restore",
     "save",
     "shard",
+    "shard_head",
     "spread_rows",
 ]

@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
 from specjax.parallel.arrays import place_one, with_shardings
-from specjax.types import Target
+from specjax.types import PyTree, Target
 
 
 def mesh(
@@ -72,6 +73,21 @@ def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> 
     wide, layout = spread(config, mesh, over)
     params = abstract_params(wide)
     return Target(make_model(config, mesh, over), with_shardings(params, layout.params(params)))
+
+
+def shard_head(draft: DraftHead, mesh: Mesh) -> DraftHead:
+    """A learned head beside a target on `mesh`: split as that is where it divides the head's own attention heads, else
+    whole on every device."""
+    return draft.replace(params=jax.tree.map(place_one, draft.params, head_shardings(draft, mesh)))
+
+
+def head_shardings(draft: DraftHead, mesh: Mesh) -> PyTree:
+    """Of the parameters of `shard_head`, or of their shapes."""
+    from specjax.models.heads.blocks import layout_of
+
+    layout = layout_of(mesh, getattr(draft.head.config, "layer", None))
+    assert layout is not None
+    return layout.params(draft.params)
 
 
 def over_that_fits(config, mesh: Mesh) -> tuple[str, ...]:

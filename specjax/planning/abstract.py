@@ -19,6 +19,8 @@ from specjax.engine.parts import Job, Parts
 from specjax.engine.prepare import Settings
 from specjax.engine.step import buffer_size
 from specjax.models import abstract_params, make_model
+from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.kinds import abstract_head
 from specjax.parallel import layer_parallel
 from specjax.parallel.arrays import with_shardings
 from specjax.planning.drafting import drafter_of
@@ -33,6 +35,7 @@ class Abstract(NamedTuple):
     job: Job
     mesh: Mesh
     draft: Target | None  # the draft model of the workload
+    head: DraftHead | None  # or its learned head
 
 
 def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) -> Abstract:
@@ -43,7 +46,8 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
     mesh = work.mesh(devices)
     target = _spread(work.target, mesh)
     draft = None if work.draft is None else _spread(work.draft, mesh, work.is_layer_parallel)
-    drafter = drafter or drafter_of(work, target, draft)
+    head = None if work.head is None else _head(work, mesh)
+    drafter = drafter or drafter_of(work, target, head or draft)
     settings = Settings(temperature=work.temperature)
     everywhere = lambda *shape, dtype: _place(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
     by_rows = lambda tree: _place(tree, buffers.rows_first(tree), work, mesh)
@@ -58,7 +62,13 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
     size = buffer_size(work.context, work.max_new_tokens, drafter.num_nodes, target.model.max_positions)
     tokens, rows = (by_rows(jax.ShapeDtypeStruct((work.batch, *more), jnp.int32)) for more in ((size,), ()))
     keys = by_rows(jax.eval_shape(lambda: row_keys(0, work.batch)))
-    return Abstract(Job(parts, tokens, rows, keys, rows), mesh, draft)
+    return Abstract(Job(parts, tokens, rows, keys, rows), mesh, draft, head)
+
+
+def _head(work: Workload, mesh: Mesh) -> DraftHead:
+    """Shapes of the workload's head, laid out beside its target."""
+    head = abstract_head(work.method, work.head)
+    return head.replace(params=with_shardings(head.params, parallel.head_shardings(head, mesh)))
 
 
 def _spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
@@ -91,6 +101,9 @@ def place_state(work: Workload, args: Abstract, state: PyTree) -> PyTree:
     if args.mesh.size == 1:
         return placed
     placed = placed._replace(cache=_place_cache(args.job.parts.target, state.cache))
+    if args.head is not None and hasattr(state.draft, "memory") and args.head.head.shardings is not None:
+        memory = with_shardings(state.draft.memory, args.head.head.shardings(state.draft.memory, args.mesh))
+        placed = placed._replace(draft=placed.draft._replace(memory=memory))
     if args.draft is None:
         return placed
     is_cache = functools.partial(is_cache_of, args.draft)

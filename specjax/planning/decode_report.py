@@ -25,7 +25,7 @@ def compile_report(
       target: a built-in config name, a Hugging Face folder or a GGUF file (no weights are read), or a config.
       topology: a slice of chips such as "v5e:2x4".
       cache: keep results on disk. on_step: told what is about to be compiled.
-      options: of `make_workload`: draft, method, tree, num_draft_tokens, options, batch, context, max_new_tokens,
+      options: of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context, max_new_tokens,
         dtype, cache_dtype, temperature, data, model, layer, sequence.
 
     Raises: UsageError for bad options or a missing compiler. A program that does not compile is a result.
@@ -35,7 +35,7 @@ def compile_report(
 
 def report_on(work: Workload, cache: bool, notify: Notify) -> Report:
     """As `compile_report`, for a workload."""
-    plain = dataclasses.replace(work, method="autoregressive", draft=None, tree=None, num_draft_tokens=None, options=())
+    plain = work.plain
     found: list[ProgramReport] = []
     speedups: list[SpeedUp] = []
     ratio: dict[str, float] = {}

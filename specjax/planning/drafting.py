@@ -15,13 +15,15 @@ from specjax.drafters.tables.token_recycling import best_paths
 from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
 from specjax.models import abstract_params, make_model
+from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.kinds import abstract_head
 from specjax.planning.workload import Workload
 from specjax.trees.best_shapes import Paths
 from specjax.trees.operations import chain
 from specjax.types import Array, Drafter, PyTree, Target, TokenTree
 
 
-def drafter_of(work: Workload, target: Target, draft: Target | None) -> Drafter:
+def drafter_of(work: Workload, target: Target, draft: Target | DraftHead | None) -> Drafter:
     """The drafter of the workload's method; the parameters of both models may be shapes."""
     method = find_drafter(work.method)
     options: dict[str, Any] = {"platform": "tpu"} if method.uses("costs") else {}
@@ -35,19 +37,21 @@ def drafter_of(work: Workload, target: Target, draft: Target | None) -> Drafter:
         if method.size is None:
             raise UsageError(f"--num-draft-tokens does not apply to method {work.method}; leave it out")
         options[method.size] = work.num_draft_tokens
-    return make_drafter(work.method, target, draft if "draft" in method.needs else None, **options)
+    return make_drafter(work.method, target, draft if method.needs & {"draft", "head"} else None, **options)
 
 
 @functools.cache
 def drafter_shape(work: Workload) -> Drafter:
     """The workload's drafter, of which only the static fields are used."""
     whole = lambda config: Target(make_model(config), abstract_params(config))
+    if work.head is not None:
+        return drafter_of(work, whole(work.target), abstract_head(work.method, work.head))
     return drafter_of(work, whole(work.target), None if work.draft is None else whole(work.draft))
 
 
 def draft_passes(work: Workload) -> int:
-    """Passes of the draft model per round: one per level of its tree, at most, for methods with such a model."""
-    if "draft" not in find_drafter(work.method).needs:
+    """Passes of the draft model or head per round: one per level of its tree, at most, for methods with one."""
+    if not find_drafter(work.method).needs & {"draft", "head"}:
         return 0
     return trees.parse(work.tree).levels if work.tree else drafter_shape(work).max_depth
 

@@ -27,7 +27,7 @@ def suggest(work: Workload, found: list[ProgramReport], cache: bool, notify: Not
         return []
     failed = max(refused, key=lambda p: p.needed_bytes or 0)
     plain = failed.name == "plain step"
-    base = dataclasses.replace(work, method="autoregressive", draft=None, tree=None, options=()) if plain else work
+    base = work.plain if plain else work
     name = "step" if failed.name.endswith("step") else failed.name
     fits = []
     for changes in (_more_devices(base), _halved(base, "batch", "--batch-size", base.data), _halved(

@@ -15,6 +15,7 @@ import jax
 from specjax import configs
 from specjax.errors import UsageError
 from specjax.models import abstract_params, lanes_of
+from specjax.models.heads.kinds import abstract_head
 from specjax.models.loading import gguf, hf
 from specjax.reading import reading
 
@@ -66,4 +67,13 @@ def _from_folder(folder: Path, options: dict) -> Any:
 
 def num_params(config: Any) -> int:
     """Parameters of a model."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
+    return _count(abstract_params(config))
+
+
+def num_params_of_head(kind: str, config: Any) -> int:
+    """Parameters of a learned head, and the map of its vocabulary."""
+    return _count(abstract_head(kind, config).params)
+
+
+def _count(params: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from specjax import turns
 from specjax.engine.prefill import CHUNK
 from specjax.engine.run import run, start, step
 from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, abstract_job, local_shape, place_state
 from specjax.planning.workload import Workload
-from specjax.trees.growing import LEVELS
 from specjax.types import Drafter, PyTree
 
 BLOCK = 256
@@ -65,8 +65,8 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     large = frozenset(_keys_of(state.cache) | _keys_of(parts.target.params))
     # As many blocks as a chunk sees on average.
     in_prefill = lambda loop: chunks if loop.depth == 0 else max(1.0, blocks / 2)
-    in_step = _drafting(passes, lambda loop: float(blocks))
-    in_loop = _drafting(passes, _in_loop(chunks, blocks, assumed["rounds"]))
+    in_step = _named(passes, lambda loop: float(blocks))
+    in_loop = _named(passes, _in_loop(chunks, blocks, assumed["rounds"]))
 
     def program(name: str, function, arguments: tuple, trips: hlo.Trips) -> Program:
         def lower():
@@ -88,10 +88,17 @@ def _device_kind(mesh: Mesh):
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size == 1 else contextlib.nullcontext()
 
 
-def _drafting(passes: float, others: hlo.Trips) -> hlo.Trips:
-    """Trips of the loop over the drafter's passes, by its name; of other loops, what `others` says."""
-    own = re.compile(rf'op_name="[^"]*/{LEVELS}/while"')
-    return lambda loop: float(passes) if own.search(loop.instruction.attributes) else others(loop)
+def _named(passes: float, others: hlo.Trips) -> hlo.Trips:
+    """Trips of the loops that have a name, in a round that drafts on `passes` levels behind the root's; of other loops,
+    what `others` says."""
+    known = {turns.LEVELS: passes, turns.NARROW: 0.0, turns.WIDE: 1.0, turns.ONCE: 1.0, turns.CATCH_UP: 0.0}
+    name = re.compile(rf'op_name="[^"]*/({"|".join(known)})/while"')
+
+    def trips(loop: hlo.Loop) -> float:
+        found = name.search(loop.instruction.attributes)
+        return float(known[found.group(1)]) if found else others(loop)
+
+    return trips
 
 
 def _in_loop(chunks: float, blocks: float, rounds: float) -> hlo.Trips:

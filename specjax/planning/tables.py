@@ -52,6 +52,8 @@ def show_report(report: Report, out) -> None:
     say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
     inputs = report.inputs
     models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
+    if inputs["head_params"]:
+        models += f", head of {inputs['head_params'] / 1e6:,.0f} M parameters"
     written = [f"{name}={text}" for name, text in inputs["options"].items()]
     what = " ".join(filter(None, (inputs["method"], inputs["tree"], *written)))
     say(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from specjax.engine.prefill import CHUNK
+from specjax.models.heads.contract import DraftHead
 from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes
 from specjax.planning.workload import Workload
 from specjax.types import PyTree, Target
@@ -21,6 +22,8 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
     cache = None if args.draft is None else _cache_in(state.draft, args.draft)
     if args.draft is not None and cache is not None:
         passes.append((draft_passes, _pass_of(work.draft, args.draft, work.batch, cache)))
+    if args.head is not None and args.job.parts.drafter.taps == args.head.head.taps:
+        passes.append((1 if args.head.head.at_once else draft_passes, functools.partial(_of_head, args.head)))
 
     def step(context: float) -> float:
         return sum(count * one_pass(context) for count, one_pass in passes)
@@ -29,6 +32,12 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
     prefill = sum(chunks * one_pass(work.context / 2, head=False) for _, one_pass in passes)
     middle = work.context + work.max_new_tokens / 2
     return {"prefill": prefill, "step": step(work.context), "loop": prefill + rounds * step(middle)}
+
+
+def _of_head(draft: DraftHead, context: float, *, head: bool = True) -> float:
+    """Bytes of a pass of a learned head: its weights; its cache, of a layer or two, is left out."""
+    own = draft.params.get("head") if isinstance(draft.params, dict) else None
+    return shard_bytes(draft.params) - (0 if head or own is None else shard_bytes(own))
 
 
 def _pass_of(config: Any, target: Target, batch: int, cache: PyTree) -> Callable[..., float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from jax.sharding import Mesh
 from specjax import parallel, trees
 from specjax.catalog import Method, find_drafter, of_kind
 from specjax.errors import UsageError
+from specjax.models import LlamaConfig
 from specjax.models.bridge import check_cache_dtype
+from specjax.models.heads.kinds import KINDS
 from specjax.models.layout import fits_heads
-from specjax.planning.model_configs import load_config, num_params
+from specjax.planning.model_configs import load_config, num_params, num_params_of_head
 from specjax.planning.topologies import Topology, parse_topology
 
 
@@ -28,6 +31,7 @@ class Workload:
     target: Any  # a config of specjax.models
     topology: Topology
     draft: Any = None
+    head: Any = None  # a config of specjax.models.heads; the method is its kind
     method: str = "autoregressive"
     tree: str | None = None
     num_draft_tokens: int | None = None
@@ -50,6 +54,13 @@ class Workload:
         """Whether the draft model's layers lie side by side."""
         return self.method == "easyspec" and self.layer > 1
 
+    @property
+    def plain(self) -> Workload:
+        """The same, decoded without a draft."""
+        return dataclasses.replace(
+            self, method="autoregressive", draft=None, head=None, tree=None, num_draft_tokens=None, options=()
+        )
+
     def mesh(self, devices: list) -> Mesh:
         """In libtpu's order of the devices: "model" along neighbours."""
         return parallel.mesh(self.data, self.model, layer=self.layer, sequence=self.sequence, devices=devices)
@@ -60,6 +71,7 @@ def make_workload(
     topology: str,
     *,
     draft: str | Any | None = None,
+    head: str | None = None,
     method: str | None = None,
     tree: str | None = None,
     num_draft_tokens: int | None = None,
@@ -78,6 +90,8 @@ def make_workload(
     """Check what is asked for, before anything is compiled.
 
     Args:
+      head: a kind of learned head as its authors train it for such a target, such as "eagle3", or with changes, such as
+        "eagle3:draft_vocab_size=8192".
       options: values of other options of the method, as texts by name.
       data, layer, sequence, model: axes of the mesh, as of `specjax.mesh`; model None: as many as there are and the
         target's heads can be split over.
@@ -87,13 +101,17 @@ def make_workload(
     """
     check_cache_dtype(cache_dtype, "--cache-dtype")
     slice_ = parse_topology(topology)
-    method = method or ("two_model" if draft is not None else "autoregressive")
+    kind = None if head is None else head.partition(":")[0]
+    if kind is not None and kind not in KINDS:
+        raise UsageError(f'--head: "{kind}" is no kind of head; choose one of {", ".join(KINDS)}')
+    method = method or kind or ("two_model" if draft is not None else "autoregressive")
     try:
         row = find_drafter(method)
     except UsageError as error:
         raise UsageError(f"--method: {error}") from None
-    if row.needs - {"draft"}:
-        what = " and ".join(sorted(row.needs - {"draft"}))
+    _check_head(row, head, draft)
+    if row.needs - {"draft", "head"}:
+        what = " and ".join(sorted(row.needs - {"draft", "head"}))
         raise UsageError(f"--method {method} needs a {what}, of which nothing is known here; choose another method")
     if ("draft" in row.needs) != (draft is not None):
         fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
@@ -128,6 +146,7 @@ def make_workload(
             f"--draft has {draft_config.vocab_size} tokens in its vocabulary and the target "
             f"{target_config.vocab_size}; choose a draft model of the same family"
         )
+    head_config = None if head is None else _read_head(head, target_config)
     most = min(c.max_positions for c in (target_config, draft_config) if c is not None)
     if context + max_new_tokens > most:
         raise UsageError(f"--context plus --max-new-tokens is {context + max_new_tokens}, over the models' {most}")
@@ -135,9 +154,38 @@ def make_workload(
         _check_layers(draft_config, layer)
     model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)
     return Workload(
-        target_config, slice_, draft_config, method, tree, num_draft_tokens, tuple(sorted(options.items())), batch,
-        context, max_new_tokens, float(temperature), data, model, layer, sequence,
+        target_config, slice_, draft_config, head_config, method, tree, num_draft_tokens,
+        tuple(sorted(options.items())), batch, context, max_new_tokens, float(temperature), data, model, layer,
+        sequence,
     )  # fmt: skip
+
+
+def _check_head(row: Method, head: str | None, draft: Any) -> None:
+    """Raises: UsageError for a head that is missing, or that the method does not draft with."""
+    kind = None if head is None else head.partition(":")[0]
+    if kind is not None and draft is not None:
+        raise UsageError("--head and --draft both draft; leave one out")
+    if kind is not None and kind != row.name:
+        raise UsageError(f"--head {kind} is drafted with by --method {kind}, not {row.name}; leave --method out")
+    if kind is None and "head" in row.needs:
+        raise UsageError(f"--method {row.name} needs a learned head; give one with --head {row.name}")
+
+
+def _read_head(text: str, target: Any) -> Any:
+    """The config of a head for a target, from a text such as `eagle3:draft_vocab_size=8192`."""
+    kind, _, rest = text.partition(":")
+    make = KINDS[kind].of_target
+    known = [name for name, one in inspect.signature(make).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    changes = {}
+    for part in rest.split(",") if rest else ():
+        name, _, value = part.partition("=")
+        if name not in known or not value.isdecimal() or int(value) < 1:
+            forms = " or ".join(f"{one}=N" for one in known) or "nothing"
+            raise UsageError(f'--head {text}: {kind} takes {forms}, and not "{part}"')
+        changes[name] = int(value)
+    if not isinstance(target, LlamaConfig):
+        raise UsageError(f"--head: heads are planned for targets of the Llama family, and {target.name} is none")
+    return make(target, **changes)
 
 
 def _check_options(row: Method, options: Mapping[str, str], tree: str | None, num_draft_tokens: int | None) -> None:
@@ -201,6 +249,7 @@ def describe(work: Workload) -> dict[str, Any]:
         "target_params": num_params(work.target),
         "draft": work.draft.name if work.draft else None,
         "draft_params": num_params(work.draft) if work.draft else None,
+        "head_params": num_params_of_head(work.method, work.head) if work.head else None,
         "dtype": str(work.target.dtype),
         "cache_dtype": work.target.cache_dtype,
         "topology": work.topology.name,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
+from specjax import sampling, turns
 from specjax.indexing import take_along
 from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, Stop
 from specjax.types import Array, Context, PyTree, Said, TokenTree
@@ -50,14 +50,10 @@ def grow(
     carry = _expand(given, _start(given, root, memory, _logits(said).shape[-1]), said)
     if builder.levels > 1:
         assert feed is not None
-        with jax.named_scope(LEVELS):
+        with jax.named_scope(turns.LEVELS):
             is_going, level = functools.partial(_is_going, builder), functools.partial(_level, given, feed)
             carry = jax.lax.while_loop(is_going, level, carry)
     return _finish(builder, carry), carry.memory
-
-
-LEVELS = "draft_levels"
-"""Name of the loop over the passes of the drafter in a compiled program; how often it runs depends on the data."""
 
 
 class _Given(NamedTuple):

@@ -42,7 +42,7 @@ OPTIONS = {
     "easyspec": {"num_tokens": 3, "group": 2},
     "aded": {"num_nodes": 7, "depth": 3, "buckets": 8},
     "dflash": {"tree": trees.branching("2x1x1")},
-    "dspark": {"stop": trees.stops.own(0.3)},
+    "dspark": {"tree": trees.branching("2x1x1"), "stop": trees.stops.own(0.3)},
     "eagle": {"tree": trees.branching("2x1x1")},
     "eagle3": {"num_tokens": 3},
     "hierarchical": {"min_tokens": 3},

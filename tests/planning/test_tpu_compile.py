@@ -142,6 +142,10 @@ def test_report_on_a_tiny_model():
     # 2 sums per layer, and some for embedding, head and choice; each pass of the draft model has its own.
     assert plain.collectives[0]["count"] >= 2 * TINY.num_layers
     assert sum(e["count"] for e in step.collectives) > 2 * sum(e["count"] for e in plain.collectives)
+    # The root's pass of the draft model, one more level, and one pass of the target, of whose two widths one runs; and
+    # a choice of tokens on each level.
+    assert plain.kernel_calls == TINY.num_layers
+    assert step.kernel_calls == 3 * TINY.num_layers + 2
     assert report.cost_ratio["schedule"] > 1
     speedups = [row.schedule for row in report.speedups]
     assert speedups == sorted(speedups)
@@ -152,6 +156,15 @@ def test_report_on_a_tiny_model():
     assert_names_its_clocks(shown, report)
     again = compile_report(TINY, "v5e:2x2", on_step=names.append, **options)
     assert again == report and len(names) == 4  # kept on disk
+
+
+def test_a_learned_head_by_its_kind_alone():
+    """Its layer reads the last round's tokens, then one more level: two passes beside the target's."""
+    options = {"head": "eagle3:draft_vocab_size=512", "num_draft_tokens": 2, "context": 256, "max_new_tokens": 32}
+    work = make_workload(dataclasses.replace(TINY, num_layers=6), "v5e:2x2", **options)
+    (step,) = compile_programs(work, cache=False, notify=lambda name: None, only=("step",))
+    assert step.compiles and step.kernel_calls == 6 + 2 + 2  # a choice of tokens on each level
+    assert not [found for found in step.findings if found["kind"] == "copy"]
 
 
 def assert_names_its_clocks(shown, found):

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from specjax import buffers
+from specjax import buffers, turns
 from specjax import costs as costs_of
 from specjax.drafters.lookup.suffix import find
 from specjax.drafters.tables.token_recycling import RANKS, Recycled, Seen, best_paths, recycled_tree, token_recycling
@@ -206,7 +206,8 @@ def _update(config: _Config, params, state: _State, seen: Seen, verdict) -> _Sta
     # A branch would copy the matrix; a loop of one turn or none writes in place.
     write = lambda _, matrix: config.recycling.update((), matrix, seen, verdict)
     is_news = jnp.any(seen.valid).astype(jnp.int32)
-    return state._replace(matrix=jax.lax.fori_loop(0, is_news, write, state.matrix))
+    with jax.named_scope(turns.ONCE):
+        return state._replace(matrix=jax.lax.fori_loop(0, is_news, write, state.matrix))
 
 
 def _remember(config: _Config, params, state: _State) -> Memory:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers, trees
+from specjax import buffers, trees, turns
 from specjax.engine.prefill import prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
@@ -190,7 +190,8 @@ def caught_up(
         count = jnp.clip(wanted - held, 0, CATCH_UP)
         return model.commit(cache, pending, path, count), held + count
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < wanted), feed, (cache, held))[0]
+    with jax.named_scope(turns.CATCH_UP):
+        return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < wanted), feed, (cache, held))[0]
 
 
 def feed_last(

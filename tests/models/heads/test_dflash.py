@@ -192,55 +192,70 @@ def tiny(part):
 LENGTHS = 6, 3  # of two texts, in buffers with something behind
 TOKENS = np.random.default_rng(1).integers(0, 63, (2, 8)).astype(np.int32)
 FEATURES = np.random.default_rng(2).normal(size=(2, 7, 96)).astype(np.float32)
-PATH = 9, 4  # drafted below both roots, one after another
+PATHS = (), (9,), (7,), (7, 4), (9, 11)  # the nodes drafted below both roots, the last two crosswise
 
 
 def spoken(config, params):
-    """What the head says: logits [3, B, V] below the root, 9 and 4, and its confidence [3, B]."""
+    """What the head says of the children of each node: logits [B, 5, V], and its confidence [B, 5]."""
     head = dflash_head(config)
 
     @jax.jit
     def run(params, target, tokens, features):
         context = Context(tokens, jnp.array(LENGTHS), target=target)
-        memory = head.read(
-            params, head.begin(params, context, 2, 16), Pairs(features, tokens[:, 1:], jnp.array(LENGTHS) - 1), context
-        )
-        scratch, said = head.start(params, memory, context, 3)
-        told = [said]
-        for depth, token in enumerate(PATH, 1):
-            fill = lambda value: jnp.full((2, 1), value)
-            seen = jnp.broadcast_to((jnp.arange(3) > 0) & (jnp.arange(3) < depth), (2, 1, 3))
-            drafted = Drafted(fill(token), fill(depth), jnp.int32(depth), fill(depth - 1), seen)
+        pairs = Pairs(features, tokens[:, 1:], jnp.array(LENGTHS) - 1)
+        memory = head.read(params, head.begin(params, context, 2, 16), pairs, context)
+        scratch, said = head.start(params, memory, context, len(PATHS))
+        told = [jax.tree.map(lambda x: x[:, None], said)]
+        both = lambda *values: jnp.broadcast_to(jnp.array(values), (2, 2))
+        for place, parents, seen in ((1, both(0, 0), [(), ()]), (3, both(2, 1), [(2,), (1,)])):
+            nodes = PATHS[place : place + 2]
+            mask = jnp.array([[n in places for n in range(len(PATHS))] for places in seen])
+            drafted = Drafted(
+                both(*(path[-1] for path in nodes)), both(*map(len, nodes)), jnp.int32(place), parents,
+                jnp.broadcast_to(mask, (2, *mask.shape)),
+            )  # fmt: skip
             scratch, said = head.follow(params, scratch, drafted, context)
-            told.append(jax.tree.map(lambda x: x[:, 0], said))
-        return jax.tree.map(lambda *x: jnp.stack(x), *told)
+            told.append(said)
+        return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *told)
 
     said = run(params, tiny_llama(), TOKENS, FEATURES)
     return said if isinstance(said, Said) else Said(said, None)
 
 
+def wanted(config, params, row):
+    """The same of one row, by the oracle: (logits, confidence) of each node."""
+    length = LENGTHS[row]
+    told = lambda path: oracle(config, params, FEATURES[row, : length - 1], TOKENS[row, length - 1], path)
+    return [told(path)[-1] for path in PATHS]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_block_and_a_walk_through_it(name):
+def test_one_block_and_what_follows_nodes_drafted_from_it(name):
     """Of two texts of other lengths, behind which the buffers hold something."""
     config = config_of(**CONFIGS[name])
     params = params_of(config)
     said = spoken(config, params)
-    told = []
-    for row, length in enumerate(LENGTHS):
-        told.append(oracle(config, params, FEATURES[row, : length - 1], TOKENS[row, length - 1], PATH))
-        for depth, (logits, sure) in enumerate(told[-1]):
-            np.testing.assert_allclose(said.logits[depth, row], logits, atol=2e-5, rtol=2e-5)
+    for row in (0, 1):
+        for node, (logits, sure) in enumerate(wanted(config, params, row)):
+            np.testing.assert_allclose(said.logits[row, node], logits, atol=2e-5, rtol=2e-5)
             if sure is not None:
-                np.testing.assert_allclose(said.confidence[depth, row], sure, atol=1e-5)
-    # Each of these flags moves what the oracle says: so a head that ignored one would not have said the same.
-    for flag in CONFIGS[name]:
-        if flag in ("markov_rank", "prefix_rank", "prefix_state", "selector_rank", "conv_group", "candidates"):
-            continue  # shapes
-        other = config_of(**CONFIGS[name] | {flag: getattr(PLAIN, flag)})
-        if flag == "markov" and config.confidence == "markov":
-            other = replace(other, confidence="no")
-        changed = oracle(other, params_of(other), FEATURES[0, :5], TOKENS[0, 5], PATH)
-        assert any(differ(one, more) for one, more in zip(told[0], changed, strict=True)), flag
+                np.testing.assert_allclose(said.confidence[row, node], sure, atol=1e-5)
+
+
+SHAPES = {"markov_rank", "prefix_rank", "prefix_state", "selector_rank", "conv_group", "candidates"}
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [(name, flag) for name in CONFIGS for flag in CONFIGS[name] if flag not in SHAPES]
+)
+def test_each_flag_matters(name, flag):
+    """To the oracle, with which the heads agree: one that ignored it would not."""
+    config = config_of(**CONFIGS[name])
+    other = config_of(**CONFIGS[name] | {flag: getattr(PLAIN, flag)})
+    if flag == "markov" and config.confidence == "markov":
+        other = replace(other, confidence="no")
+    ours, theirs = (wanted(c, params_of(c), 0) for c in (config, other))
+    assert any(map(differ, ours, theirs))
 
 
 def differ(one, other) -> bool:
@@ -263,10 +278,7 @@ def test_a_new_correction_leaves_dflash_as_it_is(name):
         own,
     )
     plain = replace(config, markov="no", confidence="no", conv_taps=0, selector_rank=0, prefix_rank=0)
-    arguments = FEATURES[0, :5], TOKENS[0, 5], PATH
-    for (ours, _), (theirs, _) in zip(
-        oracle(config, params, *arguments), oracle(plain, params, *arguments), strict=True
-    ):
+    for (ours, _), (theirs, _) in zip(wanted(config, params, 0), wanted(plain, params, 0), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
