@@ -36,7 +36,7 @@ HEADS: dict[str, Method] = {
             "eagle",
             drafters.eagle,
             "one decoder layer continues the target's last feature",
-            "Li et al. 2024, arXiv 2401.15077 and 2406.16858",
+            "Li et al. 2024, arXiv 2401.15077 and 2406.16858; FSPAD: Gui et al. 2024, arXiv 2408.15562",
             num_tokens(5),
             *EACH,
         ),
