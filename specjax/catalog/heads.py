@@ -49,6 +49,14 @@ HEADS: dict[str, Method] = {
             *EACH,
         ),
         _row(
+            "hydra",
+            drafters.hydra,
+            "Medusa's heads that also read the tokens drafted so far",
+            "Ankner et al. 2024, arXiv 2402.05109",
+            Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            *EACH,
+        ),
+        _row(
             "medusa",
             drafters.medusa,
             "heads on the target's last feature say several tokens ahead at once",

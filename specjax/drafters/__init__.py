@@ -5,6 +5,7 @@ from specjax.drafters.combined.choice import choice
 from specjax.drafters.combined.rasd import rasd
 from specjax.drafters.heads.eagle import eagle
 from specjax.drafters.heads.eagle3 import eagle3
+from specjax.drafters.heads.hydra import hydra
 from specjax.drafters.heads.medusa import medusa
 from specjax.drafters.layers.dynamic_exit import dynamic_exit
 from specjax.drafters.layers.early_exit import early_exit
@@ -38,6 +39,7 @@ __all__ = [
     "early_exit",
     "easyspec",
     "hierarchical",
+    "hydra",
     "input_guided",
     "jacobi",
     "lookahead",

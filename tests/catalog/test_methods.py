@@ -43,6 +43,7 @@ OPTIONS = {
     "aded": {"num_nodes": 7, "depth": 3, "buckets": 8},
     "eagle": {"tree": trees.branching("2x1x1")},
     "eagle3": {"num_tokens": 3},
+    "hydra": {"tree": trees.branching("2x1x1")},
     "hierarchical": {"min_tokens": 3},
     "input_guided": {"num_tokens": 6},
     "jacobi": {"window": 4},

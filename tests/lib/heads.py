@@ -12,6 +12,7 @@ from specjax import Target
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.eagle3 import Eagle3Config
+from specjax.models.heads.hydra import HydraConfig
 from specjax.models.heads.kinds import KINDS, init_head
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.llama import LlamaConfig
@@ -38,6 +39,8 @@ def config_of(kind: str, target: Target):
         return Eagle3Config(layer, (0, 1, layers), width, vocab, norm_taps="each")
     if kind == "medusa":
         return MedusaConfig(width, vocab, num_heads=3)
+    if kind == "hydra":
+        return HydraConfig(width, vocab, num_heads=3, num_blocks=2, layer=layer_of(target))
     raise AssertionError(f"no tiny head of {kind}")
 
 
