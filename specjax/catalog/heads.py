@@ -33,6 +33,14 @@ HEADS: dict[str, Method] = {
     method.name: method
     for method in (
         _row(
+            "clover",
+            drafters.clover,
+            "layers that have read the root, and a gated recurrence over the drafted tokens",
+            "Xiao et al. 2024, arXiv 2405.00263 and 2408.00264",
+            num_tokens(5),
+            *EACH,
+        ),
+        _row(
             "eagle",
             drafters.eagle,
             "one decoder layer continues the target's last feature",
@@ -62,6 +70,22 @@ HEADS: dict[str, Method] = {
             "heads on the target's last feature say several tokens ahead at once",
             "Cai et al. 2024, arXiv 2401.10774",
             Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            *EACH,
+        ),
+        _row(
+            "mlp_speculator",
+            drafters.mlp_speculator,
+            "an MLP per depth takes the sampled tokens into the target's last feature",
+            "Wertheimer et al. 2024, arXiv 2404.19124",
+            Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            *EACH,
+        ),
+        _row(
+            "redrafter",
+            drafters.redrafter,
+            "a recurrent network over the drafted tokens beside the target's last feature",
+            "Cheng et al. 2024, arXiv 2403.09919",
+            num_tokens(5),
             *EACH,
         ),
     )

@@ -3,10 +3,13 @@
 from specjax.drafters.combined.auto import auto
 from specjax.drafters.combined.choice import choice
 from specjax.drafters.combined.rasd import rasd
+from specjax.drafters.heads.clover import clover
 from specjax.drafters.heads.eagle import eagle
 from specjax.drafters.heads.eagle3 import eagle3
 from specjax.drafters.heads.hydra import hydra
 from specjax.drafters.heads.medusa import medusa
+from specjax.drafters.heads.mlp_speculator import mlp_speculator
+from specjax.drafters.heads.redrafter import redrafter
 from specjax.drafters.layers.dynamic_exit import dynamic_exit
 from specjax.drafters.layers.early_exit import early_exit
 from specjax.drafters.layers.superposed import superposed
@@ -32,6 +35,7 @@ __all__ = [
     "auto",
     "autoregressive",
     "choice",
+    "clover",
     "corpus_table",
     "dynamic_exit",
     "eagle",
@@ -44,10 +48,12 @@ __all__ = [
     "jacobi",
     "lookahead",
     "medusa",
+    "mlp_speculator",
     "nar_block",
     "prompt_lookup",
     "rapid",
     "rasd",
+    "redrafter",
     "rest",
     "stand",
     "suffix",

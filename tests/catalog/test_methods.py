@@ -44,6 +44,8 @@ OPTIONS = {
     "eagle": {"tree": trees.branching("2x1x1")},
     "eagle3": {"num_tokens": 3},
     "hydra": {"tree": trees.branching("2x1x1")},
+    "clover": {"num_tokens": 3},
+    "redrafter": {"tree": trees.beam(2, 3)},
     "hierarchical": {"min_tokens": 3},
     "input_guided": {"num_tokens": 6},
     "jacobi": {"window": 4},

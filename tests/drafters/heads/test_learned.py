@@ -80,7 +80,7 @@ def differs(head, job, state) -> float:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("eagle", {"tree": trees.branching("2x2x1")}), ("eagle3", {}), ("hydra", {}), ("medusa", {})],
+    [("eagle", {"tree": trees.branching("2x2x1")}), ("eagle3", {}), ("clover", {}), ("hydra", {}), ("medusa", {})],
 )
 def test_a_head_remembers_the_text_as_if_it_had_read_it_at_once(name, options):
     assert differs(*after_rounds(name, **options)) < 1e-4
