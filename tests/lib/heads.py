@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from specjax import Target
+from specjax.models.heads.clover import CloverConfig
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.eagle3 import Eagle3Config
+from specjax.models.heads.hydra import HydraConfig
 from specjax.models.heads.kinds import KINDS, init_head
 from specjax.models.heads.medusa import MedusaConfig
+from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.heads.p_eagle import PEagleConfig
+from specjax.models.heads.redrafter import ReDrafterConfig
 from specjax.models.llama import LlamaConfig
 
 
@@ -53,6 +57,14 @@ def config_of(kind: str, target: Target):
     if kind in BLOCK_DRAFTERS:
         layer = replace(layer_of(target, num_layers=2), qk_norm=True)
         return DFlashConfig(layer, (1, layers), width, vocab, 4, vocab - 1, windows=(None, 3), **BLOCK_DRAFTERS[kind])
+    if kind == "hydra":
+        return HydraConfig(width, vocab, num_heads=3, num_blocks=2, layer=layer_of(target))
+    if kind == "mlp_speculator":
+        return MlpSpeculatorConfig(width, 16, vocab, num_heads=3, scaled=True)
+    if kind == "redrafter":
+        return ReDrafterConfig(width, 2 * width, vocab, num_blocks=1)
+    if kind == "clover":
+        return CloverConfig(layer_of(target, num_heads=1, num_layers=2), (layers,), embeds=False)
     raise AssertionError(f"no tiny head of {kind}")
 
 

@@ -88,6 +88,7 @@ def differs(head, job, state) -> float:
         ("medusa", {}),
         exhaustive("p_eagle", {}),
     ],
+    [("eagle", {"tree": trees.branching("2x2x1")}), ("eagle3", {}), ("clover", {}), ("hydra", {}), ("medusa", {})],
 )
 def test_a_head_remembers_the_text_as_if_it_had_read_it_at_once(name, options):
     assert differs(*after_rounds(name, **options)) < 1e-4
