@@ -22,7 +22,7 @@ from specjax.models.loading.tensors import Tensor, bytes_of, read_rows
 from specjax.reading import check_folder, shown
 from specjax.types import Array, Target
 
-Rules = tuple[tuple[str, str], ...]
+Rules = tuple[tuple[str, str | Callable[[re.Match], str]], ...]
 """Regular expressions and what replaces them: from the names in a file to those of a kind's table."""
 
 FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Gemma3": "gemma3"}

@@ -1,4 +1,4 @@
-"""EAGLE-1, whose layout EAGLE-2 and HASS share, and its older form in vllm speculators.
+"""EAGLE-1, whose layout EAGLE-2 and HASS share, its older form in vllm speculators, and FSPAD.
 
 The table has SafeAILab's names.
 """
@@ -38,6 +38,8 @@ TABLE = {
     "fc.bias": "fc.bias",
     "embedding_norm.weight": "embedding_layernorm.weight",
     "norm.weight": "pre_lm_head_layernorm.weight",
+    "sampler.norm.weight": "fc.post_attention_layernorm.weight",
+    **{f"sampler.mlp.{part}.weight": f"fc.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
     "stack.*.attention_norm.weight": "layers.*.input_layernorm.weight",
     "stack.*.mlp_norm.weight": "layers.*.post_attention_layernorm.weight",
     **{
@@ -54,6 +56,7 @@ UNUSED = (r"verifier_", r"lm_head\.weight$", r".*rotary_emb\.inv_freq$")
 DIALECTS: dict[str, Rules] = {
     "safeailab": ((r"^model\.", ""),),
     "speculators": ((r"^transformer\.", "layers.0."), (r"^fusion_fc\.", "fc.")),
+    "fspad": ((r"^fc\.fc\.", "fc."),),
 }
 
 
@@ -62,6 +65,8 @@ def dialect_of(contents: Contents) -> str | None:
     c, names = contents.config, contents.tensors
     if c.given("speculators_model_type"):
         return "speculators" if c.text("speculators_model_type") == "eagle" else None
+    if "fc.fc.weight" in names:
+        return "fspad"
     fc = names.get("fc.weight", names.get("model.fc.weight"))
     layers = any(re.match(r"(model\.)?layers\.0\.self_attn\.", name) for name in names)
     others = any(re.search(r"(hidden_norm|mask_hidden|^lstm|\.fc\.)", name.removeprefix("model.")) for name in names)
@@ -105,6 +110,8 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
         bias="fc.bias" in tensors,
         embeds=embeds,
         vocab_size=reader.vocab_size,
+        sampler="fc.mlp.gate_proj.weight" in tensors,
+        split=tensors.shape("layers.0.mlp.down_proj.weight", contents.folder)[0] == 2 * layer.width,
         norms=c.flag("layernorms") or "embedding_layernorm.weight" in tensors,
         draft_vocab_size=0 if token_map is None else len(token_map),
     )
@@ -112,7 +119,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     if c.given(said) and c.flag(said) != config.bias:
         has = "an" if config.bias else "no"
         raise UsageError(f"{where} has {said} {str(c.flag(said)).lower()}, and {contents.folder} has {has} fc.bias")
-    flags = {name: getattr(config, name) for name in ("bias", "norms", "embeds")}
+    flags = {name: getattr(config, name) for name in ("bias", "norms", "sampler", "split", "embeds")}
     flags["draft_vocab_size"] = config.draft_vocab_size or reader.vocab_size
     return Plan("eagle", dialect, config, TABLE, tensors, flags, arrays, tuple(notes), UNUSED)
 
@@ -124,6 +131,7 @@ def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
 
 LAYOUTS: dict[str, Rules] = {
     "safeailab": (),
+    "fspad": ((r"^fc\.(weight|bias)$", r"fc.fc.\1"),),
     "speculators": ((r"^layers\.0\.", "transformer."), (r"^fc\.", "fusion_fc.")),
 }
 
@@ -132,6 +140,9 @@ def describe(config: EagleConfig, layout: str, about: dict[str, Any]) -> dict[st
     """config.json. Raises: UsageError for a head that the layout has no words for."""
     if config.draft_vocab_size:
         raise UsageError("a head with a token map cannot be saved; save it as it was without the map")
+    if (config.sampler or config.split) != (layout == "fspad"):
+        has = "a" if config.sampler or config.split else "no"
+        raise UsageError(f"the head has {has} sampler, which the layout {layout} does not fit; choose another")
     layers = described_layers(config.layer) | {"vocab_size": config.vocab_size or config.layer.vocab_size}
     if layout == "speculators":
         if config.layer.num_layers > 1:

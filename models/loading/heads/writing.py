@@ -43,6 +43,8 @@ def save_head(
     from safetensors.flax import save_file
 
     name, kind = head.head.kind, kinds.of(head.head.kind)
+    if not kind.LAYOUTS:
+        raise UsageError(f"heads of {name} can be read, and not written; keep the files they came from")
     layout = layout or next(iter(kind.LAYOUTS))
     if layout not in kind.LAYOUTS:
         raise UsageError(f'heads of {name} have the layouts {", ".join(kind.LAYOUTS)}, not "{layout}"')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from dataclasses import replace
 
 import dialects as d
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from heads import tiny_head
+from heads import layer_of, tiny_head
 from safetensors.numpy import load_file
 from toy import markov
 
@@ -20,8 +21,23 @@ from specjax import Target, UsageError
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.heads.blocks import abstract_params
 from specjax.models.heads.contract import Drafted, DraftHead, Pairs
+from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, eagle3_head
-from specjax.models.loading.heads import LoadedHead, dflash, load_head, read_head, recognise, save_head
+from specjax.models.heads.hydra import HydraConfig
+from specjax.models.heads.kinds import init_head
+from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
+from specjax.models.heads.redrafter import ReDrafterConfig
+from specjax.models.loading.heads import (
+    LoadedHead,
+    dflash,
+    hydra,
+    load_head,
+    mlp_speculator,
+    read_head,
+    recognise,
+    redrafter,
+    save_head,
+)
 from specjax.models.loading.heads.checking import check_head
 from specjax.models.loading.heads.describing import described_layers
 from specjax.models.loading.heads.writing import stored_name
@@ -550,11 +566,7 @@ def test_domino_of_specforge(tmp_path):
         "dflash_config": {"mask_token_id": d.V - 1, "target_layer_ids": [tap - 1 for tap in head.head.taps]},
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3,
     }  # fmt: skip
-    path = lambda keys: ".".join(str(entry.key) for entry in keys)
-    arrays = {
-        stored_name(dflash.TABLE, path(keys)): np.asarray(x)
-        for keys, x in jax.tree_util.tree_flatten_with_path(head.params)[0]
-    }
+    arrays = arrays_by_table(head, dflash.TABLE)
     folder = d.write(
         tmp_path, config, {f"logit_head.{x}" if "_proj." in x and "emb" in x else x: arrays[x] for x in arrays}
     )
@@ -580,3 +592,68 @@ def test_block_drafters_that_do_not_fit(tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             load_head(d.write(tmp_path / str(number), config | changes, arrays), target())
+
+
+def arrays_by_table(head, table):
+    """The tensors of a head by the names of its kind's table."""
+    path = lambda keys: ".".join(str(entry.key) for entry in keys)
+    leaves = jax.tree_util.tree_flatten_with_path(head.params)[0]
+    return {stored_name(table, path(keys)): np.asarray(x) for keys, x in leaves}
+
+
+def test_hydra_with_a_prefix_layer_and_without(tmp_path):
+    layer = replace(target().model.config, num_layers=1)
+    for number, prefix in enumerate((None, layer)):
+        config = HydraConfig(d.D, d.V, 3, 2, prefix)
+        head = init_head("hydra", config, jax.random.key(number))
+        arrays = arrays_by_table(head, hydra.TABLE)
+        if prefix is not None:  # the number of a module counts the dropout before it
+            odd = lambda match: f"{match[1]}.{2 * int(match[2]) + 1}."
+            arrays = {re.sub(r"^(hydra_mlp\.\d+)\.(\d+)\.", odd, name): x for name, x in arrays.items()}
+            arrays = {re.sub(r"^(hydra_lm_head\.\d+)\.", r"\1.1.", name): x for name, x in arrays.items()}
+        said = {"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "prefix-mlp" if prefix else "mlp"}
+        folder = d.write(tmp_path / str(number), said, arrays, "hydra_lm_head.pt")
+        assert recognise(folder) == ("hydra", "authors")
+        found = load_head(folder, target())
+        assert replace(found.head.config, layer=None) == replace(config, layer=None)
+        jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
+    (folder / "config.json").write_text(json.dumps(said | {"hydra_head_arch": "cross-attn"}))
+    with pytest.raises(UsageError, match='hydra_head_arch "cross-attn", and the file is of prefix-mlp'):
+        load_head(folder, target())
+
+
+def test_recurrent_speculators(tmp_path):
+    for tied in (False, True):
+        config = MlpSpeculatorConfig(d.D, 16, d.V, 3, tied=tied, scaled=True)
+        head = init_head("mlp_speculator", config, jax.random.key(1))
+        arrays = {f"speculator.{name}": x for name, x in arrays_by_table(head, mlp_speculator.TABLE).items()}
+        if tied:
+            arrays |= {f"speculator.{part}.1.weight": arrays[f"speculator.{part}.0.weight"] for part in ("emb", "head")}
+        said = {"model_type": "mlp_speculator", "n_predict": 3, "vocab_size": d.V, "emb_dim": d.D, "inner_dim": 16}
+        folder = d.write(tmp_path / str(tied), said | {"tie_weights": tied, "scale_input": True}, arrays)
+        assert recognise(folder) == ("mlp_speculator", "ibm")
+        found = read_head(folder, target())
+        assert found.head.head.config == config and len(found.unused) == 2 * tied
+        jax.tree.map(np.testing.assert_array_equal, found.head.params, head.params)
+    config = ReDrafterConfig(d.D, 40, d.V, num_blocks=2)
+    head = init_head("redrafter", config, jax.random.key(1))
+    arrays = d.renamed(arrays_by_table(head, redrafter.TABLE), ("head.weight", "lm_head.2.weight"))
+    said = {"model_type": "recurrent_drafting_drafter", "hidden_size": d.D, "exit_dim": 40, "num_draft_layers": 2}
+    found = load_head(d.write(tmp_path / "redrafter", said, arrays), target())
+    assert found.head.config == config
+    jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
+    with pytest.raises(UsageError, match="heads of redrafter can be read, and not written"):
+        save_head(tmp_path / "out", found)
+
+
+def test_fspad(tmp_path):
+    config = EagleConfig(layer_of(target()), sampler=True, split=True)
+    head = init_head("eagle", config, jax.random.key(1))
+    save_head(tmp_path, head, layout="fspad")
+    assert {"fc.fc.weight", "fc.mlp.up_proj.weight"} <= set(load_file(tmp_path / "model.safetensors"))
+    assert recognise(tmp_path) == ("eagle", "fspad")
+    found = load_head(tmp_path, target())
+    assert found.head.config.sampler and found.head.config.split
+    jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
+    with pytest.raises(UsageError, match="the head has a sampler, which the layout safeailab does not fit"):
+        save_head(tmp_path, head)
