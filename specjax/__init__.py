@@ -34,11 +34,14 @@ _HOMES = {
     "compile_report": "planning",
     "decode": "facade",
     "load": "models.loading",
+    "load_head": "models.loading.heads",
     "make_drafter": "catalog.methods",
     "mesh": "parallel",
     "plan": "planning",
+    "save_head": "models.loading.heads",
     "serve": "facade",
     "shard": "parallel",
+    "shard_head": "parallel",
     "stream": "facade",
 }
 

@@ -17,8 +17,11 @@ from specjax.facade import decode as decode
 from specjax.facade import serve as serve
 from specjax.facade import stream as stream
 from specjax.models.loading import load as load
+from specjax.models.loading.heads import load_head as load_head
+from specjax.models.loading.heads import save_head as save_head
 from specjax.parallel import mesh as mesh
 from specjax.parallel import shard as shard
+from specjax.parallel import shard_head as shard_head
 from specjax.planning import compile_report as compile_report
 from specjax.planning import plan as plan
 from specjax.types import Capabilities as Capabilities

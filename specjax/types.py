@@ -201,6 +201,13 @@ class Context(NamedTuple):
         return take_along(self.tokens, self.length[:, None] - 1, 1)
 
 
+class Said(NamedTuple):
+    """What a drafter says of the children of nodes, where that is more than their logits."""
+
+    logits: Array  # [B, F, V]
+    confidence: Array  # float32[B, F], how likely it holds what it drafts from them to be accepted
+
+
 def _no_state(params: PyTree, context: Context) -> PyTree:
     return ()
 

@@ -7,31 +7,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from specjax import buffers
 from specjax.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.heads.blocks import (
-    among_drafted,
-    bind,
-    commit_first,
-    empty_cache,
-    layout_of,
-    newest,
-    next_step,
-    step_of,
-)
+from specjax.models.heads import memory
+from specjax.models.heads.blocks import among_drafted, bind, step_of
 from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.memory import Memory
 from specjax.types import Array, Context
-
-
-class Memory(NamedTuple):
-    """Of the pairs that were read."""
-
-    cache: kv.KVCache
-    last: Array  # [B, W], what the layers said of the last of them
 
 
 class Scratch(NamedTuple):
@@ -67,18 +52,15 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
     module_of, layer = bind(module, config), config.layer
 
     def begin(params, context: Context, batch: int, capacity: int) -> Memory:
-        return Memory(empty_cache(context, layer, batch, capacity), jnp.zeros((batch, config.said), layer.dtype))
+        return memory.begin(context, layer, config.said, batch, capacity)
 
-    def read(params, memory: Memory, pairs: Pairs, context: Context) -> Memory:
-        module, (cache, last) = module_of(params), memory
-        step = next_step(context, layer, cache, pairs.tokens.shape[1])
-        embedded = module.embedded(pairs.tokens, context)
-        said, pending = module.layers(embedded, module.fused(pairs.features.astype(layer.dtype)), step, cache)
-        cache = commit_first(context, layer, cache, pending, pairs.count)
-        return Memory(cache, newest(said, pairs.count, last))
+    def read(params, held: Memory, pairs: Pairs, context: Context) -> Memory:
+        module = module_of(params)
+        embedded, state = module.embedded(pairs.tokens, context), module.fused(pairs.features.astype(layer.dtype))
+        return memory.read(held, pairs, context, layer, lambda step, cache: module.layers(embedded, state, step, cache))
 
-    def start(params, memory: Memory, context: Context, places: int) -> tuple[Scratch, Array]:
-        cache, last = memory
+    def start(params, held: Memory, context: Context, places: int) -> tuple[Scratch, Array]:
+        cache, last = held
         said = jnp.zeros((last.shape[0], places, last.shape[1]), last.dtype).at[:, 0].set(last)
         scratch = Scratch(cache, kv.nothing_pending(cache, places), said)
         return scratch, module_of(params).logits(last, context)
@@ -93,12 +75,6 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         said = buffers.insert(said, new_said, drafted.place)
         return Scratch(cache, kv.insert(pending, new, drafted.place), said), module.logits(new_said, context)
 
-    def shardings(memory: Memory, mesh: Mesh) -> Any:
-        layout = layout_of(mesh, layer)
-        assert layout is not None
-        last: Any = layout.rows(memory.last)
-        return memory._replace(cache=layout.cache(memory.cache), last=last)
-
     return Head(
         begin=begin,
         read=read,
@@ -107,6 +83,6 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         kind=kind,
         config=config,
         taps=config.taps,
-        axes=lambda memory: buffers.rows_first(memory)._replace(cache=kv.axes(memory.cache)),
-        shardings=shardings,
+        axes=memory.axes,
+        shardings=memory.shardings(layer),
     )

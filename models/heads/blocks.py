@@ -103,6 +103,34 @@ def newest(rows: Array, count: Array, before: Array) -> Array:
     return jnp.where(count[:, None] > 0, last.astype(before.dtype), before)
 
 
+def by_depth(count: int, depth: Array | int, run: Callable[[int], Array]) -> Array:
+    """[B, F, ..]: of each node at `depth` int32[B, F] what `run(depth)` [B, F, ..] gives, the last of `count` for all
+    below. What no node needs does not run: the nodes of a level are mostly at one depth.
+
+    depth: 0 for the root, which is known while tracing; of others at least 1.
+    """
+    if isinstance(depth, int) or count == 1:
+        return run(0)
+    depth, shape = jnp.minimum(depth, count - 1), jax.eval_shape(lambda: run(1))
+    y = jnp.zeros(shape.shape, shape.dtype)
+    for k in range(1, count):
+        here = (depth == k).reshape(*depth.shape, *[1] * (y.ndim - 2))
+        write = lambda y, k=k, here=here: jnp.where(here, run(k), y)
+        y = jax.lax.cond(jnp.any(here), write, lambda y: y, y)
+    return y
+
+
+class Residual(nnx.Module):
+    """z + SiLU(W z + b). A new one adds nothing."""
+
+    def __init__(self, width: int, *, bias: bool = True, dtype, rngs: nnx.Rngs):
+        self.linear = L.Linear(width, width, bias=bias, dtype=dtype, rngs=rngs)
+        self.linear.weight[...] = jnp.zeros_like(self.linear.weight[...])
+
+    def __call__(self, z: Array) -> Array:
+        return z + nnx.silu(self.linear(z))
+
+
 class Ids(nnx.Variable):
     """Whole numbers of a head that no training changes."""
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax import buffers
-from specjax.types import Array, Output, PyTree
+from specjax.types import Array, Output, PyTree, Said
 
 
 class Pairs(NamedTuple):
@@ -56,7 +56,8 @@ class Head(NamedTuple):
     are.
 
     `start(params, memory, context, places) -> (scratch, logits float32[B, V])`: what follows the root, by the pairs
-    read. The scratch has room for `places` nodes, the root included.
+    read. The scratch has room for `places` nodes, the root included. A head that knows how sure it is gives a `Said`
+    in place of logits, here and in `follow`.
 
     `follow(params, scratch, drafted, context) -> (scratch, logits float32[B, F, V])`: what follows each drafted node.
     Logits are -inf of tokens that the head cannot draft.
@@ -66,12 +67,13 @@ class Head(NamedTuple):
 
     begin: Callable[..., PyTree]
     read: Callable[..., PyTree]
-    start: Callable[..., tuple[PyTree, Array]]
-    follow: Callable[..., tuple[PyTree, Array]]
+    start: Callable[..., tuple[PyTree, Array | Said]]
+    follow: Callable[..., tuple[PyTree, Array | Said]]
     kind: str  # the method of the catalogue that drafts with it
     config: Any
     taps: tuple[int, ...] = ()  # streams of the target that are its features, joined; none: `Output.hidden`
     deepest: int | None = None  # how many tokens it can draft after one another; None: any number
+    at_once: bool = False  # `start` computes what it says of all depths, and `follow` hardly anything
     axes: Callable[[PyTree], PyTree] = buffers.rows_first
     shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
 

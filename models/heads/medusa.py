@@ -97,7 +97,7 @@ def medusa_head(config: MedusaConfig) -> Head:
     def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
         return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
 
-    return Head(begin, read, start, follow, "medusa", config, deepest=config.num_heads)
+    return Head(begin, read, start, follow, "medusa", config, deepest=config.num_heads, at_once=True)
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> MedusaConfig:

@@ -101,14 +101,18 @@ def check(checkpoint: Checkpoint) -> None:
             elif tensors[part.name].shape != want:
                 wrong.append(f"{part.name} is {shown(list(tensors[part.name].shape))}, not {list(want)}")
     extra = sorted(name for name in tensors if name not in needed and not checkpoint.ignored(name))
+    refuse(checkpoint.path, missing, wrong, extra)
+
+
+def refuse(path: Path, missing: list[str], wrong: list[str], extra: list[str]) -> None:
+    """Raises: UsageError with the names of the tensors that are not as they should be, if there are any."""
     faults = [
         f"{len(names)} {kind} ({_some(names)})"
         for kind, names in (("missing", missing), ("wrongly shaped", wrong), ("unexpected", extra))
         if names
     ]
     if faults:
-        what = f"the tensors of {checkpoint.path} do not fit its configuration: {'; '.join(faults)}"
-        raise UsageError(cut(what, SENTENCE))
+        raise UsageError(cut(f"the tensors of {path} do not fit its configuration: {'; '.join(faults)}", SENTENCE))
 
 
 def assemble(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> PyTree:
@@ -116,7 +120,7 @@ def assemble(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, 
     params: dict = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for leaf in sorted(_leaves(checkpoint, mesh, over), key=lambda leaf: -math.prod(leaf.shape)):
-            _insert(params, leaf.keys, _fill(leaf, checkpoint, pool))
+            insert(params, leaf.keys, fill(leaf, checkpoint.tensors, pool, checkpoint.config.head_dim))
     return params
 
 
@@ -143,13 +147,13 @@ def _some(names: list[str]) -> str:
     return ", ".join(cut(name, QUOTED) for name in names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _fill(leaf: Leaf, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> jax.Array:
+def fill(leaf: Leaf, tensors: dict[str, Tensor], pool: ThreadPoolExecutor, head_dim: int = 1) -> jax.Array:
     """Read, convert and place all parts of one parameter, a chunk of rows per task."""
     pieces = _pieces(leaf)
     tasks = []
     for layer, part in enumerate(leaf.parts):
-        tensor = checkpoint.tensors[part.name]
-        source = _source_rows(leaf, part, checkpoint.config.head_dim)
+        tensor = tensors[part.name]
+        source = _source_rows(leaf, part, head_dim)
         slots = [
             (piece.where[leaf.stacked :], piece.values[layer] if leaf.stacked else piece.values) for piece in pieces
         ]
@@ -222,7 +226,8 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _insert(params: dict, keys: tuple, leaf: jax.Array) -> None:
+def insert(params: dict, keys: tuple, leaf: jax.Array) -> None:
+    """Put a parameter where it belongs in a nested dict."""
     for key in keys[:-1]:
         params = params.setdefault(key, {})
     params[keys[-1]] = leaf

@@ -20,7 +20,10 @@ from specjax.reading import QUOTED, check_regular, cut, parse_json, reason, show
 WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is downloaded of a hub repository: no pickles, no code, no other frameworks."""
 
-SAFETENSORS, TORCH = ".safetensors", ".bin"
+TORCHS = "*.bin", "*.pt"
+"""What is downloaded of a repository that has no safetensors, of those who can do without: nothing in them runs."""
+
+SAFETENSORS, TORCH, OF_TORCH = ".safetensors", ".bin", (".bin", ".pt")
 WHOLE, WHOLE_OF_TORCH = "model.safetensors", "pytorch_model.bin"
 INDEX = f"{WHOLE}.index.json"
 SHARD = r"[^/\\\0]+"  # a name of a file in the same folder, without its ending
@@ -28,14 +31,14 @@ SHARD = r"[^/\\\0]+"  # a name of a file in the same folder, without its ending
 _BESIDE_THE_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
-def download(repo: str) -> Path:
+def download(repo: str, wanted: tuple[str, ...] = WANTED) -> Path:
     """The local folder of a hub repository, from the cache or the network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(repo, allow_patterns=list(wanted)))
     except Exception as error:  # a dozen kinds: no such repository, gated, no network, no space, ...
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
@@ -54,7 +57,7 @@ def read(folder: Path, **options) -> Checkpoint:
         raise UsageError(f"{where} says the weights are quantised; use the original checkpoint or a GGUF of it")
     parsed, family = parse_config(config, where, **options)
     tensors: dict[str, Tensor] = {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         for name, tensor in read_tensors(file).items():
             first = tensors.setdefault(_text_name(name), tensor)
             if first is not tensor:
@@ -85,7 +88,7 @@ def _text_name(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files of weights of a folder, safetensors if there are any; all shards must be there."""
     for whole, kind in ((WHOLE, SAFETENSORS), (WHOLE_OF_TORCH, TORCH)):
         index = read_json(folder / f"{whole}.index.json")
@@ -114,12 +117,12 @@ def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:
     return files
 
 
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The table of one file of weights, by the kind its name says."""
-    return torch_file.read(file) if file.suffix == TORCH else read_safetensors(file)
+def read_tensors(file: Path, integers: bool = False) -> dict[str, Tensor]:
+    """The table of one file of weights, by the kind its name says. `integers`: ids may be among them."""
+    return torch_file.read(file, integers) if file.suffix in OF_TORCH else read_safetensors(file, integers)
 
 
-def read_safetensors(file: Path) -> dict[str, Tensor]:
+def read_safetensors(file: Path, integers: bool = False) -> dict[str, Tensor]:
     """The table of one file. The library compares types, shapes and places with each other and with the file's size."""
     from safetensors import SafetensorError, safe_open
 
@@ -140,7 +143,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         for name, entry in header.items()
         if name != "__metadata__"
     }
-    check_sizes(tensors, file)
+    check_sizes(tensors, file, integers)
     return tensors
 
 

@@ -18,10 +18,12 @@ from specjax.reading import shown
 
 SHOWN = 8  # names listed in an error
 PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+INTEGERS = {"I64": "<i8", "I32": "<i4", "BOOL": "?"}
+"""Storage formats of ids and flags, which are no weights."""
 
 
 class Tensor(NamedTuple):
-    """One stored tensor. `kind`: "F32", "F16", "BF16" or the name of a GGML block format such as "Q4_K"."""
+    """One stored tensor. `kind`: of PLAIN_BYTES or INTEGERS, or the name of a GGML block format such as "Q4_K"."""
 
     file: Path
     offset: int  # bytes from the start of the file
@@ -38,6 +40,8 @@ def block(kind: str) -> tuple[int, int]:
     """(elements, bytes) of the smallest unit of a storage format; (0, 0) if it cannot be read."""
     if kind in PLAIN_BYTES:
         return 1, PLAIN_BYTES[kind]
+    if kind in INTEGERS:
+        return 1, np.dtype(INTEGERS[kind]).itemsize
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -60,13 +64,23 @@ def bytes_of(kind: str, elements: int) -> int:
 
 def read_rows(tensor: Tensor, start: int, stop: int) -> np.ndarray:
     """float32[stop - start, ...]: rows of a tensor. `start` must fall on a block of the format."""
+    return _float32(_raw(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
+
+
+def read_integers(tensor: Tensor) -> np.ndarray:
+    """int64 of the tensor's shape, of one whose kind is in INTEGERS."""
+    return _raw(tensor, 0, tensor.shape[0]).view(INTEGERS[tensor.kind]).astype(np.int64).reshape(tensor.shape)
+
+
+def _raw(tensor: Tensor, start: int, stop: int) -> np.ndarray:
+    """uint8[n]: the bytes of some rows."""
     row = math.prod(tensor.shape[1:])
     size = bytes_of(tensor.kind, (stop - start) * row)
     offset = tensor.offset + bytes_of(tensor.kind, start * row)
     raw = np.fromfile(tensor.file, np.uint8, size, offset=offset)
     if raw.size != size:
         raise UsageError(f"{tensor.file} ends before its tensors do; download it again")
-    return _float32(raw, tensor.kind).reshape(stop - start, *tensor.shape[1:])
+    return raw
 
 
 def _float32(raw: np.ndarray, kind: str) -> np.ndarray:
@@ -84,9 +98,13 @@ def _float32(raw: np.ndarray, kind: str) -> np.ndarray:
     return dequantize(raw.reshape(1, -1), GGMLQuantizationType[kind]).reshape(-1)
 
 
-def check_sizes(tensors: dict[str, Tensor], file: Path) -> None:
-    """Refuse storage formats that cannot be read, and a file that is shorter than its own table says."""
-    unknown = sorted({t.kind for t in tensors.values() if block(t.kind)[0] == 0})
+def check_sizes(tensors: dict[str, Tensor], file: Path, integers: bool = False) -> None:
+    """Refuse storage formats that cannot be read, and a file that is shorter than its own table says.
+
+    integers: formats of whole numbers can be.
+    """
+    unreadable = lambda kind: block(kind)[0] == 0 or (kind in INTEGERS and not integers)
+    unknown = sorted({t.kind for t in tensors.values() if unreadable(t.kind)})
     if unknown:
         some = ", ".join(unknown[:SHOWN])
         raise UsageError(f"{file} stores tensors as {some}, which specjax cannot read; use another file")

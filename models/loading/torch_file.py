@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.models.loading.tensors import PLAIN_BYTES, Tensor, check_sizes
+from specjax.models.loading.tensors import INTEGERS, Tensor, block, check_sizes, read_integers
 from specjax.reading import check_regular, reading, shown
 
 MAGIC = b"PK\x03\x04"
@@ -58,16 +58,11 @@ OPCODES = [
     "BINPERSID",
 ]
 """What `torch.save` writes. None of these makes room for more than the file has."""
-KINDS = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
-OTHER_STORAGES = (
-    "DoubleStorage",
-    "LongStorage",
-    "IntStorage",
-    "ShortStorage",
-    "CharStorage",
-    "ByteStorage",
-    "BoolStorage",
-)
+KINDS = {
+    "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "LongStorage": "I64", "IntStorage": "I32",
+    "BoolStorage": "BOOL",
+}  # fmt: skip
+OTHER_STORAGES = "DoubleStorage", "ShortStorage", "CharStorage", "ByteStorage"
 
 
 class _Storage(NamedTuple):
@@ -87,11 +82,42 @@ class _View(NamedTuple):
     strides: tuple[int, ...]
 
 
-def read(file: Path) -> dict[str, Tensor]:
+def read(file: Path, integers: bool = False) -> dict[str, Tensor]:
     """The table of tensors of one file, whose other entries (numbers, texts) are left out.
+
+    integers: there may be tensors of whole numbers among them.
 
     Raises: UsageError for a file that is none, holds anything but weights, or names anything that could run.
     """
+    contents, entries, folder = _contents(file)
+    if not isinstance(contents, dict):
+        raise UsageError(f"{file} holds no table of weights; save the state_dict")
+    with reading(file):
+        tensors = {
+            name: _tensor(file, name, view, entries.get(f"{folder}data/{view.storage.key}"))
+            for name, view in contents.items()
+            if isinstance(name, str) and isinstance(view, _View)
+        }
+    check_sizes(tensors, file, integers)
+    return tensors
+
+
+def read_numbers(file: Path) -> list[int]:
+    """A saved list of whole numbers. Raises: UsageError for a file that is none or holds anything else."""
+    contents, entries, folder = _contents(file)
+    if isinstance(contents, _View):
+        entry = entries.get(f"{folder}data/{contents.storage.key}")
+        with reading(file):
+            tensor = _tensor(file, "the list", contents, entry)
+        check_sizes({"the list": tensor}, file, integers=True)
+        contents = read_integers(tensor).reshape(-1).tolist() if tensor.kind in INTEGERS else None
+    if not isinstance(contents, list) or not all(type(number) is int for number in contents):
+        raise UsageError(f"{file} holds no list of whole numbers")
+    return contents
+
+
+def _contents(file: Path) -> tuple[Any, dict[str, zipfile.ZipInfo], str]:
+    """What the pickle says, the entries of the zip, and the folder in it where the storages are."""
     check_regular(file)
     with open(file, "rb") as handle:
         if handle.read(4) != MAGIC:
@@ -109,16 +135,7 @@ def read(file: Path) -> dict[str, Tensor]:
         contents = _Reader(io.BytesIO(archive.read(places[0])), file).load()
     if not is_little:
         raise UsageError(f"{file} was written on a big-endian machine; load it and save it on another")
-    if not isinstance(contents, dict):
-        raise UsageError(f"{file} holds no table of weights; save the state_dict")
-    with reading(file):
-        tensors = {
-            name: _tensor(file, name, view, entries.get(f"{folder}data/{view.storage.key}"))
-            for name, view in contents.items()
-            if isinstance(name, str) and isinstance(view, _View)
-        }
-    check_sizes(tensors, file)
-    return tensors
+    return contents, entries, folder
 
 
 _BUILT_IN: dict[int, Any] = dict(pickle._Unpickler.dispatch)
@@ -205,7 +222,7 @@ def _rebuild(storage: _Storage, first: int, shape: tuple, strides: tuple, *_: An
 def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -> Tensor:
     """Where its elements lie. Raises: UsageError if they are not in the file, in order, one after another."""
     kind = KINDS.get(view.storage.kind, view.storage.kind)
-    size = PLAIN_BYTES.get(kind, 1)
+    size = block(kind)[1] or 1
     numbers = (view.first, view.storage.size, *view.shape, *view.strides)
     if entry is None or not _is_stored(entry) or not all(type(n) is int and n >= 0 for n in numbers):
         raise UsageError(f"{file} has no elements for the tensor {shown(name)}; download it again")

@@ -23,22 +23,73 @@ EACH = TREE, STOP, KEEP_LOGITS
 """Options of all of them."""
 
 
-def _row(name: str, factory: Callable[..., Drafter], summary: str, paper: str, *options: Option) -> Method:
+def _row(
+    name: str,
+    factory: Callable[..., Drafter],
+    summary: str,
+    paper: str,
+    *options: Option,
+    on_cpu: int = 7,
+    wide_tree: str | None = None,
+) -> Method:
     return Method(
-        name, "drafter", _of_head(factory), "distribution", summary, paper, frozenset({"head"}), options=options
-    )
+        name, "drafter", _of_head(factory), "distribution", summary, paper, frozenset({"head"}), options=options,
+        cpu_options={"num_tokens": on_cpu}, wide_tree=wide_tree,
+    )  # fmt: skip
+
+
+AS_MANY = Option("num_tokens", int, None, "drafted tokens per round; default: as many as the head drafts")
 
 
 HEADS: dict[str, Method] = {
     method.name: method
     for method in (
         _row(
+            "dflash",
+            drafters.dflash,
+            "one pass over a block of masks that sees the target's streams says all drafted tokens",
+            "arXiv 2602.06036 (2026)",
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
+            "dflash2",
+            drafters.dflash2,
+            "dflash with convolutions, and a selector of a path through the candidates",
+            "z-lab 2026, github.com/z-lab/dflash",
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
+            "domino",
+            drafters.domino,
+            "dflash corrected by a recurrence over the tokens drafted so far",
+            "arXiv 2605.29707 (2026)",
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
+            "dspark",
+            drafters.dspark,
+            "dflash corrected by the token before, with a confidence of its own",
+            "DeepSeek 2026, github.com/deepseek-ai/DeepSpec",
+            AS_MANY,
+            "clover",
+            drafters.clover,
+            "layers that have read the root, and a gated recurrence over the drafted tokens",
+            "Xiao et al. 2024, arXiv 2405.00263 and 2408.00264",
+            num_tokens(5),
+            *EACH,
+        ),
+        _row(
             "eagle",
             drafters.eagle,
             "one decoder layer continues the target's last feature",
-            "Li et al. 2024, arXiv 2401.15077 and 2406.16858",
+            "Li et al. 2024, arXiv 2401.15077 and 2406.16858; FSPAD: Gui et al. 2024, arXiv 2408.15562",
             num_tokens(5),
             *EACH,
+            on_cpu=3,
+            wide_tree="eagle2:8x6x60",
         ),
         _row(
             "eagle3",
@@ -47,13 +98,49 @@ HEADS: dict[str, Method] = {
             "Li et al. 2025, arXiv 2503.01840",
             num_tokens(5),
             *EACH,
+            on_cpu=3,
+            wide_tree="eagle2:8x6x60",
+        ),
+        _row(
+            "hydra",
+            drafters.hydra,
+            "Medusa's heads that also read the tokens drafted so far",
+            "Ankner et al. 2024, arXiv 2402.05109",
+            Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            *EACH,
         ),
         _row(
             "medusa",
             drafters.medusa,
             "heads on the target's last feature say several tokens ahead at once",
             "Cai et al. 2024, arXiv 2401.10774",
+            AS_MANY,
+            *EACH,
+            on_cpu=3,
+            wide_tree="top:8x2x1",
+        ),
+        _row(
+            "p_eagle",
+            drafters.p_eagle,
+            "an EAGLE-3 head says all drafted tokens in one pass",
+            "arXiv 2602.01469 (2026)",
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
+            "mlp_speculator",
+            drafters.mlp_speculator,
+            "an MLP per depth takes the sampled tokens into the target's last feature",
+            "Wertheimer et al. 2024, arXiv 2404.19124",
             Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            *EACH,
+        ),
+        _row(
+            "redrafter",
+            drafters.redrafter,
+            "a recurrent network over the drafted tokens beside the target's last feature",
+            "Cheng et al. 2024, arXiv 2403.09919",
+            num_tokens(5),
             *EACH,
         ),
     )

@@ -33,6 +33,7 @@ class Method(NamedTuple):
     takes: frozenset[Need] = frozenset()  # and what else it can use
     options: tuple[Option, ...] = ()
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines where wide passes are dear
+    wide_tree: str | None = None  # what the command line drafts where passes over dozens of tokens are cheap
     draft_cost: float = 0.0  # of one drafting pass of the target itself, in its whole passes
 
     def option(self, name: str) -> Option | None:

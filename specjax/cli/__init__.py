@@ -1,4 +1,5 @@
-"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan`, `methods` and `datastore`.
+"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan`, `inspect`, `methods`,
+`datastore`.
 
 Here is how it ends, whatever happens. What takes time to import comes after Ctrl-C is in good hands.
 """

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specjax.cli import bench, compare_verifiers, compile, datastore, generate, methods, plan
+from specjax.cli import bench, compare_verifiers, compile, datastore, generate, inspect, methods, plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,6 +21,7 @@ app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
 app.command("compile")(compile.compile_)
 app.command("plan")(plan.plan)
 app.command("methods")(methods.methods)
+app.command("inspect")(inspect.inspect)
 app.add_typer(datastore.app, name="datastore")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specjax.cli import options as o
-from specjax.cli.drafting import read_costs, read_drafting
+from specjax.cli.drafting import method_of, read_costs, read_drafting, recognised
 
 HELP = """Compare methods with plain decoding on a prompt file.
 
@@ -44,7 +44,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--method",
-            help="May be given several times; default: auto, or two_model with --draft.",
+            help="May be given several times; default: auto; with --draft two_model, or that of the head.",
             show_default=False,
         ),
     ] = None,
@@ -83,7 +83,8 @@ def bench(
     no_cache: o.NoCacheOption = False,
 ) -> None:
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
-    names = list(dict.fromkeys(method or ["two_model" if draft else "auto"]))
+    head = recognised(draft)
+    names = list(dict.fromkeys(method or [method_of(draft, head)]))
     for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
@@ -91,8 +92,9 @@ def bench(
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
     drafting = read_drafting(
-        names, draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop
-    )
+        names, draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
+        head=head,
+    )  # fmt: skip
     weighed = read_costs(costs, names, controller)
 
     from specjax.cli import bench_output, files
@@ -110,8 +112,8 @@ def bench(
     log = Console(stderr=True)
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
-    session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype)
-    rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw)
+    session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None)
+    rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped, prompts)}" if skipped else "")
     session = weigh(session, weighed, min(batch_size, len(rows)), log)
     run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)

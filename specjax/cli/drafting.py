@@ -17,7 +17,7 @@ from specjax.reading import MOST_BYTES, parse_json
 if TYPE_CHECKING:
     from specjax.catalog import Method, Option
 
-LOADABLE = {"draft", "datastore"}
+LOADABLE = {"draft", "head", "datastore"}
 """What the command line can give to a method that cannot do without."""
 
 
@@ -82,10 +82,12 @@ def read_drafting(
     source: Path | None = None,
     batch_size: int = 1,
     old_stop: str | None = None,
+    head: str | None = None,
 ) -> Drafting:
     """Check the flags of the methods, and read their values.
 
     Args:
+      head: the kind of head that `draft` is; None: it is a whole model.
       named: values of the flags of NAMED, None: not given. settings: of --set. old_stop: of --stop, as it was called.
 
     Raises: UsageError for an unknown method, one that lacks something, or a flag that no method has a use for.
@@ -94,11 +96,18 @@ def read_drafting(
 
     _check_old_stop(old_stop)
     for name in names:
-        _check_method(name, draft, datastore)
+        _check_method(name, draft, datastore, head)
     rows = {name: METHODS[name] for name in names}
-    drafting, retrieving = (any(row.uses(what) for row in rows.values()) for what in ("draft", "datastore"))
+    drafting, retrieving, learned = (
+        any(row.uses(what) for row in rows.values()) for what in ("draft", "datastore", "head")
+    )
     require(
-        draft is None or drafting,
+        head is None or learned,
+        f"--draft is a head of {head}, but {' and '.join(names)} drafts without one; leave one out, or use --method "
+        f"{head}",
+    )
+    require(
+        draft is None or drafting or head is not None,
         f"--draft is given, but {' and '.join(names)} drafts without a model; leave it out or use --method two_model",
     )
     require(
@@ -164,7 +173,22 @@ def _check_old_stop(text: str | None) -> None:
     raise UsageError(f"--stop of drafts is called --draft-stop now; write --draft-stop {text}")
 
 
-def _check_method(name: str, draft: str | None, datastore: Path | None) -> None:
+def recognised(draft: str | None) -> str | None:
+    """The kind of head that --draft is; None: it is a whole model, or not given. Raises: UsageError if damaged."""
+    if draft is None:
+        return None
+    from specjax.models.loading.heads import recognise
+
+    found = parsed("--draft", recognise, draft)
+    return found and found[0]
+
+
+def method_of(draft: str | None, head: str | None) -> str:
+    """What drafts if no method is named."""
+    return head or ("two_model" if draft else "auto")
+
+
+def _check_method(name: str, draft: str | None, datastore: Path | None, head: str | None) -> None:
     from specjax.catalog import find_drafter
 
     needs = parsed("--method", find_drafter, name).needs
@@ -173,6 +197,16 @@ def _check_method(name: str, draft: str | None, datastore: Path | None) -> None:
         f"--method: the command line cannot load what {name} needs; call specjax.drafters.{name} in Python",
     )
     require(draft is not None or "draft" not in needs, f"method {name} needs a draft model; give one with --draft")
+    require(
+        head is None or "draft" not in needs,
+        f"--draft {draft} is a head of {head}, and method {name} drafts with a whole model; use --method {head}, or "
+        "leave --method out",
+    )
+    if "head" in needs:
+        require(draft is not None, f"method {name} needs a learned head of the target; give one with --draft")
+        found = f"a head of {head}" if head else "no learned head that specjax knows"
+        fix = f"use --method {head}, or leave --method out" if head else "give a head, or use --method two_model"
+        require(head == name, f"--draft {draft} is {found}, and method {name} drafts with one of {name}; {fix}")
     require(
         datastore is not None or "datastore" not in needs,
         f"method {name} needs a datastore; make one with `specjax datastore build`, give it with --datastore",

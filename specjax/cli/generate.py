@@ -9,7 +9,8 @@ import typer
 
 from specjax.cli import hosts
 from specjax.cli import options as o
-from specjax.cli.drafting import read_costs, read_drafting
+from specjax.cli import speculative as s
+from specjax.cli.drafting import method_of, read_costs, read_drafting, recognised
 
 if TYPE_CHECKING:
     from specjax.cli.generation import Generation
@@ -51,7 +52,7 @@ def generate(
         str | None,
         typer.Option(
             "--method",
-            help="See `specjax methods`; default: auto, or two_model with --draft.",
+            help="See `specjax methods`; default: auto; with --draft two_model, or that of the head.",
             show_default=False,
         ),
     ] = None,
@@ -98,19 +99,37 @@ def generate(
     model: hosts.ModelOption = None,
     checkpoint: hosts.CheckpointOption = None,
     checkpoint_every: hosts.EveryOption = 64,
+    speculative_config: s.ConfigOption = None,
+    speculative_algorithm: s.AlgorithmOption = None,
+    speculative_draft_model_path: s.ModelOption = None,
+    speculative_num_steps: s.StepsOption = None,
+    speculative_eagle_topk: s.TopKOption = None,
+    speculative_num_draft_tokens: s.TokensOption = None,
+    speculative_token_map: s.MapOption = None,
 ) -> None:
     arguments = dict(locals())
     from specjax.trees import inline
 
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
-    method = method or ("two_model" if draft else "auto")
+    method, draft, num_draft_tokens, tree, settings = s.read_speculative(
+        method, draft, num_draft_tokens, tree, settings, config=speculative_config, algorithm=speculative_algorithm,
+        model=speculative_draft_model_path, steps=speculative_num_steps, topk=speculative_eagle_topk,
+        tokens=speculative_num_draft_tokens,
+    )  # fmt: skip
+    head = recognised(draft)
+    o.require(
+        head is not None or speculative_token_map is None,
+        "--speculative-token-map is of a learned head, which --draft is not; leave it out",
+    )
+    method = method or method_of(draft, head)
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
     drafting = read_drafting(
-        [method], draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop
-    )
+        [method], draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
+        head=head,
+    )  # fmt: skip
     weighed = read_costs(costs, [method], controller)
     o.require(
         not distributed or costs != "measured",
@@ -138,9 +157,12 @@ def generate(
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
     mesh = hosts.make_mesh(distributed, data, model)
-    session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh)
+    session = open_session(
+        log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh, has_head=head is not None,
+        token_map=speculative_token_map,
+    )  # fmt: skip
     hosts.check_models(session.target, session.draft)
-    rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw)
+    rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest)
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:
         raise UsageError(p.describe(bad, batch_file))

@@ -125,9 +125,9 @@ class Encoded(NamedTuple):
 
 
 def encode(
-    prompts: list[Prompt], tokenizer, capacity: int, max_new_tokens: int, raw: bool
+    prompts: list[Prompt], tokenizer, capacity: int, max_new_tokens: int, raw: bool, whose: str = "the model"
 ) -> tuple[list[Encoded], list[BadLine]]:
-    """Ids of the prompts that fit, and the rest."""
+    """Ids of the prompts that fit, and the rest. `whose`: what has the `capacity`."""
     rows, bad = [], []
     for index, prompt in enumerate(prompts):
         with one_sentence():
@@ -138,7 +138,7 @@ def encode(
             bad.append(
                 BadLine(
                     prompt.line,
-                    f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}, over the model's "
+                    f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}, over {whose}'s "
                     f"capacity of {capacity}; shorten the prompt or lower --max-new-tokens",
                 )
             )

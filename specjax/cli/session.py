@@ -10,20 +10,22 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from specjax import controllers
+from specjax import controllers, trees
 from specjax import costs as costs_of
-from specjax.catalog import METHODS, make_drafter, parse_rule
+from specjax.catalog import METHODS, Method, make_drafter, parse_rule
 from specjax.cli.console import Console, visible
 from specjax.cli.drafting import AS_EACH_DOES, Drafting
-from specjax.cli.options import Settings, require
+from specjax.cli.options import Settings, parsed, require
 from specjax.errors import UsageError
 from specjax.folders import cache_folder
+from specjax.models.loading.heads import LoadedHead, read_head
+from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.types import Drafter, Target
 
@@ -40,6 +42,8 @@ class Session(NamedTuple):
     cache_dtype: str | None = None  # of both models; None: dtype
     costs: costs_of.Curve | None = None  # of wide passes; None: the rule of thumb
     draft_pass: float | None = None  # of the draft model, in passes of the target; None: the rule of thumb
+    head: LoadedHead | None = None  # a learned one, in place of a draft model
+    check: SelfCheck | None = None  # of the head
 
     @property
     def coarsest(self) -> str:
@@ -49,8 +53,21 @@ class Session(NamedTuple):
     @property
     def capacity(self) -> int:
         """Largest length of prompt and new tokens."""
-        models = [self.target.model] + ([self.draft.model] if self.draft else [])
-        return min(model.max_positions for model in models)
+        return min(self._lengths.values())
+
+    @property
+    def shortest(self) -> str:
+        """What has that length."""
+        return min(self._lengths, key=lambda who: self._lengths[who])
+
+    @property
+    def _lengths(self) -> dict[str, int]:
+        known = {"the model": self.target.model.max_positions}
+        if self.draft is not None:
+            known["the draft model"] = self.draft.model.max_positions
+        if self.head is not None and self.head.max_positions is not None:
+            known[f"the head of {self.head.kind}"] = self.head.max_positions
+        return known
 
     def draft_cost(self, method: str) -> float:
         """A pass of what drafts by passes, in passes of the target."""
@@ -66,11 +83,13 @@ class Session(NamedTuple):
         row = METHODS[method]
         options: dict[str, Any] = dict(row.cpu_options) if jax.default_backend() == "cpu" else {}
         options |= drafting.values(method)
+        if self.head is not None and row.uses("head"):
+            options = of_head(row, self.head, drafting.values(method), options)
         if row.uses("costs"):
             options["costs"] = self.costs
         if row.uses("source") and drafting.source is not None:
             options["source"] = [list(self.tokenizer.encode(drafting.source, special=False))]
-        draft = self.draft if "draft" in row.needs else None
+        draft = self.draft if "draft" in row.needs else self.head.head if self.head and row.uses("head") else None
         try:
             drafter = make_drafter(method, self.target, draft, datastore=self.datastore, **options)
         except UsageError as error:
@@ -106,8 +125,12 @@ def open_session(
     datastore: Path | None = None,
     cache_dtype: str | None = None,
     mesh=None,
+    has_head: bool = False,
+    token_map: Path | None = None,
 ) -> Session:
     """Load the models, spread over the mesh if there is one, with a progress line on `log`.
+
+    has_head: `draft` is a learned head, which is compared with the target. token_map: of its ids.
 
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
@@ -124,11 +147,53 @@ def open_session(
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
             check_same(store.summary, "datastores")
-        draft_model = None
-        if draft is not None:
+        draft_model, head = None, None
+        if draft is not None and has_head:
+            head = parsed("--draft", lambda source: read_head(source, model, token_map=token_map), draft)
+        elif draft is not None:
             draft_model, other = _load("--draft", draft, chosen, cache_dtype, mesh, over=())  # whole on every device
             _check_vocabularies(tokenizer, other)
-    return Session(model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype)
+    check = None if head is None else tell_head(head, model, tokenizer, log)
+    return Session(
+        model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype, head=head, check=check
+    )  # fmt: skip
+
+
+def of_head(row: Method, head: LoadedHead, given: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a head's method: where nothing is said, a tree if wide passes are cheap, else a short chain."""
+    import jax
+
+    if given.keys() & {"tree", "num_tokens"}:
+        return options
+    deepest = head.head.head.deepest
+    if jax.default_backend() == "cpu":
+        return options | {name: min(size, deepest or size) for name, size in row.cpu_options.items()}
+    if row.wide_tree is None:
+        return options
+    levels = row.wide_tree.split("x")
+    return options | {"tree": trees.parse("x".join(levels[:deepest]) if deepest else row.wide_tree)}
+
+
+def tell_head(head: LoadedHead, target: Target, tokenizer, log: Console) -> SelfCheck:
+    """Compare it with its target, and say how it was read and how well they agree."""
+    tokens = [*tokenizer.chat(QUESTION), *tokenizer.encode(ANSWER, special=False)][: target.model.max_positions]
+    with stage(log, "comparing the head with the target", "compared the head with the target"):
+        check = check_head(head, target, tokens)
+    for line in lines_of(head, check):
+        log.print(line, soft_wrap=True)
+    return check
+
+
+def lines_of(head: LoadedHead, check: SelfCheck) -> list[str]:
+    """How it was read, what was assumed, and whether it says what the target does."""
+    flags = ", ".join(f"{name}={value}" for name, value in head.flags.items())
+    lines = [f"head: {head.kind} as {head.dialect} writes it ({flags})", *(f"note: {note}" for note in head.notes)]
+    if head.unused:
+        lines.append(f"note: not used: {', '.join(head.unused)}")
+    said = f"its first draft is the target's token at {check.agreement:.0%} of {check.places} places"
+    if check.reason is None:
+        return [*lines, said]
+    return [*lines, f"warning: {said}; the text will be right, but hardly faster. Likeliest: {check.reason}"]
 
 
 def weigh(session: Session, costs: costs_of.Curve | str | None, batch_size: int, log: Console) -> Session:
@@ -259,6 +324,7 @@ def provenance(session: Session) -> dict:
         },
         "target": session.target.model.name,
         "draft": session.draft.model.name if session.draft else None,
+        "head": session.head.kind if session.head else None,
         "datastore": session.datastore.summary if session.datastore else None,
         "dtype": session.dtype,
         "cache_dtype": session.cache_dtype,

@@ -3,9 +3,18 @@
 from specjax.drafters.combined.auto import auto
 from specjax.drafters.combined.choice import choice
 from specjax.drafters.combined.rasd import rasd
+from specjax.drafters.heads.clover import clover
+from specjax.drafters.heads.dflash import dflash
+from specjax.drafters.heads.dflash2 import dflash2
+from specjax.drafters.heads.domino import domino
+from specjax.drafters.heads.dspark import dspark
 from specjax.drafters.heads.eagle import eagle
 from specjax.drafters.heads.eagle3 import eagle3
+from specjax.drafters.heads.hydra import hydra
 from specjax.drafters.heads.medusa import medusa
+from specjax.drafters.heads.mlp_speculator import mlp_speculator
+from specjax.drafters.heads.p_eagle import p_eagle
+from specjax.drafters.heads.redrafter import redrafter
 from specjax.drafters.layers.dynamic_exit import dynamic_exit
 from specjax.drafters.layers.early_exit import early_exit
 from specjax.drafters.layers.superposed import superposed
@@ -31,21 +40,30 @@ __all__ = [
     "auto",
     "autoregressive",
     "choice",
+    "clover",
     "corpus_table",
+    "dflash",
+    "dflash2",
+    "domino",
+    "dspark",
     "dynamic_exit",
     "eagle",
     "eagle3",
     "early_exit",
     "easyspec",
     "hierarchical",
+    "hydra",
     "input_guided",
     "jacobi",
     "lookahead",
     "medusa",
+    "mlp_speculator",
     "nar_block",
+    "p_eagle",
     "prompt_lookup",
     "rapid",
     "rasd",
+    "redrafter",
     "rest",
     "stand",
     "suffix",

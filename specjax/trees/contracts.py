@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.types import Array, Draws, PyTree
+from specjax.types import Array, Draws, PyTree, Said
 
 COLD = 2.0**-27
 """The temperature at which noise, which is between -4 and 23, no longer decides between any two float32 of about 1."""
@@ -80,8 +80,8 @@ class Frontier(NamedTuple):
         return jnp.concatenate([self.seen, among], 2)
 
 
-FeedFn = Callable[[PyTree, Frontier], tuple[PyTree, Array]]
-"""The drafter: `feed(memory, frontier) -> (memory, logits float32[B, F, V])`."""
+FeedFn = Callable[[PyTree, Frontier], tuple[PyTree, Array | Said]]
+"""The drafter: `feed(memory, frontier) -> (memory, logits float32[B, F, V])`, or with its confidence."""
 
 
 class Fed(NamedTuple):
@@ -90,6 +90,7 @@ class Fed(NamedTuple):
     log_q: Array  # float32[B, F, V], normalised: their children's distribution, as they will be drawn
     depth: Array  # int32[B, F]
     logits: Array  # [B, F, V], what the drafter said
+    confidence: Array | None = None  # float32[B, F], of the drafters that give one
 
 
 class Stop(NamedTuple):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from specjax import sampling, turns
 from specjax.indexing import take_along
 from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, Stop
-from specjax.types import Array, Context, PyTree, TokenTree
+from specjax.types import Array, Context, PyTree, Said, TokenTree
 
 
 class Grown(NamedTuple):
@@ -32,20 +32,22 @@ def grow(
     feed: FeedFn | None,
     memory: PyTree,
     root: Array,
-    root_logits: Array,
+    said: Array | Said,
     keys: Array | None,
     context: Context,
     limit: Array,
 ) -> tuple[Grown, PyTree]:
-    """Draft a tree below `root` int32[B], whose logits float32[B, V] are known already.
+    """Draft a tree below `root` int32[B].
 
     Args:
       feed: reads the frontier of each level; not called for trees of one level. memory: its own.
+      said: what the drafter says of the root's children, logits float32[B, V] or with its confidence float32[B].
       keys: [B]; None: greedy. context: how the target samples; `context.noise` shares its noise.
       limit: int32[B], deepest level.
     """
     given = _Given(builder, keys, context, limit)
-    carry = _expand(given, _start(given, root, memory, root_logits.shape[-1]), root_logits[:, None])
+    said = jax.tree.map(lambda x: x[:, None], said)
+    carry = _expand(given, _start(given, root, memory, _logits(said).shape[-1]), said)
     if builder.levels > 1:
         assert feed is not None
         with jax.named_scope(turns.LEVELS):
@@ -122,16 +124,21 @@ def _level(given: _Given, feed: FeedFn, carry: _Carry) -> _Carry:
     place = 1 + (carry.level - 1) * given.builder.frontier
     seen = take_along(grown.seen, carry.nodes[:, :, None], 1)
     frontier = Frontier(place, take(grown.tokens), take(grown.depth), seen, take(grown.below))
-    memory, logits = feed(carry.memory, frontier)
-    return _expand(given, carry._replace(memory=memory), logits)
+    memory, said = feed(carry.memory, frontier)
+    return _expand(given, carry._replace(memory=memory), said)
 
 
-def _expand(given: _Given, carry: _Carry, logits: Array) -> _Carry:
-    """Draft below the frontier, whose children's logits [B, F, V] are given, and note what is to be fed next."""
+def _logits(said: Array | Said) -> Array:
+    return said.logits if isinstance(said, Said) else said
+
+
+def _expand(given: _Given, carry: _Carry, said: Array | Said) -> _Carry:
+    """Draft below the frontier, of whose children the drafter said this, and note what is to be fed next."""
     builder, level, nodes = given.builder, carry.level, carry.nodes
     depth = take_along(carry.grown.depth, nodes, 1)
+    logits, confidence = said if isinstance(said, Said) else (said, None)
     log_q, noise = _distribution(given, logits, level, depth)
-    grown, below = _judge(builder.stop, carry.grown, nodes, Fed(log_q, depth, logits))
+    grown, below = _judge(builder.stop, carry.grown, nodes, Fed(log_q, depth, logits, confidence))
     is_greedy = None if noise is None else sampling.is_greedy(given.context.sampling, len(nodes))
     parents = Parents(nodes, below, log_q, noise, given.context.noise is not None, is_greedy)
     state, new, log_q = builder.expand(carry.state, level, parents)

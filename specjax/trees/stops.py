@@ -2,6 +2,7 @@
 
 `confidence`, `entropy`: Kangaroo (Liu et al. 2024, arXiv 2404.18911) stops at a largest probability below 0.6, assisted
 generation (DISCO; Mamou et al. 2024, arXiv 2405.04304) below 0.4. `fallback`: BiLD (Kim et al. 2023, arXiv 2302.07863).
+`own`: DSpark (DeepSeek 2026), by the drafter's trained confidence.
 `acceptance`: SpecDec++ (Huang, Guo, Wang 2024, arXiv 2405.19715), which shows that the best rule is a threshold on the
 chance that a candidate will be rejected.
 
@@ -27,6 +28,7 @@ FORMS = {
     "confidence:P": "keep the token drawn where the largest q is below P, and stop (0.4: assisted generation)",
     "entropy:H": "the same where the entropy of q is above H nats",
     "fallback:P": "do not even draw there (0.6: BiLD)",
+    "own:P": "draw nothing where the drafter's own, trained confidence is below P (DSpark)",
     "acceptance:T": "stop once the chance of a rejection is above T, if tokens are accepted as often as the largest q",
 }
 
@@ -34,7 +36,7 @@ FORMS = {
 def parse(spec: str) -> Stop:
     """A rule from one of `FORMS`. Raises: UsageError for any other text."""
     name, _, number = spec.partition(":")
-    rules = {"confidence": confidence, "entropy": entropy, "fallback": fallback, "acceptance": acceptance}
+    rules = {"confidence": confidence, "entropy": entropy, "fallback": fallback, "own": own, "acceptance": acceptance}
     try:
         threshold = float(number)
     except ValueError:
@@ -74,6 +76,26 @@ def fallback(threshold: float = 0.6) -> Stop:
     """
     _check(threshold)
     return confidence(threshold)._replace(keeps=False)
+
+
+@functools.cache
+def own(threshold: float = 0.5) -> Stop:
+    """Draw nothing where the drafter's own confidence, its word on what it will draw, is below `threshold`.
+
+    Raises: UsageError if it is negative; once it drafts, for a drafter that has none.
+    """
+    _check(threshold)
+    return Stop(lambda value, fed: (value, own_confidence(fed) >= threshold), keeps=False)
+
+
+def own_confidence(fed: Fed) -> Array:
+    """float32[B, F]: what the drafter was trained to say of the acceptance of these nodes' children."""
+    if fed.confidence is None:
+        raise UsageError(
+            "this drafter does not say how sure it is; own:P is for heads with a confidence head, such as those of "
+            "dspark; choose another stop rule"
+        )
+    return fed.confidence
 
 
 def top_probability(fed: Fed) -> Array:

@@ -41,12 +41,18 @@ OPTIONS = {
     "early_exit": {"exit_layer": 1, "num_tokens": 3},
     "easyspec": {"num_tokens": 3, "group": 2},
     "aded": {"num_nodes": 7, "depth": 3, "buckets": 8},
+    "dflash": {"tree": trees.branching("2x1x1")},
+    "dspark": {"tree": trees.branching("2x1x1"), "stop": trees.stops.own(0.3)},
     "eagle": {"tree": trees.branching("2x1x1")},
     "eagle3": {"num_tokens": 3},
+    "hydra": {"tree": trees.branching("2x1x1")},
+    "clover": {"num_tokens": 3},
+    "redrafter": {"tree": trees.beam(2, 3)},
     "hierarchical": {"min_tokens": 3},
     "input_guided": {"num_tokens": 6},
     "jacobi": {"window": 4},
     "lookahead": {"ngram": 3, "window": 3, "guesses": 2, "buckets": 16},
+    "p_eagle": {"tree": trees.eagle2(top_k=2, depth=3, total=6)},
     "prompt_lookup": {"num_tokens": 4},
     "rasd": {"tree": "top:2x1"},
     "suffix": {"num_tokens": 5},
@@ -279,7 +285,7 @@ def toy_drafter(name):
 
 
 # The others draft point masses: their text is that of plain sampling, as was shown above.
-DRAWN = {"dynamic_exit", "eagle3", "early_exit", "easyspec", "hierarchical", "rapid"}
+DRAWN = {"dflash2", "dspark", "dynamic_exit", "eagle3", "early_exit", "easyspec", "hierarchical", "rapid"}
 
 
 @pytest.mark.parametrize("name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, EXACT))

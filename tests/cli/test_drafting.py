@@ -267,9 +267,10 @@ def test_every_option_can_be_written(name):
     for option in row.options:
         text = texts.get(option.form, option.type[-1] if isinstance(option.type, tuple) else "confidence:0.5")
         flags = [f"{option.name}={text}"]
-        needed = {"draft": "draft" if "draft" in row.needs else None}
+        draft = "draft" if row.needs & {"draft", "head"} else None
         datastore = "store" if "datastore" in row.needs else None
-        given = read_drafting([name], needed["draft"], datastore, settings=flags).options[name]
+        head = name if "head" in row.needs else None
+        given = read_drafting([name], draft, datastore, settings=flags, head=head).options[name]
         assert set(given) == {option.name} and isinstance(given[option.name], Given)
         assert given[option.name].flag == f"--set {option.name}"
         assert given[option.name].value == values.get(option.form, given[option.name].value)

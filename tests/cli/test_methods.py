@@ -28,7 +28,7 @@ def test_the_options_of_one(cli, refused):
     assert "on CPU: ngram=4, window=3, guesses=2" in cli("methods", "lookahead").out
     words = refused("methods", "jacobi", "--rules", "--all")
     assert "--rules and --all list what all methods share; leave METHOD jacobi out" in words
-    assert 'METHOD: unknown method "medusa"; choose one of auto' in refused("methods", "medusa")
+    assert 'METHOD: unknown method "minerva"; choose one of auto' in refused("methods", "minerva")
 
 
 def test_trees_controllers_and_sampling(cli):

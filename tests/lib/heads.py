@@ -9,11 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from specjax import Target
+from specjax.models.heads.clover import CloverConfig
 from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.eagle3 import Eagle3Config
+from specjax.models.heads.hydra import HydraConfig
 from specjax.models.heads.kinds import KINDS, init_head
 from specjax.models.heads.medusa import MedusaConfig
+from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
+from specjax.models.heads.p_eagle import PEagleConfig
+from specjax.models.heads.redrafter import ReDrafterConfig
 from specjax.models.llama import LlamaConfig
 
 
@@ -28,6 +34,14 @@ def layer_of(target: Target, **changes) -> LlamaConfig:
     return LlamaConfig(vocab_size=target.model.vocab_size, width=width, **shapes)
 
 
+BLOCK_DRAFTERS = {
+    "dflash": {},
+    "dflash2": {"conv_taps": 2, "conv_group": 1, "selector_rank": 4, "candidates": 3},
+    "domino": {"from_anchor": True, "prefix_rank": 4, "prefix_state": 5},
+    "dspark": {"from_anchor": True, "markov": "rnn", "markov_rank": 4, "confidence": "markov"},
+}
+
+
 def config_of(kind: str, target: Target):
     """Small enough for any test."""
     width, vocab, layers = width_of(target), target.model.vocab_size, target.model.capabilities.num_layers
@@ -38,15 +52,34 @@ def config_of(kind: str, target: Target):
         return Eagle3Config(layer, (0, 1, layers), width, vocab, norm_taps="each")
     if kind == "medusa":
         return MedusaConfig(width, vocab, num_heads=3)
+    if kind == "p_eagle":
+        return PEagleConfig(layer_of(target), (0, 1, layers), width, vocab, own_head=False, mask_token=2, depths=3)
+    if kind in BLOCK_DRAFTERS:
+        layer = replace(layer_of(target, num_layers=2), qk_norm=True)
+        return DFlashConfig(layer, (1, layers), width, vocab, 4, vocab - 1, windows=(None, 3), **BLOCK_DRAFTERS[kind])
+    if kind == "hydra":
+        return HydraConfig(width, vocab, num_heads=3, num_blocks=2, layer=layer_of(target))
+    if kind == "mlp_speculator":
+        return MlpSpeculatorConfig(width, 16, vocab, num_heads=3, scaled=True)
+    if kind == "redrafter":
+        return ReDrafterConfig(width, 2 * width, vocab, num_blocks=1)
+    if kind == "clover":
+        return CloverConfig(layer_of(target, num_heads=1, num_layers=2), (layers,), embeds=False)
     raise AssertionError(f"no tiny head of {kind}")
 
 
 @functools.cache
 def _tiny(kind: str, config, seed: int) -> DraftHead:
     # Compiled: a hundred small draws one by one take longer.
-    return DraftHead(
-        KINDS[kind].head(config), jax.jit(lambda key: init_head(kind, config, key).params)(jax.random.key(seed))
-    )
+    return DraftHead(KINDS[kind].head(config), jax.jit(functools.partial(_params, kind, config))(jax.random.key(seed)))
+
+
+def _params(kind: str, config, key):
+    """Random ones, with something of what starts at nothing, too."""
+    leaves, structure = jax.tree.flatten(init_head(kind, config, key).params)
+    more = lambda i, x: 0.2 * jax.random.normal(jax.random.fold_in(key, i), x.shape, x.dtype)
+    is_trained = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return structure.unflatten([x + more(i, x) if is_trained(x) else x for i, x in enumerate(leaves)])
 
 
 def tiny_head(kind: str, target: Target, seed: int = 3) -> DraftHead:

@@ -2,6 +2,7 @@
 
 Li, Wei, Zhang, Zhang: EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (ICML 2024),
 arXiv 2401.15077; EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (EMNLP 2024), arXiv 2406.16858.
+FSPAD's heads (Gui et al. 2024, arXiv 2408.15562) are EAGLE's with `sampler` and `split` in their config.
 
 Rule: the state of a committed token is the target's feature of it, that of a drafted one what the head said of it
 (`specjax.models.heads.eagle`). EAGLE-1 drafts a static tree of likeliest tokens, EAGLE-2 that of the likeliest paths.

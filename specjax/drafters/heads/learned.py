@@ -16,7 +16,7 @@ from specjax import buffers, trees
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.models.heads.contract import Drafted, DraftHead, Head, Pairs
-from specjax.trees import Builder, operations
+from specjax.trees import Builder, Stop, operations
 from specjax.trees.contracts import Frontier
 from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
 
@@ -41,6 +41,20 @@ def learned(head: DraftHead, builder: Builder, longest: int | None = None) -> Dr
     if deepest is not None and builder.max_depth > deepest:
         raise UsageError(f"the tree is {builder.max_depth} tokens deep, but the head drafts {deepest}; choose that")
     return _functions(head.head, builder, longest or builder.max_depth + 1).replace(params=head.params)
+
+
+def chain_of(
+    head: DraftHead,
+    num_tokens: int | None,
+    tree: Builder | None,
+    stop: Stop | None,
+    keep_logits: bool,
+    longest: int | None,
+) -> Drafter:
+    """The drafter of a head with a last token: a chain as far as that, or of `num_tokens`, or a `tree`."""
+    most = head.head.deepest
+    assert most is not None
+    return learned(head, trees.builder_of(num_tokens or most, tree, stop, keep_logits), longest)
 
 
 @functools.cache

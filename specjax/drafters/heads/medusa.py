@@ -10,8 +10,7 @@ Guarantee: distribution (a point-mass tree). The paper's typical acceptance is `
 
 from __future__ import annotations
 
-from specjax import trees
-from specjax.drafters.heads.learned import learned
+from specjax.drafters.heads.learned import chain_of
 from specjax.models.heads.contract import DraftHead
 from specjax.trees import Builder, Stop
 from specjax.types import Drafter
@@ -32,6 +31,4 @@ def medusa(
 
     State: one feature per row.
     """
-    most = head.head.deepest
-    assert most is not None
-    return learned(head, trees.builder_of(num_tokens or most, tree, stop, keep_logits), longest)
+    return chain_of(head, num_tokens, tree, stop, keep_logits, longest)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from heads import layer_of, tiny_head
+from tiers import exhaustive
 from toy import markov, tiny_llama
 
 from specjax import UsageError, decode, drafters, make_drafter, trees
@@ -80,7 +81,14 @@ def differs(head, job, state) -> float:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("eagle", {"tree": trees.branching("2x2x1")}), ("eagle3", {}), ("medusa", {})],
+    [
+        ("dflash", {}),
+        ("eagle", {"tree": trees.branching("2x2x1")}),
+        ("eagle3", {}),
+        ("medusa", {}),
+        exhaustive("p_eagle", {}),
+    ],
+    [("eagle", {"tree": trees.branching("2x2x1")}), ("eagle3", {}), ("clover", {}), ("hydra", {}), ("medusa", {})],
 )
 def test_a_head_remembers_the_text_as_if_it_had_read_it_at_once(name, options):
     assert differs(*after_rounds(name, **options)) < 1e-4

@@ -81,7 +81,7 @@ class Runs:
         ({"a": torch.rand(3, 4).expand(2, 3, 4)}, "transposed or cut"),
         ([1, 2], "no table of weights"),
         (torch.nn.Linear(2, 2), "more than weights"),
-        ({"a": torch.arange(3)}, "LongStorage, which specjax cannot read"),
+        ({"a": torch.arange(3)}, "I64, which specjax cannot read"),
     ],
 )
 def test_what_is_no_table_of_weights_is_named(contents, message, saved):

@@ -1,0 +1,59 @@
+"""What a head with layers remembers of the pairs it has read: their keys and values, and what it said of the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax import buffers
+from specjax.models import cache as kv
+from specjax.models import layers as L
+from specjax.models.heads.blocks import commit_first, empty_cache, layout_of, newest, next_step
+from specjax.models.heads.contract import Pairs
+from specjax.models.llama import LlamaConfig
+from specjax.types import Array, Context
+
+
+class Memory(NamedTuple):
+    """Of the pairs that were read."""
+
+    cache: kv.KVCache
+    last: Array  # [B, W], what was said of the last of them
+
+
+def begin(context: Context, layer: LlamaConfig, width: int, batch: int, capacity: int) -> Memory:
+    """Of no pairs. width: W."""
+    return Memory(empty_cache(context, layer, batch, capacity), jnp.zeros((batch, width), layer.dtype))
+
+
+def read(
+    memory: Memory,
+    pairs: Pairs,
+    context: Context,
+    layer: LlamaConfig,
+    layers: Callable[[L.Step, kv.KVCache], tuple[Array, kv.Pending]],
+) -> Memory:
+    """`layers` says [B, T, W] of the pairs behind the cache."""
+    cache, last = memory
+    said, pending = layers(next_step(context, layer, cache, pairs.tokens.shape[1]), cache)
+    return Memory(commit_first(context, layer, cache, pending, pairs.count), newest(said, pairs.count, last))
+
+
+def axes(memory: Memory) -> Any:
+    """The place of B in the shape of each array."""
+    return buffers.rows_first(memory)._replace(cache=kv.axes(memory.cache))
+
+
+def shardings(layer: LlamaConfig) -> Callable[[Memory, Mesh], Any]:
+    """`Head.shardings`."""
+
+    def of(memory: Memory, mesh: Mesh) -> Any:
+        layout = layout_of(mesh, layer)
+        assert layout is not None
+        last: Any = layout.rows(memory.last)
+        return memory._replace(cache=layout.cache(memory.cache), last=last)
+
+    return of

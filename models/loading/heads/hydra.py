@@ -1,0 +1,103 @@
+"""Hydra and Hydra++ by their authors. A dropout counts in the numbers of Hydra++'s modules."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.hydra import HydraConfig
+from specjax.models.llama import LlamaConfig
+from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, indices, renamed
+from specjax.reading import shown
+
+KINDS = ("hydra",)
+
+PREFIX = "prefix_embeding_layer"  # sic
+TABLE = {
+    **{
+        f"branches.*.{ours}.{what}": f"hydra_mlp.*.{theirs}.{what}"
+        for ours, theirs in (
+            ("first.residual", "0.res_connection"),
+            ("first.linear", "0.linear"),
+            ("blocks.*.linear", "*+1.linear"),
+        )
+        for what in ("weight", "bias")
+    },
+    "branches.*.head.weight": "hydra_lm_head.*.weight",
+    "branches.*.head_bias": "hydra_lm_head.*.bias",
+    "prefix.attention_norm.weight": f"{PREFIX}.layers.0.input_layernorm.weight",
+    "prefix.mlp_norm.weight": f"{PREFIX}.layers.0.post_attention_layernorm.weight",
+    **{
+        f"prefix.attention.{part}.{what}": f"{PREFIX}.layers.0.self_attn.{part}_proj.{what}"
+        for part in "qkvo"
+        for what in ("weight", "bias")
+    },
+    **{f"prefix.mlp.{part}.weight": f"{PREFIX}.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+    "norm.weight": f"{PREFIX}.norm.weight",
+}
+
+UNUSED = (PREFIX + r"\.embed_tokens\.", r"input_embed_fn\.", r".*rotary_emb\.inv_freq$")
+
+WITH_DROPOUT: Rules = (
+    (r"^(hydra_mlp\.\d+)\.(\d+)\.", lambda match: f"{match[1]}.{int(match[2]) // 2}."),
+    (r"^(hydra_lm_head\.\d+)\.1\.", r"\1."),
+)
+
+ARCHITECTURES = ("mlp", "prefix-mlp")
+
+
+def dialect_of(contents: Contents) -> str | None:
+    """Who wrote it; None: it is no Hydra."""
+    return "authors" if any(name.startswith("hydra_mlp.") for name in contents.tensors) else None
+
+
+def kind_of(contents: Contents) -> str:
+    """The method that it is drafted with."""
+    return "hydra"
+
+
+def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
+    """Raises: UsageError for heads that do not fit the target, or that are of another architecture."""
+    c, folder, where = contents.config, contents.folder, contents.config.where
+    if token_map is not None:
+        raise UsageError(f"{folder} holds Hydra's heads, which take no token map; leave it out")
+    has_prefix = any(name.startswith(PREFIX) for name in contents.tensors)
+    said = c.text("hydra_head_arch", ARCHITECTURES[has_prefix])
+    if said != ARCHITECTURES[has_prefix]:
+        raise UsageError(f"{where} has hydra_head_arch {shown(said)}, and the file is of {ARCHITECTURES[has_prefix]}")
+    if not c.flag("grounded_heads", True) or c.size("hidden_state_offset", 0, least=0):
+        raise UsageError(f"{where} sets grounded_heads false or a hidden_state_offset, which specjax does not support")
+    tensors = renamed(contents, WITH_DROPOUT if has_prefix else ())
+    width = tensors.shape("hydra_mlp.0.0.linear.weight", folder)[0]
+    check_equal(str(folder), "heads of width", width, reader.width, f"the width of the target {reader.name} is")
+    size = tensors.shape("hydra_lm_head.0.weight", folder)[0]
+    check_equal(str(folder), "heads of a vocabulary of", size, reader.vocab_size, f"the target {reader.name} has")
+    config = HydraConfig(
+        width,
+        size,
+        indices(tensors, r"hydra_mlp\.(\d+)\."),
+        indices(tensors, r"hydra_mlp\.0\.(\d+)\."),
+        _prefix(reader) if has_prefix else None,
+        reader.dtype,
+    )
+    flags = {"num_heads": config.num_heads, "num_blocks": config.num_blocks, "prefix": has_prefix}
+    return Plan("hydra", dialect, config, TABLE, tensors, flags, unused=UNUSED)
+
+
+def _prefix(reader: Reader) -> LlamaConfig:
+    """The prefix layer, which is like the target's; the files do not say how it is made."""
+    config = reader.target.model.config
+    if not isinstance(config, LlamaConfig):
+        raise UsageError(f"the prefix layer of Hydra++ is like a Llama's, and the target {reader.name} is none")
+    return dataclasses.replace(config, num_layers=1, stacked=False, cache_dtype=None)
+
+
+def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
+    """Other readings of the same tensors, by what would be wrong with this one: none."""
+    return {}
+
+
+LAYOUTS: dict[str, Rules] = {}

@@ -1,0 +1,66 @@
+"""IBM's MLP speculator."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
+from specjax.models.loading.fields import HEADS, ROWS, WIDTH
+from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, renamed
+
+KINDS = ("mlp_speculator",)
+
+TABLE = {
+    "embeddings.*.weight": "emb.*.weight",
+    "projections.*.weight": "proj.*.weight",
+    "norms.*.weight": "ln.*.weight",
+    "norms.*.bias": "ln.*.bias",
+    "heads.*.weight": "head.*.weight",
+}
+RULES: Rules = ((r"^speculator\.", ""),)
+REPEATED = (r"(speculator\.)?(emb|ln|head)\.[1-9]", r"(speculator\.)?proj\.([2-9]|\d\d)")
+"""Tensors of tied weights that files have more than once."""
+
+
+def dialect_of(contents: Contents) -> str | None:
+    """Who wrote it; None: it is no MLP speculator."""
+    names = {name.removeprefix("speculator.") for name in contents.tensors}
+    return "ibm" if {"emb.0.weight", "proj.0.weight", "head.0.weight"} <= names else None
+
+
+def kind_of(contents: Contents) -> str:
+    """The method that it is drafted with."""
+    return "mlp_speculator"
+
+
+def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
+    """Raises: UsageError for a head that does not fit the target."""
+    c, where = contents.config, contents.config.where
+    if token_map is not None:
+        raise UsageError(f"{contents.folder} is an MLP speculator, which takes no token map; leave it out")
+    width = c.size("emb_dim", most=WIDTH)
+    check_equal(where, "emb_dim", width, reader.width, f"the width of the target {reader.name} is")
+    size = c.size("vocab_size", most=ROWS)
+    check_equal(where, "vocab_size", size, reader.vocab_size, f"the vocabulary of the target {reader.name} has")
+    config = MlpSpeculatorConfig(
+        width=width,
+        inner_width=c.size("inner_dim", 0, least=0, most=WIDTH) or width,
+        vocab_size=size,
+        num_heads=c.size("n_predict", most=HEADS),
+        tied=c.flag("tie_weights"),
+        scaled=c.flag("scale_input"),
+        dtype=reader.dtype,
+    )
+    flags = {name: getattr(config, name) for name in ("num_heads", "inner_width", "tied", "scaled")}
+    tensors = renamed(contents, RULES)
+    return Plan("mlp_speculator", dialect, config, TABLE, tensors, flags, unused=REPEATED if config.tied else ())
+
+
+def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
+    """Other readings of the same tensors, by what would be wrong with this one: none."""
+    return {}
+
+
+LAYOUTS: dict[str, Rules] = {}

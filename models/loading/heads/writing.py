@@ -1,0 +1,89 @@
+"""Heads to files that others serve: the layouts of vllm speculators and of EAGLE's authors, and vLLM's Medusa."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
+from specjax.models.loading.heads import kinds, vocabulary
+from specjax.types import Target
+
+ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+NUMBER = r"(?<=\.)\d+(?=\.)"
+
+
+def stored_name(table: Mapping[str, str], path: str) -> str:
+    """The tensor of a parameter: `others.0.mlp.up.weight` by `layers.*+1.mlp.up_proj.weight` is that of `layers.1`."""
+    numbers = iter(re.findall(NUMBER, path))
+    template = table[re.sub(NUMBER, "*", path)]
+    return re.sub(r"\*(\+1)?", lambda star: str(int(next(numbers)) + bool(star[1])), template)
+
+
+def save_head(
+    folder: str | Path, head: DraftHead, *, layout: str | None = None, target: Target | None = None, num_tokens: int = 5
+) -> None:
+    """Write config.json and model.safetensors, over those that are there.
+
+    Args:
+      layout: "speculators" or "safeailab" for EAGLE heads, "vllm" for Medusa; None: the first that the kind has.
+      target: what the config names as the model that it drafts for. num_tokens: how many it suggests to draft.
+
+    Raises: UsageError for a kind without checkpoints, a layout that it does not have or that has no words for the head,
+      or a folder that cannot be written.
+    """
+    from safetensors.flax import save_file
+
+    name, kind = head.head.kind, kinds.of(head.head.kind)
+    if not kind.LAYOUTS:
+        raise UsageError(f"heads of {name} can be read, and not written; keep the files they came from")
+    layout = layout or next(iter(kind.LAYOUTS))
+    if layout not in kind.LAYOUTS:
+        raise UsageError(f'heads of {name} have the layouts {", ".join(kind.LAYOUTS)}, not "{layout}"')
+    config = head.head.config
+    of = target.model.name if target is not None else ""
+    about = {"name": of, "architectures": _architectures(target), "num_tokens": num_tokens, "params": head.params}
+    described = kind.describe(config, layout, about)
+    tensors, maps = {}, {}
+    for path, value in jax.tree_util.tree_flatten_with_path(head.params)[0]:
+        keys = ".".join(str(entry.key) for entry in path)
+        if keys == "vocabulary.place":
+            maps = _maps(np.asarray(value), name)
+        if re.sub(NUMBER, "*", keys) not in kind.TABLE:
+            continue  # made from a map, or of no file
+        stored = stored_name(kind.TABLE, keys)
+        for pattern, replacement in kind.LAYOUTS[layout]:
+            stored = re.sub(pattern, replacement, stored)
+        tensors[stored] = value.reshape(getattr(kind, "SHAPES", {}).get(stored, value.shape))
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        save_file(tensors | maps, place / "model.safetensors", {"format": "pt"})
+        (place / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written ({error.strerror or error}); give another folder") from error
+
+
+def _maps(place: np.ndarray, kind: str) -> dict[str, np.ndarray]:
+    """The map of a trimmed vocabulary: differences and flags, or for vLLM's Medusa the ids."""
+    size = int(place.max())
+    ids = vocabulary.ids_of(place, size)
+    if kind == "medusa":
+        return {"token_map": ids}
+    return {"d2t": ids - np.arange(size), "t2d": place < size}
+
+
+def _architectures(target: Target | None) -> list[str]:
+    from specjax.models.loading.heads.contents import reader_of
+
+    if target is None:
+        return []
+    return [ARCHITECTURES.get(reader_of(target).family or "", "LlamaForCausalLM")]

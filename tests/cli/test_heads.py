@@ -1,0 +1,131 @@
+"""Learned heads on the command line: recognised, compared with the target, and called as others call them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from heads import tiny_head
+
+import specjax
+from specjax.cli.speculative import read_speculative
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """`saved(kind)`: a folder with a tiny random head of the tiny target."""
+    folders = {}
+
+    def make(kind):
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            specjax.save_head(folders[kind], tiny_head(kind, specjax.load()[0]))
+        return folders[kind]
+
+    return make
+
+
+def test_a_head_alone_says_how_to_draft(cli, saved):
+    result = cli("generate", "ab", "--draft", saved("eagle"), "--max-new-tokens", 6, "--compare", "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert document["method"] == document["head"] == "eagle" and document["draft"] is None
+    assert document["identical"] is True
+    assert "head: eagle as safeailab writes it (bias=True" in result.err
+    assert "warning: its first draft is the target's token at" in result.err  # its weights are random
+    assert len(document["acceptance_by_depth"]) == 3, "a chain of three, on a CPU"
+
+
+def test_inspect_says_what_a_head_is(cli, saved):
+    result = cli("inspect", saved("eagle3"), "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert (found["kind"], found["dialect"], found["flags"]["taps"]) == ("eagle3", "speculators", [0, 1, 1])
+    assert found["flags"]["norm_taps"] == "each" and found["flags"]["draft_vocab_size"] == 258
+    assert found["places"] > 100 and 0 <= found["agreement"] < 0.2 and found["reason"]
+    assert found["unused"] == [] and found["parameters"] > 10_000
+    shown = cli("inspect", saved("eagle3")).out
+    assert "eagle3 as speculators writes it (taps=(0, 1, 1)" in shown and "Likeliest: " in shown
+
+
+def test_a_word_for_another_head_names_both(refused, saved, tmp_path):
+    eagle = saved("eagle")
+    assert "is a head of eagle, and method eagle3 drafts with one of eagle3; use --method eagle" in refused(
+        "generate", "ab", "--draft", eagle, "--method", "eagle3"
+    )
+    assert "is a head of eagle, and method two_model drafts with a whole model" in refused(
+        "generate", "ab", "--draft", eagle, "--method", "two_model"
+    )
+    assert "--draft is a head of eagle, but suffix drafts without one" in refused(
+        "generate", "ab", "--draft", eagle, "--method", "suffix"
+    )
+    assert "no learned head that specjax knows, and method eagle drafts" in refused(
+        "generate", "ab", "--draft", "draft", "--method", "eagle"
+    )
+    assert "method eagle needs a learned head of the target; give one" in refused("generate", "ab", "--method", "eagle")
+    assert "--speculative-token-map is of a learned head" in refused(
+        "generate", "ab", "--speculative-token-map", tmp_path / "freq.pt"
+    )
+    assert "is no learned head of a known kind" in refused("inspect", "draft")
+
+
+def test_damaged_and_unfit_heads_in_one_sentence(refused, saved, tmp_path):
+    config = json.loads((saved("eagle") / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((saved("eagle") / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    assert "vocab_size 300, and the vocabulary of the target tiny has 259" in refused(
+        "generate", "ab", "--draft", tmp_path
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
+    assert "the prompt has 4 tokens and --max-new-tokens is 250, over the head of eagle's capacity of 200" in refused(
+        "generate", "ab", "--draft", tmp_path, "--max-new-tokens", 250
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    assert "is not a whole safetensors file" in refused("generate", "ab", "--draft", tmp_path)
+
+
+def asked(**given):
+    none = dict.fromkeys(("config", "algorithm", "model", "steps", "topk", "tokens"))
+    plain = {name: given.pop(name, None) for name in ("method", "draft", "num_draft_tokens", "tree", "settings")}
+    return read_speculative(**plain, **none | given)
+
+
+def test_the_words_of_vllm_and_sglang():
+    config = '{"method": "eagle3", "model": "org/head", "num_speculative_tokens": 5}'
+    assert asked(config=config)[:4] == ("eagle3", "org/head", 5, None)
+    assert asked(config=config, draft="org/head", num_draft_tokens=5)[:3] == ("eagle3", "org/head", 5)
+    ngram = asked(config='{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3}')
+    assert ngram == ("prompt_lookup", None, 3, None, ["max_ngram=4"])
+    assert asked(config='{"method": "draft_model", "model": "m"}')[:2] == ("two_model", "m")
+    assert asked(algorithm="EAGLE3", model="org/head", steps=5, tokens=6)[:4] == ("eagle3", "org/head", 5, None)
+    assert asked(algorithm="EAGLE", tokens=6).num_draft_tokens == 5
+    assert asked(steps=5, topk=4, tokens=32).tree == "eagle2:4x5x31"
+    assert asked(tree="2x2") == (None, None, None, "2x2", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"config": '{"method": "eagle"}', "method": "eagle3"},
+            "--method says eagle3 and --speculative-config: method",
+        ),
+        ({"config": '{"model": "a"}', "draft": "b"}, "--draft says b and --speculative-config: model says a"),
+        ({"config": '{"num_speculative_tokens": 5}', "steps": 4}, "says 5 and --speculative-num-steps says 4"),
+        ({"config": "[]"}, "must be a JSON object"),
+        ({"config": "{"}, "--speculative-config is not valid JSON"),
+        ({"config": '{"quantization": "fp8"}'}, 'the key "quantization", and of vLLM\'s only method, model'),
+        ({"config": '{"method": "mtp"}'}, '"mtp" is no method here; choose one of ngram, draft_model'),
+        ({"config": '{"num_speculative_tokens": "5"}'}, 'num_speculative_tokens "5", which must be a whole number'),
+        ({"algorithm": "NEXTN"}, '"NEXTN" is no method here'),
+        ({"algorithm": "EAGLE", "method": "eagle3"}, "--method says eagle3 and --speculative-algorithm says eagle"),
+        ({"steps": 5, "tokens": 5}, "a chain of --speculative-num-steps 5 has 6, not 5"),
+        ({"topk": 4, "steps": 5}, "--speculative-eagle-topk 4 wants --speculative-num-steps"),
+        ({"tokens": 1}, "--speculative-num-draft-tokens must be at least 2, not 1"),
+        ({"tree": "2x2", "topk": 2, "steps": 3, "tokens": 8}, "--tree says 2x2 and --speculative-eagle-topk 2"),
+    ],
+)
+def test_words_that_contradict_each_other_are_both_named(given, message):
+    with pytest.raises(specjax.UsageError) as error:
+        asked(**given)
+    assert message in str(error.value)

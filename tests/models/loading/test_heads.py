@@ -1,0 +1,659 @@
+"""Learned heads out of everybody's files: the same weights in every dialect, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from dataclasses import replace
+
+import dialects as d
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from heads import layer_of, tiny_head
+from safetensors.numpy import load_file
+from toy import markov
+
+from specjax import Target, UsageError
+from specjax.models import LlamaConfig, init_params, make_model
+from specjax.models.heads.blocks import abstract_params
+from specjax.models.heads.contract import Drafted, DraftHead, Pairs
+from specjax.models.heads.eagle import EagleConfig
+from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, eagle3_head
+from specjax.models.heads.hydra import HydraConfig
+from specjax.models.heads.kinds import init_head
+from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
+from specjax.models.heads.redrafter import ReDrafterConfig
+from specjax.models.loading.heads import (
+    LoadedHead,
+    dflash,
+    hydra,
+    load_head,
+    mlp_speculator,
+    read_head,
+    recognise,
+    redrafter,
+    save_head,
+)
+from specjax.models.loading.heads.checking import check_head
+from specjax.models.loading.heads.describing import described_layers
+from specjax.models.loading.heads.writing import stored_name
+from specjax.types import Context
+
+PAIRS = 5
+RNG = np.random.default_rng(5)
+STREAMS = RNG.standard_normal((d.L + 1, PAIRS, d.D)).astype(np.float32)
+TOKENS = np.array([7, 3, 60, 20, 4])
+DRAFT = 21
+
+
+@functools.cache
+def target(**changes) -> Target:
+    config = LlamaConfig(
+        **{
+            "vocab_size": d.V, "width": d.D, "num_layers": d.L, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+            "mlp_width": 16, "tied": False, "name": "tiny",
+        } | changes
+    )  # fmt: skip
+    return Target(make_model(config), jax.jit(functools.partial(init_params, config))(jax.random.key(0)))
+
+
+@jax.jit
+def both_steps(head, target, features):
+    """float32[2, V]: what follows the root, and what follows a token drafted there."""
+    context = Context(jnp.asarray([[1, *TOKENS]]), jnp.asarray([PAIRS + 1]), target=target)
+    memory = head.head.begin(head.params, context, 1, 16)
+    pairs = Pairs(features[None], jnp.asarray(TOKENS)[None], jnp.asarray([PAIRS]))
+    memory = head.head.read(head.params, memory, pairs, context)
+    scratch, first = head.head.start(head.params, memory, context, 4)
+    one = lambda value: jnp.full((1, 1), value)
+    node = Drafted(one(DRAFT), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, 4), bool))
+    _, second = head.head.follow(head.params, scratch, node, context)
+    return jnp.stack([first[0], second[0, 0]])
+
+
+def logits(head, of: Target | None = None) -> np.ndarray:
+    taps = head.head.taps or (d.L,)
+    return np.asarray(both_steps(head, of or target(), np.concatenate([STREAMS[tap] for tap in taps], -1)))
+
+
+def same(found, expected):
+    """Where they are finite: equal to 1e-5; and finite in the same places."""
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
+    np.testing.assert_allclose(found[np.isfinite(found)], expected[np.isfinite(expected)], atol=1e-5, rtol=1e-5)
+
+
+# The oracle: float64, one token after another, no cache.
+
+
+def norm(x, weight):
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-5) * weight
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def rotated(x, positions):
+    """x [T, H, h], by halves."""
+    h = x.shape[-1]
+    angle = positions[:, None, None] / 10000.0 ** (np.arange(0, h, 2) / h)
+    a, b = np.split(x, 2, -1)
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+def attended(x, w, prefix, hd):
+    """Causal attention of x [T, D']."""
+    project = lambda part: (x @ w[f"{prefix}.{part}_proj.weight"].T).reshape(len(x), -1, hd)
+    positions = np.arange(len(x))
+    q, k, v = rotated(project("q"), positions), rotated(project("k"), positions), project("v")
+    k, v = (np.repeat(part, d.H // d.KV, 1) for part in (k, v))
+    scores = np.einsum("qhc,khc->hqk", q, k) / np.sqrt(hd)
+    scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hqk,khc->qhc", weights, v).reshape(len(x), -1) @ w[f"{prefix}.o_proj.weight"].T
+
+
+def fed(x, w, prefix):
+    gate, up, down = (w[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def params_of(name) -> np.ndarray:
+    return np.asarray(target().params[name]["weight"], np.float64)
+
+
+def drafted_twice(layers, state, embedding, head):
+    """`layers(embedded, state)` over the pairs and then over one more, whose state it said itself."""
+    embedded, found = embedding[TOKENS], []
+    for _ in range(2):
+        said = layers(embedded, state)
+        found.append(head(said[-1]))
+        state, embedded = np.concatenate([state, said[-1:]]), np.concatenate([embedded, embedding[[DRAFT]]])
+    return np.stack(found)
+
+
+def eagle3_oracle(arrays, hd):
+    w = {name: value.astype(np.float64) for name, value in arrays.items()}
+    block = "layers.0"
+
+    def layers(embedded, state):
+        read = [norm(embedded, w[f"{block}.input_layernorm.weight"]), norm(state, w[f"{block}.hidden_norm.weight"])]
+        x = state + attended(np.concatenate(read, -1), w, f"{block}.self_attn", hd)
+        return x + fed(norm(x, w[f"{block}.post_attention_layernorm.weight"]), w, f"{block}.mlp")
+
+    def head(said):
+        full = np.full(d.V, -np.inf)
+        full[d.IDS] = norm(said, w["norm.weight"]) @ w["lm_head.weight"].T
+        return full
+
+    state = np.concatenate([STREAMS[tap] for tap in d.TAPS], -1).astype(np.float64) @ w["fc.weight"].T
+    return drafted_twice(layers, state, params_of("embed"), head)
+
+
+def eagle_oracle(arrays, hd):
+    w = {name: value.astype(np.float64) for name, value in arrays.items()}
+
+    def layers(embedded, state):
+        x = np.concatenate([embedded, state], -1) @ w["fc.weight"].T + w["fc.bias"]
+        x = x + attended(x, w, "layers.0.self_attn", hd)
+        return x + fed(norm(x, w["layers.0.post_attention_layernorm.weight"]), w, "layers.0.mlp")
+
+    embedding, head = w["embed_tokens.weight"], params_of("head")
+    return drafted_twice(layers, STREAMS[d.L].astype(np.float64), embedding, lambda said: said @ head.T)
+
+
+def medusa_oracle(arrays):
+    w = {name: value.astype(np.float64) for name, value in arrays.items()}
+    z = STREAMS[d.L, -1].astype(np.float64)
+    said = []
+    for i in range(2):
+        x = z + silu(z @ w[f"blocks.{i}.layers.0.weight"].T + w[f"blocks.{i}.layers.0.bias"])
+        said.append(x @ w[f"lm_heads.{i}.weight"].T)
+    return np.stack(said)
+
+
+@pytest.mark.parametrize("hd", [8, 16])
+def test_eagle3_is_one_head_in_every_dialect(hd, tmp_path):
+    arrays = d.eagle3(hd)
+    expected = eagle3_oracle(arrays, hd)
+    assert np.isfinite(expected).sum() == 2 * d.VD
+    for writer, (config, tensors) in d.eagle3_dialects(arrays, hd).items():
+        found = read_head(d.write(tmp_path / writer, config, tensors), target())
+        assert (found.kind, found.dialect) == ("eagle3", writer if writer != "fused" else "modelopt")
+        assert found.head.head.taps == d.TAPS
+        same(logits(found.head), expected)
+
+
+def test_eagle_is_one_head_in_every_dialect(tmp_path, hd=16):
+    arrays = d.eagle(hd)
+    expected = eagle_oracle(arrays, hd)
+    plain = d.layers(hd) | {"architectures": ["LlamaForCausalLM"]}
+    older = d.renamed(arrays, ("layers.0.", "transformer."), ("fc.", "fusion_fc."))
+    for config, tensors, name in (
+        (plain, arrays, "model.safetensors"),
+        (plain, arrays, "pytorch_model.bin"),
+        (plain, d.fused(arrays), "model.safetensors"),
+        (d.of_speculators("eagle", hd, fusion_bias=True, layernorms=False), older, "model.safetensors"),
+    ):
+        folder = d.write(tmp_path / f"{len(list(tmp_path.iterdir()))}", config, tensors, name)
+        assert recognise(folder)[0] == "eagle"
+        same(logits(load_head(folder, target())), expected)
+
+
+def test_medusa_by_its_authors_and_by_vllm(tmp_path):
+    arrays = d.medusa()
+    expected = medusa_oracle(arrays)
+    fewer = {"medusa_num_heads": 2, "medusa_num_layers": 1}
+    authors = d.renamed(arrays, ("blocks.", ""), (".layers.0.", ".0.linear."), ("lm_heads.", ""))
+    authors = {f"{name[0]}.1.weight" if name.count(".") == 1 else name: value for name, value in authors.items()}
+    vllm = {"model_type": "medusa", "num_heads": 3}
+    prefixed = {f"medusa_heads.{name}" if "blocks" in name else name: value for name, value in arrays.items()}
+    for config, tensors, name in (
+        (fewer, authors, "medusa_lm_head.safetensors"),
+        (fewer, authors, "medusa_lm_head.pt"),
+        (vllm, arrays, "model.safetensors"),
+        (vllm, prefixed, "model.safetensors"),
+    ):  # fmt: skip
+        folder = d.write(tmp_path / f"{len(list(tmp_path.iterdir()))}", config, tensors, name)
+        found = read_head(folder, target())
+        assert found.flags["num_heads"] == 3, "the heads in the file count"
+        assert bool(found.notes) == ("medusa_num_heads" in config)
+        same(logits(found.head), expected)
+
+
+def test_medusa_of_some_ids(tmp_path):
+    arrays = d.medusa(2, d.VD)
+    config = {"model_type": "medusa", "num_heads": 2, "truncated_vocab_size": d.VD}
+    found = logits(load_head(d.write(tmp_path, config, arrays | {"token_map": d.IDS}), target()))
+    expected = np.full((2, d.V), -np.inf)
+    expected[:, d.IDS] = medusa_oracle(arrays)
+    same(found, expected)
+
+
+def written(folder, arrays=None, hd=8, **changes):
+    """A head of speculators with some of its config changed; None: left out."""
+    config, tensors = d.eagle3_dialects(d.eagle3(hd) if arrays is None else arrays, hd)["speculators"]
+    config = {name: value for name, value in (config | changes).items() if value is not None}
+    return d.write(folder, config, tensors)
+
+
+NORMS = {f"fc_norm.{i}.weight": (d.D,) for i in range(3)}
+FLAGS = {
+    "norm_before_residual": ({}, {"norm_before_residual": True}, (True, True)),
+    "norm_output": ({}, {"norm_output": True}, (False, True)),  # shows from the second draft on
+    "fc_norm": (NORMS, {"fc_norm": True}, (True, True)),
+    "input_norm": ({"input_norm.weight": (3 * d.D,)}, {"norm_before_fc": True}, (True, True)),
+    "qk_norm": ({f"layers.0.self_attn.{x}_norm.weight": (8,) for x in "qk"}, {}, (True, True)),
+    "rope_theta": ({}, {"transformer_layer_config": d.layers(8, rope_theta=100.0)}, (True, True)),
+    "layer_ids": ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 2]}, (True, True)),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_each_flag_changes_what_the_head_says(flag, tmp_path):
+    shapes, changes, changed = FLAGS[flag]
+    arrays = d.eagle3() | d.arrays_of(shapes, seed=1)
+    plain, other = (
+        logits(load_head(written(tmp_path / "plain"), target())),
+        load_head(written(tmp_path / "other", arrays, **changes), target()),
+    )
+    differs = np.nanmax(np.abs(np.where(np.isfinite(plain), logits(other) - plain, 0)), 1) > 1e-3
+    assert tuple(differs) == changed
+    save_head(tmp_path / "again", other)
+    again = load_head(tmp_path / "again", target())
+    assert again.head is other.head, "the layout of speculators has words for all of it"
+    jax.tree.map(np.testing.assert_array_equal, again.params, other.params)
+
+
+def test_older_names_of_norms_and_flags_of_others(tmp_path):
+    """SpecForge's norms by place, and its norm_output, which means something else without them."""
+    names = zip(("low", "mid", "high"), range(3), strict=True)
+    arrays = d.renamed(d.eagle3() | d.arrays_of(NORMS), *((f"fc_norm.{i}", f"aux_norm_{x}") for x, i in names))
+    config, tensors = d.eagle3_dialects(arrays)["specforge"]
+    found = read_head(d.write(tmp_path / "new", config, tensors), target())
+    assert found.flags["norm_taps"] == "each" and found.flags["norm_output"]
+    config, tensors = d.eagle3_dialects(d.eagle3())["specforge"]
+    found = read_head(d.write(tmp_path / "old", config, tensors), target())
+    assert not found.flags["norm_output"] and "without fc_norm" in found.notes[0]
+    found = read_head(written(tmp_path / "unsaid", norm_before_residual=None), target())
+    assert not found.flags["norm_before_residual"] and "which vLLM takes for true" in found.notes[0]
+
+
+def test_five_streams_of_deepspec_and_the_embedding_itself(tmp_path):
+    config, _ = d.eagle3_dialects(d.eagle3())["deepspec"]
+    arrays = d.eagle3(taps=5, vocab=d.V) | d.arrays_of({"embed_tokens.weight": (d.V, d.D)})
+    config |= {"target_layer_ids": [-1, 0, 2, 4, 5], "draft_vocab_size": None}
+    found = read_head(d.write(tmp_path, config, arrays), target())
+    assert found.head.head.taps == (0, 1, 3, 5, 6) and found.flags["embeds"]
+    assert np.isfinite(logits(found.head)).all(), "it drafts all ids"
+
+
+def test_an_embedding_that_is_the_targets_is_not_kept_twice(tmp_path):
+    arrays = d.eagle() | {"embed_tokens.weight": np.asarray(target().params["embed"]["weight"])}
+    found = read_head(d.write(tmp_path, d.layers(8), arrays), target())
+    assert not found.flags["embeds"] and "embed" not in found.head.params
+    assert found.notes == ("embed_tokens is the target's own, and is shared",)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("layout", ["speculators", "safeailab", "vllm"])
+def test_what_is_saved_is_read_back_bit_by_bit(kind, layout, tmp_path):
+    arrays, config = {
+        "eagle": lambda: (d.eagle(16), d.layers(16)),
+        "eagle3": lambda: d.eagle3_dialects(d.eagle3(16), 16)["safeailab"][::-1],
+        "medusa": lambda: (d.medusa(2, d.VD) | {"token_map": d.IDS}, {"model_type": "medusa"}),
+    }[kind]()
+    head = load_head(d.write(tmp_path / "first", config, arrays), target())
+    if (layout == "vllm") != (kind == "medusa"):
+        with pytest.raises(UsageError, match=f'heads of {kind} have the layouts .*, not "{layout}"'):
+            save_head(tmp_path / "second", head, layout=layout)
+        return
+    save_head(tmp_path / "second", head, layout=layout, target=target())
+    again = read_head(tmp_path / "second", target())
+    assert again.head.head is head.head and again.dialect == layout
+    jax.tree.map(np.testing.assert_array_equal, again.head.params, head.params)
+
+
+def test_a_layout_without_words_for_a_head_is_refused(tmp_path):
+    head = load_head(written(tmp_path, norm_output=True), target())
+    with pytest.raises(UsageError, match="layout safeailab has no norm_output; save the head as speculators"):
+        save_head(tmp_path / "out", head, layout="safeailab")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_token_map_of_fr_spec(kind, tmp_path):
+    """Its ids are those of the target, and the others are not drafted; those keep their logits."""
+    torch = pytest.importorskip("torch")
+    torch.save([20, 3, 50], tmp_path / "freq_3.pt")
+    arrays, config = (d.eagle(), d.layers(8)) if kind == "eagle" else (d.eagle3(vocab=d.V), d.layers(8))
+    folder = d.write(tmp_path / "head", config, arrays)
+    whole, some = (
+        logits(load_head(folder, target())),
+        logits(load_head(folder, target(), token_map=tmp_path / "freq_3.pt")),
+    )
+    expected = np.full_like(whole, -np.inf)
+    expected[:, [3, 20, 50]] = whole[:, [3, 20, 50]]
+    same(some, expected)
+
+
+MISFITS = {
+    "width": (lambda: {}, target(width=16), r"hidden_size 32, and the width of the target tiny is 16"),
+    "vocabulary": (lambda: {}, target(vocab_size=65), r"vocab_size 64, and the vocabulary of the target tiny has 65"),
+    "layers": (
+        lambda: {"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}, target(),
+        r"stream 9 \(eagle_aux_hidden_state_layer_ids\), and tiny has 6 layers",
+    ),
+    "number of streams": (
+        lambda: {"eagle_aux_hidden_state_layer_ids": [2, 3]}, target(),
+        r"fc.weight for 3 of the target's streams, and eagle_aux_hidden_state_layer_ids names 2",
+    ),
+    "family": (
+        lambda: {}, target(qk_norm=True), r'head for "LlamaForCausalLM", and the target tiny is of the family qwen3'
+    ),
+    "draft vocabulary": (
+        lambda: {"draft_vocab_size": 32}, target(), r"draft_vocab_size 32, and its lm_head.weight .* 16"
+    ),
+    "layers of the head": (
+        lambda: {"transformer_layer_config": d.layers(8, num_hidden_layers=4)}, target(),
+        "num_hidden_layers 4, and the file has 1 layers",
+    ),
+    "heads": (
+        lambda: {"transformer_layer_config": d.layers(8, num_attention_heads=8)}, target(),
+        r"wrongly shaped .*k_proj.weight is \[16, 64\], not \[8, 64\]",
+    ),
+    "a huge number": (
+        lambda: {"transformer_layer_config": d.layers(8, hidden_size=10**12)}, target(), "hidden_size 1000000000000",
+    ),
+    "another kind": (lambda: {"speculators_model_type": "independent"}, target(), '"independent", which specjax'),
+    "scaling of positions": (
+        lambda: {"transformer_layer_config": d.layers(8, rope_scaling={"rope_type": "longrope"})}, target(), "longrope",
+    ),
+    "quantised": (lambda: {"quantization_config": {"bits": 4}}, target(), "quantised"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_named_with_both_numbers(name, tmp_path):
+    changes, of, message = MISFITS[name]
+    with pytest.raises(UsageError, match=message):
+        load_head(written(tmp_path, **changes()), of)
+
+
+TENSORS = {
+    "missing": (lambda a: a.pop("fc.weight"), "no tensor fc.weight"),
+    "missing too": (lambda a: a.pop("layers.0.mlp.up_proj.weight"), r"1 missing \(layers.0.mlp.up_proj.weight\)"),
+    "unexpected": (lambda a: a.update(extra=np.zeros(3, np.float32)), r"1 unexpected \(extra\)"),
+    "no head": (lambda a: a.pop("lm_head.weight"), "no lm_head.weight, and drafts 16 of the target's 64 ids"),
+    "no map": (lambda a: (a.pop("d2t"), a.pop("t2d")), "drafts 16 of the target's 64 ids and has no map of them"),
+    "ids for differences": (lambda a: a.update(d2t=d.IDS + 40), r"d2t that leads to id 87, and the target has 64"),
+    "an id twice": (lambda a: a.update(d2t=np.append(a["d2t"][:-1], a["d2t"][-2] - 1)), "leads to id 31 2 times"),
+    "another map": (lambda a: a.update(d2t=a["d2t"][:-1]), r"d2t of shape \[15\]"),
+    "twice": (lambda a: a.update({"midlayer.hidden_norm.weight": a["norm.weight"]}), "which are one tensor"),
+    "joined of other sizes": (
+        lambda a: a.update({"layers.0.self_attn.qkv_proj.weight": np.zeros((40, 64), np.float32)}),
+        "of 40 rows, and by config.json it joins 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_are_not_as_they_should_be_are_named(name, tmp_path):
+    change, message = TENSORS[name]
+    arrays = d.eagle3()
+    change(arrays)
+    config = d.layers(8) | {"draft_vocab_size": d.VD}
+    if name == "twice":
+        arrays = {key.replace("layers.0", "midlayer") if "q_proj" in key else key: x for key, x in arrays.items()}
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+    with pytest.raises(UsageError, match=message):
+        load_head(d.write(tmp_path, config, arrays), target())
+
+
+class Runs:
+    """A pickle that would run something."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_in_a_pickle_is_run(tmp_path):
+    torch = pytest.importorskip("torch")
+    folder = d.write(tmp_path / "head", {"medusa_num_heads": 2}, {})
+    (folder / "model.safetensors").unlink()
+    torch.save({"0.0.linear.weight": torch.zeros(32, 32), "x": Runs(tmp_path / "ran")}, folder / "medusa_lm_head.pt")
+    with pytest.raises(UsageError, match=r"holds more than weights .*mkdir.*, which is not run"):
+        load_head(folder, target())
+    torch.save([1, Runs(tmp_path / "ran")], tmp_path / "freq.pt")
+    with pytest.raises(UsageError, match="holds more than weights"):
+        load_head(d.write(tmp_path / "eagle", d.layers(8), d.eagle()), target(), token_map=tmp_path / "freq.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_token_map_that_does_not_fit(tmp_path):
+    torch = pytest.importorskip("torch")
+    folder = d.write(tmp_path / "eagle", d.layers(8), d.eagle())
+    for contents, message in (
+        ([1, 64], "leads to id 64, and the target has 64"),
+        ([1, 1], "leads to id 1 2 times"),
+        ([True, 2.5], "holds no list of whole numbers"),
+        ({"a": torch.zeros(2)}, "holds no list of whole numbers"),
+    ):
+        torch.save(contents, tmp_path / "freq.pt")
+        with pytest.raises(UsageError, match=message):
+            load_head(folder, target(), token_map=tmp_path / "freq.pt")
+    torch.save(torch.tensor([5, 9]), tmp_path / "freq.pt")
+    assert load_head(folder, target(), token_map=tmp_path / "freq.pt").head.config.draft_vocab_size == 2
+
+
+def test_what_is_no_head_is_told_from_one(tmp_path):
+    assert recognise(tmp_path / "nothing") is None and recognise("target") is None
+    config = d.layers(8) | {"architectures": ["LlamaForCausalLM"]}
+    whole = d.write(tmp_path / "model", config, d.arrays_of({"model.embed_tokens.weight": (d.V, d.D)}))
+    assert recognise(whole) is None
+    with pytest.raises(UsageError, match="is no learned head of a known kind"):
+        load_head(whole, target())
+    (whole / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(UsageError, match="is not a JSON object"):
+        load_head(whole, target())
+
+
+def shifting(vocab: int = 7, shift: int = 3) -> tuple[Target, np.ndarray]:
+    """A target that says the same token after another, and what moves its streams one token on."""
+    following = (np.arange(vocab) + shift) % vocab
+    rows = np.full((vocab, vocab), 1e-6, np.float32)
+    rows[np.arange(vocab), following] = 1.0
+    move = np.zeros((vocab, vocab), np.float32)
+    move[following, np.arange(vocab)] = 1.0
+    return markov(rows), move
+
+
+def knowing(move: np.ndarray, **changes) -> LoadedHead:
+    """An EAGLE-3 whose layer adds nothing: it says what the stream of a token leads to."""
+    vocab = len(move)
+    layer = LlamaConfig(vocab, vocab, 1, 2, 1, 8, 8)
+    config = Eagle3Config(**{"layer": layer, "taps": (2,), "target_width": vocab, "vocab_size": vocab} | changes)
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract_params(Eagle3, config))
+    params["fc"]["weight"], params["norm"]["weight"] = move, np.ones(vocab, np.float32)
+    size = config.layer.vocab_size
+    params["head"]["weight"] = np.eye(vocab, dtype=np.float32)[:size]
+    if config.is_trimmed:
+        params["vocabulary"]["place"] = np.minimum(np.arange(vocab, dtype=np.int32), size)
+    return LoadedHead(DraftHead(eagle3_head(config), params), "speculators", {}, (), 0, (), None, None)
+
+
+TEXT = [(3 * i) % 7 for i in range(15)]  # its own
+
+
+def test_a_head_that_is_read_well_agrees_with_its_target():
+    of, move = shifting()
+    assert check_head(knowing(move), of, TEXT) == (1.0, len(TEXT) - 1, None)
+
+
+def test_the_likeliest_reason_of_a_low_agreement_is_the_reading_that_mends_it():
+    of, move = shifting()
+    at_embedding = check_head(knowing(move, taps=(0,)), of, TEXT)
+    assert at_embedding.agreement < 0.2 and "its layer ids count outputs of layers; as streams" in at_embedding.reason
+    assert "[1] (with that they agree at 100%)" in at_embedding.reason
+    nothing = knowing(np.zeros_like(move))
+    assert "another target or fine-tune" in check_head(nothing, of, TEXT).reason
+    of_another = nothing._replace(trained_for="org/Other-8B")
+    assert f"trained for org/Other-8B, and the target is {of.model.name}" in check_head(of_another, of, TEXT).reason
+
+
+def all_of(kind, folder):
+    """(head, config, tensors) of a tiny random head of speculators."""
+    head = tiny_head(kind, target())
+    save_head(folder, head, target=target())
+    return head, json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def same_head(found, expected):
+    def shapes(config):
+        """Without what is the target's affair."""
+        return replace(config, layer=replace(config.layer, tied=False, name="", cache_bits=False))
+
+    assert found.head.kind == expected.head.kind
+    assert shapes(found.head.config) == shapes(expected.head.config)
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+def flat(config, **changes):
+    """As all but speculators write it: one table."""
+    config = config | config["transformer_layer_config"] | changes
+    return {key: value for key, value in config.items() if not key.startswith(("speculators", "transformer_layer"))}
+
+
+@pytest.mark.parametrize("kind", ["p_eagle", "dflash", "dflash2", "dspark"])
+def test_drafters_of_blocks_are_read_back_bit_by_bit(kind, tmp_path):
+    head, config, _ = all_of(kind, tmp_path)
+    assert recognise(tmp_path) == (kind, "speculators")
+    found = read_head(tmp_path, target())
+    same_head(found.head, head)
+    assert config["speculators_model_type"] == {"p_eagle": "peagle"}.get(kind, kind)
+
+
+def test_block_drafters_of_other_writers(tmp_path):
+    ids = lambda config: [tap - 1 for tap in config["aux_hidden_state_layer_ids"]]
+    for kind, writer in (("dflash", "zlab"), ("dflash2", "zlab"), ("dspark", "deepspec"), ("dspark", "modelopt")):
+        head, config, arrays = all_of(kind, tmp_path / f"{kind} of {writer}")
+        config = flat(config, target_layer_ids=ids(config), aux_hidden_state_layer_ids=None)
+        if writer == "zlab":
+            inner = "mask_token_id", "target_layer_ids", "conv_kernel_size", "selector_top_k", "block_size"
+            inside = {name: config.pop(name) for name in inner if name in config}
+            config |= {"dflash_config": inside, "sample_from_anchor": None}
+        if writer == "deepspec":
+            config["sample_from_anchor"] = None  # it always does
+        if writer == "modelopt":
+            config |= {"sample_from_anchor": None, "shift_label": True}
+            arrays = d.renamed(arrays, ("markov_head.", ""), ("confidence_head.proj", "confidence_proj"))
+        folder = d.write(tmp_path / f"{kind} again", config, arrays)
+        assert recognise(folder) == (kind, writer)
+        same_head(load_head(folder, target()), head)
+
+
+def test_domino_of_specforge(tmp_path):
+    head = tiny_head("domino", target())
+    config = {
+        **described_layers(head.head.config.layer), "projector_type": "domino", "block_size": 4, "shift_label": True,
+        "dflash_config": {"mask_token_id": d.V - 1, "target_layer_ids": [tap - 1 for tap in head.head.taps]},
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3,
+    }  # fmt: skip
+    arrays = arrays_by_table(head, dflash.TABLE)
+    folder = d.write(
+        tmp_path, config, {f"logit_head.{x}" if "_proj." in x and "emb" in x else x: arrays[x] for x in arrays}
+    )
+    assert recognise(folder) == ("domino", "zlab")
+    same_head(load_head(folder, target()), head)
+    with pytest.raises(UsageError, match="the layout speculators has no Domino head"):
+        save_head(tmp_path / "out", head)
+
+
+def test_block_drafters_that_do_not_fit(tmp_path):
+    _, config, arrays = all_of("dspark", tmp_path / "good")
+    for number, (changes, message) in enumerate(
+        (
+            ({"mask_token_id": 64}, "mask_token_id 63, and the target has 64 ids"),
+            ({"mask_token_id": None}, "lacks the field mask_token_id"),
+            ({"markov_head_type": "gated"}, 'markov_head_type "gated", and the file has the tensors of rnn'),
+            (
+                {"aux_hidden_state_layer_ids": [1]},
+                "for 2 of the target's streams, and aux_hidden_state_layer_ids names 1",
+            ),
+            ({"block_size": 10**9}, "block_size 1000000000, which must be"),
+        )
+    ):
+        with pytest.raises(UsageError, match=message):
+            load_head(d.write(tmp_path / str(number), config | changes, arrays), target())
+
+
+def arrays_by_table(head, table):
+    """The tensors of a head by the names of its kind's table."""
+    path = lambda keys: ".".join(str(entry.key) for entry in keys)
+    leaves = jax.tree_util.tree_flatten_with_path(head.params)[0]
+    return {stored_name(table, path(keys)): np.asarray(x) for keys, x in leaves}
+
+
+def test_hydra_with_a_prefix_layer_and_without(tmp_path):
+    layer = replace(target().model.config, num_layers=1)
+    for number, prefix in enumerate((None, layer)):
+        config = HydraConfig(d.D, d.V, 3, 2, prefix)
+        head = init_head("hydra", config, jax.random.key(number))
+        arrays = arrays_by_table(head, hydra.TABLE)
+        if prefix is not None:  # the number of a module counts the dropout before it
+            odd = lambda match: f"{match[1]}.{2 * int(match[2]) + 1}."
+            arrays = {re.sub(r"^(hydra_mlp\.\d+)\.(\d+)\.", odd, name): x for name, x in arrays.items()}
+            arrays = {re.sub(r"^(hydra_lm_head\.\d+)\.", r"\1.1.", name): x for name, x in arrays.items()}
+        said = {"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "prefix-mlp" if prefix else "mlp"}
+        folder = d.write(tmp_path / str(number), said, arrays, "hydra_lm_head.pt")
+        assert recognise(folder) == ("hydra", "authors")
+        found = load_head(folder, target())
+        assert replace(found.head.config, layer=None) == replace(config, layer=None)
+        jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
+    (folder / "config.json").write_text(json.dumps(said | {"hydra_head_arch": "cross-attn"}))
+    with pytest.raises(UsageError, match='hydra_head_arch "cross-attn", and the file is of prefix-mlp'):
+        load_head(folder, target())
+
+
+def test_recurrent_speculators(tmp_path):
+    for tied in (False, True):
+        config = MlpSpeculatorConfig(d.D, 16, d.V, 3, tied=tied, scaled=True)
+        head = init_head("mlp_speculator", config, jax.random.key(1))
+        arrays = {f"speculator.{name}": x for name, x in arrays_by_table(head, mlp_speculator.TABLE).items()}
+        if tied:
+            arrays |= {f"speculator.{part}.1.weight": arrays[f"speculator.{part}.0.weight"] for part in ("emb", "head")}
+        said = {"model_type": "mlp_speculator", "n_predict": 3, "vocab_size": d.V, "emb_dim": d.D, "inner_dim": 16}
+        folder = d.write(tmp_path / str(tied), said | {"tie_weights": tied, "scale_input": True}, arrays)
+        assert recognise(folder) == ("mlp_speculator", "ibm")
+        found = read_head(folder, target())
+        assert found.head.head.config == config and len(found.unused) == 2 * tied
+        jax.tree.map(np.testing.assert_array_equal, found.head.params, head.params)
+    config = ReDrafterConfig(d.D, 40, d.V, num_blocks=2)
+    head = init_head("redrafter", config, jax.random.key(1))
+    arrays = d.renamed(arrays_by_table(head, redrafter.TABLE), ("head.weight", "lm_head.2.weight"))
+    said = {"model_type": "recurrent_drafting_drafter", "hidden_size": d.D, "exit_dim": 40, "num_draft_layers": 2}
+    found = load_head(d.write(tmp_path / "redrafter", said, arrays), target())
+    assert found.head.config == config
+    jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
+    with pytest.raises(UsageError, match="heads of redrafter can be read, and not written"):
+        save_head(tmp_path / "out", found)
+
+
+def test_fspad(tmp_path):
+    config = EagleConfig(layer_of(target()), sampler=True, split=True)
+    head = init_head("eagle", config, jax.random.key(1))
+    save_head(tmp_path, head, layout="fspad")
+    assert {"fc.fc.weight", "fc.mlp.up_proj.weight"} <= set(load_file(tmp_path / "model.safetensors"))
+    assert recognise(tmp_path) == ("eagle", "fspad")
+    found = load_head(tmp_path, target())
+    assert found.head.config.sampler and found.head.config.split
+    jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
+    with pytest.raises(UsageError, match="the head has a sampler, which the layout safeailab does not fit"):
+        save_head(tmp_path, head)
