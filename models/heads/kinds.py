@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from specjax.models.heads import clover, eagle, eagle3, hydra, medusa, mlp_speculator, redrafter
+from specjax.models.heads import chimera, clover, eagle, eagle3, hydra, kangaroo, medusa, mlp_speculator, redrafter
 from specjax.models.heads.blocks import abstract_params, init_params
 from specjax.models.heads.contract import DraftHead, Head
 
@@ -19,10 +19,12 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
+    "chimera": Kind(chimera.Chimera, chimera.chimera_head, chimera.of_target),
     "clover": Kind(clover.clover, clover.clover_head, clover.of_target),
     "eagle": Kind(eagle.Eagle, eagle.eagle_head, eagle.of_target),
     "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target),
     "hydra": Kind(hydra.Hydra, hydra.hydra_head, hydra.of_target),
+    "kangaroo": Kind(kangaroo.Kangaroo, kangaroo.kangaroo_head, kangaroo.of_target),
     "medusa": Kind(medusa.Medusa, medusa.medusa_head, medusa.of_target),
     "mlp_speculator": Kind(mlp_speculator.MlpSpeculator, mlp_speculator.mlp_speculator_head, mlp_speculator.of_target),
     "redrafter": Kind(redrafter.ReDrafter, redrafter.redrafter_head, redrafter.of_target),

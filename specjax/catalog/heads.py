@@ -33,6 +33,14 @@ HEADS: dict[str, Method] = {
     method.name: method
     for method in (
         _row(
+            "chimera",
+            drafters.chimera,
+            "a layer over the target's features, trigrams in place of those not there yet",
+            "Zeng et al. 2024, arXiv 2402.15758",
+            Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            *EACH,
+        ),
+        _row(
             "clover",
             drafters.clover,
             "layers that have read the root, and a gated recurrence over the drafted tokens",
@@ -62,6 +70,14 @@ HEADS: dict[str, Method] = {
             "Medusa's heads that also read the tokens drafted so far",
             "Ankner et al. 2024, arXiv 2402.05109",
             Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            *EACH,
+        ),
+        _row(
+            "kangaroo",
+            drafters.kangaroo,
+            "the target's first layers and an adapter draft until a token is not sure",
+            "Liu et al. 2024, arXiv 2404.18911",
+            num_tokens(6),
             *EACH,
         ),
         _row(
