@@ -82,6 +82,17 @@ def next_step(context: Context, c: LlamaConfig, cache: kv.KVCache, count: int) -
     return step_of(context, c, cache, positions, jnp.broadcast_to(mask, (*cache.length.shape, count, count)))
 
 
+def with_root(drafted: Drafted) -> Drafted:
+    """For heads that keep the root in the scratch, at place 0: its nodes see it too."""
+    return drafted._replace(seen=drafted.seen | (jnp.arange(drafted.seen.shape[2]) == 0))
+
+
+def root_of(context: Context, places: int) -> Drafted:
+    """The root as a node of such a head, which sees none but itself there."""
+    root, none = context.root, jnp.zeros_like(context.root)
+    return Drafted(root, none, jnp.int32(0), none, jnp.zeros((*root.shape, places), bool))
+
+
 def among_drafted(drafted: Drafted) -> Array:
     """bool[B, F, places + F]: what drafted nodes see of those before and of each other, of which only themselves."""
     among = jnp.broadcast_to(

@@ -4,7 +4,7 @@ Li, Wei, Zhang, Zhang: EAGLE: Speculative Sampling Requires Rethinking Feature U
 arXiv 2401.15077. z_t = fc[E x_{t+1}; f_t], f^_{t+1} = layer(z)_t, logits = W_o f^_{t+1}. f is the feature behind the
 target's final norm, so W_o applies to it; the layer has no norm before its attention.
 
-FSPAD: Gui, Xiao, Yang, Chen: Boosting Lossless Speculative Decoding via Feature Sampling and Partial Alignment
+FSPAD: Gui et al.: Boosting Lossless Speculative Decoding via Feature Sampling and Partial Alignment
 Distillation (2024), arXiv 2408.15562, is EAGLE-1 with two options. `sampler`: z + W_down(SiLU(W_gate E x) *
 W_up norm(z)) in place of z, so that the token selects from the state. `split`: the last MLP is twice as wide, its
 residual doubled; the first half of what it says goes to W_o, the second is the next feature.

@@ -1,9 +1,9 @@
 """Hydra and Hydra++: Medusa's heads that also read the tokens drafted so far.
 
-Ankner, Parthasarathy, Nrusimhan, Rinard, Ragan-Kelley, Brandon: Hydra: Sequentially-Dependent Draft Heads for Medusa
-Decoding (2024), arXiv 2402.05109. c = [g; E root; E draft 1; ..; E draft i]; z = R_i c + SiLU(A_i c), then
-z <- z + SiLU(W z + b) in further blocks; logits_i = O_i z says draft i + 1. g is the target's last feature, or in
-Hydra++ what a decoder layer over the features, the prefix layer, says of it.
+Ankner et al.: Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding (2024), arXiv 2402.05109.
+c = [g; E root; E draft 1; ..; E draft i]; z = R_i c + SiLU(A_i c), then z <- z + SiLU(W z + b) in further blocks;
+logits_i = O_i z says draft i + 1. g is the target's last feature, or in Hydra++ what a decoder layer over the features,
+the prefix layer, says of it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from specjax.models.heads import clover, dflash, eagle, eagle3, hydra, medusa, mlp_speculator, p_eagle, redrafter
+from specjax.models.heads import (
+    chimera,
+    clover,
+    dflash,
+    eagle,
+    eagle3,
+    hydra,
+    kangaroo,
+    medusa,
+    mlp_speculator,
+    p_eagle,
+    redrafter,
+)
 from specjax.models.heads.blocks import abstract_params, init_params
 from specjax.models.heads.contract import DraftHead, Head
 
@@ -19,6 +31,7 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
+    "chimera": Kind(chimera.Chimera, chimera.chimera_head, chimera.of_target),
     "dflash": Kind(dflash.DFlash, dflash.dflash_head, dflash.of_target),
     "dflash2": Kind(dflash.DFlash, dflash.dflash_head, dflash.dflash2_of_target),
     "domino": Kind(dflash.DFlash, dflash.dflash_head, dflash.domino_of_target),
@@ -27,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "eagle": Kind(eagle.Eagle, eagle.eagle_head, eagle.of_target),
     "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target),
     "hydra": Kind(hydra.Hydra, hydra.hydra_head, hydra.of_target),
+    "kangaroo": Kind(kangaroo.Kangaroo, kangaroo.kangaroo_head, kangaroo.of_target),
     "medusa": Kind(medusa.Medusa, medusa.medusa_head, medusa.of_target),
     "p_eagle": Kind(p_eagle.PEagle, p_eagle.p_eagle_head, p_eagle.of_target),
     "mlp_speculator": Kind(mlp_speculator.MlpSpeculator, mlp_speculator.mlp_speculator_head, mlp_speculator.of_target),

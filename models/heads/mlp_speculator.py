@@ -1,7 +1,8 @@
 """The MLP speculator: a state that takes in one drafted token after another, through an MLP per depth.
 
-Wertheimer et al.: Accelerating Production LLMs with Combined Token/Embedding Speculators (2024), arXiv 2404.19124. s = f, or rms(f) / sqrt 2; then for each token x, the root first,
-s <- GELU(norm_i(P_i s + (a / b) E_i x)), with b = 0.5^(0.5 / K) and a = sqrt((1 - b^2) d / 2), and logits_i = W_i s.
+Wertheimer et al.: Accelerating Production LLMs with Combined Token/Embedding Speculators (2024), arXiv 2404.19124.
+s = f, or rms(f) / sqrt 2; then for each token x, the root first, s <- GELU(norm_i(P_i s + (a / b) E_i x)), with
+b = 0.5^(0.5 / K) and a = sqrt((1 - b^2) d / 2), and logits_i = W_i s.
 """
 
 from __future__ import annotations

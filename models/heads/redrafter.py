@@ -1,8 +1,8 @@
 """ReDrafter: a small recurrent network over the drafted tokens beside the target's last feature.
 
 Cheng et al.: Recurrent Drafter for Fast Speculative Decoding in Large Language Models (2024), arXiv 2403.09919.
-s = 0; for each token x, the root first, s <- SiLU(W E x + U s + b), or E x + s; z = [f; s], with f the same in the whole
-round; z <- z + SiLU(R z + c) in each block; logits = O z.
+s = 0; for each token x, the root first, s <- SiLU(W E x + U s + b), or E x + s; z = [f; s], with f the same in the
+whole round; z <- z + SiLU(R z + c) in each block; logits = O z.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class ReDrafter(nnx.Module):
     def __init__(self, config: ReDrafterConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config
         square = lambda bias: L.Linear(c.width, c.width, bias=bias, dtype=c.dtype, rngs=rngs)
-        self.rnn_w, self.rnn_u = (square(False), square(True)) if c.has_weights else (None, None)
+        self.rnn_w = square(False) if c.has_weights else None
+        self.rnn_u = square(True) if c.has_weights else None
         fits = c.exit_width == 2 * c.width
         self.input_proj = None if fits else L.Linear(2 * c.width, c.exit_width, bias=True, dtype=c.dtype, rngs=rngs)
         self.blocks = nnx.List([Residual(c.exit_width, dtype=c.dtype, rngs=rngs) for _ in range(c.num_blocks)])

@@ -45,6 +45,14 @@ HEADS: dict[str, Method] = {
     method.name: method
     for method in (
         _row(
+            "chimera",
+            drafters.chimera,
+            "a layer over the target's features, trigrams in place of those not there yet",
+            "Zeng et al. 2024, arXiv 2402.15758",
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
             "dflash",
             drafters.dflash,
             "one pass over a block of masks that sees the target's streams says all drafted tokens",
@@ -109,7 +117,15 @@ HEADS: dict[str, Method] = {
             drafters.hydra,
             "Medusa's heads that also read the tokens drafted so far",
             "Ankner et al. 2024, arXiv 2402.05109",
-            Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            AS_MANY,
+            *EACH,
+        ),
+        _row(
+            "kangaroo",
+            drafters.kangaroo,
+            "the target's first layers and an adapter draft until a token is not sure",
+            "Liu et al. 2024, arXiv 2404.18911",
+            num_tokens(6),
             *EACH,
         ),
         _row(
@@ -135,7 +151,7 @@ HEADS: dict[str, Method] = {
             drafters.mlp_speculator,
             "an MLP per depth takes the sampled tokens into the target's last feature",
             "Wertheimer et al. 2024, arXiv 2404.19124",
-            Option("num_tokens", int, None, "drafted tokens per round; default: as many as there are heads"),
+            AS_MANY,
             *EACH,
         ),
         _row(

@@ -3,6 +3,7 @@
 from specjax.drafters.combined.auto import auto
 from specjax.drafters.combined.choice import choice
 from specjax.drafters.combined.rasd import rasd
+from specjax.drafters.heads.chimera import chimera
 from specjax.drafters.heads.clover import clover
 from specjax.drafters.heads.dflash import dflash
 from specjax.drafters.heads.dflash2 import dflash2
@@ -11,6 +12,7 @@ from specjax.drafters.heads.dspark import dspark
 from specjax.drafters.heads.eagle import eagle
 from specjax.drafters.heads.eagle3 import eagle3
 from specjax.drafters.heads.hydra import hydra
+from specjax.drafters.heads.kangaroo import kangaroo
 from specjax.drafters.heads.medusa import medusa
 from specjax.drafters.heads.mlp_speculator import mlp_speculator
 from specjax.drafters.heads.p_eagle import p_eagle
@@ -39,6 +41,7 @@ __all__ = [
     "aded",
     "auto",
     "autoregressive",
+    "chimera",
     "choice",
     "clover",
     "corpus_table",
@@ -55,6 +58,7 @@ __all__ = [
     "hydra",
     "input_guided",
     "jacobi",
+    "kangaroo",
     "lookahead",
     "medusa",
     "mlp_speculator",

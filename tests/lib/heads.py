@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from specjax import Target
+from specjax.models.heads.chimera import ChimeraConfig
 from specjax.models.heads.clover import CloverConfig
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.models.heads.hydra import HydraConfig
+from specjax.models.heads.kangaroo import KangarooConfig
 from specjax.models.heads.kinds import KINDS, init_head
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
@@ -65,6 +67,10 @@ def config_of(kind: str, target: Target):
         return ReDrafterConfig(width, 2 * width, vocab, num_blocks=1)
     if kind == "clover":
         return CloverConfig(layer_of(target, num_heads=1, num_layers=2), (layers,), embeds=False)
+    if kind == "chimera":
+        return ChimeraConfig(layer_of(target), vocab, num_heads=3)
+    if kind == "kangaroo":
+        return KangarooConfig(layer_of(target), exit_layer=1)
     raise AssertionError(f"no tiny head of {kind}")
 
 

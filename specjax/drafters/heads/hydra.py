@@ -1,7 +1,6 @@
 """Hydra and Hydra++: several heads, each of which reads the target's last feature and the tokens drafted so far.
 
-Ankner, Parthasarathy, Nrusimhan, Rinard, Ragan-Kelley, Brandon: Hydra: Sequentially-Dependent Draft Heads for Medusa
-Decoding (2024), arXiv 2402.05109.
+Ankner et al.: Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding (2024), arXiv 2402.05109.
 
 Rule: head k says what follows a node of depth k - 1 from the feature and the tokens from the root down to the node
 (`specjax.models.heads.hydra`); Hydra++ reads what a decoder layer over the features says in place of the last. The
