@@ -28,22 +28,26 @@ class Kind(NamedTuple):
     module: Callable[..., Any]  # (config, *, rngs) -> its nnx.Module
     head: Callable[[Any], Head]  # (config)
     of_target: Callable[..., Any]  # (the target's config, **changes) -> config, as the authors train it
+    numbers: tuple[str, ...] = ()  # which changes are whole numbers
 
 
+BLOCK = "num_layers", "block_size"
 KINDS: dict[str, Kind] = {
-    "chimera": Kind(chimera.Chimera, chimera.chimera_head, chimera.of_target),
-    "dflash": Kind(dflash.DFlash, dflash.dflash_head, dflash.of_target),
-    "dflash2": Kind(dflash.DFlash, dflash.dflash_head, dflash.dflash2_of_target),
-    "domino": Kind(dflash.DFlash, dflash.dflash_head, dflash.domino_of_target),
-    "dspark": Kind(dflash.DFlash, dflash.dflash_head, dflash.dspark_of_target),
+    "chimera": Kind(chimera.Chimera, chimera.chimera_head, chimera.of_target, ("num_heads",)),
+    "dflash": Kind(dflash.DFlash, dflash.dflash_head, dflash.of_target, BLOCK),
+    "dflash2": Kind(dflash.DFlash, dflash.dflash_head, dflash.dflash2_of_target, BLOCK),
+    "domino": Kind(dflash.DFlash, dflash.dflash_head, dflash.domino_of_target, BLOCK),
+    "dspark": Kind(dflash.DFlash, dflash.dflash_head, dflash.dspark_of_target, BLOCK),
     "clover": Kind(clover.clover, clover.clover_head, clover.of_target),
     "eagle": Kind(eagle.Eagle, eagle.eagle_head, eagle.of_target),
-    "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target),
-    "hydra": Kind(hydra.Hydra, hydra.hydra_head, hydra.of_target),
-    "kangaroo": Kind(kangaroo.Kangaroo, kangaroo.kangaroo_head, kangaroo.of_target),
-    "medusa": Kind(medusa.Medusa, medusa.medusa_head, medusa.of_target),
-    "p_eagle": Kind(p_eagle.PEagle, p_eagle.p_eagle_head, p_eagle.of_target),
-    "mlp_speculator": Kind(mlp_speculator.MlpSpeculator, mlp_speculator.mlp_speculator_head, mlp_speculator.of_target),
+    "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target, ("draft_vocab_size",)),
+    "hydra": Kind(hydra.Hydra, hydra.hydra_head, hydra.of_target, ("num_heads",)),
+    "kangaroo": Kind(kangaroo.Kangaroo, kangaroo.kangaroo_head, kangaroo.of_target, ("exit_layer",)),
+    "medusa": Kind(medusa.Medusa, medusa.medusa_head, medusa.of_target, ("num_heads",)),
+    "p_eagle": Kind(p_eagle.PEagle, p_eagle.p_eagle_head, p_eagle.of_target, ("num_layers", "draft_vocab_size")),
+    "mlp_speculator": Kind(
+        mlp_speculator.MlpSpeculator, mlp_speculator.mlp_speculator_head, mlp_speculator.of_target, ("num_heads",)
+    ),
     "redrafter": Kind(redrafter.ReDrafter, redrafter.redrafter_head, redrafter.of_target),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -174,9 +173,7 @@ def _check_head(row: Method, head: str | None, draft: Any) -> None:
 def _read_head(text: str, target: Any) -> Any:
     """The config of a head for a target, from a text such as `eagle3:draft_vocab_size=8192`."""
     kind, _, rest = text.partition(":")
-    make = KINDS[kind].of_target
-    known = [name for name, one in inspect.signature(make).parameters.items() if one.kind is one.KEYWORD_ONLY]
-    changes = {}
+    known, changes = KINDS[kind].numbers, {}
     for part in rest.split(",") if rest else ():
         name, _, value = part.partition("=")
         if name not in known or not value.isdecimal() or int(value) < 1:
@@ -185,7 +182,7 @@ def _read_head(text: str, target: Any) -> Any:
         changes[name] = int(value)
     if not isinstance(target, LlamaConfig):
         raise UsageError(f"--head: heads are planned for targets of the Llama family, and {target.name} is none")
-    return make(target, **changes)
+    return KINDS[kind].of_target(target, **changes)
 
 
 def _check_options(row: Method, options: Mapping[str, str], tree: str | None, num_draft_tokens: int | None) -> None:
