@@ -154,7 +154,7 @@ class DFlash(nnx.Module):
     confidence (`confidence_head`): temperatures are `sts_temperatures` of a calibration file.
     selector (`candidate_selector`): predecessor.weight and successor.weight are `predecessor_codebook` and
     `successor_codebook`, projection `hidden_projection`.
-    prefix: inputs.weight, states.weight are `prefix_gru.weight_ih_l0`, `weight_hh_l0`; narrow, wide `embed_proj.0`, `.2`.
+    prefix: inputs, states are `prefix_gru.weight_ih_l0`, `prefix_gru.weight_hh_l0`; narrow, wide `embed_proj.{0,2}`.
     head.weight: `lm_head`; embed.weight: `embed_tokens`; vocabulary.place: `d2t`, turned round.
     """
 
