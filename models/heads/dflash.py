@@ -146,7 +146,17 @@ class Slots(NamedTuple):
 
 
 class DFlash(nnx.Module):
-    """The backbone and the corrections."""
+    """The backbone and the corrections. Published tensors, where their names are not those of the parameters:
+
+    layers.i: attention_norm, mlp_norm are `input_layernorm`, `post_attention_layernorm`; attention.{q,k,v,o} and
+    mlp.{gate,up,down} end in `_proj`; attention_conv, mlp_conv: base is `base_kernel`, projection `kernel_projection`.
+    markov (`markov_head`): w1, w2, gating, joint are `markov_w1`, `markov_w2`, `gate_proj`, `joint_proj`.
+    confidence (`confidence_head`): temperatures are `sts_temperatures` of a calibration file.
+    selector (`candidate_selector`): predecessor.weight and successor.weight are `predecessor_codebook` and
+    `successor_codebook`, projection `hidden_projection`.
+    prefix: inputs, states are `prefix_gru.weight_ih_l0`, `prefix_gru.weight_hh_l0`; narrow, wide `embed_proj.{0,2}`.
+    head.weight: `lm_head`; embed.weight: `embed_tokens`; vocabulary.place: `d2t`, turned round.
+    """
 
     def __init__(self, config: DFlashConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer

@@ -328,6 +328,7 @@ def test_a_loop_that_may_end_early_does_not_copy_the_draft_cache():
 
 def test_settings():
     assert stops.confidence(0.4) is stops.confidence(0.4) and stops.parse("confidence:0.4") is stops.confidence(0.4)
+    assert stops.parse("own:0.5") is stops.own(0.5) and not stops.own(0.5).keeps
     assert stops.parse("fallback:0.6") == stops.fallback() and stops.kangaroo() is stops.confidence(0.6)
     draft = markov(DRAFT_ROWS)
     assert (
