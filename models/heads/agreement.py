@@ -6,37 +6,65 @@ of a text what it would draft behind it, with the target's true features of the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.models.heads.contract import DraftHead, Pairs
-from specjax.types import Array, Context, Target
+from specjax.models.heads.contract import DraftHead, Head, Pairs
+from specjax.types import Array, Context, Output, Said, Target
 
 
-def agreement(target: Target, head: DraftHead, tokens: Sequence[int]) -> float:
-    """The share of the places of a text of at least three tokens where the likeliest draft is the likeliest token."""
-    return float(_agreement(target, head, jnp.asarray(tokens, jnp.int32)[None]))
+class Text(NamedTuple):
+    """What the target says of a text."""
+
+    tokens: Array  # int32[1, T]
+    best: Array  # int32[T], the likeliest token after each
+    hidden: Array  # [1, T, D]
+    streams: dict[int, Array]  # by tap
+
+    def features(self, head: Head) -> Array:
+        """[1, T, F]."""
+        return head.features_of(Output(self.best, self.hidden, tuple(self.streams[tap] for tap in head.taps)))
+
+
+def read_text(target: Target, tokens: Sequence[int], heads: Sequence[DraftHead]) -> Text:
+    """One pass of the target over a text of at least three tokens, for what several heads read."""
+    taps = tuple(sorted({tap for head in heads for tap in head.head.taps}))
+    text = jnp.asarray(tokens, jnp.int32)[None]
+    best, hidden, streams = _pass(target, text, taps)
+    return Text(text, best, hidden, dict(zip(taps, streams, strict=True)))
+
+
+def agreement(target: Target, head: DraftHead, text: Text) -> float:
+    """The share of the places of a text where the likeliest draft is the likeliest token."""
+    return float(_agreement(target, head, text.tokens, text.best, text.features(head.head)))
+
+
+@functools.partial(jax.jit, static_argnames="taps")
+def _pass(target: Target, tokens: Array, taps: tuple[int, ...]) -> tuple[Array, Array, tuple[Array, ...]]:
+    model, size = target.model, tokens.shape[1]
+    positions, mask = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
+    cache = model.begin(target.params, None, 1, size)
+    tapped = {"taps": taps} if taps else {}
+    output, _ = model.forward(target.params, tokens, cache, positions=positions, mask=mask, **tapped)
+    return jnp.argmax(output.logits[0], -1), output.hidden, output.taps
 
 
 @jax.jit
-def _agreement(target: Target, head: DraftHead, tokens: Array) -> Array:
-    """float32[], of a text int32[1, T]."""
-    model, size = target.model, tokens.shape[1]
-    taps = {"taps": head.head.taps} if head.head.taps else {}
-    positions, mask = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
-    cache = model.begin(target.params, None, 1, size)
-    output, _ = model.forward(target.params, tokens, cache, positions=positions, mask=mask, **taps)
-    best, features = jnp.argmax(output.logits[0], -1), head.head.features_of(output)  # [T], [1, T, F]
-    one = jnp.ones((1,), jnp.int32)
+def _agreement(target: Target, head: DraftHead, tokens: Array, best: Array, features: Array) -> Array:
+    """float32[]."""
+    size, one = tokens.shape[1], jnp.ones((1,), jnp.int32)
 
     def drafted(memory, t):
         """What it drafts behind token t + 1, the root: that of position t + 2."""
         context = Context(tokens, one * (t + 2), target=target)
         pair = Pairs(jax.lax.dynamic_slice_in_dim(features, t, 1, 1), context.root, one)
         memory = head.head.read(head.params, memory, pair, context)
-        _, logits = head.head.start(head.params, memory, context, 2)
+        _, said = head.head.start(head.params, memory, context, 2)
+        logits = said.logits if isinstance(said, Said) else said
         return memory, jnp.argmax(logits[0], -1) == best[t + 1]
 
     first = head.head.begin(head.params, Context(tokens, one, target=target), 1, size + 1)

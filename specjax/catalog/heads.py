@@ -74,6 +74,9 @@ HEADS: dict[str, Method] = {
             "dflash corrected by the token before, with a confidence of its own",
             "DeepSeek 2026, github.com/deepseek-ai/DeepSpec",
             AS_MANY,
+            *EACH,
+        ),
+        _row(
             "clover",
             drafters.clover,
             "layers that have read the root, and a gated recurrence over the drafted tokens",

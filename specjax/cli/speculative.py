@@ -114,7 +114,7 @@ def read_speculative(
 
     Raises: UsageError for a word that is not known, or two flags that contradict each other.
     """
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "method": {"--method": method}, "draft": {"--draft": draft, "--speculative-draft-model-path": model},
         "num_draft_tokens": {"--num-draft-tokens": num_draft_tokens}, "tree": {"--tree": tree},
     }  # fmt: skip
@@ -182,9 +182,8 @@ def _read_shape(steps: int | None, topk: int | None, tokens: int | None, found: 
 
 def _agreed(flags: Mapping[str, Any]) -> Any:
     """The one value that was given. Raises: UsageError for two that differ."""
-    given = {flag: value for flag, value in flags.items() if value is not None}
-    first = next(iter(given), None)
-    for flag, value in given.items():
-        if value != given[first]:
-            raise UsageError(f"{first} says {given[first]} and {flag} says {value}; leave one out")
-    return given.get(first)
+    given = [(flag, value) for flag, value in flags.items() if value is not None]
+    for flag, value in given:
+        if value != given[0][1]:
+            raise UsageError(f"{given[0][0]} says {given[0][1]} and {flag} says {value}; leave one out")
+    return given[0][1] if given else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specjax.models.heads.agreement import agreement
+from specjax.models.heads.agreement import agreement, read_text
 from specjax.models.loading.heads import LoadedHead, kinds
 from specjax.types import Target
 
@@ -15,10 +15,9 @@ MORE = 0.1  # by which another reading must be better
 
 QUESTION = "Why is the sky blue, and why is it red in the evening?"
 ANSWER = (
-    "The sky is blue because the molecules of the air scatter short waves of light far more than long ones. Sunlight "
-    "has all colours in it. On its way through the air, the blue part is sent in all directions, so that it comes to "
-    "our eyes from everywhere. In the evening the sun is low, and its light has a longer way through the air. Most of "
-    "the blue light is lost on the way, and what is left is orange and red."
+    "The sky is blue because the molecules of the air scatter short waves of light far more than long ones. In the "
+    "evening the sun is low, and most of the blue light is lost on the long way through the air. What is left is red "
+    "and orange."
 )
 """The text, as a chat."""
 
@@ -33,20 +32,21 @@ class SelfCheck(NamedTuple):
 
 def check_head(loaded: LoadedHead, target: Target, tokens: Sequence[int]) -> SelfCheck:
     """Compare a head with its target on a text; where they agree less than LOW, try other readings of its files."""
-    found, places = agreement(target, loaded.head, tokens), len(tokens) - 1
-    reason = _reason(loaded, target, tokens, found) if found < LOW else None
+    others = kinds.of(loaded.kind).variants(loaded.head, target.model.capabilities.num_layers)
+    text = read_text(target, tokens, [loaded.head, *others.values()])
+    found, places = agreement(target, loaded.head, text), len(tokens) - 1
+    if found >= LOW:
+        return SelfCheck(found, places, None)
+    best, reason = found + MORE, _elsewhere(loaded, target)
+    for what, head in others.items():
+        other = agreement(target, head, text)
+        if other > best:
+            best, reason = other, f"{what} (with that they agree at {other:.0%})"
     return SelfCheck(found, places, reason)
 
 
-def _reason(loaded: LoadedHead, target: Target, tokens: Sequence[int], found: float) -> str:
-    others = kinds.of(loaded.kind).variants(loaded.head, target.model.capabilities.num_layers)
-    best, what = found + MORE, None
-    for reason, head in others.items():
-        other = agreement(target, head, tokens)
-        if other > best:
-            best, what = other, f"{reason} (with that they agree at {other:.0%})"
-    if what is not None:
-        return what
+def _elsewhere(loaded: LoadedHead, target: Target) -> str:
+    """Why a head is of no use that was read as it was written."""
     name = target.model.name
     if loaded.trained_for and _short(loaded.trained_for) != _short(name):
         return f"it was trained for {loaded.trained_for}, and the target is {name}"

@@ -172,7 +172,8 @@ class _Said:
 
 
 def _taps(contents: Contents, said: _Said, tensors: Tensors, reader: Reader, notes: list[str]) -> tuple[int, ...]:
-    found, ids = "", []
+    found = ""
+    ids: list[int] = []
     for name, plus in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
         place = said.of(name)
         if not ids and place.given(name):

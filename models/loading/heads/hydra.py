@@ -68,7 +68,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     said = c.text("hydra_head_arch", ARCHITECTURES[has_prefix])
     if said != ARCHITECTURES[has_prefix]:
         raise UsageError(f"{where} has hydra_head_arch {shown(said)}, and the file is of {ARCHITECTURES[has_prefix]}")
-    if not c.flag("grounded_heads", True) or c.size("hidden_state_offset", 0, least=0):
+    if not c.flag("grounded_heads", True) or c.size("hidden_state_offset", 0, least=0) != 0:
         raise UsageError(f"{where} sets grounded_heads false or a hidden_state_offset, which specjax does not support")
     tensors = renamed(contents, WITH_DROPOUT if has_prefix else ())
     width = tensors.shape("hydra_mlp.0.0.linear.weight", folder)[0]
