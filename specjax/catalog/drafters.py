@@ -15,6 +15,7 @@ from specjax import drafters, trees
 from specjax.catalog.method import Method
 from specjax.catalog.options import REQUIRED, Option, numbers, read_call, two_numbers, yes_or_no
 from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
 from specjax.retrieval.datastore import Datastore
 from specjax.trees import stops
 from specjax.types import Drafter, Target
@@ -73,7 +74,7 @@ def _hierarchical(
 
 def _rasd(
     target: Target,
-    draft: Target,
+    draft: Target | DraftHead,
     *,
     retrieval: str | Drafter | None = None,
     datastore: Datastore | None = None,
@@ -248,10 +249,10 @@ DRAFTERS: dict[str, Method] = {
             "drafter",
             _rasd,
             "distribution",
-            "a smaller model's tree fused with what followed the longest earlier occurrence of the end of the text",
+            "a smaller model's or a head's tree fused with what followed the last occurrence of the end of the text",
             "Quan et al. 2025, arXiv 2503.03434",
             needs=frozenset({"draft"}),
-            takes=frozenset({"datastore"}),
+            takes=frozenset({"datastore", "head"}),
             options=(
                 Option("retrieval", inside, None, "what is fused with it, such as rest:16; default: suffix:7"),
                 Option("tree", trees.parse, "top:8x2x1x1", "of the smaller model, without randomness"),

@@ -63,7 +63,7 @@ def _check_draft(method: Method, draft: Target | DraftHead | None) -> None:
     """Raises: UsageError for a model or a head that is missing, or is not what the method drafts with."""
     name = method.name
     head = draft.head.kind if isinstance(draft, DraftHead) else None
-    if "draft" in method.needs and (draft is None or head):
+    if "draft" in method.needs and (draft is None or (head and not method.uses("head"))):
         found = f", and this is a learned head; choose method {head}" if head else "; give one with --draft"
         raise UsageError(f"method {name} needs a draft model{found} (draft= in Python)")
     if "head" in method.needs and head is None:

@@ -191,14 +191,15 @@ def method_of(draft: str | None, head: str | None) -> str:
 def _check_method(name: str, draft: str | None, datastore: Path | None, head: str | None) -> None:
     from specjax.catalog import find_drafter
 
-    needs = parsed("--method", find_drafter, name).needs
+    row = parsed("--method", find_drafter, name)
+    needs, takes = row.needs, row.takes
     require(
         needs <= LOADABLE,
         f"--method: the command line cannot load what {name} needs; call specjax.drafters.{name} in Python",
     )
     require(draft is not None or "draft" not in needs, f"method {name} needs a draft model; give one with --draft")
     require(
-        head is None or "draft" not in needs,
+        head is None or "draft" not in needs or "head" in takes,
         f"--draft {draft} is a head of {head}, and method {name} drafts with a whole model; use --method {head}, or "
         "leave --method out",
     )

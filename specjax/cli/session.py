@@ -24,6 +24,7 @@ from specjax.cli.drafting import AS_EACH_DOES, Drafting
 from specjax.cli.options import Settings, parsed, require
 from specjax.errors import UsageError
 from specjax.folders import cache_folder
+from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
@@ -83,13 +84,15 @@ class Session(NamedTuple):
         row = METHODS[method]
         options: dict[str, Any] = dict(row.cpu_options) if jax.default_backend() == "cpu" else {}
         options |= drafting.values(method)
-        if self.head is not None and row.uses("head"):
+        if self.head is not None and "head" in row.needs:
             options = of_head(row, self.head, drafting.values(method), options)
         if row.uses("costs"):
             options["costs"] = self.costs
         if row.uses("source") and drafting.source is not None:
             options["source"] = [list(self.tokenizer.encode(drafting.source, special=False))]
-        draft = self.draft if "draft" in row.needs else self.head.head if self.head and row.uses("head") else None
+        draft: Target | DraftHead | None = self.draft if "draft" in row.needs else None
+        if self.head is not None and row.uses("head"):
+            draft = self.head.head
         try:
             drafter = make_drafter(method, self.target, draft, datastore=self.datastore, **options)
         except UsageError as error:

@@ -2,9 +2,9 @@
 
 Quan et al.: RASD: Retrieval-Augmented Speculative Decoding (ACL Findings 2025), arXiv 2503.03434.
 
-Rule: a draft model, or any drafter, grows its tree; the retrieved paths that start with a token which it finds likely
-too are kept, and what of them is not in the tree already is attached where they leave it (`keep_likely`, `fuse`
-of `specjax.trees.operations`).
+Rule: a draft model, a learned head, or any drafter, grows its tree; the retrieved paths that start with a token which it
+finds likely too are kept, and what of them is not in the tree already is attached where they leave it (`keep_likely`,
+`fuse` of `specjax.trees.operations`).
 Guarantee: distribution (a point-mass tree).
 Deviations: the authors' details are not published. A retrieved path is kept if its first token is among the children of
 the root in the draft tree, which are the draft model's likeliest (`prune=False` keeps all). One retrieved chain is the
@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from specjax.drafters.composed import read_each, remember_each, taps_of_each
+from specjax.drafters.heads.learned import learned
 from specjax.drafters.lookup.suffix import suffix
 from specjax.drafters.model.two_model import two_model
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.models.heads.contract import DraftHead
 from specjax.trees import Builder, operations, parse
 from specjax.types import Array, Context, Drafter, PyTree, Target, Verdict
 
@@ -36,7 +38,7 @@ class _State(NamedTuple):
 
 
 def rasd(
-    draft: Target | Drafter,
+    draft: Target | DraftHead | Drafter,
     retrieval: Drafter | None = None,
     tree: Builder | str = "top:8x2x1x1",
     *,
@@ -45,9 +47,9 @@ def rasd(
     """The tree of `draft` fused with that of `retrieval`.
 
     Args:
-      draft: a draft model, which grows `tree` (a builder without randomness, or its spec), or a drafter whose trees
-        have no randomness and which follows any tree, such as `early_exit(target, tree=parse("top:4x2"))` or
-        `token_recycling`; `tree` is not used then.
+      draft: a draft model or a learned head, which grows `tree` (a builder without randomness, or its spec), or a
+        drafter whose trees have no randomness and which follows any tree, such as
+        `early_exit(target, tree=parse("top:4x2"))` or `token_recycling`; `tree` is not used then.
       retrieval: a drafter of the same kind; default: `suffix(7)`. prune: keep only paths that start as `draft` would.
 
     State: that of the two. A draft model reads after each round as many tokens anew as the retrieval may add, for it
@@ -57,7 +59,7 @@ def rasd(
     retrieval = suffix(7) if retrieval is None else retrieval
     if retrieval.draws != "point_mass" or not retrieval.follows_any_tree:
         raise UsageError("retrieval must be a drafter without randomness that follows any tree, such as suffix")
-    base = draft if isinstance(draft, Drafter) else _grown_by(draft, tree, lag=2 + retrieval.max_depth)
+    base = draft if isinstance(draft, Drafter) else _grown_by(draft, tree, retrieval.max_depth)
     if isinstance(draft, Drafter) and (draft.draws != "point_mass" or not draft.follows_any_tree):
         raise UsageError("draft must be a model, or a drafter without randomness that follows any tree")
     if base.propose is retrieval.propose:
@@ -66,11 +68,14 @@ def rasd(
     return made.replace(params=(base.params, retrieval.params))
 
 
-def _grown_by(draft: Target, tree: Builder | str, lag: int) -> Drafter:
+def _grown_by(draft: Target | DraftHead, tree: Builder | str, retrieved: int) -> Drafter:
+    """retrieved: tokens that a round may accept beside the tree's own."""
     builder = parse(tree) if isinstance(tree, str) else tree
     if builder.draws != "point_mass":
         raise UsageError(f"tree must be grown without randomness, such as top:8x2x1x1, but it draws {builder.draws}")
-    return two_model(draft, tree=builder, lag=lag)
+    if isinstance(draft, DraftHead):
+        return learned(draft, builder, 1 + max(builder.max_depth, retrieved))
+    return two_model(draft, tree=builder, lag=2 + retrieved)
 
 
 @functools.cache

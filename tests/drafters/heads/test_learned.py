@@ -28,12 +28,16 @@ from specjax.types import Context
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
 
 
-def after_rounds(name, rounds=6, new=24, **options):
-    """(head, state) once every row has had some rounds; those end at different times."""
+def after_rounds(name, **options):
+    """(head, job, state) once every row has had some rounds; those end at different times."""
     head = tiny_head(name, tiny_llama())
     drafter = make_drafter(name, tiny_llama(), head, **options)
     # Hot and with the target's own noise: what a random head drafts is accepted now and then.
-    settings = Settings(temperature=4.0, sampling="coupled")
+    return head, *run_rounds(drafter, Settings(temperature=4.0, sampling="coupled"))
+
+
+def run_rounds(drafter, settings, rounds=6, new=24, longest=1):
+    """(job, state); a round must have accepted more than `longest` tokens."""
     job = prepare(tiny_llama(), drafter, PROMPTS, settings, key=jax.random.key(1), max_new_tokens=new)
     state = engine.start(job)
     lengths = [np.array(state.length)]
@@ -41,8 +45,8 @@ def after_rounds(name, rounds=6, new=24, **options):
         state, _, _ = engine.step(job.parts, state)
         lengths.append(np.array(state.length))
     accepted = np.diff(lengths, axis=0)
-    assert accepted.max() > 1, "no draft was accepted: the test shows nothing"
-    return head, job, state
+    assert accepted.max() > longest, "no draft was accepted: the test shows nothing"
+    return job, state
 
 
 def read_at_once(head, job, state):
@@ -60,11 +64,14 @@ def read_at_once(head, job, state):
     return head.head.read(head.params, memory, pairs, context)
 
 
-def differs(head, job, state) -> float:
-    """How far the memory of the loop, once it has read the last round, is from that of the whole text."""
+def differs(head, job, state, own=lambda draft: draft) -> float:
+    """How far the memory of the loop, once it has read the last round, is from that of the whole text.
+
+    own: the state of the head in that of the drafter."""
     drafter = job.parts.drafter
     context = Context(state.tokens, state.length, cache=state.cache, target=job.parts.target)
     _, draft = drafter.propose(drafter.params, None, state.draft, context, jnp.zeros_like(state.length))
+    draft = own(draft)
     np.testing.assert_array_equal(draft.held, state.length - 1)
     ours, whole = draft.memory, read_at_once(head, job, state)
 
@@ -83,6 +90,7 @@ def differs(head, job, state) -> float:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
+        ("clover", {}),
         ("dflash", {}),
         ("eagle", {"tree": trees.branching("2x2x1")}),
         ("eagle3", {}),
@@ -92,6 +100,14 @@ def differs(head, job, state) -> float:
 )
 def test_a_head_remembers_the_text_as_if_it_had_read_it_at_once(name, options):
     assert differs(*after_rounds(name, **options)) < 1e-4
+
+
+def test_a_head_remembers_what_others_drafted_too():
+    """Retrieved text reaches further down than the head's own tree of two levels."""
+    head = tiny_head("eagle", tiny_llama())
+    drafter = make_drafter("rasd", tiny_llama(), head, tree=trees.parse("top:2x1"), prune=False)
+    job, state = run_rounds(drafter, Settings(), new=40, rounds=10, longest=3)
+    assert differs(head, job, state, lambda draft: draft.model) < 1e-4
 
 
 def of_the_token_before(drafter):
