@@ -2,9 +2,9 @@
 
 Quan et al.: RASD: Retrieval-Augmented Speculative Decoding (ACL Findings 2025), arXiv 2503.03434.
 
-Rule: a draft model, a learned head, or any drafter, grows its tree; the retrieved paths that start with a token which it
-finds likely too are kept, and what of them is not in the tree already is attached where they leave it (`keep_likely`,
-`fuse` of `specjax.trees.operations`).
+Rule: a draft model, a learned head, or any drafter, grows its tree; the retrieved paths that start with a token which
+it finds likely too are kept, and what of them is not in the tree already is attached where they leave it
+(`keep_likely`, `fuse` of `specjax.trees.operations`).
 Guarantee: distribution (a point-mass tree).
 Deviations: the authors' details are not published. A retrieved path is kept if its first token is among the children of
 the root in the draft tree, which are the draft model's likeliest (`prune=False` keeps all). One retrieved chain is the
