@@ -11,7 +11,7 @@ from flax import nnx
 
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.types import Array, Mixture, Output
+from specjax.types import Array, Mixture, Output, Stream
 
 GLOBAL = 1 << 30  # a window wider than any text
 
@@ -79,7 +79,7 @@ class Gemma3(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array | Mixture, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
+        self, tokens: Array | Mixture | Stream, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
         layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
@@ -91,11 +91,12 @@ class Gemma3(nnx.Module):
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 
-    def embedded(self, tokens: Array | Mixture, layout=None) -> Array:
+    def embedded(self, tokens: Array | Mixture | Stream, layout=None) -> Array:
         """What the first layer reads: [B, T, D]."""
-        x = self.embed(tokens)
+        is_stream = isinstance(tokens, Stream)
+        x = tokens.values if is_stream else self.embed(tokens)
         x = x if layout is None else layout.place(x, "data", None, None)
-        return x * jnp.asarray(self.config.width**0.5, x.dtype)
+        return x if is_stream else x * jnp.asarray(self.config.width**0.5, x.dtype)
 
     def predict(self, hidden: Array, layout=None) -> Array:
         """Logits of normed states [..., D]."""

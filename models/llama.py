@@ -8,7 +8,7 @@ from flax import nnx
 
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.types import Array, Mixture, Output
+from specjax.types import Array, Mixture, Output, Stream
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Llama(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array | Mixture, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
+        self, tokens: Array | Mixture | Stream, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
         layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
@@ -77,9 +77,9 @@ class Llama(nnx.Module):
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 
-    def embedded(self, tokens: Array | Mixture, layout=None) -> Array:
+    def embedded(self, tokens: Array | Mixture | Stream, layout=None) -> Array:
         """What the first layer reads: [B, T, D]."""
-        x = self.embed(tokens)
+        x = tokens.values if isinstance(tokens, Stream) else self.embed(tokens)
         return x if layout is None else layout.place(x, "data", None, None)
 
     def predict(self, hidden: Array, layout=None) -> Array:

@@ -9,7 +9,7 @@ import functools
 
 import jax.numpy as jnp
 
-from specjax.types import Array, Mixture, Model, Target
+from specjax.types import Array, Mixture, Model, Stream, Target
 
 
 def beside(model: Model, target: Target | None) -> Model:
@@ -31,7 +31,7 @@ def of_vocabulary(model: Model, size: int) -> Model:
     def known(tokens):
         if isinstance(tokens, Mixture):
             return tokens._replace(ids=known(tokens.ids))
-        return jnp.minimum(tokens, model.vocab_size - 1)
+        return tokens if isinstance(tokens, Stream) else jnp.minimum(tokens, model.vocab_size - 1)
 
     def fit(logits: Array) -> Array:
         if missing < 0:

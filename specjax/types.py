@@ -84,6 +84,12 @@ class Mixture(NamedTuple):
     weights: Array  # float32[B, T, K]
 
 
+class Stream(NamedTuple):
+    """A residual stream, where a model takes tokens: the first of the layers that run reads it in place of embeddings."""
+
+    values: Array  # [B, T, D]
+
+
 class Sublayers(NamedTuple):
     """Which sublayers of a model run, per row. The others leave the residual stream as it is.
 
@@ -103,6 +109,7 @@ class Capabilities(NamedTuple):
     groups: tuple[int, ...] | None = ()  # the values above 1 that `group` takes; None: any
     trees: bool = True  # passes over trees; else over chains only
     mixtures: bool = False  # takes a `Mixture` for tokens
+    streams: bool = False  # takes a `Stream` for tokens
     inputs: bool = False  # `begin` reads some; others are given None
 
 

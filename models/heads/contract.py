@@ -74,6 +74,7 @@ class Head(NamedTuple):
     taps: tuple[int, ...] = ()  # streams of the target that are its features, joined; none: `Output.hidden`
     deepest: int | None = None  # how many tokens it can draft after one another; None: any number
     at_once: bool = False  # `start` computes what it says of all depths, and `follow` hardly anything
+    levels: int = 1  # of a tree, of which one pass of its layers says the tokens
     axes: Callable[[PyTree], PyTree] = buffers.rows_first
     shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
 

@@ -74,7 +74,7 @@ def recurrent(kind: str, module: Callable[..., Any], config: Any, *, deepest: in
 
     def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
         module, (said, states) = module_of(params), scratch
-        above = jax.tree.map(lambda x: _rows(x, drafted.parent), states)
+        above = jax.tree.map(lambda x: at_places(x, drafted.parent), states)
         state = module.below(above, drafted.tokens, drafted.depth, context)
         logits = module.logits(said, state, drafted.depth, context)
         return Scratch(said, buffers.insert(states, state, drafted.place)), logits
@@ -93,7 +93,7 @@ def recurrent(kind: str, module: Callable[..., Any], config: Any, *, deepest: in
     )
 
 
-def _rows(x: Array, place: Array) -> Array:
+def at_places(x: Array, place: Array) -> Array:
     """[B, F, ..] of [B, places, ..] at `place` int32[B, F]."""
     return take_along(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), 1)
 

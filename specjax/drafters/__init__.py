@@ -11,6 +11,8 @@ from specjax.drafters.heads.domino import domino
 from specjax.drafters.heads.dspark import dspark
 from specjax.drafters.heads.eagle import eagle
 from specjax.drafters.heads.eagle3 import eagle3
+from specjax.drafters.heads.falcon import falcon
+from specjax.drafters.heads.hidden_transfer import hidden_transfer
 from specjax.drafters.heads.hydra import hydra
 from specjax.drafters.heads.kangaroo import kangaroo
 from specjax.drafters.heads.medusa import medusa
@@ -54,6 +56,8 @@ __all__ = [
     "eagle3",
     "early_exit",
     "easyspec",
+    "falcon",
+    "hidden_transfer",
     "hierarchical",
     "hydra",
     "input_guided",

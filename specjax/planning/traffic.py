@@ -23,7 +23,9 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
     if args.draft is not None and cache is not None:
         passes.append((draft_passes, _pass_of(work.draft, args.draft, work.batch, cache)))
     if args.head is not None and args.job.parts.drafter.taps == args.head.head.taps:
-        passes.append((1 if args.head.head.at_once else draft_passes, functools.partial(_of_head, args.head)))
+        head = args.head.head
+        count = 1 if head.at_once else math.ceil(draft_passes / head.levels)
+        passes.append((count, functools.partial(_of_head, args.head)))
 
     def step(context: float) -> float:
         return sum(count * one_pass(context) for count, one_pass in passes)

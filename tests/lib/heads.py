@@ -15,6 +15,8 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.eagle3 import Eagle3Config
+from specjax.models.heads.falcon import FalconConfig
+from specjax.models.heads.hidden_transfer import HiddenTransferConfig
 from specjax.models.heads.hydra import HydraConfig
 from specjax.models.heads.kangaroo import KangarooConfig
 from specjax.models.heads.kinds import KINDS, init_head
@@ -69,6 +71,10 @@ def config_of(kind: str, target: Target):
         return CloverConfig(layer_of(target, num_heads=1, num_layers=2), (layers,), embeds=False)
     if kind == "chimera":
         return ChimeraConfig(layer_of(target), vocab, num_heads=3)
+    if kind == "falcon":
+        return FalconConfig(layer_of(target))
+    if kind == "hidden_transfer":
+        return HiddenTransferConfig(width, (1, layers, 1))
     if kind == "kangaroo":
         return KangarooConfig(layer_of(target), exit_layer=1)
     raise AssertionError(f"no tiny head of {kind}")

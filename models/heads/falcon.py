@@ -1,0 +1,193 @@
+"""Falcon: one pass of a decoder layer says the next k features, not one.
+
+Falcon: Faster and Parallel Inference of Large Language Models through Enhanced Semi-Autoregressive Drafting and
+Custom-Designed Decoding Tree (AAAI 2025), arXiv 2412.12639. z_t = LSTM([E x_{t+1}; f_t]); in the layer a block of k
+rows sees all before it and all of itself; f^_{t+k} = layer(z)_t, and W_o applies to it as to EAGLE's.
+
+With k = 2, a draft of a, b, c, d behind the root r at n-1:
+
+    row       n-3         n-2        n-1        n
+    pair   (f_{n-3},..) (f_{n-2},r)  (f^_{n-1},a) (f^_n,b)
+    says    f^_{n-1}     f^_n       f^_{n+1}   f^_{n+2}
+    token      a           b          c          d
+
+So the tokens of one block do not know of each other, and those of the next know them all. In a single layer, keys and
+values do not depend on what the rows before them saw: the first block is the last k pairs of the text, however long it
+is, and only their queries are asked again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax import buffers
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.models import cache as kv
+from specjax.models import layers as L
+from specjax.models.heads import memory
+from specjax.models.heads.blocks import bind, embed, run_blocks, step_of, unembed
+from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.eagle import Layer
+from specjax.models.heads.lstm import LSTM
+from specjax.models.heads.memory import Memory
+from specjax.models.heads.recurrent import at_places, longer
+from specjax.models.llama import LlamaConfig
+from specjax.types import Array, Context
+
+
+@dataclass(frozen=True)
+class FalconConfig:
+    """Shapes of a Falcon head. Published keys: block_size `k_mask`, bias `bias`."""
+
+    layer: LlamaConfig  # one; of the target's width
+    block_size: int = 2  # k
+    lstm_layers: int = 2  # 0: EAGLE's fc in their place
+    carries: bool = True  # the LSTM reads the text; else each pair for itself, as the authors' code does
+    bias: bool = True  # of the LSTM
+    embeds: bool = False  # has an embedding of its own, in place of the target's
+    vocab_size: int = 0  # of the target
+    taps: tuple[int, ...] = ()
+
+    @property
+    def states(self) -> int:
+        """Vectors that the LSTM carries."""
+        return 2 * self.lstm_layers if self.carries else 0
+
+    @property
+    def said(self) -> int:
+        return (self.block_size + self.states) * self.layer.width
+
+
+class Falcon(nnx.Module):
+    """What joins a pair, and the layer."""
+
+    def __init__(self, config: FalconConfig, *, rngs: nnx.Rngs):
+        self.config, c = config, config.layer
+        self.embed = L.Embedding(config.vocab_size, c.width, dtype=c.dtype, rngs=rngs) if config.embeds else None
+        shapes = {"bias": config.bias, "dtype": c.dtype, "rngs": rngs}
+        lstm = lambda: LSTM(2 * c.width, c.width, config.lstm_layers, carries=config.carries, **shapes)
+        self.lstm = lstm() if config.lstm_layers else None
+        self.fc = None if config.lstm_layers else L.Linear(2 * c.width, c.width, **shapes)
+        self.stack = nnx.List([Layer(c, has_norm=False, rngs=rngs)])
+
+    def joined(self, features: Array, tokens: Array, state: Array, context: Context) -> tuple[Array, Array]:
+        """(z [.., T, D], states [.., T, S, D]) of pairs, from the LSTM's state [.., S, D] before them."""
+        embedded = embed(self.embed, tokens.reshape(len(tokens), -1), context).reshape(features.shape)
+        x = jnp.concatenate([embedded.astype(features.dtype), features], -1)
+        if self.lstm is None:
+            assert self.fc is not None
+            return self.fc(x), jnp.zeros((*features.shape[:-1], *state.shape[-2:]), x.dtype)
+        return self.lstm(x, state)
+
+    def layers(self, z: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+        return run_blocks(list(self.stack), z, step, cache, self.config.layer)
+
+
+class Nodes(NamedTuple):
+    """Of the drafted nodes, by place."""
+
+    tokens: Array  # int32[B, places, k], of the block that a node stands in, as far as the node
+    said: Array  # [B, places, k, D], the features below a node: of its block, or where it ends one, of the next
+    state: Array  # [B, places, S, D], the LSTM's behind the last whole block
+    ends: Array  # bool[B, places], whether it ends a block
+
+
+class Scratch(NamedTuple):
+    cache: kv.KVCache
+    pending: kv.Pending  # k rows a place, of nodes that end a block
+    nodes: Nodes
+
+
+@functools.cache
+def falcon_head(config: FalconConfig) -> Head:
+    """The functions of a Falcon head. Memory: its layer's keys and values, z of the last k pairs, the LSTM's state.
+
+    Raises: UsageError for more layers than one.
+    """
+    if config.layer.num_layers != 1:
+        raise UsageError(
+            f"a Falcon head has one decoder layer, not {config.layer.num_layers}: the keys of a second one would depend "
+            "on where the blocks of the text begin"
+        )
+    module_of, layer, k, width = bind(Falcon, config), config.layer, config.block_size, config.layer.width
+
+    def begin(params, context: Context, batch: int, capacity: int) -> Memory:
+        return memory.begin(context, layer, config.said, batch, capacity)
+
+    def parts(last: Array) -> tuple[Array, Array]:
+        """(z [B, k, D] of the last k pairs, the LSTM's state [B, S, D])."""
+        recent, state = jnp.split(last.reshape(len(last), -1, width), [k], 1)
+        return recent, state
+
+    def read(params, held: Memory, pairs: Pairs, context: Context) -> Memory:
+        module, (recent, state), size = module_of(params), parts(held.last), pairs.tokens.shape[1]
+        z, states = module.joined(pairs.features.astype(layer.dtype), pairs.tokens, state, context)
+        line = jnp.concatenate([recent, z], 1)
+        last = [line[:, 1 + j : 1 + j + size, None] for j in range(k)]  # the k pairs up to each
+        said = jnp.concatenate([*last, states], 2).reshape(*pairs.tokens.shape, -1)
+        return memory.read(held, pairs, context, layer, lambda step, cache: (said, module.layers(z, step, cache)[1]))
+
+    def start(params, held: Memory, context: Context, places: int) -> tuple[Scratch, Array]:
+        cache, (z, state) = held.cache, parts(held.last)
+        positions = cache.length[:, None] - k + jnp.arange(k)
+        # They are in the cache, which all of them see; pairs that a short text lacks see themselves as well.
+        mask = jnp.eye(k, dtype=bool) & (positions < 0)[:, :, None]
+        said, _ = module_of(params).layers(z, step_of(context, layer, cache, positions, mask), cache)
+        none = jnp.zeros((len(said), 1, k), jnp.int32)
+        nodes = Nodes(none, said[:, None], state[:, None], jnp.zeros((len(said), 1), bool))
+        scratch = Scratch(cache, kv.nothing_pending(cache, places * k), buffers.widen(nodes, places))
+        return scratch, unembed(said[:, 0], context)
+
+    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+        nodes, depth = scratch.nodes, drafted.depth
+        above = jax.tree.map(lambda x: at_places(x, drafted.parent), nodes)
+        tokens, ends = longer(above.tokens, drafted.tokens, (depth - 1) % k), depth % k == 0
+        whole = lambda: next_block(params, scratch, drafted, above._replace(tokens=tokens), context)
+        said, state, pending = jax.lax.cond(jnp.any(ends), whole, lambda: (above.said, above.state, scratch.pending))
+        choose = lambda new, old: jnp.where(ends[:, :, None, None], new, old)
+        new = Nodes(tokens, choose(said, above.said), choose(state, above.state), ends)
+        here = take_along(new.said, (depth % k)[:, :, None, None], 2)[:, :, 0]
+        return Scratch(scratch.cache, pending, buffers.insert(nodes, new, drafted.place)), unembed(here, context)
+
+    def next_block(params, scratch: Scratch, drafted: Drafted, nodes: Nodes, context: Context):
+        """(said [B, F, k, D], state [B, F, S, D], all that is pending) of drafted nodes as the ends of blocks."""
+        module, (batch, count), cache = module_of(params), drafted.tokens.shape, scratch.cache
+        z, states = module.joined(nodes.said, nodes.tokens, nodes.state, context)
+        # The pair of the root is the last in the cache, at length - 1; a node of depth d stands d behind it.
+        positions = cache.length[:, None, None] + drafted.depth[:, :, None] - k + jnp.arange(k)
+        by_row = lambda x: jnp.repeat(x, k, axis=-1)
+        seen = by_row(drafted.seen & scratch.nodes.ends[:, None])  # [B, F, places k]
+        own = jnp.broadcast_to(by_row(jnp.eye(count, dtype=bool)), (batch, count, count * k))
+        mask = jnp.repeat(jnp.concatenate([seen, own], 2), k, axis=1)
+        rows = lambda x: x.reshape(batch, count * k, *x.shape[3:])
+        step = step_of(context, layer, cache, rows(positions), mask, scratch.pending)
+        said, new = module.layers(rows(z), step, cache)
+        pending = kv.insert(scratch.pending, new, drafted.place * k)
+        return said.reshape(z.shape), states[:, :, -1], pending
+
+    return Head(
+        begin=begin,
+        read=read,
+        start=start,
+        follow=follow,
+        kind="falcon",
+        config=config,
+        taps=config.taps,
+        levels=k,
+        axes=memory.axes,
+        shardings=memory.shardings(layer),
+    )
+
+
+def of_target(target: LlamaConfig, *, block_size: int = 2, **changes) -> FalconConfig:
+    """The shapes that the authors train for a target: a layer like its own, k = 2."""
+    layer = dataclasses.replace(target, num_layers=1, stacked=False, cache_dtype=None)
+    return FalconConfig(layer, block_size, **changes)
