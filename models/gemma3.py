@@ -79,8 +79,8 @@ class Gemma3(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array | Mixture | Stream, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(), earlier=None,
-        layers=None, layout=None, run_layers=L.run_layers,
+        self, tokens: Array | Mixture | Stream, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(),
+        earlier=None, layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
         full = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)

@@ -85,7 +85,7 @@ class Mixture(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A residual stream, where a model takes tokens: the first of the layers that run reads it in place of embeddings."""
+    """A residual stream, where a model takes tokens: what the first of the layers that run reads."""
 
     values: Array  # [B, T, D]
 

@@ -1,8 +1,8 @@
 """Falcon: one pass of a decoder layer says the next k features, not one.
 
-Falcon: Faster and Parallel Inference of Large Language Models through Enhanced Semi-Autoregressive Drafting and
-Custom-Designed Decoding Tree (AAAI 2025), arXiv 2412.12639. z_t = LSTM([E x_{t+1}; f_t]); in the layer a block of k
-rows sees all before it and all of itself; f^_{t+k} = layer(z)_t, and W_o applies to it as to EAGLE's.
+Gao, Xie, Xiang, Ji: Falcon: Faster and Parallel Inference of Large Language Models through Enhanced Semi-Autoregressive
+Drafting and Custom-Designed Decoding Tree (AAAI 2025), arXiv 2412.12639. z_t = LSTM([E x_{t+1}; f_t]); in the layer a
+block of k rows sees all before it and all of itself; f^_{t+k} = layer(z)_t, and W_o applies to it as to EAGLE's.
 
 With k = 2, a draft of a, b, c, d behind the root r at n-1:
 
@@ -114,8 +114,8 @@ def falcon_head(config: FalconConfig) -> Head:
     """
     if config.layer.num_layers != 1:
         raise UsageError(
-            f"a Falcon head has one decoder layer, not {config.layer.num_layers}: the keys of a second one would depend "
-            "on where the blocks of the text begin"
+            f"a Falcon head has one decoder layer, not {config.layer.num_layers}: the keys of a second one depend on "
+            "where the blocks of the text begin"
         )
     module_of, layer, k, width = bind(Falcon, config), config.layer, config.block_size, config.layer.width
 

@@ -123,9 +123,7 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
     )
 
 
-def of_target(
-    target: LlamaConfig, *, num_heads: int = 3, behind: int | None = None, **changes
-) -> HiddenTransferConfig:
+def of_target(target: LlamaConfig, *, num_heads: int = 3, behind: int | None = None, **changes) -> HiddenTransferConfig:
     """Transfers for a target: all behind one layer, by default three quarters of its way up."""
     layer = 3 * target.num_layers // 4 if behind is None else behind
     return HiddenTransferConfig(target.width, (layer,) * num_heads, **{"dtype": target.dtype} | changes)

@@ -49,6 +49,7 @@ OPTIONS = {
     "clover": {"num_tokens": 3},
     "redrafter": {"tree": trees.beam(2, 3)},
     "chimera": {"tree": trees.branching("2x1x1")},
+    "falcon": {"tree": trees.branching("2x1x1")},
     "kangaroo": {"num_tokens": 3, "stop": trees.stops.confidence(0.1)},
     "hierarchical": {"min_tokens": 3},
     "input_guided": {"num_tokens": 6},

@@ -66,6 +66,19 @@ def eagle(hd: int = 8) -> dict[str, np.ndarray]:
     })  # fmt: skip
 
 
+def falcon(hd: int = 8) -> dict[str, np.ndarray]:
+    """By the names of Falcon's authors: EAGLE's with an LSTM of PyTorch's in place of fc."""
+    rest = {name: value for name, value in eagle(hd).items() if not name.startswith("fc.")}
+    lstm = {
+        f"lstm.{what}_l{i}": shape
+        for i, reads in enumerate((2 * D, D))
+        for what, shape in {
+            "weight_ih": (4 * D, reads), "weight_hh": (4 * D, D), "bias_ih": (4 * D,), "bias_hh": (4 * D,)
+        }.items()
+    }  # fmt: skip
+    return rest | arrays_of(lstm, seed=1)
+
+
 def medusa(heads: int = 3, vocab: int = V) -> dict[str, np.ndarray]:
     """By vLLM's names."""
     return arrays_of({

@@ -1,7 +1,7 @@
 """Falcon: a decoder layer over blocks of k tokens continues the target's last features, one pass per k levels.
 
-Falcon: Faster and Parallel Inference of Large Language Models through Enhanced Semi-Autoregressive Drafting and
-Custom-Designed Decoding Tree (AAAI 2025), arXiv 2412.12639.
+Gao, Xie, Xiang, Ji: Falcon: Faster and Parallel Inference of Large Language Models through Enhanced Semi-Autoregressive
+Drafting and Custom-Designed Decoding Tree (AAAI 2025), arXiv 2412.12639.
 
 Rule: what follows a node of depth d is said of the tokens of the whole blocks above, k each from the root on; those
 of its own block do not count (`specjax.models.heads.falcon`). Any tree of tokens: where a path has filled a block, the

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from heads import layer_of, tiny_head
-from tiers import exhaustive
+from tiers import exhaustive, those
 from toy import markov, tiny_llama
 
 from specjax import UsageError, decode, drafters, make_drafter, trees
@@ -96,6 +96,7 @@ def differs(head, job, state, own=lambda draft: draft) -> float:
         ("eagle3", {}),
         ("hydra", {}),
         *(exhaustive(name, {}) for name in ("chimera", "clover", "kangaroo", "medusa", "p_eagle")),
+        *(exhaustive(name, {"tree": trees.branching("2x2x1")}) for name in ("falcon", "hidden_transfer")),
     ],
 )
 def test_a_head_remembers_the_text_as_if_it_had_read_it_at_once(name, options):
@@ -132,13 +133,14 @@ def of_rejected_nodes(drafter):
     return observe
 
 
+@pytest.mark.parametrize("name", those({"eagle"}, ["eagle", "falcon", "hidden_transfer"]))
 @pytest.mark.parametrize("mutant", [of_the_token_before, of_rejected_nodes])
-def test_features_of_other_tokens_are_caught(mutant, monkeypatch):
+def test_features_of_other_tokens_are_caught(mutant, name, monkeypatch):
     functions = learned._functions
     monkeypatch.setattr(
         learned, "_functions", functools.cache(lambda *a: (d := functions(*a)).replace(observe=mutant(d)))
     )
-    assert differs(*after_rounds("eagle", tree=trees.branching("2x2x1"))) > 1e-2
+    assert differs(*after_rounds(name, tree=trees.branching("2x2x1"))) > 1e-2
 
 
 def permutation(vocab=7, shift=3):

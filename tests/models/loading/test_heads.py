@@ -30,6 +30,7 @@ from specjax.models.heads.redrafter import ReDrafterConfig
 from specjax.models.loading.heads import (
     LoadedHead,
     dflash,
+    falcon,
     hydra,
     load_head,
     mlp_speculator,
@@ -105,14 +106,15 @@ def rotated(x, positions):
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def attended(x, w, prefix, hd):
-    """Causal attention of x [T, D']."""
+def attended(x, w, prefix, hd, whole=1):
+    """Attention of x [T, D'], causal but for the last `whole`, which see all."""
     project = lambda part: (x @ w[f"{prefix}.{part}_proj.weight"].T).reshape(len(x), -1, hd)
     positions = np.arange(len(x))
     q, k, v = rotated(project("q"), positions), rotated(project("k"), positions), project("v")
     k, v = (np.repeat(part, d.H // d.KV, 1) for part in (k, v))
     scores = np.einsum("qhc,khc->hqk", q, k) / np.sqrt(hd)
-    scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
+    sees = np.tril(np.ones(scores.shape[1:], bool)) | (positions >= len(x) - whole)[:, None]
+    scores = np.where(sees, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     return np.einsum("hqk,khc->qhc", weights, v).reshape(len(x), -1) @ w[f"{prefix}.o_proj.weight"].T
@@ -167,6 +169,20 @@ def eagle_oracle(arrays, hd):
     return drafted_twice(layers, STREAMS[d.L].astype(np.float64), embedding, lambda said: said @ head.T)
 
 
+def falcon_oracle(arrays, hd):
+    """Both tokens of the first block, which is the last two pairs. The authors call the LSTM without `batch_first`."""
+    import torch
+
+    w = {name: value.astype(np.float64) for name, value in arrays.items()}
+    lstm = torch.nn.LSTM(2 * d.D, d.D, num_layers=2, dtype=torch.float64)
+    lstm.load_state_dict({name[5:]: torch.from_numpy(x) for name, x in w.items() if name.startswith("lstm.")})
+    pairs = np.concatenate([w["embed_tokens.weight"][TOKENS], STREAMS[d.L].astype(np.float64)], -1)
+    x = lstm(torch.from_numpy(pairs)[None])[0][0].detach().numpy()
+    x = x + attended(x, w, "layers.0.self_attn", hd, 2)
+    x = x + fed(norm(x, w["layers.0.post_attention_layernorm.weight"]), w, "layers.0.mlp")
+    return x[-2:] @ params_of("head").T
+
+
 def medusa_oracle(arrays):
     w = {name: value.astype(np.float64) for name, value in arrays.items()}
     z = STREAMS[d.L, -1].astype(np.float64)
@@ -203,6 +219,30 @@ def test_eagle_is_one_head_in_every_dialect(tmp_path, hd=16):
         folder = d.write(tmp_path / f"{len(list(tmp_path.iterdir()))}", config, tensors, name)
         assert recognise(folder)[0] == "eagle"
         same(logits(load_head(folder, target())), expected)
+
+
+def test_falcon_by_its_authors(tmp_path, hd=16):
+    arrays = d.falcon(hd)
+    config = d.layers(hd) | {"architectures": ["LlamaForCausalLM"], "k_mask": 2, "bias": True}
+    folder = d.write(tmp_path / "authors", config, arrays, "pytorch_model.bin")
+    assert recognise(folder) == ("falcon", "authors")
+    found = read_head(folder, target())
+    assert found.flags == {"block_size": 2, "lstm_layers": 2, "carries": False, "bias": True, "embeds": True}
+    same(logits(found.head), falcon_oracle(arrays, hd))
+    (ours,) = falcon.variants(found.head, d.L).values()
+    save_head(tmp_path / "ours", ours)
+    again = load_head(tmp_path / "ours", target())
+    same_head(again, ours)
+    assert again.head.config.carries
+    for number, (changes, message) in enumerate(
+        (
+            ({"k_mask": None}, "lacks the field k_mask"),
+            ({"bias": False}, "has bias false, and .* has lstm.bias_ih_l0"),
+            ({"num_hidden_layers": 2}, "has num_hidden_layers 2, and the file has 1 layers of a head"),
+        )
+    ):
+        with pytest.raises(UsageError, match=message):
+            load_head(d.write(tmp_path / f"bad {number}", config | changes, arrays), target())
 
 
 def test_medusa_by_its_authors_and_by_vllm(tmp_path):
