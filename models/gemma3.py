@@ -93,10 +93,9 @@ class Gemma3(nnx.Module):
 
     def embedded(self, tokens: Array | Mixture | Stream, layout=None) -> Array:
         """What the first layer reads: [B, T, D]."""
-        is_stream = isinstance(tokens, Stream)
-        x = tokens.values if is_stream else self.embed(tokens)
+        x = tokens.values if isinstance(tokens, Stream) else self.embed(tokens)
         x = x if layout is None else layout.place(x, "data", None, None)
-        return x if is_stream else x * jnp.asarray(self.config.width**0.5, x.dtype)
+        return x if isinstance(tokens, Stream) else x * jnp.asarray(self.config.width**0.5, x.dtype)
 
     def predict(self, hidden: Array, layout=None) -> Array:
         """Logits of normed states [..., D]."""

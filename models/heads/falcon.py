@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ class Falcon(nnx.Module):
     def __init__(self, config: FalconConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
         self.embed = L.Embedding(config.vocab_size, c.width, dtype=c.dtype, rngs=rngs) if config.embeds else None
-        shapes = {"bias": config.bias, "dtype": c.dtype, "rngs": rngs}
+        shapes: dict[str, Any] = {"bias": config.bias, "dtype": c.dtype, "rngs": rngs}
         lstm = lambda: LSTM(2 * c.width, c.width, config.lstm_layers, carries=config.carries, **shapes)
         self.lstm = lstm() if config.lstm_layers else None
         self.fc = None if config.lstm_layers else L.Linear(2 * c.width, c.width, **shapes)
@@ -137,7 +137,7 @@ def falcon_head(config: FalconConfig) -> Head:
 
     def start(params, held: Memory, context: Context, places: int) -> tuple[Scratch, Array]:
         cache, (z, state) = held.cache, parts(held.last)
-        positions = cache.length[:, None] - k + jnp.arange(k)
+        positions = cache.length[:, None] - k + jnp.arange(k, dtype=jnp.int32)
         # They are in the cache, which all of them see; pairs that a short text lacks see themselves as well.
         mask = jnp.eye(k, dtype=bool) & (positions < 0)[:, :, None]
         said, _ = module_of(params).layers(z, step_of(context, layer, cache, positions, mask), cache)
@@ -162,7 +162,7 @@ def falcon_head(config: FalconConfig) -> Head:
         module, (batch, count), cache = module_of(params), drafted.tokens.shape, scratch.cache
         z, states = module.joined(nodes.said, nodes.tokens, nodes.state, context)
         # The pair of the root is the last in the cache, at length - 1; a node of depth d stands d behind it.
-        positions = cache.length[:, None, None] + drafted.depth[:, :, None] - k + jnp.arange(k)
+        positions = cache.length[:, None, None] + drafted.depth[:, :, None] - k + jnp.arange(k, dtype=jnp.int32)
         by_row = lambda x: jnp.repeat(x, k, axis=-1)
         seen = by_row(drafted.seen & scratch.nodes.ends[:, None])  # [B, F, places k]
         own = jnp.broadcast_to(by_row(jnp.eye(count, dtype=bool)), (batch, count, count * k))

@@ -100,10 +100,11 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
         target, (batch, size, _) = target_of(context), x.shape
         layer = jnp.arange(target.model.capabilities.num_layers)
         runs = jnp.broadcast_to((first <= layer) & (layer < last), (batch, len(layer)))
+        positions = context.length[:, None] - 1 + jnp.array(there, jnp.int32)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
         output, _ = target.model.forward(
-            target.params, Stream(x), context.cache, positions=context.length[:, None] - 1 + jnp.array(there),
-            mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)),
-            layers=Sublayers(runs, runs), taps=(last,),
+            target.params, Stream(x), context.cache, positions=positions, mask=mask, layers=Sublayers(runs, runs),
+            taps=(last,),
         )  # fmt: skip
         return output.taps[0]
 
