@@ -10,7 +10,7 @@ from tiers import those
 
 from specjax.models import Gemma3Config, LlamaConfig, init_params, make_model
 from specjax.models import layers as L
-from specjax.types import Sublayers
+from specjax.types import Stream, Sublayers
 
 SHAPE = {
     "vocab_size": 32,
@@ -29,11 +29,11 @@ ATTENTION = jnp.array([[True, False, True], [False, True, True]])
 MLP = jnp.array([[False, True, True], [True, True, False]])
 
 
-def forward(model, params, layers=None, taps=()):
+def forward(model, params, layers=None, taps=(), tokens=TOKENS):
     positions = jnp.broadcast_to(jnp.arange(4), (2, 4))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((4, 4), bool)), (2, 4, 4))
     cache = model.begin(params, None, 2, 8)
-    return model.forward(params, TOKENS, cache, positions=positions, mask=mask, layers=layers, taps=taps)
+    return model.forward(params, tokens, cache, positions=positions, mask=mask, layers=layers, taps=taps)
 
 
 def without(params, name, layer, stacked):
@@ -73,6 +73,22 @@ def test_a_skipped_sublayer_adds_nothing_per_row(config):
     _, pending = run(params, Sublayers(nobody, every))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves((pending.k, pending.v)))
     assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("config", those(CONFIGS[2:], CONFIGS), ids=["llama", "llama stacked", "gemma stacked"])
+def test_a_stream_goes_on_where_it_was_taken(config):
+    model, params = make_model(config), init_params(config, jax.random.key(0))
+
+    @jax.jit
+    def run(params):
+        whole, _ = forward(model, params, taps=(0, 1))
+        above = lambda first: Sublayers(*[jnp.broadcast_to(jnp.arange(3) >= first, (2, 3))] * 2)
+        parts = [forward(model, params, above(i), tokens=Stream(tap)) for i, tap in enumerate(whole.taps)]
+        return whole.logits, [output.logits for output, _ in parts]
+
+    whole, parts = run(params)
+    for logits in parts:
+        np.testing.assert_allclose(logits, whole, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=["unrolled", "stacked"])
