@@ -110,8 +110,10 @@ class Scratch(NamedTuple):
 def falcon_head(config: FalconConfig) -> Head:
     """The functions of a Falcon head. Memory: its layer's keys and values, z of the last k pairs, the LSTM's state.
 
-    Raises: UsageError for more layers than one.
+    Raises: UsageError for more layers than one, or blocks of no token.
     """
+    if config.block_size < 1:
+        raise UsageError(f"block_size must be at least 1, not {config.block_size}")
     if config.layer.num_layers != 1:
         raise UsageError(
             f"a Falcon head has one decoder layer, not {config.layer.num_layers}: the keys of a second one depend on "

@@ -137,6 +137,8 @@ def test_a_head_that_knows_the_target_is_always_right(knows_by):
     assert result.stats.target_passes.tolist() == [4, 4]
 
 
-def test_a_second_layer_is_refused():
+def test_a_second_layer_and_empty_blocks_are_refused():
+    with pytest.raises(UsageError, match="block_size must be at least 1, not 0"):
+        falcon_head(config_of(0))
     with pytest.raises(UsageError, match="a Falcon head has one decoder layer, not 2"):
         falcon_head(FalconConfig(layer_of(tiny_llama(), num_layers=2)))
