@@ -50,7 +50,7 @@ class FalconConfig:
     layer: LlamaConfig  # one; of the target's width
     block_size: int = 2  # k
     lstm_layers: int = 2  # 0: EAGLE's fc in their place
-    carries: bool = True  # the LSTM reads the text; else each pair for itself, as the authors' code does
+    carries: bool = False  # the LSTM reads the text; else each pair for itself, as the authors' code does
     bias: bool = True  # of the LSTM
     embeds: bool = False  # has an embedding of its own, in place of the target's
     vocab_size: int = 0  # of the target

@@ -72,7 +72,7 @@ def config_of(kind: str, target: Target):
     if kind == "chimera":
         return ChimeraConfig(layer_of(target), vocab, num_heads=3)
     if kind == "falcon":
-        return FalconConfig(layer_of(target))
+        return FalconConfig(layer_of(target), carries=True)
     if kind == "hidden_transfer":
         return HiddenTransferConfig(width, (1, layers, 1))
     if kind == "kangaroo":

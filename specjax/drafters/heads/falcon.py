@@ -8,10 +8,11 @@ of its own block do not count (`specjax.models.heads.falcon`). Any tree of token
 next is drafted for it, and the target verifies by ancestors as everywhere.
 Guarantee: distribution (a tree of likeliest tokens is a point mass; one that was drawn is verified with its q, the
 head's distribution below the blocks above).
-Deviations: the LSTM carries its state along the text. The authors' code runs it over the batch, which for one text is
-each pair for itself; their checkpoints are read so (`FalconConfig.carries`). Trees are any of tokens, not the authors'
-of whole blocks. The first block is always the last k pairs, and true features of accepted tokens are read at the start
-of the next draft. A text shorter than k + 1 tokens drafts in part from nothing.
+Deviations: the authors' code runs the LSTM over the batch, which for one text is each pair for itself; so it is here.
+Along the text it carries a state with `FalconConfig.carries`, for heads that were trained so: then it reads a prompt
+token by token, and its weights as often. Trees are any of tokens, not the authors' of whole blocks. The first block is
+always the last k pairs, and true features of accepted tokens are read at the start of the next draft. A text shorter
+than k + 1 tokens drafts in part from nothing.
 """
 
 from __future__ import annotations
