@@ -90,7 +90,9 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
         shardings=None if layout is None else layout.cache,
         config=whole,
         mesh=mesh,
-        capabilities=Capabilities(config.num_layers, taps=True, layer_skipping=True, groups=None, mixtures=True),
+        capabilities=Capabilities(
+            config.num_layers, taps=True, layer_skipping=True, groups=None, mixtures=True, vectors=True
+        ),
         **of_attention(config),
         **outside_of_layers(lambda params: nnx.merge(graphdef, nnx.State(params)), layout),
     )
