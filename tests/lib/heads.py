@@ -21,6 +21,7 @@ from specjax.models.heads.kinds import KINDS, init_head
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.heads.p_eagle import PEagleConfig
+from specjax.models.heads.ppd import PpdConfig
 from specjax.models.heads.redrafter import ReDrafterConfig
 from specjax.models.llama import LlamaConfig
 
@@ -69,6 +70,8 @@ def config_of(kind: str, target: Target):
         return CloverConfig(layer_of(target, num_heads=1, num_layers=2), (layers,), embeds=False)
     if kind == "chimera":
         return ChimeraConfig(layer_of(target), vocab, num_heads=3)
+    if kind == "ppd":
+        return PpdConfig(width, num_prompts=3, copies=2)
     if kind == "kangaroo":
         return KangarooConfig(layer_of(target), exit_layer=1)
     raise AssertionError(f"no tiny head of {kind}")
