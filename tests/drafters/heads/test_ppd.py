@@ -110,10 +110,9 @@ def test_guesses_that_are_always_right_save_the_passes_that_the_plan_says():
 def test_the_tree_is_that_of_the_costs():
     """Of a chip whose passes over dozens of tokens cost one, of a CPU, of a curve that was measured."""
     head = tiny_head("ppd", tiny_llama())
-    nodes = lambda **options: make_drafter("ppd", tiny_llama(), head, **options).num_nodes
-    assert nodes(platform="tpu") > 12 > nodes(platform="cpu")
-    curve = costs.curves.Curve((1, 8, 9, 64), (1.0, 1.0, 4.0, 4.5))
-    assert nodes(costs=curve, num_nodes=64) <= 6
+    widest = lambda **options: max(shape.size(2) for shape in ppd.plan_of(head.head, **options)[1])
+    assert widest(platform="tpu") > 40 > 16 >= widest(platform="cpu")
+    assert widest(costs=costs.curves.Curve((1, 8, 9, 64), (1.0, 1.0, 4.0, 4.5)), num_nodes=64) == 8
 
 
 @pytest.mark.parametrize(

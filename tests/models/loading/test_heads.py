@@ -656,7 +656,7 @@ def test_prompts_of_ppd(tmp_path):
         "aggregation_type": "mean", "num_exits": 1,
     }  # fmt: skip
 
-    def adapter(name: str, **changes):
+    def adapter(name: str, arrays=arrays, **changes):
         folder = d.write(tmp_path / name, said | changes, arrays, f"adapter_model.{name.partition('.')[2]}")
         return (folder / "config.json").rename(folder / "adapter_config.json").parent
 
@@ -681,8 +681,9 @@ def test_prompts_of_ppd(tmp_path):
     )):  # fmt: skip
         with pytest.raises(UsageError, match=words):
             load_head(adapter(f"{number}.safetensors", **changes), target())
-    with pytest.raises(UsageError, match=f"has prompts of width {d.D}, and the width of the target wider is 40"):
-        load_head(folder, target(width=40, name="wider"))
+    wider = adapter("wider.safetensors", d.arrays_of({"prompt_embeddings": (6, 40)}))
+    with pytest.raises(UsageError, match=f"has prompts of width 40, and the width of the target tiny is {d.D}"):
+        load_head(wider, target())
     with pytest.raises(UsageError, match="heads of ppd can be read, and not written"):
         save_head(tmp_path / "out", found.head)
 
