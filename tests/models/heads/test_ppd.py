@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from specjax.types import Context
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def said(target, head, t):
     """float32[m, V]: behind the first t + 1 tokens of TEXT."""
     hidden = prompted_features(target, head, jnp.asarray([TEXT]))[:, t]
@@ -25,28 +28,26 @@ def said(target, head, t):
 
 
 def test_a_prompt_sees_the_text_and_the_prompts_before_it_of_its_copy():
-    """By passes of its own for each: tokens in a row, the last of which are embeddings that the target has."""
-    target, config = tiny_llama(), PpdConfig(32, num_prompts=2, copies=2)
+    """As if each copy were a text of its own: tokens in a row, the last of which stand for the prompts."""
+    target, config, t = tiny_llama(layers=1), PpdConfig(32, num_prompts=2, copies=2), 4
     ids = np.array([[10, 11], [12, 13]])  # by distance and copy
-    rows = target.model.embed(target.params, jnp.asarray(ids.reshape(1, -1)))[0]
-    head = DraftHead(ppd_head(config), {"prompts": {"weight": rows}})
-    t = 4
+    rows = np.asarray(target.params["embed"]["weight"])[ids.ravel()]
+    texts = np.concatenate([np.tile(TEXT[: t + 1], (2, 1)), ids.T], 1)
 
     @jax.jit
-    def last(tokens):  # float32[V]: what follows the last of these
-        size = tokens.shape[1]
-        mask, cache = jnp.tril(jnp.ones((1, size, size), bool)), target.model.begin(target.params, None, 1, size)
-        at = jnp.arange(size)[None]
-        return target.model.forward(target.params, tokens, cache, positions=at, mask=mask)[0].logits[0, -1]
+    def plain(target, texts):
+        batch, size = texts.shape
+        mask, at = jnp.tril(jnp.ones((batch, size, size), bool)), jnp.tile(jnp.arange(size), (batch, 1))
+        cache = target.model.begin(target.params, None, batch, size)
+        return target.model.forward(target.params, texts, cache, positions=at, mask=mask)[0].logits
 
-    expected = [
-        np.mean([last(jnp.asarray([[*TEXT[: t + 1], *ids[: i + 1, copy]]])) for copy in range(2)], 0) for i in range(2)
-    ]
-    np.testing.assert_allclose(said(target, head, t), np.stack(expected), atol=1e-3)
+    head = DraftHead(ppd_head(config), {"prompts": {"weight": rows}})
+    np.testing.assert_allclose(said(target, head, t), plain(target, texts)[:, t + 1 :].mean(0), atol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_copies_that_are_equal_say_what_one_says():
-    target, one = tiny_llama(), init_head("ppd", PpdConfig(32, num_prompts=2), jax.random.key(0))
+    target, one = tiny_llama(layers=1), init_head("ppd", PpdConfig(32, num_prompts=2), jax.random.key(0))
     rows = jnp.repeat(one.params["prompts"]["weight"], 3, 0)
     several = DraftHead(ppd_head(PpdConfig(32, num_prompts=2, copies=3)), {"prompts": {"weight": rows}})
     np.testing.assert_allclose(said(target, several, 5), said(target, one, 5), atol=1e-4)
