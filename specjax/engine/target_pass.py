@@ -68,8 +68,8 @@ def pass_over(
     def over(widths: list[int], cache: PyTree) -> tuple[PyTree, Passed]:
         """By the narrowest of `widths` that holds the draft."""
         judge = functools.partial(judge_at, parts, state, tree, observe, prompt, cache)
-        room = max(width + _count(prompt, tree, width) for width in widths)
-        judged, pending = _narrowest(widths, needed, judge, functools.partial(parts.target.model.widen, slots=room))
+        slots = [width + _count(prompt, tree, width) for width in widths]
+        judged, pending = _narrowest(widths, slots, needed, judge, parts.target.model.widen)
         verdict, depth, seen, kept = judged
         emitted = emit(parts, state, tree, verdict)
         num_nodes = jnp.minimum(verdict.num_nodes, emitted.number)
@@ -90,17 +90,18 @@ def _count(prompt: PromptFn | None, tree: TokenTree, width: int) -> int:
     return 0 if prompt is None else jax.eval_shape(prompt, operations.cut(tree, width)).parents.shape[1]
 
 
-def _narrowest(widths: list[int], needed: Array, judge, widen) -> tuple[tuple, PyTree]:
+def _narrowest(widths: list[int], slots: list[int], needed: Array, judge, widen) -> tuple[tuple, PyTree]:
     """`judge(width)`, whose second result is pending, at the first of the rising `widths` that is not below `needed`
-    int32[], with room for what any of them leaves pending."""
+    int32[], with room for the most of `slots`, which say how much is pending of each."""
     if len(widths) == 1:
         return judge(widths[0])
 
-    def at(width: int):
+    def at(width: int, has: int):
         judged, pending = judge(width)
-        return judged, widen(pending) if width < widths[-1] else pending
+        return judged, widen(pending, max(slots)) if has < max(slots) else pending
 
-    return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), [functools.partial(at, width) for width in widths])
+    branches = [functools.partial(at, width, has) for width, has in zip(widths, slots, strict=True)]
+    return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), branches)
 
 
 def judge_at(
@@ -110,8 +111,9 @@ def judge_at(
     """A pass over the first `width` nodes: (verdict, depth, seen, kept) of `Passed`, and what is pending."""
     drafter, model, n = parts.drafter, parts.target.model, parts.drafter.num_nodes
     part = operations.cut(tree, width)
+    tokens: Array | Appended = part.tokens
     if prompt is None:
-        tokens, mask = part.tokens, operations.ancestor_mask(part.parents, part.valid, drafter.max_depth)
+        mask = operations.ancestor_mask(part.parents, part.valid, drafter.max_depth)
     else:
         tokens, mask = _with_prompts(part, prompt(part))
     depth = jnp.sum(mask, 2) - 1  # 0 of invalid nodes

@@ -70,7 +70,7 @@ def evaluate(shapes: Sequence[Shape], accuracy: Accuracy, costs: Sequence[float]
     count = len(shapes)
     accepted, moves = np.zeros(count), np.zeros((count, count))
     for state, shape in enumerate(shapes):
-        chance = {(): 1.0}
+        chance: dict[tuple[int, ...], float] = {(): 1.0}
         for path in sorted(shape.paths, key=len):
             chance[path] = chance[path[:-1]] * accuracy[len(path) - 1][path[-1]]
         last = dict(chance)
@@ -112,16 +112,16 @@ def dynamic_sparse(accuracy: Accuracy, costs: tuple[float, ...], copies: int = 1
         )
     cost = np.maximum.accumulate(np.asarray(costs, float))  # a wider pass is never cheaper, but for noise
     states = len(accuracy) + 1
-    rates, shapes = None, ()
+    best: tuple[Rates, tuple[Shape, ...]] | None = None
     rate, worth = 1 / cost[0], np.arange(states) / states  # to begin with: guesses are worth something
     for _ in range(100):
         better = tuple(_best(accuracy[:state], cost, rate, (1 - RESTART) * worth, copies) for state in range(states))
         found = evaluate(better, accuracy, [cost[shape.size(copies) - 1] for shape in better])
-        if rates is not None and found.rate <= rates.rate * (1 + 1e-12):
+        if best is not None and found.rate <= best[0].rate * (1 + 1e-12):
             break
-        rates, shapes = found, better
-        rate, worth = rates.rate, rates.worth
-    shapes = _reached(shapes)
+        best, rate, worth = (found, better), found.rate, found.worth
+    assert best is not None
+    shapes = _reached(best[1])
     return evaluate(shapes, accuracy, [cost[shape.size(copies) - 1] for shape in shapes]), shapes
 
 

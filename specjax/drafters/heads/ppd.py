@@ -47,7 +47,7 @@ class State(NamedTuple):
     """What the last pass said."""
 
     guesses: Array  # int32[B, m, R], the likeliest tokens at each distance, best first
-    count: Array  # int32[B], the distances for which there are any: the state of the row
+    known: Array  # int32[B], the distances for which there are any: the state of the row
 
 
 def ppd(
@@ -149,7 +149,8 @@ def _tables(shapes: tuple[Shape, ...]) -> _Tables:
 @functools.cache
 def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
     """The drafter, without its parameters."""
-    tables, c = _tables(shapes), head.config
+    tables, c, vectors_of = _tables(shapes), head.config, head.prompts
+    assert vectors_of is not None
     deepest, copies, n = len(shapes) - 1, c.copies, tables.parents.shape[1]
 
     def init(params, context: Context) -> State:
@@ -161,7 +162,7 @@ def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
 
     def of_state(table: np.ndarray, state: State) -> Array:
         """[B, ...]."""
-        return at(jnp.asarray(table), state.count)
+        return at(jnp.asarray(table), state.known)
 
     def propose(params, keys, state: State, context: Context, limit) -> tuple[TokenTree, State]:
         depth, rank = of_state(tables.depths, state), of_state(tables.ranks, state)
@@ -180,7 +181,7 @@ def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
         each = lambda x: jnp.repeat(x, copies, 1)  # [B, room copies]
         above = width + jnp.arange(room * copies) - copies
         parents = jnp.where(each(distance) == 0, jnp.clip(each(owner), 0, width - 1), above)
-        vectors = head.prompts(params)[distance]  # [B, room, copies, D]
+        vectors = vectors_of(params)[distance]  # [B, room, copies, D]
         return Prompts(vectors.reshape(*parents.shape, -1), parents, each(there))
 
     def observe(params, state: State, context: Context, tree: TokenTree, verdict: Verdict, output: Output) -> State:

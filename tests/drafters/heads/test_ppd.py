@@ -80,11 +80,11 @@ def test_guesses_are_those_of_the_last_accepted_token_as_if_the_text_were_read_a
         for row in np.flatnonzero(length - before > 1):  # a draft was accepted
             said = np.asarray(said_at_once(target, head, tokens[row], length[row]))
             best = np.sort(said, -1)[:, ::-1]
-            for who, known in enumerate(draft):
-                for distance in range(known.count[row]):
-                    guessed = said[distance, known.guesses[row, distance]]
+            for who, state_of in enumerate(draft):
+                for distance in range(state_of.known[row]):
+                    guessed = said[distance, state_of.guesses[row, distance]]
                     apart[who] = max(apart[who], np.abs(guessed - best[distance, : len(guessed)]).max())
-            states.add(draft[0].count[row].item())
+            states.add(draft[0].known[row].item())
     assert len(states) > 1, "the test shows nothing"
     assert apart[0] < 1e-3 and apart[1] > 1e-1 and apart[2] > 1e-1
 
