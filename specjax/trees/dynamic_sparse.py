@@ -117,12 +117,18 @@ def dynamic_sparse(accuracy: Accuracy, costs: tuple[float, ...], copies: int = 1
     for _ in range(100):
         better = tuple(_best(accuracy[:state], cost, rate, (1 - RESTART) * worth, copies) for state in range(states))
         found = evaluate(better, accuracy, [cost[shape.size(copies) - 1] for shape in better])
-        if best is not None and found.rate <= best[0].rate * (1 + 1e-12):
+        if best is not None and not _is_better(found, best[0]):
             break
         best, rate, worth = (found, better), found.rate, found.worth
     assert best is not None
     shapes = _reached(best[1])
     return evaluate(shapes, accuracy, [cost[shape.size(copies) - 1] for shape in shapes]), shapes
+
+
+def _is_better(one: Rates, other: Rates) -> bool:
+    """At the same rate a state may be worth more than it was: one that no round was in, and that others now lead to."""
+    more = one.worth - other.worth > 1e-9 * np.maximum(np.abs(other.worth), 1)
+    return one.rate > other.rate * (1 + 1e-12) or (one.rate > other.rate * (1 - 1e-12) and bool(more.any()))
 
 
 def _reached(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
