@@ -91,7 +91,13 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
         config=whole,
         mesh=mesh,
         capabilities=Capabilities(
-            config.num_layers, taps=True, layer_skipping=True, groups=None, mixtures=True, streams=True
+            config.num_layers,
+            taps=True,
+            layer_skipping=True,
+            groups=None,
+            mixtures=True,
+            streams=True,
+            vectors=True,
         ),
         **of_attention(config),
         **outside_of_layers(lambda params: nnx.merge(graphdef, nnx.State(params)), layout),

@@ -19,7 +19,7 @@ from specjax.models import cache as kv
 from specjax.models.layout import Layout
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.quantization import Quantized
-from specjax.types import Array, Mixture, PyTree, Sublayers
+from specjax.types import Appended, Array, Mixture, PyTree, Sublayers
 
 TILE_ROWS = 8
 
@@ -103,6 +103,14 @@ class Embedding(nnx.Module):
     def logits(self, x):
         """float32[..., V]."""
         return project(x, self.weight[...], jnp.float32)
+
+
+def with_vectors(embedded: Callable[[Array | Mixture], Array], tokens: Array | Mixture | Appended) -> Array:
+    """[B, T, D]: what the first layer reads, by what it reads of tokens."""
+    if not isinstance(tokens, Appended):
+        return embedded(tokens)
+    x = embedded(tokens.tokens)
+    return jnp.concatenate([x, tokens.vectors.astype(x.dtype)], 1)
 
 
 class RMSNorm(nnx.Module):

@@ -8,7 +8,7 @@ from flax import nnx
 
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.types import Array, Mixture, Output, Stream
+from specjax.types import Appended, Array, Mixture, Output, Stream
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,13 @@ class Llama(nnx.Module):
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Array | Mixture | Stream, cache: kv.KVCache, *, positions: Array, mask: Array, taps=(),
-        earlier=None, layers=None, layout=None, run_layers=L.run_layers,
+        self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,
+        taps=(), earlier=None, layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         c, step = self.config, L.make_step(positions, mask, cache, earlier, layout, layers)
         reach = L.Reach(L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling), c.window)
-        stream, pending = run_layers(self.layers, self.embedded(tokens, layout), step, cache, reach)
+        x = L.with_vectors(lambda tokens: self.embedded(tokens, layout), tokens)
+        stream, pending = run_layers(self.layers, x, step, cache, reach)
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 

@@ -9,7 +9,7 @@ import functools
 
 import jax.numpy as jnp
 
-from specjax.types import Array, Mixture, Model, Stream, Target
+from specjax.types import Appended, Array, Mixture, Model, Stream, Target
 
 
 def beside(model: Model, target: Target | None) -> Model:
@@ -31,6 +31,8 @@ def of_vocabulary(model: Model, size: int) -> Model:
     def known(tokens):
         if isinstance(tokens, Mixture):
             return tokens._replace(ids=known(tokens.ids))
+        if isinstance(tokens, Appended):
+            return tokens._replace(tokens=known(tokens.tokens))
         return tokens if isinstance(tokens, Stream) else jnp.minimum(tokens, model.vocab_size - 1)
 
     def fit(logits: Array) -> Array:

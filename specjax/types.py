@@ -90,6 +90,22 @@ class Stream(NamedTuple):
     values: Array  # [B, T, D]
 
 
+class Appended(NamedTuple):
+    """Tokens, and behind them vectors in place of embeddings, where a model takes tokens: W + P in all."""
+
+    tokens: Array  # int32[B, W]
+    vectors: Array  # [B, P, D], as `Model.embed` gives them
+
+
+class Prompts(NamedTuple):
+    """Vectors below the nodes of a tree that the target reads in the same pass. They are no nodes: no rule sees them,
+    nothing accepts them, and no node has one above it."""
+
+    vectors: Array  # [B, P, D]
+    parents: Array  # int32[B, P]: a node of the tree of W nodes, or W + i, an earlier one of these
+    valid: Array  # bool[B, P]; one that is not sees itself alone
+
+
 class Sublayers(NamedTuple):
     """Which sublayers of a model run, per row. The others leave the residual stream as it is.
 
@@ -110,6 +126,7 @@ class Capabilities(NamedTuple):
     trees: bool = True  # passes over trees; else over chains only
     mixtures: bool = False  # takes a `Mixture` for tokens
     streams: bool = False  # takes a `Stream` for tokens
+    vectors: bool = False  # takes `Appended` for tokens
     inputs: bool = False  # `begin` reads some; others are given None
 
 
@@ -251,11 +268,14 @@ class Drafter:
     rows that had ended the verdict accepts 0 nodes. Within a round the state may hold more than between two: `propose`
     may note in it what only its own `update` reads, unless the drafter follows any tree.
 
-    Two more, if it has use for them. `read(params, state, context, tokens[B, T], count[B], output) -> state` sees the
+    Three more, if it has use for them. `read(params, state, context, tokens[B, T], count[B], output) -> state` sees the
     target's outputs for the prompt, chunk by chunk: the first `count` of these T tokens are its next ones.
     `remember(params, state) -> params` says what a later call may start from: `DecodeResult.drafter` has it. In `serve`
     each row ends at a time of its own, so the state holds what the rows themselves learnt; what the parameters say is
     read beside it, and `remember` adds the one to the other. Then no row undoes what another one added meanwhile.
+    `prompts(params, state, context, tree) -> Prompts` puts vectors below nodes of the tree into the target's pass. The
+    tree is cut as for `observe`, and P may depend on its width; `observe` finds what the target says of them behind
+    the nodes of the tree in `output`.
 
     `axes(state)` has the place of B in the shape of each array of the state, `buffers.SHARED` for one that all rows
     share. Default: 0 for all.
@@ -277,6 +297,7 @@ class Drafter:
     follows_any_tree: bool = field(metadata=STATIC, default=False)  # `observe` may get trees drafted by others
     read: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
     remember: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
+    prompts: Callable[..., Prompts] | None = field(metadata=STATIC, default=None)
     axes: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=buffers.rows_first)
     taps: tuple[int, ...] = field(metadata=STATIC, default=())  # the target's streams that it reads
     params: PyTree = ()

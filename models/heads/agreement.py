@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.heads.contract import DraftHead, Head, Pairs
-from specjax.types import Array, Context, Output, Said, Target
+from specjax.types import Appended, Array, Context, Output, Said, Target
 
 
 class Text(NamedTuple):
@@ -40,7 +40,9 @@ def read_text(target: Target, tokens: Sequence[int], heads: Sequence[DraftHead])
 
 def agreement(target: Target, head: DraftHead, text: Text) -> float:
     """The share of the places of a text where the likeliest draft is the likeliest token."""
-    return float(_agreement(target, head, text.tokens, text.best, text.features(head.head)))
+    prompted = head.head.prompts is not None
+    features = prompted_features(target, head, text.tokens) if prompted else text.features(head.head)
+    return float(_agreement(target, head, text.tokens, text.best, features))
 
 
 @functools.partial(jax.jit, static_argnames="taps")
@@ -51,6 +53,24 @@ def _pass(target: Target, tokens: Array, taps: tuple[int, ...]) -> tuple[Array, 
     tapped = {"taps": taps} if taps else {}
     output, _ = model.forward(target.params, tokens, cache, positions=positions, mask=mask, **tapped)
     return jnp.argmax(output.logits[0], -1), output.hidden, output.taps
+
+
+@jax.jit
+def prompted_features(target: Target, head: DraftHead, tokens: Array) -> Array:
+    """[1, T, F]: what one pass of the target says of the head's prompts below each token of a text int32[1, T]."""
+    assert head.head.prompts is not None
+    model, size, vectors = target.model, tokens.shape[1], head.head.prompts(head.params)  # [depths, copies, D]
+    depths, copies, width = vectors.shape
+    place, depth, copy = jnp.indices((size, depths, copies)).reshape(3, -1)  # of each prompt
+    text = jnp.arange(size)
+    among = (place[:, None] == place) & (copy[:, None] == copy) & (depth[:, None] >= depth)
+    of_text, of_prompts = jnp.pad(text[:, None] >= text, ((0, 0), (0, len(place)))), place[:, None] >= text
+    mask = jnp.concatenate([of_text, jnp.concatenate([of_prompts, among], 1)])
+    positions = jnp.concatenate([text, place + 1 + depth])
+    rows = Appended(tokens, jnp.tile(vectors.reshape(-1, width), (size, 1))[None])
+    cache = model.begin(target.params, None, 1, size)
+    output, _ = model.forward(target.params, rows, cache, positions=positions[None], mask=mask[None])
+    return output.hidden[:, size:].reshape(1, size, -1)
 
 
 @jax.jit

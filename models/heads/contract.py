@@ -62,6 +62,10 @@ class Head(NamedTuple):
     `follow(params, scratch, drafted, context) -> (scratch, logits float32[B, F, V])`: what follows each drafted node.
     Logits are -inf of tokens that the head cannot draft.
 
+    `prompts(params) -> [depths, copies, D]`, of a head that has no pass of its own: vectors that the target reads below
+    a token, each below that of its copy at the depth before. What the target's `Output.hidden` is of them, joined, are
+    the features of that token.
+
     `axes(memory)` has the place of B in the shape of each array, as `Drafter.axes`.
     """
 
@@ -73,6 +77,7 @@ class Head(NamedTuple):
     config: Any
     taps: tuple[int, ...] = ()  # streams of the target that are its features, joined; none: `Output.hidden`
     deepest: int | None = None  # how many tokens it can draft after one another; None: any number
+    prompts: Callable[[PyTree], Array] | None = None
     at_once: bool = False  # `start` computes what it says of all depths, and `follow` hardly anything
     levels: int = 1  # of a tree, of which one pass of its layers says the tokens
     axes: Callable[[PyTree], PyTree] = buffers.rows_first

@@ -18,6 +18,7 @@ from specjax.models.heads import (
     medusa,
     mlp_speculator,
     p_eagle,
+    ppd,
     redrafter,
 )
 from specjax.models.heads.blocks import abstract_params, init_params
@@ -54,6 +55,7 @@ KINDS: dict[str, Kind] = {
     "kangaroo": Kind(kangaroo.Kangaroo, kangaroo.kangaroo_head, kangaroo.of_target, ("exit_layer",)),
     "medusa": Kind(medusa.Medusa, medusa.medusa_head, medusa.of_target, ("num_heads",)),
     "p_eagle": Kind(p_eagle.PEagle, p_eagle.p_eagle_head, p_eagle.of_target, ("num_layers", "draft_vocab_size")),
+    "ppd": Kind(ppd.Ppd, ppd.ppd_head, ppd.of_target, ("num_prompts", "copies")),
     "mlp_speculator": Kind(
         mlp_speculator.MlpSpeculator, mlp_speculator.mlp_speculator_head, mlp_speculator.of_target, ("num_heads",)
     ),

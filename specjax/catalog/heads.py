@@ -7,7 +7,7 @@ from collections.abc import Callable
 from specjax import drafters
 from specjax.catalog.drafters import KEEP_LOGITS, STOP, TREE, num_tokens
 from specjax.catalog.method import Method
-from specjax.catalog.options import Option
+from specjax.catalog.options import Option, chances
 from specjax.models.heads.contract import DraftHead
 from specjax.types import Drafter, Target
 
@@ -164,6 +164,20 @@ HEADS: dict[str, Method] = {
             "arXiv 2602.01469 (2026)",
             AS_MANY,
             *EACH,
+        ),
+        Method(
+            "ppd",
+            "drafter",
+            _of_head(drafters.ppd),
+            "distribution",
+            "the verify pass reads trained prompts below its nodes, and what it says of them is the next draft",
+            "Chen et al. 2024, arXiv 2405.18628",
+            frozenset({"head"}),
+            frozenset({"costs"}),
+            options=(
+                Option("num_nodes", int, None, "tokens of a pass, prompts included; default: 16 on CPU, else 64"),
+                Option("accuracy", chances, None, "by distance and rank, how often a guess is right; default: assumed"),
+            ),
         ),
         _row(
             "mlp_speculator",

@@ -63,13 +63,18 @@ def two_numbers(text: str) -> tuple[int, int]:
     return first, second
 
 
+def chances(text: str) -> tuple[tuple[float, ...], ...]:
+    """Rows of numbers, as A,B,.../C,D,... Raises: ValueError."""
+    return tuple(tuple(float(part) for part in row.split(",")) for row in text.split("/"))
+
+
 _FORMS: dict[Any, str] = {
-    int: "N", float: "X", yes_or_no: "yes|no", numbers: "N,N,...", two_numbers: "N,N", tree: "TREE",
-    parse_paths: "SHAPE", stops.parse: "STOP",
+    int: "N", float: "X", yes_or_no: "yes|no", numbers: "N,N,...", two_numbers: "N,N", chances: "X,X,.../X,...",
+    tree: "TREE", parse_paths: "SHAPE", stops.parse: "STOP",
 }  # fmt: skip
 _WORDS: dict[Any, str] = {
     int: "a whole number", float: "a number", yes_or_no: "yes or no", numbers: "whole numbers joined by commas",
-    two_numbers: "two whole numbers joined by a comma",
+    two_numbers: "two whole numbers joined by a comma", chances: "rows of numbers such as .6,.2/.4,.1",
 }  # fmt: skip
 
 

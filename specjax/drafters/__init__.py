@@ -18,6 +18,7 @@ from specjax.drafters.heads.kangaroo import kangaroo
 from specjax.drafters.heads.medusa import medusa
 from specjax.drafters.heads.mlp_speculator import mlp_speculator
 from specjax.drafters.heads.p_eagle import p_eagle
+from specjax.drafters.heads.ppd import ppd
 from specjax.drafters.heads.redrafter import redrafter
 from specjax.drafters.layers.dynamic_exit import dynamic_exit
 from specjax.drafters.layers.early_exit import early_exit
@@ -68,6 +69,7 @@ __all__ = [
     "mlp_speculator",
     "nar_block",
     "p_eagle",
+    "ppd",
     "prompt_lookup",
     "rapid",
     "rasd",

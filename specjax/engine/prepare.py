@@ -141,10 +141,15 @@ def check_pair(target: Target, drafter: Drafter) -> None:
     if drafter.draws not in get_args(Draws):
         raise UsageError(f"the drafter's draws must be one of {', '.join(get_args(Draws))}, not {drafter.draws!r}")
     able, name = target.model.capabilities, target.model.name
-    if not (drafter.drafts_chains or able.trees):
+    if not ((drafter.drafts_chains and drafter.prompts is None) or able.trees):
         raise UsageError(
             f"the model {name} takes chains only, and this drafter may draft trees; choose one of chains, such as "
             "prompt_lookup, or say chains=True of your own"
+        )
+    if drafter.prompts is not None and not able.vectors:
+        raise UsageError(
+            f"the drafter's prompts are vectors, and the model {name} reads tokens only; choose a drafter without, "
+            "such as token_recycling, or say vectors=True of a model that takes `specjax.types.Appended`"
         )
     if drafter.taps and not able.taps:
         raise UsageError(f"the drafter reads the target's layers {drafter.taps}, which the model {name} does not show")

@@ -113,7 +113,8 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     context = Context(state.tokens, state.length, parts.sampling, noise, state.cache, parts.target, left=left)
     tree, draft, violations = _draft(parts, state, context)
     observe = functools.partial(drafter.observe, drafter.params, draft, context)
-    cache, passed = pass_over(parts, state, tree, observe)
+    prompt = drafter.prompts and functools.partial(drafter.prompts, drafter.params, draft, context)
+    cache, passed = pass_over(parts, state, tree, observe, prompt)
     draft = drafter.update(drafter.params, draft, passed.seen, passed.verdict)
     forms.check_same(f"the drafter's update ({forms.name_of(drafter.update)})", state.draft, draft)
     verdict, kept, (emitted, count, is_eos) = passed.verdict, passed.kept, passed.emitted

@@ -16,10 +16,11 @@ from specjax.engine.parts import Parts
 from specjax.indexing import take_along
 from specjax.sampling import is_greedy, node_keys, warp
 from specjax.trees import operations
-from specjax.types import Array, DecodeState, Output, PyTree, Scored, TokenTree, Verdict
+from specjax.types import Appended, Array, DecodeState, Output, Prompts, PyTree, Scored, TokenTree, Verdict
 from specjax.verifiers import greedy
 
 ObserveFn = Callable[[TokenTree, Verdict, Output], PyTree]
+PromptFn = Callable[[TokenTree], Prompts]
 
 
 class Emitted(NamedTuple):
@@ -49,8 +50,11 @@ class Passed(NamedTuple):
     kept: Kept
 
 
-def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, observe: ObserveFn) -> tuple[PyTree, Passed]:
-    """The cache with what was accepted of `tree`, and the outcome; `observe` gives the drafter's view of it.
+def pass_over(
+    parts: Parts, state: DecodeState, tree: TokenTree, observe: ObserveFn, prompt: PromptFn | None = None
+) -> tuple[PyTree, Passed]:
+    """The cache with what was accepted of `tree`, and the outcome; `observe` gives the drafter's view of it, `prompt`
+    the vectors that the pass reads below the nodes of its part of the tree.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`: an empty
     draft costs one plain step. Which width ran changes rounding, never the distribution.
@@ -63,9 +67,9 @@ def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observ
 
     def over(widths: list[int], cache: PyTree) -> tuple[PyTree, Passed]:
         """By the narrowest of `widths` that holds the draft."""
-        judged, pending = _narrowest(
-            widths, needed, functools.partial(judge_at, parts, state, tree, observe, cache), parts.target.model.widen
-        )
+        judge = functools.partial(judge_at, parts, state, tree, observe, prompt, cache)
+        slots = [width + _count(prompt, tree, width) for width in widths]
+        judged, pending = _narrowest(widths, slots, needed, judge, parts.target.model.widen)
         verdict, depth, seen, kept = judged
         emitted = emit(parts, state, tree, verdict)
         num_nodes = jnp.minimum(verdict.num_nodes, emitted.number)
@@ -81,34 +85,49 @@ def pass_over(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observ
     return narrow_or_wide(needed == 1, plain, wider, state.cache)
 
 
-def _narrowest(widths: list[int], needed: Array, judge, widen) -> tuple[tuple, PyTree]:
+def _count(prompt: PromptFn | None, tree: TokenTree, width: int) -> int:
+    """Vectors that a pass over `width` nodes reads besides them."""
+    return 0 if prompt is None else jax.eval_shape(prompt, operations.cut(tree, width)).parents.shape[1]
+
+
+def _narrowest(widths: list[int], slots: list[int], needed: Array, judge, widen) -> tuple[tuple, PyTree]:
     """`judge(width)`, whose second result is pending, at the first of the rising `widths` that is not below `needed`
-    int32[], with room for the last of them."""
+    int32[], with room for the most of `slots`, which say how much is pending of each."""
     if len(widths) == 1:
         return judge(widths[0])
 
-    def at(width: int):
+    def at(width: int, has: int):
         judged, pending = judge(width)
-        return judged, widen(pending, widths[-1]) if width < widths[-1] else pending
+        return judged, widen(pending, max(slots)) if has < max(slots) else pending
 
-    return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), [functools.partial(at, width) for width in widths])
+    branches = [functools.partial(at, width, has) for width, has in zip(widths, slots, strict=True)]
+    return jax.lax.switch(jnp.sum(needed > jnp.array(widths)), branches)
 
 
-def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, observe: ObserveFn, cache: PyTree, width: int):
+def judge_at(
+    parts: Parts, state: DecodeState, tree: TokenTree, observe: ObserveFn, prompt: PromptFn | None, cache: PyTree,
+    width: int,
+):  # fmt: skip
     """A pass over the first `width` nodes: (verdict, depth, seen, kept) of `Passed`, and what is pending."""
     drafter, model, n = parts.drafter, parts.target.model, parts.drafter.num_nodes
     part = operations.cut(tree, width)
-    mask = operations.ancestor_mask(part.parents, part.valid, drafter.max_depth)
+    tokens: Array | Appended = part.tokens
+    if prompt is None:
+        mask = operations.ancestor_mask(part.parents, part.valid, drafter.max_depth)
+    else:
+        tokens, mask = _with_prompts(part, prompt(part))
     depth = jnp.sum(mask, 2) - 1  # 0 of invalid nodes
     positions = state.length[:, None] - 1 + depth
     taps = {"taps": drafter.taps} if drafter.taps else {}
-    output, pending = model.forward(parts.target.params, part.tokens, cache, positions=positions, mask=mask, **taps)
-    forms.check_output(model, output, *part.tokens.shape)
+    whole, pending = model.forward(parts.target.params, tokens, cache, positions=positions, mask=mask, **taps)
+    forms.check_output(model, whole, *depth.shape)
+    output = whole if prompt is None else jax.tree.map(lambda x: x[:, :width], whole)
+    depth = depth[:, :width]
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
     verdict, logits = _judged(parts, state, keys, part, output)
     forms.check_verdict(parts.verifier, verdict, *part.tokens.shape)
     verdict = _of_running(verdict, state.done)
-    seen = observe(part, verdict, output)
+    seen = observe(part, verdict, whole)
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     kept = Kept(
         logits=buffers.widen(take_along(logits, along_path, 1), n) if parts.keep.logits else None,
@@ -118,6 +137,13 @@ def judge_at(parts: Parts, state: DecodeState, tree: TokenTree, observe: Observe
     )
     verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
     return (verdict, jnp.max(depth, 1), seen, kept), pending
+
+
+def _with_prompts(tree: TokenTree, prompts: Prompts) -> tuple[Appended, Array]:
+    """What a pass over a tree and the vectors below it reads, and what each of these sees: bool[B, W + P, W + P]."""
+    below = lambda x, more: jnp.concatenate([x, more], 1)
+    mask = operations.ancestor_mask(below(tree.parents, prompts.parents), below(tree.valid, prompts.valid))
+    return Appended(tree.tokens, prompts.vectors), mask
 
 
 def _judged(parts: Parts, state: DecodeState, keys: Array, tree: TokenTree, output: Output) -> tuple[Verdict, Array]:

@@ -215,7 +215,7 @@ def _model(config: Any, mesh: Mesh) -> Model:
         shardings=functools.partial(cache_shardings, config, mesh),
         config=config,
         mesh=mesh,
-        capabilities=Capabilities(config.num_layers, taps=True, groups=(parts.group,), mixtures=True),
+        capabilities=Capabilities(config.num_layers, taps=True, groups=(parts.group,), mixtures=True, vectors=True),
         **of_attention(config),
         **outside_of_layers(module_of, layout),
     )

@@ -11,20 +11,29 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.catalog import find_drafter, make_drafter
 from specjax.costs.tokens import expected_tokens, rank_acceptance
+from specjax.drafters.heads.ppd import plan_of
 from specjax.drafters.tables.token_recycling import best_paths
 from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
 from specjax.models import abstract_params, make_model
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
+from specjax.models.heads.ppd import ppd_head
 from specjax.planning.workload import Workload
 from specjax.trees.best_shapes import Paths
+from specjax.trees.dynamic_sparse import evaluate
 from specjax.trees.operations import chain
 from specjax.types import Array, Drafter, PyTree, Target, TokenTree
 
 
 def drafter_of(work: Workload, target: Target, draft: Target | DraftHead | None) -> Drafter:
     """The drafter of the workload's method; the parameters of both models may be shapes."""
+    takes_draft = find_drafter(work.method).needs & {"draft", "head"}
+    return make_drafter(work.method, target, draft if takes_draft else None, **_options(work))
+
+
+def _options(work: Workload) -> dict[str, Any]:
+    """Of the workload's method, as its factory takes them."""
     method = find_drafter(work.method)
     options: dict[str, Any] = {"platform": "tpu"} if method.uses("costs") else {}
     written = dict(work.options)
@@ -37,7 +46,7 @@ def drafter_of(work: Workload, target: Target, draft: Target | DraftHead | None)
         if method.size is None:
             raise UsageError(f"--num-draft-tokens does not apply to method {work.method}; leave it out")
         options[method.size] = work.num_draft_tokens
-    return make_drafter(work.method, target, draft if method.needs & {"draft", "head"} else None, **options)
+    return options
 
 
 @functools.cache
@@ -61,7 +70,12 @@ def tokens_of(work: Workload) -> Callable[[float], float]:
 
     Exact for chains, branching specs, independent paths and static trees. Trees that grow where the drafter is sure
     count as the best static tree of their size and depth (Sequoia's programme), which they beat or miss a little.
+    Trees with prompts: by the chance of each state, with the same rate at every distance.
     """
+    if work.method == "ppd":
+        shapes = plan_of(ppd_head(work.head), **_options(work))[1]
+        every = lambda rate: (rank_acceptance(rate),) * (len(shapes) - 1)
+        return lambda rate: evaluate(shapes, every(rate), [1.0] * len(shapes)).rate
     shape = drafter_shape(work)
     return _tokens_of_shape(work, shape.num_nodes, shape.max_depth)
 

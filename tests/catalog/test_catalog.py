@@ -18,6 +18,7 @@ IN_PYTHON = {
     "auto": {"dtype", "platform"},  # known from the target, and to the planner
     "choice": {"dtype", "platform", "bandit"},
     "nar_block": {"params"},
+    "ppd": {"platform"},
 }
 """Parameters that no option sets: what is not written in a word."""
 GIVEN = {

@@ -23,6 +23,7 @@ from specjax.models.heads.kinds import KINDS, init_head
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.heads.p_eagle import PEagleConfig
+from specjax.models.heads.ppd import PpdConfig
 from specjax.models.heads.redrafter import ReDrafterConfig
 from specjax.models.llama import LlamaConfig
 
@@ -75,6 +76,8 @@ def config_of(kind: str, target: Target):
         return FalconConfig(layer_of(target), carries=True)
     if kind == "hidden_transfer":
         return HiddenTransferConfig(width, (1, layers, 1))
+    if kind == "ppd":
+        return PpdConfig(width, num_prompts=3, copies=2)
     if kind == "kangaroo":
         return KangarooConfig(layer_of(target), exit_layer=1)
     raise AssertionError(f"no tiny head of {kind}")

@@ -17,7 +17,18 @@ from specjax.models import LlamaConfig, init_params, make_model
 from specjax.retrieval.datastore import Datastore, from_documents
 from specjax.trees import operations
 from specjax.trees.templates import Template
-from specjax.types import Capabilities, Controller, Drafter, Mixture, Model, Output, Stream, Target, TokenTree
+from specjax.types import (
+    Appended,
+    Capabilities,
+    Controller,
+    Drafter,
+    Mixture,
+    Model,
+    Output,
+    Stream,
+    Target,
+    TokenTree,
+)
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 MARKOV = json.loads((DATA / "verification_joint_markov.json").read_text())
@@ -46,6 +57,8 @@ def markov_model(vocab: int) -> Model:
             return tokens.values
         if isinstance(tokens, Mixture):
             rows = jnp.sum(params[tokens.ids] * tokens.weights[..., None], 2)
+        elif isinstance(tokens, Appended):
+            rows = jnp.concatenate([params[tokens.tokens], jnp.maximum(tokens.vectors @ params, 1e-6)], 1)
         else:
             rows = params[tokens]
         return jnp.log(jnp.where(share < 1, share * rows + (1 - share) / vocab, rows))
@@ -67,7 +80,9 @@ def markov_model(vocab: int) -> Model:
         embed=lambda params, tokens: jax.nn.one_hot(tokens, vocab),
         unembed=lambda params, hidden: hidden,
         head=lambda params, stream: stream,
-        capabilities=Capabilities(num_layers=2, taps=True, layer_skipping=True, mixtures=True, streams=True),
+        capabilities=Capabilities(
+            num_layers=2, taps=True, layer_skipping=True, mixtures=True, streams=True, vectors=True
+        ),
     )
 
 

@@ -36,6 +36,16 @@ def test_trees_that_grow_count_as_the_best_of_their_size():
     assert 1 < recycling(0.3) < recycling(0.6)
 
 
+def test_trees_with_prompts_count_by_their_states():
+    """Not as one tree that every round has: a round without guesses gives one token."""
+    work = make_workload("llama3_8b", "v5e:2x4", head="ppd:num_prompts=1", num_draft_tokens=4)
+    # Below the root a prompt; then two candidates, of which the first has one (2 + 1 + 1 tokens).
+    tokens = drafting.tokens_of(work)
+    share = 1 / (2 - 0.6)  # of the rounds that have a guess: with 0.6 one that had some has one again
+    assert tokens(0.6) == pytest.approx(1 + share * (0.6 + 0.24))
+    assert tokens(0.8) > tokens(0.6)
+
+
 def test_auto_is_planned_with_the_widths_of_the_chip():
     """Not with those of the machine that plans."""
     shape = drafting.drafter_shape(make_workload("llama3_8b", "v5e:2x4", method="auto"))

@@ -167,6 +167,16 @@ def test_a_learned_head_by_its_kind_alone():
     assert not [found for found in step.findings if found["kind"] == "copy"]
 
 
+@pytest.mark.exhaustive
+def test_a_head_in_the_target_s_own_pass():
+    """Its guesses cost the choice of the likeliest tokens: no product with the target's head, no layer."""
+    options = {"head": "ppd", "num_draft_tokens": 16, "context": 256, "max_new_tokens": 32}
+    work = make_workload(dataclasses.replace(TINY, num_layers=6), "v5e:2x2", **options)
+    (step,) = compile_programs(work, cache=False, notify=lambda name: None, only=("step",))
+    assert step.compiles and step.kernel_calls == 6 + 1
+    assert not [found for found in step.findings if found["kind"] == "copy"]
+
+
 def assert_names_its_clocks(shown, found):
     """Both are columns of the table, and both are said to be good for something, in JSON too."""
     text = shown.file.getvalue()

@@ -22,7 +22,14 @@ from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading import hf
 from specjax.models.loading.assembly import Leaf, Stored, fill, insert, refuse
 from specjax.models.loading.heads import kinds, vocabulary
-from specjax.models.loading.heads.contents import Plan, check_family, read_contents, reader_of, trained_for
+from specjax.models.loading.heads.contents import (
+    Plan,
+    check_family,
+    config_file,
+    read_contents,
+    reader_of,
+    trained_for,
+)
 from specjax.models.loading.heads.writing import save_head, stored_name
 from specjax.reading import reading, shown
 from specjax.types import PyTree, Target
@@ -58,7 +65,7 @@ def load_head(source: str | Path, target: Target, *, token_map: str | Path | Non
       source: a hub id, or a folder with config.json and the weights, as safetensors or as PyTorch saved them (a pickle
         may hold tensors and nothing else). EAGLE-1, 2 and HASS by SafeAILab or speculators; EAGLE-3 and 3.1 by
         SafeAILab, speculators, SpecForge, DeepSpec, Model-Optimizer, NeMo Automodel and SpecJAX; Medusa by its authors
-        or vLLM.
+        or vLLM; PPD's adapter.
       token_map: FR-Spec's list of the ids to draft, for an EAGLE head that drafts all of them.
 
     Raises: UsageError, in one sentence, for everything that can be wrong with it or does not fit the target.
@@ -93,7 +100,7 @@ def recognise(source: str | Path) -> tuple[str, str] | None:
     if not path.is_dir() and (path.exists() or not _is_id(source)):
         return None
     path = resolve(source)
-    if not (path / "config.json").exists():
+    if not config_file(path).exists():
         return None
     with reading(path):
         contents = read_contents(path)

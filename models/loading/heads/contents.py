@@ -80,24 +80,33 @@ class Plan(NamedTuple):
 def read_contents(folder: Path) -> Contents:
     """Config and table of tensors of a folder. Raises: UsageError for one without, or with a tensor twice."""
     check_folder(folder)
-    config = hf.read_json(folder / "config.json")
+    where = config_file(folder)
+    config = hf.read_json(where)
     if config is None:
         raise UsageError(f"{folder} has no config.json, so what its weights are is unknown")
     if config.get("quantization_config"):
-        raise UsageError(f"{folder / 'config.json'} says the weights are quantised; use the original checkpoint")
+        raise UsageError(f"{where} says the weights are quantised; use the original checkpoint")
     tensors: dict[str, Tensor] = {}
     for file in _files(folder):
         for name, tensor in hf.read_tensors(file, integers=True).items():
             first = tensors.setdefault(name, tensor)
             if first is not tensor:
                 raise UsageError(f"{folder} has {shown(name)} twice, in {first.file.name} and {file.name}; remove one")
-    return Contents(folder, Fields(config, str(folder / "config.json")), tensors)
+    return Contents(folder, Fields(config, str(where)), tensors)
+
+
+def config_file(folder: Path) -> Path:
+    """Where a folder says what it holds: config.json, or that of an adapter of PEFT's."""
+    whole, adapter = folder / "config.json", folder / "adapter_config.json"
+    return adapter if adapter.exists() and not whole.exists() else whole
 
 
 def _files(folder: Path) -> list[Path]:
-    lone = sorted(folder.glob("*.pt"))
-    if lone and not any(folder.glob(f"*{hf.SAFETENSORS}")) and not (folder / hf.WHOLE_OF_TORCH).exists():
-        return lone
+    if any(folder.glob(f"*{hf.SAFETENSORS}")) or (folder / hf.WHOLE_OF_TORCH).exists():
+        return hf.weight_files(folder)
+    adapter, lone = folder / "adapter_model.bin", sorted(folder.glob("*.pt"))
+    if adapter.exists() or lone:
+        return [adapter] if adapter.exists() else lone
     return hf.weight_files(folder)
 
 

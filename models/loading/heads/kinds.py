@@ -14,12 +14,13 @@ from specjax.models.loading.heads import (
     medusa,
     mlp_speculator,
     p_eagle,
+    ppd,
     redrafter,
 )
 from specjax.models.loading.heads.contents import Contents
 from specjax.reading import shown
 
-FILES: tuple[ModuleType, ...] = (eagle3, p_eagle, dflash, eagle, falcon, medusa, hydra, mlp_speculator, redrafter)
+FILES: tuple[ModuleType, ...] = (eagle3, p_eagle, dflash, eagle, falcon, medusa, hydra, ppd, mlp_speculator, redrafter)
 
 
 def find(contents: Contents) -> tuple[ModuleType, str] | None:

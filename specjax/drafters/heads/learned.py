@@ -35,8 +35,11 @@ def learned(head: DraftHead, builder: Builder, longest: int | None = None) -> Dr
     longest: tokens that a round may accept, the root included, where trees are drafted together with others; default:
       one more than the builder's own are deep.
 
-    Raises: UsageError for a tree deeper than the head drafts.
+    Raises: UsageError for a tree deeper than the head drafts, or a head that drafts in the target's own pass.
     """
+    if head.head.prompts is not None:
+        kind = head.head.kind
+        raise UsageError(f"a head of {kind} drafts in the target's own pass, in trees of its own; choose method {kind}")
     deepest = head.head.deepest
     if deepest is not None and builder.max_depth > deepest:
         raise UsageError(f"the tree is {builder.max_depth} tokens deep, but the head drafts {deepest}; choose that")

@@ -26,6 +26,7 @@ from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, eagle3_head
 from specjax.models.heads.hydra import HydraConfig
 from specjax.models.heads.kinds import init_head
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
+from specjax.models.heads.ppd import PpdConfig
 from specjax.models.heads.redrafter import ReDrafterConfig
 from specjax.models.loading.heads import (
     LoadedHead,
@@ -34,6 +35,7 @@ from specjax.models.loading.heads import (
     hydra,
     load_head,
     mlp_speculator,
+    ppd,
     read_head,
     recognise,
     redrafter,
@@ -684,6 +686,46 @@ def test_recurrent_speculators(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
     with pytest.raises(UsageError, match="heads of redrafter can be read, and not written"):
         save_head(tmp_path / "out", found)
+
+
+def test_prompts_of_ppd(tmp_path):
+    arrays = d.arrays_of({"prompt_embeddings": (6, d.D)})
+    said = {
+        "peft_type": "PROMPT_TUNING", "base_model_name_or_path": "target", "num_virtual_tokens": 6,
+        "num_special_tokens": 3, "virtual_tokens_per_special_token": 2, "vt_attention_type": "ensemble",
+        "aggregation_type": "mean", "num_exits": 1,
+    }  # fmt: skip
+
+    def adapter(name: str, arrays=arrays, **changes):
+        folder = d.write(tmp_path / name, said | changes, arrays, f"adapter_model.{name.partition('.')[2]}")
+        return (folder / "config.json").rename(folder / "adapter_config.json").parent
+
+    for name in ("one.bin", "two.safetensors"):
+        folder = adapter(name)
+        assert recognise(folder) == ("ppd", "peft")
+        found = read_head(folder, target())
+        assert found.head.head.config == PpdConfig(d.D, 3, 2) and found.trained_for == "target"
+        prompts = found.head.head.prompts(found.head.params)
+        np.testing.assert_array_equal(prompts[2, 1], arrays["prompt_embeddings"][5])
+        np.testing.assert_array_equal(np.reshape(prompts, (6, d.D)), arrays["prompt_embeddings"])
+    ((reason, other),) = ppd.variants(found.head, d.L).items()
+    assert "one copy" in reason
+    np.testing.assert_array_equal(other.head.prompts(other.params)[2, 1], arrays["prompt_embeddings"][1 * 3 + 2])
+    for number, (changes, words) in enumerate((
+        ({"num_special_tokens": 2}, "has 6 prompts, and .* says 2 num_special_tokens of 2"),
+        ({"num_special_tokens": None}, "has no num_special_tokens: its prompts were not trained to draft"),
+        ({"vt_attention_type": "decoder"}, 'vt_attention_type "decoder", and for 2 copies ensemble is supported'),
+        ({"aggregation_type": "weighted"}, 'aggregation_type "weighted", and only mean'),
+        ({"num_exits": 3}, r"num_exits 3, and only the target's last layer is supported \(1\)"),
+        ({"use_custom_lm_head": True}, "sets use_custom_lm_head: a head of its own beside the prompts"),
+    )):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            load_head(adapter(f"{number}.safetensors", **changes), target())
+    wider = adapter("wider.safetensors", d.arrays_of({"prompt_embeddings": (6, 40)}))
+    with pytest.raises(UsageError, match=f"has prompts of width 40, and the width of the target tiny is {d.D}"):
+        load_head(wider, target())
+    with pytest.raises(UsageError, match="heads of ppd can be read, and not written"):
+        save_head(tmp_path / "out", found.head)
 
 
 def test_fspad(tmp_path):

@@ -1,0 +1,136 @@
+"""Prompts in the verify pass: whose guesses the next round has, how many, and how many passes they save."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from heads import tiny_head
+from toy import markov, tiny_llama
+
+from specjax import UsageError, costs, decode, make_drafter
+from specjax.drafters.heads import ppd
+from specjax.engine import run as engine
+from specjax.engine.prepare import Settings, prepare
+from specjax.models.heads.agreement import prompted_features
+from specjax.types import Context
+
+ACCURACY = ((0.5, 0.2), (0.4, 0.2), (0.3, 0.1))
+OPTIONS = {"num_nodes": 16, "accuracy": ACCURACY, "costs": (1.0,) * 16}
+TEXTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
+SIZE = 60
+
+
+def of_the_token_before(drafter):
+    """A mutant: reads what was said below the node above the last accepted one."""
+    return lambda params, state, context, tree, verdict, output: drafter.observe(
+        params, state, context, tree, verdict._replace(num_nodes=jnp.maximum(verdict.num_nodes - 1, 1)), output
+    )
+
+
+def of_rejected_nodes(drafter):
+    """A mutant: takes the first nodes of the tree for the accepted ones."""
+    first = lambda path: jnp.where(path >= 0, jnp.arange(path.shape[1]), -1)
+    return lambda params, state, context, tree, verdict, output: drafter.observe(
+        params, state, context, tree, verdict._replace(path=first(verdict.path)), output
+    )
+
+
+@functools.cache
+def beside_mutants(drafter):
+    """The drafter, with what it and both mutants know after a round: a tuple of states, of which the first acts."""
+    observers = drafter.observe, of_the_token_before(drafter), of_rejected_nodes(drafter)
+    of_first = lambda function: lambda params, state, *rest: function(params, state[0], *rest)
+
+    def propose(params, keys, state, *rest):
+        tree, first = drafter.propose(params, keys, state[0], *rest)
+        return tree, (first, *state[1:])
+
+    return drafter.replace(
+        init=lambda *arguments: (drafter.init(*arguments),) * 3,
+        propose=propose,
+        prompts=of_first(drafter.prompts),
+        observe=lambda params, state, *rest: tuple(observe(params, state[0], *rest) for observe in observers),
+    )
+
+
+@jax.jit
+def said_at_once(target, head, tokens, length):
+    """float32[m, V]: what one pass over the whole text says of the prompts below the token before the root."""
+    hidden = prompted_features(target, head, tokens[None, :SIZE])[:, length - 2]
+    context = Context(tokens[None], length[None], target=target)
+    return head.head.start(head.params, hidden, context, 2)[0].logits[0]
+
+
+def test_guesses_are_those_of_the_last_accepted_token_as_if_the_text_were_read_at_once():
+    """Text cannot show it: so both mutants are asked the same, and found out."""
+    target = tiny_llama(layers=1)
+    head = tiny_head("ppd", target)
+    drafter = make_drafter("ppd", target, head, num_nodes=12, accuracy=ACCURACY, costs=(1.0,) * 12)
+    tested = beside_mutants(drafter.replace(params=())).replace(params=drafter.params)
+    job = prepare(target, tested, TEXTS, Settings(), key=jax.random.key(1), max_new_tokens=28)
+    state, apart, states = engine.start(job), np.zeros(3), set()
+    for _ in range(14):
+        before = np.asarray(state.length)
+        state, _, _ = engine.step(job.parts, state)
+        tokens, length, draft = jax.tree.map(np.asarray, (state.tokens, state.length, state.draft))
+        for row in np.flatnonzero(length - before > 1):  # a draft was accepted
+            said = np.asarray(said_at_once(target, head, tokens[row], length[row]))
+            best = np.sort(said, -1)[:, ::-1]
+            for who, state_of in enumerate(draft):
+                for distance in range(state_of.known[row]):
+                    guessed = said[distance, state_of.guesses[row, distance]]
+                    apart[who] = max(apart[who], np.abs(guessed - best[distance, : len(guessed)]).max())
+            states.add(draft[0].known[row].item())
+    assert len(states) > 1, "the test shows nothing"
+    assert apart[0] < 1e-3 and apart[1] > 1e-1 and apart[2] > 1e-1
+
+
+def test_guesses_that_are_always_right_save_the_passes_that_the_plan_says():
+    """A target that says one token whatever it reads: so of every vector, too."""
+    rows = np.full((4, 4), 1e-6, np.float32)
+    rows[:, 2] = 1.0
+    target = markov(rows)
+    head = tiny_head("ppd", target)
+    head = head.replace(params=jax.tree.map(jnp.abs, head.params))  # the toy mixes its rows by these
+    drafter = make_drafter("ppd", target, head, **OPTIONS)
+    _, shapes = ppd.plan_of(head.head, **OPTIONS)
+    passes, length, state = 0, 0, 0
+    while length < 20:
+        prompts = dict(zip(((), *shapes[state].paths), shapes[state].prompts, strict=True))
+        path = max((path for path in prompts if not any(path)), key=len)
+        passes, length, state = passes + 1, length + len(path) + 1, prompts[path]
+    result = decode(target, drafter, [[0], [1, 3]], key=0, max_new_tokens=20)
+    assert result.to_lists() == [[2] * 20] * 2
+    assert result.stats.target_passes.tolist() == [passes] * 2 and passes < 12
+
+
+def test_the_tree_is_that_of_the_costs():
+    """Of a chip whose passes over dozens of tokens cost one, of a CPU, of a curve that was measured."""
+    head = tiny_head("ppd", tiny_llama())
+    widest = lambda **options: max(shape.size(2) for shape in ppd.plan_of(head.head, **options)[1])
+    assert widest(platform="tpu") > 40 > 16 >= widest(platform="cpu")
+    assert widest(costs=costs.curves.Curve((1, 8, 9, 64), (1.0, 1.0, 4.0, 4.5)), num_nodes=64) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_nodes": 3}, r"num_nodes must be at least 4 \(root, candidate, a prompt of 2\), not 3"),
+        ({"accuracy": ((0.5,),) * 4}, "accuracy is of 4 distances, but the head has prompts for 3"),
+        ({"num_nodes": 8, "costs": (1.0,) * 7}, r"one positive number per token of a pass \(8\)"),
+        ({"accuracy": ((0.9, 0.3),)}, "sum to at most 1"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        make_drafter("ppd", tiny_llama(), tiny_head("ppd", tiny_llama()), **options)
+
+
+def test_no_other_method_grows_a_tree_with_prompts():
+    head = tiny_head("ppd", tiny_llama())
+    with pytest.raises(UsageError, match=r"a head of ppd drafts in the target's own pass, .* choose method ppd"):
+        make_drafter("rasd", tiny_llama(), head)
