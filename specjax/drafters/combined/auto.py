@@ -104,7 +104,7 @@ def auto(
     vocab_size: int,
     *,
     head: DraftHead | None = None,
-    tree: tuple[tuple[int, ...], ...] | None = None,
+    head_tree: tuple[tuple[int, ...], ...] | None = None,
     widths: tuple[int, ...] | None = None,
     costs: costs_of.Costs = None,
     head_cost: float | None = None,
@@ -115,9 +115,9 @@ def auto(
     """Draft as much as pays on this device, and nothing where nothing does.
 
     Args:
-      head: a learned one of the target. tree: rank paths of its likeliest tokens; default: by the platform, a chain
-        with runners-up or 40 nodes, no deeper than the head. head_cost: of drafting these, in passes of width 1; None:
-        by the weights that it reads (`costs.of_head`).
+      head: a learned one of the target. head_tree: rank paths of its likeliest tokens; default: by the platform, a chain
+        with runners-up or 40 nodes, no deeper than the head drafts. head_cost: of drafting these, in passes of width
+        1; None: by the weights that it reads (`costs.of_head`).
       widths: verify widths to choose from, rising from 1; each is compiled. Default: CPU_WIDTHS or WIDTHS, by the
         platform. costs: from `specjax.costs`, or numbers, of a pass of each width in passes of width 1; None:
         `costs.estimated` for the batch and `dtype` of the parameters.
@@ -130,7 +130,7 @@ def auto(
       deeper than it drafts.
     """
     config = settings.checked(
-        vocab_size, num_recycled, widths, costs, dtype, platform, head and head.head, tree, head_cost
+        vocab_size, num_recycled, widths, costs, dtype, platform, head and head.head, head_tree, head_cost
     )
     made = _functions(config)
     return made if head is None else made.replace(params=Params((), head.params))

@@ -93,7 +93,7 @@ def checked(
     dtype: str,
     platform: str | None,
     head: Head | None,
-    tree: Paths | None,
+    head_tree: Paths | None,
     head_cost: float | None,
 ) -> Config:
     """With what suits the platform where nothing is said. Raises: UsageError, as `auto` has it."""
@@ -105,13 +105,13 @@ def checked(
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
         raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
     costs_of.check(costs, len(widths), "width")
-    if head is None and (tree is not None or head_cost is not None):
-        raise UsageError("tree and head_cost are of a head, and there is none; give one, or leave them out")
+    if head is None and (head_tree is not None or head_cost is not None):
+        raise UsageError("head_tree and head_cost are of a head, and there is none; give one, or leave them out")
     if head_cost is not None and not head_cost >= 0:
         raise UsageError(f"head_cost must be at least 0, not {head_cost}")
     paths: Paths = ()
     if head is not None:
-        paths = _paths(head, tree, CPU_TREE if on_cpu else trees.sequoia(*WIDE_TREE)[1])
+        paths = _paths(head, head_tree, CPU_TREE if on_cpu else trees.sequoia(*WIDE_TREE)[1])
     config = Config(vocab_size, num_recycled, widths, costs, dtype, platform, head, paths, head_cost)
     config.recycling  # noqa: B018  refuses a number of nodes that there is not
     return config
@@ -122,8 +122,8 @@ def _paths(head: Head, tree: Paths | None, default: Paths) -> Paths:
     if tree is None:
         return tuple(path for path in default if deepest is None or len(path) <= deepest)
     if not tree:
-        raise UsageError("the tree of a head needs a node at least; leave tree out for the default")
+        raise UsageError("head_tree needs a node at least; leave it out for the default")
     depth = max(map(len, tree))
     if deepest is not None and depth > deepest:
-        raise UsageError(f"the tree is {depth} tokens deep, but the head drafts {deepest}; choose that")
+        raise UsageError(f"head_tree is {depth} tokens deep, but the head drafts {deepest}; choose that")
     return tree
