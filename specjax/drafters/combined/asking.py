@@ -1,8 +1,9 @@
 """When `auto` asks its head: where that lately saved more than drafting with it costs, and seldom elsewhere.
 
 Rule: what its nodes added to the plain passes saved is averaged by how much the other drafts promised to save; where
-these copy well, a head adds little. It is asked where the average exceeds its cost. Elsewhere it is asked once in so
-many rounds that this costs a hundredth of plain decoding, and again at once if it then paid.
+these copy well, a head adds little. It is asked where the average exceeds its cost. Elsewhere it is asked once in a
+while: again at once if it paid, else after pauses that double, until so seldom that this costs a hundredth of plain
+decoding.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ class Asking(NamedTuple):
     """What all rows share."""
 
     worth: Array  # float32[PROMISES], passes of width 1 that its nodes saved of late
-    wait: Array  # int32[], rounds until it is asked where it did not pay
+    pause: Array  # int32[], rounds between two questions where it does not pay
+    wait: Array  # int32[], how many of them are left
 
 
 def begin() -> Asking:
     """Of a head that was not asked yet, and is at the next occasion."""
-    return Asking(jnp.zeros(len(PROMISES)), jnp.int32(0))
+    return Asking(jnp.zeros(len(PROMISES)), jnp.int32(0), jnp.int32(0))
 
 
 def pays(asking: Asking, cost: float, saved: Array) -> Array:
@@ -48,5 +50,7 @@ def learnt(asking: Asking, cost: float, saved: Array, more: Array, was_asked: Ar
     kind, gain = class_of(saved, PROMISES), more - saved
     step = jnp.where(was_asked, RECENT * (gain - asking.worth[kind]), 0.0)
     was_probe = was_asked & ~pays(asking, cost, saved)
-    pause = jnp.where(gain > MARGIN * cost, 0, max(round(cost / PROBES), 1))
-    return Asking(asking.worth.at[kind].add(step), jnp.where(was_probe, pause, jnp.maximum(asking.wait - 1, 0)))
+    longer = jnp.minimum(2 * asking.pause + 1, max(round(cost / PROBES), 1))
+    pause = jnp.where(was_probe, jnp.where(gain > MARGIN * cost, 0, longer), asking.pause)
+    wait = jnp.where(was_probe, pause, jnp.maximum(asking.wait - 1, 0))
+    return Asking(asking.worth.at[kind].add(step), pause, wait)

@@ -115,9 +115,9 @@ def auto(
     """Draft as much as pays on this device, and nothing where nothing does.
 
     Args:
-      head: a learned one of the target. head_tree: rank paths of its likeliest tokens; default: by the platform, a chain
-        with runners-up or 40 nodes, no deeper than the head drafts. head_cost: of drafting these, in passes of width
-        1; None: by the weights that it reads (`costs.of_head`).
+      head: a learned one of the target. head_tree: rank paths of its likeliest tokens; default: by the platform, a
+        chain with runners-up or 40 nodes, no deeper than the head drafts. head_cost: of drafting these, in passes of
+        width 1; None: by the weights that it reads (`costs.of_head`).
       widths: verify widths to choose from, rising from 1; each is compiled. Default: CPU_WIDTHS or WIDTHS, by the
         platform. costs: from `specjax.costs`, or numbers, of a pass of each width in passes of width 1; None:
         `costs.estimated` for the batch and `dtype` of the parameters.
@@ -129,9 +129,8 @@ def auto(
     Raises: UsageError for widths that do not rise from 1, costs that do not fit them, or a tree without a head or
       deeper than it drafts.
     """
-    config = settings.checked(
-        vocab_size, num_recycled, widths, costs, dtype, platform, head and head.head, head_tree, head_cost
-    )
+    of_head = None if head is None else head.head
+    config = settings.checked(vocab_size, num_recycled, widths, costs, dtype, platform, of_head, head_tree, head_cost)
     made = _functions(config)
     return made if head is None else made.replace(params=Params((), head.params))
 
@@ -177,7 +176,7 @@ def _earlier(config: Config, params: Memory | Params | tuple[()]) -> Memory:
 def _axes(config: Config, state: _State) -> _State:
     rows = buffers.rows_first(state)
     rows = rows._replace(record=rows.record._replace(promise=buffers.SHARED, rest=buffers.SHARED))
-    if config.head is None:
+    if config.head is None or not isinstance(state.head, _OfHead):
         return rows
     return rows._replace(head=_OfHead(reading.axes(config.head, state.head.read), buffers.shared(state.head.asking)))
 

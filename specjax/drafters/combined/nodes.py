@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -65,7 +67,7 @@ def with_head(shape: Shape, drafted: Drafted, grown: Grown) -> Drafted:
     )
 
 
-def class_of(x: ArrayLike, bounds: ArrayLike) -> Array:
+def class_of(x: ArrayLike, bounds: Sequence[float]) -> Array:
     """int32 like x: the last class whose lower bound x reaches; 0 below all."""
     return jnp.maximum(jnp.sum(jnp.asarray(x)[..., None] >= jnp.asarray(bounds), -1) - 1, 0)
 

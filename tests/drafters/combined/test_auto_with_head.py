@@ -76,11 +76,10 @@ def test_a_head_that_knows_the_target_is_as_good_as_alone():
     target, move = permutation(61)
     head, calls = counted(knowing(target, 30 * move, np.zeros_like(move)))
     drafter = auto(61, head=head, head_tree=CHAIN, widths=(1, 4), costs=(1.0, 1.1), head_cost=0.2, num_recycled=7)
-    fused, result = passes(target, drafter, 48)
-    alone, _ = passes(target, drafters.eagle(head, 3), 48)
-    unaided, _ = passes(target, auto(61, widths=(1, 4), costs=(1.0, 1.1), num_recycled=7), 48)
-    assert result.to_lists()[0] == [3 * (i + 1) % 61 for i in range(48)]
-    assert fused <= alone == 13 and unaided > 40
+    fused, result = passes(target, drafter, 48, [0, 3])
+    alone, _ = passes(target, drafters.eagle(head, 3), 48, [0, 3])
+    assert result.to_lists()[0] == [3 * (i + 2) % 61 for i in range(48)]
+    assert fused <= alone == 12
     assert len(calls) >= fused + alone - 2
 
 
@@ -98,9 +97,9 @@ def test_a_head_that_is_always_wrong_is_hardly_ever_asked(is_learnable):
     ours, result = passes(target, with_head, new, **options)
     theirs, other = passes(target, auto(vocab, **settings), new, **options)
     assert result.to_lists() == other.to_lists()
-    assert abs(ours - theirs) <= 2, (ours, theirs)
     probes = ours * asking.PROBES / 0.3
-    assert 0 < len(calls) <= 12 + probes, (len(calls), ours)
+    assert 0 < len(calls) <= 12 + probes
+    assert ours - theirs <= 2  # fewer there may be: what is verified teaches which tokens follow, right or wrong
 
 
 def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
@@ -109,7 +108,7 @@ def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
     head = tiny_head("eagle3", tiny_llama())
     job, state = run_rounds(drafter, Settings(), rounds=40, new=90)
     waiting = state.draft.head.read
-    assert 0 < int(waiting.held.min()) < int(state.length.min()) - 1 and int(waiting.new.count.min()) > 3
+    assert int(waiting.held.min()) > waiting.new.tokens.shape[1] and int(waiting.new.count.max()) > 3
     context = Context(state.tokens, state.length, target=job.parts.target)
     chunk = waiting.new.tokens.shape[1] // 2
     whole = lambda draft: reading.caught_up(head.head, head.params, draft.head.read, context, chunk)
@@ -125,8 +124,11 @@ def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
 def test_when_it_is_asked():
     begun, nothing, cost = asking.begin(), jnp.float32(0), 0.3
     assert bool(asking.is_due(begun, cost, nothing))
-    failed = asking.learnt(begun, cost, nothing, nothing, jnp.bool_(True))
-    assert int(failed.wait) == 30 and not bool(asking.is_due(failed, cost, nothing))
+    failed, waits = begun, []
+    for _ in range(7):
+        failed = asking.learnt(failed, cost, nothing, nothing, jnp.bool_(True))
+        waits.append(int(failed.wait))
+    assert waits == [1, 3, 7, 15, 30, 30, 30] and not bool(asking.is_due(failed, cost, nothing))
     assert int(asking.learnt(failed, cost, nothing, nothing, jnp.bool_(False)).wait) == 29
     good = begun
     for _ in range(5):
