@@ -42,6 +42,7 @@ def test_what_says_how_to_draft_leaves_it_to_the_head():
     assert method_of("model", None) == method_of("model", None, None, 3) == "two_model"
 
 
+@pytest.mark.exhaustive
 def test_a_head_of_its_own_method(cli, saved):
     result = cli("generate", "ab", "--draft", saved("eagle"), "--method", "eagle", "--max-new-tokens", 6, "--json")
     document = json.loads(result.out)
