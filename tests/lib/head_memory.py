@@ -52,7 +52,8 @@ def differs(head, job, state, own=lambda draft: draft) -> float:
     own: the state of the head in that of the drafter."""
     drafter = job.parts.drafter
     context = Context(state.tokens, state.length, cache=state.cache, target=job.parts.target)
-    _, draft = drafter.propose(drafter.params, None, state.draft, context, jnp.zeros_like(state.length))
+    propose = jax.jit(drafter.propose)  # one program, not one per operation
+    _, draft = propose(drafter.params, None, state.draft, context, jnp.zeros_like(state.length))
     draft = own(draft)
     np.testing.assert_array_equal(draft.held, state.length - 1)
     ours, whole = draft.memory, read_at_once(head, job, state)
