@@ -24,6 +24,7 @@ from specjax.engine.serve import Served, serve_requests
 from specjax.engine.stream import steps
 from specjax.engine.text import Decodes
 from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
 from specjax.parallel.arrays import gather
 from specjax.parallel.checkpoint import Checkpoints
 from specjax.types import Array, Controller, Drafter, PyTree, Target, VerifyFn
@@ -32,7 +33,7 @@ from specjax.verifiers import Verifier
 
 def decode(
     target: Target,
-    drafter: Drafter | str | None,
+    drafter: Drafter | DraftHead | str | None,
     prompts: Prompts,
     *,
     key: Array | int,
@@ -61,7 +62,7 @@ def decode(
       target: the model and its parameters.
       drafter: see `specjax.drafters`; its parameters, if any, are its leaves. The name of a row of METHODS that needs
         nothing else will do; None is "auto", which drafts where it pays ("prompt_lookup" where the model takes chains
-        only).
+        only), and a learned head is "auto" with it.
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
       key: one PRNG key or seed, from which row b takes `fold_in(key, b)`, or one key per row [B]; of any kind, legacy
         `PRNGKey` arrays too. A row's text depends on its key and prompt only, not on the batch.
@@ -100,7 +101,9 @@ def decode(
     return result
 
 
-def _prepare(target: Target, drafter: Drafter | str | None, prompts: Prompts, settings: Settings, **call: Any) -> Job:
+def _prepare(
+    target: Target, drafter: Drafter | DraftHead | str | None, prompts: Prompts, settings: Settings, **call: Any
+) -> Job:
     return prepare(target, _drafter(target, drafter), prompts, settings, **call)
 
 
@@ -113,12 +116,14 @@ def _settings(verifier: Any = None, controller: Any = None, **others: Any) -> Se
     )
 
 
-def _drafter(target: Target, drafter: Drafter | str | None) -> Drafter:
+def _drafter(target: Target, drafter: Drafter | DraftHead | str | None) -> Drafter:
     default = "auto" if target.model.capabilities.trees else "prompt_lookup"
     if isinstance(drafter, Drafter):
         return drafter
     if drafter is None or isinstance(drafter, str):
         return make_drafter(drafter or default, target)
+    if isinstance(drafter, DraftHead):
+        return make_drafter("auto", target, drafter)
     if isinstance(drafter, Target):
         raise UsageError("drafter is a model; make a drafter of it: specjax.drafters.two_model(model)")
     if callable(drafter):
@@ -135,7 +140,7 @@ def _refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
 
 def stream(
     target: Target,
-    drafter: Drafter | str | None,
+    drafter: Drafter | DraftHead | str | None,
     prompts: Prompts,
     *,
     key: Array | int,
@@ -170,7 +175,7 @@ def stream(
 
 def serve(
     target: Target,
-    drafter: Drafter | str | None,
+    drafter: Drafter | DraftHead | str | None,
     requests: Iterable[Request | None],
     *,
     slots: int,

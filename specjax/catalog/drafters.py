@@ -43,8 +43,9 @@ def _dtype(target: Target) -> str:
     return jax.tree.leaves(target.params)[0].dtype.name
 
 
-def _auto(target: Target, draft: Target | None, **options) -> Drafter:
-    return drafters.auto(target.model.vocab_size, dtype=_dtype(target), **options)
+def _auto(target: Target, draft: Target | DraftHead | None, **options) -> Drafter:
+    head = draft if isinstance(draft, DraftHead) else None
+    return drafters.auto(target.model.vocab_size, head=head, dtype=_dtype(target), **options)
 
 
 def _choice(
@@ -182,12 +183,14 @@ DRAFTERS: dict[str, Method] = {
             "drafter",
             _auto,
             "distribution",
-            "suffix matches and recycled runners-up in one tree, of which only what pays is verified; often nothing",
+            "suffix matches, recycled runners-up and a head in one tree, of which only what pays is verified",
             "our combination of arXiv 2411.10666, 2408.08696, 2503.03434 and 2406.14066",
-            takes=frozenset({"costs"}),
+            takes=frozenset({"costs", "head"}),
             options=(
                 Option("widths", numbers, None, "verify widths, rising from 1"),
                 Option("num_recycled", int, None, "nodes of recycled tokens"),
+                Option("head_tree", trees.parse_paths, None, "of a head's likeliest tokens"),
+                Option("head_cost", float, None, "of drafting them, in plain passes; default: by the weights it reads"),
             ),
         ),
         Method(

@@ -44,7 +44,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--method",
-            help="May be given several times; default: auto; with --draft two_model, or that of the head.",
+            help="May be given several times; default: auto, with a head too; with a draft model two_model.",
             show_default=False,
         ),
     ] = None,
@@ -84,13 +84,13 @@ def bench(
 ) -> None:
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     head = recognised(draft)
-    names = list(dict.fromkeys(method or [method_of(draft, head)]))
     for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
+    names = list(dict.fromkeys(method or [method_of(draft, head, *named.values(), verifier)]))
     drafting = read_drafting(
         names, draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
         head=head,

@@ -183,9 +183,12 @@ def recognised(draft: str | None) -> str | None:
     return found and found[0]
 
 
-def method_of(draft: str | None, head: str | None) -> str:
-    """What drafts if no method is named."""
-    return head or ("two_model" if draft else "auto")
+def method_of(draft: str | None, head: str | None, *others: object) -> str:
+    """What drafts if no method is named: `auto`, which takes a head, but not a whole model. `others` are the values of
+    flags that say how to draft or verify; where one is given, the head's own method does."""
+    if head is not None and any(value is not None for value in others):
+        return head
+    return "two_model" if draft is not None and head is None else "auto"
 
 
 def _check_method(name: str, draft: str | None, datastore: Path | None, head: str | None) -> None:

@@ -52,7 +52,7 @@ def generate(
         str | None,
         typer.Option(
             "--method",
-            help="See `specjax methods`; default: auto; with --draft two_model, or that of the head.",
+            help="See `specjax methods`; default: auto, with a head too; with a draft model two_model.",
             show_default=False,
         ),
     ] = None,
@@ -122,10 +122,10 @@ def generate(
         head is not None or speculative_token_map is None,
         "--speculative-token-map is of a learned head, which --draft is not; leave it out",
     )
-    method = method or method_of(draft, head)
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
+    method = method or method_of(draft, head, *named.values(), verifier)
     drafting = read_drafting(
         [method], draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
         head=head,

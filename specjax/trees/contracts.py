@@ -131,6 +131,9 @@ class Builder:
     stop: Stop | None = None
     is_open: Callable[[PyTree], Array] | None = None  # (state) -> bool[B]: draws are left elsewhere than below `feed`
     keep_logits: bool = False  # give `logits` of sampled trees in greedy and coupled decoding too
+    # For what orders the nodes itself: say how likely the drafter holds each to be right, and leave all of them, valid
+    # or not, where `finish` puts them.
+    weighed: bool = False
 
     @property
     def size(self) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling, turns
-from specjax.indexing import take_along
+from specjax.indexing import at, take_along
 from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, Stop
 from specjax.types import Array, Context, PyTree, Said, TokenTree
 
@@ -25,6 +25,8 @@ class Grown(NamedTuple):
     # int32[B, N]: node i is the places[:, i]-th token to be fed, the root the 0-th; -1: none. The deepest of a path may
     # never have been fed.
     places: Array
+    # float32[B, N]: how likely the drafter holds each node to be right where its parent is, if the builder asks for it.
+    chances: Array | None = None
 
 
 def grow(
@@ -77,6 +79,7 @@ class _Nodes(NamedTuple):
     below: Array  # bool[B, nodes], whether to draft below it, as far as is known
     go_on: Array  # bool[B, nodes], the stop rule's word on its children
     value: PyTree  # float32[B, nodes] each, the stop rule's own: of its parent until it is fed, then of its children
+    chances: Array | None  # float32[B, nodes], as `Grown` has them
 
 
 class _Carry(NamedTuple):
@@ -103,6 +106,7 @@ def _start(given: _Given, root: Array, memory: PyTree, vocab: int) -> _Carry:
         below=at_root(False, bool).set(given.limit > 0),
         go_on=jnp.ones((batch, builder.size), bool),
         value=() if builder.stop is None else jax.tree.map(number, builder.stop.start),
+        chances=number(1.0) if builder.weighed else None,
     )
     is_sampled = context.sampling.temperature is not None and context.noise is None
     keep_logits = builder.draws != "point_mass" and (builder.keep_logits or is_sampled)
@@ -141,13 +145,24 @@ def _expand(given: _Given, carry: _Carry, said: Array | Said) -> _Carry:
     grown, below = _judge(builder.stop, carry.grown, nodes, Fed(log_q, depth, logits, confidence))
     is_greedy = None if noise is None else sampling.is_greedy(given.context.sampling, len(nodes))
     parents = Parents(nodes, below, log_q, noise, given.context.noise is not None, is_greedy)
-    state, new, log_q = builder.expand(carry.state, level, parents)
+    state, new, drawn = builder.expand(carry.state, level, parents)
+    chances = _chances(nodes, new, log_q, confidence) if builder.weighed else None
     kept = carry.log_q
     if kept is not None:
         place = jnp.where(level > 0, 1 + (level - 1) * builder.frontier, 0)
-        kept = jax.lax.dynamic_update_slice_in_dim(kept, log_q, place, 1)
+        kept = jax.lax.dynamic_update_slice_in_dim(kept, drawn, place, 1)
     following = 1 + level * builder.width + new.feed
-    return _Carry(level + 1, following, _record(given, grown, level, new), state, carry.memory, kept)
+    return _Carry(level + 1, following, _record(given, grown, level, new, chances), state, carry.memory, kept)
+
+
+def _chances(nodes: Array, new: Level, log_q: Array, confidence: Array | None) -> Array:
+    """float32[B, W]: of the nodes drafted below the frontier `nodes`, whose children's log q is [B, F, V]. A drafter's
+    own confidence [B, F] is that of the likeliest child, and the others have their share of it."""
+    slot = jnp.argmax(new.parents[:, :, None] == nodes[:, None, :], 2)  # their parents' places in the frontier
+    own = at(log_q, jnp.arange(len(nodes))[:, None], slot, new.tokens)
+    if confidence is None:
+        return jnp.exp(own)
+    return jnp.exp(own - take_along(jnp.max(log_q, -1), slot, 1)) * take_along(confidence, slot, 1)
 
 
 def _distribution(given: _Given, logits: Array, level: Array, depth: Array) -> tuple[Array, Array | None]:
@@ -180,7 +195,7 @@ def _judge(stop: Stop | None, grown: _Nodes, nodes: Array, fed: Fed) -> tuple[_N
     return grown._replace(value=value, go_on=write(grown.go_on, go_on), below=write(grown.below, below)), below
 
 
-def _record(given: _Given, grown: _Nodes, level: Array, new: Level) -> _Nodes:
+def _record(given: _Given, grown: _Nodes, level: Array, new: Level, chances: Array | None) -> _Nodes:
     """Write a level into the arrays of all nodes."""
     builder = given.builder
     above = lambda x: take_along(x, new.parents, 1)
@@ -202,6 +217,7 @@ def _record(given: _Given, grown: _Nodes, level: Array, new: Level) -> _Nodes:
         below=below,
         go_on=jnp.ones_like(below),
         value=jax.tree.map(above, grown.value),
+        chances=chances,
     )
     start = 1 + level * builder.width
     write = lambda old, value: jax.lax.dynamic_update_slice_in_dim(old, value.astype(old.dtype), start, 1)
@@ -211,7 +227,9 @@ def _record(given: _Given, grown: _Nodes, level: Array, new: Level) -> _Nodes:
 def _finish(builder: Builder, carry: _Carry) -> Grown:
     """The tree of the nodes that the builder keeps."""
     grown = carry.grown
-    chosen = _valid_first(builder.finish(carry.state, grown.parents, grown.valid), grown.valid)  # int32[B, N]
+    chosen = builder.finish(carry.state, grown.parents, grown.valid)  # int32[B, N]
+    if not builder.weighed:
+        chosen = _valid_first(chosen, grown.valid)
     new_place = jnp.max(
         jnp.where(chosen[:, :, None] == jnp.arange(grown.tokens.shape[1]), jnp.arange(builder.num_nodes)[:, None], -1),
         1,
@@ -227,7 +245,7 @@ def _finish(builder: Builder, carry: _Carry) -> Grown:
         fed = (place >= 0) & take(grown.below)
         rows = take_along(carry.log_q, jnp.maximum(place, 0)[:, :, None], 1)
         tree = tree._replace(logits=jnp.where(fed[:, :, None], rows, 0.0))
-    return Grown(tree, place)
+    return Grown(tree, place, None if grown.chances is None else take(grown.chances))
 
 
 def _valid_first(chosen: Array, valid: Array) -> Array:

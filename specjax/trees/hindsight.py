@@ -29,25 +29,37 @@ FADING = 0.95
 
 
 class Shape(NamedTuple):
-    """Of every draft: a chain of `copied` nodes below the root, and beside it a template. In numpy, so that a program
+    """Of every draft: a chain of `copied` nodes below the root, and beside it templates. In numpy, so that a program
     holds no step from parent to child: half of what drafting took on a TPU."""
 
     copied: int
     parents: np.ndarray  # int32[M]
     depth: np.ndarray  # int32[M]
     above: np.ndarray  # bool[M, M]: node j is node i or one of its ancestors
+    path: np.ndarray  # int32[M, D], the nodes on the way to each, itself again behind it; D: the depth of the templates
+    source: np.ndarray  # int32[M], 0: the chain and the first template; 1, 2, ...: the others
+
+    @property
+    def sources(self) -> int:
+        return int(self.source.max()) + 1
 
 
-def shape_of(copied: int, template: Template) -> Shape:
-    """Of drafts with a chain of `copied` tokens and the nodes of `template`."""
-    parents = np.concatenate(
-        [np.arange(-1, copied), np.where(template.parents[1:] > 0, template.parents[1:] + copied, 0)]
-    ).astype(np.int32)
-    return Shape(copied, parents, operations.depths(parents[None])[0], operations.ancestor_mask(parents[None])[0])
+def shape_of(copied: int, *templates: Template) -> Shape:
+    """Of drafts with a chain of `copied` tokens and the nodes of each of `templates`."""
+    parents, source = [np.arange(-1, copied)], [np.zeros(1 + copied)]
+    for number, template in enumerate(templates):
+        before = sum(map(len, parents)) - 1
+        parents.append(np.where(template.parents[1:] > 0, template.parents[1:] + before, 0))
+        source.append(np.full(template.num_nodes - 1, number))
+    joined, of = np.concatenate(parents).astype(np.int32), np.concatenate(source).astype(np.int32)
+    depth, above = operations.depths(joined[None])[0], operations.ancestor_mask(joined[None])[0]
+    at_depth = lambda d: np.argmax(above & (depth == np.minimum(d, depth)[:, None]), 1)
+    path = [at_depth(d) for d in range(1, 1 + max(template.max_depth for template in templates))]
+    return Shape(copied, joined, depth, above, np.stack(path, 1).astype(np.int32), of)
 
 
 class Drafted(NamedTuple):
-    """The nodes of `Shape` at one place of the text; equal paths stand side by side."""
+    """The nodes of `Shape` at one place of the text; equal paths may stand in several of its parts."""
 
     tokens: Array  # int32[B, M]
     valid: Array  # bool[B, M]
@@ -67,14 +79,14 @@ class Hindsight(NamedTuple):
 
     counts: Counts  # of the row's own drafts
     shadow: Drafted  # waits for the text to pass it by
-    found: Array  # float32[B, 2], of late: nodes that were right, and how many the classes had expected
+    found: Array  # float32[B, 2, S], of late, by source: nodes that were right, and how many the classes had expected
 
 
 def begin(classes: int, batch: int, shape: Shape) -> Hindsight:
     """What rows know that have drafted nothing yet."""
     none = jnp.zeros((batch, len(shape.parents)), jnp.int32)
     counts = Counts(jnp.zeros((batch, classes)), jnp.zeros((batch, classes)))
-    return Hindsight(counts, Drafted(none, none > 0, none, none[:, 0]), jnp.zeros((batch, 2)))
+    return Hindsight(counts, Drafted(none, none > 0, none, none[:, 0]), jnp.zeros((batch, 2, shape.sources)))
 
 
 def beside(counts: Counts, earlier: Counts) -> Counts:
@@ -105,8 +117,9 @@ def learn(prior: np.ndarray, shape: Shape, past: Hindsight, context: Context, ea
     hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
     kept = MEMORY**trials
     chance = jnp.where(tried, _chance(prior, beside(past.counts, earlier), kind), 0.0)
-    found = FADING * past.found + jnp.stack([jnp.sum(tried & right, 1), jnp.sum(chance, 1)], 1)
-    found = jnp.where(over[:, None], found, past.found)
+    seen = jnp.stack([(tried & right).astype(jnp.float32), chance], 1)  # [B, 2, M]
+    seen = jnp.stack([jnp.sum(jnp.where(shape.source == s, seen, 0.0), 2) for s in range(shape.sources)], 2)
+    found = jnp.where(over[:, None, None], FADING * past.found + seen, past.found)
     counts = Counts(past.counts.hits * kept + hits, past.counts.trials * kept + trials)
     return Hindsight(counts, past.shadow._replace(start=jnp.where(over, 0, start)), found)
 
@@ -121,17 +134,18 @@ def wait_for(past: Hindsight, drafted: Drafted) -> Hindsight:
 def rank(
     prior: np.ndarray, shape: Shape, drafted: Drafted, past: Hindsight, earlier: Counts
 ) -> tuple[TokenTree, Array]:
-    """The union of both parts in falling order of the chances of their paths, and these float32[B, M]; 0 for the root
+    """The union of all parts in falling order of the chances of their paths, and these float32[B, M]; 0 for the root
     and behind. prior: float32[C], the chance of each class before anything was seen. earlier: [C], of other texts."""
     tokens, valid = drafted.tokens, drafted.valid
     nodes = np.arange(len(shape.parents))
-    # The copied node that stands for each recycled one, if their paths spell the same; else each for itself.
-    twin = np.minimum(shape.depth, shape.copied)
-    alike = (tokens == tokens[:, twin]) & valid & valid[:, twin] & (shape.depth <= shape.copied)
-    first = jnp.where(jnp.all(alike[:, None, :] | ~shape.above, 2), twin, nodes)
-    chance = _chance(prior, beside(past.counts, earlier), drafted.kind) * _trust(past.found)
+    spelt = tokens[:, shape.path]  # [B, M, D]
+    comparable = (shape.depth[:, None] == shape.depth) & (shape.depth > 0) & (shape.depth <= shape.path.shape[1])
+    same = jnp.all(spelt[:, :, None] == spelt[:, None], 3) & valid[:, :, None] & valid[:, None] & comparable
+    same |= nodes[:, None] == nodes  # [B, M, M]
+    first = jnp.argmax(same, 2)  # the node that stands for all whose paths spell the same
+    trust = _trust(past.found)[:, shape.source]
+    chance = _chance(prior, beside(past.counts, earlier), drafted.kind) * trust
     miss = jnp.where(valid, jnp.log1p(-chance), 0.0)
-    same = first[:, :, None] == first[:, None, :]  # [B, M, M]
     chance = 1 - jnp.exp(jnp.sum(jnp.where(same, miss[:, None, :], 0.0), 2))
     path = jnp.prod(jnp.where(shape.above & (nodes > 0), chance[:, None, :], 1.0), 2)
     parents = first[:, np.maximum(shape.parents, 0)].at[:, 0].set(-1)
@@ -145,7 +159,7 @@ def _chance(prior: np.ndarray, counts: Counts, kind: Array) -> Array:
 
 
 def _trust(found: Array) -> Array:
-    """float32[B, 1]: by how much to believe the classes. A text that disappoints does so in all of them, long before
-    each has seen enough to know."""
-    hits, expected = found[:, :1], found[:, 1:]
+    """float32[B, S]: by how much to believe the classes of each source. A text that disappoints does so in all of them,
+    long before each has seen enough to know."""
+    hits, expected = found[:, 0], found[:, 1]
     return jnp.minimum((hits + DOUBT) / (expected + DOUBT), 1.0)

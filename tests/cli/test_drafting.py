@@ -180,7 +180,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--method", "nar_block"], "cannot load what nar_block needs; call specjax.drafters.nar_block in Python"),
         (["--set", "group"], '--set wants NAME=VALUE, such as group=3, not "group"'),
         (["--set", "=3"], "--set wants NAME=VALUE"),
-        (["--set", "windows=3"], 'method auto has no option "windows"; its options are widths, num_recycled'),
+        (["--set", "windows=3"], 'method auto has no option "windows"; its options are widths, num_recycled, head'),
         (["--method", "autoregressive", "--set", "x=3"], "it has none; leave it out"),
         (["--method", "jacobi", "--set", "window=wide"], '--set window must be a whole number, not "wide"'),
         (["--method", "jacobi", "--set", "window=0"], "--set window must be at least 1, not 0"),

@@ -8,6 +8,7 @@ import pytest
 from heads import tiny_head
 
 import specjax
+from specjax.cli.drafting import method_of
 from specjax.cli.speculative import read_speculative
 
 
@@ -25,14 +26,27 @@ def saved(tmp_path_factory):
     return make
 
 
-def test_a_head_alone_says_how_to_draft(cli, saved):
+def test_a_head_alone_drafts_within_auto(cli, saved):
     result = cli("generate", "ab", "--draft", saved("eagle"), "--max-new-tokens", 6, "--compare", "--json")
     assert result.code == 0, result.err
     document = json.loads(result.out)
-    assert document["method"] == document["head"] == "eagle" and document["draft"] is None
+    assert (document["method"], document["head"], document["draft"]) == ("auto", "eagle", None)
     assert document["identical"] is True
     assert "head: eagle as safeailab writes it (bias=True" in result.err
     assert "warning: its first draft is the target's token at" in result.err  # its weights are random
+
+
+def test_what_says_how_to_draft_leaves_it_to_the_head():
+    assert method_of("head", "eagle") == method_of(None, None) == "auto"
+    assert method_of("head", "eagle", None, 3) == "eagle"
+    assert method_of("model", None) == method_of("model", None, None, 3) == "two_model"
+
+
+@pytest.mark.exhaustive
+def test_a_head_of_its_own_method(cli, saved):
+    result = cli("generate", "ab", "--draft", saved("eagle"), "--method", "eagle", "--max-new-tokens", 6, "--json")
+    document = json.loads(result.out)
+    assert document["method"] == document["head"] == "eagle"
     assert len(document["acceptance_by_depth"]) == 3, "a chain of three, on a CPU"
 
 

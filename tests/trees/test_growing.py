@@ -1,5 +1,6 @@
 """Every builder with the two-model drafter: exact text and distribution, the drafter's cache, the golden trees."""
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -27,7 +28,7 @@ from toy import (
 from specjax import UsageError, decode, trees, verifiers
 from specjax.drafters import two_model
 from specjax.engine.prepare import Settings
-from specjax.types import Context, Sampling
+from specjax.types import Context, Said, Sampling
 
 BUILDERS = {
     "chain": trees.chain(3),
@@ -331,3 +332,28 @@ def test_eagle2_keeps_the_golden_nodes():
     assert paths[1:] == [node["path"] for node in golden["nodes"]]
     chance = [np.prod([DRAFT_ROWS[a, b] for a, b in zip([0, *path], path, strict=False)]) for path in paths[1:]]
     np.testing.assert_allclose(chance, [node["prob"] for node in golden["nodes"]], atol=1e-6)
+
+
+def test_a_weighed_tree_says_how_likely_each_node_is():
+    """Every node where it belongs, the one that there is not as well: of three children none has rank 4."""
+    builder = dataclasses.replace(trees.static(((0,), (1,), (4,), (0, 0)), "point_mass"), weighed=True)
+    rows, root = jnp.log(jnp.asarray(DRAFT_ROWS)), jnp.zeros((1,), jnp.int32)
+    context = Context(root[:, None], root + 1, Sampling())
+
+    def grown(says):
+        feed = lambda memory, frontier: (memory, says(rows[frontier.tokens], 0.25))
+        return trees.grow(builder, feed, (), root, says(rows[root], 0.5), None, context, root + 2)[0]
+
+    plain, confident = jax.jit(
+        lambda: (
+            grown(lambda logits, sure: logits),
+            grown(lambda logits, sure: Said(logits, jnp.full(logits.shape[:-1], sure))),
+        )
+    )()
+    first, second = np.argsort(-DRAFT_ROWS[0])[:2]
+    p, q, below = DRAFT_ROWS[0, first], DRAFT_ROWS[0, second], DRAFT_ROWS[first].max()
+    assert plain.tree.valid.tolist() == [[True, True, True, False, True]]
+    assert plain.tree.tokens[0, :3].tolist() == [0, first, second] and plain.tree.parents[0, 4] == 1
+    real = np.array([0, 1, 2, 4])
+    np.testing.assert_allclose(plain.chances[0, real], [1, p, q, below], rtol=1e-5)
+    np.testing.assert_allclose(confident.chances[0, real], [1, 0.5, 0.5 * q / p, 0.25], rtol=1e-5)

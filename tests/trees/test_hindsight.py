@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.drafters.combined.auto import CLASSES, COPIED, _prior
+from specjax.drafters.combined.nodes import CLASSES, COPIED, prior
 from specjax.trees import hindsight
 from specjax.trees.hindsight import DOUBT, MEMORY, Counts, Drafted, Hindsight, shape_of
 from specjax.trees.templates import Template
 from specjax.types import Context
 
-PRIOR = _prior()
+PRIOR = prior()
 EARLIER = Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
 rank = lambda shape, *arrays: jax.jit(functools.partial(hindsight.rank, PRIOR, shape))(*arrays, EARLIER)
 learn = lambda shape, *arrays: jax.jit(functools.partial(hindsight.learn, PRIOR, shape))(*arrays, EARLIER)
@@ -21,7 +21,7 @@ NOTHING = jax.tree.map(lambda x: x[None], EARLIER)
 
 
 def past(shadow=None, found=(0.0, 0.0)):
-    return Hindsight(NOTHING, shadow, jnp.array([found]))
+    return Hindsight(NOTHING, shadow, jnp.array([found])[:, :, None])
 
 
 def joined(copied, paths, tokens, kinds, start=0):
@@ -57,7 +57,7 @@ def test_hindsight_counts_what_would_have_been_accepted():
     assert int(learnt.shadow.start[0]) == 0
     assert learnt.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
     assert learnt.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
-    np.testing.assert_allclose(learnt.found[0], [1, 2 * PRIOR[3] + PRIOR[4]], rtol=1e-6)
+    np.testing.assert_allclose(learnt.found[0, :, 0], [1, 2 * PRIOR[3] + PRIOR[4]], rtol=1e-6)
     again = learn(shape, learnt._replace(shadow=shadow), Context(text, jnp.array([4])))
     np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
 

@@ -8,7 +8,8 @@ from toy import markov, tiny_llama
 
 from specjax import UsageError, costs, decode, stream
 from specjax.drafters import auto, autoregressive
-from specjax.drafters.combined.auto import DRAFTING, HOPE, LEAD, LEARN, RECENT, REST, _weight
+from specjax.drafters.combined.auto import DRAFTING, HOPE, LEARN, REST
+from specjax.drafters.combined.widths import LEAD, RECENT, weight_of
 from specjax.trees import operations
 from specjax.types import Context, Output, Verdict
 
@@ -152,13 +153,13 @@ def test_a_batch_does_not_wait_for_drafts_of_rows_that_are_ahead():
 
 
 def test_the_slowest_row_counts_most():
-    weight = _weight(jnp.array([9, 9 + int(LEAD), 9, 20]), jnp.array([True, True, True, False]))
+    weight = weight_of(jnp.array([9, 9 + int(LEAD), 9, 20]), jnp.array([True, True, True, False]))
     np.testing.assert_allclose(weight, [np.exp(-1), 1, np.exp(-1), 0], rtol=1e-6)
-    assert (_weight(jnp.array([5, 2]), jnp.zeros(2, bool)) == 0).all()
+    assert (weight_of(jnp.array([5, 2]), jnp.zeros(2, bool)) == 0).all()
 
 
 def test_rows_that_no_other_waits_for_count_alike():
-    assert _weight(None, jnp.array([True, True, False])).tolist() == [1, 1, 0]
+    assert weight_of(None, jnp.array([True, True, False])).tolist() == [1, 1, 0]
 
 
 def test_a_decision_does_not_read_the_randomness_of_its_round():

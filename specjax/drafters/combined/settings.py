@@ -1,0 +1,129 @@
+"""What `auto` is set to, and the shapes that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+import jax
+import numpy as np
+
+from specjax import costs as costs_of
+from specjax import trees
+from specjax.drafters.combined import nodes
+from specjax.drafters.tables.token_recycling import best_paths, token_recycling
+from specjax.errors import UsageError
+from specjax.models.heads.contract import Head
+from specjax.trees import Builder
+from specjax.trees.best_shapes import Paths
+from specjax.trees.hindsight import Shape, shape_of
+from specjax.trees.templates import Template
+from specjax.types import Drafter
+
+CPU_WIDTHS = (1, 4, 8, 16)
+WIDTHS = (1, 16, 32, 64)
+"""Where the weights are read once for dozens of tokens, so that narrow passes are hardly cheaper."""
+CPU_TREE: Paths = ((0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
+"""Of a head: a chain, and beside it runners-up below which it says nothing."""
+WIDE_TREE = (0.65, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01), 41, 6
+"""Elsewhere Sequoia's: for these chances of the ranks, of so many nodes, the root included, on so many levels."""
+WAITING = 32
+"""Rounds of plain decoding after which a head reads what it missed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a program depends on. Hashable."""
+
+    vocab_size: int
+    num_recycled: int
+    widths: tuple[int, ...]
+    costs: costs_of.Costs
+    dtype: str
+    platform: str | None
+    head: Head | None
+    paths: Paths  # of the head's tree
+    head_cost: float | None
+
+    @cached_property
+    def recycling(self) -> Drafter:
+        return token_recycling(self.vocab_size, num_nodes=self.num_recycled, keep_chances=True)
+
+    @cached_property
+    def template(self) -> Template:
+        """Of the recycled nodes."""
+        return Template(best_paths(self.num_recycled))
+
+    @cached_property
+    def shape(self) -> Shape:
+        of_head = [] if self.head is None else [Template(self.paths)]
+        return shape_of(max(self.widths) - 1, self.template, *of_head)
+
+    @cached_property
+    def prior(self) -> np.ndarray:
+        """float32[C], of each class of nodes."""
+        return nodes.prior(self.head is not None)
+
+    @cached_property
+    def builder(self) -> Builder:
+        """Of the head's tree."""
+        return dataclasses.replace(trees.static(self.paths, "point_mass"), weighed=True)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a round may accept, the root included."""
+        return 1 + int(self.shape.depth.max())
+
+    @property
+    def chunk(self) -> int:
+        """Pairs that the head reads at once: those of a round of its own, or as many as are no dearer."""
+        return max(self.builder.max_depth + 1, self.widths[1])
+
+    @property
+    def window(self) -> int:
+        """Pairs that may wait to be read: whole chunks."""
+        return -(-(self.longest + WAITING) // self.chunk) * self.chunk
+
+
+def checked(
+    vocab_size: int,
+    num_recycled: int | None,
+    widths: tuple[int, ...] | None,
+    costs: costs_of.Costs,
+    dtype: str,
+    platform: str | None,
+    head: Head | None,
+    head_tree: Paths | None,
+    head_cost: float | None,
+) -> Config:
+    """With what suits the platform where nothing is said. Raises: UsageError, as `auto` has it."""
+    on_cpu = (platform or jax.default_backend()) == "cpu"
+    if widths is None:
+        widths = CPU_WIDTHS if on_cpu else WIDTHS
+    if num_recycled is None:
+        num_recycled = 40 if on_cpu else 80
+    if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
+        raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
+    costs_of.check(costs, len(widths), "width")
+    if head is None and (head_tree is not None or head_cost is not None):
+        raise UsageError("head_tree and head_cost are of a head, and there is none; give one, or leave them out")
+    if head_cost is not None and not head_cost >= 0:
+        raise UsageError(f"head_cost must be at least 0, not {head_cost}")
+    paths: Paths = ()
+    if head is not None:
+        paths = _paths(head, head_tree, CPU_TREE if on_cpu else trees.sequoia(*WIDE_TREE)[1])
+    config = Config(vocab_size, num_recycled, widths, costs, dtype, platform, head, paths, head_cost)
+    config.recycling  # noqa: B018  refuses a number of nodes that there is not
+    return config
+
+
+def _paths(head: Head, tree: Paths | None, default: Paths) -> Paths:
+    deepest = head.deepest
+    if tree is None:
+        return tuple(path for path in default if deepest is None or len(path) <= deepest)
+    if not tree:
+        raise UsageError("head_tree needs a node at least; leave it out for the default")
+    depth = max(map(len, tree))
+    if deepest is not None and depth > deepest:
+        raise UsageError(f"head_tree is {depth} tokens deep, but the head drafts {deepest}; choose that")
+    return tree

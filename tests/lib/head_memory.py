@@ -1,0 +1,92 @@
+"""Heads in the loop: what they remember of the text beside what they should, and heads that know their target."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from heads import layer_of
+from toy import markov, tiny_llama
+
+from specjax.engine import run as engine
+from specjax.engine.prepare import prepare
+from specjax.models.heads import blocks
+from specjax.models.heads.contract import DraftHead, Pairs
+from specjax.models.heads.eagle import Eagle, EagleConfig, eagle_head
+from specjax.types import Context
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
+
+
+def run_rounds(drafter, settings, rounds=6, new=24, longest=1):
+    """(job, state); a round must have accepted more than `longest` tokens."""
+    job = prepare(tiny_llama(), drafter, PROMPTS, settings, key=jax.random.key(1), max_new_tokens=new)
+    state = engine.start(job)
+    lengths = [np.array(state.length)]
+    for _ in range(rounds):
+        state, _, _ = engine.step(job.parts, state)
+        lengths.append(np.array(state.length))
+    accepted = np.diff(lengths, axis=0)
+    assert accepted.max() > longest, "no draft was accepted: the test shows nothing"
+    return job, state
+
+
+def read_at_once(head, job, state):
+    """The memory of a head that reads the whole text in one go, with the features of one pass of the target."""
+    target, tokens = job.parts.target, state.tokens
+    context = Context(tokens, state.length, target=target)
+    batch, size = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
+    taps = {"taps": head.head.taps} if head.head.taps else {}
+    cache = target.model.begin(target.params, None, batch, size)
+    output, _ = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask, **taps)
+    memory = head.head.begin(head.params, context, batch, 2 * size)
+    pairs = Pairs(head.head.features_of(output), jnp.roll(tokens, -1, 1), state.length - 1)
+    return head.head.read(head.params, memory, pairs, context)
+
+
+def differs(head, job, state, own=lambda draft: draft) -> float:
+    """How far the memory of the loop, once it has read the last round, is from that of the whole text.
+
+    own: the state of the head in that of the drafter."""
+    drafter = job.parts.drafter
+    context = Context(state.tokens, state.length, cache=state.cache, target=job.parts.target)
+    propose = jax.jit(drafter.propose)  # one program, not one per operation
+    _, draft = propose(drafter.params, None, state.draft, context, jnp.zeros_like(state.length))
+    draft = own(draft)
+    np.testing.assert_array_equal(draft.held, state.length - 1)
+    ours, whole = draft.memory, read_at_once(head, job, state)
+
+    def apart(axis, one, other):
+        worst = 0.0
+        for b, held in enumerate(np.asarray(draft.held)):
+            a, c = (np.take(np.asarray(x, np.float32), b, axis) for x in (one, other))
+            if a.ndim == 3:  # [K, S, h] of a cache: what lies beyond the text is never read
+                a, c = a[:, :held], c[:, :held]
+            worst = max(worst, float(np.abs(a - c).max()))
+        return worst
+
+    return max(jax.tree.leaves(jax.tree.map(apart, head.head.axes(ours), ours, whole)))
+
+
+def permutation(vocab=7, shift=3):
+    """A target that always says the same next token, and the map of its logits from one token to the next."""
+    rows = np.full((vocab, vocab), 1e-6, np.float32)
+    following = (np.arange(vocab) + shift) % vocab
+    rows[np.arange(vocab), following] = 1.0
+    move = np.zeros((vocab, vocab), np.float32)
+    move[following, np.arange(vocab)] = 1.0
+    return markov(rows), move
+
+
+def knowing(target, token, feature) -> DraftHead:
+    """An EAGLE head whose layers add nothing: it says token @ E x_{t+1} + feature @ f_t."""
+    config = EagleConfig(layer_of(target))
+    params = jax.tree.map(np.asarray, blocks.init_params(Eagle, config, jax.random.key(0)))
+    layer = params["stack"][0]
+    layer["attention"]["o"]["weight"], layer["mlp"]["down"]["weight"] = (
+        np.zeros_like(layer[part][last]["weight"]) for part, last in (("attention", "o"), ("mlp", "down"))
+    )
+    params["fc"]["weight"] = np.concatenate([token, feature], 1)
+    return DraftHead(eagle_head(config), params)
