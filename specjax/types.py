@@ -358,7 +358,7 @@ class DecodeState(NamedTuple):
     cache: PyTree  # of the target: holds the first length - 1 tokens
     draft: PyTree
     control: PyTree
-    finite: Array | None = None  # bool[B], whether what the target said of the prompt was; constant
+    finite: Array  # bool[B], whether all that the target said was
 
 
 class Decoder(NamedTuple):

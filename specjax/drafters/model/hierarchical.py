@@ -171,6 +171,7 @@ def _draft(config: _Config, params, keys, context: Context, limit: Array, state:
         cache=cache,
         draft=state.draft,
         control=parts.controller.init(len(length)),
+        finite=jnp.ones(length.shape, bool),
     )
     rows_of_q = jnp.zeros((len(length), config.longest + 1, model.vocab_size)) if parts.keep.logits else None
     if rows_of_q is not None and log_q is not None:
