@@ -359,10 +359,3 @@ class DecodeState(NamedTuple):
     draft: PyTree
     control: PyTree
     finite: Array  # bool[B], whether all that the target said was
-
-
-class Decoder(NamedTuple):
-    """`init(params, ...) -> DecodeState`, `step(params, state) -> (state, Info)`: the outer contract of every loop."""
-
-    init: Callable[..., DecodeState]
-    step: Callable[..., tuple[DecodeState, Info]]
