@@ -386,11 +386,4 @@ class DecodeState(NamedTuple):
     cache: PyTree  # of the target: holds the first length - 1 tokens
     draft: PyTree
     control: PyTree
-    finite: Array | None = None  # bool[B], whether what the target said of the prompt was; constant
-
-
-class Decoder(NamedTuple):
-    """`init(params, ...) -> DecodeState`, `step(params, state) -> (state, Info)`: the outer contract of every loop."""
-
-    init: Callable[..., DecodeState]
-    step: Callable[..., tuple[DecodeState, Info]]
+    finite: Array  # bool[B], whether all that the target said was

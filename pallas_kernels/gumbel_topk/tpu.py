@@ -30,6 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from specjax.pallas_kernels.gumbel_topk.reference import gumbel, masked
 from specjax.pallas_kernels.tuning import tuned
+from specjax.precision import in_32_bits
 
 SUBLANES, LANES = 8, 128
 MOST = 64  # the largest k
@@ -49,6 +50,7 @@ def unsupported(keys, logits, k: int) -> str | None:
     return None
 
 
+@in_32_bits  # as Mosaic's indices are
 def gumbel_topk(
     keys, logits, k, *, temperature=None, valid=None, first_id=0, block=None, width=None, slots=None, device_kind=None,
     interpret=False,

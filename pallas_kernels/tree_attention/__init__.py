@@ -11,6 +11,7 @@ from specjax.pallas_kernels.tree_attention.over_slots import over_slots
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
 from specjax.pallas_kernels.tree_attention.xla import BLOCK_ON_GPU
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as _xla
+from specjax.precision import in_32_bits
 
 __all__ = ["over_slots", "tree_attention"]
 
@@ -83,6 +84,7 @@ def _run_xla(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions
 
 # Under `jit` so that equal layers share one trace: 27 ms against 0.6 ms.
 @functools.partial(jax.jit, static_argnames=("scale", "softcap", "with_total"))
+@in_32_bits  # as Mosaic's indices are
 def _run_tpu(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
     return _tpu().tree_attention(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,

@@ -76,23 +76,12 @@ def refuse(bits: Array | np.ndarray, draws: Draws) -> None:
                 raise UsageError(f"row {row}: {sentence.format(draws=f'draws={draws!r}')}")
 
 
-def is_finite(target: Target, count: Array, output: Output, with_head: Array) -> Array:
-    """bool[B]: whether the states behind the first `count` int32[B] tokens of a chunk of the prompt are numbers and, if
-    `with_head` bool[], the logits behind its first.
+def is_finite(output: Output) -> Array:
+    """bool[B]: whether what a pass said of its first token are numbers; logits of -inf are.
 
     What a NaN in the weights or an impossible constant in the config does to one token, it does to all.
     """
-    is_own = jnp.arange(output.hidden.shape[1]) < count[:, None]
-    fine = jnp.all(jnp.isfinite(output.hidden) | ~is_own[:, :, None], (1, 2))
-    unembed = target.model.unembed
-    if unembed is None:
-        return fine
-
-    def head(first):
-        return jnp.all(jnp.isfinite(unembed(target.params, first)), (1, 2))
-
-    first, is_any = output.hidden[:, :1], count > 0
-    return fine & (~is_any | jax.lax.cond(with_head, head, lambda first: jnp.ones(len(first), bool), first))
+    return jnp.all(jnp.isfinite(output.hidden[:, 0]), 1) & jnp.all(output.logits[:, 0] < jnp.inf, 1)  # not so NaN
 
 
 def explain(target: Target) -> str:

@@ -26,8 +26,8 @@ class DecodeResult:
     stats: Stats
     drafter: Drafter | None = None  # as it is after what it saw, for the next call; None if it remembers nothing
     logprobs: Array | None = None  # float32[B, max_new_tokens], 0 behind the end; if asked for
-    # bool[B]: False where the target gave NaN or Inf for the prompt (its last token aside), so that the text means
-    # nothing; `checks.explain` says why. None: not looked at.
+    # bool[B]: False where the target gave NaN or Inf, so that the text means nothing; `checks.explain` says why. None:
+    # not looked at.
     finite: Array | None = None
 
     @property

@@ -75,17 +75,10 @@ def init(
         draft = buffers.with_shared(draft, beside.draft, drafter.axes(draft))
         control = buffers.with_shared(control, beside.control, parts.controller.axes(control))
 
-    def read(seen, tokens, count, output):
-        draft, finite, is_first = seen
-        if drafter.read is not None:
-            draft = drafter.read(drafter.params, draft, context, tokens, count, output)
-        return draft, finite & checks.is_finite(target, count, output, is_first), jnp.zeros_like(is_first)
-
+    read = drafter.read
+    see = lambda draft, *chunk: draft if read is None else read(drafter.params, draft, context, *chunk)
     count = jnp.maximum(length - 1, 0)
-    seen = draft, jnp.ones((batch,), bool), jnp.ones((), bool)
-    cache, (draft, finite, _) = prefill_reading(
-        target.model, target.params, cache, tokens, count, read, seen, taps=drafter.taps
-    )
+    cache, draft = prefill_reading(target.model, target.params, cache, tokens, count, see, draft, taps=drafter.taps)
     return DecodeState(
         tokens=tokens,
         length=length,
@@ -95,7 +88,7 @@ def init(
         cache=cache,
         draft=draft,
         control=control,
-        finite=finite,
+        finite=jnp.ones((batch,), bool),
     )
 
 
@@ -118,6 +111,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     draft = drafter.update(drafter.params, draft, passed.seen, passed.verdict)
     forms.check_same(f"the drafter's update ({forms.name_of(drafter.update)})", state.draft, draft)
     verdict, kept, (emitted, count, is_eos) = passed.verdict, passed.kept, passed.emitted
+    finite = state.finite & (passed.finite | state.done)
     index = jnp.arange(drafter.num_nodes)
     place = jnp.where(index < count[:, None], state.length[:, None] + index, state.tokens.shape[1])
     length = state.length + count
@@ -134,7 +128,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         violations=_both(violations, kept.violations),
         scored=kept.scored,
         signals=_signals(tree, verdict) if controller.reads_signals else None,
-        finite=state.finite,
+        finite=finite,
     )
     control = controller.update(state.control, info)
     forms.check_same("the controller's update", state.control, control)
@@ -145,6 +139,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         cache=cache,
         draft=draft,
         control=control,
+        finite=finite,
     ), info
 
 

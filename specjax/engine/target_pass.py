@@ -47,6 +47,7 @@ class Passed(NamedTuple):
     emitted: Emitted
     depth: Array  # int32[B], of the deepest valid node
     seen: PyTree  # what the drafter observed
+    finite: Array  # bool[B], whether what the target said of the root was
     kept: Kept
 
 
@@ -70,12 +71,12 @@ def pass_over(
         judge = functools.partial(judge_at, parts, state, tree, observe, prompt, cache)
         slots = [width + _count(prompt, tree, width) for width in widths]
         judged, pending = _narrowest(widths, slots, needed, judge, parts.target.model.widen)
-        verdict, depth, seen, kept = judged
+        verdict, *others = judged
         emitted = emit(parts, state, tree, verdict)
         num_nodes = jnp.minimum(verdict.num_nodes, emitted.number)
         committed = parts.target.model.commit(cache, pending, verdict.path[:, : widths[-1]], num_nodes)
         forms.check_same(f"commit of the model {parts.target.model.name}", cache, committed)
-        return committed, Passed(verdict, emitted, depth, seen, kept)
+        return committed, Passed(verdict, emitted, *others)
 
     if widths[0] > 1 or len(widths) == 1:
         return over(widths, state.cache)
@@ -108,7 +109,7 @@ def judge_at(
     parts: Parts, state: DecodeState, tree: TokenTree, observe: ObserveFn, prompt: PromptFn | None, cache: PyTree,
     width: int,
 ):  # fmt: skip
-    """A pass over the first `width` nodes: (verdict, depth, seen, kept) of `Passed`, and what is pending."""
+    """A pass over the first `width` nodes: (verdict, depth, seen, finite, kept) of `Passed`, and what is pending."""
     drafter, model, n = parts.drafter, parts.target.model, parts.drafter.num_nodes
     part = operations.cut(tree, width)
     tokens: Array | Appended = part.tokens
@@ -136,7 +137,7 @@ def judge_at(
         scored=Scored(part, logits, output.hidden) if parts.keep.scored else None,
     )
     verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
-    return (verdict, jnp.max(depth, 1), seen, kept), pending
+    return (verdict, jnp.max(depth, 1), seen, checks.is_finite(output), kept), pending
 
 
 def _with_prompts(tree: TokenTree, prompts: Prompts) -> tuple[Appended, Array]:

@@ -51,6 +51,7 @@ FORMS = {
 
 MOST_NODES = 4096
 """Of the largest tree that a text may ask for, below its root: a tree is laid out before it is drafted."""
+DIGITS = 18  # of a number that an error writes out
 
 _WAYS: dict[str, How] = {
     "": "without_replacement", "top": "point_mass", "mixed": "top_and_sampled",
@@ -140,8 +141,9 @@ def _split(spec: str) -> tuple[str, str]:
 def _sizes(text: str) -> tuple[int, ...]:
     """The numbers of AxBxC, () for any other text."""
     parts = text.split("x")
-    good = all(part.isdecimal() and len(part) < 10 and int(part) >= 1 for part in parts)
-    return tuple(map(int, parts)) if good else ()
+    # the first digits of a number of thousands, which Python does not convert, are too many nodes already
+    sizes = tuple(int(f"0{part.lstrip('0')[:DIGITS]}") for part in parts if part.isdecimal())
+    return sizes if len(sizes) == len(parts) and all(sizes) else ()
 
 
 def _nodes_of(kind: str, sizes: tuple[int, ...]) -> int:
@@ -161,7 +163,8 @@ def _nodes_of(kind: str, sizes: tuple[int, ...]) -> int:
 
 def _check_size(spec: str, nodes: int) -> None:
     if nodes > MOST_NODES:
-        raise UsageError(f'"{spec}" has {nodes} nodes; a tree may have at most {MOST_NODES}')
+        count = str(nodes) if nodes < 10**DIGITS else f"over 10**{DIGITS}"
+        raise UsageError(f'"{cut(spec, QUOTED)}" has {count} nodes; a tree may have at most {MOST_NODES}')
 
 
 def _named(parts: list[str], kind: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Weights and configs that give no numbers are noticed once, after the prompt, and named."""
+"""Weights and configs that give no numbers are noticed and named."""
 
 import dataclasses
 
@@ -45,6 +45,11 @@ def test_an_impossible_config_is_found(changes):
     target = Target(make_model(dataclasses.replace(good.model.config, **changes)), good.params)
     assert not decode(target, prompt_lookup(), PROMPTS, **OPTIONS).finite.any()
     assert "config" in explain(target)
+
+
+def test_prompts_of_one_token():
+    result = decode(spoiled("layers", 0, "attention", "k", "weight"), autoregressive(), [[1], [4]], **OPTIONS)
+    assert result.finite.tolist() == [False, False]
 
 
 def test_numbers_are_numbers():

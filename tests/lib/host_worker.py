@@ -125,7 +125,7 @@ def save_for_ever(folder: str) -> None:
     for step in range(10**9):
         rows = np.full((4,), step, np.int32)
         tokens, cache = np.full((4, 8), step, np.int32), np.full((1 << 20,), step, np.int32)
-        state = DecodeState(tokens, rows, rows < 0, rows, rows, cache, (), ())
+        state = DecodeState(tokens, rows, rows < 0, rows, rows, cache, (), (), rows < 0)
         running.save(step, state, rows)
         print("saved", step, flush=True)
 

@@ -265,6 +265,13 @@ def test_kernel_is_chosen_by_the_platform_lowered_for():
     assert "tpu_custom_call" in text("tpu") and "tpu_custom_call" not in text("cpu")
 
 
+def test_programs_of_64_bits_too():
+    search = jax.jit(lambda keys, logits: gumbel_topk(keys, logits, 4, implementation="pallas_tpu"))
+    with jax.enable_x64(True):
+        program = search.trace(rows_of_keys(2), jnp.zeros((2, 1000), jnp.float32)).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in program.as_text()
+
+
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"])
 @pytest.mark.parametrize(

@@ -267,6 +267,17 @@ def test_the_compiler_takes_it(topology, heads_dim, int8):
         assert "tpu_custom_call" in text
 
 
+def test_programs_of_64_bits_too():
+    """Traced outside of the engine, which traces in 32; Mosaic takes no index of 64."""
+    mesh = jax.sharding.Mesh(np.array(devices("v5e:2x2")[:1]), "x")
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+    arrays, options = jax.tree.map(place, case(0, [5, 300], TREES["one"], dtype=jnp.bfloat16))
+    run = lambda arrays, options: tree_attention(*arrays, **options, scale=0.2, implementation="pallas_tpu")
+    with jax.enable_x64(True), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert "tpu_custom_call" in jax.jit(run).lower(arrays, options).as_text()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

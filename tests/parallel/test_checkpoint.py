@@ -159,7 +159,7 @@ def test_killed_while_it_writes(tmp_path):
     rows = np.zeros((4,), np.int32)
     where = lambda x: jax.device_put(x, jax.devices()[0])
     tokens, cache = np.zeros((4, 8), np.int32), np.zeros((1 << 20,), np.int32)
-    state = where(DecodeState(tokens, rows, rows < 0, rows, rows, cache, (), ()))
+    state = where(DecodeState(tokens, rows, rows < 0, rows, rows, cache, (), (), rows < 0))
     step, state, stats = Running(parallel.Checkpoints(tmp_path, 1), {"prompts": "a"}).resume(state, where(rows))
     assert step >= 3
     assert all((leaf == step).all() for leaf in (state.tokens, state.length, state.cache, stats))

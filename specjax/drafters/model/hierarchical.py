@@ -34,7 +34,7 @@ from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.models.vocabulary import beside
 from specjax.trees.contracts import narrower
-from specjax.trees.operations import chain, pad_nodes
+from specjax.trees.operations import chain, root_alone
 from specjax.types import Array, Context, DecodeState, Drafter, Model, PyTree, Target, TokenTree, Verdict
 from specjax.verifiers import exact_verifier, sample_and_match
 
@@ -144,9 +144,8 @@ def _rest(
     verdict = Verdict(path, jnp.zeros_like(context.length), jnp.zeros_like(context.length))
     none = tree._replace(valid=jnp.zeros_like(tree.valid))
     seen = config.inner.observe(params[1], drafted, below, none, verdict, output)
-    root = pad_nodes(chain(context.root, jnp.ones_like(context.root, bool)), config.longest + 1)
     draft = config.inner.update(params[1], drafted, seen, verdict)
-    return state._replace(draft=draft), root._replace(logits=zeros(shapes.logits))
+    return state._replace(draft=draft), root_alone(context.root, shapes)
 
 
 def _draft(config: _Config, params, keys, context: Context, limit: Array, state: _State) -> tuple[_State, TokenTree]:
@@ -171,6 +170,7 @@ def _draft(config: _Config, params, keys, context: Context, limit: Array, state:
         cache=cache,
         draft=state.draft,
         control=parts.controller.init(len(length)),
+        finite=jnp.ones(length.shape, bool),
     )
     rows_of_q = jnp.zeros((len(length), config.longest + 1, model.vocab_size)) if parts.keep.logits else None
     if rows_of_q is not None and log_q is not None:
