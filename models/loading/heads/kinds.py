@@ -5,11 +5,25 @@ from __future__ import annotations
 from types import ModuleType
 
 from specjax.errors import UsageError
-from specjax.models.loading.heads import dflash, eagle, eagle3, hydra, medusa, mlp_speculator, p_eagle, redrafter
+from specjax.models.loading.heads import (
+    chimera,
+    clover,
+    dflash,
+    eagle,
+    eagle3,
+    hydra,
+    kangaroo,
+    medusa,
+    mlp_speculator,
+    p_eagle,
+    redrafter,
+)
 from specjax.models.loading.heads.contents import Contents
 from specjax.reading import shown
 
-FILES: tuple[ModuleType, ...] = (eagle3, p_eagle, dflash, eagle, medusa, hydra, mlp_speculator, redrafter)
+FILES: tuple[ModuleType, ...] = (
+    eagle3, p_eagle, dflash, eagle, medusa, hydra, mlp_speculator, redrafter, clover, chimera, kangaroo,
+)  # fmt: skip
 
 
 def find(contents: Contents) -> tuple[ModuleType, str] | None:

@@ -6,13 +6,14 @@ themselves, the most frequent first.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models.loading import torch_file
+from specjax.models.loading import hf, torch_file
 from specjax.models.loading.heads.contents import Tensors
 from specjax.models.loading.tensors import INTEGERS, read_integers
 from specjax.reading import reading, shown
@@ -60,8 +61,15 @@ def check_ids(ids: np.ndarray, vocab: int, what: str) -> None:
         raise UsageError(f"{what} that leads to id {int(known[np.argmax(counts)])} {int(counts.max())} times")
 
 
-def read_token_map(file: Path, vocab: int) -> np.ndarray:
-    """int64[n]: FR-Spec's list of the ids that are drafted. Raises: UsageError for what is none of this vocabulary."""
+def read_token_map(source: str | Path, vocab: int) -> np.ndarray:
+    """int64[n]: FR-Spec's list of the ids that are drafted, of a file or of "org/name/file.pt" on the hub.
+
+    Raises: UsageError for what is none of this vocabulary.
+    """
+    file = Path(source).expanduser()
+    in_hub = re.fullmatch(r"([\w.-]+/[\w.-]+)/([\w.-]+\.pt)", Path(source).as_posix())
+    if in_hub and not file.exists():
+        file = hf.download(in_hub[1], (in_hub[2],)) / in_hub[2]
     with reading(file):
         ids = np.asarray(torch_file.read_numbers(file), np.int64)
     if not 0 < len(ids) <= vocab:
