@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
+
 from specjax.catalog.options import REQUIRED, Option, read_call, yes_or_no
 from specjax.errors import UsageError
 from specjax.models.loading.deciding import JudgeHead, read_judge
@@ -63,7 +65,7 @@ PARAMETERS: dict[str, tuple[Callable[..., Verifier], tuple[Option, ...]]] = {
 
 def _judge(file: JudgeHead, threshold: float | None) -> Verifier:
     chosen = file.threshold if threshold is None else threshold
-    return judge(file.weight, file.bias, 0.5 if chosen is None else chosen)
+    return judge(jnp.asarray(file.weight), file.bias, 0.5 if chosen is None else chosen)
 
 
 OF_FILES: dict[str, tuple[Callable[..., Verifier], tuple[Option, ...]]] = {

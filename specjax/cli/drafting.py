@@ -173,13 +173,13 @@ def _check_old_stop(text: str | None) -> None:
     raise UsageError(f"--stop of drafts is called --draft-stop now; write --draft-stop {text}")
 
 
-def recognised(draft: str | None) -> str | None:
+def recognised(draft: str | None, flag: str = "--draft") -> str | None:
     """The kind of head that --draft is; None: it is a whole model, or not given. Raises: UsageError if damaged."""
     if draft is None:
         return None
     from specjax.models.loading.heads import recognise
 
-    found = parsed("--draft", recognise, draft)
+    found = parsed(flag, recognise, draft)
     return found and found[0]
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
@@ -65,8 +66,8 @@ def load_head(source: str | Path, target: Target, *, token_map: str | Path | Non
     return read_head(source, target, token_map=token_map).head
 
 
-def read_head(source: str | Path, target: Target, *, token_map: str | Path | None = None) -> LoadedHead:
-    """As `load_head`, with how it was read."""
+def read_head(source: str | Path, target: Target, *, token_map: str | Path | np.ndarray | None = None) -> LoadedHead:
+    """As `load_head`, with how it was read. token_map: or its ids, as `vocabulary.read_token_map` gives them."""
     path, reader = resolve(source), reader_of(target)
     with reading(path):
         contents = read_contents(path)
@@ -75,7 +76,9 @@ def read_head(source: str | Path, target: Target, *, token_map: str | Path | Non
             raise UsageError(f"{path} is no learned head of a known kind; a whole draft model is loaded with load")
         check_family(contents, reader)
         kind, dialect = found
-        ids = None if token_map is None else vocabulary.read_token_map(token_map, reader.vocab_size)
+        ids = token_map
+        if isinstance(ids, str | Path):
+            ids = vocabulary.read_token_map(ids, reader.vocab_size)
         plan = kind.plan(contents, dialect, reader, ids)
         leaves, unused = _leaves(plan, path)
     head = DraftHead(KINDS[plan.kind].head(plan.config), _assemble(plan, leaves))

@@ -44,18 +44,15 @@ def drafted_ids(tensors: Tensors, size: int, vocab: int, folder: Path) -> np.nda
             f"{folder} drafts {size} of the target's {vocab} ids and has no map of them, d2t or t2d; save it with its "
             "map"
         )
-    check_ids(ids, vocab, f"{folder} has a d2t")
+    check_ids(ids, vocab, f"{folder} has a d2t", "a d2t holds differences, lists of ids are given as a token map")
     return ids
 
 
-def check_ids(ids: np.ndarray, vocab: int, what: str) -> None:
+def check_ids(ids: np.ndarray, vocab: int, what: str, fix: str = "choose one of this target") -> None:
     """Raises: UsageError for ids beyond the vocabulary, or one that is there twice."""
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab):
         worst = int(ids.max() if ids.max() >= vocab else ids.min())
-        raise UsageError(
-            f"{what} that leads to id {worst}, and the target has {vocab}; a d2t holds differences, lists of ids are "
-            "given as a token map"
-        )
+        raise UsageError(f"{what} that leads to id {worst}, and the target has {vocab}; {fix}")
     known, counts = np.unique(ids, return_counts=True)
     if len(known) < len(ids):
         raise UsageError(f"{what} that leads to id {int(known[np.argmax(counts)])} {int(counts.max())} times")
