@@ -30,10 +30,11 @@ from head_runs import draft
 from safetensors.numpy import load_file
 
 from specjax import UsageError
+from specjax.models.heads.agreement import agreement, read_text
 from specjax.models.heads.clover import CloverConfig
 from specjax.models.heads.contract import Pairs
 from specjax.models.heads.kinds import init_head
-from specjax.models.loading.heads import load_head, read_head, recognise, save_head
+from specjax.models.loading.heads import kangaroo, load_head, read_head, recognise, save_head
 from specjax.types import Context
 
 HD = d.D // d.H
@@ -97,6 +98,19 @@ def test_kangaroo(tmp_path):
         load_head(d.write(tmp_path / "deep", config | {"exit_layer": 7}, arrays), small)
     with pytest.raises(UsageError, match="no exit_layer, the authors' being 2, and tiny has 1 layers"):
         load_head(folder, shapes_of_target(num_layers=1))
+
+
+def test_the_self_check_of_kangaroo_runs_the_targets_own_layers(tmp_path):
+    """Behind all layers an adapter that adds nothing says what the target does; it was read as behind one."""
+    small, arrays = target(num_layers=2), d.kangaroo()
+    arrays |= {
+        "layers.0.self_attn.o_proj.weight": 0 * arrays["layers.0.self_attn.o_proj.weight"],
+        "norm.weight": np.asarray(small.params["norm"]["weight"]),
+    }
+    head = load_head(d.write(tmp_path, d.layers(8) | {"exit_layer": 1}, arrays), small)
+    [(reason, second)] = kangaroo.variants(head, 2).items()
+    assert "behind layer 2 of the target, and was read as of layer 1; write exit_layer 2" in reason
+    assert agreement(small, second, read_text(small, list(range(3, 23)), [second])) == 1.0
 
 
 # ----------------------------------------------------------------------------------------------------------- Clover
@@ -315,8 +329,13 @@ def test_heads_by_nemo_automodel_and_on_top_of_model_optimizers(tmp_path):
 
     config, arrays = d.eagle3_dialects(d.eagle3())["modelopt"]
     extra = d.arrays_of({"parallel_draft_heads.0.medusa_layers.0.linear.weight": (d.D, d.D)})
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
     found = read_head(d.write(tmp_path / "modelopt", config, arrays | extra), target())
     assert found.unused == tuple(extra)
+    scaling = found.head.head.config.layer.rope_scaling
+    assert scaling.factor == 32 and scaling.amplitude == pytest.approx(1 + 0.1 * math.log(32))
+    save_head(tmp_path / "again", found.head)
+    assert load_head(tmp_path / "again", target()).head is found.head.head
 
 
 def test_a_token_map_on_the_hub(tmp_path, monkeypatch):
