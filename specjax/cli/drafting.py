@@ -124,6 +124,7 @@ def read_drafting(
         found[name][option.name] = Given(flag, option.parse(value, flag))
     for name, row in rows.items():
         _check_size(row, found[name])
+        _check_trained(named.get("--draft-stop"), name, found[name])
     return Drafting(found, None if source is None else _read_source(source, rows, batch_size))
 
 
@@ -157,6 +158,14 @@ def _check_size(row: Method, given: Mapping[str, Given]) -> None:
     if tree is not None:
         raise UsageError(f"{tree.flag} and {size.flag} both set the size of the draft; leave one out")
     require(size.value <= LARGEST, f"{size.flag} must be at most {LARGEST}, not {size.value}")
+
+
+def _check_trained(stop: str | None, name: str, given: Mapping[str, Given]) -> None:
+    require(
+        stop is None or not stop.startswith("trained") or "stop" not in given or "acceptance" in given,
+        f"--draft-stop {stop} goes by a trained acceptance head, and {name} is given none; add --set "
+        "acceptance=FOLDER to --method two_model, or choose another rule",
+    )
 
 
 def _check_old_stop(text: str | None) -> None:

@@ -211,6 +211,10 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--draft", "draft", "--tree", "sequoia:.9,.9:8"], "--tree: acceptance must be chances"),
         (["--draft", "draft", "--tree", "[[0, 0]]"], "--tree: the tree has the path [0, 0] without [0]; add it"),
         (["--draft", "draft", "--method", "rasd", "--tree", "2x1"], "--tree must be grown without randomness"),
+        (
+            ["--draft", "draft", "--draft-stop", "trained:0.3"],
+            "trained:0.3 goes by a trained acceptance head, and two_model is given none; add --set acceptance=FOLDER",
+        ),
         (["--verifier", "typical:high"], '--verifier: epsilon must be a number, not "high"'),
         (["--verifier", "typical:nan"], '--verifier: epsilon must be a number, not "nan"'),
         (
