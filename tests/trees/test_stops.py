@@ -171,10 +171,9 @@ def test_specdec_by_its_head(scores, lagging):
 
 def test_the_bounds_of_specdec():
     scores = [0.5] * 6
-    for lag in (True, False):
-        assert judged(scores, trees.chain(6, stop=stops.trained(1.0, lag=lag))) == 6
-        assert judged(scores, trees.chain(6, stop=stops.trained(-1.0, lag=lag))) == 2
-        assert judged(scores, trees.chain(6, stop=stops.trained(-1.0, least=3, lag=lag))) == 3
+    assert judged(scores, trees.chain(6, stop=stops.trained(1.0))) == 6
+    assert judged(scores, trees.chain(6, stop=stops.trained(-1.0))) == 2
+    assert judged(scores, trees.chain(6, stop=stops.trained(-1.0, least=3, lag=False))) == 3
     with pytest.raises(UsageError, match="least must be at least 1, not 0"):
         stops.trained(0.3, least=0)
 
