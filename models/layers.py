@@ -7,6 +7,7 @@ the matrix-vector products read 18 GB/s in this order and 13 GB/s as [in, out].
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -140,13 +141,15 @@ class GatedMLP(nnx.Module):
 
 
 class RopeScaling(NamedTuple):
-    """How rotary frequencies are stretched. `kind`: "linear" (factor only) or "llama3"."""
+    """How rotary frequencies are stretched. `kind`: "linear" (factor only), "llama3" or "yarn"."""
 
     kind: str
     factor: float
     low: float = 1.0
     high: float = 4.0
     original_positions: int = 8192
+    amplitude: float = 1.0  # of rotated queries and of keys (yarn)
+    whole: bool = True  # yarn: between whole dimensions
 
 
 def rope_frequencies(dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
@@ -156,10 +159,27 @@ def rope_frequencies(dim: int, base: float, scaling: RopeScaling | None = None) 
         return freq
     if scaling.kind == "linear":
         return freq / scaling.factor
+    if scaling.kind == "yarn":
+        return freq * _kept_by_yarn(dim, base, scaling)
     # Llama 3: long waves are stretched, short ones kept, those between blended.
     waves = scaling.original_positions * freq / (2 * jnp.pi)  # full turns within the original context
     keep = jnp.clip((waves - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
     return freq * (keep + (1 - keep) / scaling.factor)
+
+
+def _kept_by_yarn(dim: int, base: float, scaling: RopeScaling) -> Array:
+    """float32[dim / 2]: what is left of each frequency; blended by dimension, where Llama 3 blends by full turns.
+
+    Peng, Quesnelle, Fan, Shippole: YaRN: Efficient Context Window Extension of Large Language Models (2023), arXiv
+    2309.00071.
+    """
+    turns = lambda count: dim * math.log(scaling.original_positions / (count * 2 * math.pi)) / (2 * math.log(base))
+    first, last = turns(scaling.high), turns(scaling.low)
+    if scaling.whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    stretched = jnp.clip((jnp.arange(dim // 2) - first) / (last - first or 0.001), 0.0, 1.0)
+    return 1 - stretched + stretched / scaling.factor
 
 
 def rope(x: Array, positions: Array, frequencies: Array) -> Array:

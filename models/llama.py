@@ -37,6 +37,12 @@ class LlamaConfig:
     stacked: bool = False  # layers stacked and scanned, not unrolled
     name: str = "llama"
 
+    @property
+    def attention_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        amplitude = 1.0 if self.rope_scaling is None else self.rope_scaling.amplitude
+        return self.head_dim**-0.5 * amplitude**2
+
 
 class Block(nnx.Module):
     """Attention and MLP, each behind a norm: what they add to the stream."""
@@ -45,7 +51,8 @@ class Block(nnx.Module):
         self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.attention = L.Attention(
             c.width, c.num_heads, c.num_kv_heads, c.head_dim,
-            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, dtype=c.dtype, rngs=rngs,
+            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, scale=c.attention_scale, dtype=c.dtype,
+            rngs=rngs,
         )  # fmt: skip
         self.mlp_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)

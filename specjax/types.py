@@ -229,7 +229,8 @@ class Said(NamedTuple):
     """What a drafter says of the children of nodes, where that is more than their logits."""
 
     logits: Array  # [B, F, V]
-    confidence: Array  # float32[B, F], how likely it holds what it drafts from them to be accepted
+    confidence: Array | None = None  # float32[B, F], how likely it holds what it drafts from them to be accepted
+    accepted: Array | None = None  # float32[B, F], how likely it holds the nodes themselves to be accepted
 
 
 def _no_state(params: PyTree, context: Context) -> PyTree:

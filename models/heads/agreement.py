@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.heads.contract import DraftHead, Head, Pairs
-from specjax.types import Appended, Array, Context, Output, Said, Target
+from specjax.types import Appended, Array, Context, Output, PyTree, Said, Target
 
 
 class Text(NamedTuple):
@@ -23,6 +23,7 @@ class Text(NamedTuple):
     tokens: Array  # int32[1, T]
     best: Array  # int32[T], the likeliest token after each
     hidden: Array  # [1, T, D]
+    pending: PyTree  # what the target's cache gains by it
     streams: dict[int, Array]  # by tap
 
     def features(self, head: Head) -> Array:
@@ -34,25 +35,25 @@ def read_text(target: Target, tokens: Sequence[int], heads: Sequence[DraftHead])
     """One pass of the target over a text of at least three tokens, for what several heads read."""
     taps = tuple(sorted({tap for head in heads for tap in head.head.taps}))
     text = jnp.asarray(tokens, jnp.int32)[None]
-    best, hidden, streams = _pass(target, text, taps)
-    return Text(text, best, hidden, dict(zip(taps, streams, strict=True)))
+    best, hidden, pending, streams = _pass(target, text, taps)
+    return Text(text, best, hidden, pending, dict(zip(taps, streams, strict=True)))
 
 
 def agreement(target: Target, head: DraftHead, text: Text) -> float:
     """The share of the places of a text where the likeliest draft is the likeliest token."""
     prompted = head.head.prompts is not None
     features = prompted_features(target, head, text.tokens) if prompted else text.features(head.head)
-    return float(_agreement(target, head, text.tokens, text.best, features))
+    return float(_agreement(target, head, text.tokens, text.best, text.pending, features))
 
 
 @functools.partial(jax.jit, static_argnames="taps")
-def _pass(target: Target, tokens: Array, taps: tuple[int, ...]) -> tuple[Array, Array, tuple[Array, ...]]:
+def _pass(target: Target, tokens: Array, taps: tuple[int, ...]) -> tuple[Array, Array, PyTree, tuple[Array, ...]]:
     model, size = target.model, tokens.shape[1]
     positions, mask = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
     cache = model.begin(target.params, None, 1, size)
     tapped = {"taps": taps} if taps else {}
-    output, _ = model.forward(target.params, tokens, cache, positions=positions, mask=mask, **tapped)
-    return jnp.argmax(output.logits[0], -1), output.hidden, output.taps
+    output, pending = model.forward(target.params, tokens, cache, positions=positions, mask=mask, **tapped)
+    return jnp.argmax(output.logits[0], -1), output.hidden, pending, output.taps
 
 
 @jax.jit
@@ -74,18 +75,21 @@ def prompted_features(target: Target, head: DraftHead, tokens: Array) -> Array:
 
 
 @jax.jit
-def _agreement(target: Target, head: DraftHead, tokens: Array, best: Array, features: Array) -> Array:
+def _agreement(target: Target, head: DraftHead, tokens: Array, best: Array, pending: PyTree, features: Array) -> Array:
     """float32[]."""
-    size, one = tokens.shape[1], jnp.ones((1,), jnp.int32)
+    size, one, model = tokens.shape[1], jnp.ones((1,), jnp.int32), target.model
 
-    def drafted(memory, t):
+    def drafted(held, t):
         """What it drafts behind token t + 1, the root: that of position t + 2."""
-        context = Context(tokens, one * (t + 2), target=target)
+        memory, cache = held
+        cache = model.commit(cache, pending, t[None, None], one)  # some heads run the target's own layers
+        context = Context(tokens, one * (t + 2), target=target, cache=cache)
         pair = Pairs(jax.lax.dynamic_slice_in_dim(features, t, 1, 1), context.root, one)
         memory = head.head.read(head.params, memory, pair, context)
         _, said = head.head.start(head.params, memory, context, 2)
         logits = said.logits if isinstance(said, Said) else said
-        return memory, jnp.argmax(logits[0], -1) == best[t + 1]
+        return (memory, cache), jnp.argmax(logits[0], -1) == best[t + 1]
 
-    first = head.head.begin(head.params, Context(tokens, one, target=target), 1, size + 1)
+    memory = head.head.begin(head.params, Context(tokens, one, target=target), 1, size + 1)
+    first = memory, model.begin(target.params, None, 1, size)
     return jnp.mean(jax.lax.scan(drafted, first, jnp.arange(size - 1))[1].astype(jnp.float32))

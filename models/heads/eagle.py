@@ -53,7 +53,8 @@ class Layer(nnx.Module):
         self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype) if has_norm else None
         self.attention = L.Attention(
             c.width, c.num_heads, c.num_kv_heads, c.head_dim,
-            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, dtype=c.dtype, rngs=rngs,
+            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, scale=c.attention_scale, dtype=c.dtype,
+            rngs=rngs,
         )  # fmt: skip
         self.mlp_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)

@@ -60,7 +60,8 @@ class First(nnx.Module):
         self.embedding_norm, self.state_norm, self.mlp_norm = norm(), norm(), norm()
         self.attention = L.Attention(
             c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=2 * c.width,
-            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, dtype=c.dtype, rngs=rngs,
+            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, scale=c.attention_scale, dtype=c.dtype,
+            rngs=rngs,
         )  # fmt: skip
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
 

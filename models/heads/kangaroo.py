@@ -59,7 +59,8 @@ class Kangaroo(nnx.Module):
         self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.attention = L.Attention(
             c.width, c.num_heads, c.num_kv_heads, c.head_dim,
-            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, dtype=c.dtype, rngs=rngs,
+            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, scale=c.attention_scale, dtype=c.dtype,
+            rngs=rngs,
         )  # fmt: skip
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
 

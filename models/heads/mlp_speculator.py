@@ -2,7 +2,8 @@
 
 Wertheimer et al.: Accelerating Production LLMs with Combined Token/Embedding Speculators (2024), arXiv 2404.19124.
 s = f, or rms(f) / sqrt 2; then for each token x, the root first, s <- GELU(norm_i(P_i s + (a / b) E_i x)), with
-b = 0.5^(0.5 / K) and a = sqrt((1 - b^2) d / 2), and logits_i = W_i s.
+b = 0.5^(0.5 / K) and a = sqrt((1 - b^2) d / 2), and logits_i = W_i s. That of vllm speculators differs in its norms,
+which take the mean off first, and by default reads the target's last stream before its final norm.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ class MlpSpeculatorConfig:
     num_heads: int
     tied: bool = False
     scaled: bool = False
+    centred: bool = False  # its norms take the mean off first
     norm_eps: float = 1e-6
     dtype: str = "float32"
     layer: None = None
-    taps: tuple[int, ...] = ()
+    taps: tuple[int, ...] = ()  # the last stream, or none: the feature
 
     @property
     def said(self) -> int:
@@ -54,13 +56,16 @@ class MlpSpeculatorConfig:
 
 
 class ShiftedNorm(L.RMSNorm):
-    """RMSNorm with a bias."""
+    """RMSNorm with a bias; centred: of what is left without the mean, which is a layer norm."""
 
-    def __init__(self, width: int, eps: float, *, dtype):
+    def __init__(self, width: int, eps: float, *, centred: bool, dtype):
         super().__init__(width, eps, dtype=dtype)
         self.bias = nnx.Param(jnp.zeros((width,), dtype))
+        self.centred = centred
 
     def __call__(self, x: Array) -> Array:
+        if self.centred:
+            x = x - jnp.mean(x, -1, keepdims=True)
         return super().__call__(x) + self.bias[...]
 
 
@@ -72,9 +77,10 @@ class MlpSpeculator(nnx.Module):
         own = range(1 if c.tied else c.num_heads)
         inputs = [c.width, *[c.inner_width] * ((min(2, c.num_heads) if c.tied else c.num_heads) - 1)]
         table = lambda: L.Embedding(c.vocab_size, c.inner_width, dtype=c.dtype, rngs=rngs)
+        norm = lambda: ShiftedNorm(c.inner_width, c.norm_eps, centred=c.centred, dtype=c.dtype)
         self.embeddings = nnx.List([table() for _ in own])
         self.projections = nnx.List([L.Linear(n, c.inner_width, dtype=c.dtype, rngs=rngs) for n in inputs])
-        self.norms = nnx.List([ShiftedNorm(c.inner_width, c.norm_eps, dtype=c.dtype) for _ in own])
+        self.norms = nnx.List([norm() for _ in own])
         self.heads = nnx.List([table() for _ in own])
 
     def at_root(self, said: Array, tokens: Array, context: Context) -> Array:

@@ -60,7 +60,7 @@ def config_from_hf(hf: Fields, **options) -> Gemma3Config:
     pattern = hf.size("sliding_window_pattern", hf.size("_sliding_window_pattern", PATTERN))
     types = hf.array("layer_types", str, layers)
     is_global = tuple(t == "full_attention" for t in types) if types else _every(pattern, layers)
-    base, scaling = rope.from_hf(hf, base=1_000_000.0, layer_type="full_attention")
+    base, scaling = rope.from_hf(hf, base=1_000_000.0, layer_type="full_attention", yarn=False)
     heads, kv_heads = (hf.size(f"num_{kind}_heads", most=HEADS) for kind in ("attention", "key_value"))
     head_dim = hf.size("head_dim", 256, most=HEADS)
     check_heads(hf, llama.HF_HEADS, heads, kv_heads, head_dim)

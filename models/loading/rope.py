@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from specjax.errors import UsageError
@@ -13,10 +15,12 @@ BASE = {"least": 1.0, "most": 1e15}
 FACTOR = {"least": 1e-6, "most": 1e9}
 
 
-def from_hf(hf: Fields, *, base: float = 10000.0, layer_type: str | None = None) -> tuple[float, RopeScaling | None]:
+def from_hf(
+    hf: Fields, *, base: float = 10000.0, layer_type: str | None = None, yarn: bool = True
+) -> tuple[float, RopeScaling | None]:
     """(base, scaling) of a Hugging Face config, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
 
-    `layer_type` picks the entry where the new form has one per kind of layer (Gemma 3).
+    `layer_type` picks the entry where the new form has one per kind of layer (Gemma 3). yarn: there may be YaRN.
     """
     rope = hf.inside("rope_parameters" if hf.given("rope_parameters") else "rope_scaling")
     if layer_type is not None and rope.given(layer_type):
@@ -37,9 +41,24 @@ def from_hf(hf: Fields, *, base: float = 10000.0, layer_type: str | None = None)
             raise UsageError(f"{hf.where} has low_freq_factor {low:g}, which must be below high_freq_factor, {high:g}")
         original = rope.size("original_max_position_embeddings", most=POSITIONS)
         return base, RopeScaling("llama3", rope.number("factor", **FACTOR), low, high, original)
-    raise UsageError(
-        f"{hf.where} has RoPE scaling {shown(kind)}, which specjax does not support (only default, linear, llama3)"
-    )
+    if kind == "yarn" and yarn:
+        return base, _yarn(hf, rope)
+    known = f"default, linear, llama3{', yarn' if yarn else ''}"
+    raise UsageError(f"{hf.where} has RoPE scaling {shown(kind)}, which specjax does not support (only {known})")
+
+
+def _yarn(hf: Fields, rope: Fields) -> RopeScaling:
+    """As transformers reads it."""
+    original = rope.size("original_max_position_embeddings", most=POSITIONS)
+    factor = rope.number("factor", hf.size("max_position_embeddings") / original, **FACTOR)
+    low, high = rope.number("beta_slow", 1.0, **FACTOR), rope.number("beta_fast", 32.0, **FACTOR)
+    if low >= high:
+        raise UsageError(f"{hf.where} has beta_slow {low:g}, which must be below beta_fast, {high:g}")
+    grown = lambda by: 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+    by, of_all = rope.number("mscale", 0.0, least=0.0), rope.number("mscale_all_dim", 0.0, least=0.0)
+    amplitude = grown(by) / grown(of_all) if by and of_all else grown(1.0)
+    amplitude = rope.number("attention_factor", amplitude, **FACTOR)
+    return RopeScaling("yarn", factor, low, high, original, amplitude, rope.flag("truncate", True))
 
 
 def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:

@@ -3,10 +3,11 @@
 from specjax.catalog.method import Kind, Method, Need
 from specjax.catalog.methods import METHODS, find_drafter, make_drafter, of_kind
 from specjax.catalog.options import REQUIRED, Option
-from specjax.catalog.rules import PARAMETERS, SAMPLING, parse_rule
+from specjax.catalog.rules import OF_FILES, PARAMETERS, SAMPLING, parse_rule
 
 __all__ = [
     "METHODS",
+    "OF_FILES",
     "PARAMETERS",
     "REQUIRED",
     "SAMPLING",

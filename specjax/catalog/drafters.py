@@ -16,6 +16,7 @@ from specjax.catalog.method import Method
 from specjax.catalog.options import REQUIRED, Option, numbers, read_call, two_numbers, yes_or_no
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
+from specjax.models.loading.deciding import read_acceptance
 from specjax.retrieval.datastore import Datastore
 from specjax.trees import stops
 from specjax.types import Drafter, Target
@@ -214,6 +215,7 @@ DRAFTERS: dict[str, Method] = {
                 STOP,
                 Option("lag", int, 2, "last tokens of the text that are fed anew in each round"),
                 KEEP_LOGITS,
+                Option("acceptance", read_acceptance, None, "SpecDec++'s head of the draft model, for trained:T"),
             ),
         ),
         Method(

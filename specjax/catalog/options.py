@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
+from specjax.models.loading.deciding import read_acceptance, read_judge
 from specjax.trees import parse as tree
 from specjax.trees import parse_paths, stops
 
@@ -70,7 +71,7 @@ def chances(text: str) -> tuple[tuple[float, ...], ...]:
 
 _FORMS: dict[Any, str] = {
     int: "N", float: "X", yes_or_no: "yes|no", numbers: "N,N,...", two_numbers: "N,N", chances: "X,X,.../X,...",
-    tree: "TREE", parse_paths: "SHAPE", stops.parse: "STOP",
+    tree: "TREE", parse_paths: "SHAPE", stops.parse: "STOP", read_acceptance: "FOLDER", read_judge: "FILE",
 }  # fmt: skip
 _WORDS: dict[Any, str] = {
     int: "a whole number", float: "a number", yes_or_no: "yes or no", numbers: "whole numbers joined by commas",

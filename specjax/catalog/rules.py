@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specjax.catalog.options import Option, read_call, yes_or_no
+import jax.numpy as jnp
+
+from specjax.catalog.options import REQUIRED, Option, read_call, yes_or_no
 from specjax.errors import UsageError
+from specjax.models.loading.deciding import JudgeHead, read_judge
 from specjax.verifiers import (
     VERIFIERS,
     Verifier,
+    judge,
     multipath_block,
     rapid,
     rollback,
@@ -58,6 +62,23 @@ PARAMETERS: dict[str, tuple[Callable[..., Verifier], tuple[Option, ...]]] = {
 }
 """The rules that can be told something in words, with the factory of each."""
 
+
+def _judge(file: JudgeHead, threshold: float | None) -> Verifier:
+    chosen = file.threshold if threshold is None else threshold
+    return judge(jnp.asarray(file.weight), file.bias, 0.5 if chosen is None else chosen)
+
+
+OF_FILES: dict[str, tuple[Callable[..., Verifier], tuple[Option, ...]]] = {
+    "judge": (
+        _judge,
+        (
+            Option("file", read_judge, REQUIRED, "the head's weight and bias, a .safetensors, .pt or .bin file"),
+            Option("threshold", float, None, "least chance of being right; default: the file's, or 0.5"),
+        ),
+    ),
+}
+"""The rules whose arrays are read from a file, likewise."""
+
 SAMPLING = {
     "speculative": "a drafted token is accepted by a rule: --verifier, or the exact one for how it was drawn",
     "coupled": "target and draft draw with the same noise: the text for a seed is plain sampling's, whatever drafts",
@@ -75,9 +96,12 @@ def parse_rule(spec: str) -> Verifier:
     if name in PARAMETERS:
         make, options = PARAMETERS[name]
         return make(**read_call(spec, options))
+    if name in OF_FILES:
+        make, options = OF_FILES[name]
+        return make(**{option.name: option.default for option in options} | read_call(spec, options))
     if colon and name in VERIFIERS:
         raise UsageError(f'rule "{name}" takes no parameters, only {", ".join(PARAMETERS)} do; write {name}')
     if name in rules_with_arrays():
         raise UsageError(f'rule "{name}" takes arrays; make it with specjax.verifiers.{name.strip("+")} in Python')
-    known = [*VERIFIERS, *(f"{name}:{options[0].form}" for name, (_, options) in PARAMETERS.items())]
+    known = [*VERIFIERS, *(f"{name}:{options[0].form}" for name, (_, options) in (PARAMETERS | OF_FILES).items())]
     raise UsageError(f'unknown rule "{spec}"; choose one of {", ".join(known)}')

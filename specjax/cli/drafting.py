@@ -124,6 +124,7 @@ def read_drafting(
         found[name][option.name] = Given(flag, option.parse(value, flag))
     for name, row in rows.items():
         _check_size(row, found[name])
+        _check_trained(named.get("--draft-stop"), name, found[name])
     return Drafting(found, None if source is None else _read_source(source, rows, batch_size))
 
 
@@ -159,6 +160,14 @@ def _check_size(row: Method, given: Mapping[str, Given]) -> None:
     require(size.value <= LARGEST, f"{size.flag} must be at most {LARGEST}, not {size.value}")
 
 
+def _check_trained(stop: str | None, name: str, given: Mapping[str, Given]) -> None:
+    require(
+        stop is None or not stop.startswith("trained") or "stop" not in given or "acceptance" in given,
+        f"--draft-stop {stop} goes by a trained acceptance head, and {name} is given none; add --set "
+        "acceptance=FOLDER to --method two_model, or choose another rule",
+    )
+
+
 def _check_old_stop(text: str | None) -> None:
     from specjax.trees import stops
 
@@ -173,13 +182,13 @@ def _check_old_stop(text: str | None) -> None:
     raise UsageError(f"--stop of drafts is called --draft-stop now; write --draft-stop {text}")
 
 
-def recognised(draft: str | None) -> str | None:
+def recognised(draft: str | None, flag: str = "--draft") -> str | None:
     """The kind of head that --draft is; None: it is a whole model, or not given. Raises: UsageError if damaged."""
     if draft is None:
         return None
     from specjax.models.loading.heads import recognise
 
-    found = parsed("--draft", recognise, draft)
+    found = parsed(flag, recognise, draft)
     return found and found[0]
 
 

@@ -112,7 +112,7 @@ def generate(
 
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
-    method, draft, num_draft_tokens, tree, settings = s.read_speculative(
+    method, draft, num_draft_tokens, tree, settings, also = s.read_speculative(
         method, draft, num_draft_tokens, tree, settings, config=speculative_config, algorithm=speculative_algorithm,
         model=speculative_draft_model_path, steps=speculative_num_steps, topk=speculative_eagle_topk,
         tokens=speculative_num_draft_tokens,
@@ -125,7 +125,7 @@ def generate(
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
-    method = method or method_of(draft, head, *named.values(), verifier)
+    method = head if head in also else method or method_of(draft, head, *named.values(), verifier)
     drafting = read_drafting(
         [method], draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
         head=head,

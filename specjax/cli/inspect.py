@@ -30,10 +30,11 @@ def inspect(
     from specjax.cli.session import lines_of, open_session
 
     o.require(
-        recognised(head) is not None, f"HEAD {head} is no learned head of a known kind, or there is no such folder"
+        recognised(head, "HEAD") is not None,
+        f"HEAD {head} is no learned head of a known kind, or there is no such folder",
     )
     quiet = Console(stderr=True, quiet=True)
-    session = open_session(quiet, target, head, dtype, no_cache, has_head=True, token_map=token_map)
+    session = open_session(quiet, target, head, dtype, no_cache, has_head=True, token_map=token_map, flag="HEAD")
     loaded, check = session.head, session.check
     assert loaded is not None and check is not None
     if as_json:

@@ -59,17 +59,20 @@ methods.__doc__ = HELP
 def _rows(section: str) -> list[dict[str, Any]]:
     """What there is of a section, as JSON."""
     from specjax import controllers, trees
-    from specjax.catalog import METHODS, PARAMETERS, SAMPLING
+    from specjax.catalog import METHODS, OF_FILES, PARAMETERS, SAMPLING
     from specjax.verifiers import VERIFIERS, rules_with_arrays
 
     if section == "methods":
         return [_described(row) for row in METHODS.values()]
     if section == "rules":
         fields = ("name", "guarantee", "draws", "summary", "paper", "distance", "setting")
-        others = rules_with_arrays()
+        others, told = rules_with_arrays(), PARAMETERS | OF_FILES
         return [
             {field: getattr(rule, field) for field in fields}
-            | {"options": _options(PARAMETERS[name][1] if name in PARAMETERS else ()), "takes_arrays": name in others}
+            | {
+                "options": _options(told[name][1] if name in told else ()),
+                "takes_arrays": name in others.keys() - OF_FILES,
+            }
             for name, rule in {**VERIFIERS, **others}.items()
         ]
     forms = {"trees": trees.FORMS, "stops": trees.stops.FORMS, "controllers": controllers.FORMS, "sampling": SAMPLING}
@@ -165,7 +168,7 @@ def _show_methods(rows: list[dict[str, Any]], out, section: str) -> None:
 
 
 def _show_rules(rows: list[dict[str, Any]], out, section: str) -> None:
-    from specjax.catalog import PARAMETERS
+    from specjax.catalog import OF_FILES, PARAMETERS
     from specjax.verifiers import ANY
 
     lines = []
@@ -177,7 +180,7 @@ def _show_rules(rows: list[dict[str, Any]], out, section: str) -> None:
         lines.append((row["name"], promise, drawn, summary, row["paper"]))
     _table(lines, ("rule", "guarantee", "for drafts drawn", "what it does", "paper"), out, lossy=1)
     written = lambda options: ",".join(option.name.upper() for option in options)
-    calls = [f"{name}:{written(options)}" for name, (_, options) in PARAMETERS.items()]
+    calls = [f"{name}:{written(options)}" for name, (_, options) in (PARAMETERS | OF_FILES).items()]
     arrays = ", ".join(row["name"] for row in rows if row["takes_arrays"])
     out.print(f"With parameters, in this order or by name (typical:delta=0.4): {', '.join(calls)}.", style="dim")
     out.print(f"Not for --verifier, since they take arrays: {arrays}. See specjax.verifiers.", style="dim")

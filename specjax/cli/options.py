@@ -50,7 +50,8 @@ StopOption = Annotated[
     str | None,
     typer.Option(
         "--draft-stop",
-        help="Of a model that drafts: stop by confidence:0.4, entropy:H, fallback:0.6, own:0.5, acceptance:0.3.",
+        help="Of a model that drafts: stop by confidence:0.4, entropy:H, fallback:0.6, own:0.5, acceptance:0.3, "
+        "trained:0.3.",
         show_default=False,
     ),
 ]

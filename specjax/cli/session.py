@@ -27,6 +27,7 @@ from specjax.folders import cache_folder
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
+from specjax.models.loading.heads.vocabulary import read_token_map
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.types import Drafter, Target
 
@@ -130,10 +131,11 @@ def open_session(
     mesh=None,
     has_head: bool = False,
     token_map: Path | None = None,
+    flag: str = "--draft",
 ) -> Session:
     """Load the models, spread over the mesh if there is one, with a progress line on `log`.
 
-    has_head: `draft` is a learned head, which is compared with the target. token_map: of its ids.
+    has_head: `draft` is a learned head, which is compared with the target. token_map: of its ids. flag: what gave it.
 
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
@@ -152,7 +154,9 @@ def open_session(
             check_same(store.summary, "datastores")
         draft_model, head = None, None
         if draft is not None and has_head:
-            head = parsed("--draft", lambda source: read_head(source, model, token_map=token_map), draft)
+            read = lambda source: read_token_map(source, model.model.vocab_size)
+            ids = None if token_map is None else parsed("--speculative-token-map", read, token_map)
+            head = parsed(flag, lambda source: read_head(source, model, token_map=ids), draft)
         elif draft is not None:
             draft_model, other = _load("--draft", draft, chosen, cache_dtype, mesh, over=())  # whole on every device
             _check_vocabularies(tokenizer, other)
@@ -190,7 +194,8 @@ def tell_head(head: LoadedHead, target: Target, tokenizer, log: Console) -> Self
 def lines_of(head: LoadedHead, check: SelfCheck) -> list[str]:
     """How it was read, what was assumed, and whether it says what the target does."""
     flags = ", ".join(f"{name}={value}" for name, value in head.flags.items())
-    lines = [f"head: {head.kind} as {head.dialect} writes it ({flags})", *(f"note: {note}" for note in head.notes)]
+    who = "its authors write" if head.dialect == "authors" else f"{head.dialect} writes"
+    lines = [f"head: {head.kind} as {who} it ({flags})", *(f"note: {note}" for note in head.notes)]
     if head.unused:
         lines.append(f"note: not used: {', '.join(head.unused)}")
     said = f"its first draft is the target's token at {check.agreement:.0%} of {check.places} places"

@@ -80,6 +80,9 @@ MapOption = Annotated[
 
 OF_VLLM = {"ngram": "prompt_lookup", "draft_model": "two_model"}
 OF_SGLANG = {"EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "two_model", "NGRAM": "prompt_lookup"}
+COVERED = {"eagle3": ("p_eagle",), "dflash": ("dflash2", "domino")}
+"""What else a word of theirs is said of: P-EAGLE is served as eagle3, all that drafts blocks without a Markov head as
+dflash. Which of them a head is, its files say."""
 KEYS = {
     "method": "--method", "model": "--draft", "num_speculative_tokens": "--num-draft-tokens",
     "prompt_lookup_max": "max_ngram", "prompt_lookup_min": "min_ngram",
@@ -94,6 +97,7 @@ class Asked(NamedTuple):
     num_draft_tokens: int | None
     tree: str | None
     settings: list[str] | None
+    also: tuple[str, ...] = ()  # kinds of heads that the method is, too, for it is a word of theirs
 
 
 def read_speculative(
@@ -123,7 +127,8 @@ def read_speculative(
     if algorithm is not None:
         found["method"]["--speculative-algorithm"] = _method(algorithm.upper(), OF_SGLANG, "--speculative-algorithm")
     _read_shape(steps, topk, tokens, found)
-    return Asked(**{name: _agreed(flags) for name, flags in found.items()}, settings=settings)
+    agreed = {name: _agreed(flags) for name, flags in found.items()}
+    return Asked(**agreed, settings=settings, also=() if method else COVERED.get(agreed["method"], ()))
 
 
 def _read_config(text: str, found: Mapping[str, dict[str, Any]]) -> list[str]:

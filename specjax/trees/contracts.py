@@ -91,6 +91,7 @@ class Fed(NamedTuple):
     depth: Array  # int32[B, F]
     logits: Array  # [B, F, V], what the drafter said
     confidence: Array | None = None  # float32[B, F], of the drafters that give one
+    accepted: Array | None = None  # float32[B, F], of the nodes themselves, likewise
 
 
 class Stop(NamedTuple):

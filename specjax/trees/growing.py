@@ -140,13 +140,14 @@ def _expand(given: _Given, carry: _Carry, said: Array | Said) -> _Carry:
     """Draft below the frontier, of whose children the drafter said this, and note what is to be fed next."""
     builder, level, nodes = given.builder, carry.level, carry.nodes
     depth = take_along(carry.grown.depth, nodes, 1)
-    logits, confidence = said if isinstance(said, Said) else (said, None)
-    log_q, noise = _distribution(given, logits, level, depth)
-    grown, below = _judge(builder.stop, carry.grown, nodes, Fed(log_q, depth, logits, confidence))
+    said = said if isinstance(said, Said) else Said(said)
+    log_q, noise = _distribution(given, said.logits, level, depth)
+    fed = Fed(log_q, depth, said.logits, said.confidence, said.accepted)
+    grown, below = _judge(builder.stop, carry.grown, nodes, fed)
     is_greedy = None if noise is None else sampling.is_greedy(given.context.sampling, len(nodes))
     parents = Parents(nodes, below, log_q, noise, given.context.noise is not None, is_greedy)
     state, new, drawn = builder.expand(carry.state, level, parents)
-    chances = _chances(nodes, new, log_q, confidence) if builder.weighed else None
+    chances = _chances(nodes, new, log_q, said.confidence) if builder.weighed else None
     kept = carry.log_q
     if kept is not None:
         place = jnp.where(level > 0, 1 + (level - 1) * builder.frontier, 0)

@@ -3,8 +3,8 @@
 `confidence`, `entropy`: Kangaroo (Liu et al. 2024, arXiv 2404.18911) stops at a largest probability below 0.6, assisted
 generation (DISCO; Mamou et al. 2024, arXiv 2405.04304) below 0.4. `fallback`: BiLD (Kim et al. 2023, arXiv 2302.07863).
 `own`: DSpark (DeepSeek 2026), by the drafter's trained confidence.
-`acceptance`: SpecDec++ (Huang, Guo, Wang 2024, arXiv 2405.19715), which shows that the best rule is a threshold on the
-chance that a candidate will be rejected.
+`acceptance`, `trained`: SpecDec++ (Huang, Guo, Wang 2024, arXiv 2405.19715), which shows that the best rule is a
+threshold on the chance that a candidate will be rejected; by the largest q, or by the paper's head.
 
 Guarantee: that of the verifier, whichever it is: a rule decides whether a token is drafted before it sees the token.
 Deviations: q is the distribution that is sampled (warped; the drafter's own in greedy decoding). A drafter does not
@@ -30,13 +30,17 @@ FORMS = {
     "fallback:P": "do not even draw there (0.6: BiLD)",
     "own:P": "draw nothing where the drafter's own, trained confidence is below P (DSpark)",
     "acceptance:T": "stop once the chance of a rejection is above T, if tokens are accepted as often as the largest q",
+    "trained:T": "the same by SpecDec++'s trained head, which --set acceptance=FOLDER gives (0.3: its authors)",
 }
 
 
 def parse(spec: str) -> Stop:
     """A rule from one of `FORMS`. Raises: UsageError for any other text."""
     name, _, number = spec.partition(":")
-    rules = {"confidence": confidence, "entropy": entropy, "fallback": fallback, "own": own, "acceptance": acceptance}
+    rules = {
+        "confidence": confidence, "entropy": entropy, "fallback": fallback, "own": own, "acceptance": acceptance,
+        "trained": trained,
+    }  # fmt: skip
     try:
         threshold = float(number)
     except ValueError:
@@ -120,7 +124,7 @@ def acceptance(
       lag: the newest token is not judged yet, as in the paper, whose head reads the state behind it. False: it is,
         which saves a pass and which predictions from q allow.
       predict: (Fed) -> s float32[B, F] of the children of these nodes; a module-level function, since settings are
-        compared by identity. The trained head of the paper is not here; the largest q stands in.
+        compared by identity. That of the paper's head is `trained`.
 
     Raises: UsageError if least < 1.
     """
@@ -133,6 +137,30 @@ def acceptance(
         return children, (1 - judged <= threshold) | (fed.depth + 1 < least)
 
     return Stop(judge, start=1.0)
+
+
+@functools.cache
+def trained(threshold: float = 0.3, *, least: int = 2, lag: bool = True) -> Stop:
+    """SpecDec++ with its head, of a drafter that has one: stop when 1 - prod_i s_i > threshold over the tokens read.
+
+    Args: threshold, least: as for `acceptance`. lag: as in the paper, the token that is drawn while the last is judged
+      stays in the draft. False: it is not drawn.
+
+    Raises: UsageError if least < 1; once it drafts, for a drafter without an acceptance head.
+    """
+    if least < 1:
+        raise UsageError(f"least must be at least 1, not {least}")
+
+    def judge(value, fed: Fed):
+        if fed.accepted is None:
+            raise UsageError(
+                "this drafter has no acceptance head, which trained:T goes by; give one to two_model (--set "
+                "acceptance=FOLDER), or choose another stop rule"
+            )
+        judged = value * jnp.where(fed.depth > 0, fed.accepted, 1.0)  # the root is the text's
+        return judged, (1 - judged <= threshold) | (fed.depth + lag < least)
+
+    return Stop(judge, keeps=lag, start=1.0)
 
 
 def _check(threshold: float) -> None:

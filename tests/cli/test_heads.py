@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from heads import tiny_head
 
 import specjax
 from specjax.cli.drafting import method_of
 from specjax.cli.speculative import read_speculative
+from specjax.models.heads.acceptance import init_acceptance
+from specjax.models.loading.deciding import save_acceptance, save_judge
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,8 @@ def test_a_word_for_another_head_names_both(refused, saved, tmp_path):
     assert "--speculative-token-map is of a learned head" in refused(
         "generate", "ab", "--speculative-token-map", tmp_path / "freq.pt"
     )
+    nothing = refused("generate", "ab", "--draft", eagle, "--speculative-token-map", tmp_path / "freq.pt")
+    assert "--speculative-token-map: " in nothing and "freq.pt cannot be read" in nothing
     assert "is no learned head of a known kind" in refused("inspect", "draft")
 
 
@@ -98,6 +104,20 @@ def test_damaged_and_unfit_heads_in_one_sentence(refused, saved, tmp_path):
     assert "is not a whole safetensors file" in refused("generate", "ab", "--draft", tmp_path)
 
 
+def test_heads_that_decide(cli, tmp_path):
+    """SpecDec++'s stops a draft model behind its first token, Judge's accepts whatever is drafted."""
+    head = init_acceptance(32, 1)
+    save_acceptance(tmp_path / "stops", head._replace(out=head.out._replace(bias=jnp.array([9.0, -9.0]))))
+    save_judge(tmp_path / "judge.safetensors", np.zeros(32), 9.0)
+    result = cli(
+        "generate", "ab", "--draft", "draft", "--num-draft-tokens", 4, "--set", f"acceptance={tmp_path / 'stops'}",
+        "--verifier", f"judge:{tmp_path / 'judge.safetensors'},0.9", "--max-new-tokens", 12, "--json",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert document["guarantee"] == "lossy" and document["block_efficiency"] == 3.0, "two drafted, both accepted"
+
+
 def asked(**given):
     none = dict.fromkeys(("config", "algorithm", "model", "steps", "topk", "tokens"))
     plain = {name: given.pop(name, None) for name in ("method", "draft", "num_draft_tokens", "tree", "settings")}
@@ -109,12 +129,13 @@ def test_the_words_of_vllm_and_sglang():
     assert asked(config=config)[:4] == ("eagle3", "org/head", 5, None)
     assert asked(config=config, draft="org/head", num_draft_tokens=5)[:3] == ("eagle3", "org/head", 5)
     ngram = asked(config='{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3}')
-    assert ngram == ("prompt_lookup", None, 3, None, ["max_ngram=4"])
+    assert ngram == ("prompt_lookup", None, 3, None, ["max_ngram=4"], ())
+    assert asked(config='{"method": "dflash"}').also == ("dflash2", "domino") and asked(method="dflash").also == ()
     assert asked(config='{"method": "draft_model", "model": "m"}')[:2] == ("two_model", "m")
     assert asked(algorithm="EAGLE3", model="org/head", steps=5, tokens=6)[:4] == ("eagle3", "org/head", 5, None)
     assert asked(algorithm="EAGLE", tokens=6).num_draft_tokens == 5
     assert asked(steps=5, topk=4, tokens=32).tree == "eagle2:4x5x31"
-    assert asked(tree="2x2") == (None, None, None, "2x2", None)
+    assert asked(tree="2x2") == (None, None, None, "2x2", None, ())
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def test_trees_controllers_and_sampling(cli):
 def test_rules_say_their_parameters(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     out = " ".join(cli("methods", "--rules").out.split())
+    assert "rapid:ETA,ALPHA,RESIDUAL,SAMPLE, judge:FILE,THRESHOLD." in out
     assert "multipath_block:PATHS, typical:EPSILON,DELTA, rollback:ALPHA,SAMPLE,KEEP_ARGMAX" in out
-    assert "since they take arrays: judge, lantern, lantern++, grouped, grouped_static" in out
+    assert "since they take arrays: lantern, lantern++, grouped, grouped_static" in out
 
 
 def test_rules_and_how_far_the_lossy_ones_are_from_the_target(cli, monkeypatch):

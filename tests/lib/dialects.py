@@ -165,3 +165,76 @@ def write(folder: Path, config: dict, arrays: dict, name: str = "model.safetenso
 
         torch.save({key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in arrays.items()}, folder / name)
     return folder
+
+
+def layer(prefix: str) -> dict[str, tuple[int, ...]]:
+    """A decoder layer with both of its norms."""
+    norms = {f"{prefix}.{name}_layernorm.weight": (D,) for name in ("input", "post_attention")}
+    return norms | attention(f"{prefix}.self_attn", D // H) | mlp(f"{prefix}.mlp")
+
+
+def linear(name: str, out: int, into: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (out, into), f"{name}.bias": (out,)}
+
+
+def kangaroo(hd: int = 8) -> dict[str, np.ndarray]:
+    """By its authors."""
+    norms = {"layers.0.input_layernorm.weight": (D,), "norm.weight": (D,)}
+    return arrays_of(norms | attention("layers.0.self_attn", hd))
+
+
+def clover(layers: int = 2) -> dict[str, np.ndarray]:
+    """Clover-2 by its authors."""
+    gates = {
+        name: shape
+        for gate in ("clover_head_mlp_rnn", "clover_head_mlp_rnn2")
+        for part in "qkv"
+        for name, shape in ({f"{gate}.input_layernorm.weight": (D,)} | linear(f"{gate}.{part}", D, D)).items()
+    }
+    return arrays_of({
+        "clover_embed_tokens.weight": (V, D), "clover_norm.weight": (D,), "clover_head_norm.weight": (D,),
+        **linear("clover_head_mlp", D, D), **linear("clover_head_mlp2", D, 2 * D), **gates,
+        **{name: shape for i in range(layers) for name, shape in layer(f"layers.{i}").items()},
+    })  # fmt: skip
+
+
+def chimera(heads: int = 2) -> dict[str, dict[str, np.ndarray]]:
+    """By its authors: tensors by file."""
+    files = {
+        "trimlp": linear("0.linear", 3 * D, 3 * D) | {"1.weight": (D, 3 * D)},
+        "fast_layer1": layer("0"),
+        "chimera_head": {f"{i}.0.weight": (V, 2 * D) for i in range(heads)},
+    }
+    return {name: arrays_of(shapes, seed=i) for i, (name, shapes) in enumerate(files.items())}
+
+
+def mlp_speculator(heads: int = 2, inner: int = 16) -> dict[str, np.ndarray]:
+    """By IBM."""
+    return arrays_of({
+        f"speculator.{name}": shape
+        for i in range(heads)
+        for name, shape in {
+            f"emb.{i}.weight": (V, inner), f"head.{i}.weight": (V, inner),
+            f"proj.{i}.weight": (inner, inner if i else D), f"ln.{i}.weight": (inner,),
+            f"ln.{i}.bias": (inner,),
+        }.items()
+    })  # fmt: skip
+
+
+def hydra(heads: int = 2, blocks: int = 2) -> dict[str, np.ndarray]:
+    """By its authors, without a prefix layer."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(heads):
+        for j in range(blocks):
+            shapes |= linear(f"hydra_mlp.{i}.{j}.linear", D, D if j else (i + 2) * D)
+        shapes |= linear(f"hydra_mlp.{i}.0.res_connection", D, (i + 2) * D) | linear(f"hydra_lm_head.{i}", V, D)
+    return arrays_of(shapes)
+
+
+def redrafter(layers: int = 2, width: int = 40) -> dict[str, np.ndarray]:
+    """By Apple."""
+    blocks = {name: shape for j in range(layers) for name, shape in linear(f"lm_head.{j}.linear", width, width).items()}
+    return arrays_of({
+        "rnn_w.weight": (D, D), **linear("rnn_u", D, D), **linear("input_proj", width, 2 * D), **blocks,
+        f"lm_head.{layers}.weight": (V, width),
+    })  # fmt: skip

@@ -27,9 +27,10 @@ from specjax.drafters import autoregressive, two_model
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import run
 from specjax.models import cache as kv
+from specjax.models.heads.acceptance import AcceptanceHead, Linear
 from specjax.trees import stops
 from specjax.trees.operations import depths
-from specjax.types import Capabilities, Context, Controller, Model, Output, Sampling, Target
+from specjax.types import Capabilities, Context, Controller, Model, Output, Said, Sampling, Target
 
 bild, standard = module("bild"), module("standard")
 
@@ -147,6 +148,36 @@ def test_the_greedy_tree_of_dyspec_draws_elsewhere_when_a_branch_stops():
     assert drafted(scripted([[0.6] * 7], builder, limit=[1])[0]) == [3]
 
 
+def judged(accepted, builder):
+    """Tokens that `builder` drafts where the head finds the i-th token it reads (1: the first draft) `accepted[i - 1]`
+    likely to be right; of the root it says nothing that counts."""
+    root, flat = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1, 3))
+    scores = jnp.asarray([0.0, *accepted])  # a root that would stop everything
+    feed = lambda memory, frontier: (memory, Said(flat, accepted=scores[frontier.depth]))
+    start = Said(flat[:, 0], accepted=scores[:1])
+    context, limit = Context(root[:, None], root + 1, Sampling(None)), jnp.full(1, builder.max_depth)
+    run = lambda: trees.grow(builder, feed, (), root, start, None, context, limit)[0].tree
+    return drafted(jax.jit(run)())[0]
+
+
+@pytest.mark.parametrize(("scores", "lagging"), [((0.9, 0.8, 0.7, 0.6), 4), ((0.95, 0.9, 0.8, 0.9), 4)])
+def test_specdec_by_its_head(scores, lagging):
+    """1 - .9 .8 .7 = .496 and 1 - .95 .9 .8 = .316, above 0.3 once the third is read; then the fourth is drawn."""
+    scores = (*scores, 0.9, 0.9)
+    assert judged(scores, trees.chain(6, stop=stops.trained(0.3))) == lagging
+    assert judged(scores, trees.chain(6, stop=stops.trained(0.3, lag=False))) == lagging - 1
+    assert stops.parse("trained:0.3") is stops.trained(0.3)
+
+
+def test_the_bounds_of_specdec():
+    scores = [0.5] * 6
+    assert judged(scores, trees.chain(6, stop=stops.trained(1.0))) == 6
+    assert judged(scores, trees.chain(6, stop=stops.trained(-1.0))) == 2
+    assert judged(scores, trees.chain(6, stop=stops.trained(-1.0, least=3, lag=False))) == 3
+    with pytest.raises(UsageError, match="least must be at least 1, not 0"):
+        stops.trained(0.3, least=0)
+
+
 # ------------------------------------------------------------------------------------------------------ exactness
 
 SURE = np.array([[0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.1, 0.1, 0.8]], np.float32)  # unsure after token 1 alone
@@ -211,6 +242,35 @@ def test_sampled_text_has_the_law_of_the_target(tree):
     assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
+def scoring(scores):
+    """An acceptance head of the Markov chain `SURE`, whose features of a token are log p behind it."""
+    odds = np.log(scores) - np.log1p(-np.asarray(scores))
+    weight = jnp.asarray(np.linalg.solve(np.log(SURE), odds), jnp.float32)
+    return AcceptanceHead((), Linear(jnp.stack([0 * weight, weight]), jnp.zeros(2)))
+
+
+def test_an_acceptance_head_judges_the_token_that_was_read():
+    """One that finds token 1 alone wrong: behind it one more is drawn, and no other."""
+    drafter = two_model(markov(SURE), 4, acceptance=scoring([0.99, 0.2, 0.99]), stop=stops.trained(0.5, least=1))
+    text = jnp.zeros((64, 8), jnp.int32)
+    context = Context(text, jnp.full(64, 2), Sampling(jnp.asarray(1.0)), target=markov(TARGET_ROWS))
+    keys, limit = jax.random.split(jax.random.key(0), 64), jnp.full(64, 4)
+    propose = lambda params: drafter.propose(params, keys, drafter.init(params, context), context, limit)[0]
+    tree = jax.jit(propose)(drafter.params)
+    for tokens, length in zip(np.asarray(tree.tokens)[:, 1:], drafted(tree), strict=True):
+        wrong = np.flatnonzero(tokens[:3] == 1)
+        assert length == (wrong[0] + 2 if len(wrong) else 4)
+    assert set(drafted(tree)) == {2, 3, 4}
+
+
+def test_sampled_text_has_the_law_of_the_target_whatever_an_acceptance_head_says():
+    head = scoring([0.9, 0.2, 0.9])
+    drafter = two_model(markov(SURE), 3, acceptance=head, stop=stops.trained(0.5, least=1))
+    assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
+    bare = lambda head: two_model(markov(SURE), 3, acceptance=head).replace(params=None)
+    assert bare(head) == bare(scoring([0.1, 0.2, 0.3])) != bare(None)  # its parameters are arguments
+
+
 def test_dropping_the_token_that_is_judged_is_caught():
     """A mutant: the node itself is dropped where the distribution behind it, which depends on its token, is flat."""
     drafter = two_model(markov(SURE), 2)
@@ -237,6 +297,14 @@ def test_coupled_text_is_the_targets_wherever_rows_stop():
     assert ours.stats.accepted.tolist() == ours.stats.drafted.tolist()
     by_depth = ours.stats.drafted_by_depth
     assert (by_depth[:, 0] > by_depth[:, 3]).any()
+
+
+def test_an_acceptance_head_that_is_missing_or_of_another_width():
+    run = lambda drafter: decode(tiny_llama(), drafter, [[1, 2]], key=0, max_new_tokens=4)
+    with pytest.raises(UsageError, match="no acceptance head, which trained:T goes by"):
+        run(two_model(tiny_llama(), 2, stop=stops.trained()))
+    with pytest.raises(UsageError, match="reads 3 numbers, and the draft model's features have 32"):
+        run(two_model(tiny_llama(), 2, acceptance=scoring([0.1, 0.2, 0.3])))
 
 
 # ------------------------------------------------------------------------------------------------------ BiLD

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
@@ -63,18 +64,17 @@ def load_head(source: str | Path, target: Target, *, token_map: str | Path | Non
 
     Args:
       source: a hub id, or a folder with config.json and the weights, as safetensors or as PyTorch saved them (a pickle
-        may hold tensors and nothing else). EAGLE-1, 2 and HASS by SafeAILab or speculators; EAGLE-3 and 3.1 by
-        SafeAILab, speculators, SpecForge, DeepSpec, Model-Optimizer, NeMo Automodel and SpecJAX; Medusa by its authors
-        or vLLM; PPD's adapter.
-      token_map: FR-Spec's list of the ids to draft, for an EAGLE head that drafts all of them.
+        may hold tensors and nothing else). Whose heads are read: docs/heads.md.
+      token_map: FR-Spec's list of the ids to draft, for an EAGLE head that drafts all of them: a .pt file, or
+        "org/name/file.pt" on the hub.
 
     Raises: UsageError, in one sentence, for everything that can be wrong with it or does not fit the target.
     """
     return read_head(source, target, token_map=token_map).head
 
 
-def read_head(source: str | Path, target: Target, *, token_map: str | Path | None = None) -> LoadedHead:
-    """As `load_head`, with how it was read."""
+def read_head(source: str | Path, target: Target, *, token_map: str | Path | np.ndarray | None = None) -> LoadedHead:
+    """As `load_head`, with how it was read. token_map: or its ids, as `vocabulary.read_token_map` gives them."""
     path, reader = resolve(source), reader_of(target)
     with reading(path):
         contents = read_contents(path)
@@ -83,7 +83,9 @@ def read_head(source: str | Path, target: Target, *, token_map: str | Path | Non
             raise UsageError(f"{path} is no learned head of a known kind; a whole draft model is loaded with load")
         check_family(contents, reader)
         kind, dialect = found
-        ids = None if token_map is None else vocabulary.read_token_map(Path(token_map), reader.vocab_size)
+        ids = token_map
+        if isinstance(ids, str | Path):
+            ids = vocabulary.read_token_map(ids, reader.vocab_size)
         plan = kind.plan(contents, dialect, reader, ids)
         leaves, unused = _leaves(plan, path)
     head = DraftHead(KINDS[plan.kind].head(plan.config), _assemble(plan, leaves))

@@ -199,6 +199,19 @@ def layer_config(
     )
 
 
+def layer_of_target(reader: Reader, what: str) -> LlamaConfig:
+    """A decoder layer like the target's, for heads whose files do not say how theirs is made.
+
+    Raises: UsageError for a target whose layers are none of Llama's.
+    """
+    config = reader.target.model.config
+    if not isinstance(config, LlamaConfig):
+        raise UsageError(
+            f"{what} is like a Llama's, and the target {reader.name} is none; choose a head of this target"
+        )
+    return dataclasses.replace(config, num_layers=1, stacked=False, cache_dtype=None)
+
+
 def trained_for(contents: Contents) -> str | None:
     """The target as the files name it."""
     verifier = contents.config.inside("speculators_config").inside("verifier")

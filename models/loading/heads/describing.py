@@ -19,6 +19,11 @@ def described_layers(c: LlamaConfig) -> dict[str, Any]:
                 "low_freq_factor": scaling.low, "high_freq_factor": scaling.high,
                 "original_max_position_embeddings": scaling.original_positions,
             }  # fmt: skip
+        if scaling.kind == "yarn":
+            rope |= {
+                "beta_slow": scaling.low, "beta_fast": scaling.high, "attention_factor": scaling.amplitude,
+                "original_max_position_embeddings": scaling.original_positions, "truncate": scaling.whole,
+            }  # fmt: skip
     return {
         "model_type": "qwen3" if c.qk_norm else "qwen2" if c.qkv_bias else "mistral" if c.window else "llama",
         "vocab_size": c.vocab_size,

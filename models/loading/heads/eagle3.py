@@ -70,7 +70,8 @@ TABLE = {
     "head.weight": "lm_head.weight",
 }
 
-UNUSED = (r"verifier_", r".*rotary_emb\.inv_freq$")
+UNUSED = (r"verifier_", r".*rotary_emb\.inv_freq$", r"parallel_draft_heads\.")
+"""The last: Model-Optimizer's Medusa heads on top of the layer, without which it drafts as any EAGLE-3 does."""
 
 MIDLAYER = (r"^midlayer\.", "layers.0.")
 

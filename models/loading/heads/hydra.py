@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hydra import HydraConfig
-from specjax.models.llama import LlamaConfig
-from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, indices, renamed
+from specjax.models.loading.heads.contents import (
+    Contents,
+    Plan,
+    Reader,
+    Rules,
+    check_equal,
+    indices,
+    layer_of_target,
+    renamed,
+)
 from specjax.reading import shown
 
 KINDS = ("hydra",)
@@ -80,19 +86,11 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
         size,
         indices(tensors, r"hydra_mlp\.(\d+)\."),
         indices(tensors, r"hydra_mlp\.0\.(\d+)\."),
-        _prefix(reader) if has_prefix else None,
+        layer_of_target(reader, "the prefix layer of Hydra++") if has_prefix else None,
         reader.dtype,
     )
     flags = {"num_heads": config.num_heads, "num_blocks": config.num_blocks, "prefix": has_prefix}
     return Plan("hydra", dialect, config, TABLE, tensors, flags, unused=UNUSED)
-
-
-def _prefix(reader: Reader) -> LlamaConfig:
-    """The prefix layer, which is like the target's; the files do not say how it is made."""
-    config = reader.target.model.config
-    if not isinstance(config, LlamaConfig):
-        raise UsageError(f"the prefix layer of Hydra++ is like a Llama's, and the target {reader.name} is none")
-    return dataclasses.replace(config, num_layers=1, stacked=False, cache_dtype=None)
 
 
 def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:

@@ -6,11 +6,14 @@ from types import ModuleType
 
 from specjax.errors import UsageError
 from specjax.models.loading.heads import (
+    chimera,
+    clover,
     dflash,
     eagle,
     eagle3,
     falcon,
     hydra,
+    kangaroo,
     medusa,
     mlp_speculator,
     p_eagle,
@@ -20,7 +23,10 @@ from specjax.models.loading.heads import (
 from specjax.models.loading.heads.contents import Contents
 from specjax.reading import shown
 
-FILES: tuple[ModuleType, ...] = (eagle3, p_eagle, dflash, eagle, falcon, medusa, hydra, ppd, mlp_speculator, redrafter)
+FILES: tuple[ModuleType, ...] = (
+    eagle3, p_eagle, dflash, eagle, falcon, medusa, hydra, ppd, mlp_speculator, redrafter, clover, chimera,
+    kangaroo,
+)  # fmt: skip
 
 
 def find(contents: Contents) -> tuple[ModuleType, str] | None:

@@ -1,6 +1,8 @@
-"""IBM's MLP speculator."""
+"""The MLP speculator by IBM, and the older one of vllm speculators, whose norms are others."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,15 +21,38 @@ TABLE = {
     "norms.*.bias": "ln.*.bias",
     "heads.*.weight": "head.*.weight",
 }
-RULES: Rules = ((r"^speculator\.", ""),)
-REPEATED = (r"(speculator\.)?(emb|ln|head)\.[1-9]", r"(speculator\.)?proj\.([2-9]|\d\d)")
+RULES: Rules = (
+    (r"^speculator\.", ""),
+    (r"^emb_layers\.", "emb."),  # the last three: speculators
+    (r"^proj_layers\.", "proj."),
+    (r"^layernorms\.", "ln."),
+)
+REPEATED = (
+    r"((speculator\.)?(emb|ln|head)|emb_layers|layernorms)\.[1-9]", r"((speculator\.)?proj|proj_layers)\.([2-9]|\d\d)",
+)  # fmt: skip
 """Tensors of tied weights that files have more than once."""
 
 
 def dialect_of(contents: Contents) -> str | None:
     """Who wrote it; None: it is no MLP speculator."""
+    if contents.config.given("speculators_model_type"):
+        return "speculators" if contents.config.text("speculators_model_type") == "mlp" else None
     names = {name.removeprefix("speculator.") for name in contents.tensors}
     return "ibm" if {"emb.0.weight", "proj.0.weight", "head.0.weight"} <= names else None
+
+
+class Words(NamedTuple):
+    """What the fields of config.json are called."""
+
+    width: str
+    inner: str
+    heads: str
+
+
+WORDS = {
+    "ibm": Words("emb_dim", "inner_dim", "n_predict"),
+    "speculators": Words("hidden_size", "intermediate_size", "num_layers"),
+}
 
 
 def kind_of(contents: Contents) -> str:
@@ -40,20 +65,24 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     c, where = contents.config, contents.config.where
     if token_map is not None:
         raise UsageError(f"{contents.folder} is an MLP speculator, which takes no token map; leave it out")
-    width = c.size("emb_dim", most=WIDTH)
-    check_equal(where, "emb_dim", width, reader.width, f"the width of the target {reader.name} is")
+    words, theirs = WORDS[dialect], dialect == "speculators"
+    width = c.size(words.width, most=WIDTH)
+    check_equal(where, words.width, width, reader.width, f"the width of the target {reader.name} is")
     size = c.size("vocab_size", most=ROWS)
     check_equal(where, "vocab_size", size, reader.vocab_size, f"the vocabulary of the target {reader.name} has")
     config = MlpSpeculatorConfig(
         width=width,
-        inner_width=c.size("inner_dim", 0, least=0, most=WIDTH) or width,
+        inner_width=c.size(words.inner, 0, least=0, most=WIDTH) or width,
         vocab_size=size,
-        num_heads=c.size("n_predict", most=HEADS),
-        tied=c.flag("tie_weights"),
+        num_heads=c.size(words.heads, most=HEADS),
+        tied=c.flag("tie_weights", theirs),
         scaled=c.flag("scale_input"),
+        centred=theirs,
+        norm_eps=1e-5 if theirs else 1e-6,
+        taps=(reader.num_layers,) if theirs and not c.flag("inputs_hidden_states_normalized") else (),
         dtype=reader.dtype,
     )
-    flags = {name: getattr(config, name) for name in ("num_heads", "inner_width", "tied", "scaled")}
+    flags = {name: getattr(config, name) for name in ("num_heads", "inner_width", "tied", "scaled", "centred", "taps")}
     tensors = renamed(contents, RULES)
     return Plan("mlp_speculator", dialect, config, TABLE, tensors, flags, unused=REPEATED if config.tied else ())
 

@@ -6,13 +6,14 @@ themselves, the most frequent first.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models.loading import torch_file
+from specjax.models.loading import hf, torch_file
 from specjax.models.loading.heads.contents import Tensors
 from specjax.models.loading.tensors import INTEGERS, read_integers
 from specjax.reading import reading, shown
@@ -43,25 +44,29 @@ def drafted_ids(tensors: Tensors, size: int, vocab: int, folder: Path) -> np.nda
             f"{folder} drafts {size} of the target's {vocab} ids and has no map of them, d2t or t2d; save it with its "
             "map"
         )
-    check_ids(ids, vocab, f"{folder} has a d2t")
+    check_ids(ids, vocab, f"{folder} has a d2t", "a d2t holds differences, lists of ids are given as a token map")
     return ids
 
 
-def check_ids(ids: np.ndarray, vocab: int, what: str) -> None:
+def check_ids(ids: np.ndarray, vocab: int, what: str, fix: str = "choose one of this target") -> None:
     """Raises: UsageError for ids beyond the vocabulary, or one that is there twice."""
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab):
         worst = int(ids.max() if ids.max() >= vocab else ids.min())
-        raise UsageError(
-            f"{what} that leads to id {worst}, and the target has {vocab}; a d2t holds differences, lists of ids are "
-            "given as a token map"
-        )
+        raise UsageError(f"{what} that leads to id {worst}, and the target has {vocab}; {fix}")
     known, counts = np.unique(ids, return_counts=True)
     if len(known) < len(ids):
         raise UsageError(f"{what} that leads to id {int(known[np.argmax(counts)])} {int(counts.max())} times")
 
 
-def read_token_map(file: Path, vocab: int) -> np.ndarray:
-    """int64[n]: FR-Spec's list of the ids that are drafted. Raises: UsageError for what is none of this vocabulary."""
+def read_token_map(source: str | Path, vocab: int) -> np.ndarray:
+    """int64[n]: FR-Spec's list of the ids that are drafted, of a file or of "org/name/file.pt" on the hub.
+
+    Raises: UsageError for what is none of this vocabulary.
+    """
+    file = Path(source).expanduser()
+    in_hub = re.fullmatch(r"([\w.-]+/[\w.-]+)/([\w.-]+\.pt)", Path(source).as_posix())
+    if in_hub and not file.exists():
+        file = hf.download(in_hub[1], (in_hub[2],)) / in_hub[2]
     with reading(file):
         ids = np.asarray(torch_file.read_numbers(file), np.int64)
     if not 0 < len(ids) <= vocab:

@@ -1,4 +1,4 @@
-"""Heads to files that others serve: the layouts of vllm speculators and of EAGLE's authors, and vLLM's Medusa."""
+"""Heads to files that others serve: the layouts of vllm speculators and of a method's authors, and vLLM's Medusa."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def save_head(
     """Write config.json and model.safetensors, over those that are there.
 
     Args:
-      layout: "speculators" or "safeailab" for EAGLE heads, "vllm" for Medusa; None: the first that the kind has.
+      layout: "speculators" or "safeailab" for EAGLE heads, "vllm" for Medusa, "authors" for Clover-2, Chimera and
+        Kangaroo; None: the first that the kind has.
       target: what the config names as the model that it drafts for. num_tokens: how many it suggests to draft.
 
     Raises: UsageError for a kind without checkpoints, a layout that it does not have or that has no words for the head,

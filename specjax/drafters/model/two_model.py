@@ -7,6 +7,8 @@ Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p
 many of them, and where. One pass of the draft model per level; the nodes share one key/value cache. Where no row drafts
 on, at its limit or by a `stop` rule, the remaining passes do not run. In a round in which no row drafts none does; what
 the cache lacks then is fed before the next draft.
+With an acceptance head (SpecDec++, `specjax.models.heads.acceptance`) the draft model's features of the drafted tokens
+say when to stop.
 Guarantee: distribution (verified with the q that was sampled).
 Where the models' outputs differ in size, q has no mass on ids that one of them lacks (`specjax.models.vocabulary`).
 """
@@ -24,10 +26,11 @@ from specjax import buffers, trees, turns
 from specjax.engine.prefill import prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.models.heads.acceptance import AcceptanceHead
 from specjax.models.vocabulary import beside
 from specjax.trees import Builder, Stop, operations
 from specjax.trees.contracts import Frontier
-from specjax.types import Array, Context, Drafter, Model, PyTree, Target, TokenTree
+from specjax.types import Array, Context, Drafter, Model, PyTree, Said, Target, TokenTree
 
 CATCH_UP = 16
 """Tokens per pass of those that were decoded while nothing was drafted."""
@@ -59,6 +62,7 @@ def two_model(
     stop: Stop | None = None,
     lag: int = 2,
     keep_logits: bool = False,
+    acceptance: AcceptanceHead | None = None,
 ) -> Drafter:
     """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest).
 
@@ -68,20 +72,30 @@ def two_model(
         lacks more, as within `hierarchical` (4, or 3 without `own_token`), those are fed in a pass of its own.
       keep_logits: hand the draft's distributions on in greedy and coupled decoding too, to a controller that reads
         them.
+      acceptance: of the draft model, for the rule `trees.stops.trained`, which is the default with one; its authors
+        draft up to 20 tokens.
 
     State: the draft's own memory. Raises: UsageError for a setting below 1.
     """
     if lag < 2:
         raise UsageError(f"lag must be at least 2, not {lag}")
+    if acceptance is not None and stop is None and (tree is None or tree.stop is None):
+        stop = trees.stops.trained()
     builder = trees.builder_of(num_tokens, tree, stop, keep_logits)
-    return functions(draft.model, builder, lag, group=1).replace(params=draft.params)
+    params = draft.params if acceptance is None else (draft.params, acceptance)
+    return functions(draft.model, builder, lag, group=1, judges=acceptance is not None).replace(params=params)
 
 
 @functools.cache
 def functions(
-    model: Model, builder: Builder, lag: int, shorten: Callable[[Context], Context] | None = None, group: int = 1
+    model: Model,
+    builder: Builder,
+    lag: int,
+    shorten: Callable[[Context], Context] | None = None,
+    group: int = 1,
+    judges: bool = False,
 ) -> Drafter:
-    """The drafter, without its parameters.
+    """The drafter, without its parameters; `judges`: these are the draft model's and an acceptance head's.
 
     `shorten`: the prompts that the draft model reads in place of the target's, equal in their last `lag` tokens. Its
     buffer is that of the cache, so the shortened text must end within it.
@@ -95,15 +109,17 @@ def functions(
     slots = lag - 1 + builder.places
     longest = builder.max_depth + lag
 
+    weights_of = lambda params: params[0] if judges else params
+
     def start(length):
         """How many tokens of a text the cache holds when a round begins."""
         return jnp.maximum(length - lag, 0)
 
     def init(params, context: Context):
         seen = context if shorten is None else shorten(context)
-        batch, buffer = seen.tokens.shape
-        cache = model.begin(params, model.reads(seen.inputs), batch, buffer + slots)
-        cache = prefill(beside(model, context.target), params, cache, seen.tokens, start(seen.length))
+        (batch, buffer), weights = seen.tokens.shape, weights_of(params)
+        cache = model.begin(weights, model.reads(seen.inputs), batch, buffer + slots)
+        cache = prefill(beside(model, context.target), weights, cache, seen.tokens, start(seen.length))
         return State(cache, start(seen.length), context.length - seen.length)
 
     def propose(params, keys, state: State, context: Context, limit):
@@ -112,7 +128,9 @@ def functions(
         if model.rewind is not None:  # as inner drafter of `hierarchical` it has seen drafts that were taken back
             cache = model.rewind(cache, held)
         wanted = jnp.where(is_drafting, start(length), held)
-        cache = caught_up(beside(model, context.target), params, cache, context, state.dropped, held, wanted)
+        cache = caught_up(
+            beside(model, context.target), weights_of(params), cache, context, state.dropped, held, wanted
+        )
         draft = jax.jit(functools.partial(grown_tree, params, keys, cache, length, context, limit))  # traced once
         shapes = draft.eval_shape()
 
@@ -126,20 +144,22 @@ def functions(
 
     def grown_tree(params, keys, cache, length, context: Context, limit) -> tuple[TokenTree, PyTree, Array]:
         """The tree, what is pending and the `places` of the nodes."""
-        same_ids = beside(model, context.target)
-        logits, pending = feed_last(same_ids, params, cache, context, length, lag)
+        same_ids, weights = beside(model, context.target), weights_of(params)
+        logits, pending = feed_last(same_ids, weights, cache, context, length, lag)
+        said = Said(logits, accepted=jnp.ones(len(logits))) if judges else logits
         before_root = _real(length, lag)[:, None, :-1]
 
         def feed(pending, frontier: Frontier):
             text = jnp.broadcast_to(before_root, (*frontier.tokens.shape, lag - 1))
             output, new = same_ids.forward(
-                params, frontier.tokens, cache, positions=length[:, None] - 1 + frontier.depth,
+                weights, frontier.tokens, cache, positions=length[:, None] - 1 + frontier.depth,
                 mask=jnp.concatenate([text, frontier.mask], 2), earlier=pending, **approximately,
             )  # fmt: skip
-            return model.insert(pending, new, lag - 1 + frontier.place), output.logits
+            said = Said(output.logits, accepted=params[1].accepted(output.hidden)) if judges else output.logits
+            return model.insert(pending, new, lag - 1 + frontier.place), said
 
         pending = model.widen(pending, slots)
-        grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], logits, keys, context, limit)
+        grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], said, keys, context, limit)
         return grown.tree, pending, grown.places
 
     def update(params, drafted: _Drafted, seen, verdict) -> State:

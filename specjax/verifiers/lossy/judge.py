@@ -19,6 +19,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.errors import UsageError
 from specjax.types import Array, TokenTree, Verdict
 from specjax.verifiers.descent import descend, rule_for
 from specjax.verifiers.verifier import Accepted, Verifier, check_parameter, with_keys
@@ -64,5 +65,10 @@ def judge(weight: Array, bias: Array | float = 0.0, threshold: Array | float = 0
 def _rule(keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None, params) -> Verdict:
     if hidden is None:
         raise ValueError("the judge reads the target's features; call it with hidden[B, N, D]")
+    if hidden.shape[-1] != len(params[0]):
+        raise UsageError(
+            f"the judge's head reads {len(params[0])} numbers, and the target's features have {hidden.shape[-1]}; give "
+            "the head that was trained for this target"
+        )
     rule = with_keys(lambda u, tree, target_logits: core(u, tree, target_logits, hidden, *params))
     return rule(keys, tree, target_logits)

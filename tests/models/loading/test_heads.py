@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -10,17 +9,30 @@ from dataclasses import replace
 
 import dialects as d
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from head_oracles import (
+    DRAFT,
+    STREAMS,
+    TOKENS,
+    attended,
+    fed,
+    logits,
+    norm,
+    params_of,
+    same,
+    shapes_of_target,
+    silu,
+    target,
+)
 from heads import layer_of, tiny_head
 from safetensors.numpy import load_file
 from toy import markov
 
 from specjax import Target, UsageError
-from specjax.models import LlamaConfig, init_params, make_model
+from specjax.models import LlamaConfig
 from specjax.models.heads.blocks import abstract_params
-from specjax.models.heads.contract import Drafted, DraftHead, Pairs
+from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.eagle3 import Eagle3, Eagle3Config, eagle3_head
 from specjax.models.heads.hydra import HydraConfig
@@ -44,91 +56,6 @@ from specjax.models.loading.heads import (
 from specjax.models.loading.heads.checking import check_head
 from specjax.models.loading.heads.describing import described_layers
 from specjax.models.loading.heads.writing import stored_name
-from specjax.types import Context
-
-PAIRS = 5
-RNG = np.random.default_rng(5)
-STREAMS = RNG.standard_normal((d.L + 1, PAIRS, d.D)).astype(np.float32)
-TOKENS = np.array([7, 3, 60, 20, 4])
-DRAFT = 21
-
-
-@functools.cache
-def target(**changes) -> Target:
-    config = LlamaConfig(
-        **{
-            "vocab_size": d.V, "width": d.D, "num_layers": d.L, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
-            "mlp_width": 16, "tied": False, "name": "tiny",
-        } | changes
-    )  # fmt: skip
-    return Target(make_model(config), jax.jit(functools.partial(init_params, config))(jax.random.key(0)))
-
-
-@jax.jit
-def both_steps(head, target, features):
-    """float32[2, V]: what follows the root, and what follows a token drafted there."""
-    context = Context(jnp.asarray([[1, *TOKENS]]), jnp.asarray([PAIRS + 1]), target=target)
-    memory = head.head.begin(head.params, context, 1, 16)
-    pairs = Pairs(features[None], jnp.asarray(TOKENS)[None], jnp.asarray([PAIRS]))
-    memory = head.head.read(head.params, memory, pairs, context)
-    scratch, first = head.head.start(head.params, memory, context, 4)
-    one = lambda value: jnp.full((1, 1), value)
-    node = Drafted(one(DRAFT), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, 4), bool))
-    _, second = head.head.follow(head.params, scratch, node, context)
-    return jnp.stack([first[0], second[0, 0]])
-
-
-def logits(head, of: Target | None = None) -> np.ndarray:
-    taps = head.head.taps or (d.L,)
-    return np.asarray(both_steps(head, of or target(), np.concatenate([STREAMS[tap] for tap in taps], -1)))
-
-
-def same(found, expected):
-    """Where they are finite: equal to 1e-5; and finite in the same places."""
-    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
-    np.testing.assert_allclose(found[np.isfinite(found)], expected[np.isfinite(expected)], atol=1e-5, rtol=1e-5)
-
-
-# The oracle: float64, one token after another, no cache.
-
-
-def norm(x, weight):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-5) * weight
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def rotated(x, positions):
-    """x [T, H, h], by halves."""
-    h = x.shape[-1]
-    angle = positions[:, None, None] / 10000.0 ** (np.arange(0, h, 2) / h)
-    a, b = np.split(x, 2, -1)
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
-
-
-def attended(x, w, prefix, hd, whole=1):
-    """Attention of x [T, D'], causal but for the last `whole`, which see all."""
-    project = lambda part: (x @ w[f"{prefix}.{part}_proj.weight"].T).reshape(len(x), -1, hd)
-    positions = np.arange(len(x))
-    q, k, v = rotated(project("q"), positions), rotated(project("k"), positions), project("v")
-    k, v = (np.repeat(part, d.H // d.KV, 1) for part in (k, v))
-    scores = np.einsum("qhc,khc->hqk", q, k) / np.sqrt(hd)
-    sees = np.tril(np.ones(scores.shape[1:], bool)) | (positions >= len(x) - whole)[:, None]
-    scores = np.where(sees, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("hqk,khc->qhc", weights, v).reshape(len(x), -1) @ w[f"{prefix}.o_proj.weight"].T
-
-
-def fed(x, w, prefix):
-    gate, up, down = (w[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-
-def params_of(name) -> np.ndarray:
-    return np.asarray(target().params[name]["weight"], np.float64)
 
 
 def drafted_twice(layers, state, embedding, head):
@@ -384,8 +311,10 @@ def test_a_token_map_of_fr_spec(kind, tmp_path):
 
 
 MISFITS = {
-    "width": (lambda: {}, target(width=16), r"hidden_size 32, and the width of the target tiny is 16"),
-    "vocabulary": (lambda: {}, target(vocab_size=65), r"vocab_size 64, and the vocabulary of the target tiny has 65"),
+    "width": (lambda: {}, shapes_of_target(width=16), r"hidden_size 32, and the width of the target tiny is 16"),
+    "vocabulary": (
+        lambda: {}, shapes_of_target(vocab_size=65), r"vocab_size 64, and the vocabulary of the target tiny has 65"
+    ),
     "layers": (
         lambda: {"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}, target(),
         r"stream 9 \(eagle_aux_hidden_state_layer_ids\), and tiny has 6 layers",
@@ -395,7 +324,8 @@ MISFITS = {
         r"fc.weight for 3 of the target's streams, and eagle_aux_hidden_state_layer_ids names 2",
     ),
     "family": (
-        lambda: {}, target(qk_norm=True), r'head for "LlamaForCausalLM", and the target tiny is of the family qwen3'
+        lambda: {}, shapes_of_target(qk_norm=True),
+        r'head for "LlamaForCausalLM", and the target tiny is of the family qwen3'
     ),
     "draft vocabulary": (
         lambda: {"draft_vocab_size": 32}, target(), r"draft_vocab_size 32, and its lm_head.weight .* 16"

@@ -17,11 +17,14 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 2.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
 GEMMA_LAYERS = ["sliding_attention", "full_attention"]
 
 VARIANTS = {
     "llama-tied": dict(kind="llama", tie_word_embeddings=True),
-    "llama-untied": dict(kind="llama", tie_word_embeddings=False, head_dim=16),
+    "llama-untied-yarn": dict(kind="llama", tie_word_embeddings=False, head_dim=16, rope_parameters=YARN),
     "llama-linear": dict(kind="llama", rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}),
     "llama-llama3": dict(kind="llama", rope_parameters=LLAMA3),
     "mistral": dict(kind="mistral", sliding_window=5),
@@ -173,7 +176,12 @@ def test_truncated_safetensors(tiny, tmp_path):
 
 
 UNSUPPORTED = {
-    "yarn": ("llama", dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}), '"yarn"'),
+    "longrope": ("llama", dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), '"longrope"'),
+    "half of yarn": (
+        "llama",
+        dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
+        "lacks the field rope_parameters.original_max_position_embeddings",
+    ),
     "architecture": ("llama", dict(model_type="mixtral"), '"mixtral"'),
     "bias": ("llama", dict(attention_bias=True), "attention_bias"),
     "activation": ("llama", dict(hidden_act="gelu"), '"gelu"'),

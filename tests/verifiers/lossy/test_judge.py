@@ -14,6 +14,9 @@ from lossy import (
     with_head,
 )
 
+from specjax import UsageError
+from specjax.catalog import parse_rule
+from specjax.models.loading.deciding import save_judge
 from specjax.trees import operations
 from specjax.types import TokenTree
 from specjax.verifiers import recursive_rejection
@@ -94,6 +97,20 @@ def test_a_new_head_compiles_nothing_and_an_untrained_one_accepts_nothing():
     np.testing.assert_array_equal(everything.num_nodes, tree.valid.sum(1))
     with pytest.raises(ValueError, match="hidden"):
         judge(*init_judge(3))(keys, tree, logits)
+
+
+def test_a_judge_by_the_name_of_its_file(tmp_path):
+    save_judge(tmp_path / "judge.safetensors", [1.0, -2.0, 0.5], 0.25, threshold=0.75)
+    of = lambda spec: [np.asarray(x).tolist() for x in parse_rule(spec).params]
+    assert of(f"judge:{tmp_path}/judge.safetensors") == [[1.0, -2.0, 0.5], 0.25, 0.75]
+    assert of(f"judge:{tmp_path}/judge.safetensors,0.5")[2] == 0.5
+    assert of(f"judge:file={tmp_path}/judge.safetensors,threshold=0.25")[2] == 0.25
+    with pytest.raises(UsageError, match=r"threshold must be from 0 to 1, not 1\.5"):
+        parse_rule(f"judge:{tmp_path}/judge.safetensors,1.5")
+    _, tree, logits = random_chains(batch=8)
+    keys, hidden = jax.random.split(jax.random.key(0), tree.tokens.shape), jnp.zeros((*tree.tokens.shape, 4))
+    with pytest.raises(UsageError, match="the judge's head reads 3 numbers, and the target's features have 4"):
+        parse_rule(f"judge:{tmp_path}/judge.safetensors")(keys, tree, logits, hidden)
 
 
 def test_training_the_head_leaves_the_target_alone():
