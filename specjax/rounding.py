@@ -1,8 +1,8 @@
 """Arithmetic whose result, to the bit, is the same in every program that holds it.
 
 Compilers keep the order of additions only where they must. XLA on CPU hands long sums to a library whose order goes by
-the shape, and with them the exponentials around; LLVM joins a product and a sum into one rounding (FMA) where both stand
-in one loop. So here sums have an order that is written down, and products that are added to something are exact.
+the shape, and with them the exponentials around; LLVM joins a product and a sum into one rounding (FMA) where both
+stand in one loop. So here sums have an order that is written down, and products that are added to something are exact.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def fixed_point(x: Array) -> Array:
 
 
 def power_of_two(z: Array, exponent: Array | int = 0) -> Array:
-    """float32: 2 ** (z / 2 ** FRACTION - exponent) of int32 z, to 17 bits, in integers but for an exact last product.
+    """float32: 2 ** (z / 2 ** FRACTION - exponent) of int32 z, in integers but for an exact last product.
 
-    2 ** f for f in [0, 1) is a polynomial of the fourth degree, off by 4e-6 at most. For another integer `exponent` the
+    2 ** f for f in [0, 1) is a polynomial of the fourth degree in 16 bits, off by 4e-5 of itself at most. For another integer `exponent` the
     result is the same but for a power of two: so a softmax may change its mind about the largest score.
     """
     f = jax.lax.bitcast_convert_type(z & ((1 << FRACTION) - 1), jnp.uint32)

@@ -32,8 +32,9 @@ def tree_attention(
     Raises: NotImplementedError for another implementation, or for arguments that the one named does not support.
     """
     if implementation not in (None, *IMPLEMENTATIONS):
+        *others, last = IMPLEMENTATIONS
         raise NotImplementedError(
-            f'tree_attention has no implementation "{implementation}"; use None, {", ".join(IMPLEMENTATIONS[:-1])} or {IMPLEMENTATIONS[-1]}'
+            f'tree_attention has no implementation "{implementation}"; use None, {", ".join(others)} or {last}'
         )
     arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
     static = {"scale": scale, "softcap": softcap, "with_total": with_total}

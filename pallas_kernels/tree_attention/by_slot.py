@@ -1,9 +1,9 @@
 """Tree attention in which a token's result, to the bit, does not depend on the pass that it is in.
 
-A key belongs to a slot, its position in the text, whether the cache has it already or it is pending in this pass. What a
-token sums up goes by slots: groups of them at multiples of GROUP, one after another, and within a group in their order.
-So it makes no difference how many tokens are new, which tree stands around this one, which rows there are and how large
-the cache is. That holds
+A key belongs to a slot, its position in the text, whether the cache has it already or it is pending in this pass. What
+a token sums up goes by slots: groups of them at multiples of GROUP, one after another, and within a group in their
+order. So it makes no difference how many tokens are new, which tree stands around this one, which rows there are and
+how large the cache is. That holds
 
 - within a group, since the products over its slots are of one form: all slots of the group, at least four rows (XLA's
   CPU kernels compute fewer in another order; a row does not depend on the others);
