@@ -26,8 +26,9 @@ def fixed_point(x: Array) -> Array:
 def power_of_two(z: Array, exponent: Array | int = 0) -> Array:
     """float32: 2 ** (z / 2 ** FRACTION - exponent) of int32 z, in integers but for an exact last product.
 
-    2 ** f for f in [0, 1) is a polynomial of the fourth degree in 16 bits, off by 4e-5 of itself at most. For another integer `exponent` the
-    result is the same but for a power of two: so a softmax may change its mind about the largest score.
+    2 ** f for f in [0, 1) is a polynomial of the fourth degree in 16 bits, off by 4e-5 of itself at most. For another
+    integer `exponent` the result is the same but for a power of two: so a softmax may change its mind about the largest
+    score.
     """
     f = jax.lax.bitcast_convert_type(z & ((1 << FRACTION) - 1), jnp.uint32)
     sixteen_bits = lambda c: np.uint32(round(c * (1 << FRACTION)))

@@ -29,7 +29,8 @@ def blocked_tree_attention(
 
     The new tokens first, then blocks of slots in their order, each at a multiple of `block`: what a row sums, and in
     which order, depends neither on the capacity nor on how long other rows are, since a block of which it sees nothing
-    changes no bit; within a block the backend sums as it likes for this number of rows and tokens. (In a cache that is no multiple of `block` the last block begins earlier.)
+    changes no bit; within a block the backend sums as it likes for this number of rows and tokens. (In a cache that is
+    no multiple of `block` the last block begins earlier.)
     """
     batch, t = q.shape[:2]
     slots = prefix_k.shape[-2]

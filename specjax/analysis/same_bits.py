@@ -112,7 +112,8 @@ class _Asking:
         return Seen(np.asarray(logits[0]), np.asarray(stream[:, 0])), pending
 
     def one_by_one(self) -> dict[int, Seen]:
-        cache, seen = self.begun(), {}
+        cache = self.begun()
+        seen: dict[int, Seen] = {}
         for at in range(self.start, len(self.text)):
             seen[at], pending = self.see(
                 cache, self.text[None, at : at + 1], np.array([[at]]), np.ones((1, 1, 1), bool)
@@ -122,7 +123,8 @@ class _Asking:
 
     def chains(self, width: int, rows: int = 1, capacity: int | None = None) -> dict[int, Seen]:
         """`width` tokens in a pass, which is committed before the next one."""
-        cache, seen = self.begun(rows, capacity), {}
+        cache = self.begun(rows, capacity)
+        seen: dict[int, Seen] = {}
         mask = np.broadcast_to(np.tril(np.ones((width, width), bool)), (rows, width, width))
         for at in range(self.start, len(self.text) - width + 1, width):
             tokens = self.texts(rows)[:, at : at + width]  # of other rows some tokens of their text
@@ -149,14 +151,17 @@ class _Asking:
 
     def by_levels(self, depth: int) -> dict[int, Seen]:
         """Two nodes a level, the text's and a sibling, beside the pending keys of the levels above."""
-        cache, seen, model = self.begun(), {}, self.target.model
+        cache, model = self.begun(), self.target.model
+        seen: dict[int, Seen] = {}
         parents = [-1, -1, *(2 * (i // 2) - 2 for i in range(2, 2 * depth))]
         mask, _ = _of_tree(parents)
         earlier = None
         for level in range(depth):
             at, here = self.start + level, slice(2 * level, 2 * level + 2)
             tokens, positions = np.array([[self.text[at], self._other(at)]]), np.array([[at, at]])
-            above = [] if earlier is None else [mask[here, : 2 * level], np.zeros((2, 2 * (depth - level)), bool)]
+            above: list[np.ndarray] = (
+                [] if earlier is None else [mask[here, : 2 * level], np.zeros((2, 2 * (depth - level)), bool)]
+            )
             seen_by = np.concatenate([*above, mask[here, here]], 1)[None]
             found, pending = self.see(cache, tokens, positions, seen_by, earlier)
             seen |= _apart(Seen(found.logits[:1], found.stream[:, :1]), [at])
