@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax import rounding
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.types import Appended, Array, Mixture, Output, Stream
@@ -42,6 +43,7 @@ class Gemma3Config:
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
     cache_lanes: int = 1
     cache_bits: bool = False
+    same_bits: bool = False
     stacked: bool = False
     name: str = "gemma3"
 
@@ -50,14 +52,15 @@ class Block(nnx.Module):
     """As in Llama, with a second norm behind attention and MLP."""
 
     def __init__(self, c: Gemma3Config, rngs: nnx.Rngs):
-        norm = functools.partial(L.RMSNorm, c.width, c.norm_eps, dtype=c.dtype)
+        norm = functools.partial(L.RMSNorm, c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
         self.attention_norm, self.attention_post_norm = norm(), norm()
         self.mlp_norm, self.mlp_post_norm = norm(), norm()
         self.attention = L.Attention(
             c.width, c.num_heads, c.num_kv_heads, c.head_dim,
-            qk_norm_eps=c.norm_eps, scale=c.query_scale, softcap=c.attention_softcap, dtype=c.dtype, rngs=rngs,
+            qk_norm_eps=c.norm_eps, scale=c.query_scale, softcap=c.attention_softcap,
+            same_bits=c.same_bits, dtype=c.dtype, rngs=rngs,
         )  # fmt: skip
-        gelu = functools.partial(jax.nn.gelu, approximate=True)
+        gelu = rounding.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, gelu, dtype=c.dtype, rngs=rngs)
 
     def attend(self, x, inputs: L.LayerInputs):
@@ -75,7 +78,7 @@ class Gemma3(nnx.Module):
         c = self.config = config
         self.embed = L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
         self.layers = L.make_layers(lambda r: Block(c, r), c.num_layers, c.stacked, rngs)
-        self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+        self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(

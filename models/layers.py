@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax import rounding
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
 from specjax.pallas_kernels.tree_attention import tree_attention
@@ -115,15 +116,19 @@ def with_vectors(embedded: Callable[[Array | Mixture], Array], tokens: Array | M
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, computed in float32."""
+    """x / rms(x) * weight, computed in float32. same_bits: as `specjax.rounding` has it."""
 
-    def __init__(self, width: int, eps: float, *, dtype):
+    def __init__(self, width: int, eps: float, *, dtype, same_bits: bool = False):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
         self.eps = eps
+        self.same_bits = same_bits
 
     def __call__(self, x):
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        if self.same_bits:
+            y = rounding.as_bfloat16(x) * rounding.root_mean_square(x, self.eps)
+        else:
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
         return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
 
@@ -137,7 +142,7 @@ class GatedMLP(nnx.Module):
         self.act = act
 
     def __call__(self, x):
-        return self.down(self.act(self.gate(x)) * self.up(x))
+        return self.down((self.act(self.gate(x)) * self.up(x)).astype(x.dtype))
 
 
 class RopeScaling(NamedTuple):
@@ -182,11 +187,13 @@ def _kept_by_yarn(dim: int, base: float, scaling: RopeScaling) -> Array:
     return 1 - stretched + stretched / scaling.factor
 
 
-def rope(x: Array, positions: Array, frequencies: Array) -> Array:
-    """Rotate the halves of x [B, T, H, h] by its positions int32[B, T]."""
+def rope(x: Array, positions: Array, frequencies: Array, same_bits: bool = False) -> Array:
+    """Rotate the halves of x [B, T, H, h] by its positions int32[B, T]. same_bits: products of bfloat16 are exact."""
     angle = positions[:, :, None, None].astype(jnp.float32) * frequencies  # [B, T, 1, h/2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    if same_bits:
+        cos, sin = rounding.exact_factor(cos), rounding.exact_factor(sin)
+    a, b = jnp.split(rounding.as_bfloat16(x) if same_bits else x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
@@ -261,7 +268,7 @@ class Attention(nnx.Module):
 
     def __init__(
         self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, scale=None, softcap=None,
-        dtype, rngs,
+        same_bits=False, dtype, rngs,
     ):  # fmt: skip
         fan_in = width if fan_in is None else fan_in  # of what it reads, where that is not as wide as the stream
         self.q = Linear(fan_in, heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
@@ -269,11 +276,12 @@ class Attention(nnx.Module):
         self.v = Linear(fan_in, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.o = Linear(heads * head_dim, width, dtype=dtype, rngs=rngs)
         has_norm = qk_norm_eps is not None
-        self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype) if has_norm else None
-        self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype) if has_norm else None
+        self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, same_bits=same_bits) if has_norm else None
+        self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, same_bits=same_bits) if has_norm else None
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
         self.head_dim = head_dim
+        self.same_bits = same_bits
 
     def __call__(self, x, inputs: LayerInputs):
         """x [B, T, D] -> [B, T, D], (k, v) [B, K, T, h] of the new tokens, as the cache keeps them."""
@@ -284,11 +292,14 @@ class Attention(nnx.Module):
         q, k, v = map(heads, jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x))))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope(q, step.positions, frequencies), rope(k, step.positions, frequencies)
+        q, k = (rope(y, step.positions, frequencies, self.same_bits) for y in (q, k))
         new = kv.as_kept(k.swapaxes(1, 2), prefix.k), kv.as_kept(v.swapaxes(1, 2), prefix.v)
         join = lambda old, new: jnp.concatenate([old, new], 2)
         all_k, all_v = jax.tree.map(join, prefix.earlier, new) if prefix.earlier else new
-        attend: Callable[..., Array] = functools.partial(tree_attention, scale=self.scale, softcap=self.softcap)
+        attend: Callable[..., Array] = functools.partial(
+            tree_attention, scale=self.scale, softcap=self.softcap,
+            implementation="by_slot" if self.same_bits else None,
+        )  # fmt: skip
         if step.layout is not None:
             attend = step.layout.by_heads(attend)
         out = attend(

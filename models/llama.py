@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from flax import nnx
 
+from specjax import rounding
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.types import Appended, Array, Mixture, Output, Stream
@@ -34,6 +36,7 @@ class LlamaConfig:
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
     cache_lanes: int = 1  # the cache keeps heads filled up to a multiple of these; 128 on TPU
     cache_bits: bool = False  # the cache keeps bfloat16 as uint16, which XLA on CPU writes in place
+    same_bits: bool = False  # of bfloat16: a token's logits do not depend on the pass that it is in, docs/same_bits.md
     stacked: bool = False  # layers stacked and scanned, not unrolled
     name: str = "llama"
 
@@ -48,14 +51,17 @@ class Block(nnx.Module):
     """Attention and MLP, each behind a norm: what they add to the stream."""
 
     def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
-        self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+        norm = functools.partial(L.RMSNorm, c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
+        self.attention_norm = norm()
         self.attention = L.Attention(
             c.width, c.num_heads, c.num_kv_heads, c.head_dim,
-            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, scale=c.attention_scale, dtype=c.dtype,
+            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, scale=c.attention_scale,
+            same_bits=c.same_bits, dtype=c.dtype,
             rngs=rngs,
         )  # fmt: skip
-        self.mlp_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
-        self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
+        self.mlp_norm = norm()
+        act = rounding.silu if c.same_bits else nnx.silu
+        self.mlp = L.GatedMLP(c.width, c.mlp_width, act, dtype=c.dtype, rngs=rngs)
 
     def attend(self, x, inputs: L.LayerInputs):
         return self.attention(self.attention_norm(x), inputs)
@@ -71,7 +77,7 @@ class Llama(nnx.Module):
         c = self.config = config
         self.embed = L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
         self.layers = L.make_layers(lambda r: Block(c, r), c.num_layers, c.stacked, rngs)
-        self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+        self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
         self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
 
     def __call__(

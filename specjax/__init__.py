@@ -31,6 +31,7 @@ _HOMES = {
     "Verifier": "verifiers",
     "__version__": "version",
     "arrivals": "engine.requests",
+    "check_bits": "analysis.same_bits",
     "compile_report": "planning",
     "decode": "facade",
     "load": "models.loading",

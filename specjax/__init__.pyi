@@ -3,6 +3,7 @@ from specjax import decoders as decoders
 from specjax import drafters as drafters
 from specjax import trees as trees
 from specjax import verifiers as verifiers
+from specjax.analysis.same_bits import check_bits as check_bits
 from specjax.catalog.methods import METHODS as METHODS
 from specjax.catalog.methods import make_drafter as make_drafter
 from specjax.engine.prepare import Settings as Settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -31,6 +32,7 @@ def load(
     dtype: str = "float32",
     stacked: bool | None = None,
     cache_dtype: str | None = None,
+    same_bits: bool = False,
     mesh: Mesh | None = None,
     over: tuple[str, ...] | None = None,
 ) -> tuple[Target, Tokenizer]:
@@ -44,6 +46,8 @@ def load(
         on CPU, stacked elsewhere.
       cache_dtype: "int8": keys and values rounded to int8, with a scale per token and head: half the memory of
         bfloat16. Another model than without, though nearly: methods keep their guarantees towards it. None: dtype.
+      same_bits: of bfloat16: what a token's logits are, to the bit, does not depend on the pass that it is in, so that
+        speculative text is that of plain decoding (docs/same_bits.md; `specjax.check_bits` asks this device).
       mesh, over: read each device's part of the weights straight to it, as `specjax.shard` would place them; of several
         hosts each holds only its own devices' parts, and reads only the rows of the file that these have a part in.
 
@@ -53,6 +57,8 @@ def load(
     if dtype not in DTYPES:
         raise UsageError(f'dtype must be "float32" or "bfloat16", not "{dtype}"')
     check_cache_dtype(cache_dtype)
+    if same_bits and dtype != "bfloat16":
+        raise UsageError(f'same_bits is of dtype "bfloat16", not "{dtype}"; choose that, or leave same_bits out')
     if over is not None and mesh is None:
         raise UsageError(
             "over says which axes of a mesh split the model, but there is no mesh; give one or leave it out"
@@ -66,8 +72,9 @@ def load(
             cache_bits=backend == "cpu", name=_name(source, path),
         )  # fmt: skip
         check(checkpoint)
+    config = dataclasses.replace(checkpoint.config, same_bits=same_bits)
     try:
-        return Target(make_model(checkpoint.config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer
+        return Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 
+from specjax.pallas_kernels.tree_attention.by_slot import tree_attention_by_slot
 from specjax.pallas_kernels.tree_attention.over_slots import over_slots
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
 from specjax.pallas_kernels.tree_attention.xla import BLOCK_ON_GPU
@@ -15,7 +16,7 @@ from specjax.precision import in_32_bits
 
 __all__ = ["over_slots", "tree_attention"]
 
-IMPLEMENTATIONS = ("xla", "pallas_tpu")
+IMPLEMENTATIONS = ("xla", "pallas_tpu", "by_slot")
 
 
 def tree_attention(
@@ -26,13 +27,15 @@ def tree_attention(
 
     Args:
       implementation: "xla" runs everywhere, "pallas_tpu" on TPU. None: the TPU kernel where the program is lowered for
-        a TPU and the kernel takes these shapes, else "xla".
+        a TPU and the kernel takes these shapes, else "xla". "by_slot" runs everywhere, for bfloat16: a token's result
+        does not depend, in any bit, on the pass that it is in.
 
     Raises: NotImplementedError for another implementation, or for arguments that the one named does not support.
     """
     if implementation not in (None, *IMPLEMENTATIONS):
+        *others, last = IMPLEMENTATIONS
         raise NotImplementedError(
-            f'tree_attention has no implementation "{implementation}"; use None, {" or ".join(IMPLEMENTATIONS)}'
+            f'tree_attention has no implementation "{implementation}"; use None, {", ".join(others)} or {last}'
         )
     arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
     static = {"scale": scale, "softcap": softcap, "with_total": with_total}
@@ -42,6 +45,8 @@ def tree_attention(
     run: Callable
     if implementation == "pallas_tpu":
         run = on_tpu
+    elif implementation == "by_slot":
+        run = functools.partial(_run_by_slot, **static)
     elif implementation == "xla" or _tpu().unsupported(q, k, prefix_k):
         run = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, rocm=on_gpu, default=on_xla)
     else:
@@ -77,6 +82,13 @@ def _tpu():
 
 def _run_xla(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
     return _xla(
+        q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
+        **static,
+    )  # fmt: skip
+
+
+def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
+    return tree_attention_by_slot(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
         **static,
     )  # fmt: skip

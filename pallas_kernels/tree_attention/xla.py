@@ -29,7 +29,8 @@ def blocked_tree_attention(
 
     The new tokens first, then blocks of slots in their order, each at a multiple of `block`: what a row sums, and in
     which order, depends neither on the capacity nor on how long other rows are, since a block of which it sees nothing
-    changes no bit. (In a cache that is no multiple of `block` the last block begins earlier.)
+    changes no bit; within a block the backend sums as it likes for this number of rows and tokens. (In a cache that is
+    no multiple of `block` the last block begins earlier.)
     """
     batch, t = q.shape[:2]
     slots = prefix_k.shape[-2]
@@ -58,7 +59,7 @@ def blocked_tree_attention(
         # The barrier ties the cache to this turn. XLA on CPU cuts bfloat16 as float32, and would convert all slots
         # ahead of the loop, unless they are kept as bits.
         held, start = jax.lax.optimization_barrier(((prefix_k, prefix_v), start))
-        keys, values = jax.tree.map(lambda x: _slots(x, layer, start, block), held)
+        keys, values = jax.tree.map(lambda x: cut_slots(x, layer, start, block), held)
         slot = start + jnp.arange(block)
         visible = (slot < length[:, None, None]) & (slot >= i * block) & near(slot)
         return add(carry, keys, values, jnp.broadcast_to(visible, (batch, t, block)))
@@ -72,7 +73,7 @@ def blocked_tree_attention(
     return finish(acc / total, top, total, t, q.dtype, with_total)
 
 
-def _slots(x, layer, start, count: int):
+def cut_slots(x, layer, start, count: int):
     """`count` slots of x [B, K, S, ...], or of one layer of [layers, B, K, S, ...]."""
     if layer is None:
         return jax.lax.dynamic_slice_in_dim(x, start, count, 2)

@@ -14,7 +14,8 @@ from specjax.engine.prefill import CHUNK, prefill
 from specjax.indexing import take_along
 from specjax.types import Array, Target
 
-NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0}
+SAME_BITS = "same bits"  # as a dtype: of a model whose logits do not depend on the pass; there no flip is rounding
+NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, SAME_BITS: 0.0}
 """By how much the better of two logits may lead for a flip between programs to count as rounding. In bfloat16, logits
 of 16 to 32, which is where the best ones are, lie 0.125 apart. int8: of the cache, which magnifies rounding; passes of
 two widths were up to 0.7 apart in one logit (SmolLM2)."""

@@ -44,7 +44,7 @@ def merge(runs: Sequence[Run]) -> Run:
 def dtypes(record: dict) -> str:
     """ "bfloat16", or "bfloat16, int8 cache": of what was run, from its record."""
     cache = record.get("cache_dtype")
-    return record["dtype"] + (f", {cache} cache" if cache else "")
+    return record["dtype"] + (f", {cache} cache" if cache else "") + (", same bits" if record.get("same_bits") else "")
 
 
 def tokens_per_second(run: Run) -> float:

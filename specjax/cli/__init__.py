@@ -1,5 +1,5 @@
-"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan`, `inspect`, `methods`,
-`datastore`.
+"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan`, `inspect`,
+`check-bits`, `methods`, `datastore`.
 
 Here is how it ends, whatever happens. What takes time to import comes after Ctrl-C is in good hands.
 """

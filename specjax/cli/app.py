@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specjax.cli import bench, compare_verifiers, compile, datastore, generate, inspect, methods, plan
+from specjax.cli import bench, check_bits, compare_verifiers, compile, datastore, generate, inspect, methods, plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,6 +22,7 @@ app.command("compile")(compile.compile_)
 app.command("plan")(plan.plan)
 app.command("methods")(methods.methods)
 app.command("inspect")(inspect.inspect)
+app.command("check-bits")(check_bits.check_bits)
 app.add_typer(datastore.app, name="datastore")
 
 

@@ -79,6 +79,7 @@ def bench(
     raw: o.RawOption = False,
     dtype: o.DtypeOption = "auto",
     cache_dtype: o.CacheDtypeOption = None,
+    same_bits: o.SameBitsOption = False,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
@@ -112,7 +113,9 @@ def bench(
     log = Console(stderr=True)
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
-    session = open_session(log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None)
+    session = open_session(
+        log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None, same_bits=same_bits
+    )
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped, prompts)}" if skipped else "")
     session = weigh(session, weighed, min(batch_size, len(rows)), log)

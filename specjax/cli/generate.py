@@ -84,6 +84,7 @@ def generate(
     batch_size: o.BatchOption = 1,
     dtype: o.DtypeOption = "auto",
     cache_dtype: o.CacheDtypeOption = None,
+    same_bits: o.SameBitsOption = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding too; compare texts and speed.")
     ] = False,
@@ -159,7 +160,7 @@ def generate(
     mesh = hosts.make_mesh(distributed, data, model)
     session = open_session(
         log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh, has_head=head is not None,
-        token_map=speculative_token_map,
+        token_map=speculative_token_map, same_bits=same_bits,
     )  # fmt: skip
     hosts.check_models(session.target, session.draft)
     rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest)

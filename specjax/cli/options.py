@@ -124,6 +124,14 @@ RawOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto, float32 or bfloat16; auto: float32 on CPU, bfloat16 elsewhere.")
 ]
+SameBitsOption = Annotated[
+    bool,
+    typer.Option(
+        "--same-bits",
+        help="bfloat16 in which a token's logits do not depend on its pass, so that texts are equal, not nearly; some "
+        "time per pass. `specjax check-bits` asks whether it holds here.",
+    ),
+]
 CacheDtypeOption = Annotated[
     str | None,
     typer.Option(

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from specjax import controllers, trees
 from specjax import costs as costs_of
+from specjax.bench import near_ties
 from specjax.catalog import METHODS, Method, make_drafter, parse_rule
 from specjax.cli.console import Console, visible
 from specjax.cli.drafting import AS_EACH_DOES, Drafting
@@ -46,11 +47,12 @@ class Session(NamedTuple):
     draft_pass: float | None = None  # of the draft model, in passes of the target; None: the rule of thumb
     head: LoadedHead | None = None  # a learned one, in place of a draft model
     check: SelfCheck | None = None  # of the head
+    same_bits: bool = False  # of the target
 
     @property
     def coarsest(self) -> str:
         """The dtype that decides how near a near-tie is."""
-        return self.cache_dtype or self.dtype
+        return near_ties.SAME_BITS if self.same_bits else self.cache_dtype or self.dtype
 
     @property
     def capacity(self) -> int:
@@ -132,10 +134,12 @@ def open_session(
     has_head: bool = False,
     token_map: Path | None = None,
     flag: str = "--draft",
+    same_bits: bool = False,
 ) -> Session:
     """Load the models, spread over the mesh if there is one, with a progress line on `log`.
 
     has_head: `draft` is a learned head, which is compared with the target. token_map: of its ids. flag: what gave it.
+    same_bits: of the target, then in bfloat16.
 
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
@@ -143,12 +147,14 @@ def open_session(
     require(cache_dtype in (None, "int8"), f'--cache-dtype must be int8 or left out, not "{cache_dtype}"')
     from specjax.parallel import check_same
 
+    require(not same_bits or dtype != "float32", "--same-bits is of bfloat16, not of --dtype float32; leave one out")
     use_cache(not no_cache)
     store = _open_datastore(datastore)
-    chosen = choose_dtype(dtype)
-    doing, done = f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({describe_dtype(dtype, chosen)})"
+    chosen = "bfloat16" if same_bits else choose_dtype(dtype)
+    said = "bfloat16, the same bits in every pass" if same_bits else describe_dtype(dtype, chosen)
+    doing, done = f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({said})"
     with stage(log, doing, done) as clock:
-        model, tokenizer = _load("--target", target, chosen, cache_dtype, mesh)
+        model, tokenizer = _load("--target", target, chosen, cache_dtype, mesh, same_bits=same_bits)
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
             check_same(store.summary, "datastores")
@@ -162,7 +168,8 @@ def open_session(
             _check_vocabularies(tokenizer, other)
     check = None if head is None else tell_head(head, model, tokenizer, log)
     return Session(
-        model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype, head=head, check=check
+        model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype, head=head, check=check,
+        same_bits=same_bits,
     )  # fmt: skip
 
 
@@ -237,11 +244,11 @@ def _open_datastore(folder: Path | None) -> Datastore | None:
         raise UsageError(f"--datastore: {error}") from None
 
 
-def _load(flag: str, source: str | None, dtype: str, cache_dtype: str | None, mesh, over=None):
+def _load(flag: str, source: str | None, dtype: str, cache_dtype: str | None, mesh, over=None, same_bits=False):
     import specjax
 
     try:
-        return specjax.load(source, dtype=dtype, cache_dtype=cache_dtype, mesh=mesh, over=over)
+        return specjax.load(source, dtype=dtype, cache_dtype=cache_dtype, same_bits=same_bits, mesh=mesh, over=over)
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
 
@@ -336,6 +343,7 @@ def provenance(session: Session) -> dict:
         "datastore": session.datastore.summary if session.datastore else None,
         "dtype": session.dtype,
         "cache_dtype": session.cache_dtype,
+        "same_bits": session.same_bits,
         "costs": session.costs and dict(zip(*session.costs, strict=True)),
         "draft_pass": session.draft_pass,
         "load_seconds": session.load_seconds,

@@ -49,9 +49,11 @@ def tiny(monkeypatch):
     monkeypatch.setenv("SPECJAX_NO_CACHE", "1")
     monkeypatch.setenv("COLUMNS", "100")
 
-    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None, mesh=None, over=None):
+    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, mesh=None, over=None):
         assert dtype in ("float32", "bfloat16")
-        config = dataclasses.replace(CONFIG, cache_dtype=cache_dtype)
+        config = dataclasses.replace(
+            CONFIG, cache_dtype=cache_dtype, dtype=dtype if same_bits else CONFIG.dtype, same_bits=same_bits
+        )
         if source in (None, "target", "draft", "odd"):
             target = make_target(config, seed=int(source == "draft"))
             spread = target if mesh is None else specjax.shard(target, mesh, over)

@@ -91,8 +91,12 @@ def test_quantised_keys_and_values_stand_for_what_they_round_to(window, softcap,
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_neither_capacity_nor_other_rows_change_a_bit(stacked):
-    """Blocks behind the longest row are not read, or NaN would show; those behind a shorter one count nothing."""
+def test_neither_capacity_nor_other_rows_count(stacked):
+    """Blocks behind the longest row are not read, or NaN would show; those behind a shorter one count nothing.
+
+    The capacity changes no bit. The number of rows may, by which some CPUs choose the kernel of a product: the form in
+    which it does not is `by_slot`.
+    """
     q, k, v, prefix_k, prefix_v, length, positions, mask = case(np.random.default_rng(4), 6, [37, 9], "random")
     options = {"scale": 0.3, "window": None, "softcap": None, "block": 16}
     stack = lambda x: jnp.stack([jnp.full_like(x, jnp.nan), x])
@@ -108,11 +112,11 @@ def test_neither_capacity_nor_other_rows_change_a_bit(stacked):
         rest = (jnp.asarray(x[rows]) for x in (length, positions, mask))
         return np.asarray(BLOCKED(*arrays, *rest, layer=jnp.int32(1) if stacked else None, **options), np.float32)
 
-    for dtype in (jnp.float32, jnp.bfloat16):
+    for dtype, rounding in ((jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)):
         both = run(slice(0, 2), 48, dtype)
         assert np.isfinite(both).all()
         np.testing.assert_array_equal(run(slice(0, 2), 80, dtype), both)
-        np.testing.assert_array_equal(run(slice(1, 2), 48, dtype)[0], both[1])
+        np.testing.assert_allclose(run(slice(1, 2), 48, dtype)[0], both[1], rtol=rounding, atol=rounding)
 
 
 def test_bits_of_bfloat16_stand_for_them():
@@ -126,5 +130,5 @@ def test_bits_of_bfloat16_stand_for_them():
 
 
 def test_unknown_implementation_is_refused():
-    with pytest.raises(NotImplementedError, match='"triton"; use None, xla or pallas_tpu'):
+    with pytest.raises(NotImplementedError, match='"triton"; use None, xla, pallas_tpu or by_slot'):
         tree_attention(*[None] * 8, scale=1.0, implementation="triton")

@@ -1,0 +1,126 @@
+"""Attention by slots: near one softmax written out, and the same bits wherever a token's ancestors lie."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.pallas_kernels.tree_attention import by_slot, tree_attention
+from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
+from specjax.quantization import quantize
+
+BATCH, HEADS, KV, DIM, SLOTS, GROUP, NODES = 2, 6, 2, 16, 48, 8, 6
+SIZES = {"scale": 0.3, "block": 16, "group": GROUP}
+STATIC = "window", "softcap"
+BY_SLOT = jax.jit(functools.partial(by_slot.tree_attention_by_slot, **SIZES), static_argnames=STATIC)
+XLA = jax.jit(functools.partial(tree_attention, scale=0.3, implementation="xla"), static_argnames=STATIC)
+
+
+def case(seed: int, lengths, nodes: int = NODES):
+    """Arrays of a pass over a random tree, and its parents."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    parents = [-1, *(int(rng.integers(max(0, i - 3), i)) for i in range(1, nodes))]
+    mask, depth = np.eye(nodes, dtype=bool), np.zeros(nodes, int)
+    for i in range(1, nodes):
+        mask[i] |= mask[parents[i]]
+        depth[i] = depth[parents[i]] + 1
+    length = np.array(lengths, np.int32)
+    arrays = (
+        normal(BATCH, nodes, HEADS, DIM), normal(BATCH, KV, nodes, DIM), normal(BATCH, KV, nodes, DIM),
+        normal(BATCH, KV, SLOTS, DIM), normal(BATCH, KV, SLOTS, DIM), jnp.asarray(length),
+        jnp.asarray(length[:, None] + depth, jnp.int32), jnp.asarray(np.broadcast_to(mask, (BATCH, nodes, nodes))),
+    )  # fmt: skip
+    return arrays, parents
+
+
+def exact(arrays, **options) -> np.ndarray:
+    wide = [x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x for x in arrays]
+    return np.asarray(reference(*wide, scale=0.3, **options))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5])
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 1000), lengths=st.tuples(*[st.sampled_from([0, 1, 7, 8, 15, 16, 33, 42])] * 2))
+def test_is_one_softmax(window, softcap, seed, lengths):
+    arrays, _ = case(seed, lengths)
+    options = {"window": window, "softcap": softcap}
+    got = np.asarray(BY_SLOT(*arrays, **options), np.float32)
+    np.testing.assert_allclose(got, exact(arrays, **options), atol=0.03)
+
+
+def committed(arrays, path):
+    """The same pass after the first nodes of a path were committed, over the last one alone."""
+    q, k, v, prefix_k, prefix_v, length, positions, _ = arrays
+    for place, node in enumerate(path[:-1]):
+        for row in range(BATCH):
+            prefix_k = prefix_k.at[row, :, length[row] + place].set(k[row, :, node])
+            prefix_v = prefix_v.at[row, :, length[row] + place].set(v[row, :, node])
+    last = path[-1:]
+    alone = jnp.ones((BATCH, 1, 1), bool)
+    return (
+        q[:, last], k[:, :, last], v[:, :, last], prefix_k, prefix_v, length + len(path) - 1,
+        positions[:, last], alone,
+    )  # fmt: skip
+
+
+def differing(run, seed, lengths, **options) -> int:
+    """Numbers of a tree's output that are not those of its nodes after their ancestors were committed."""
+    arrays, parents = case(seed, lengths)
+    tree, count = np.asarray(run(*arrays, **options), np.float32), 0
+    for node in range(NODES):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        alone = np.asarray(run(*committed(arrays, path), **options), np.float32)
+        count += int((alone[:, 0] != tree[:, node]).sum())
+    return count
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 1000), lengths=st.tuples(*[st.sampled_from([0, 5, 7, 8, 15, 37])] * 2))
+def test_it_makes_no_difference_where_ancestors_lie(window, seed, lengths):
+    assert differing(BY_SLOT, seed, lengths, window=window) == 0
+
+
+def test_pending_and_prefix_summed_apart_are_caught():
+    """The mutant is the attention of other passes."""
+    assert sum(differing(XLA, seed, (7, 15), window=None) for seed in range(3)) > 0
+
+
+def test_neither_rows_nor_capacity_nor_layers_count():
+    arrays, _ = case(1, (7, 30))
+    both = np.asarray(BY_SLOT(*arrays), np.float32)
+    second = [x[1:] for x in arrays]
+    np.testing.assert_array_equal(np.asarray(BY_SLOT(*second), np.float32)[0], both[1])
+    q, k, v, prefix_k, prefix_v, *rest = arrays
+    wider = [jnp.pad(x, ((0, 0), (0, 0), (0, 80), (0, 0)), constant_values=7) for x in (prefix_k, prefix_v)]
+    np.testing.assert_array_equal(np.asarray(BY_SLOT(q, k, v, *wider, *rest), np.float32), both)
+    bits = [jax.lax.bitcast_convert_type(jnp.stack([x + 1, x]), jnp.uint16) for x in (prefix_k, prefix_v)]
+    np.testing.assert_array_equal(np.asarray(BY_SLOT(q, k, v, *bits, *rest, layer=jnp.int32(1)), np.float32), both)
+
+
+def test_more_nodes_than_are_put_together_at_once(monkeypatch):
+    """A tree in parts, and a long chain, whose slots are the same for all."""
+    arrays, _ = case(2, (7, 30), nodes=10)
+    whole = np.asarray(BY_SLOT(*arrays), np.float32)
+    parts = jax.jit(functools.partial(by_slot.tree_attention_by_slot, **SIZES))
+    monkeypatch.setattr(by_slot, "AT_ONCE", 4)
+    np.testing.assert_array_equal(np.asarray(parts(*arrays), np.float32), whole)
+    q, k, v, prefix_k, prefix_v, length, _, _ = arrays
+    chain = jnp.broadcast_to(jnp.tril(jnp.ones((10, 10), bool)), (BATCH, 10, 10))
+    arrays = q, k, v, prefix_k, prefix_v, length, length[:, None] + jnp.arange(10), chain
+    np.testing.assert_array_equal(np.asarray(parts(*arrays), np.float32), np.asarray(BY_SLOT(*arrays), np.float32))
+
+
+def test_quantised_keys_and_values():
+    (q, k, v, prefix_k, prefix_v, *rest), _ = case(3, (7, 30))
+    kept = [quantize(x.astype(jnp.float32)) for x in (k, v, prefix_k, prefix_v)]
+    got = np.asarray(BY_SLOT(q, *kept, *rest), np.float32)
+    np.testing.assert_allclose(got, np.asarray(reference(q.astype(jnp.float32), *kept, *rest, scale=0.3)), atol=0.03)

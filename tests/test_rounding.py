@@ -1,0 +1,59 @@
+"""Arithmetic whose bits no program changes: near the real functions, and the same in any shape and surroundings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import rounding
+
+X = np.random.default_rng(0).normal(size=(64, 576)).astype(np.float32) * 4
+BF16 = jnp.asarray(X, jnp.bfloat16)
+
+
+def test_exponentials_are_near_and_scale_exactly():
+    z = rounding.fixed_point(jnp.asarray(X))
+    got = np.asarray(rounding.power_of_two(z))
+    np.testing.assert_allclose(got, np.exp(X.astype(np.float64)), rtol=5e-5)
+    for shift in (-3, 1, 40):
+        np.testing.assert_array_equal(np.asarray(rounding.power_of_two(z, shift)), got * np.float32(2.0**-shift))
+    far = rounding.fixed_point(jnp.asarray([-jnp.inf, -1e30, -200.0, 200.0, 1e30]))
+    assert np.asarray(rounding.power_of_two(far)).tolist() == [0, 0, 0, np.inf, np.inf]
+    np.testing.assert_array_equal(rounding.sigmoid(jnp.asarray([-1e30, 0.0, 1e30])), [0, 0.5, 1])
+    assert rounding.power_of_two(jnp.int32(0)) == 1
+
+
+def test_powers_of_two_end_in_zero_and_in_the_largest():
+    n = jnp.array([-10_000, -127, -126, 0, 127, 10_000])
+    np.testing.assert_array_equal(rounding.two_to(n), np.float32([0, 0, 2.0**-126, 1, 2.0**127, 2.0**127]))
+
+
+@pytest.mark.parametrize(
+    ("ours", "real"),
+    [
+        (rounding.silu, lambda x: x / (1 + np.exp(-x))),
+        (rounding.gelu, lambda x: 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))),
+        (lambda x: rounding.root_mean_square(x, 1e-5), lambda x: (np.mean(x**2, -1, keepdims=True) + 1e-5) ** -0.5),
+    ],
+)
+def test_activations_and_norms_are_near_the_real_ones(ours, real):
+    exact = real(np.asarray(BF16, np.float64))
+    np.testing.assert_allclose(ours(BF16), exact, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [8, 64, 575, 576])
+def test_sums_do_not_depend_on_how_many_there_are(size):
+    """XLA's own reduction does: it is the mutant. (Where a machine's does not, there is nothing to catch.)"""
+    x = BF16[:, :size]
+    run = lambda rows: np.asarray(jax.jit(lambda x: rounding.sum_in_order(jnp.square(x.astype(jnp.float32))))(x[rows]))
+    whole = run(slice(0, 64))
+    np.testing.assert_allclose(whole, np.sum(np.asarray(x, np.float64) ** 2, -1), rtol=1e-5)
+    for count in (1, 3, 7, 16):
+        np.testing.assert_array_equal(run(slice(5, 5 + count)), whole[5 : 5 + count])
+
+
+def test_products_with_bfloat16_are_exact():
+    factor = np.asarray(rounding.exact_factor(jnp.asarray(X)), np.float64)
+    assert np.abs(factor / X - 1).max() < 2.0**-15
+    product = np.asarray(BF16, np.float64) * factor
+    np.testing.assert_array_equal(product.astype(np.float32), product)
