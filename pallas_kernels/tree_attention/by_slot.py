@@ -61,7 +61,8 @@ def tree_attention_by_slot(
     def scores(keys) -> jax.Array:
         """int32[B, K, G, T, n] of keys [B, K, n, h]."""
         keys, scales = factors(keys, q.dtype)
-        s = products(_at_least(grouped), _at_least(keys))[:, :, :rows, : keys.shape[2]]
+        both = jax.lax.optimization_barrier((_at_least(grouped), _at_least(keys)))
+        s = products(*both)[:, :, :rows, : keys.shape[2]]
         s = s if scales is None else s * scales
         s = s if softcap is None else softcap * jnp.tanh(s / softcap)
         return fixed_point(s).reshape(batch, kv_heads, heads // kv_heads, t, -1)
@@ -134,6 +135,8 @@ def _add(sums: Sums, scores, seen, values, scales, group: int) -> Sums:
     in_groups = lambda x, axis: x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :])
     left = _at_least(in_groups(scaled, 4).swapaxes(3, 4))  # [B, K, W, n / group, rows, group]
     right = in_groups(values, 3)  # [B, K, W, n / group, group, h]
+    # As they lie here: a transposition taken into the product would have another kernel sum it.
+    left, right = jax.lax.optimization_barrier((left, right))
     batched = (0, 1, 2, 3), (0, 1, 2, 3)
     parts = jax.lax.dot_general(left, right, (((5,), (4,)), batched), preferred_element_type=jnp.float32)
     parts = parts[..., : by_values.shape[3], :]  # float32[B, K, W, n / group, rows, h]

@@ -15,7 +15,7 @@ from specjax.quantization import quantize
 
 BATCH, HEADS, KV, DIM, SLOTS, GROUP, NODES = 2, 6, 2, 16, 48, 8, 6
 SIZES = {"scale": 0.3, "block": 16, "group": GROUP}
-STATIC = "window", "softcap"
+STATIC = "window", "softcap", "with_total"
 BY_SLOT = jax.jit(functools.partial(by_slot.tree_attention_by_slot, **SIZES), static_argnames=STATIC)
 XLA = jax.jit(functools.partial(tree_attention, scale=0.3, implementation="xla"), static_argnames=STATIC)
 
@@ -70,14 +70,15 @@ def committed(arrays, path):
 
 
 def differing(run, seed, lengths, **options) -> int:
-    """Numbers of a tree's output that are not those of its nodes after their ancestors were committed."""
+    """Numbers of a tree's output, in float32, that are not those of its nodes after their ancestors were committed."""
     arrays, parents = case(seed, lengths)
-    tree, count = np.asarray(run(*arrays, **options), np.float32), 0
+    run = functools.partial(run, with_total=True)
+    tree, count = np.asarray(run(*arrays, **options)[0]), 0
     for node in range(NODES):
         path = [node]
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
-        alone = np.asarray(run(*committed(arrays, path), **options), np.float32)
+        alone = np.asarray(run(*committed(arrays, path), **options)[0])
         count += int((alone[:, 0] != tree[:, node]).sum())
     return count
 
@@ -87,6 +88,22 @@ def differing(run, seed, lengths, **options) -> int:
 @given(seed=st.integers(0, 1000), lengths=st.tuples(*[st.sampled_from([0, 5, 7, 8, 15, 37])] * 2))
 def test_it_makes_no_difference_where_ancestors_lie(window, seed, lengths):
     assert differing(BY_SLOT, seed, lengths, window=window) == 0
+
+
+def test_sizes_of_a_real_model(steps=4):
+    """SmolLM2's heads, over the border of two groups: there a kernel chosen by the layout of its operands showed."""
+    run = jax.jit(functools.partial(by_slot.tree_attention_by_slot, scale=0.125, with_total=True))
+    rng, heads, kv_heads, dim, length = np.random.default_rng(1), 9, 3, 64, 126
+    normal = lambda *shape: jnp.asarray(2 * rng.normal(size=shape), jnp.bfloat16)
+    q, k, v = normal(1, steps, heads, dim), normal(1, kv_heads, steps, dim), normal(1, kv_heads, steps, dim)
+    held = [normal(1, kv_heads, 256, dim), normal(1, kv_heads, 256, dim)]
+    mask = jnp.tril(jnp.ones((1, steps, steps), bool))
+    chain, _ = run(q, k, v, *held, jnp.array([length]), length + jnp.arange(steps)[None], mask)
+    for i in range(steps):
+        here, at = slice(i, i + 1), jnp.array([length + i])
+        one, _ = run(q[:, here], k[:, :, here], v[:, :, here], *held, at, at[None], jnp.ones((1, 1, 1), bool))
+        np.testing.assert_array_equal(one[:, 0], chain[:, i])
+        held = [x.at[:, :, length + i].set(new[:, :, i]) for x, new in zip(held, (k, v), strict=True)]
 
 
 def test_pending_and_prefix_summed_apart_are_caught():
