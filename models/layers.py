@@ -21,7 +21,7 @@ from specjax.models import cache as kv
 from specjax.models.layout import Layout
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.quantization import Quantized
-from specjax.types import Appended, Array, Mixture, PyTree, Sublayers
+from specjax.types import Appended, Array, Mixture, PyTree, Stream, Sublayers
 
 TILE_ROWS = 8
 
@@ -107,7 +107,7 @@ class Embedding(nnx.Module):
         return project(x, self.weight[...], jnp.float32)
 
 
-def with_vectors(embedded: Callable[[Array | Mixture], Array], tokens: Array | Mixture | Appended) -> Array:
+def with_vectors(embedded: Callable[..., Array], tokens: Array | Mixture | Stream | Appended) -> Array:
     """[B, T, D]: what the first layer reads, by what it reads of tokens."""
     if not isinstance(tokens, Appended):
         return embedded(tokens)
