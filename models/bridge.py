@@ -60,6 +60,8 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
     Raises: UsageError for a `cache_dtype` other than None or "int8", and for a mesh that does not fit.
     """
     check_cache_dtype(config.cache_dtype)
+    if config.same_bits and config.dtype != "bfloat16":
+        raise UsageError(f'same_bits is of dtype "bfloat16", not "{config.dtype}"; choose that, or leave same_bits out')
     whole = config
     layout = None
     if mesh is not None:

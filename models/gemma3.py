@@ -61,7 +61,7 @@ class Block(nnx.Module):
             same_bits=c.same_bits, dtype=c.dtype, rngs=rngs,
         )  # fmt: skip
         gelu = rounding.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
-        self.mlp = L.GatedMLP(c.width, c.mlp_width, gelu, dtype=c.dtype, rngs=rngs)
+        self.mlp = L.GatedMLP(c.width, c.mlp_width, gelu, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
 
     def attend(self, x, inputs: L.LayerInputs):
         attended, new = self.attention(self.attention_norm(x), inputs)
@@ -76,10 +76,12 @@ class Gemma3(nnx.Module):
 
     def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs):
         c = self.config = config
-        self.embed = L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
+        self.embed = L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
         self.layers = L.make_layers(lambda r: Block(c, r), c.num_layers, c.stacked, rngs)
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
-        self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
+        self.head = (
+            None if c.tied else L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
+        )
 
     def __call__(
         self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,

@@ -34,6 +34,19 @@ def project(x: Array, weight: Array, dtype=None) -> Array:
     return jax.lax.platform_dependent(x, weight, cpu=cpu, tpu=tpu, default=plain)
 
 
+PIECE = 2048
+"""Terms of a sum that every kernel takes in one go: XLA's on CPU cut those above 4,096, for some numbers of rows."""
+
+
+def project_in_pieces(x: Array, weight: Array, dtype=None) -> Array:
+    """As `project`, with the same bits for a row whatever others there are."""
+    parts = [
+        project(x[..., start : start + PIECE], weight[:, start : start + PIECE], jnp.float32)
+        for start in range(0, x.shape[-1], PIECE)
+    ]
+    return functools.reduce(jnp.add, parts).astype(dtype or x.dtype)
+
+
 def _project(x: Array, weight: Array, dtype) -> Array:
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
 
@@ -80,19 +93,23 @@ def _project_on_cpu(x: Array, weight: Array, dtype) -> Array:
 class Linear(nnx.Module):
     """x @ weight.T (+ bias)."""
 
-    def __init__(self, fan_in: int, fan_out: int, *, bias: bool = False, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, fan_in: int, fan_out: int, *, bias: bool = False, same_bits: bool = False, dtype, rngs: nnx.Rngs
+    ):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (fan_out, fan_in), dtype) * fan_in**-0.5)
         self.bias = nnx.Param(jnp.zeros((fan_out,), dtype)) if bias else None
+        self.product = project_in_pieces if same_bits and fan_in > PIECE else project
 
     def __call__(self, x):
-        y = project(x, self.weight[...])
+        y = self.product(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
 
 
 class Embedding(nnx.Module):
     """A table of token vectors, which may also serve as the head."""
 
-    def __init__(self, vocab: int, width: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, vocab: int, width: int, *, same_bits: bool = False, dtype, rngs: nnx.Rngs):
+        self.product = project_in_pieces if same_bits and width > PIECE else project
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (vocab, width), dtype) * width**-0.5)
 
     def __call__(self, tokens: Array | Mixture):
@@ -104,7 +121,7 @@ class Embedding(nnx.Module):
 
     def logits(self, x):
         """float32[..., V]."""
-        return project(x, self.weight[...], jnp.float32)
+        return self.product(x, self.weight[...], jnp.float32)
 
 
 def with_vectors(embedded: Callable[..., Array], tokens: Array | Mixture | Stream | Appended) -> Array:
@@ -135,10 +152,11 @@ class RMSNorm(nnx.Module):
 class GatedMLP(nnx.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, hidden: int, act, *, dtype, rngs: nnx.Rngs):
-        self.gate = Linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.up = Linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.down = Linear(hidden, width, dtype=dtype, rngs=rngs)
+    def __init__(self, width: int, hidden: int, act, *, same_bits: bool = False, dtype, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
+        self.gate = linear(width, hidden)
+        self.up = linear(width, hidden)
+        self.down = linear(hidden, width)
         self.act = act
 
     def __call__(self, x):
@@ -271,10 +289,11 @@ class Attention(nnx.Module):
         same_bits=False, dtype, rngs,
     ):  # fmt: skip
         fan_in = width if fan_in is None else fan_in  # of what it reads, where that is not as wide as the stream
-        self.q = Linear(fan_in, heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Linear(fan_in, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Linear(fan_in, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.o = Linear(heads * head_dim, width, dtype=dtype, rngs=rngs)
+        linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
+        self.q = linear(fan_in, heads * head_dim, bias=bias)
+        self.k = linear(fan_in, kv_heads * head_dim, bias=bias)
+        self.v = linear(fan_in, kv_heads * head_dim, bias=bias)
+        self.o = linear(heads * head_dim, width)
         has_norm = qk_norm_eps is not None
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, same_bits=same_bits) if has_norm else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, same_bits=same_bits) if has_norm else None

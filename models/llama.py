@@ -61,7 +61,7 @@ class Block(nnx.Module):
         )  # fmt: skip
         self.mlp_norm = norm()
         act = rounding.silu if c.same_bits else nnx.silu
-        self.mlp = L.GatedMLP(c.width, c.mlp_width, act, dtype=c.dtype, rngs=rngs)
+        self.mlp = L.GatedMLP(c.width, c.mlp_width, act, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
 
     def attend(self, x, inputs: L.LayerInputs):
         return self.attention(self.attention_norm(x), inputs)
@@ -75,10 +75,12 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         c = self.config = config
-        self.embed = L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
+        self.embed = L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
         self.layers = L.make_layers(lambda r: Block(c, r), c.num_layers, c.stacked, rngs)
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
-        self.head = None if c.tied else L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
+        self.head = (
+            None if c.tied else L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
+        )
 
     def __call__(
         self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,

@@ -123,7 +123,7 @@ def _drafter(target: Target, drafter: Drafter | DraftHead | str | None) -> Draft
     if drafter is None or isinstance(drafter, str):
         return make_drafter(drafter or default, target)
     if isinstance(drafter, DraftHead):
-        return make_drafter("auto", target, drafter)
+        return make_drafter("auto" if drafter.head.prompts is None else drafter.head.kind, target, drafter)
     if isinstance(drafter, Target):
         raise UsageError("drafter is a model; make a drafter of it: specjax.drafters.two_model(model)")
     if callable(drafter):

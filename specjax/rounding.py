@@ -15,12 +15,13 @@ from specjax.types import Array
 
 FRACTION = 16  # bits of the fixed-point numbers in `power_of_two`
 LOG2_E = 1.4426950408889634
+LARGEST = 2.2e4  # of x in exp(x), for its fixed-point number to have 32 bits
 SMALLEST = -126  # exponent of the smallest normal float32; what is below counts as 0
 
 
 def fixed_point(x: Array) -> Array:
-    """int32 of float32 x: its value times log2(e) in steps of 2 ** -FRACTION, from -16,000 to 16,000."""
-    return jnp.round(jnp.clip(x, -1.1e4, 1.1e4) * np.float32(LOG2_E * (1 << FRACTION))).astype(jnp.int32)
+    """int32 of float32 x: its value times log2(e) in steps of 2 ** -FRACTION; beyond LARGEST either way, that of it."""
+    return jnp.round(jnp.clip(x, -LARGEST, LARGEST) * np.float32(LOG2_E * (1 << FRACTION))).astype(jnp.int32)
 
 
 def power_of_two(z: Array, exponent: Array | int = 0) -> Array:
@@ -77,9 +78,16 @@ def root_mean_square(x: Array, eps: float) -> Array:
     return jax.lax.rsqrt((sum_in_order(y * y) + np.float32(size * eps)) * np.float32(1 / size))[..., None]
 
 
+@jax.custom_jvp
 def sigmoid(x: Array) -> Array:
-    """float32 1 / (1 + exp(-x)) of float32 x."""
+    """float32 1 / (1 + exp(-x)) of float32 x. Integers have no derivative, so it is said."""
     return 1 / (1 + power_of_two(fixed_point(-x)))
+
+
+@sigmoid.defjvp
+def _derivative(primals, tangents):
+    y = sigmoid(*primals)
+    return y, y * (1 - y) * tangents[0]
 
 
 def silu(x: Array) -> Array:

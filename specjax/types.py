@@ -301,6 +301,7 @@ class Drafter:
     prompts: Callable[..., Prompts] | None = field(metadata=STATIC, default=None)
     axes: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=buffers.rows_first)
     taps: tuple[int, ...] = field(metadata=STATIC, default=())  # the target's streams that it reads
+    longest: int | None = field(metadata=STATIC, default=None)  # tokens of a round, root included, that it can take in
     params: PyTree = ()
 
     replace = replace

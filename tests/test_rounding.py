@@ -52,6 +52,14 @@ def test_sums_do_not_depend_on_how_many_there_are(size):
         np.testing.assert_array_equal(run(slice(5, 5 + count)), whole[5 : 5 + count])
 
 
+def test_derivatives_are_those_of_the_real_ones():
+    """Integers have none: without a word of it that of the sigmoid would be zero, and SiLU's silently wrong."""
+    x = jnp.asarray([-3.0, 0.0, 2.0], jnp.bfloat16)
+    for ours, real in ((rounding.silu, jax.nn.silu), (rounding.gelu, jax.nn.gelu)):
+        slope = lambda f: jax.grad(lambda x: jnp.sum(f(x.astype(jnp.float32))))(x.astype(jnp.float32))
+        np.testing.assert_allclose(slope(ours), slope(real), atol=1e-2)
+
+
 def test_products_with_bfloat16_are_exact():
     factor = np.asarray(rounding.exact_factor(jnp.asarray(X)), np.float64)
     assert np.abs(factor / X - 1).max() < 2.0**-15

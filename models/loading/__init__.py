@@ -59,6 +59,8 @@ def load(
     check_cache_dtype(cache_dtype)
     if same_bits and dtype != "bfloat16":
         raise UsageError(f'same_bits is of dtype "bfloat16", not "{dtype}"; choose that, or leave same_bits out')
+    if same_bits and mesh is not None:
+        raise UsageError("same_bits is not promised over a mesh, where sums go over devices; leave one of the two out")
     if over is not None and mesh is None:
         raise UsageError(
             "over says which axes of a mesh split the model, but there is no mesh; give one or leave it out"

@@ -47,7 +47,8 @@ def tree_attention_by_slot(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, block=BLOCK, group=GROUP,
 ):  # fmt: skip
-    """As `reference.tree_attention`, for bfloat16. Of the new tokens that one sees no two may have the same position.
+    """As `reference.tree_attention`, for bfloat16. The new tokens that one sees lie at positions of their own, from
+    `length` on, less than M of them; others are not seen.
 
     block: a multiple of `group`, as the number of slots is.
     """

@@ -58,6 +58,8 @@ def check_bits(
 
     Raises: UsageError for a text that is too short, or longer than the model reads.
     """
+    if not widths or min(widths) < 2:
+        raise UsageError(f"widths must be numbers of tokens of at least 2, not {list(widths)}")
     new = max(widths)
     if len(tokens) < 2 * new:
         raise UsageError(f"the text has {len(tokens)} tokens; with a width of {new} it takes at least {2 * new}")

@@ -193,9 +193,9 @@ def recognised(draft: str | None, flag: str = "--draft") -> str | None:
 
 
 def method_of(draft: str | None, head: str | None, *others: object) -> str:
-    """What drafts if no method is named: `auto`, which takes a head, but not a whole model. `others` are the values of
-    flags that say how to draft or verify; where one is given, the head's own method does."""
-    if head is not None and any(value is not None for value in others):
+    """What drafts if no method is named: `auto`, which takes a head that has passes of its own, but not a whole model.
+    `others` are the values of flags that say how to draft or verify; where one is given, the head's own method does."""
+    if head is not None and (head == "ppd" or any(value is not None for value in others)):
         return head
     return "two_model" if draft is not None and head is None else "auto"
 

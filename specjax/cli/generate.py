@@ -162,7 +162,7 @@ def generate(
         log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh, has_head=head is not None,
         token_map=speculative_token_map, same_bits=same_bits,
     )  # fmt: skip
-    hosts.check_models(session.target, session.draft)
+    hosts.check_models(session.target, session.draft, session.head and session.head.head)
     rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest)
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:

@@ -148,6 +148,7 @@ def open_session(
     from specjax.parallel import check_same
 
     require(not same_bits or dtype != "float32", "--same-bits is of bfloat16, not of --dtype float32; leave one out")
+    require(not same_bits or mesh is None, "--same-bits is not promised over a mesh; leave it or the mesh's flags out")
     use_cache(not no_cache)
     store = _open_datastore(datastore)
     chosen = "bfloat16" if same_bits else choose_dtype(dtype)

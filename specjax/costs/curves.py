@@ -44,7 +44,7 @@ def check(costs: Costs, count: int, of: str) -> None:
     """Raises: UsageError unless `costs` are a curve, None, or one positive number for each `of` these."""
     if costs is None or isinstance(costs, Curve):
         return
-    if len(costs) != count or min(costs) <= 0:
+    if len(costs) != count or not all(0 < cost < float("inf") for cost in costs):
         raise UsageError(f"costs must be one positive number per {of} ({count}), not {list(costs)}")
 
 

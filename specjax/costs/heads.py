@@ -35,15 +35,16 @@ def of_head(target: Target, head: DraftHead, passes: int) -> float:
         drafted = Drafted(one(0), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, passes), bool))
         return head.head.follow(params, scratch, drafted, context)
 
-    exit_layer = getattr(head.head.config, "exit_layer", None)
-    # A pass that ends early is one in which the program chooses not to run the other layers.
-    count = lambda function: _of_equations(
-        jax.make_jaxpr(function)(whole, params).jaxpr, max if exit_layer is None else min
-    )
+    layers = whole.model.capabilities.num_layers
+    exit_layer, behind = (getattr(head.head.config, name, None) for name in ("exit_layer", "behind"))
+    # A pass of a part of the target is one in which the program chooses not to run the other layers.
+    choose = max if exit_layer is None and behind is None else min
+    count = lambda function: _of_equations(jax.make_jaxpr(function)(whole, params).jaxpr, choose)
     of_first = count(first)
     of_level = count(level) - of_first if passes > 1 else 0.0
-    early = 0.0 if exit_layer is None else passes * exit_layer / whole.model.capabilities.num_layers
-    return early + (of_first + (passes - 1) * of_level) / sum(x.size for x in jax.tree.leaves(whole.params))
+    of_target = passes * exit_layer if exit_layer is not None else 0 if behind is None else layers - min(behind)
+    weights = sum(x.size for x in jax.tree.leaves(whole.params))
+    return of_target / layers + (of_first + (passes - 1) * of_level) / weights
 
 
 def _of_equations(jaxpr: Any, choose: Callable[[list[float]], float]) -> float:

@@ -29,3 +29,17 @@ def taps_of_each(several: Sequence[Drafter]) -> tuple[int, ...]:
     if len(named) > 1:
         raise UsageError(f"the drafters read different layers of the target, {sorted(named)}; give all the same taps")
     return next(iter(named), ())
+
+
+def longest_of_each(several: Sequence[Drafter], deepest: int) -> int | None:
+    """`Drafter.longest` of what drafts up to `deepest` tokens by them.
+
+    Raises: UsageError where one of them cannot take in so many, and would lose count of the text.
+    """
+    known = [drafter.longest for drafter in several if drafter.longest is not None]
+    if known and min(known) <= deepest:
+        raise UsageError(
+            f"a round may accept {deepest} drafted tokens, and one of the drafters takes in {min(known) - 1}; make it "
+            f"with longest={deepest + 1}, or let the others draft less"
+        )
+    return min(known, default=None)

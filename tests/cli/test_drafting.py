@@ -263,6 +263,7 @@ def test_every_option_can_be_written(name):
         "TREE": "2x1",
         "SHAPE": "2x1",
         "NAME": "suffix",
+        "X,X,.../X,...": ".6,.2/.4",
     }
     values = {
         "N": 3,
@@ -270,6 +271,7 @@ def test_every_option_can_be_written(name):
         "yes|no": True,
         "N,N,...": (1, 3),
         "N,N": (1, 3),
+        "X,X,.../X,...": ((0.6, 0.2), (0.4,)),
         "TREE": parse("2x1"),
         "SHAPE": parse_paths("2x1"),
     }

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from specjax import buffers
 from specjax import costs as costs_of
 from specjax.controllers.bandit import Arms, Bandit, ucb
-from specjax.drafters.composed import read_each, remember_each, taps_of_each
+from specjax.drafters.composed import longest_of_each, read_each, remember_each, taps_of_each
 from specjax.errors import UsageError
 from specjax.trees import operations
 from specjax.types import Array, Context, Drafter, PyTree
@@ -129,6 +129,7 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
     def remember(params: Memory, state: _State) -> Memory:
         return Memory(remember_each(several, params.several, state.several), state.arms)
 
+    deepest = max(drafter.max_depth for drafter in several)
     return Drafter(
         init=init,
         propose=propose,
@@ -140,7 +141,8 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
         chains=all(drafter.drafts_chains for drafter in several),
         rewinds=all(drafter.rewinds for drafter in several),
         num_nodes=nodes,
-        max_depth=max(drafter.max_depth for drafter in several),
+        max_depth=deepest,
+        longest=longest_of_each(several, deepest),
         widths=tuple(w for w in widths if w < nodes),
         follows_any_tree=True,
         taps=taps_of_each(several),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.drafters.composed import read_each, remember_each, taps_of_each
+from specjax.drafters.composed import longest_of_each, read_each, remember_each, taps_of_each
 from specjax.drafters.heads.learned import learned
 from specjax.drafters.lookup.suffix import suffix
 from specjax.drafters.model.two_model import two_model
@@ -119,6 +119,7 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
     def remember(params, state: _State):
         return remember_each((model, retrieval), params, state[:2])
 
+    deepest = max(model.max_depth, retrieval.max_depth)
     return Drafter(
         init=init,
         propose=propose,
@@ -131,6 +132,7 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
         follows_any_tree=model.follows_any_tree,
         taps=taps_of_each((model, retrieval)),
         num_nodes=nodes,
-        max_depth=max(model.max_depth, retrieval.max_depth),
+        max_depth=deepest,
+        longest=longest_of_each((model, retrieval), deepest),
         widths=tuple(sorted({w for w in (1, *model.widths, model.num_nodes) if w < nodes})),
     )

@@ -110,6 +110,8 @@ def checked(
     if head_cost is not None and not head_cost >= 0:
         raise UsageError(f"head_cost must be at least 0, not {head_cost}")
     paths: Paths = ()
+    if head is not None and head.prompts is not None:
+        raise UsageError(f"a head of {head.kind} drafts in the target's own pass; choose method {head.kind}")
     if head is not None:
         paths = _paths(head, head_tree, CPU_TREE if on_cpu else trees.sequoia(*WIDE_TREE)[1])
     config = Config(vocab_size, num_recycled, widths, costs, dtype, platform, head, paths, head_cost)

@@ -79,6 +79,7 @@ def _functions(head: Head, builder: Builder, longest: int) -> Drafter:
         draws=builder.draws,
         widths=builder.widths,
         taps=head.taps,
+        longest=longest,
         rewinds=False,
         follows_any_tree=True,
     )

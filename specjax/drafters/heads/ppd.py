@@ -35,6 +35,7 @@ from specjax.trees.dynamic_sparse import Accuracy, Rates, Shape, dynamic_sparse
 from specjax.trees.templates import Template
 from specjax.types import Array, Context, Drafter, Output, Prompts, TokenTree, Verdict
 
+LARGEST = 256
 CPU_NODES, NODES = 16, 64
 """Tokens of a pass, at most: as `auto` has it, by how dear wide passes are."""
 RATES = 0.5, 0.35, 0.25
@@ -94,6 +95,8 @@ def plan_of(
         raise UsageError(
             f"num_nodes must be at least {2 + c.copies} (root, candidate, a prompt of {c.copies}), not {num_nodes}"
         )
+    if num_nodes > LARGEST:
+        raise UsageError(f"num_nodes must be at most {LARGEST}, whose trees take seconds to plan, not {num_nodes}")
     costs_of.check(costs, num_nodes, "token of a pass")
     curve = costs_of.at(costs, range(1, num_nodes + 1), 1, c.dtype, platform)
     return dynamic_sparse(accuracy, tuple(map(float, curve)), c.copies)

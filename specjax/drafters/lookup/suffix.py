@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters.composed import read_each, remember_each
+from specjax.drafters.composed import longest_of_each, read_each, remember_each
 from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
 from specjax.retrieval.datastore.index import Index, continuations, search
@@ -91,7 +91,7 @@ def find(tokens: Array, length: Array, num_tokens: int, max_match: int, occurren
 
 @functools.cache
 def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, occurrence: str, bias: int) -> Drafter:
-    nodes = max(num_tokens + 1, other.num_nodes)
+    nodes, deepest = max(num_tokens + 1, other.num_nodes), max(num_tokens, other.max_depth)
 
     def propose(params: Params, keys, state, context: Context, limit: Array):
         start, matched = find(context.tokens, context.length, num_tokens, max_match, occurrence)
@@ -129,7 +129,8 @@ def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, 
         read=read if other.read else None,
         remember=remember if other.remember else None,
         num_nodes=nodes,
-        max_depth=max(num_tokens, other.max_depth),
+        max_depth=deepest,
+        longest=longest_of_each((other,), deepest),
         chains=other.drafts_chains,
         widths=tuple(sorted({w for w in (1, 4, 8, *other.widths, other.num_nodes) if w < nodes})),
     )

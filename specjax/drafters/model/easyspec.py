@@ -48,7 +48,8 @@ def easyspec(
     """
     builder = trees.builder_of(num_tokens, tree, stop, keep_logits)
     lag = builder.max_depth + 1  # as many tokens as a round can add, the target's own included
-    return two_model_functions(draft.model, builder, lag, group=_group(draft.model, group)).replace(params=draft.params)
+    group = _group(draft.model, group)
+    return two_model_functions(draft.model, builder, lag, group=group, judges=False).replace(params=draft.params)
 
 
 def _group(model: Model, group: int | None) -> int:

@@ -101,3 +101,20 @@ def test_a_head_that_knows_the_target_is_always_right(knows_by):
 def test_a_tree_deeper_than_the_head_is_refused():
     with pytest.raises(UsageError, match="the tree is 4 tokens deep, but the head drafts 3"):
         make_drafter("medusa", tiny_llama(), tiny_head("medusa", tiny_llama()), num_tokens=4)
+
+
+@pytest.mark.parametrize("combine", ["choice", "suffix", "rasd"])
+def test_a_head_beside_what_drafts_deeper_must_take_that_in(combine):
+    """Else it would lose count of the text, which no text shows."""
+    head = tiny_head("eagle3", tiny_llama())
+    short, deep = (drafters.eagle3(head, tree=trees.parse("top:2x1"), longest=longest) for longest in (None, 8))
+    make = {
+        "choice": lambda of_head: drafters.choice(drafters.prompt_lookup(7), of_head),
+        "suffix": lambda of_head: drafters.suffix(7, fallback=of_head),
+        "rasd": lambda of_head: drafters.rasd(of_head, drafters.suffix(7)),
+    }[combine]
+    with pytest.raises(
+        UsageError, match="7 drafted tokens, and one of the drafters takes in 2; make it with longest=8"
+    ):
+        make(short)
+    assert make(deep).longest == 8

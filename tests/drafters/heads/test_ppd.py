@@ -11,7 +11,8 @@ import pytest
 from heads import tiny_head
 from toy import markov, tiny_llama
 
-from specjax import UsageError, costs, decode, make_drafter
+from specjax import UsageError, costs, decode, facade, make_drafter
+from specjax.cli.drafting import method_of
 from specjax.drafters.heads import ppd
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
@@ -121,6 +122,8 @@ def test_the_tree_is_that_of_the_costs():
     [
         ({"num_nodes": 3}, r"num_nodes must be at least 4 \(root, candidate, a prompt of 2\), not 3"),
         ({"accuracy": ((0.5,),) * 4}, "accuracy is of 4 distances, but the head has prompts for 3"),
+        ({"num_nodes": 257}, "num_nodes must be at most 256, whose trees take seconds to plan, not 257"),
+        ({"num_nodes": 8, "costs": (1.0,) * 7 + (float("nan"),)}, r"one positive number per token of a pass \(8\)"),
         ({"num_nodes": 8, "costs": (1.0,) * 7}, r"one positive number per token of a pass \(8\)"),
         ({"accuracy": ((0.9, 0.3),)}, "sum to at most 1"),
     ],
@@ -134,3 +137,12 @@ def test_no_other_method_grows_a_tree_with_prompts():
     head = tiny_head("ppd", tiny_llama())
     with pytest.raises(UsageError, match=r"a head of ppd drafts in the target's own pass, .* choose method ppd"):
         make_drafter("rasd", tiny_llama(), head)
+
+
+def test_given_alone_it_is_its_own_method():
+    """`auto`, which takes the other heads, has no prompts in its passes."""
+    head = tiny_head("ppd", tiny_llama())
+    with pytest.raises(UsageError, match="drafts in the target's own pass; choose method ppd"):
+        make_drafter("auto", tiny_llama(), head)
+    assert facade._drafter(tiny_llama(), head) == make_drafter("ppd", tiny_llama(), head)
+    assert method_of("HEAD", "ppd", None) == "ppd" and method_of("HEAD", "eagle3", None) == "auto"
