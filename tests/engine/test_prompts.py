@@ -35,7 +35,7 @@ def test_prompts_change_no_node_and_none_is_accepted():
         tree = operations.chain(jnp.concatenate([root, jnp.full((2, 2), 7)], 1), jnp.ones((2, 3), bool))
         judge = lambda tree, observe, prompt: judge_at(parts, state, tree, observe, prompt, state.cache, 3)[0]
         plain = judge(tree, lambda *seen: (), None)
-        best = jnp.argmax(plain[3].scored.logits, -1)  # [B, 3]
+        best = jnp.argmax(plain[-1].scored.logits, -1)  # [B, 3]
         # Below node 0 the token after the root and, below that, another one; below node 1 the one after it.
         tokens = jnp.stack([best[:, 0], best[:, 1], best[:, 1]], 1)
         parents = jnp.broadcast_to(jnp.array([0, 3, 1]), tokens.shape)
@@ -49,7 +49,7 @@ def test_prompts_change_no_node_and_none_is_accepted():
         return plain, beside, as_nodes.logits
 
     plain, beside, as_nodes = judged(parts, state)
-    np.testing.assert_allclose(beside[3].scored.logits, plain[3].scored.logits, atol=1e-4)
+    np.testing.assert_allclose(beside[-1].scored.logits, plain[-1].scored.logits, atol=1e-4)
     np.testing.assert_allclose(beside[2], as_nodes, atol=1e-4)
     for one, other in zip(plain[0], beside[0], strict=True):
         np.testing.assert_array_equal(one, other)
