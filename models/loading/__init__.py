@@ -57,8 +57,6 @@ def load(
     if dtype not in DTYPES:
         raise UsageError(f'dtype must be "float32" or "bfloat16", not "{dtype}"')
     check_cache_dtype(cache_dtype)
-    if same_bits and dtype != "bfloat16":
-        raise UsageError(f'same_bits is of dtype "bfloat16", not "{dtype}"; choose that, or leave same_bits out')
     if same_bits and mesh is not None:
         raise UsageError("same_bits is not promised over a mesh, where sums go over devices; leave one of the two out")
     if over is not None and mesh is None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
+from specjax.trees import operations
 from specjax.types import Array, Target
 
 WIDTHS = 2, 3, 5, 8, 16
@@ -147,8 +148,9 @@ class _Asking:
             path.append(len(parents) - 2)
             parents.append(len(parents) - 1)  # a child of the sibling behind
             tokens.append(self._other(at + 2))
-        mask, depths = _of_tree(parents)
-        found, _ = self.see(self.begun(), np.array([tokens]), self.start + depths[None], mask[None])
+        tree = np.array([parents])
+        positions, mask = self.start + operations.depths(tree), operations.ancestor_mask(tree)
+        found, _ = self.see(self.begun(), np.array([tokens]), positions, mask)
         return _apart(Seen(found.logits[path], found.stream[:, path]), range(self.start, self.start + depth))
 
     def by_levels(self, depth: int) -> dict[int, Seen]:
@@ -156,7 +158,7 @@ class _Asking:
         cache, model = self.begun(), self.target.model
         seen: dict[int, Seen] = {}
         parents = [-1, -1, *(2 * (i // 2) - 2 for i in range(2, 2 * depth))]
-        mask, _ = _of_tree(parents)
+        mask = operations.ancestor_mask(np.array([parents]))[0]
         earlier = None
         for level in range(depth):
             at, here = self.start + level, slice(2 * level, 2 * level + 2)
@@ -206,15 +208,6 @@ def _where(plain: np.ndarray, stream: np.ndarray) -> str | None:
 
 def _apart(seen: Seen, places: Sequence[int]) -> dict[int, Seen]:
     return {at: Seen(seen.logits[i : i + 1], seen.stream[:, i : i + 1]) for i, at in enumerate(places)}
-
-
-def _of_tree(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """bool[N, N], the ancestors of each node and itself; int[N], depths."""
-    mask = np.eye(len(parents), dtype=bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask, mask.sum(1) - 1
 
 
 @functools.partial(jax.jit, static_argnums=3)

@@ -16,7 +16,7 @@ from specjax.models.loading.heads.contents import (
     Plan,
     Reader,
     Rules,
-    check_equal,
+    check_of_target,
     has_embedding,
     indices,
     layer_config,
@@ -81,10 +81,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     counted = Fields({**c.values, "num_hidden_layers": count}, where)  # theirs is the target's; the file's counts
     layer = layer_config(counted, tensors, "layers.0.self_attn", count, reader)
     split_fused(tensors, layer)
-    check_equal(where, "hidden_size", layer.width, reader.width, f"the width of the target {reader.name} is")
-    check_equal(
-        where, "vocab_size", layer.vocab_size, reader.vocab_size, f"the vocabulary of the target {reader.name} has"
-    )
+    check_of_target(where, layer.width, layer.vocab_size, reader)
     if layer.width % layer.num_heads:
         raise UsageError(
             f"{where} has hidden_size {layer.width}, which its num_attention_heads {layer.num_heads} do not divide; "

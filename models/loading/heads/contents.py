@@ -224,6 +224,12 @@ def check_equal(where: str, name: str, value: int, wanted: int, what: str) -> No
         raise UsageError(f"{where} has {name} {value}, and {what} {wanted}; choose a head of this target")
 
 
+def check_of_target(where: str, width: int, vocab_size: int, reader: Reader, named: str = "hidden_size") -> None:
+    """Raises: UsageError for a head of another width, which its config has as `named`, or vocabulary."""
+    check_equal(where, named, width, reader.width, f"the width of the target {reader.name} is")
+    check_equal(where, "vocab_size", vocab_size, reader.vocab_size, f"the vocabulary of the target {reader.name} has")
+
+
 def check_layers(
     contents: Contents,
     tensors: Tensors,

@@ -20,7 +20,7 @@ from specjax.models.loading.heads.contents import (
     Plan,
     Reader,
     Rules,
-    check_equal,
+    check_of_target,
     has_embedding,
     indices,
     layer_config,
@@ -85,10 +85,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     fields = c.inside("transformer_layer_config") if dialect == "speculators" else c
     layer = layer_config(fields, tensors, "layers.0.self_attn", indices(tensors, r"layers\.(\d+)\."), reader)
     split_fused(tensors, layer)
-    check_equal(where, "hidden_size", layer.width, reader.width, f"the width of the target {reader.name} is")
-    check_equal(
-        where, "vocab_size", layer.vocab_size, reader.vocab_size, f"the vocabulary of the target {reader.name} has"
-    )
+    check_of_target(where, layer.width, layer.vocab_size, reader)
     columns = tensors.shape("fc.weight", contents.folder)[-1]
     if columns != 2 * layer.width:
         raise UsageError(

@@ -27,6 +27,7 @@ from specjax.models.loading.heads.contents import (
     Tensors,
     check_equal,
     check_layers,
+    check_of_target,
     has_embedding,
     indices,
     layer_config,
@@ -133,10 +134,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     split_fused(tensors, layer)
     width = c.size("target_hidden_size", layer.width, most=WIDTH)
     named = "target_hidden_size" if c.given("target_hidden_size") else "hidden_size"
-    check_equal(where, named, width, reader.width, f"the width of the target {reader.name} is")
-    check_equal(
-        where, "vocab_size", layer.vocab_size, reader.vocab_size, f"the vocabulary of the target {reader.name} has"
-    )
+    check_of_target(where, width, layer.vocab_size, reader, named)
     notes: list[str] = []
     taps = _taps(contents, dialect, tensors, reader, notes)
     embeds = has_embedding(tensors, reader, notes)

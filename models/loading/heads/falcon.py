@@ -17,7 +17,7 @@ from specjax.models.loading.heads.contents import (
     Plan,
     Reader,
     Rules,
-    check_equal,
+    check_of_target,
     has_embedding,
     indices,
     layer_config,
@@ -62,10 +62,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     tensors = renamed(contents, eagle.DIALECTS["safeailab"])
     layer = layer_config(c, tensors, "layers.0.self_attn", indices(tensors, r"layers\.(\d+)\."), reader)
     split_fused(tensors, layer)
-    check_equal(where, "hidden_size", layer.width, reader.width, f"the width of the target {reader.name} is")
-    check_equal(
-        where, "vocab_size", layer.vocab_size, reader.vocab_size, f"the vocabulary of the target {reader.name} has"
-    )
+    check_of_target(where, layer.width, layer.vocab_size, reader)
     notes: list[str] = []
     config = FalconConfig(
         layer=dataclasses.replace(layer, vocab_size=reader.vocab_size),

@@ -17,7 +17,7 @@ from specjax.models.loading.heads.contents import (
     Plan,
     Reader,
     Rules,
-    check_equal,
+    check_of_target,
     layer_config,
     renamed,
     split_fused,
@@ -64,10 +64,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     tensors = renamed(contents, ())
     layer = layer_config(c, tensors, "layers.0.self_attn", 1, reader)
     split_fused(tensors, layer)
-    check_equal(where, "hidden_size", layer.width, reader.width, f"the width of the target {reader.name} is")
-    check_equal(
-        where, "vocab_size", layer.vocab_size, reader.vocab_size, f"the vocabulary of the target {reader.name} has"
-    )
+    check_of_target(where, layer.width, layer.vocab_size, reader)
     exit_layer = c.size("exit_layer", AUTHORS_EXIT, most=LAYERS)
     if exit_layer > reader.num_layers:
         said = "exit_layer" if c.given("exit_layer") else "no exit_layer, the authors' being"
