@@ -36,7 +36,8 @@ class KVCache(NamedTuple):
 
     k: PyTree
     v: PyTree
-    length: Array  # int32[B]
+    length: Array  # int32[B]; or [B R], of R rows that share the tokens of each of the B of `k` and `v`
+    first: Array | None = None  # of such rows, the first token that each one sees; None: 0
 
 
 class Pending(NamedTuple):
@@ -166,13 +167,14 @@ def widen(pending: Pending, slots: int) -> Pending:
 def nothing_pending(cache: KVCache, slots: int) -> Pending:
     """Room for `slots` tokens beside a cache of arrays that are not stacked, nothing in it."""
 
+    batch = cache.length.shape[0]
+
     def empty(axis, x):
         shape = list(x.shape)
-        shape[axis] = slots
+        shape[axis - ROWS], shape[axis] = batch, slots
         return jnp.zeros(shape, jnp.bfloat16 if x.dtype == BITS else x.dtype)
 
     k, v = _along_tokens(empty, (cache.k, cache.v))
-    batch = cache.length.shape[0]
     return Pending(k, v, jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
 
@@ -205,6 +207,14 @@ def _along_tokens(fn: Callable[..., Any], keys: PyTree, *others: PyTree) -> PyTr
         return fn(-2, x, *others)
 
     return jax.tree.map(one, keys, *others, is_leaf=lambda x: isinstance(x, Quantized))
+
+
+def shared(pending: Pending, count: Array, first: Array | None = None) -> KVCache:
+    """What is pending as the cache of B R rows, which hold the first `count` int32[B, R] of it, from `first` on.
+
+    Nothing can be committed to it: it is for passes that only read, such as drafting from many places of one text.
+    """
+    return KVCache(pending.k, pending.v, count.reshape(-1), None if first is None else first.reshape(-1))
 
 
 def rewind(cache: KVCache, length: Array) -> KVCache:

@@ -225,6 +225,7 @@ class Step:
     mask: Array  # bool[B, T, P + T]
     length: Array  # int32[B]
     earlier: kv.Pending | None
+    first: Array | None = None  # int32[B], as `KVCache.first`
     layers: Sublayers | None = None  # those to run; None: all
     layout: Layout | None = field(default=None, metadata={"static": True})  # of a model that is spread over a mesh
 
@@ -249,7 +250,7 @@ def make_step(
 ) -> Step:
     """From the arguments of `forward`."""
     keys = positions if earlier is None else jnp.concatenate([earlier.positions, positions], 1)
-    return Step(positions, keys, mask, cache.length, earlier, layers, layout)
+    return Step(positions, keys, mask, cache.length, earlier, cache.first, layers, layout)
 
 
 class Prefix(NamedTuple):
@@ -321,9 +322,10 @@ class Attention(nnx.Module):
         )  # fmt: skip
         if step.layout is not None:
             attend = step.layout.by_heads(attend)
+        seen = {} if step.first is None else {"first": step.first}
         out = attend(
             kv.fill_lanes(q, prefix.k), all_k, all_v, prefix.k, prefix.v, step.length, step.positions, step.mask,
-            key_positions=step.key_positions, layer=prefix.layer, window=window,
+            key_positions=step.key_positions, layer=prefix.layer, window=window, **seen,
         )  # fmt: skip
         out = out[..., : self.head_dim].reshape(*x.shape[:2], -1)
         return step.sum(self.o(out), "heads"), new

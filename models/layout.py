@@ -118,7 +118,7 @@ class Layout:
         tokens = "slots" if isinstance(held, kv.KVCache) else None
         one = lambda keys: self.keys(keys, tokens)
         k, v = jax.tree.map(one, (held.k, held.v), is_leaf=lambda x: isinstance(x, Quantized))
-        rest: Any = map(self.rows, held[2:])
+        rest: Any = (None if x is None else self.rows(x) for x in held[2:])
         return type(held)(k, v, *rest)
 
     def keys(self, x: Array | Quantized, tokens: str | None) -> Any:
@@ -156,8 +156,9 @@ class Layout:
         slots = self.axes("slots")
         attend = over_slots(attend, slots, kv.slots_of_part) if slots else attend
 
-        def split(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window):
+        def split(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window, first=None):
             rows = length, positions, mask, key_positions
+            rows = rows if first is None else (*rows, first)
             shardings = (
                 self.sharding(q.shape, "data", None, "heads", None),
                 *(self.keys(x, None) for x in (k, v)),
@@ -167,8 +168,9 @@ class Layout:
             specs = jax.tree.map(lambda s: s.spec, shardings)
 
             def local(*parts):
-                *arrays, key_positions, layer, window = parts
-                return attend(*arrays, key_positions=key_positions, layer=layer, window=window)
+                arrays, (key_positions, *more, layer, window) = parts[:8], parts[8:]
+                seen = {"first": more[0]} if more else {}
+                return attend(*arrays, key_positions=key_positions, layer=layer, window=window, **seen)
 
             scalars = tuple(None if x is None else jnp.asarray(x, jnp.int32) for x in (layer, window))
             everywhere = tuple(None if x is None else PartitionSpec() for x in scalars)

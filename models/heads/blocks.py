@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from specjax.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.heads.contract import Drafted
+from specjax.models.heads.contract import Drafted, Pairs
 from specjax.models.layout import Layout
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, PyTree, Target
@@ -75,11 +75,13 @@ def step_of(
     return L.make_step(positions, mask, cache, earlier, _layout(context, c))
 
 
-def next_step(context: Context, c: LlamaConfig, cache: kv.KVCache, count: int) -> L.Step:
-    """Of a pass over the `count` tokens behind the cache, one after another."""
-    mask = jnp.tril(jnp.ones((count, count), bool))
-    positions = cache.length[:, None] + jnp.arange(count)
-    return step_of(context, c, cache, positions, jnp.broadcast_to(mask, (*cache.length.shape, count, count)))
+def next_step(context: Context, c: LlamaConfig, cache: kv.KVCache, count: int, first: Array | None = None) -> L.Step:
+    """Of a pass over the `count` tokens behind the cache, one after another; of `Pairs` with `first` where given."""
+    place = jnp.arange(count)
+    mask = jnp.broadcast_to(place <= place[:, None], (*cache.length.shape, count, count))
+    if first is not None:
+        mask &= place >= first[:, :, None]
+    return step_of(context, c, cache, cache.length[:, None] + place, mask)
 
 
 def with_root(drafted: Drafted) -> Drafted:
@@ -101,6 +103,13 @@ def among_drafted(drafted: Drafted) -> Array:
     return jnp.concatenate([drafted.seen, among], 2)
 
 
+def commit_pairs(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, pairs: Pairs) -> kv.KVCache:
+    """`cache` with what is pending of the first `count` of these pairs."""
+    if pairs.count.ndim == 2:
+        return kv.shared(pending, pairs.count, None if pairs.first is None else last_of(pairs.first, pairs.count))
+    return commit_first(context, c, cache, pending, pairs.count)
+
+
 def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, count: Array) -> kv.KVCache:
     """`cache` with the first `count` int32[B] of what is pending."""
     layout = _layout(context, c)
@@ -109,9 +118,18 @@ def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: k
 
 
 def newest(rows: Array, count: Array, before: Array) -> Array:
-    """[B, W]: the last of the first `count` int32[B] of rows [B, T, W]; `before` [B, W] where there are none."""
+    """[B, W]: the last of the first `count` int32[B] of rows [B, T, W]; `before` [B, W] where there are none. Of
+    `count` int32[B, R] [B R, W]."""
+    if count.ndim == 2:
+        return last_of(rows, count).astype(before.dtype)
     last = take_along(rows, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
     return jnp.where(count[:, None] > 0, last.astype(before.dtype), before)
+
+
+def last_of(rows: Array, count: Array) -> Array:
+    """[B R, ..]: the last of the first `count` int32[B, R] of rows [B, T, ..]; there is at least one."""
+    last = take_along(rows, (count - 1).reshape(*count.shape, *[1] * (rows.ndim - 2)), 1)
+    return last.reshape(-1, *rows.shape[2:])
 
 
 def by_depth(count: int, depth: Array | int, run: Callable[[int], Array]) -> Array:

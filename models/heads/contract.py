@@ -30,11 +30,18 @@ from specjax.types import Array, Output, PyTree, Said
 
 class Pairs(NamedTuple):
     """Features of committed tokens, each with the token that followed it. The first `count[b]` of them belong to row b,
-    and continue what was read before."""
+    and continue what was read before.
+
+    Or `count` is int32[B, R]: what is read is the memory of B R rows, each as it was after so many of the pairs of one
+    text, of which the keys and values are those of all its rows. Only `start` and `follow` take it: they then draft
+    from R places of each text at once, which is what heads are trained by. Nothing was read before, and several texts
+    may stand in one row, in which the places before `first` are those of another.
+    """
 
     features: Array  # [B, T, F], the target's `features_of`
     tokens: Array  # int32[B, T]
-    count: Array  # type: ignore[assignment]  # int32[B]
+    count: Array  # type: ignore[assignment]  # int32[B] or [B, R]
+    first: Array | None = None  # int32[B, T], the first pair that each of them sees; None: 0
 
 
 class Drafted(NamedTuple):

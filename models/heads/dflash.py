@@ -34,7 +34,7 @@ from specjax.models import layers as L
 from specjax.models.heads.blocks import (
     DraftVocabulary,
     bind,
-    commit_first,
+    commit_pairs,
     embed,
     empty_cache,
     layout_of,
@@ -274,9 +274,9 @@ def dflash_head(config: DFlashConfig) -> Head:
         return empty_cache(context, c, batch, capacity)
 
     def read(params, cache: kv.KVCache, pairs: Pairs, context: Context) -> kv.KVCache:
-        step = next_step(context, c, cache, pairs.tokens.shape[1])
+        step = next_step(context, c, cache, pairs.tokens.shape[1], pairs.first)
         pending = module_of(params).keys_and_values(pairs.features, step, cache)
-        return commit_first(context, c, cache, pending, pairs.count)
+        return commit_pairs(context, c, cache, pending, pairs)
 
     def start(params, cache: kv.KVCache, context: Context, places: int) -> tuple[Scratch, Array | Said]:
         module, batch, size = module_of(params), len(cache.length), config.block_size

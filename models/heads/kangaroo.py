@@ -22,7 +22,7 @@ from specjax.models import layers as L
 from specjax.models.heads.blocks import (
     among_drafted,
     bind,
-    commit_first,
+    commit_pairs,
     empty_cache,
     layout_of,
     next_step,
@@ -101,9 +101,9 @@ def kangaroo_head(config: KangarooConfig) -> Head:
         return empty_cache(context, layer, batch, capacity)
 
     def read(params, cache: kv.KVCache, pairs: Pairs, context: Context) -> kv.KVCache:
-        step = next_step(context, layer, cache, pairs.tokens.shape[1])
+        step = next_step(context, layer, cache, pairs.tokens.shape[1], pairs.first)
         _, pending = module_of(params).layers(pairs.features, step, cache)
-        return commit_first(context, layer, cache, pending, pairs.count)
+        return commit_pairs(context, layer, cache, pending, pairs)
 
     def start(params, cache: kv.KVCache, context: Context, places: int) -> tuple[Scratch, Array]:
         root = root_of(context, places)

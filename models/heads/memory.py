@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from specjax import buffers
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.heads.blocks import commit_first, empty_cache, layout_of, newest, next_step
+from specjax.models.heads.blocks import commit_pairs, empty_cache, layout_of, newest, next_step
 from specjax.models.heads.contract import Pairs
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
@@ -38,8 +38,8 @@ def read(
 ) -> Memory:
     """`layers` says [B, T, W] of the pairs behind the cache."""
     cache, last = memory
-    said, pending = layers(next_step(context, layer, cache, pairs.tokens.shape[1]), cache)
-    return Memory(commit_first(context, layer, cache, pending, pairs.count), newest(said, pairs.count, last))
+    said, pending = layers(next_step(context, layer, cache, pairs.tokens.shape[1], pairs.first), cache)
+    return Memory(commit_pairs(context, layer, cache, pending, pairs), newest(said, pairs.count, last))
 
 
 def axes(memory: Memory) -> Any:

@@ -10,6 +10,7 @@ import jax
 from specjax.pallas_kernels.tree_attention.by_slot import tree_attention_by_slot
 from specjax.pallas_kernels.tree_attention.over_slots import over_slots
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
+from specjax.pallas_kernels.tree_attention.shared import shared_tree_attention
 from specjax.pallas_kernels.tree_attention.xla import BLOCK_ON_GPU
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as _xla
 from specjax.precision import in_32_bits
@@ -21,11 +22,13 @@ IMPLEMENTATIONS = ("xla", "pallas_tpu", "by_slot")
 
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, implementation=None,
+    softcap=None, with_total=False, implementation=None, first=None,
 ):  # fmt: skip
-    """See `reference.tree_attention`, which also gives the derivatives: kernel and loop over blocks have none.
+    """See `reference.tree_attention`, which also gives the derivatives: kernel and loop over blocks have none. A prefix
+    of fewer rows than there are is shared by them, as `shared.shared_tree_attention` says.
 
     Args:
+      first: int32[B], of a shared prefix, the first slot that each row sees. None: 0.
       implementation: "xla" runs everywhere, "pallas_tpu" on TPU. None: the TPU kernel where the program is lowered for
         a TPU and the kernel takes these shapes, else "xla". "by_slot" runs everywhere, for bfloat16: a token's result
         does not depend, in any bit, on the pass that it is in.
@@ -37,6 +40,11 @@ def tree_attention(
         raise NotImplementedError(
             f'tree_attention has no implementation "{implementation}"; use None, {", ".join(others)} or {last}'
         )
+    if first is not None or prefix_k.shape[-4] < len(q):
+        return shared_tree_attention(
+            q, k, v, prefix_k, prefix_v, length, positions, mask, first=first, key_positions=key_positions, layer=layer,
+            scale=scale, window=window, softcap=softcap,
+        )  # fmt: skip
     arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
     static = {"scale": scale, "softcap": softcap, "with_total": with_total}
     on_xla: Callable = functools.partial(_run_xla, **static)

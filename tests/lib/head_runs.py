@@ -13,7 +13,7 @@ from specjax import Target
 from specjax.models.heads.blocks import init_params
 from specjax.models.heads.contract import Drafted, DraftHead, Pairs
 from specjax.models.heads.kinds import KINDS
-from specjax.types import Context
+from specjax.types import Context, Said
 
 # A text of seven tokens and one of four, each with a draft of three below its root.
 TEXT = np.array([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 0, 0, 0]])
@@ -55,13 +55,14 @@ def draft(head, params, memory, context: Context, path) -> jax.Array:
     """float32[B, 1 + D, V]: what it says of the root, and of each of the tokens int32[B, D] one below the other."""
     batch, depth = path.shape
     scratch, logits = head.start(params, memory, context, 1 + depth)
-    said = [logits]
+    of = lambda said: said.logits if isinstance(said, Said) else said
+    said = [of(logits)]
     for d in range(1, depth + 1):
         one = lambda x: jnp.full((batch, 1), x, jnp.int32)
         seen = jnp.broadcast_to((jnp.arange(1 + depth) < d) & (jnp.arange(1 + depth) > 0), (batch, 1, 1 + depth))
         drafted = Drafted(path[:, d - 1 : d], one(d), jnp.int32(d), one(d - 1), seen)
         scratch, logits = head.follow(params, scratch, drafted, context)
-        said.append(logits[:, 0])
+        said.append(of(logits)[:, 0])
     return jnp.stack(said, 1)
 
 
