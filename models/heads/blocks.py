@@ -171,7 +171,10 @@ class DraftVocabulary(nnx.Module):
         self.place = Ids(jnp.minimum(jnp.arange(vocab, dtype=jnp.int32), size))  # int32[V]; size: none
 
     def spread(self, logits: Array) -> Array:
-        """[..., V] from logits [..., size] of the head's own ids: -inf of the others."""
+        """[..., V] from logits [..., size] of the head's own ids: -inf of the others. As they are, if there is no map:
+        training has use for the head's own ids alone."""
+        if not len(self.place[...]):
+            return logits
         padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=-jnp.inf)
         return jnp.take(padded, self.place[...], axis=-1)
 

@@ -28,15 +28,15 @@ class Lesson(NamedTuple):
     counts: Array  # bool[B, T], which tokens the target wrote
 
 
-def pack(texts: Iterable[Text], rows: int, length: int) -> list[Lesson]:
+def pack(texts: Iterable[Text], rows: int, length: int, alone: bool = False) -> list[Lesson]:
     """Lessons of `rows` by `length`, in the order of the texts, each put into the first row with room for it.
 
-    A text longer than a row is cut. The last lesson may have empty rows; no text is in two.
+    A text longer than a row is cut. The last lesson may have empty rows; no text is in two. alone: one text to a row.
     """
     lessons, open_rows = [], [_Row(length) for _ in range(rows)]
     for text in texts:
         text = Text(text.tokens[:length], min(text.answer, length))
-        row = next((row for row in open_rows if row.fits(text)), None)
+        row = next((row for row in open_rows if row.fits(text, alone)), None)
         if row is None:
             lessons.append(_lesson(open_rows))
             open_rows = [_Row(length) for _ in range(rows)]
@@ -53,8 +53,8 @@ class _Row:
         self.counts = np.zeros(length, bool)
         self.used = 0
 
-    def fits(self, text: Text) -> bool:
-        return self.used + len(text.tokens) <= len(self.tokens)
+    def fits(self, text: Text, alone: bool) -> bool:
+        return not self.used if alone else self.used + len(text.tokens) <= len(self.tokens)
 
     def add(self, text: Text) -> None:
         here = slice(self.used, self.used + len(text.tokens))

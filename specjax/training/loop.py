@@ -1,0 +1,237 @@
+"""Training a head on texts that its target wrote: pure steps, and the loop around them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead, Head
+from specjax.training.keeping import Kept
+from specjax.training.lessons import Lesson, Text, choose_places, pack, places_that_count
+from specjax.training.objective import Report, objective
+from specjax.training.optimizers import joined, optimizer_of, split
+from specjax.training.recipes import Recipe, check, recipe_of
+from specjax.training.rounds import read
+from specjax.training.served import Served, served
+from specjax.training.vocabulary import own_ids, with_ids
+from specjax.types import Array, PyTree, Target
+
+FULL = 512  # tokens of a text for which the noise on features is what the recipe says
+
+
+class Plan(NamedTuple):
+    """What is the same in all steps of a run. Hashable."""
+
+    recipe: Recipe
+    head: Head
+    steps: int
+    chunk: int | None = None  # places of a row that are judged at a time
+
+
+class State(NamedTuple):
+    """What a step changes."""
+
+    trained: PyTree  # float32 parameters, None in place of those that stay
+    optimizer: PyTree
+    step: Array  # int32[]
+
+
+class Outcome(NamedTuple):
+    """What a step says."""
+
+    loss: Array  # float32[]
+    report: Report
+    finite: Array  # bool[]; a step that was not changed nothing
+
+
+def begin(plan: Plan, params: PyTree) -> tuple[State, PyTree]:
+    """(state, the parameters that stay) of a head that is to be trained."""
+    trained, rest = split(params, plan.recipe.frozen)
+    trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
+    return State(trained, optimizer_of(plan.recipe, plan.steps).init(trained), jnp.int32(0)), rest
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+def train_step(
+    plan: Plan, state: State, rest: PyTree, target: Target, lesson: Lesson, places: Array, key: Array
+) -> tuple[State, Outcome]:
+    """One step of the optimizer on a lesson. Pure; the target and `rest` get no derivative.
+
+    Args:
+      rest: from `begin`. lesson: int32[B, T] and so on. places: int32[B, R], where rounds begin; -1: nowhere.
+      key: of the noise on features, where the recipe has some.
+    """
+    import optax
+
+    reading = read(target, plan.head, lesson)
+    if plan.recipe.noise:
+        size = plan.recipe.noise * FULL / lesson.tokens.shape[1]
+        noise = jax.random.uniform(key, reading.features.shape, jnp.float32, -size, size)
+        reading = reading._replace(features=reading.features + noise.astype(reading.features.dtype))
+
+    def loss_of(trained: PyTree) -> tuple[Array, Report]:
+        params, ids = own_ids(joined(trained, rest))
+        return objective(plan.recipe, plan.head, params, target, lesson, reading, places, ids, plan.chunk)
+
+    (loss, report), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.trained)
+    finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(gradient))
+    updates, optimizer = optimizer_of(plan.recipe, plan.steps).update(gradient, state.optimizer, state.trained)
+    new = State(optax.apply_updates(state.trained, updates), optimizer, state.step + 1)
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+    return kept, Outcome(loss, report, finite)
+
+
+def trained_head(plan: Plan, state: State, rest: PyTree, like: PyTree) -> DraftHead:
+    """The head as it is served, in the dtypes of `like`."""
+    params = jax.tree.map(lambda x, old: x.astype(old.dtype), joined(state.trained, rest), like)
+    return DraftHead(plan.head, params)
+
+
+def fingerprint(texts: Sequence[Text]) -> str:
+    """Of the texts, in their order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(np.asarray([text.answer, *text.tokens], np.int32).tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Progress(NamedTuple):
+    """What a run has to say after some steps."""
+
+    step: int
+    steps: int
+    epoch: int
+    tokens: int  # places trained on so far
+    seconds: float  # of training so far, of this call
+    loss: float
+    accuracy: tuple[float, ...]  # of drafts by depth
+    served: Served | None = None  # of the texts held out, where they were looked at
+    best: bool = False  # whether no earlier head served more
+
+
+class Schedule(NamedTuple):
+    """The lessons of a run, in order."""
+
+    epochs: list[list[Lesson]]
+    places: int  # of a row
+
+    @property
+    def steps(self) -> int:
+        return sum(map(len, self.epochs))
+
+    def after(self, done: int, seed: int) -> Iterator[tuple[int, Lesson, np.ndarray]]:
+        """(epoch, lesson, places) of each step but the first `done`."""
+        number = 0
+        for epoch, lessons in enumerate(self.epochs):
+            for i, lesson in enumerate(lessons):
+                if number >= done:
+                    yield epoch, lesson, choose_places(lesson, self.places, np.random.default_rng([seed, epoch, i]))
+                number += 1
+
+
+def scheduled(
+    texts: Sequence[Text], *, epochs: int, rows: int, length: int, places: int | None, seed: int, packs: bool = True,
+    multiple: int = 1,
+) -> Schedule:  # fmt: skip
+    """Every epoch has all texts once, in an order of its own.
+
+    places: the most that a row is trained on; None: all that there are. multiple: of what their number is.
+    """
+    made = []
+    for epoch in range(epochs):
+        order = np.random.default_rng([seed, epoch]).permutation(len(texts))
+        made.append(pack([texts[i] for i in order], rows, length, alone=not packs))
+    most = max((int(places_that_count(lesson).sum(1).max()) for lessons in made for lesson in lessons), default=0)
+    if not most:
+        raise UsageError(f"no text of {length} tokens has an answer to learn from; give longer rows or other prompts")
+    most = most if places is None else min(places, most)
+    return Schedule(made, -(-most // multiple) * multiple)
+
+
+def train(
+    target: Target,
+    head: DraftHead,
+    texts: Sequence[Text],
+    *,
+    recipe: Recipe | None = None,
+    held_out: Sequence[Text] = (),
+    epochs: int = 1,
+    rows: int = 4,
+    length: int = 512,
+    places: int | None = None,
+    chunk: int | None = None,
+    num_tokens: int | None = None,
+    evaluate_every: int = 100,
+    patience: int | None = None,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    listen: Callable[[Progress], Any] = lambda progress: None,
+) -> DraftHead:
+    """The head, trained on texts that the target wrote; of those seen at evaluations the one that serves most.
+
+    Args:
+      head: what it begins with, such as `starts.from_target` gives.
+      recipe: default: that of its kind. held_out: texts, written greedily, on which tokens per pass are measured.
+      rows, length: of a lesson: tokens int32[rows, length]. places: the most of a row that rounds begin at.
+      chunk: places of a row that are judged at a time: less memory, more arithmetic. None: all.
+      num_tokens: of the chain that is measured; default: as many as the recipe drafts.
+      patience: evaluations in a row that may not be better before it stops; None: any number.
+      folder: where the run is kept at every evaluation; one that was ended there goes on, to the same bits.
+      listen: is told every step's loss and accuracy.
+
+    Raises: UsageError for a recipe that cannot be followed, texts without answers, or a loss that is no number; it then
+      names the step, and the folder has the last good state.
+    """
+    recipe = recipe or recipe_of(head.head.kind)
+    check(recipe)
+    schedule = scheduled(
+        texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs, multiple=chunk or 1
+    )  # fmt: skip
+    plan = Plan(recipe, head.head, schedule.steps, chunk)
+    state, rest = begin(plan, head.params)
+    about = {
+        "recipe": repr(recipe), "config": repr(head.head.config), "seed": seed, "texts": fingerprint(texts),
+        "epochs": epochs, "shape": [rows, length, schedule.places],
+    }  # fmt: skip
+    kept = Kept(folder, head, state, about)
+    state = kept.state
+    started, tokens = time.perf_counter(), 0
+    measure = functools.partial(served, target, texts=held_out, rows=rows, length=length)
+    depths = num_tokens or min(recipe.depths, head.head.deepest or recipe.depths)
+    since_best = 0
+    for number, (epoch, lesson, where) in enumerate(schedule.after(int(state.step), seed), int(state.step)):
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        state, outcome = train_step(plan, state, rest, target, lesson, where, key)
+        if not bool(outcome.finite):
+            raise UsageError(
+                f"the loss was {float(outcome.loss)} at step {number + 1}; what was reached before is kept. Lower the "
+                "learning rate, or look at the texts"
+            )
+        tokens += int(outcome.report.tokens)
+        last = number + 1 == schedule.steps
+        measured, best = None, False
+        if held_out and (last or (number + 1) % evaluate_every == 0):
+            now = trained_head(plan, state, rest, head.params)
+            measured = measure(head=now, depths=depths)
+            best = kept.consider(now, measured)
+            since_best = 0 if best else since_best + 1
+        if last or (number + 1) % evaluate_every == 0:
+            kept.keep(state)
+        listen(
+            Progress(
+                number + 1, schedule.steps, epoch, tokens, time.perf_counter() - started, float(outcome.loss),
+                tuple(np.asarray(outcome.report.accuracy).tolist()), measured, best,
+            )  # fmt: skip
+        )
+        if patience is not None and since_best > patience:
+            break
+    return kept.best or trained_head(plan, state, rest, head.params)

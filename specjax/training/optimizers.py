@@ -1,0 +1,79 @@
+"""Optax by the words of a recipe, for the parameters that are trained."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.training.recipes import Recipe
+from specjax.types import PyTree
+
+BETWEEN = ("embed", "head", "prompts")  # tables, of which Muon's orthogonal steps make no sense
+
+
+@functools.cache
+def optimizer_of(recipe: Recipe, steps: int) -> Any:
+    """An `optax.GradientTransformation` for a run of so many steps. Equal recipes give the same object."""
+    import optax
+    from optax import contrib
+
+    rate = schedule_of(recipe, steps)
+    first, second = recipe.betas
+    adamw = functools.partial(optax.adamw, rate, first, second, weight_decay=recipe.weight_decay, mask=is_matrix)
+    if recipe.optimizer == "adamw":
+        return optax.chain(optax.clip_by_global_norm(recipe.clip), adamw())
+    muon = contrib.muon(
+        rate, weight_decay=recipe.weight_decay, consistent_rms=0.2, adam_b1=first, adam_b2=second,
+        muon_weight_dimension_numbers=_dimensions,
+    )  # fmt: skip
+    return optax.chain(optax.clip_by_global_norm(recipe.clip), muon)
+
+
+def schedule_of(recipe: Recipe, steps: int) -> Any:
+    """(step) -> learning rate: a warm-up, then what the recipe says, down to a tenth."""
+    import optax
+
+    top, warmup = recipe.learning_rate, max(int(recipe.warmup * steps), 1)
+    rest = max(steps - warmup, 1)
+    after = {
+        "cosine": lambda: optax.cosine_decay_schedule(top, rest, 0.1),
+        "linear": lambda: optax.linear_schedule(top, 0.1 * top, rest),
+        "constant": lambda: optax.constant_schedule(top),
+    }[recipe.schedule]()
+    return optax.join_schedules([optax.linear_schedule(top / warmup, top, warmup), after], [warmup])
+
+
+def is_matrix(params: PyTree) -> PyTree:
+    """True for weights, which decay; norms and biases do not."""
+    return jax.tree.map(lambda x: x.ndim >= 2, params)
+
+
+def _dimensions(params: PyTree) -> PyTree:
+    """For Muon: which parameters are matrices [out, in] to be orthogonalised; of the others Adam takes care."""
+    from optax import contrib
+
+    def one(path, x):
+        names = [str(getattr(entry, "key", entry)) for entry in path]
+        return contrib.MuonDimensionNumbers(1, 0) if x.ndim == 2 and not set(names) & set(BETWEEN) else None
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def split(params: PyTree, frozen: tuple[str, ...]) -> tuple[PyTree, PyTree]:
+    """(what is trained, the rest), each with None in place of the other's: whole numbers and `frozen` names stay."""
+
+    def stays(path, x) -> bool:
+        name = "/".join(str(getattr(entry, "key", entry)) for entry in path)
+        return not jnp.issubdtype(x.dtype, jnp.floating) or any(name.startswith(prefix) for prefix in frozen)
+
+    trained = jax.tree_util.tree_map_with_path(lambda path, x: None if stays(path, x) else x, params)
+    rest = jax.tree_util.tree_map_with_path(lambda path, x: x if stays(path, x) else None, params)
+    return trained, rest
+
+
+def joined(trained: PyTree, rest: PyTree) -> PyTree:
+    """What `split` took apart."""
+    return jax.tree.map(lambda a, b: b if a is None else a, trained, rest, is_leaf=lambda x: x is None)

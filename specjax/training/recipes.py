@@ -1,0 +1,91 @@
+"""How each kind of head is trained where nothing is said: what its authors do, one row a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from specjax.errors import UsageError
+from specjax.training.losses import LOSSES
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What counts, and how it is made smaller."""
+
+    losses: tuple[tuple[str, float], ...] = (("soft_ce", 1.0),)  # of logits, by name, with their shares
+    depths: int = 4  # tokens of a round
+    decay: float = 0.8  # of a depth's share, with each depth
+    weighting: Literal["decay", "d_pace"] = "decay"
+    features: float = 0.0  # share of SmoothL1 of the features said and those that came
+    confidence: float = 0.0  # share of the cross entropy of how likely it holds its draft to be accepted
+    noise: float = 0.0  # features get uniform noise of this half width, times 512 / T
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 1e-3
+    warmup: float = 0.05  # share of the steps
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.01
+    clip: float = 1.0  # largest global norm of a gradient
+    betas: tuple[float, float] = (0.9, 0.95)
+    frozen: tuple[str, ...] = ()  # parameters below these names stay as they are
+    packs: bool = True  # several texts to a row
+
+    replace = replace
+
+
+def recipe_of(kind: str, **changes) -> Recipe:
+    """The recipe of a kind of head, with changes.
+
+    Raises: UsageError for a loss, a weighting, an optimizer or a schedule that there is not, or numbers out of range.
+    """
+    recipe = RECIPES.get(kind, Recipe()).replace(**changes)
+    check(recipe)
+    return recipe
+
+
+def check(recipe: Recipe) -> None:
+    """Raises: UsageError for a recipe that nobody can follow."""
+    unknown = [name for name, _ in recipe.losses if name not in LOSSES]
+    if unknown:
+        raise UsageError(f'there is no loss "{unknown[0]}"; there are {", ".join(LOSSES)}')
+    words = {
+        "weighting": ("decay", "d_pace"),
+        "optimizer": ("adamw", "muon"),
+        "schedule": ("cosine", "linear", "constant"),
+    }
+    for name, choices in words.items():
+        if getattr(recipe, name) not in choices:
+            raise UsageError(f'{name} must be {" or ".join(choices)}, not "{getattr(recipe, name)}"')
+    if recipe.depths < 1:
+        raise UsageError(f"a round drafts at least 1 token, not {recipe.depths}")
+    if not recipe.learning_rate > 0:
+        raise UsageError(f"the learning rate must be above 0, not {recipe.learning_rate}")
+
+
+_BLOCK = Recipe((("ce", 0.1), ("tv", 0.9)), depths=7, weighting="d_pace", learning_rate=6e-4, warmup=0.04)
+_FEATURES = Recipe((("soft_ce", 0.1),), depths=4, features=1.0, noise=0.1, learning_rate=3e-4)
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "eagle3": Recipe(depths=7, decay=0.8),  # training-time test of 7 steps
+        "p_eagle": Recipe(depths=8, decay=1.0),
+        "eagle": _FEATURES,
+        "falcon": Recipe((("kl", 0.09), ("ce", 0.01)), features=1.0, noise=0.1, learning_rate=3e-4, packs=False),
+        "medusa": Recipe((("ce", 1.0),), depths=4),  # Medusa-1: 0.8^k, hard labels
+        "hydra": Recipe(depths=4, decay=1.0, weight_decay=0.1),
+        "clover": Recipe((("soft_ce", 1.0),), depths=4, decay=0.7),
+        "chimera": Recipe((("ce", 1.0),), depths=4),
+        "kangaroo": Recipe(depths=1, learning_rate=5e-4),
+        "hidden_transfer": Recipe((("kl", 1.0),), depths=3),
+        "ppd": Recipe((("kl", 1.0),), depths=3, learning_rate=1e-2, weight_decay=0.0),
+        "dflash": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
+        "dflash2": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
+        "domino": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
+        "dspark": _BLOCK.replace(confidence=1.0),
+        "mlp_speculator": Recipe((("ce", 1.0),), depths=3, decay=1.0),
+        "redrafter": Recipe((("ce", 1.0),), depths=5, decay=1.0),
+    }
+)
+"""By kind. Where a kind has a last token its recipe trains no deeper."""
