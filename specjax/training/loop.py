@@ -22,7 +22,7 @@ from specjax.training.optimizers import joined, optimizer_of, split
 from specjax.training.recipes import Recipe, check, recipe_of
 from specjax.training.rounds import read
 from specjax.training.served import Served, served
-from specjax.training.vocabulary import own_ids, with_ids
+from specjax.training.vocabulary import own_ids
 from specjax.types import Array, PyTree, Target
 
 FULL = 512  # tokens of a text for which the noise on features is what the recipe says
@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     head: Head
     steps: int
     chunk: int | None = None  # places of a row that are judged at a time
+    dtype: str = "float32"  # of products; the parameters that are trained are float32
 
 
 class State(NamedTuple):
@@ -79,6 +80,7 @@ def train_step(
         reading = reading._replace(features=reading.features + noise.astype(reading.features.dtype))
 
     def loss_of(trained: PyTree) -> tuple[Array, Report]:
+        trained = jax.tree.map(lambda x: x.astype(plan.dtype), trained)
         params, ids = own_ids(joined(trained, rest))
         return objective(plan.recipe, plan.head, params, target, lesson, reading, places, ids, plan.chunk)
 
@@ -88,6 +90,12 @@ def train_step(
     new = State(optax.apply_updates(state.trained, updates), optimizer, state.step + 1)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
     return kept, Outcome(loss, report, finite)
+
+
+def dtype_of(params: PyTree) -> str:
+    """Of the weights."""
+    floats = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return str(max(floats, key=floats.count))
 
 
 def trained_head(plan: Plan, state: State, rest: PyTree, like: PyTree) -> DraftHead:
@@ -196,7 +204,7 @@ def train(
     schedule = scheduled(
         texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs, multiple=chunk or 1
     )  # fmt: skip
-    plan = Plan(recipe, head.head, schedule.steps, chunk)
+    plan = Plan(recipe, head.head, schedule.steps, chunk, dtype_of(head.params))
     state, rest = begin(plan, head.params)
     about = {
         "recipe": repr(recipe), "config": repr(head.head.config), "seed": seed, "texts": fingerprint(texts),
@@ -228,8 +236,15 @@ def train(
             kept.keep(state)
         listen(
             Progress(
-                number + 1, schedule.steps, epoch, tokens, time.perf_counter() - started, float(outcome.loss),
-                tuple(np.asarray(outcome.report.accuracy).tolist()), measured, best,
+                number + 1,
+                schedule.steps,
+                epoch,
+                tokens,
+                time.perf_counter() - started,
+                float(outcome.loss),
+                tuple(np.asarray(outcome.report.accuracy).tolist()),
+                measured,
+                best,
             )  # fmt: skip
         )
         if patience is not None and since_best > patience:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
 from specjax.models.heads.blocks import unembed
 from specjax.models.heads.contract import Head
 from specjax.training import losses
@@ -68,7 +67,9 @@ def objective(
         reached = jnp.cumprod(hits & (there > 0), 0)
         sums = lambda x: jnp.sum(x * there, 1)
         nothing = jnp.zeros(len(said), jnp.float32)
-        features = sums(jnp.stack([_features(depth, k) for k, depth in enumerate(said)])) if recipe.features else nothing
+        features = (
+            sums(jnp.stack([_features(depth, k) for k, depth in enumerate(said)])) if recipe.features else nothing
+        )
         confidence = sums(_confidence(said, teacher, hits)) if recipe.confidence else nothing
         return Sums(jnp.sum(share * loss, 1), jnp.sum(there, 1), sums(hits), sums(reached), features, confidence)
 

@@ -74,6 +74,4 @@ def _hits(target: Target, head: DraftHead, lesson: Lesson, depths: int) -> Array
     batch, size = lesson.tokens.shape
     places = jnp.broadcast_to(jnp.arange(size - 1, dtype=jnp.int32), (batch, size - 1))
     params, ids = own_ids(head.params)
-    return leading_hits(
-        head.head, params, target, lesson, read(target, head.head, lesson), places, depths, ids
-    )
+    return leading_hits(head.head, params, target, lesson, read(target, head.head, lesson), places, depths, ids)

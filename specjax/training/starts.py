@@ -1,0 +1,120 @@
+"""What a head begins with: random parameters, or as much of the target as it has room for.
+
+A head that begins with the target's own last layers, norm and output has hardly anything to learn of words, only how
+its inputs are to be put together; with a few hundred thousand tokens to learn from that is most of what counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.kinds import init_head
+from specjax.training.vocabulary import NAME, place_of
+from specjax.types import PyTree, Target
+
+LAYER = ("attention", "mlp", "attention_norm", "mlp_norm")
+
+
+def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | None = None, random: bool = False):
+    """A head to be trained.
+
+    Args:
+      ids: int64[size], ascending, what it is to draft if it has a vocabulary of its own.
+      random: leave the parameters as their initial distributions draw them; else the target's stand where they fit.
+    """
+    head = init_head(kind, config, key)
+    params = head.params
+    if ids is not None and NAME in params:
+        params = params | {NAME: {"place": place_of(ids, target.model.vocab_size)}}
+    if not random:
+        params = _from_target(params, config, target, ids)
+    return DraftHead(head.head, params)
+
+
+def takes_vocabulary(kind: str, config: Any) -> bool:
+    """Whether a head of this config has a vocabulary of its own."""
+    shapes = jax.eval_shape(lambda key: init_head(kind, config, key).params, jax.random.key(0))
+    return NAME in shapes
+
+
+def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | None) -> dict:
+    of_target: Any = target.params
+    if not isinstance(of_target, dict) or "layers" not in of_target:
+        return params
+    layers = _layers(of_target["layers"])
+    params = dict(params)
+    if "norm" in params and "norm" in of_target:
+        params["norm"] = _fitted(params["norm"], of_target["norm"])
+    table = of_target.get("head") or of_target.get("embed")
+    if "head" in params and table is not None:
+        rows = table["weight"] if ids is None else table["weight"][jnp.asarray(ids)]
+        params["head"] = _fitted(params["head"], {"weight": rows})
+    if "embed" in params and "embed" in of_target:
+        params["embed"] = _fitted(params["embed"], of_target["embed"])
+    if "first" in params:
+        params["first"] = _joined_layer(params["first"], layers[-1])
+    for name in ("others", "stack", "layers"):
+        if name in params:
+            own = params[name]
+            last = layers[-len(own) :] if len(own) <= len(layers) else layers
+            params[name] = {
+                key: _layer(part, source)
+                for (key, part), source in zip(sorted(own.items(), key=lambda item: int(item[0])), last, strict=False)
+            }
+    if "fc" in params:
+        params["fc"] = _last_input(params["fc"])
+    return params
+
+
+def _layers(layers: Any) -> list[dict]:
+    """One dict a layer, of a stack or of a list."""
+    if all(str(key).isdigit() for key in layers):
+        return [layers[key] for key in sorted(layers, key=int)]
+    count = len(jax.tree.leaves(layers)[0])
+    return [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(count)]
+
+
+def _fitted(own: PyTree, source: PyTree) -> PyTree:
+    """`source` where it has the shape of `own`, in its dtype."""
+    known = dict(jax.tree_util.tree_flatten_with_path(source)[0])
+
+    def one(path, x):
+        found = known.get(path)
+        return found.astype(x.dtype) if found is not None and found.shape == x.shape else x
+
+    return jax.tree_util.tree_map_with_path(one, own)
+
+
+def _layer(own: dict, source: dict) -> dict:
+    return own | {name: _fitted(own[name], source[name]) for name in LAYER if name in own and name in source}
+
+
+def _joined_layer(own: dict, source: dict) -> dict:
+    """EAGLE-3's layer, whose attention reads an embedding and a state side by side: of the state it is the target's."""
+    own = own | {"mlp": _fitted(own["mlp"], source["mlp"]), "mlp_norm": _fitted(own["mlp_norm"], source["mlp_norm"])}
+    own["state_norm"] = _fitted(own["state_norm"], source["attention_norm"])
+    attention = dict(own["attention"])
+    attention["o"] = _fitted(attention["o"], source["attention"]["o"])
+    for name in ("q", "k", "v"):
+        weight, found = attention[name]["weight"], source["attention"][name]["weight"]
+        width = found.shape[1]
+        if weight.shape == (found.shape[0], 2 * width):
+            joined = jnp.concatenate([0.1 * weight[:, :width], found.astype(weight.dtype)], 1)
+            attention[name] = attention[name] | {"weight": joined}
+    return own | {"attention": attention}
+
+
+def _last_input(fc: dict) -> dict:
+    """A layer that joins several streams, which at first lets the last of them through."""
+    weight = fc["weight"]
+    out, inputs = weight.shape
+    if inputs % out:
+        return fc
+    last = jnp.arange(inputs) >= inputs - out
+    eye = jnp.tile(jnp.eye(out, dtype=weight.dtype), (1, inputs // out))
+    return fc | {"weight": jnp.where(last, eye, 0.1 * weight)}
