@@ -7,8 +7,8 @@ Distillation (2023), arXiv 2310.08461. Of texts y after prompts x, from the data
 
 Goel, Gagrani, Jeon, Park, Lee, Lott: Direct Alignment of Draft Model for Speculative Decoding with Chat-Fine-Tuned LLMs
 (2024), arXiv 2403.00858: the same with D = TVD++ on the target's answers.
-Zafrir, Margulis, Shteyman, Boudoukh: FastDraft: How to Train Your Draft (2024), arXiv 2411.11055: cross entropy on raw
-text, then on text that the target wrote; neither asks the target for anything.
+Zafrir, Margulis, Shteyman, Guskin, Boudoukh: FastDraft: How to Train Your Draft (ACL Findings 2025), arXiv 2411.11055:
+cross entropy on raw text, then on text that the target wrote; neither asks the target for anything.
 
 Guarantee: decoding is as exact as before, since p does not change. Nothing is derived from the sampling of a text or
 from the target.
@@ -82,10 +82,10 @@ def loss_of(
         hidden, taught, label, weight = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, i, size, 1).reshape(-1, *x.shape[2:]), found
         )
-        said = _logits(model, params, hidden, target)
+        said = shared_logits(model, params, hidden, target)
         teacher = None
         if reads_teacher and target is not None:
-            teacher = jax.lax.stop_gradient(_logits(target.model, target.params, taught, Target(model, params)))
+            teacher = jax.lax.stop_gradient(shared_logits(target.model, target.params, taught, Target(model, params)))
         hits = jnp.argmax(said, -1) == label
         return Sums(jnp.sum(weight * judge(said, teacher, label, weight)), jnp.sum(weight * hits))
 
@@ -118,7 +118,8 @@ def size_of(model: Model, other: Target | None) -> int:
     return model.vocab_size if other is None else min(model.vocab_size, other.model.vocab_size)
 
 
-def _logits(model: Model, params: PyTree, hidden: Array, other: Target | None) -> Array:
+def shared_logits(model: Model, params: PyTree, hidden: Array, other: Target | None) -> Array:
+    """float32[..., v] of the ids that both have."""
     if model.unembed is None:
         raise UsageError(f"{model.name} has no unembed, which training asks for; give a model of specjax.models")
     return model.unembed(params, hidden)[..., : size_of(model, other)]
@@ -131,7 +132,7 @@ def leading_hits(model: Model, params: PyTree, target: Target, lesson: Lesson, d
     """
     tokens, first, counts = (jnp.asarray(x) for x in lesson)
     hidden = one_pass(beside(model, target), params, lesson)[0].hidden
-    greedy = lambda x: jnp.argmax(_logits(model, params, x, target), -1)
+    greedy = lambda x: jnp.argmax(shared_logits(model, params, x, target), -1)
     said = jax.lax.map(greedy, hidden.swapaxes(0, 1), batch_size=POSITIONS).swapaxes(0, 1)  # x_{t+1} by position t
     # Of place t: whether the token behind its root is right.
     right = (said[:, 1:-1] == tokens[:, 2:]) & counts[:, 2:] & (first[:, 2:] == first[:, :-2])

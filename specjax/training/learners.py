@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead, Head
-from specjax.training import draft_models
+from specjax.training import acceptance, draft_models
 from specjax.training.lessons import Lesson
 from specjax.training.objective import Report, leading_hits, objective
 from specjax.training.recipes import Recipe
@@ -20,7 +21,7 @@ from specjax.types import Array, Model, PyTree, Target
 
 FULL = 512  # tokens of a text for which the noise on features is what the recipe says
 
-Pupil = DraftHead | Target
+Pupil = DraftHead | Target | acceptance.Stopping
 """What is trained, with its parameters."""
 
 
@@ -38,6 +39,8 @@ class Learner(NamedTuple):
 
 def learner_of(pupil: Pupil) -> Learner:
     """What trains it."""
+    if isinstance(pupil, acceptance.Stopping):
+        return of_stopping(pupil.model, pupil.rejections, pupil.kept)
     return of_head(pupil.head) if isinstance(pupil, DraftHead) else of_model(pupil.model)
 
 
@@ -76,3 +79,19 @@ def of_model(model: Model) -> Learner:
         return draft_models.loss_of(recipe, model, params, target, lesson, places, chunk)
 
     return Learner("distillspec", model.config, None, loss, functools.partial(draft_models.leading_hits, model))
+
+
+@functools.cache
+def of_stopping(model: Model, rejections: float, kept: float) -> Learner:
+    """A head that says when its draft model is to stop."""
+
+    def loss(
+        recipe: Recipe, params: PyTree, target: Target, lesson: Lesson, places: Array, key: Array, chunk: int | None
+    ) -> tuple[Array, Report]:
+        found = acceptance.examples(model, params["draft"], target, lesson, key, kept)
+        return acceptance.loss_of(params["head"], found, rejections)
+
+    def leading(params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
+        raise UsageError("a head that says when to stop drafts nothing to be measured; hold no texts out")
+
+    return Learner("specdec++", model.config, None, loss, leading)

@@ -205,7 +205,7 @@ def train(
     if data is not None:  # whose answers may be longer than those that there are
         most, multiple = places or length, chunk or 1
         schedule = schedule._replace(places=-(-most // multiple) * multiple)
-    plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(pupil.params))
+    plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(split(pupil.params, recipe.frozen)[0]))
     state, rest = begin(plan, pupil.params)
     about = {
         "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "texts": fingerprint(texts),

@@ -91,7 +91,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "direct_alignment": _MODEL.replace(losses=(("tvd++", 1.0),)),
         "fastdraft_pretraining": _MODEL.replace(losses=(("ce", 1.0),), learning_rate=1e-3),
         "fastdraft": _MODEL.replace(losses=(("ce", 1.0),)),
+        "specdec++": Recipe(warmup=0.03, weight_decay=0.0, frozen=("draft",)),
     }
 )
-"""By kind. Where a kind has a last token its recipe trains no deeper. The last four are of draft models; `depths` is
-then the chain that is measured alone."""
+"""By kind. Where a kind has a last token its recipe trains no deeper. Those below `redrafter` are of draft models, of
+which `depths` is the chain that is measured alone, and of the head that judges one."""

@@ -1,6 +1,6 @@
 """What more training would bring: laws of tokens per pass over budgets, fitted to runs that there are.
 
-Yan, Zhu, Chen, Deng, Yang, Sheng, Qiu, Xu, Wang, Zhang et al.: Scaling Laws for Speculative Decoding (2025),
+Yan, Zhu, Jiang, Wang, Chen, Zhang, Liao, Cui, Zhang, Song, Zhu: Scaling Laws for Speculative Decoding (2025),
 arXiv 2505.07858, finds tokens per pass log-linear in the tokens of training, in the draft's capacity and, as speed, in
 the batch. Of a budget x, be it tokens, parameters or rows:
 
