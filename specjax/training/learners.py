@@ -35,6 +35,7 @@ class Learner(NamedTuple):
     loss: Callable[..., tuple[Array, Report]]
     # (params, target, lesson, depths) -> int32[B, T - 1]: how many tokens of a greedy draft of each place are right
     leading: Callable[..., Array]
+    whole_rounds: bool = False  # whether the loss is of a round of drafts from each place, or of the first alone
 
 
 def learner_of(pupil: Pupil) -> Learner:
@@ -65,7 +66,7 @@ def of_head(head: Head) -> Learner:
         params, ids = own_ids(params)
         return leading_hits(head, params, target, lesson, read(target, head, lesson), places, depths, ids)
 
-    return Learner(head.kind, head.config, head.deepest, loss, leading)
+    return Learner(head.kind, head.config, head.deepest, loss, leading, whole_rounds=True)
 
 
 @functools.cache

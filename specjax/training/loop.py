@@ -58,8 +58,7 @@ def begin(plan: Plan, params: PyTree) -> tuple[State, PyTree]:
     return State(trained, optimizer_of(plan.recipe, plan.steps).init(trained), jnp.int32(0)), rest
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
-def train_step(
+def one_step(
     plan: Plan, state: State, rest: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array
 ) -> tuple[State, Outcome]:
     """One step of the optimizer on a lesson. Pure; the target and `rest` get no derivative.
@@ -80,6 +79,10 @@ def train_step(
     new = State(optax.apply_updates(state.trained, updates), optimizer, state.step + 1)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
     return kept, Outcome(loss, report, finite)
+
+
+train_step = jax.jit(one_step, static_argnames="plan", donate_argnames="state")
+"""`one_step` compiled; the state given is used up."""
 
 
 def dtype_of(params: PyTree) -> str:
