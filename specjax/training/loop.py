@@ -202,7 +202,8 @@ def train(
     recipe = recipe or recipe_of(head.head.kind)
     check(recipe)
     schedule = scheduled(
-        texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs, multiple=chunk or 1
+        texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs,
+        multiple=chunk or 1,
     )  # fmt: skip
     plan = Plan(recipe, head.head, schedule.steps, chunk, dtype_of(head.params))
     state, rest = begin(plan, head.params)
@@ -234,18 +235,10 @@ def train(
             since_best = 0 if best else since_best + 1
         if last or (number + 1) % evaluate_every == 0:
             kept.keep(state)
+        accuracy = tuple(np.asarray(outcome.report.accuracy).tolist())
+        seconds = time.perf_counter() - started
         listen(
-            Progress(
-                number + 1,
-                schedule.steps,
-                epoch,
-                tokens,
-                time.perf_counter() - started,
-                float(outcome.loss),
-                tuple(np.asarray(outcome.report.accuracy).tolist()),
-                measured,
-                best,
-            )  # fmt: skip
+            Progress(number + 1, schedule.steps, epoch, tokens, seconds, float(outcome.loss), accuracy, measured, best)
         )
         if patience is not None and since_best > patience:
             break
