@@ -1,51 +1,19 @@
 """Training a head: what is fitted is served whole, as was said before it was served; runs go on to the same bits."""
 
-import dataclasses
 import functools
 
-import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 from tiers import exhaustive
+from training_runs import DEPTHS, NEW, head_of, recipe, target, texts
 
 import specjax
 from specjax.errors import UsageError
-from specjax.models.heads.kinds import init_head
 from specjax.training.lessons import Text
 from specjax.training.loop import Plan, begin, scheduled, train, train_step
-from specjax.training.recipes import recipe_of
 from specjax.training.served import served
-
-NEW, DEPTHS = 24, 3
-
-
-@functools.cache
-def target():
-    return toy.tiny_llama(layers=3)
-
-
-@functools.cache
-def texts() -> tuple[Text, ...]:
-    """Four prompts, and what the target writes."""
-    prompts = np.random.default_rng(0).integers(1, 60, (4, 6)).tolist()
-    result = specjax.decode(target(), None, prompts, key=0, max_new_tokens=NEW)
-    return tuple(Text((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True))
-
-
-def head_of(kind: str):
-    config = heads.config_of(kind, target())
-    if kind == "eagle3":  # of all tokens, so that every text can be learnt
-        layer = dataclasses.replace(config.layer, vocab_size=config.vocab_size, num_layers=1)
-        config = dataclasses.replace(config, layer=layer)
-    return init_head(kind, config, jax.random.key(1))
-
-
-def recipe(kind: str = "eagle3", **changes):
-    plain = {"losses": (("ce", 1.0),), "decay": 1.0, "weighting": "decay", "confidence": 0.0, "features": 0.0}
-    return recipe_of(kind, **{"depths": DEPTHS, "learning_rate": 1e-2, **plain, **changes})
 
 
 @pytest.mark.parametrize("kind", ["eagle3", exhaustive("medusa"), exhaustive("dflash"), exhaustive("hydra")])
