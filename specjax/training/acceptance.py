@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.indexing import take_along
 from specjax.models.heads.acceptance import AcceptanceHead, init_acceptance
@@ -48,8 +49,9 @@ class Stopping:
 
 def stopping(draft: Target, num_blocks: int = 3, **settings: float) -> Stopping:
     """An untrained head of a draft model."""
-    lesson = Lesson(*(jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.int32, jnp.int32, bool)))
-    output = jax.eval_shape(lambda params, lesson: one_pass(draft.model, params, lesson)[0], draft.params, lesson)
+    zero = np.zeros((1, 1), np.int32)
+    lesson = Lesson(jnp.asarray(zero), jnp.asarray(zero), jnp.asarray(zero > 0))
+    output = jax.eval_shape(lambda params: one_pass(draft.model, params, lesson)[0], draft.params)
     head = init_acceptance(output.hidden.shape[-1], num_blocks)
     return Stopping(draft.model, {"draft": draft.params, "head": head}, **settings)
 

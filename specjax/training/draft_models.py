@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,15 +151,15 @@ def pruned(target: Target, layers: Sequence[int]) -> Target:
     if config is None or not isinstance(target.params, dict) or "layers" not in target.params:
         raise UsageError(f"{target.model.name} has no layers by number to keep some of; give a model of specjax.models")
     outside = [layer for layer in layers if not 0 <= layer < known]
-    if outside or not layers:
+    if outside or not 0 < len(layers) <= known:
         raise UsageError(f"the target has layers 0 to {known - 1}; keep one or more of these, not {list(layers)}")
     own = target.params["layers"]
-    kept = (
-        {key: own[layer] for key, layer in zip(sorted(own, key=int), layers, strict=False)}
-        if all(str(key).isdigit() for key in own)
-        else jax.tree.map(lambda x: x[jnp.asarray(layers)], own)
-    )
-    changes = {"num_layers": len(layers)}
+    if all(str(key).isdigit() for key in own):
+        keys = sorted(own, key=int)
+        kept = {keys[place]: own[keys[layer]] for place, layer in enumerate(layers)}
+    else:
+        kept = jax.tree.map(lambda x: x[jnp.asarray(layers)], own)
+    changes: dict[str, Any] = {"num_layers": len(layers)}
     if hasattr(config, "is_global"):
         changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
     smaller = dataclasses.replace(config, **changes)
@@ -194,11 +194,11 @@ def answered_by(student: Target, lesson: Lesson, key: Array, *, eos: Sequence[in
 
     Rows that count nothing stay. Raises: UsageError for rows of several texts.
     """
-    tokens, first, counts = (np.asarray(x) for x in lesson)
+    tokens, first, counts = np.asarray(lesson.tokens), np.asarray(lesson.first), np.asarray(lesson.counts)
     size = tokens.shape[1]
     if ((first > 0) & counts).any():
         raise UsageError("rows with several texts cannot be answered anew; pack one to a row (packs=False)")
-    has = counts.any(1)
+    has = np.any(counts, axis=1)
     prompt = np.where(has, np.maximum(np.argmax(counts, 1), 1), 1).astype(np.int32)
     longest = int(size - prompt[has].min(initial=size - 1))
     result = decode(
@@ -210,9 +210,9 @@ def answered_by(student: Target, lesson: Lesson, key: Array, *, eos: Sequence[in
     said = np.take_along_axis(np.asarray(result.tokens), np.clip(behind, 0, result.tokens.shape[1] - 1), 1)
     answer = (behind >= 0) & (behind < np.asarray(result.lengths)[:, None])
     end = np.minimum(prompt + np.asarray(result.lengths), size)[:, None]
-    anew = Lesson(
-        np.where(answer, said, np.where(behind < 0, tokens, 0)).astype(np.int32),
-        np.where(place < end, 0, end).astype(np.int32),
-        answer,
+    anew = np.where(answer, said, np.where(behind < 0, tokens, 0)), np.where(place < end, 0, end), answer
+    tokens, first, counts = (
+        np.where(has[:, None], new, old).astype(old.dtype)
+        for new, old in zip(anew, (tokens, first, counts), strict=True)
     )
-    return Lesson(*(np.where(has[:, None], new, old) for new, old in zip(anew, lesson, strict=True)))
+    return Lesson(*map(jnp.asarray, (tokens, first, counts)))

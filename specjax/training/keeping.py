@@ -21,7 +21,7 @@ ABOUT, BEST = "run.json", "best"
 class Kept:
     """Where a run stands. Without a folder it remembers the best pupil alone.
 
-    A state is written beside the one before, which is deleted once it is whole: when the run is ended, one is there.
+    A state is written beside the one before, which is deleted once it is whole: whenever a run is ended, one is there.
     """
 
     def __init__(self, folder: str | Path | None, pupil: Pupil, state: PyTree, about: Mapping[str, Any]):

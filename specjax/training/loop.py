@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead
+from specjax.parallel import shard_head
+from specjax.parallel.arrays import place
 from specjax.training.keeping import Kept
 from specjax.training.learners import Learner, Pupil, learner_of
 from specjax.training.lessons import Lesson, Text, choose_places, pack, places_that_count
@@ -91,7 +93,13 @@ def dtype_of(params: PyTree) -> str:
     return str(max(floats, key=floats.count))
 
 
-def as_served(pupil: Pupil, state: State, rest: PyTree) -> Pupil:
+def on_devices(target: Target | None, rows: PyTree) -> PyTree:
+    """Rows where the target's mesh has them, if it is spread over one."""
+    mesh = None if target is None else target.model.mesh
+    return rows if mesh is None else place(rows, mesh, "data")
+
+
+def as_served(pupil: Pupil, state: State, rest: PyTree) -> Any:
     """What is trained, as it is served, in the dtypes that it began with."""
     params = jax.tree.map(lambda x, old: x.astype(old.dtype), joined(state.trained, rest), pupil.params)
     return dataclasses.replace(pupil, params=params)
@@ -184,7 +192,8 @@ def train(
       target: None for losses that do not read it, with nothing held out.
       pupil: what it begins with: a head, such as `starts.new_head` gives, or a draft model, a `Target` too.
       recipe: default: that of its kind. held_out: texts, written greedily, on which tokens per pass are measured.
-      rows, length: of a lesson: tokens int32[rows, length]. places: the most of a row that rounds begin at.
+      rows, length: of a lesson: tokens int32[rows, length]; over a mesh "data" must divide the rows.
+      places: the most of a row that rounds begin at.
       chunk: places of a row that are judged at a time: less memory, more arithmetic. None: all.
       num_tokens: of the chain that is measured; default: as many as the recipe drafts.
       patience: evaluations in a row that may not be better before it stops; None: any number.
@@ -201,6 +210,8 @@ def train(
     check(recipe)
     if target is None and held_out:
         raise UsageError("tokens per pass of texts held out are those of a target; give it, or hold none out")
+    if isinstance(pupil, DraftHead) and target is not None and target.model.mesh is not None:
+        pupil = shard_head(pupil, target.model.mesh)
     schedule = scheduled(
         texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs and data is None,
         multiple=chunk or 1,
@@ -212,12 +223,11 @@ def train(
     state, rest = begin(plan, pupil.params)
     about = {
         "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "texts": fingerprint(texts),
-        "epochs": epochs, "shape": [rows, length, schedule.places], "data": repr(data),
+        "epochs": epochs, "shape": [rows, length, schedule.places], "data": data and repr(data),
     }  # fmt: skip
     kept = Kept(folder, pupil, state, about)
     state = kept.state
     started, tokens = time.perf_counter(), 0
-    measure = functools.partial(served, target, texts=held_out, rows=rows, length=length)
     depths = num_tokens or min(recipe.depths, learner.deepest or recipe.depths)
     since_best = 0
     for number, (epoch, lesson, where) in enumerate(schedule.after(int(state.step), seed), int(state.step)):
@@ -225,7 +235,7 @@ def train(
             lesson = data(number, schedule.steps, lesson, as_served(pupil, state, rest))
             where = choose_places(lesson, schedule.places, np.random.default_rng([seed, number]))
         key = jax.random.fold_in(jax.random.key(seed), number)
-        state, outcome = train_step(plan, state, rest, target, lesson, where, key)
+        state, outcome = train_step(plan, state, rest, target, *on_devices(target, (lesson, where)), key)
         if not bool(outcome.finite):
             raise UsageError(
                 f"the loss was {float(outcome.loss)} at step {number + 1}; what was reached before is kept. Lower the "
@@ -234,25 +244,17 @@ def train(
         tokens += int(outcome.report.tokens)
         last = number + 1 == schedule.steps
         measured, best = None, False
-        if held_out and (last or (number + 1) % evaluate_every == 0):
+        if held_out and target is not None and (last or (number + 1) % evaluate_every == 0):
             now = as_served(pupil, state, rest)
-            measured = measure(pupil=now, depths=depths)
+            measured = served(target, now, held_out, depths=depths, rows=rows, length=length)
             best = kept.consider(now, measured)
             since_best = 0 if best else since_best + 1
         if last or (number + 1) % evaluate_every == 0:
             kept.keep(state)
+        accuracy = tuple(np.asarray(outcome.report.accuracy).tolist())
+        seconds = time.perf_counter() - started
         listen(
-            Progress(
-                number + 1,
-                schedule.steps,
-                epoch,
-                tokens,
-                time.perf_counter() - started,
-                float(outcome.loss),
-                tuple(np.asarray(outcome.report.accuracy).tolist()),
-                measured,
-                best,
-            )
+            Progress(number + 1, schedule.steps, epoch, tokens, seconds, float(outcome.loss), accuracy, measured, best)
         )
         if patience is not None and since_best > patience:
             break

@@ -52,7 +52,7 @@ class Record(NamedTuple):
     length: Array  # int32[N], 0: none
     rejected: Array  # bool[N, S], tokens that the target wrote in place of a draft
     roots: Array  # bool[N, S], last tokens before the rounds in which that happened
-    count: Array  # int32[], texts that came
+    seen: Array  # int32[], texts that came
 
 
 def empty(texts: int, size: int) -> Record:
@@ -64,9 +64,11 @@ def empty(texts: int, size: int) -> Record:
 @jax.jit
 def push(record: Record, tokens: Array, length: Array, rejected: Array, roots: Array) -> Record:
     """With one more text: [S] each, and its length. Pure."""
-    place = record.count % len(record.length)
+    place = record.seen % len(record.length)
     news = tokens, length, rejected, roots
-    return Record(*(x.at[place].set(new) for x, new in zip(record[:4], news, strict=True)), record.count + 1)
+    old = record.tokens, record.length, record.rejected, record.roots
+    tokens, length, rejected, roots = (x.at[place].set(new) for x, new in zip(old, news, strict=True))
+    return Record(tokens, length, rejected, roots, record.seen + 1)
 
 
 def plan_of(pupil: Pupil, *, places: int | None = None, **changes: Any) -> Plan:
@@ -152,7 +154,7 @@ class Watch:
     @property
     def full(self) -> bool:
         """Whether as many texts have ended as the record holds."""
-        return int(self.record.count) >= self.texts
+        return int(self.record.seen) >= self.texts
 
     def take(self) -> Record:
         """The record; a new one begins."""

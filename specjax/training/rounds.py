@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.indexing import take_along
-from specjax.models import cache as kv
+from specjax.models.heads.blocks import cache_of_rows
 from specjax.models.heads.contract import Drafted, Head, Pairs
 from specjax.training.chunks import sum_in_chunks
 from specjax.training.lessons import Lesson
@@ -124,9 +124,7 @@ def _by_depth(
         return rows(take_along(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), 1))
 
     length = rows(begin) + 2
-    cache = reading.pending
-    if isinstance(cache, kv.Pending):  # for heads that run layers of the target
-        cache = kv.shared(cache, begin + 1, take_along(first, begin, 1))
+    cache = cache_of_rows(reading.pending, Pairs(reading.features, tokens, begin + 1, first))
     repeated = jnp.broadcast_to(tokens[:, None], (batch, count, size))
     context = Context(rows(repeated), length, cache=cache, target=target)
     place = jnp.arange(depths)

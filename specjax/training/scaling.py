@@ -73,8 +73,8 @@ def fit(
     """
     x, y = _points(budgets, values)
     errors = {each: _error_at_last(each, x, y) for each in FORMS}
-    form = form or min(FORMS, key=lambda each: errors[each])
-    t, z = np.log(x), _forth(form, y)
+    chosen = min(FORMS, key=errors.__getitem__) if form is None else form
+    t, z = np.log(x), _forth(chosen, y)
     weight = _weights(x)
     slope, start = _line(t, z, weight)
     residual = z - (slope * t + start)
@@ -86,7 +86,7 @@ def fit(
     drawn = np.random.default_rng(seed).choice(grown - grown.mean(), (samples, len(z)))
     slopes = np.array([_line(t, slope * t + start + noise, weight) for noise in drawn])
     low, high = np.quantile(slopes[:, 0], [0.025, 0.975])
-    return Law(form, slope, start, Range(float(low), float(high)), r2, errors[form], tuple(x.tolist()), slopes)
+    return Law(chosen, slope, start, Range(float(low), float(high)), r2, errors[chosen], tuple(x.tolist()), slopes)
 
 
 def before_saturation(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specjax.parallel.arrays import gather, place
 from specjax.training.learners import Pupil, learner_of
 from specjax.training.lessons import Lesson, Text, pack, places_that_count
 from specjax.types import Array, Target
@@ -40,7 +41,9 @@ def served(target: Target, pupil: Pupil, texts: Sequence[Text], *, depths: int, 
     tokens = passes = right = places = 0
     for lesson in lessons:
         there = places_that_count(lesson)
-        hits = np.asarray(_hits(target, pupil, lesson, depths))
+        mesh = target.model.mesh
+        rows_of = lesson if mesh is None else place(lesson, mesh, "data")
+        hits = np.asarray(gather(_hits(target, pupil, rows_of, depths)))
         right, places = right + int(np.sum((hits > 0) & there[:, :-1])), places + int(there.sum())
         for row, accepted in enumerate(hits):
             for begin, end in answers(there[row]):

@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_left_out_and_the_oldest_goes():
     for name in range(3):
         watch.see(name, [name], [5], 0, 1, "eos")
     assert watch.full and watch.record.tokens[:, 0].tolist() == [2, 1]
-    assert int(watch.take().count) == 3 and not watch.full and int(watch.record.count) == 0
+    assert int(watch.take().seen) == 3 and not watch.full and int(watch.record.seen) == 0
 
 
 @functools.cache
