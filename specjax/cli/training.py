@@ -115,7 +115,7 @@ class Run:
         if len(known) < self.own_prompts:
             known = []
             with self._bar("writing prompts") as bar:
-                task = bar.add_task("", total=self.own_prompts)
+                task = bar.add_task("", total=self.own_prompts, rate="")
                 written = a.own_prompts(
                     session.target, session.tokenizer, self.own_prompts, slots=self.batch_size, seed=self.seed
                 )
