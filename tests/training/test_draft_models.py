@@ -200,3 +200,23 @@ def test_answers_by_the_target_make_cross_entropy_the_divergence():
     each = jax.vmap(jax.grad(lambda z, label: losses.cross_entropy(z[None], None, label[None], None)[0]), (None, 0))
     error = lambda n: float(jnp.sqrt(jnp.mean((each(z, labels).reshape(-1, n, 3).mean(1) - exact) ** 2)))
     assert error(1000) < 0.02 and error(10) / error(1000) == pytest.approx(10, rel=0.35)
+
+
+@pytest.mark.exhaustive
+def test_a_run_on_its_own_answers_that_was_ended_goes_on_to_the_same_bits(tmp_path):
+    """R6, with the draft model's samples as data."""
+    settings = dict(
+        recipe=recipe_of("distillspec"), data=OnPolicy((), 0.7, warmup=0.0), rows=2, length=LENGTH, epochs=3, chunk=20,
+        evaluate_every=1,
+    )  # fmt: skip
+    start = pruned(target(), [1])
+    whole = train(target(), start, texts(), **settings)
+
+    def stop(progress):
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target(), start, texts(), folder=tmp_path, listen=stop, **settings)
+    again = train(target(), start, texts(), folder=tmp_path, **settings)
+    jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
