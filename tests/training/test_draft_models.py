@@ -53,6 +53,9 @@ def loss_and_gradient(recipe, draft, target, lesson, places, chunk=None):
     return value, report, gradient
 
 
+compiled_loss = jax.jit(loss_of, static_argnames=("recipe", "model", "chunk"))
+
+
 def logits_of(model: Target, tokens):
     """float32[T, V] of one text."""
     return _logits(model, np.pad(tokens, (0, LENGTH - len(tokens))))[: len(tokens)]
@@ -88,8 +91,18 @@ def test_cross_entropy_needs_no_target_and_others_say_that_they_do():
     (lesson,) = pack(texts()[:2], 2, LENGTH)
     places = choose_places(lesson, 24)
     recipe = recipe_of("fastdraft")
-    with_it, without = (loss_of(recipe, draft().model, draft().params, x, lesson, places)[0] for x in (target(), None))
+    with_it, without = (
+        compiled_loss(recipe, draft().model, draft().params, x, lesson, places)[0] for x in (target(), None)
+    )
     assert float(with_it) == pytest.approx(float(without), rel=1e-6)
+    said = [jax.nn.log_softmax(logits_of(draft(), text.tokens)) for text in texts()[:2]]
+    each = [
+        q[np.arange(len(q) - 1), text.tokens[1:]][text.answer - 1 :] for q, text in zip(said, texts(), strict=False)
+    ]
+    assert float(without) == pytest.approx(-float(jnp.concatenate(each).mean()), rel=1e-4)
+    everywhere = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))  # prompts do not count, wherever drafts begin
+    whole, report = compiled_loss(recipe, draft().model, draft().params, None, lesson, everywhere)
+    assert report.tokens == 2 * NEW and float(whole) == pytest.approx(float(without), rel=1e-5)
     with pytest.raises(UsageError, match="only the loss ce can do without a target"):
         loss_of(recipe_of("direct_alignment"), draft().model, draft().params, None, lesson, places)
     with pytest.raises(UsageError, match="24 places of a row, and 7 does not"):
