@@ -50,7 +50,7 @@ def one_pass(model: Model, params: PyTree, lesson: Lesson, taps: tuple[int, ...]
     place = jnp.arange(size)
     mask = (place <= place[:, None]) & (place >= jnp.asarray(lesson.first)[:, :, None])
     positions = jnp.broadcast_to(place, (batch, size))
-    cache = model.begin(params, None, batch, 1)
+    cache = model.begin(params, None, batch, 0)
     wanted = {"taps": taps} if taps else {}
     return model.forward(params, jnp.asarray(lesson.tokens), cache, positions=positions, mask=mask, **wanted)
 
@@ -87,8 +87,8 @@ def rounds(
     begin = jnp.maximum(places, 0)
     pairs = Pairs(reading.features[:, :-1], tokens[:, 1:], begin + 1, first[:, :-1])
     nothing = Context(tokens, jnp.ones((batch,), jnp.int32), target=target)
-    # Of room for one pair: what is read of all is not written into it, but stands in its place.
-    memory = head.read(params, head.begin(params, nothing, batch, 1), pairs, nothing)
+    # Without room for any pair: what is read of all is not written into it, but stands in its place.
+    memory = head.read(params, head.begin(params, nothing, batch, 0), pairs, nothing)
     whole = jax.tree.map(lambda axis, x: x.shape[axis] == batch * count, head.axes(memory), memory)
 
     def some(params, memory: PyTree, i: Array, size: int) -> Any:
