@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.loading.fields import HEADS, ROWS, WIDTH
 from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, renamed
+from specjax.models.loading.heads.describing import described_verifier
 
 KINDS = ("mlp_speculator",)
 
@@ -55,6 +56,10 @@ WORDS = {
 }
 
 
+EPS = {"ibm": 1e-6, "speculators": 1e-5}
+"""Of the norms."""
+
+
 def kind_of(contents: Contents) -> str:
     """The method that it is drafted with."""
     return "mlp_speculator"
@@ -78,7 +83,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
         tied=c.flag("tie_weights", theirs),
         scaled=c.flag("scale_input"),
         centred=theirs,
-        norm_eps=1e-5 if theirs else 1e-6,
+        norm_eps=EPS[dialect],
         taps=(reader.num_layers,) if theirs and not c.flag("inputs_hidden_states_normalized") else (),
         dtype=reader.dtype,
     )
@@ -92,4 +97,30 @@ def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
     return {}
 
 
-LAYOUTS: dict[str, Rules] = {}
+LAYOUTS: dict[str, Rules] = {
+    "ibm": ((r"^", "speculator."),),
+    "speculators": ((r"^emb\.", "emb_layers."), (r"^proj\.", "proj_layers."), (r"^ln\.", "layernorms.")),
+}
+
+
+def describe(config: MlpSpeculatorConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
+    """config.json. Raises: UsageError for a head whose norms or features are the other layout's."""
+    theirs, words = layout == "speculators", WORDS[layout]
+    if config.centred != theirs or config.norm_eps != EPS[layout]:
+        norms = "take the mean off first" if config.centred else "leave the mean in"
+        raise UsageError(f"the head's norms {norms}, with {config.norm_eps:g}, which the layout {layout} does not")
+    if config.taps and not theirs:
+        raise UsageError("the head reads the stream before the final norm, which the layout ibm does not")
+    own = {words.width: config.width, words.inner: config.inner_width, words.heads: config.num_heads}
+    shared = {
+        "vocab_size": config.vocab_size, "tie_weights": config.tied, "scale_input": config.scaled,
+        "torch_dtype": config.dtype,
+    }  # fmt: skip
+    if not theirs:
+        name = about["name"]
+        return {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"} | own | shared | {
+            "base_model_name_or_path": name
+        }  # fmt: skip
+    return described_verifier("mlp", "MLPSpeculator", about) | own | shared | {
+        "inputs_hidden_states_normalized": not config.taps
+    }  # fmt: skip
