@@ -6,11 +6,10 @@ import json
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_oracles import shapes_of_target, target
-from heads import config_of
+from heads import config_of, numbered_head
 from safetensors.numpy import load_file
 
 from specjax import UsageError, save_head
@@ -18,19 +17,6 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading.heads import kinds, load_head, read_head, recognise
 from specjax.models.loading.heads.writing import NO_TENSORS, stored_name
-
-
-def head_of(kind, **changes) -> DraftHead:
-    """With numbers of any size: to draw its own would take a program for each."""
-    config = replace(config_of(kind, target()), **changes)
-    head, rng = abstract_head(kind, config), np.random.default_rng(0)
-
-    def numbers(x):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return np.minimum(np.arange(x.size), config.layer.vocab_size).astype(x.dtype)  # a map of the first ids
-        return jnp.asarray(rng.normal(size=x.shape), x.dtype)
-
-    return head.replace(params=jax.tree.map(numbers, head.params))
 
 
 def shapes(config):
@@ -48,7 +34,7 @@ def same(found: DraftHead, expected: DraftHead) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_read_back_bit_by_bit(kind, tmp_path):
-    head = head_of(kind)
+    head = numbered_head(kind, target())
     save_head(tmp_path, head, target=target())
     kind_of, dialect = recognise(tmp_path)
     assert kind_of == kind and dialect in kinds.of(kind).LAYOUTS
@@ -77,7 +63,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_kinds_can_be_is_in_their_files(name, tmp_path):
     kind, changes, layout = VARIANTS[name]
-    head = head_of(kind, **changes)
+    head = numbered_head(kind, target(), **changes)
     save_head(tmp_path, head, layout=layout, target=target())
     same(load_head(tmp_path, target()), head)
 
@@ -109,7 +95,7 @@ def test_the_words_of_authors_who_pickle(tmp_path):
         "domino": ({"projector_type": "domino", "gru_hidden_dim": 5}, {"prefix_gru.weight_hh_l0"}),
     }  # fmt: skip
     for kind, (fields, names) in expected.items():
-        save_head(tmp_path / kind, head_of(kind))
+        save_head(tmp_path / kind, numbered_head(kind, target()))
         said = json.loads((tmp_path / kind / "config.json").read_text())
         assert {name: said[name] for name in fields} == fields
         assert names <= load_file(tmp_path / kind / "model.safetensors").keys()
@@ -123,12 +109,12 @@ def test_what_no_layout_has_words_for_is_refused(tmp_path):
         ("clover", {"version": 1}, r"without 2\) has no published layout"),
     ):
         with pytest.raises(UsageError, match=message):
-            save_head(tmp_path / kind, head_of(kind, **changes))
+            save_head(tmp_path / kind, numbered_head(kind, target(), **changes))
         assert not (tmp_path / kind).exists()
 
 
 def test_transfers_that_do_not_fit(tmp_path):
-    save_head(tmp_path, head_of("hidden_transfer"))
+    save_head(tmp_path, numbered_head("hidden_transfer", target()))
     with pytest.raises(UsageError, match="transfers of width 32, and the width of the target tiny is 16"):
         load_head(tmp_path, shapes_of_target(width=16))
     with pytest.raises(UsageError, match="transfers behind layer 6 of the target, and tiny has 2 layers"):
