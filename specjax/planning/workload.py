@@ -173,8 +173,8 @@ def _check_head(row: Method, head: str | None, draft: Any) -> None:
         raise UsageError("--head and --draft both draft; leave one out")
     if kind is not None and kind != row.name and "head" in row.takes:
         raise UsageError(
-            f"--method {row.name} asks a head as often as the text makes that worth, of which nothing is known here; leave "
-            f"--method out to plan rounds in which {kind} drafts"
+            f"--method {row.name} asks a head as often as the text makes that worth, of which nothing is known here; "
+            f"leave --method out to plan rounds in which {kind} drafts"
         )
     if kind is not None and kind != row.name:
         raise UsageError(f"--head {kind} is drafted with by --method {kind}, not {row.name}; leave --method out")
