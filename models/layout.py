@@ -157,7 +157,7 @@ class Layout:
         attend = over_slots(attend, slots, kv.slots_of_part) if slots else attend
 
         def split(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window, first=None):
-            rows = length, positions, mask, key_positions
+            rows: tuple[Array, ...] = (length, positions, mask, key_positions)
             rows = rows if first is None else (*rows, first)
             shardings = (
                 self.sharding(q.shape, "data", None, "heads", None),

@@ -117,6 +117,14 @@ def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: k
     return (kv.commit if layout is None else layout.commit)(cache, pending, path, count)
 
 
+def cache_of_rows(pending: PyTree, pairs: Pairs) -> PyTree:
+    """The target's cache of B R rows, for heads that run its layers: each of the first `count` int32[B, R] tokens of
+    what is pending. None of a model whose memory is no keys and values."""
+    if not isinstance(pending, kv.Pending):
+        return None
+    return kv.shared(pending, pairs.count, None if pairs.first is None else last_of(pairs.first, pairs.count))
+
+
 def newest(rows: Array, count: Array, before: Array) -> Array:
     """[B, W]: the last of the first `count` int32[B] of rows [B, T, W]; `before` [B, W] where there are none. Of
     `count` int32[B, R] [B R, W]."""

@@ -121,8 +121,9 @@ def eagle3_head(config: Eagle3Config) -> Head:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """The authors': the inputs of layers 2, L / 2 and L - 3 of a target of L layers."""
-    return 2, num_layers // 2, num_layers - 3
+    """The authors': the inputs of layers 2, L / 2 and L - 3 of a target of L layers; of a very shallow one, those that
+    there are."""
+    return min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)
 
 
 def of_target(target: LlamaConfig, *, draft_vocab_size: int = 32000, **changes) -> Eagle3Config:

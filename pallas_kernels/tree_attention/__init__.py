@@ -47,6 +47,8 @@ def tree_attention(
         )  # fmt: skip
     arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
     static = {"scale": scale, "softcap": softcap, "with_total": with_total}
+    if not prefix_k.shape[-2]:
+        return _run_reference(*arrays, **static)
     on_xla: Callable = functools.partial(_run_xla, **static)
     on_gpu: Callable = functools.partial(_run_xla, block=BLOCK_ON_GPU, **static)
     on_tpu: Callable = functools.partial(_run_tpu, **static)

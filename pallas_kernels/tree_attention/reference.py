@@ -52,7 +52,13 @@ def tree_attention(
         in_prefix &= slot > positions[:, :, None] - window
         near = positions if key_positions is None else key_positions
         mask = mask & (near[:, None, :] > positions[:, :, None] - window)
-    old, new = scores(prefix_k, in_prefix), scores(k, mask)
+    new = scores(k, mask)
+    if not slots:  # nothing was read before, as in a pass of training
+        top = jnp.max(new, -1, keepdims=True)
+        new = jnp.exp(new - top)
+        total = jnp.sum(new, -1, keepdims=True)
+        return finish(weighted(new, v, q.dtype) / total, top, total, t, q.dtype, with_total)
+    old = scores(prefix_k, in_prefix)
     top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
 

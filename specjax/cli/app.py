@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from specjax.cli import bench, check_bits, compare_verifiers, compile, datastore, generate, inspect, methods, plan
+from specjax.cli import (
+    bench,
+    check_bits,
+    compare_verifiers,
+    compile,
+    datastore,
+    generate,
+    inspect,
+    methods,
+    plan,
+    train,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,6 +31,7 @@ app.command("bench")(bench.bench)
 app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
 app.command("compile")(compile.compile_)
 app.command("plan")(plan.plan)
+app.command("train")(train.train)
 app.command("methods")(methods.methods)
 app.command("inspect")(inspect.inspect)
 app.command("check-bits")(check_bits.check_bits)

@@ -4,6 +4,7 @@ from specjax.costs.chips import CHIPS
 from specjax.planning.decode_report import compile_report
 from specjax.planning.report import Report
 from specjax.planning.topologies import known_topologies, parse_topology
+from specjax.planning.training_report import TrainingReport, training_report
 from specjax.planning.tree_plan import Plan, plan
 from specjax.planning.workload import Workload, make_workload
 
@@ -11,10 +12,12 @@ __all__ = [
     "CHIPS",
     "Plan",
     "Report",
+    "TrainingReport",
     "Workload",
     "compile_report",
     "known_topologies",
     "make_workload",
     "parse_topology",
     "plan",
+    "training_report",
 ]

@@ -50,13 +50,14 @@ def compile_programs(
         for program in built.programs:
             if program.name in missing:
                 notify(rename.get(program.name, program.name))
-                reports[program.name] = _compile(work, program, needed[program.name])
+                reports[program.name] = compile_program(work, program, needed[program.name])
                 if cache:
                     stored.save(work, program.name, nodes, reports[program.name])
     return [dataclasses.replace(reports[name], name=rename.get(name, name)) for name in only]
 
 
-def _compile(work: Workload, program: Program, least: float) -> ProgramReport:
+def compile_program(work: Workload, program: Program, least: float) -> ProgramReport:
+    """What the compiler says of one program, of which a device must move `least` bytes."""
     chip = work.topology.chip
     start = time.perf_counter()
     try:

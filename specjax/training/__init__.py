@@ -1,0 +1,32 @@
+"""Training drafters on what their target writes: docs/training.md.
+
+`train` is the loop, `loop.train_step` one pure step of it; `served` says what a head serves,
+exactly and without decoding.
+"""
+
+from specjax.training.answers import Answers, answer, own_prompts
+from specjax.training.lessons import Lesson, Text, pack
+from specjax.training.loop import Progress, train, train_step
+from specjax.training.losses import LOSSES
+from specjax.training.recipes import RECIPES, Recipe, recipe_of
+from specjax.training.served import Served, served
+from specjax.training.starts import new_head
+
+__all__ = [
+    "LOSSES",
+    "RECIPES",
+    "Answers",
+    "Lesson",
+    "Progress",
+    "Recipe",
+    "Served",
+    "Text",
+    "answer",
+    "new_head",
+    "own_prompts",
+    "pack",
+    "recipe_of",
+    "served",
+    "train",
+    "train_step",
+]

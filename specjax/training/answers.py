@@ -75,6 +75,7 @@ class Answers:
         self.folder = Path(folder)
         self.known: dict[str, Text] = {}
         self._lines = 0
+        self._cut = ""  # what ends a last line that was cut off
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             known = self.folder / ABOUT
@@ -96,7 +97,9 @@ class Answers:
 
     def _read(self) -> None:
         for path in sorted(self.folder.glob("answers-*.jsonl")):
-            for line in path.read_text(encoding="utf-8").split("\n"):
+            lines = path.read_text(encoding="utf-8").split("\n")
+            self._cut = "\n" if lines[-1] else ""
+            for line in lines:
                 self._lines += bool(line)
                 try:
                     entry = json.loads(line)
@@ -116,10 +119,11 @@ class Answers:
         path = self.folder / f"answers-{self._lines // SHARD:05d}.jsonl"
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+                file.write(self._cut + json.dumps(entry, separators=(",", ":")) + "\n")
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}); make room, and run it again") from error
         self._lines += 1
+        self._cut = ""
         self.known[name_of(tokens[:count])] = answer.text
 
 
@@ -133,7 +137,7 @@ def opening(tokenizer: Any) -> list[int]:
 
     Raises: UsageError for a tokenizer without a chat template, or one in which a turn stands at no fixed place.
     """
-    if tokenizer.chat_template is None:
+    if getattr(tokenizer, "chat_template", None) is None:
         raise UsageError("the target has no chat template, so it cannot write prompts of its own; give --prompts FILE")
     some = [tokenizer.chat(words) for words in ("A b", "Zebras, 1 2 3", "But why?")]
     same = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*some, strict=False))

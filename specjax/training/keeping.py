@@ -20,7 +20,7 @@ ABOUT, BEST = "run.json", "best"
 class Kept:
     """Where a run stands. Without a folder it remembers its best head alone.
 
-    A state is written beside the one before, which is deleted once it is whole: whenever the run is ended, one is there.
+    A state is written beside the one before, which is deleted once it is whole: whenever a run is ended, one is there.
     """
 
     def __init__(self, folder: str | Path | None, head: DraftHead, state: PyTree, about: Mapping[str, Any]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.types import Array
@@ -66,7 +67,8 @@ class _Row:
 
 
 def _lesson(rows: Sequence[_Row]) -> Lesson:
-    return Lesson(*(np.stack([getattr(row, name) for row in rows]) for name in Lesson._fields))
+    tokens, first, counts = (np.stack([getattr(row, name) for row in rows]) for name in Lesson._fields)
+    return Lesson(*map(jnp.asarray, (tokens, first, counts)))
 
 
 def places_that_count(lesson: Lesson) -> np.ndarray:

@@ -15,6 +15,8 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead, Head
+from specjax.parallel import shard_head
+from specjax.parallel.arrays import place
 from specjax.training.keeping import Kept
 from specjax.training.lessons import Lesson, Text, choose_places, pack, places_that_count
 from specjax.training.objective import Report, objective
@@ -96,6 +98,12 @@ def dtype_of(params: PyTree) -> str:
     """Of the weights."""
     floats = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     return str(max(floats, key=floats.count))
+
+
+def on_devices(target: Target, rows: PyTree) -> PyTree:
+    """Rows where the target's mesh has them, if it is spread over one."""
+    mesh = target.model.mesh
+    return rows if mesh is None else place(rows, mesh, "data")
 
 
 def trained_head(plan: Plan, state: State, rest: PyTree, like: PyTree) -> DraftHead:
@@ -189,7 +197,8 @@ def train(
     Args:
       head: what it begins with, such as `starts.from_target` gives.
       recipe: default: that of its kind. held_out: texts, written greedily, on which tokens per pass are measured.
-      rows, length: of a lesson: tokens int32[rows, length]. places: the most of a row that rounds begin at.
+      rows, length: of a lesson: tokens int32[rows, length]; over a mesh "data" must divide the rows.
+      places: the most of a row that rounds begin at.
       chunk: places of a row that are judged at a time: less memory, more arithmetic. None: all.
       num_tokens: of the chain that is measured; default: as many as the recipe drafts.
       patience: evaluations in a row that may not be better before it stops; None: any number.
@@ -201,8 +210,11 @@ def train(
     """
     recipe = recipe or recipe_of(head.head.kind)
     check(recipe)
+    if target.model.mesh is not None:
+        head = shard_head(head, target.model.mesh)
     schedule = scheduled(
-        texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs, multiple=chunk or 1
+        texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs,
+        multiple=chunk or 1,
     )  # fmt: skip
     plan = Plan(recipe, head.head, schedule.steps, chunk, dtype_of(head.params))
     state, rest = begin(plan, head.params)
@@ -218,7 +230,7 @@ def train(
     since_best = 0
     for number, (epoch, lesson, where) in enumerate(schedule.after(int(state.step), seed), int(state.step)):
         key = jax.random.fold_in(jax.random.key(seed), number)
-        state, outcome = train_step(plan, state, rest, target, lesson, where, key)
+        state, outcome = train_step(plan, state, rest, target, *on_devices(target, (lesson, where)), key)
         if not bool(outcome.finite):
             raise UsageError(
                 f"the loss was {float(outcome.loss)} at step {number + 1}; what was reached before is kept. Lower the "
@@ -234,18 +246,10 @@ def train(
             since_best = 0 if best else since_best + 1
         if last or (number + 1) % evaluate_every == 0:
             kept.keep(state)
+        accuracy = tuple(np.asarray(outcome.report.accuracy).tolist())
+        seconds = time.perf_counter() - started
         listen(
-            Progress(
-                number + 1,
-                schedule.steps,
-                epoch,
-                tokens,
-                time.perf_counter() - started,
-                float(outcome.loss),
-                tuple(np.asarray(outcome.report.accuracy).tolist()),
-                measured,
-                best,
-            )  # fmt: skip
+            Progress(number + 1, schedule.steps, epoch, tokens, seconds, float(outcome.loss), accuracy, measured, best)
         )
         if patience is not None and since_best > patience:
             break

@@ -67,7 +67,9 @@ def split(params: PyTree, frozen: tuple[str, ...]) -> tuple[PyTree, PyTree]:
 
     def stays(path, x) -> bool:
         name = "/".join(str(getattr(entry, "key", entry)) for entry in path)
-        return not jnp.issubdtype(x.dtype, jnp.floating) or any(name.startswith(prefix) for prefix in frozen)
+        return not jnp.issubdtype(x.dtype, jnp.floating) or any(
+            f"{name}/".startswith(f"{prefix}/") for prefix in frozen
+        )
 
     trained = jax.tree_util.tree_map_with_path(lambda path, x: None if stays(path, x) else x, params)
     rest = jax.tree_util.tree_map_with_path(lambda path, x: x if stays(path, x) else None, params)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.models import cache as kv
+from specjax.models.heads.blocks import cache_of_rows
 from specjax.models.heads.contract import Drafted, Head, Pairs
 from specjax.training.lessons import Lesson
 from specjax.types import Array, Context, PyTree, Said, Target
@@ -50,7 +50,7 @@ def read(target: Target, head: Head, lesson: Lesson) -> Reading:
     place = jnp.arange(size)
     mask = (place <= place[:, None]) & (place >= jnp.asarray(lesson.first)[:, :, None])
     positions = jnp.broadcast_to(place, (batch, size))
-    cache = model.begin(target.params, None, batch, 1)
+    cache = model.begin(target.params, None, batch, 0)
     taps = {"taps": head.taps} if head.taps else {}
     output, pending = model.forward(target.params, lesson.tokens, cache, positions=positions, mask=mask, **taps)
     kept = Reading(head.features_of(output), output.hidden, pending)
@@ -82,8 +82,8 @@ def rounds(
     begin = jnp.maximum(places, 0)
     pairs = Pairs(reading.features[:, :-1], tokens[:, 1:], begin + 1, first[:, :-1])
     nothing = Context(tokens, jnp.ones((batch,), jnp.int32), target=target)
-    # Of room for one pair: what is read of all is not written into it, but stands in its place.
-    memory = head.read(params, head.begin(params, nothing, batch, 1), pairs, nothing)
+    # Without room for any pair: what is read of all is not written into it, but stands in its place.
+    memory = head.read(params, head.begin(params, nothing, batch, 0), pairs, nothing)
     whole = jax.tree.map(lambda axis, x: x.shape[axis] == batch * count, head.axes(memory), memory)
 
     def some(params, memory: PyTree, i: Array, size: int) -> Any:
@@ -130,9 +130,7 @@ def _by_depth(
         return rows(take_along(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), 1))
 
     length = rows(begin) + 2
-    cache = reading.pending
-    if isinstance(cache, kv.Pending):  # for heads that run layers of the target
-        cache = kv.shared(cache, begin + 1, take_along(first, begin, 1))
+    cache = cache_of_rows(reading.pending, Pairs(reading.features, tokens, begin + 1, first))
     repeated = jnp.broadcast_to(tokens[:, None], (batch, count, size))
     context = Context(rows(repeated), length, cache=cache, target=target)
     place = jnp.arange(depths)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.heads.contract import DraftHead
+from specjax.parallel.arrays import gather, place
 from specjax.training.lessons import Lesson, Text, pack, places_that_count
 from specjax.training.objective import leading_hits
 from specjax.training.rounds import read
@@ -44,7 +45,9 @@ def served(target: Target, head: DraftHead, texts: Sequence[Text], *, depths: in
     tokens = passes = right = places = 0
     for lesson in lessons:
         there = places_that_count(lesson)
-        hits = np.asarray(_hits(target, head, lesson, depths))
+        mesh = target.model.mesh
+        rows_of = lesson if mesh is None else place(lesson, mesh, "data")
+        hits = np.asarray(gather(_hits(target, head, rows_of, depths)))
         right, places = right + int(np.sum((hits > 0) & there[:, :-1])), places + int(there.sum())
         for row, accepted in enumerate(hits):
             for begin, end in answers(there[row]):

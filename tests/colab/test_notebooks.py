@@ -13,13 +13,19 @@ pytest.importorskip("ipykernel")
 
 FOLDER = pathlib.Path(__file__).parents[2] / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-PLOTS = {"first_decode": 1, "your_own_drafter": 1, "compare_verifiers": 2}
+PLOTS = {"first_decode": 1, "your_own_drafter": 1, "compare_verifiers": 2, "train_a_drafter": 1}
 TABLES = {
     "first_decode": "tokens per pass",
     "your_own_drafter": "tokens per pass",
     "compare_verifiers": "best possible",
+    "train_a_drafter": "tokens per pass",
 }
-SAYS = {"first_decode": "fox", "your_own_drafter": "Monday", "compare_verifiers": "24 positions"}
+SAYS = {
+    "first_decode": "fox",
+    "your_own_drafter": "Monday",
+    "compare_verifiers": "24 positions",
+    "train_a_drafter": "passes, as predicted",
+}
 
 
 def test_every_notebook_is_tested():

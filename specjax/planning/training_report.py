@@ -1,0 +1,112 @@
+"""A step of training a head, compiled for TPUs that are not here: does it fit, and how many tokens a second."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from specjax.errors import UsageError
+from specjax.parallel.arrays import with_shardings
+from specjax.planning.abstract import abstract_job, shard_bytes
+from specjax.planning.compiler import Notify, compile_program
+from specjax.planning.programs import Program
+from specjax.planning.report import ProgramReport
+from specjax.planning.topologies import describe_devices
+from specjax.planning.workload import Workload, make_workload
+from specjax.training.lessons import Lesson
+from specjax.training.loop import Plan, State, begin, train_step
+from specjax.training.optimizers import optimizer_of, split
+from specjax.training.recipes import Recipe, recipe_of
+from specjax.types import PyTree
+
+STEPS = 1000  # of the schedule, which changes nothing
+
+
+class TrainingReport(NamedTuple):
+    """One step, per device."""
+
+    program: ProgramReport
+    rows: int
+    length: int
+    places: int  # of all rows: what is learnt from
+
+    def rate(self, clock: str) -> float:
+        """Places a second by "roofline" or "schedule"."""
+        return self.places / self.program.seconds[clock]
+
+
+def training_report(
+    target: str | Any,
+    topology: str,
+    *,
+    head: str,
+    rows: int = 8,
+    length: int = 2048,
+    places: int | None = None,
+    chunk: int | None = None,
+    recipe: Recipe | None = None,
+    on_step: Notify | None = None,
+    **options: Any,
+) -> TrainingReport:
+    """Compile `specjax.training.train_step`. No weights are read.
+
+    Args:
+      target, topology, head: as `compile_report`. rows, length: of a lesson. places: of each row that rounds begin at;
+        default: half of the row, as of a chat of which half is answers. chunk: how many of them are judged at a time.
+      options: of `make_workload`: dtype, data, model.
+
+    Raises: UsageError for bad options or a missing compiler.
+    """
+    places = places or length // 2
+    chunk = chunk if chunk is not None or places <= 128 else 128
+    work = make_workload(target, topology, head=head, batch=rows, context=length, **options)
+    if places > length or places % (chunk or 1):
+        raise UsageError(f"places must be at most the {length} tokens of a row and a multiple of {chunk}, not {places}")
+    program = _program(work, rows, length, places, chunk, recipe or recipe_of(work.method))
+    (on_step or (lambda name: None))("training step")
+    least = float(shard_bytes(program.arguments))
+    return TrainingReport(compile_program(work, program, least), rows, length, rows * places)
+
+
+def _program(work: Workload, rows: int, length: int, places: int, chunk: int | None, recipe: Recipe) -> Program:
+    args = abstract_job(work, describe_devices(work.topology))
+    target, head, mesh = args.job.parts.target, args.head, args.mesh
+    assert head is not None
+    plan = Plan(recipe, head.head, STEPS, chunk, str(head.head.config.layer.dtype) if _has_layers(head) else "bfloat16")
+    state, rest = _state(plan, head.params, mesh)
+    by_rows = lambda shape, dtype: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("data"))
+    )
+    tokens = lambda dtype: by_rows((rows, length), dtype)
+    lesson = Lesson(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.bool_))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arguments = state, rest, target, lesson, by_rows((rows, places), jnp.int32), key
+
+    def lower():
+        return train_step.lower(plan, *arguments)
+
+    return Program("training step", lower, arguments, lambda loop: 1.0, {}, frozenset())
+
+
+def _has_layers(head) -> bool:
+    return getattr(head.head.config, "layer", None) is not None
+
+
+def _state(plan: Plan, params: PyTree, mesh) -> tuple[State, PyTree]:
+    """What `begin` gives, each array of the optimizer where its parameter lies."""
+    import optax
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    trained, rest = split(params, plan.recipe.frozen)
+    shapes = jax.eval_shape(lambda params: begin(plan, params)[0], params)
+    placed = with_shardings(shapes.trained, jax.tree.map(lambda x: x.sharding, trained))
+    where = lambda sharding: lambda x, *_: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    optimizer = optax.tree.map_params(
+        optimizer_of(plan.recipe, plan.steps), lambda x, like: where(like.sharding)(x), shapes.optimizer, placed,
+        transform_non_params=where(everywhere),
+    )  # fmt: skip
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return State(placed, optimizer, step), rest

@@ -1,0 +1,61 @@
+"""`specjax train`: from prompts to a head that `generate` takes; whatever is wrong is one sentence, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+WORDS = ["ab", "the cat", "one two", "x y z", "hello", "why not"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": words}) + "\n" for words in WORDS), encoding="utf-8")
+    return path
+
+
+SMALL = ("--max-new-tokens", 8, "--held-out", 2, "--rows", 2, "--length", 32, "--every", 2, "--num-draft-tokens", 2)
+
+
+def test_from_prompts_to_a_head_that_is_served(cli, prompts, tmp_path):
+    out = tmp_path / "head"
+    arguments = ("train", "--method", "medusa", "--prompts", prompts, "--out", out, "--epochs", 2, *SMALL)
+    result = cli(*arguments, "--json")
+    assert result.code == 0, result.err
+    card = json.loads(result.out)
+    assert card["answers"] == 4 and card["answer_tokens"] == 32
+    assert card["served"]["tokens"] == 16 and card["served"]["tokens_per_pass"] >= 1.0
+    assert "answered 6 prompts" in result.err and "tokens per pass" in result.err
+    steps = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, steps[-1]["steps"] + 1))
+    assert (out / "training.png").read_bytes()[:4] == b"\x89PNG"
+    served = cli("generate", "ab", "--draft", out, "--method", "medusa", "--max-new-tokens", 6, "--compare", "--json")
+    assert json.loads(served.out)["identical"] is True
+    again = cli(*arguments)
+    assert again.code == 0 and "answered" not in again.err, "answers and steps that are there are not made again"
+
+
+def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
+    out = tmp_path / "head"
+    for arguments, words in (
+        (("--prompts", prompts), "--out FOLDER is missing"),
+        (("--out", out), "give --prompts FILE, or --own-prompts N"),
+        (("--out", out, "--prompts", prompts, "--method", "two"), '--method must be one of chimera, .*not "two"'),
+        (("--out", out, "--prompts", prompts, "--loss", "mse"), 'no loss "mse"; there are ce, soft_ce'),
+        (("--out", out, "--prompts", prompts, "--loss", "ce=-1"), 'has no share above 0; write ce=0.1,tv=0.9'),
+        (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'eagle3 has draft_vocab_size, not "layers"'),
+        (("--out", out, "--prompts", prompts, "--method", "hydra", "--draft-vocab", 9), "drafts all of the target's"),
+        (("--out", out, "--prompts", prompts, "--start", "zero"), "--start must be target or random"),
+        (("--out", out, "--prompts", prompts, "--held-out", 99), "there are 6 prompts .* and 99 are held out"),
+        (("--out", out, "--prompts", tmp_path / "none"), "--prompts: "),
+        (("--out", prompts, "--prompts", prompts), "cannot be written"),
+    ):  # fmt: skip
+        line = refused("train", *arguments)
+        assert re.search(words, line), line
+
+
+def test_the_target_cannot_write_prompts_without_a_template(refused, tmp_path):
+    assert "no chat template" in refused("train", "--out", tmp_path / "head", "--own-prompts", 4)

@@ -1,0 +1,34 @@
+"""A step over a mesh of eight devices is that of one."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from training_runs import head_of, recipe, target, texts
+
+import specjax
+from specjax.training.loop import train
+from specjax.training.served import served
+
+
+@pytest.mark.parametrize("data, model", [(4, 2)])
+def test_losses_and_parameters_are_those_of_one_device(data, model):
+    losses = {}
+
+    def run(who, **options):
+        told = losses.setdefault(who, [])
+        return train(
+            (who == "one" and target()) or spread(), head_of("eagle3"), texts(), recipe=recipe(), epochs=3, rows=4,
+            length=32, listen=lambda progress: told.append(progress.loss), **options,
+        )  # fmt: skip
+
+    @functools.cache
+    def spread():
+        return specjax.shard(target(), specjax.mesh(data=data, model=model))
+
+    alone, many = run("one"), run("many")
+    np.testing.assert_allclose(losses["many"], losses["one"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), many.params, alone.params)
+    shape = {"depths": 3, "rows": 4, "length": 32}
+    assert served(spread(), many, texts(), **shape) == served(target(), alone, texts(), **shape)
