@@ -10,7 +10,7 @@ from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.loading.fields import HEADS, ROWS, WIDTH
-from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, renamed
+from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, indices, renamed
 from specjax.models.loading.heads.describing import described_verifier
 
 KINDS = ("mlp_speculator",)
@@ -75,12 +75,16 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     check_equal(where, words.width, width, reader.width, f"the width of the target {reader.name} is")
     size = c.size("vocab_size", most=ROWS)
     check_equal(where, "vocab_size", size, reader.vocab_size, f"the vocabulary of the target {reader.name} has")
+    tensors, heads, tied = renamed(contents, RULES), c.size(words.heads, most=HEADS), c.flag("tie_weights", theirs)
+    own = indices(tensors, r"head\.(\d+)\.weight$")
+    if not tied and own != heads:
+        raise UsageError(f"{where} has {words.heads} {heads}, and {contents.folder} has {own} heads")
     config = MlpSpeculatorConfig(
         width=width,
         inner_width=c.size(words.inner, 0, least=0, most=WIDTH) or width,
         vocab_size=size,
-        num_heads=c.size(words.heads, most=HEADS),
-        tied=c.flag("tie_weights", theirs),
+        num_heads=heads,
+        tied=tied,
         scaled=c.flag("scale_input"),
         centred=theirs,
         norm_eps=EPS[dialect],
@@ -88,7 +92,6 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
         dtype=reader.dtype,
     )
     flags = {name: getattr(config, name) for name in ("num_heads", "inner_width", "tied", "scaled", "centred", "taps")}
-    tensors = renamed(contents, RULES)
     return Plan("mlp_speculator", dialect, config, TABLE, tensors, flags, unused=REPEATED if config.tied else ())
 
 

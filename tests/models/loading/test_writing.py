@@ -113,6 +113,15 @@ def test_what_no_layout_has_words_for_is_refused(tmp_path):
         assert not (tmp_path / kind).exists()
 
 
+def test_heads_that_are_not_in_the_file_are_not_made(tmp_path):
+    """A layout for ten thousand takes a minute to say that they are missing."""
+    save_head(tmp_path, numbered_head("mlp_speculator", target()))
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"n_predict": 10_000}))
+    with pytest.raises(UsageError, match=r"has n_predict 10000, and .* has 3 heads"):
+        load_head(tmp_path, target())
+
+
 def test_transfers_that_do_not_fit(tmp_path):
     save_head(tmp_path, numbered_head("hidden_transfer", target()))
     with pytest.raises(UsageError, match="transfers of width 32, and the width of the target tiny is 16"):
