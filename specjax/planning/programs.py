@@ -42,9 +42,9 @@ class Program(NamedTuple):
     lower: Callable[[], Any]  # -> jax.stages.Lowered
     arguments: PyTree  # of ShapeDtypeStruct with shardings
     trips: hlo.Trips  # of loops whose trip count depends on the data
-    taken: hlo.Taken
     assumed: dict[str, float]  # what `trips` and `taken` assume, for the report
     large: frozenset[tuple]  # (dtype, sorted dims) of the caches and parameters of one device
+    taken: hlo.Taken = hlo.always
 
 
 def build(work: Workload, devices: list, *, drafter: Drafter | None = None, rounds: float | None = None) -> Programs:
@@ -78,7 +78,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
             with _device_kind(args.mesh):
                 return function.lower(*arguments)
 
-        return Program(name, lower, arguments, trips, _sublayers(share), assumed, large)
+        return Program(name, lower, arguments, trips, assumed, large, _sublayers(share))
 
     found = [
         program("prefill", start, (args.job,), in_prefill),
