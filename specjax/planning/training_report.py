@@ -79,9 +79,10 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
     dtype = str(head.head.config.layer.dtype) if _has_layers(head) else "bfloat16"
     plan = Plan(recipe, of_head(head.head), STEPS, chunk, dtype)
     state, rest = _state(plan, head.params, mesh)
-    by_rows = lambda shape, dtype: jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("data"))
-    )
+
+    def by_rows(shape, dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
+
     tokens = lambda dtype: by_rows((rows, length), dtype)
     lesson = Lesson(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.bool_))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -110,5 +111,5 @@ def _state(plan: Plan, params: PyTree, mesh) -> tuple[State, PyTree]:
         optimizer_of(plan.recipe, plan.steps), lambda x, like: where(like.sharding)(x), shapes.optimizer, placed,
         transform_non_params=where(everywhere),
     )  # fmt: skip
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     return State(placed, optimizer, step), rest
