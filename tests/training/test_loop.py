@@ -19,7 +19,7 @@ from specjax.training.served import served
 
 @pytest.mark.parametrize("kind", ["eagle3", exhaustive("medusa"), exhaustive("dflash"), exhaustive("hydra")])
 def test_fitted_to_four_texts_it_serves_all_that_it_drafts(kind):
-    fitted = train(target(), head_of(kind), texts(), recipe=recipe(kind), epochs=150, rows=2, length=64)
+    fitted = train(target(), head_of(kind), texts(), recipe=recipe(kind), epochs=100, rows=2, length=64)
     said = served(target(), fitted, texts(), depths=DEPTHS, rows=2, length=64)
     drafter = specjax.make_drafter(kind, target(), fitted, num_tokens=DEPTHS)
     prompts = [list(text.tokens[: text.answer]) for text in texts()]
