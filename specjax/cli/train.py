@@ -98,6 +98,15 @@ def train(
             "--patience", help="Measurements in a row that may be no better before it ends.", show_default=False
         ),
     ] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            "--budgets",
+            help="Tokens of answers, at least 3 such as 20000,40000,80000: a run for each, and the law by which more "
+            "would serve more (Scylla). The last head is kept.",
+            show_default=False,
+        ),
+    ] = None,
     num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", help="Of the chain that is measured.")] = 3,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts answered together.")] = 16,
     seed: o.SeedOption = 0,
@@ -120,6 +129,7 @@ def train(
     o.require(temperature >= 0, f"--temperature must be 0 or more, not {temperature}")
     recipe = _recipe(method, learning_rate, optimizer, loss, depths)
     shapes = _shapes(method, shape, draft_vocab)
+    sizes = _budgets(budgets)
 
     from specjax.cli.training import Run
 
@@ -128,7 +138,7 @@ def train(
         method=method, recipe=recipe, shapes=shapes, draft_vocab=draft_vocab, start=start, out=out,
         answers=answers or out / "answers", prompts=prompts or [], own_prompts=own_prompts, temperature=temperature,
         max_new_tokens=max_new_tokens, held_out=held_out, epochs=epochs, rows=rows, length=length, chunk=chunk,
-        every=every, patience=patience, num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed,
+        every=every, patience=patience, num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes,
     )  # fmt: skip
     run.open(target, dtype, no_cache)
     run.run(as_json)
@@ -152,6 +162,18 @@ def _recipe(
     if loss is not None:
         changes["losses"] = tuple(map(_share, loss.split(",")))
     return recipe_of(method, **changes)
+
+
+def _budgets(written: str | None) -> tuple[int, ...]:
+    if written is None:
+        return ()
+    parts = [part.strip() for part in written.split(",")]
+    good = all(part.isdigit() and int(part) > 0 for part in parts)
+    sizes = tuple(sorted({int(part) for part in parts})) if good else ()
+    o.require(
+        len(sizes) >= 3, f"--budgets needs at least 3 different numbers above 0, such as 20000,40000,80000: {written}"
+    )
+    return sizes
 
 
 def _share(part: str) -> tuple[str, float]:

@@ -48,6 +48,7 @@ class Run:
     num_tokens: int
     batch_size: int
     seed: int
+    budgets: tuple[int, ...] = ()
     log: Console = field(default_factory=lambda: Console(stderr=True))
     session: Session | None = None
 
@@ -70,8 +71,13 @@ class Run:
         greedy = [text for text in texts[: len(few)]]
         if self.temperature > 0:  # what is measured is a greedy chain
             greedy = self._answered(session, few, self.out / "held_out", 0.0)
-        head, history = self._trained(session, texts[len(few) :], greedy)
-        card = self._write(session, head, texts[len(few) :], greedy, history)
+        texts = texts[len(few) :]
+        law = None
+        if self.budgets:
+            head, history, texts, law = self._by_budget(session, texts, greedy)
+        else:
+            head, history = self._trained(session, texts, greedy, self.out / "run")
+        card = self._write(session, head, texts, greedy, history, law)
         if as_json:
             print_json(card)
             return
@@ -81,6 +87,8 @@ class Run:
             f"(chain of {self.num_tokens}, greedy, bonus included), first draft right at {card['served']['first']:.0%}",
             soft_wrap=True,
         )
+        for line in _lines_of(law):
+            out.print(line, soft_wrap=True)
         out.print(f"specjax generate --draft {self.out} ...", soft_wrap=True)
 
     def _chats(self, session: Session) -> list[list[int]]:
@@ -152,7 +160,40 @@ class Run:
             )
         return [text for chat in chats if (text := kept.of(chat)) is not None]
 
-    def _trained(self, session: Session, texts: Sequence[Text], greedy: Sequence[Text]) -> tuple[Any, list[dict]]:
+    def _by_budget(self, session: Session, texts: Sequence[Text], greedy: Sequence[Text]):
+        """The head of the largest budget, how it came, its texts, and the law of all."""
+        from specjax.training.scaling import fit
+
+        total = int(np.cumsum([len(text.tokens) - text.answer for text in texts])[-1])
+        if self.budgets[-1] > total:
+            raise UsageError(
+                f"--budgets: the answers have {total} tokens, fewer than {self.budgets[-1]}; give more --prompts, or "
+                "smaller budgets"
+            )
+        runs = []
+        for budget in self.budgets:
+            some = _up_to(texts, budget)
+            self.log.print(f"a budget of {budget} tokens: {len(some)} answers", style="dim")
+            head, history = self._trained(session, some, greedy, self.out / f"run-{budget}")
+            runs.append({"tokens": budget, "tokens_per_pass": self._served(session, head, greedy).per_pass})
+        found = fit(self.budgets, [run["tokens_per_pass"] for run in runs])
+        ahead = [
+            {"tokens": size, "tokens_per_pass": float(found(size)), "from": found.range(size).low,
+             "to": found.range(size).high}
+            for size in (2 * self.budgets[-1], 4 * self.budgets[-1], 16 * self.budgets[-1])
+        ]  # fmt: skip
+        law = {"form": found.form, "slope": found.slope, "start": found.start, "r2": found.r2, "runs": runs,
+               "predicted": ahead}  # fmt: skip
+        return head, history, some, law
+
+    def _served(self, session: Session, head: Any, greedy: Sequence[Text]):
+        from specjax.training.served import served
+
+        return served(session.target, head, greedy, depths=self.num_tokens, rows=self.rows, length=self.length)
+
+    def _trained(
+        self, session: Session, texts: Sequence[Text], greedy: Sequence[Text], folder: Path
+    ) -> tuple[Any, list[dict]]:
         import jax
 
         from specjax.models.heads.kinds import KINDS
@@ -187,17 +228,17 @@ class Run:
             fitted = train(
                 target, head, texts, recipe=self.recipe, held_out=greedy, epochs=self.epochs, rows=self.rows,
                 length=self.length, chunk=self.chunk, num_tokens=self.num_tokens, evaluate_every=self.every,
-                patience=self.patience, seed=self.seed, folder=self.out / "run", listen=listen,
+                patience=self.patience, seed=self.seed, folder=folder, listen=listen,
             )  # fmt: skip
         return fitted, history
 
     def _write(
-        self, session: Session, head: Any, texts: Sequence[Text], greedy: Sequence[Text], history: list[dict]
-    ) -> dict[str, Any]:
+        self, session: Session, head: Any, texts: Sequence[Text], greedy: Sequence[Text], history: list[dict],
+        law: dict[str, Any] | None,
+    ) -> dict[str, Any]:  # fmt: skip
         import specjax
-        from specjax.training.served import served
 
-        said = served(session.target, head, greedy, depths=self.num_tokens, rows=self.rows, length=self.length)
+        said = self._served(session, head, greedy)
         specjax.save_head(self.out, head, target=session.target, num_tokens=self.num_tokens)
         answered = sum(len(text.tokens) - text.answer for text in texts)
         card = {
@@ -208,7 +249,7 @@ class Run:
                 "tokens_per_pass": said.per_pass, "tokens": said.tokens, "passes": said.passes, "first": said.first,
                 "num_draft_tokens": self.num_tokens, "texts": len(greedy),
             },
-            "accuracy": history[-1]["accuracy"] if history else [],
+            "accuracy": history[-1]["accuracy"] if history else [], "law": law,
         }  # fmt: skip
         with stage(self.log, "writing the head", f"wrote {self.out}"):
             (self.out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
@@ -221,6 +262,24 @@ class Run:
     def _bar(self, doing: str) -> Progress:
         columns = TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
         return Progress(*columns, TimeRemainingColumn(), console=self.log, transient=True)
+
+
+def _up_to(texts: Sequence[Text], budget: int) -> list[Text]:
+    """The first texts whose answers have as many tokens."""
+    before = np.cumsum([0, *(len(text.tokens) - text.answer for text in texts)])
+    return [text for text, count in zip(texts, before, strict=False) if count < budget]
+
+
+def _lines_of(law: dict[str, Any] | None) -> list[str]:
+    """What a law says, for people."""
+    if law is None:
+        return []
+    runs = ", ".join(f"{run['tokens']}: {run['tokens_per_pass']:.3f}" for run in law["runs"])
+    ahead = ", ".join(
+        f"{one['tokens']}: {one['tokens_per_pass']:.2f} ({one['from']:.2f} to {one['to']:.2f})"
+        for one in law["predicted"]
+    )
+    return [f"tokens per pass by tokens of answers: {runs}", f"by the law ({law['form']}) of more: {ahead}"]
 
 
 def asdict_of(progress: Any) -> dict[str, Any]:

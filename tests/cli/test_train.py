@@ -38,6 +38,17 @@ def test_from_prompts_to_a_head_that_is_served(cli, prompts, tmp_path):
     assert again.code == 0 and "answered" not in again.err, "answers and steps that are there are not made again"
 
 
+@pytest.mark.exhaustive
+def test_budgets_give_a_law(cli, prompts, tmp_path):
+    out = tmp_path / "head"
+    arguments = ("train", "--method", "medusa", "--prompts", prompts, "--out", out, *SMALL)
+    card = json.loads(cli(*arguments, "--budgets", "8,16,32", "--json").out)
+    assert [run["tokens"] for run in card["law"]["runs"]] == [8, 16, 32]
+    assert [one["tokens"] for one in card["law"]["predicted"]] == [64, 128, 512]
+    assert card["answers"] == 4
+    assert "the answers have 32 tokens, fewer than 99" in cli(*arguments, "--budgets", "8,16,99").err
+
+
 def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
     out = tmp_path / "head"
     for arguments, words in (
@@ -52,6 +63,7 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--held-out", 99), "there are 6 prompts .* and 99 are held out"),
         (("--out", out, "--prompts", tmp_path / "none"), "--prompts: "),
         (("--out", prompts, "--prompts", prompts), "cannot be written"),
+        (("--out", out, "--prompts", prompts, "--budgets", "8,9"), "--budgets needs at least 3 different numbers"),
     ):  # fmt: skip
         line = refused("train", *arguments)
         assert re.search(words, line), line
