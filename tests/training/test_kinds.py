@@ -1,0 +1,25 @@
+"""Every kind of head can be trained by its own recipe."""
+
+import jax
+import numpy as np
+import pytest
+from training_runs import head_of, target, texts
+
+from specjax.models.heads.kinds import KINDS
+from specjax.training.loop import train
+from specjax.training.recipes import RECIPES
+
+
+def test_every_kind_has_a_recipe():
+    assert set(RECIPES) == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_steps_by_its_own_recipe_move_it(kind):
+    head, told = head_of(kind), []
+    fitted = train(
+        target(), head, texts()[:2], epochs=3, rows=2, length=32, places=4, chunk=2, listen=told.append
+    )
+    assert len(told) == 3 and all(np.isfinite(progress.loss) for progress in told)
+    moved = jax.tree.map(lambda old, new: bool(np.any(old != new)), head.params, fitted.params)
+    assert any(jax.tree.leaves(moved))
