@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax import rounding
+from specjax import rounding, turns
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
 from specjax.pallas_kernels.tree_attention import tree_attention
@@ -500,4 +500,5 @@ def _run_if(rows: Array, sublayer, x: Array):
 
     shapes = jax.eval_shape(run, x)[1]
     skip = lambda x: (x, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
-    return jax.lax.cond(jnp.any(rows), run, skip, x)
+    with jax.named_scope(turns.SUBLAYER):
+        return jax.lax.cond(jnp.any(rows), run, skip, x)

@@ -184,7 +184,7 @@ def serve(
     tokenizer: Decodes | None = None,
     inputs: PyTree = None,
     **settings: Any,
-) -> Generator[Served, None, None]:
+) -> Generator[Served, PyTree, None]:
     """Decode requests as they come, `slots` of them at a time, and yield what each step adds to each of them.
 
     After the first request nothing is compiled any more, whatever the lengths and settings of the others. What the
@@ -199,6 +199,9 @@ def serve(
       inputs: those of one request, for their shapes, if the model takes any (`Request.inputs`).
       settings: those of `decode` but `logprobs`: sampling, verifier, controller and capacity for all requests alike;
         temperature, top_k, top_p and eos of those that do not say.
+
+    What is sent to the generator (`send`) are new parameters of the drafter from the next step on, of one that learns
+    while it serves (`specjax.training.online`).
 
     A request that does not fit is refused (`Served.error`), and the others go on. On several hosts each must give the
     same requests at the same times, and sees all of their texts.

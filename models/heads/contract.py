@@ -54,6 +54,14 @@ class Drafted(NamedTuple):
     seen: Array  # bool[B, F, places], the places of its drafted ancestors, without the root and itself
 
 
+Stretches = tuple[tuple[int, int], ...]
+"""Layers of the target: behind which each begins, and behind which it ends."""
+
+
+def _none(num_layers: int) -> Stretches:
+    return ()
+
+
 class Head(NamedTuple):
     """A learned drafter as pure functions. Hashable: equal configs give the same object (`functools.cache`).
 
@@ -73,6 +81,9 @@ class Head(NamedTuple):
     a token, each below that of its copy at the depth before. What the target's `Output.hidden` is of them, joined, are
     the features of that token.
 
+    `runs(num_layers)`: the layers of a target of so many that a pass of the head runs, each stretch as a pass of the
+    target that skips all others (`types.Sublayers`).
+
     `axes(memory)` has the place of B in the shape of each array, as `Drafter.axes`.
     """
 
@@ -87,6 +98,7 @@ class Head(NamedTuple):
     prompts: Callable[[PyTree], Array] | None = None
     at_once: bool = False  # `start` computes what it says of all depths, and `follow` hardly anything
     levels: int = 1  # of a tree, of which one pass of its layers says the tokens
+    runs: Callable[[int], Stretches] = _none
     axes: Callable[[PyTree], PyTree] = buffers.rows_first
     shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
 

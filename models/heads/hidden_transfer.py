@@ -24,7 +24,7 @@ from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.models import layers as L
 from specjax.models.heads.blocks import bind, newest, target_of
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import Drafted, Head, Pairs, Stretches
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, Stream, Sublayers
 
@@ -76,6 +76,9 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
             )
         return jnp.zeros((batch, len(config.taps) * config.width), config.dtype)
 
+    def stretches(num_layers: int) -> Stretches:
+        return tuple(pairwise((*config.taps, num_layers)))
+
     def read(params, last: Array, pairs: Pairs, context: Context) -> Array:
         return newest(pairs.features, pairs.count, last)
 
@@ -84,7 +87,7 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
         assert target.model.head is not None
         streams = dict(zip(config.taps, jnp.split(last, len(config.taps), -1), strict=True))
         states: dict[int, Array] = {}  # [B, D], by draft
-        for layer, above in pairwise((*config.taps, target.model.capabilities.num_layers)):
+        for layer, above in stretches(target.model.capabilities.num_layers):
             h = streams[layer]
             states |= {i: transfers[i](h) for i, behind in enumerate(config.behind) if behind == layer}
             there = sorted(states)
@@ -121,6 +124,7 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
         taps=config.taps,
         deepest=len(config.behind),
         at_once=True,
+        runs=lambda num_layers: tuple((first, last) for first, last in stretches(num_layers) if first < last),
     )
 
 

@@ -151,6 +151,7 @@ def kangaroo_head(config: KangarooConfig) -> Head:
         kind="kangaroo",
         config=config,
         taps=config.taps,
+        runs=lambda num_layers: ((0, config.exit_layer),),
         axes=kv.axes,
         shardings=shardings,
     )

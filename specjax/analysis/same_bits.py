@@ -173,11 +173,18 @@ class _Asking:
         return seen
 
     def as_prompt(self) -> dict[int, Seen]:
-        """The whole text in one pass over an empty cache."""
+        """The whole text over an empty cache, in the chunks that `decode` reads: the last one is filled up."""
         size = len(self.text)
         cache = _begin(self.target, jnp.asarray(self.text[None]), jnp.zeros((1,), jnp.int32), self.smallest)
-        found, _ = self.see(cache, self.text[None], np.arange(size)[None], np.tril(np.ones((1, size, size), bool)))
-        return _apart(Seen(found.logits[self.start :], found.stream[:, self.start :]), range(self.start, size))
+        seen: dict[int, Seen] = {}
+        mask = np.tril(np.ones((1, CHUNK, CHUNK), bool))
+        for first in range(0, size, CHUNK):
+            places = first + np.arange(CHUNK)
+            found, pending = self.see(cache, self.text[np.minimum(places, size - 1)][None], places[None], mask)
+            seen |= {at: one for at, one in _apart(found, places.tolist()).items() if self.start <= at < size}
+            if first + CHUNK < size:
+                cache = _commit(self.target, cache, pending, 1, CHUNK)
+        return seen
 
     def _other(self, at: int) -> int:
         """A token that stands elsewhere in the text."""

@@ -178,6 +178,7 @@ HEADS: dict[str, Method] = {
                 Option("num_nodes", int, None, "tokens of a pass, prompts included; default: 16 on CPU, else 64"),
                 Option("accuracy", chances, None, "by distance and rank, how often a guess is right; default: assumed"),
             ),
+            alone=True,
         ),
         _row(
             "mlp_speculator",

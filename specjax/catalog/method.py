@@ -34,6 +34,7 @@ class Method(NamedTuple):
     options: tuple[Option, ...] = ()
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines where wide passes are dear
     wide_tree: str | None = None  # what the command line drafts where passes over dozens of tokens are cheap
+    alone: bool = False  # of a head: it drafts by itself, where others join `auto` if nothing else is said
     draft_cost: float = 0.0  # of one drafting pass of the target itself, in its whole passes
 
     def option(self, name: str) -> Option | None:

@@ -91,7 +91,7 @@ def bench(
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
-    names = list(dict.fromkeys(method or [method_of(draft, head, *named.values(), verifier)]))
+    names = list(dict.fromkeys(method or [method_of(draft, head, *named.values(), verifier, settings=settings)]))
     drafting = read_drafting(
         names, draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
         head=head,

@@ -51,6 +51,7 @@ def compile_(
     max_new_tokens: o.LengthOption = 128,
     dtype: p.DtypeOption = "bfloat16",
     cache_dtype: o.CacheDtypeOption = None,
+    same_bits: o.SameBitsOption = False,
     temperature: o.TemperatureOption = 0.0,
     data: p.DataOption = 1,
     model: p.ModelOption = None,
@@ -71,8 +72,8 @@ def compile_(
         report = compile_report(
             target, topology, draft=draft, head=head, method=method, tree=tree, num_draft_tokens=num_draft_tokens,
             options=options, batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype,
-            cache_dtype=cache_dtype, temperature=temperature, data=data, model=model, layer=layer, sequence=sequence,
-            cache=not no_cache, on_step=notify,
+            cache_dtype=cache_dtype, same_bits=same_bits, temperature=temperature, data=data, model=model, layer=layer,
+            sequence=sequence, cache=not no_cache, on_step=notify,
         )  # fmt: skip
     if as_json:
         print_json(report.to_json())

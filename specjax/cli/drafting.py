@@ -192,12 +192,28 @@ def recognised(draft: str | None, flag: str = "--draft") -> str | None:
     return found and found[0]
 
 
-def method_of(draft: str | None, head: str | None, *others: object) -> str:
-    """What drafts if no method is named: `auto`, which takes a head that has passes of its own, but not a whole model.
-    `others` are the values of flags that say how to draft or verify; where one is given, the head's own method does."""
-    if head is not None and (head == "ppd" or any(value is not None for value in others)):
-        return head
-    return "two_model" if draft is not None and head is None else "auto"
+def method_of(draft: str | None, head: str | None, *others: object, settings: Sequence[str] | None = None) -> str:
+    """What drafts if no method is named: `auto`, which takes most heads, but not a whole model.
+
+    Args:
+      others: values of flags that say how to draft or verify. settings: of --set. Where one of the first is given, or
+        one of the latter that `auto` has no use for and the head has, the head's own method does.
+    """
+    from specjax.catalog import METHODS
+
+    if head is None:
+        return "auto" if draft is None else "two_model"
+    own = METHODS[head]
+    is_said = any(value is not None for value in others) or any(
+        _is_for(own, text) and not _is_for(METHODS["auto"], text) for text in settings or ()
+    )
+    return head if own.alone or is_said else "auto"
+
+
+def _is_for(row: Method, setting: str) -> bool:
+    """Whether one --set names a method, or else an option that it has."""
+    name, _, option = setting.partition("=")[0].rpartition(".")
+    return name == row.name if name else row.option(option) is not None
 
 
 def _check_method(name: str, draft: str | None, datastore: Path | None, head: str | None) -> None:

@@ -126,7 +126,7 @@ def generate(
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
-    method = head if head in also else method or method_of(draft, head, *named.values(), verifier)
+    method = head if head in also else method or method_of(draft, head, *named.values(), verifier, settings=settings)
     drafting = read_drafting(
         [method], draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
         head=head,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from specjax.models.heads.contract import Drafted, DraftHead
 from specjax.types import Context, PyTree, Target
@@ -31,18 +32,22 @@ def of_head(target: Target, head: DraftHead, passes: int) -> float:
         return head.head.start(params, head.head.begin(params, context, 1, TEXT), context, passes), context
 
     def level(whole: Target, params: PyTree) -> Any:
-        (scratch, _), context = first(whole, params)
+        ((scratch, logits), context) = first(whole, params)
         drafted = Drafted(one(0), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, passes), bool))
-        return head.head.follow(params, scratch, drafted, context)
+        return head.head.follow(params, scratch, drafted, context), logits
+
+    def count(function: Callable[..., Any]) -> float:
+        """Without what nobody reads, such as the logits of a pass of which the stream is wanted."""
+        jaxpr = jax.make_jaxpr(function)(whole, params).jaxpr
+        jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        # A pass of a part of the target is one in which the program chooses not to run the other layers.
+        return _of_equations(jaxpr, min if run else max)
 
     layers = whole.model.capabilities.num_layers
-    exit_layer, behind = (getattr(head.head.config, name, None) for name in ("exit_layer", "behind"))
-    # A pass of a part of the target is one in which the program chooses not to run the other layers.
-    choose = max if exit_layer is None and behind is None else min
-    count = lambda function: _of_equations(jax.make_jaxpr(function)(whole, params).jaxpr, choose)
+    run = sum(last - first for first, last in head.head.runs(layers))
     of_first = count(first)
     of_level = count(level) - of_first if passes > 1 else 0.0
-    of_target = passes * exit_layer if exit_layer is not None else 0 if behind is None else layers - min(behind)
+    of_target = run * (1 if head.head.at_once else passes)
     weights = sum(x.size for x in jax.tree.leaves(whole.params))
     return of_target / layers + (of_first + (passes - 1) * of_level) / weights
 

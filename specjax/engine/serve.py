@@ -52,6 +52,7 @@ class Served(NamedTuple):
     error: str | None = None  # of a refused one, in one sentence
     text: str = ""  # that became known, if `serve` has the tokenizer: whole characters, without eos or stop string
     drafter: Callable[[], Drafter] | None = None  # at its end: gives the drafter as it is by then, for a later call
+    drafted: int = 0  # how deep the draft was that the tokens came of
 
 
 @dataclasses.dataclass
@@ -62,7 +63,7 @@ class _Row:
     left: int  # tokens that may still come
     text: Detokenizer | None
 
-    def add(self, tokens: list[int], accepted: int, is_eos: bool, is_finite: bool) -> Served:
+    def add(self, tokens: list[int], accepted: int, drafted: int, is_eos: bool, is_finite: bool) -> Served:
         if not is_finite:
             return Served(self.request, [], 0, "refused", NOT_FINITE)
         self.left -= len(tokens)
@@ -74,10 +75,10 @@ class _Row:
                 tokens, reason = tokens[:taken], "stop"
             elif reason is not None:
                 text += self.text.flush()
-        return Served(self.request, tokens, min(accepted, len(tokens)), reason, text=text)
+        return Served(self.request, tokens, min(accepted, len(tokens)), reason, text=text, drafted=drafted)
 
 
-def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits) -> Generator[Served, None, None]:
+def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits) -> Generator[Served, PyTree, None]:
     """As `specjax.serve`. `job`: of a batch of as many rows, with the longest prompts and the most tokens."""
     settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
     parts = dataclasses.replace(job.parts, serving=True, **settings._asdict())
@@ -105,7 +106,7 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
                 text = None if limits.tokenizer is None else Detokenizer(limits.tokenizer, request.stop or ())
             except (UsageError, TypeError, ValueError, OverflowError, AttributeError) as error:
                 why = str(error) if isinstance(error, UsageError) else f"it is no whole Request ({error})"
-                yield Served(came, [], 0, "refused", why)
+                parts = _with(parts, (yield Served(came, [], 0, "refused", why)))
                 continue
             slot = rows.index(None)
             rows[slot] = _Row(came, count, text)
@@ -126,20 +127,31 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
                     read[1][slot] = None
                 parts, state = _without(parts, state, slot)
                 served = served._replace(drafter=memory)
-            yield served
+            parts = _with(parts, (yield served))
         if read is None and not any(rows) and not more:
             return
 
 
 def _news(info: Info, rows: list[_Row | None]):
-    """Of the rows that a step added to: slot, row, and (tokens, how many drafted, whether it ends by eos, finite)."""
-    emitted, tokens, accepted, ends, finite = jax.device_get(
-        (info.emitted, info.tokens, info.accepted, info.hit_eos, info.finite)
+    """Of the rows that a step added to: slot, row, and (tokens, how many drafted, how deep the draft was,
+    whether it ends by eos, finite)."""
+    emitted, tokens, accepted, drafted, ends, finite = jax.device_get(
+        (info.emitted, info.tokens, info.accepted, info.drafted_depth, info.hit_eos, info.finite)
     )
     for slot, row in enumerate(rows):
         if row is not None and emitted[slot]:
-            news = tokens[slot, : emitted[slot]].tolist(), int(accepted[slot]), bool(ends[slot])
+            news = tokens[slot, : emitted[slot]].tolist(), int(accepted[slot]), int(drafted[slot]), bool(ends[slot])
             yield slot, row, (*news, bool(finite[slot]))
+
+
+def _with(parts: Parts, learnt: PyTree | None) -> Parts:
+    """With other parameters of the drafter, if any were sent. Raises: UsageError for those of other shapes."""
+    if learnt is None:
+        return parts
+    own, new = (jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), x) for x in (parts.drafter.params, learnt))
+    if own != new:
+        raise UsageError("parameters sent to serve must have the shapes and dtypes of those that its drafter has")
+    return dataclasses.replace(parts, drafter=parts.drafter.replace(params=learnt))
 
 
 def _put(settings: RowSettings, slot: int, own: RowSettings) -> RowSettings:

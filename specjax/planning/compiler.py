@@ -66,12 +66,14 @@ def compile_program(work: Workload, program: Program, least: float) -> ProgramRe
         return _refused(work, program, str(error) or type(error).__name__)
     seconds = time.perf_counter() - start
     module = hlo.parse(compiled.as_text())
-    totals = hlo.totals(module, program.trips)
+    totals = hlo.totals(module, program.trips, program.taken)
     m = compiled.memory_analysis()
     memory = Memory(
         m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, chip.hbm_bytes
     )
-    found = hlo.findings(module, program.trips, vocab_size=work.target.vocab_size, large=program.large)
+    found = hlo.findings(
+        module, program.trips, program.taken, vocab_size=work.target.vocab_size, large=program.large
+    )  # fmt: skip
     return ProgramReport(
         name=program.name,
         compiles=True,

@@ -26,7 +26,7 @@ def compile_report(
       topology: a slice of chips such as "v5e:2x4".
       cache: keep results on disk. on_step: told what is about to be compiled.
       options: of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context, max_new_tokens,
-        dtype, cache_dtype, temperature, data, model, layer, sequence.
+        dtype, cache_dtype, same_bits, temperature, data, model, layer, sequence.
 
     Raises: UsageError for bad options or a missing compiler. A program that does not compile is a result.
     """

@@ -65,6 +65,17 @@ def draft_passes(work: Workload) -> int:
     return trees.parse(work.tree).levels if work.tree else drafter_shape(work).max_depth
 
 
+def share_of_layers(work: Workload) -> float:
+    """Of the target's layers, how many a pass runs in which the method skips some; 1: it skips none."""
+    layers, options, method = work.target.num_layers, _options(work), find_drafter(work.method)
+    if work.head is not None:
+        stretches = abstract_head(work.method, work.head).head.runs(layers)
+        return sum(last - first for first, last in stretches) / (layers * len(stretches)) if stretches else 1.0
+    if options.get("exit_layer") is not None:
+        return options["exit_layer"] / layers
+    return 1 - options["ratio"] if "ratio" in options else method.draft_cost or 1.0
+
+
 def tokens_of(work: Workload) -> Callable[[float], float]:
     """(acceptance rate) -> expected tokens per pass of the workload's drafter.
 

@@ -19,6 +19,7 @@ from specjax.engine.prefill import CHUNK
 from specjax.engine.run import run, start, step
 from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, abstract_job, local_shape, place_state
+from specjax.planning.drafting import share_of_layers
 from specjax.planning.workload import Workload
 from specjax.types import Drafter, PyTree
 
@@ -41,8 +42,9 @@ class Program(NamedTuple):
     lower: Callable[[], Any]  # -> jax.stages.Lowered
     arguments: PyTree  # of ShapeDtypeStruct with shardings
     trips: hlo.Trips  # of loops whose trip count depends on the data
-    assumed: dict[str, float]  # what `trips` assumes, for the report
+    assumed: dict[str, float]  # what `trips` and `taken` assume, for the report
     large: frozenset[tuple]  # (dtype, sorted dims) of the caches and parameters of one device
+    taken: hlo.Taken = hlo.always
 
 
 def build(work: Workload, devices: list, *, drafter: Drafter | None = None, rounds: float | None = None) -> Programs:
@@ -62,6 +64,9 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
         "prefill_chunks": float(chunks), "rounds": float(rounds or work.max_new_tokens), "cache_blocks": float(blocks),
         "draft_passes": float(passes),
     }  # fmt: skip
+    share = share_of_layers(work)
+    if share < 1:
+        assumed["share_of_layers"] = share
     large = frozenset(_keys_of(state.cache) | _keys_of(parts.target.params))
     # As many blocks as a chunk sees on average.
     in_prefill = lambda loop: chunks if loop.depth == 0 else max(1.0, blocks / 2)
@@ -73,7 +78,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
             with _device_kind(args.mesh):
                 return function.lower(*arguments)
 
-        return Program(name, lower, arguments, trips, assumed, large)
+        return Program(name, lower, arguments, trips, assumed, large, _sublayers(share))
 
     found = [
         program("prefill", start, (args.job,), in_prefill),
@@ -99,6 +104,12 @@ def _named(passes: float, others: hlo.Trips) -> hlo.Trips:
         return float(known[found.group(1)]) if found else others(loop)
 
     return trips
+
+
+def _sublayers(share: float) -> hlo.Taken:
+    """Of passes that skip layers: how many of them run. Stacked layers are one loop, with a branch for each."""
+    name = re.compile(rf'op_name="[^"]*/{turns.SUBLAYER}/cond')
+    return lambda conditional: share if name.search(conditional.attributes) else 1.0
 
 
 def _in_loop(chunks: float, blocks: float, rounds: float) -> hlo.Trips:

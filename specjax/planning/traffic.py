@@ -26,6 +26,10 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
         head = args.head.head
         count = 1 if head.at_once else math.ceil(draft_passes / head.levels)
         passes.append((count, functools.partial(_of_head, args.head)))
+        stretches = head.runs(work.target.num_layers)
+        share = sum(last - first for first, last in stretches) / work.target.num_layers
+        layers = share * shard_bytes(args.job.parts.target.params["layers"])
+        passes.append((count, lambda context, head=True: layers if head else 0.0))  # prompts take none
 
     def step(context: float) -> float:
         return sum(count * one_pass(context) for count, one_pass in passes)

@@ -16,6 +16,7 @@ from specjax.planning.programs import Program
 from specjax.planning.report import ProgramReport
 from specjax.planning.topologies import describe_devices
 from specjax.planning.workload import Workload, make_workload
+from specjax.training.learners import of_head
 from specjax.training.lessons import Lesson
 from specjax.training.loop import Plan, State, begin, train_step
 from specjax.training.optimizers import optimizer_of, split
@@ -75,7 +76,8 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
     args = abstract_job(work, describe_devices(work.topology))
     target, head, mesh = args.job.parts.target, args.head, args.mesh
     assert head is not None
-    plan = Plan(recipe, head.head, STEPS, chunk, str(head.head.config.layer.dtype) if _has_layers(head) else "bfloat16")
+    dtype = str(head.head.config.layer.dtype) if _has_layers(head) else "bfloat16"
+    plan = Plan(recipe, of_head(head.head), STEPS, chunk, dtype)
     state, rest = _state(plan, head.params, mesh)
     by_rows = lambda shape, dtype: jax.ShapeDtypeStruct(
         shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("data"))

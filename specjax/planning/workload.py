@@ -80,6 +80,7 @@ def make_workload(
     max_new_tokens: int = 128,
     dtype: str = "bfloat16",
     cache_dtype: str | None = None,
+    same_bits: bool = False,
     temperature: float = 0.0,
     data: int = 1,
     model: int | None = None,
@@ -94,6 +95,7 @@ def make_workload(
       options: values of other options of the method, as texts by name.
       data, layer, sequence, model: axes of the mesh, as of `specjax.mesh`; model None: as many as there are and the
         target's heads can be split over.
+      same_bits: as `specjax.load` has it, of the target, on one device.
       cache_dtype: "int8" for both models' caches; None: as their configs say, else their dtype.
 
     Raises: UsageError that names the option at fault.
@@ -139,6 +141,11 @@ def make_workload(
         return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
 
     target_config = load(target, "--target")
+    if same_bits:
+        _check_same_bits(
+            target_config, {"--data": data, "--layer": layer, "--sequence": sequence, "--model": model or 1}
+        )
+        target_config, model = dataclasses.replace(target_config, same_bits=True), 1
     draft_config = None if draft is None else load(draft, "--draft")
     if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):
         raise UsageError(
@@ -164,6 +171,11 @@ def _check_head(row: Method, head: str | None, draft: Any) -> None:
     kind = None if head is None else head.partition(":")[0]
     if kind is not None and draft is not None:
         raise UsageError("--head and --draft both draft; leave one out")
+    if kind is not None and kind != row.name and "head" in row.takes:
+        raise UsageError(
+            f"--method {row.name} asks a head as often as the text makes that worth, of which nothing is known here; "
+            f"leave --method out to plan rounds in which {kind} drafts"
+        )
     if kind is not None and kind != row.name:
         raise UsageError(f"--head {kind} is drafted with by --method {kind}, not {row.name}; leave --method out")
     if kind is None and "head" in row.needs:
@@ -199,6 +211,17 @@ def _check_options(row: Method, options: Mapping[str, str], tree: str | None, nu
         if name == row.size and tree is not None:
             raise UsageError(f"--tree and --set {name} both set the size of the draft; leave one out")
         option.parse(text, f"--set {name}")
+
+
+def _check_same_bits(config: Any, axes: Mapping[str, int]) -> None:
+    """Raises: UsageError for another dtype than bfloat16, or a mesh."""
+    if config.dtype != "bfloat16":
+        raise UsageError(f"--same-bits is of bfloat16, not of --dtype {config.dtype}; leave one out")
+    for flag, size in axes.items():
+        if size > 1:
+            raise UsageError(
+                f"--same-bits is not promised over a mesh, where sums go over devices; leave {flag} {size} out"
+            )
 
 
 def _check_layers(draft: Any, layer: int) -> None:
@@ -249,6 +272,7 @@ def describe(work: Workload) -> dict[str, Any]:
         "head_params": num_params_of_head(work.method, work.head) if work.head else None,
         "dtype": str(work.target.dtype),
         "cache_dtype": work.target.cache_dtype,
+        "same_bits": work.target.same_bits,
         "topology": work.topology.name,
         "devices": work.devices,
         **{name: getattr(work, name) for name in names},

@@ -1,7 +1,8 @@
-"""A run of training in a folder: its last state and its best head, so that one that was ended goes on."""
+"""A run of training in a folder: its last state and the best that was served, so that one that was ended goes on."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import UsageError
-from specjax.models.heads.contract import DraftHead
 from specjax.parallel.checkpoint import restore, save
+from specjax.training.learners import Pupil
 from specjax.training.served import Served
 from specjax.types import PyTree
 
@@ -18,19 +19,19 @@ ABOUT, BEST = "run.json", "best"
 
 
 class Kept:
-    """Where a run stands. Without a folder it remembers its best head alone.
+    """Where a run stands. Without a folder it remembers the best pupil alone.
 
     A state is written beside the one before, which is deleted once it is whole: whenever a run is ended, one is there.
     """
 
-    def __init__(self, folder: str | Path | None, head: DraftHead, state: PyTree, about: Mapping[str, Any]):
+    def __init__(self, folder: str | Path | None, pupil: Pupil, state: PyTree, about: Mapping[str, Any]):
         """state: that of the beginning, which stays where the folder has none.
 
         Raises: UsageError for the folder of another run.
         """
         self.folder = None if folder is None else Path(folder)
-        self.head, self.state = head, state
-        self.best: DraftHead | None = None
+        self.pupil, self.state = pupil, state
+        self.best: Pupil | None = None
         self.served = 0.0
         if self.folder is not None:
             self._find(dict(about))
@@ -57,7 +58,7 @@ class Kept:
             self.state = restore(states[-1], self.state)
         if found["served"]:
             self.served = found["served"]
-            self.best = self.head.replace(params=restore(self.folder / BEST, self.head.params))
+            self.best = dataclasses.replace(self.pupil, params=restore(self.folder / BEST, self.pupil.params))
 
     def _states(self) -> list[Path]:
         assert self.folder is not None
@@ -80,13 +81,13 @@ class Kept:
             if old.name != f"step-{int(state.step)}":
                 shutil.rmtree(old, ignore_errors=True)
 
-    def consider(self, head: DraftHead, served: Served) -> bool:
-        """Whether no earlier head served more; then this is the best."""
+    def consider(self, pupil: Pupil, served: Served) -> bool:
+        """Whether none before served more; then this is the best."""
         if self.best is not None and served.per_pass <= self.served:
             return False
-        self.best, self.served = head, served.per_pass
+        self.best, self.served = pupil, served.per_pass
         if self.folder is not None:
-            save(self.folder / BEST, head.params)
+            save(self.folder / BEST, pupil.params)
             found = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
             self._write(found | {"served": self.served})
         return True

@@ -1,8 +1,8 @@
-"""Training a head on texts that its target wrote: pure steps, and the loop around them."""
+"""Training a head or a draft model on texts that its target wrote: pure steps, and the loop around them."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,27 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models.heads.contract import DraftHead, Head
+from specjax.models.heads.contract import DraftHead
 from specjax.parallel import shard_head
 from specjax.parallel.arrays import place
 from specjax.training.keeping import Kept
+from specjax.training.learners import Learner, Pupil, learner_of
 from specjax.training.lessons import Lesson, Text, choose_places, pack, places_that_count
-from specjax.training.objective import Report, objective
+from specjax.training.objective import Report
 from specjax.training.optimizers import joined, optimizer_of, split
 from specjax.training.recipes import Recipe, check, recipe_of
-from specjax.training.rounds import read
 from specjax.training.served import Served, served
-from specjax.training.vocabulary import own_ids
 from specjax.types import Array, PyTree, Target
-
-FULL = 512  # tokens of a text for which the noise on features is what the recipe says
 
 
 class Plan(NamedTuple):
     """What is the same in all steps of a run. Hashable."""
 
     recipe: Recipe
-    head: Head
+    learner: Learner
     steps: int
     chunk: int | None = None  # places of a row that are judged at a time
     dtype: str = "float32"  # of products; the parameters that are trained are float32
@@ -57,15 +54,14 @@ class Outcome(NamedTuple):
 
 
 def begin(plan: Plan, params: PyTree) -> tuple[State, PyTree]:
-    """(state, the parameters that stay) of a head that is to be trained."""
+    """(state, the parameters that stay) of what is to be trained."""
     trained, rest = split(params, plan.recipe.frozen)
     trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
     return State(trained, optimizer_of(plan.recipe, plan.steps).init(trained), jnp.int32(0)), rest
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
-def train_step(
-    plan: Plan, state: State, rest: PyTree, target: Target, lesson: Lesson, places: Array, key: Array
+def one_step(
+    plan: Plan, state: State, rest: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array
 ) -> tuple[State, Outcome]:
     """One step of the optimizer on a lesson. Pure; the target and `rest` get no derivative.
 
@@ -75,16 +71,9 @@ def train_step(
     """
     import optax
 
-    reading = read(target, plan.head, lesson)
-    if plan.recipe.noise:
-        size = plan.recipe.noise * FULL / lesson.tokens.shape[1]
-        noise = jax.random.uniform(key, reading.features.shape, jnp.float32, -size, size)
-        reading = reading._replace(features=reading.features + noise.astype(reading.features.dtype))
-
     def loss_of(trained: PyTree) -> tuple[Array, Report]:
-        trained = jax.tree.map(lambda x: x.astype(plan.dtype), trained)
-        params, ids = own_ids(joined(trained, rest))
-        return objective(plan.recipe, plan.head, params, target, lesson, reading, places, ids, plan.chunk)
+        params = joined(jax.tree.map(lambda x: x.astype(plan.dtype), trained), rest)
+        return plan.learner.loss(plan.recipe, params, target, lesson, places, key, plan.chunk)
 
     (loss, report), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.trained)
     finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(gradient))
@@ -94,22 +83,26 @@ def train_step(
     return kept, Outcome(loss, report, finite)
 
 
+train_step = jax.jit(one_step, static_argnames="plan", donate_argnames="state")
+"""`one_step` compiled; the state given is used up."""
+
+
 def dtype_of(params: PyTree) -> str:
     """Of the weights."""
     floats = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     return str(max(floats, key=floats.count))
 
 
-def on_devices(target: Target, rows: PyTree) -> PyTree:
+def on_devices(target: Target | None, rows: PyTree) -> PyTree:
     """Rows where the target's mesh has them, if it is spread over one."""
-    mesh = target.model.mesh
+    mesh = None if target is None else target.model.mesh
     return rows if mesh is None else place(rows, mesh, "data")
 
 
-def trained_head(plan: Plan, state: State, rest: PyTree, like: PyTree) -> DraftHead:
-    """The head as it is served, in the dtypes of `like`."""
-    params = jax.tree.map(lambda x, old: x.astype(old.dtype), joined(state.trained, rest), like)
-    return DraftHead(plan.head, params)
+def as_served(pupil: Pupil, state: State, rest: PyTree) -> Any:
+    """What is trained, as it is served, in the dtypes that it began with."""
+    params = jax.tree.map(lambda x, old: x.astype(old.dtype), joined(state.trained, rest), pupil.params)
+    return dataclasses.replace(pupil, params=params)
 
 
 def fingerprint(texts: Sequence[Text]) -> str:
@@ -131,7 +124,7 @@ class Progress(NamedTuple):
     loss: float
     accuracy: tuple[float, ...]  # of drafts by depth
     served: Served | None = None  # of the texts held out, where they were looked at
-    best: bool = False  # whether no earlier head served more
+    best: bool = False  # whether none before served more
 
 
 class Schedule(NamedTuple):
@@ -174,8 +167,8 @@ def scheduled(
 
 
 def train(
-    target: Target,
-    head: DraftHead,
+    target: Target | None,
+    pupil: Pupil,
     texts: Sequence[Text],
     *,
     recipe: Recipe | None = None,
@@ -190,12 +183,14 @@ def train(
     patience: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
+    data: Callable[[int, int, Lesson, Any], Lesson] | None = None,
     listen: Callable[[Progress], Any] = lambda progress: None,
-) -> DraftHead:
-    """The head, trained on texts that the target wrote; of those seen at evaluations the one that serves most.
+) -> Any:
+    """The pupil, trained on texts that the target wrote; of those seen at evaluations the one that serves most.
 
     Args:
-      head: what it begins with, such as `starts.from_target` gives.
+      target: None for losses that do not read it, with nothing held out.
+      pupil: what it begins with: a head, such as `starts.new_head` gives, or a draft model, a `Target` too.
       recipe: default: that of its kind. held_out: texts, written greedily, on which tokens per pass are measured.
       rows, length: of a lesson: tokens int32[rows, length]; over a mesh "data" must divide the rows.
       places: the most of a row that rounds begin at.
@@ -203,32 +198,42 @@ def train(
       num_tokens: of the chain that is measured; default: as many as the recipe drafts.
       patience: evaluations in a row that may not be better before it stops; None: any number.
       folder: where the run is kept at every evaluation; one that was ended there goes on, to the same bits.
+      data: (step, steps, lesson, the pupil as it is) -> the lesson that the step takes in its place, of the same shape,
+        a function of its arguments alone: `draft_models.OnPolicy`.
       listen: is told every step's loss and accuracy.
 
     Raises: UsageError for a recipe that cannot be followed, texts without answers, or a loss that is no number; it then
       names the step, and the folder has the last good state.
     """
-    recipe = recipe or recipe_of(head.head.kind)
+    learner = learner_of(pupil)
+    recipe = recipe or recipe_of(learner.kind)
     check(recipe)
-    if target.model.mesh is not None:
-        head = shard_head(head, target.model.mesh)
+    if target is None and held_out:
+        raise UsageError("tokens per pass of texts held out are those of a target; give it, or hold none out")
+    if isinstance(pupil, DraftHead) and target is not None and target.model.mesh is not None:
+        pupil = shard_head(pupil, target.model.mesh)
     schedule = scheduled(
-        texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs,
+        texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs and data is None,
         multiple=chunk or 1,
     )  # fmt: skip
-    plan = Plan(recipe, head.head, schedule.steps, chunk, dtype_of(head.params))
-    state, rest = begin(plan, head.params)
+    if data is not None:  # whose answers may be longer than those that there are
+        most, multiple = places or length, chunk or 1
+        schedule = schedule._replace(places=-(-most // multiple) * multiple)
+    plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(split(pupil.params, recipe.frozen)[0]))
+    state, rest = begin(plan, pupil.params)
     about = {
-        "recipe": repr(recipe), "config": repr(head.head.config), "seed": seed, "texts": fingerprint(texts),
-        "epochs": epochs, "shape": [rows, length, schedule.places],
+        "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "texts": fingerprint(texts),
+        "epochs": epochs, "shape": [rows, length, schedule.places], "data": data and repr(data),
     }  # fmt: skip
-    kept = Kept(folder, head, state, about)
+    kept = Kept(folder, pupil, state, about)
     state = kept.state
     started, tokens = time.perf_counter(), 0
-    measure = functools.partial(served, target, texts=held_out, rows=rows, length=length)
-    depths = num_tokens or min(recipe.depths, head.head.deepest or recipe.depths)
+    depths = num_tokens or min(recipe.depths, learner.deepest or recipe.depths)
     since_best = 0
     for number, (epoch, lesson, where) in enumerate(schedule.after(int(state.step), seed), int(state.step)):
+        if data is not None:
+            lesson = data(number, schedule.steps, lesson, as_served(pupil, state, rest))
+            where = choose_places(lesson, schedule.places, np.random.default_rng([seed, number]))
         key = jax.random.fold_in(jax.random.key(seed), number)
         state, outcome = train_step(plan, state, rest, target, *on_devices(target, (lesson, where)), key)
         if not bool(outcome.finite):
@@ -239,9 +244,9 @@ def train(
         tokens += int(outcome.report.tokens)
         last = number + 1 == schedule.steps
         measured, best = None, False
-        if held_out and (last or (number + 1) % evaluate_every == 0):
-            now = trained_head(plan, state, rest, head.params)
-            measured = measure(head=now, depths=depths)
+        if held_out and target is not None and (last or (number + 1) % evaluate_every == 0):
+            now = as_served(pupil, state, rest)
+            measured = served(target, now, held_out, depths=depths, rows=rows, length=length)
             best = kept.consider(now, measured)
             since_best = 0 if best else since_best + 1
         if last or (number + 1) % evaluate_every == 0:
@@ -253,4 +258,4 @@ def train(
         )
         if patience is not None and since_best > patience:
             break
-    return kept.best or trained_head(plan, state, rest, head.params)
+    return kept.best or as_served(pupil, state, rest)

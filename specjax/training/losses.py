@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from specjax.types import Array
 
-TIE = 1e-9  # p is larger than q if it is by more than rounding
+TIE = 1e-5  # p is larger than q if log p is by more than what float32 makes of equal logits that differ by a constant
 FLOOR = -30.0  # of log p in rkl, which is infinite where p is 0
 LEAST_DEVIATION = 1e-3
 
@@ -83,8 +83,8 @@ def jensen_shannon(draft: Array, teacher: Array | None, label: Array, weight: Ar
 
 def _larger(draft: Array, teacher: Array | None) -> tuple[Array, Array, Array]:
     """(p, q, g)."""
-    p, q = jnp.exp(_log_p(teacher)), jnp.exp(_log_q(draft))
-    return p, q, jax.lax.stop_gradient((p > q + TIE).astype(jnp.float32))
+    log_p, log_q = _log_p(teacher), _log_q(draft)
+    return jnp.exp(log_p), jnp.exp(log_q), jax.lax.stop_gradient((log_p > log_q + TIE).astype(jnp.float32))
 
 
 def total_variation(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:

@@ -66,6 +66,7 @@ def check(recipe: Recipe) -> None:
 
 _BLOCK = Recipe((("ce", 0.1), ("tv", 0.9)), depths=7, weighting="d_pace", learning_rate=6e-4, warmup=0.04)
 _FEATURES = Recipe((("soft_ce", 0.1),), depths=4, features=1.0, noise=0.1, learning_rate=3e-4)
+_MODEL = Recipe((("kl", 1.0),), learning_rate=1e-4, warmup=0.02, weight_decay=0.1)
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
@@ -86,6 +87,12 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "dspark": _BLOCK.replace(confidence=1.0),
         "mlp_speculator": Recipe((("ce", 1.0),), depths=3, decay=1.0),
         "redrafter": Recipe((("ce", 1.0),), depths=5, decay=1.0),
+        "distillspec": _MODEL,
+        "direct_alignment": _MODEL.replace(losses=(("tvd++", 1.0),)),
+        "fastdraft_pretraining": _MODEL.replace(losses=(("ce", 1.0),), learning_rate=1e-3),
+        "fastdraft": _MODEL.replace(losses=(("ce", 1.0),)),
+        "specdec++": Recipe(warmup=0.03, weight_decay=0.0, frozen=("draft",)),
     }
 )
-"""By kind. Where a kind has a last token its recipe trains no deeper."""
+"""By kind. Where a kind has a last token its recipe trains no deeper. Those below `redrafter` are of draft models, of
+which `depths` is the chain that is measured alone, and of the head that judges one."""

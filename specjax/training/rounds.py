@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.models.heads.blocks import cache_of_rows
 from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.training.chunks import sum_in_chunks
 from specjax.training.lessons import Lesson
-from specjax.types import Array, Context, PyTree, Said, Target
+from specjax.types import Array, Context, Model, Output, PyTree, Said, Target
 
 
 class Reading(NamedTuple):
@@ -44,15 +44,20 @@ class Depth(NamedTuple):
     scratch: PyTree  # of the head, for losses of more than logits
 
 
-def read(target: Target, head: Head, lesson: Lesson) -> Reading:
-    """One pass of the target over a lesson. Nothing is derived from it."""
-    model, (batch, size) = target.model, lesson.tokens.shape
+def one_pass(model: Model, params: PyTree, lesson: Lesson, taps: tuple[int, ...] = ()) -> tuple[Output, PyTree]:
+    """A pass over a lesson, each text of a row on its own: (output, pending)."""
+    batch, size = lesson.tokens.shape
     place = jnp.arange(size)
     mask = (place <= place[:, None]) & (place >= jnp.asarray(lesson.first)[:, :, None])
     positions = jnp.broadcast_to(place, (batch, size))
-    cache = model.begin(target.params, None, batch, 0)
-    taps = {"taps": head.taps} if head.taps else {}
-    output, pending = model.forward(target.params, lesson.tokens, cache, positions=positions, mask=mask, **taps)
+    cache = model.begin(params, None, batch, 0)
+    wanted = {"taps": taps} if taps else {}
+    return model.forward(params, jnp.asarray(lesson.tokens), cache, positions=positions, mask=mask, **wanted)
+
+
+def read(target: Target, head: Head, lesson: Lesson) -> Reading:
+    """One pass of the target over a lesson. Nothing is derived from it."""
+    output, pending = one_pass(target.model, target.params, lesson, head.taps)
     kept = Reading(head.features_of(output), output.hidden, pending)
     return jax.lax.stop_gradient(kept)
 
@@ -100,18 +105,7 @@ def rounds(
         where = jax.lax.dynamic_slice_in_dim(places, i, size, 1)
         return judge(_by_depth(head, params, held, target, lesson, reading, where, depths, ids))
 
-    if chunk is None or chunk == count:
-        return some(params, memory, jnp.int32(0), count)
-    if count % chunk:
-        raise UsageError(f"chunk must divide the {count} places of a row, and {chunk} does not")
-    again = jax.checkpoint(lambda params, memory, i: some(params, memory, i, chunk))
-    shapes = jax.eval_shape(again, params, memory, jnp.int32(0))
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    def add(total, i):
-        return jax.tree.map(jnp.add, total, again(params, memory, i)), None
-
-    return jax.lax.scan(add, zero, jnp.arange(0, count, chunk))[0]
+    return sum_in_chunks(some, count, chunk, params, memory)
 
 
 def _by_depth(

@@ -1,4 +1,4 @@
-"""Tokens per pass that a head will serve, without decoding.
+"""Tokens per pass that a head or a draft model will serve, without decoding.
 
 Until its first error a greedy draft's tokens are the text's, so the round from place t accepts as many tokens as lead
 its training pass rightly. A decoder that starts at the end of the prompt goes from t to t + accepted + 1; walking the
@@ -12,15 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.models.heads.contract import DraftHead
 from specjax.parallel.arrays import gather, place
+from specjax.training.learners import Pupil, learner_of
 from specjax.training.lessons import Lesson, Text, pack, places_that_count
-from specjax.training.objective import leading_hits
-from specjax.training.rounds import read
-from specjax.training.vocabulary import own_ids
 from specjax.types import Array, Target
 
 
@@ -36,7 +32,7 @@ class Served(NamedTuple):
         return self.tokens / max(self.passes, 1)
 
 
-def served(target: Target, head: DraftHead, texts: Sequence[Text], *, depths: int, rows: int, length: int) -> Served:
+def served(target: Target, pupil: Pupil, texts: Sequence[Text], *, depths: int, rows: int, length: int) -> Served:
     """What a chain of `depths` drafts serves of texts that the target wrote greedily.
 
     rows, length: shape of the passes. A text longer than `length` is cut there.
@@ -47,7 +43,7 @@ def served(target: Target, head: DraftHead, texts: Sequence[Text], *, depths: in
         there = places_that_count(lesson)
         mesh = target.model.mesh
         rows_of = lesson if mesh is None else place(lesson, mesh, "data")
-        hits = np.asarray(gather(_hits(target, head, rows_of, depths)))
+        hits = np.asarray(gather(_hits(target, pupil, rows_of, depths)))
         right, places = right + int(np.sum((hits > 0) & there[:, :-1])), places + int(there.sum())
         for row, accepted in enumerate(hits):
             for begin, end in answers(there[row]):
@@ -72,9 +68,6 @@ def answers(there: np.ndarray) -> Iterable[tuple[int, int]]:
 
 
 @functools.partial(jax.jit, static_argnames="depths")
-def _hits(target: Target, head: DraftHead, lesson: Lesson, depths: int) -> Array:
+def _hits(target: Target, pupil: Pupil, lesson: Lesson, depths: int) -> Array:
     """int32[B, T - 1], from every place."""
-    batch, size = lesson.tokens.shape
-    places = jnp.broadcast_to(jnp.arange(size - 1, dtype=jnp.int32), (batch, size - 1))
-    params, ids = own_ids(head.params)
-    return leading_hits(head.head, params, target, lesson, read(target, head.head, lesson), places, depths, ids)
+    return learner_of(pupil).leading(pupil.params, target, lesson, depths)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.analysis.same_bits import check_bits
+from specjax.analysis.same_bits import _Asking, check_bits
+from specjax.engine.prefill import CHUNK
 from specjax.models import Gemma3Config, LlamaConfig, init_params, make_model
 
 LLAMA = LlamaConfig(
@@ -52,6 +53,23 @@ def test_a_model_without_them_is_told():
     promises = check_bits(target_of(dataclasses.replace(LLAMA, same_bits=False)), TEXT, **FEW)
     worst = max(promises, key=lambda p: p.differ)
     assert worst.differ and worst.largest > 0 and worst.first is not None and worst.first.startswith("layer ")
+
+
+def test_a_long_prompt_is_read_in_chunks(monkeypatch):
+    """As `decode` reads it: scores of a whole one would take the square of its length."""
+    text = np.resize(np.array(TEXT, np.int32), CHUNK + 5)
+    plainly = dataclasses.replace(LLAMA, same_bits=False, dtype="float32")  # whose program is compiled sooner
+    ask, widths = _Asking(target_of(plainly), text, CHUNK - 2), []
+    see = ask.see
+    monkeypatch.setattr(
+        ask, "see", lambda cache, tokens, *rest: widths.append(tokens.shape[1]) or see(cache, tokens, *rest)
+    )
+    found = ask.as_prompt()
+    assert widths == [CHUNK, CHUNK]
+    plain = ask.one_by_one()
+    assert found.keys() == plain.keys() == set(range(CHUNK - 2, CHUNK + 5))
+    for at in plain:
+        np.testing.assert_allclose(found[at].logits, plain[at].logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.9])

@@ -43,6 +43,9 @@ def test_a_head_alone_drafts_within_auto(cli, saved):
 def test_what_says_how_to_draft_leaves_it_to_the_head():
     assert method_of("head", "eagle") == method_of(None, None) == "auto"
     assert method_of("head", "eagle", None, 3) == "eagle"
+    set_to = lambda *settings: method_of("head", "eagle", None, settings=settings)
+    assert set_to("num_tokens=3") == set_to("num_recycled=4", "num_tokens=3") == set_to("eagle.nothing=3") == "eagle"
+    assert set_to("num_recycled=4") == set_to("auto.num_recycled=4") == set_to("nothing=3") == set_to("=") == "auto"
     assert method_of("model", None) == method_of("model", None, None, 3) == "two_model"
 
 

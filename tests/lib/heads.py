@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import Target
 from specjax.models.heads.chimera import ChimeraConfig
@@ -19,7 +20,7 @@ from specjax.models.heads.falcon import FalconConfig
 from specjax.models.heads.hidden_transfer import HiddenTransferConfig
 from specjax.models.heads.hydra import HydraConfig
 from specjax.models.heads.kangaroo import KangarooConfig
-from specjax.models.heads.kinds import KINDS, init_head
+from specjax.models.heads.kinds import KINDS, abstract_head, init_head
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.heads.p_eagle import PEagleConfig
@@ -100,3 +101,16 @@ def _params(kind: str, config, key):
 def tiny_head(kind: str, target: Target, seed: int = 3) -> DraftHead:
     """A head with random parameters."""
     return _tiny(kind, config_of(kind, target), seed)
+
+
+def numbered_head(kind: str, target: Target, **changes) -> DraftHead:
+    """With numbers of any size, and something changed: for files, since to draw its own would take a program a kind."""
+    config = replace(config_of(kind, target), **changes)
+    head, rng = abstract_head(kind, config), np.random.default_rng(0)
+
+    def numbers(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return np.minimum(np.arange(x.size), config.layer.vocab_size).astype(x.dtype)  # a map of the first ids
+        return jnp.asarray(rng.normal(size=x.shape), x.dtype)
+
+    return head.replace(params=jax.tree.map(numbers, head.params))

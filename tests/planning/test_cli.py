@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from specjax.cli import main
+from specjax.planning.workload import describe, make_workload
 
 GOOD = {"--target": "smollm2_135m", "--topology": "v5e:2x2"}
 
@@ -48,6 +49,7 @@ def command(name, **changes):
         ({"head": "nothing"}, ("--head", "eagle3")),
         ({"head": "eagle3", "draft": "smollm2_135m"}, ("--head", "--draft")),
         ({"head": "eagle3", "method": "medusa"}, ("--head eagle3", "--method eagle3")),
+        ({"head": "eagle3", "method": "auto"}, ("--method auto", "leave --method out", "eagle3")),
         ({"method": "medusa"}, ("--head medusa",)),
         ({"head": "eagle3:layers=2"}, ("--head eagle3:layers=2", "draft_vocab_size=N")),
         ({"head": "eagle", "target": "gemma3_270m"}, ("--head", "Llama")),
@@ -72,6 +74,14 @@ def command(name, **changes):
 def test_bad_options_of_compile(refused, changes, words):
     line = refused(*command("compile", **changes))
     assert all(word in line for word in words), line
+
+
+def test_the_same_bits_are_of_one_device_and_of_bfloat16(refused):
+    assert "leave --model 2 out" in refused(*command("compile", model=2), "--same-bits")
+    assert "not of --dtype float32" in refused(*command("compile", dtype="float32"), "--same-bits")
+    work = make_workload("smollm2_135m", "v5e:2x2", draft="smollm2_135m", same_bits=True)
+    assert work.target.same_bits and not work.draft.same_bits and work.devices == 1
+    assert describe(work)["same_bits"] is True
 
 
 @pytest.mark.parametrize(

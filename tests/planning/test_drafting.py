@@ -56,3 +56,19 @@ def test_options_reach_the_drafter():
     work = workload(method="lookahead", options=(("guesses", "2"), ("ngram", "4")))
     assert drafting.drafter_shape(work).num_nodes < drafting.drafter_shape(workload(method="lookahead")).num_nodes
     assert describe(work)["options"] == {"guesses": "2", "ngram": "4"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({"head": "kangaroo:exit_layer=3"}, 3 / 30),
+        ({"head": "hidden_transfer:behind=20"}, 10 / 30),
+        ({"head": "eagle3"}, 1.0),
+        ({"method": "early_exit"}, 0.25),
+        ({"method": "early_exit", "options": {"exit_layer": "6"}}, 6 / 30),
+        ({"method": "swift", "options": {"ratio": "0.6"}}, 0.4),
+        ({"method": "prompt_lookup"}, 1.0),
+    ],
+)
+def test_how_much_of_the_target_a_draft_runs(changes, share):
+    assert drafting.share_of_layers(make_workload("smollm2_135m", "v5e:1x1", **changes)) == pytest.approx(share)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from toy import tiny_llama
 
 from specjax import trees
 from specjax.engine.one_of import narrow_or_wide
 from specjax.planning import hlo
-from specjax.planning.programs import _named
-from specjax.types import Context
+from specjax.planning.programs import _named, _sublayers
+from specjax.types import Context, Stream, Sublayers
 
 
 def test_the_loop_over_draft_passes_is_told_from_those_within():
@@ -35,3 +36,20 @@ def test_of_a_rounds_two_passes_the_wide_one_is_counted():
     module = hlo.parse(jax.jit(program).lower(jnp.eye(64)).compile().as_text())
     trips = _named(3, lambda loop: 99.0)
     assert [trips(loop) for loop in hlo.dynamic_loops(module)] == [0.0, 1.0]
+
+
+def test_layers_that_are_skipped_are_known_in_the_loop_over_a_stack():
+    """Each is a branch of one and the same loop, whose program does not say how often it is taken."""
+    target = tiny_llama(stacked=True)
+    layers = jnp.ones((1, target.model.capabilities.num_layers), bool)
+
+    def some(params, x, runs):
+        cache = target.model.begin(params, None, 1, 8)
+        zeros, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
+        layers = Sublayers(runs, runs)
+        return target.model.forward(params, Stream(x), cache, positions=zeros, mask=mask, layers=layers)[0].hidden
+
+    x = target.model.embed(target.params, jnp.zeros((1, 1), jnp.int32))
+    module = hlo.parse(jax.jit(some).lower(target.params, x, layers).compile().as_text())
+    conditionals = [i for _, i, _ in hlo.walk(module) if i.opcode == "conditional"]
+    assert conditionals and {_sublayers(0.25)(i) for i in conditionals} == {0.25}

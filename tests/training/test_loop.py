@@ -11,6 +11,7 @@ from training_runs import DEPTHS, NEW, head_of, recipe, target, texts
 
 import specjax
 from specjax.errors import UsageError
+from specjax.training.learners import learner_of
 from specjax.training.lessons import Text
 from specjax.training.loop import Plan, begin, scheduled, train, train_step
 from specjax.training.served import served
@@ -69,7 +70,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path):
 
 def test_a_loss_that_is_no_number_names_the_step_and_changes_nothing():
     broken = head_of("eagle3")
-    plan = Plan(recipe(), broken.head, 4)
+    plan = Plan(recipe(), learner_of(broken), 4)
     schedule = scheduled(texts(), epochs=1, rows=2, length=64, places=None, seed=0)
     _, lesson, places = next(schedule.after(0, 0))
     nan = jax.tree.map(lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, broken.params)

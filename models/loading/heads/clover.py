@@ -56,6 +56,9 @@ TABLE = {
         for what in ("weight", "bias")
     },
 }
+TABLE_OF_ITS_OWN = "embeds"
+"""Our word: false where a head reads the target's embedding, not a copy of the target's head."""
+
 RULES: Rules = ((r"^clover_embed_tokens\.", "embed_tokens."),)
 
 UNUSED = (r"lm_head\.weight$", r".*rotary_emb\.inv_freq$")
@@ -92,6 +95,8 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     arrays: dict[str, np.ndarray | Array] = {}
     if "embed_tokens.weight" in tensors:
         embeds = has_embedding(tensors, reader, notes)
+    elif not c.inside("clover").flag(TABLE_OF_ITS_OWN, True):
+        embeds = False
     else:
         embeds, arrays["embed.weight"] = True, rows_of_head(reader, range(reader.vocab_size))
         notes.append("clover_embed_tokens is missing; the rows of the target's head are taken, as the authors do")
@@ -120,10 +125,9 @@ def describe(config: CloverConfig, layout: str, about: dict[str, Any]) -> dict[s
     """config.json. Raises: UsageError for a head that the layout has no words for."""
     if config.version != 2:
         raise UsageError("Clover (without 2) has no published layout, so it cannot be saved; keep its parameters")
-    if not config.embeds:
-        raise UsageError("the layout authors needs a table of embeddings of its own; make the head with embeds=True")
+    blocks = {"num_heads": config.num_heads, "num_layers": config.layer.num_layers, TABLE_OF_ITS_OWN: config.embeds}
     return {
         "architectures": ["LlamaForCausalLM"],
         "base_model_name_or_path": about["name"],
-        "clover": {"num_heads": config.num_heads, "num_layers": config.layer.num_layers},
+        "clover": blocks,
     } | described_layers(config.layer)

@@ -238,46 +238,65 @@ def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
     return found
 
 
-LAYOUTS: dict[str, Rules] = {"speculators": ()}
+LAYOUTS: dict[str, Rules] = {"speculators": (), "zlab": ()}
 
 
 def describe(config: DFlashConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
     """config.json. Raises: UsageError for a head that the layout has no words for."""
-    if config.prefix_rank or config.causal == "all" or config.embedding_scale != 1.0:
-        raise UsageError("the layout speculators has no Domino head, causal blocks or scaled embeddings")
+    theirs, kind = layout == "zlab", config.kind
+    if config.causal == "all" or config.embedding_scale != 1.0:
+        raise UsageError(f"the layout {layout} has no causal blocks or scaled embeddings")
+    if kind == "domino" and not theirs:
+        raise UsageError("the layout speculators has no Domino head; save it as zlab")
     windows = {window for window in config.windows if window is not None}
     if len(windows) > 1:
-        raise UsageError(f"the layout speculators has one window, and the head {sorted(windows)}")
+        raise UsageError(f"the layout {layout} has one window, and the head {sorted(windows)}")
     layers = described_layers(config.layer) | {"vocab_size": config.vocab_size}
     if windows:
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         layers |= {"sliding_window": windows.pop(), "layer_types": kinds}
-    kind = config.kind
-    architecture = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}[kind]
-    described = described_verifier(kind, architecture, about) | {
-        "transformer_layer_config": layers,
+    described = {
         "draft_vocab_size": config.layer.vocab_size if config.own_head else config.vocab_size,
         "block_size": config.block_size,
-        "mask_token_id": config.mask_token,
-        "aux_hidden_state_layer_ids": list(config.taps),
         "sample_from_anchor": config.from_anchor,
         "sliding_window_non_causal": config.causal == "no",
         "tie_word_embeddings": False,
-    }
+    } | _described_corrections(config, about)
+    if config.logit_scale != 1.0 or config.softcap is not None:
+        described |= {"output_multiplier": config.logit_scale, "final_logit_softcapping": config.softcap}
+    architecture = {
+        "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
+        "domino": "DominoDraftModel",
+    }[kind]  # fmt: skip
+    if theirs:
+        inner = {"mask_token_id": config.mask_token, "target_layer_ids": [tap - 1 for tap in config.taps]}
+        named = {"architectures": [architecture], "base_model_name_or_path": about["name"]}
+        return layers | named | described | {"dflash_config": inner}
+    streams = {"mask_token_id": config.mask_token, "aux_hidden_state_layer_ids": list(config.taps)}
+    verifier = described_verifier(kind, architecture, about)
+    return verifier | {"transformer_layer_config": layers} | described | streams
+
+
+def _described_corrections(config: DFlashConfig, about: dict[str, Any]) -> dict[str, Any]:
+    """What follows the block, and what is between its layers."""
+    described: dict[str, Any] = {}
     if config.markov != "no":
         described |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
-    if kind == "dspark":
+    if config.kind == "dspark":
         described |= {
             "enable_confidence_head": config.confidence != "no",
             "confidence_head_with_markov": config.confidence == "markov",
         }
     if config.confidence != "no":  # our own word: others keep what they fitted elsewhere
         described["confidence_temperatures"] = np.asarray(about["params"]["confidence"]["temperatures"]).tolist()
-    if kind == "dflash2":
+    if config.kind == "dflash2":
         described |= {
             "conv_kernel_size": config.conv_taps, "conv_group_size": config.conv_group,
             "selector_rank": config.selector_rank, "selector_top_k": config.candidates,
         }  # fmt: skip
-    if config.logit_scale != 1.0 or config.softcap is not None:
-        described |= {"output_multiplier": config.logit_scale, "final_logit_softcapping": config.softcap}
+    if config.kind == "domino":
+        described |= {
+            "projector_type": "domino", "emb_dim": config.prefix_rank, "gru_hidden_dim": config.prefix_state,
+            "pure_draft_prefix_len": config.pure_prefix,
+        }  # fmt: skip
     return described

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from specjax.errors import UsageError
@@ -14,9 +16,11 @@ from specjax.models.loading.heads.contents import (
     Rules,
     check_equal,
     indices,
+    layer_config,
     layer_of_target,
     renamed,
 )
+from specjax.models.loading.heads.describing import described_layers
 from specjax.reading import shown
 
 KINDS = ("hydra",)
@@ -41,6 +45,7 @@ TABLE = {
         for part in "qkvo"
         for what in ("weight", "bias")
     },
+    **{f"prefix.attention.{part}_norm.weight": f"{PREFIX}.layers.0.self_attn.{part}_norm.weight" for part in "qk"},
     **{f"prefix.mlp.{part}.weight": f"{PREFIX}.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
     "norm.weight": f"{PREFIX}.norm.weight",
 }
@@ -81,12 +86,17 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     check_equal(str(folder), "heads of width", width, reader.width, f"the width of the target {reader.name} is")
     size = tensors.shape("hydra_lm_head.0.weight", folder)[0]
     check_equal(str(folder), "heads of a vocabulary of", size, reader.vocab_size, f"the target {reader.name} has")
+    layer = None
+    if has_prefix and c.given("hidden_size"):
+        layer = layer_config(c, tensors, f"{PREFIX}.layers.0.self_attn", 1, reader)
+    elif has_prefix:
+        layer = layer_of_target(reader, "the prefix layer of Hydra++")
     config = HydraConfig(
         width,
         size,
         indices(tensors, r"hydra_mlp\.(\d+)\."),
         indices(tensors, r"hydra_mlp\.0\.(\d+)\."),
-        layer_of_target(reader, "the prefix layer of Hydra++") if has_prefix else None,
+        layer,
         reader.dtype,
     )
     flags = {"num_heads": config.num_heads, "num_blocks": config.num_blocks, "prefix": has_prefix}
@@ -98,4 +108,26 @@ def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
     return {}
 
 
-LAYOUTS: dict[str, Rules] = {}
+def rules_of(config: HydraConfig) -> Rules:
+    """From the table's names to the authors'."""
+    if config.layer is None:
+        return ()
+    return (
+        (r"^(hydra_mlp\.\d+)\.(\d+)\.", lambda match: f"{match[1]}.{2 * int(match[2]) + 1}."),
+        (r"^(hydra_lm_head\.\d+)\.", r"\1.1."),
+    )
+
+
+LAYOUTS = {"authors": rules_of}
+
+
+def describe(config: HydraConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
+    """config.json; of the prefix layer the authors have no words, it being like the target's."""
+    return {
+        "hydra_num_heads": config.num_heads,
+        "hydra_num_layers": config.num_blocks,
+        "hydra_head_arch": ARCHITECTURES[config.layer is not None],
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "base_model_name_or_path": about["name"],
+    } | ({} if config.layer is None else described_layers(config.layer))

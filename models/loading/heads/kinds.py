@@ -12,6 +12,7 @@ from specjax.models.loading.heads import (
     eagle,
     eagle3,
     falcon,
+    hidden_transfer,
     hydra,
     kangaroo,
     medusa,
@@ -25,7 +26,7 @@ from specjax.reading import shown
 
 FILES: tuple[ModuleType, ...] = (
     eagle3, p_eagle, dflash, eagle, falcon, medusa, hydra, ppd, mlp_speculator, redrafter, clover, chimera,
-    kangaroo,
+    kangaroo, hidden_transfer,
 )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -83,4 +85,20 @@ def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
     return {"the prompts of one copy stand together": head.replace(params={"prompts": {"weight": other}})}
 
 
-LAYOUTS: dict[str, Rules] = {}
+LAYOUTS: dict[str, Rules] = {"peft": ()}
+
+
+def describe(config: PpdConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
+    """config.json, with what the authors' adapter_config.json has."""
+    return {
+        "peft_type": "PROMPT_TUNING",
+        "task_type": "CAUSAL_LM",
+        "num_virtual_tokens": config.num_prompts * config.copies,
+        "token_dim": config.width,
+        "num_special_tokens": config.num_prompts,
+        "virtual_tokens_per_special_token": config.copies,
+        "vt_attention_type": "ensemble",
+        "aggregation_type": "mean",
+        "num_exits": 1,
+        "base_model_name_or_path": about["name"],
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from specjax.errors import UsageError
@@ -10,6 +12,8 @@ from specjax.models.heads.redrafter import ReDrafterConfig
 from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, indices, renamed
 
 KINDS = ("redrafter",)
+
+MODEL_TYPE = "recurrent_drafting_drafter"
 
 TABLE = {
     "rnn_w.weight": "rnn_w.weight",
@@ -26,7 +30,7 @@ RULES: Rules = ((r"^lm_head\.\d+\.weight$", "head.weight"),)
 
 def dialect_of(contents: Contents) -> str | None:
     """Who wrote it; None: it is no ReDrafter."""
-    said = contents.config.given("model_type") and contents.config.text("model_type") == "recurrent_drafting_drafter"
+    said = contents.config.given("model_type") and contents.config.text("model_type") == MODEL_TYPE
     return "apple" if said or "rnn_u.weight" in contents.tensors else None
 
 
@@ -58,4 +62,23 @@ def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
     return {}
 
 
-LAYOUTS: dict[str, Rules] = {}
+def rules_of(config: ReDrafterConfig) -> Rules:
+    """From the table's names to Apple's, whose last lm_head is the head."""
+    return ((r"^head\.weight$", f"lm_head.{config.num_blocks}.weight"),)
+
+
+LAYOUTS = {"apple": rules_of}
+
+
+def describe(config: ReDrafterConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
+    """config.json."""
+    return {
+        "model_type": MODEL_TYPE,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "exit_dim": config.exit_width,
+        "num_draft_layers": config.num_blocks,
+        "rnn": config.has_weights,
+        "base_model_name_or_path": about["name"],
+        "torch_dtype": config.dtype,
+    }

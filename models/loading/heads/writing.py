@@ -1,11 +1,16 @@
-"""Heads to files that others serve: the layouts of vllm speculators and of a method's authors, and vLLM's Medusa."""
+"""Heads to files that others serve: the layouts of vllm speculators and of a method's authors, and vLLM's Medusa.
+
+What an author pickles is written as safetensors here, under the same names.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +24,8 @@ ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qw
 
 
 NUMBER = r"(?<=\.)\d+(?=\.)"
+NO_TENSORS = "vocabulary.place", "confidence.temperatures"
+"""Parameters that are made of a map, or of the config."""
 
 
 def stored_name(table: Mapping[str, str], path: str) -> str:
@@ -34,34 +41,31 @@ def save_head(
     """Write config.json and model.safetensors, over those that are there.
 
     Args:
-      layout: "speculators" or "safeailab" for EAGLE heads, "vllm" for Medusa, "authors" for Clover-2, Chimera and
-        Kangaroo; None: the first that the kind has.
+      layout: one of those that the kind has, "speculators" or "safeailab" for EAGLE-3 (docs/heads.md); None: the first
+        of them that has words for the head.
       target: what the config names as the model that it drafts for. num_tokens: how many it suggests to draft.
 
-    Raises: UsageError for a kind without checkpoints, a layout that it does not have or that has no words for the head,
-      or a folder that cannot be written.
+    Raises: UsageError for a layout that the kind does not have or that has no words for the head, or a folder that
+      cannot be written.
     """
     from safetensors.flax import save_file
 
-    name, kind = head.head.kind, kinds.of(head.head.kind)
-    if not kind.LAYOUTS:
-        raise UsageError(f"heads of {name} can be read, and not written; keep the files they came from")
-    layout = layout or next(iter(kind.LAYOUTS))
-    if layout not in kind.LAYOUTS:
+    name, kind, config = head.head.kind, kinds.of(head.head.kind), head.head.config
+    if layout is not None and layout not in kind.LAYOUTS:
         raise UsageError(f'heads of {name} have the layouts {", ".join(kind.LAYOUTS)}, not "{layout}"')
-    config = head.head.config
     of = target.model.name if target is not None else ""
     about = {"name": of, "architectures": _architectures(target), "num_tokens": num_tokens, "params": head.params}
-    described = kind.describe(config, layout, about)
+    layout, described = _described(kind, config, [layout] if layout else list(kind.LAYOUTS), about)
+    rules = kind.LAYOUTS[layout]
     tensors, maps = {}, {}
     for path, value in jax.tree_util.tree_flatten_with_path(head.params)[0]:
         keys = ".".join(str(entry.key) for entry in path)
         if keys == "vocabulary.place":
             maps = _maps(np.asarray(value), name)
-        if re.sub(NUMBER, "*", keys) not in kind.TABLE:
-            continue  # made from a map, or of no file
+        if keys in NO_TENSORS:
+            continue
         stored = stored_name(kind.TABLE, keys)
-        for pattern, replacement in kind.LAYOUTS[layout]:
+        for pattern, replacement in rules(config) if callable(rules) else rules:
             stored = re.sub(pattern, replacement, stored)
         tensors[stored] = value.reshape(getattr(kind, "SHAPES", {}).get(stored, value.shape))
     place = Path(folder)
@@ -71,6 +75,20 @@ def save_head(
         (place / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror or error}); give another folder") from error
+
+
+def _described(
+    kind: ModuleType, config: Any, layouts: Sequence[str], about: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The first of the layouts that has words for a head, and its config.json. Raises: UsageError, the first one's."""
+    refused = None
+    for layout in layouts:
+        try:
+            return layout, kind.describe(config, layout, about)
+        except UsageError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def _maps(place: np.ndarray, kind: str) -> dict[str, np.ndarray]:

@@ -7,9 +7,21 @@ small. `cost_analysis()["optimal_seconds"]` is never used: it does not multiply 
 prefetch copies twice, and came out negative for unrolled layers.
 """
 
-from specjax.planning.hlo.control_flow import Loop, Trips, dynamic_loops, trip_count, walk
+from specjax.planning.hlo.control_flow import Loop, Taken, Trips, always, dynamic_loops, trip_count, walk
 from specjax.planning.hlo.parsing import Module, parse
 from specjax.planning.hlo.slow_parts import findings
 from specjax.planning.hlo.sums import totals
 
-__all__ = ["Loop", "Module", "Trips", "dynamic_loops", "findings", "parse", "totals", "trip_count", "walk"]
+__all__ = [
+    "Loop",
+    "Module",
+    "Taken",
+    "Trips",
+    "always",
+    "dynamic_loops",
+    "findings",
+    "parse",
+    "totals",
+    "trip_count",
+    "walk",
+]

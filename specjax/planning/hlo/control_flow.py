@@ -24,36 +24,41 @@ class Loop:
 Trips = Callable[[Loop], float]
 """How often a loop runs whose trip count depends on the data."""
 
+Taken = Callable[[Instruction], float]
+"""How often a conditional takes its dearest branch, from 0 to 1; else it does nothing."""
 
-def walk(module: Module, trips: Trips = lambda loop: 1.0) -> Iterator[tuple[str, Instruction, float]]:
+
+def always(conditional: Instruction) -> float:
+    return 1.0
+
+
+def walk(
+    module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always
+) -> Iterator[tuple[str, Instruction, float]]:
     """(computation, instruction, how often it runs) of everything that control flow reaches; fusions are one thing.
 
-    Of a conditional's branches the dearest one in cycles runs: here, the widest verify pass.
+    Of a conditional's branches the dearest one in cycles runs, as often as `taken` says: here, the widest verify pass.
     """
-    yield from _walk(module, module.entry, 1.0, 0, (), trips)
 
+    def of(name: str, times: float, depth: int, path: tuple[str, ...]) -> Iterator[tuple[str, Instruction, float]]:
+        loops = loops_of(module, name, depth, path)
+        for instruction in module.computations.get(name, {}).values():
+            yield name, instruction, times
+            if instruction.opcode == "while":
+                loop = loops[instruction.name]
+                count = trips(loop) if loop.trips is None else loop.trips
+                for part in instruction.called("body", "condition"):
+                    yield from of(part, times * count, depth + 1, (*path, instruction.name))
+            elif instruction.opcode == "conditional":
+                branches = instruction.called("branch_computations", "true_computation", "false_computation")
+                if branches:
+                    cycles = lambda branch: sum(i.cycles * n for _, i, n in of(branch, 1.0, depth, path))
+                    yield from of(max(branches, key=cycles), times * taken(instruction), depth, path)
+            elif instruction.opcode in ("call", "async-start"):
+                for part in instruction.called("to_apply", "calls", "called_computations"):
+                    yield from of(part, times, depth, path)
 
-def _walk(module: Module, name: str, times: float, depth: int, path: tuple[str, ...], trips: Trips):
-    loops = loops_of(module, name, depth, path)
-    for instruction in module.computations.get(name, {}).values():
-        yield name, instruction, times
-        if instruction.opcode == "while":
-            loop = loops[instruction.name]
-            count = trips(loop) if loop.trips is None else loop.trips
-            for part in instruction.called("body", "condition"):
-                yield from _walk(module, part, times * count, depth + 1, (*path, instruction.name), trips)
-        elif instruction.opcode == "conditional":
-            branches = instruction.called("branch_computations", "true_computation", "false_computation")
-            if branches:
-                chosen = max(branches, key=lambda branch: _cycles(module, branch, times, depth, path, trips))
-                yield from _walk(module, chosen, times, depth, path, trips)
-        elif instruction.opcode in ("call", "async-start"):
-            for part in instruction.called("to_apply", "calls", "called_computations"):
-                yield from _walk(module, part, times, depth, path, trips)
-
-
-def _cycles(module, name, times, depth, path, trips) -> float:
-    return sum(i.cycles * n for _, i, n in _walk(module, name, times, depth, path, trips))
+    yield from of(module.entry, 1.0, 0, ())
 
 
 def loops_of(module: Module, name: str, depth: int = 0, path: tuple[str, ...] = ()) -> dict[str, Loop]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from specjax.planning.hlo.control_flow import Trips, walk
+from specjax.planning.hlo.control_flow import Taken, Trips, always, walk
 from specjax.planning.hlo.parsing import Array, Instruction, Module
 
 
@@ -20,7 +20,12 @@ class Finding:
 
 
 def findings(
-    module: Module, trips: Trips = lambda loop: 1.0, *, vocab_size: int = 0, large: frozenset[tuple] = frozenset()
+    module: Module,
+    trips: Trips = lambda loop: 1.0,
+    taken: Taken = always,
+    *,
+    vocab_size: int = 0,
+    large: frozenset[tuple] = frozenset(),
 ) -> list[Finding]:
     """Sorts of the vocabulary, calls of the host, and copies of arrays whose (dtype, dims) are in `large`.
 
@@ -31,7 +36,7 @@ def findings(
     """
     sorts = host = 0.0
     copies: dict[tuple, list[float]] = {}
-    for name, instruction, times in walk(module, trips):
+    for name, instruction, times in walk(module, trips, taken):
         for computation, part in _parts(module, name, instruction):
             if part.opcode == "sort" and vocab_size:
                 sizes = [a for o in part.operands if o in computation for a in computation[o].arrays]

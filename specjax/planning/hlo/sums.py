@@ -6,18 +6,18 @@ import math
 import re
 
 from specjax.costs.roofline import Collective, Kernel, Totals
-from specjax.planning.hlo.control_flow import Trips, walk
+from specjax.planning.hlo.control_flow import Taken, Trips, always, walk
 from specjax.planning.hlo.flops import flops_of
 from specjax.planning.hlo.hbm import kernel_of, traffic
 from specjax.planning.hlo.parsing import COLLECTIVES, FREE, Instruction, Module
 
 
-def totals(module: Module, trips: Trips = lambda loop: 1.0) -> Totals:
+def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always) -> Totals:
     """Cycles, FLOPs, bytes to and from HBM, and collectives."""
     cycles = flops = moved = instructions = 0.0
     kernels = Kernel(0)
     collectives: dict[tuple[str, int], list[float]] = {}
-    for name, instruction, times in walk(module, trips):
+    for name, instruction, times in walk(module, trips, taken):
         computation = module.computations[name]
         cycles += times * instruction.cycles
         flops += times * flops_of(module, computation, instruction)

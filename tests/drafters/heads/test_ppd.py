@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from heads import tiny_head
+from heads import config_of, tiny_head
 from toy import markov, tiny_llama
 
-from specjax import UsageError, costs, decode, facade, make_drafter
+from specjax import METHODS, UsageError, costs, decode, facade, make_drafter
 from specjax.cli.drafting import method_of
 from specjax.drafters.heads import ppd
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
 from specjax.models.heads.agreement import prompted_features
+from specjax.models.heads.kinds import KINDS
 from specjax.types import Context
 
 ACCURACY = ((0.5, 0.2), (0.4, 0.2), (0.3, 0.1))
@@ -146,3 +147,5 @@ def test_given_alone_it_is_its_own_method():
         make_drafter("auto", tiny_llama(), head)
     assert facade._drafter(tiny_llama(), head) == make_drafter("ppd", tiny_llama(), head)
     assert method_of("HEAD", "ppd", None) == "ppd" and method_of("HEAD", "eagle3", None) == "auto"
+    heads = {kind: made.head(config_of(kind, tiny_llama())) for kind, made in KINDS.items()}
+    assert {kind for kind in heads if METHODS[kind].alone} == {kind for kind in heads if heads[kind].prompts}

@@ -545,7 +545,7 @@ def test_domino_of_specforge(tmp_path):
     assert recognise(folder) == ("domino", "zlab")
     same_head(load_head(folder, target()), head)
     with pytest.raises(UsageError, match="the layout speculators has no Domino head"):
-        save_head(tmp_path / "out", head)
+        save_head(tmp_path / "out", head, layout="speculators")
 
 
 def test_block_drafters_that_do_not_fit(tmp_path):
@@ -614,8 +614,6 @@ def test_recurrent_speculators(tmp_path):
     found = load_head(d.write(tmp_path / "redrafter", said, arrays), target())
     assert found.head.config == config
     jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
-    with pytest.raises(UsageError, match="heads of redrafter can be read, and not written"):
-        save_head(tmp_path / "out", found)
 
 
 def test_prompts_of_ppd(tmp_path):
@@ -654,8 +652,6 @@ def test_prompts_of_ppd(tmp_path):
     wider = adapter("wider.safetensors", d.arrays_of({"prompt_embeddings": (6, 40)}))
     with pytest.raises(UsageError, match=f"has prompts of width 40, and the width of the target tiny is {d.D}"):
         load_head(wider, target())
-    with pytest.raises(UsageError, match="heads of ppd can be read, and not written"):
-        save_head(tmp_path / "out", found.head)
 
 
 def test_fspad(tmp_path):
@@ -668,4 +664,4 @@ def test_fspad(tmp_path):
     assert found.head.config.sampler and found.head.config.split
     jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
     with pytest.raises(UsageError, match="the head has a sampler, which the layout safeailab does not fit"):
-        save_head(tmp_path, head)
+        save_head(tmp_path, head, layout="safeailab")

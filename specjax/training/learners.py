@@ -1,0 +1,98 @@
+"""What a training loop needs of what it trains, be it a head or a draft model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftHead, Head
+from specjax.training import acceptance, draft_models
+from specjax.training.lessons import Lesson
+from specjax.training.objective import Report, leading_hits, objective
+from specjax.training.recipes import Recipe
+from specjax.training.rounds import read
+from specjax.training.vocabulary import own_ids
+from specjax.types import Array, Model, PyTree, Target
+
+FULL = 512  # tokens of a text for which the noise on features is what the recipe says
+
+Pupil = DraftHead | Target | acceptance.Stopping
+"""What is trained, with its parameters."""
+
+
+class Learner(NamedTuple):
+    """Something that drafts, as pure functions of its parameters. Hashable: of equal ones it is the same object."""
+
+    kind: str  # whose recipe is the default
+    config: Any
+    deepest: int | None  # drafts that it can have behind one another; None: any number
+    # (recipe, params, target, lesson, places int32[B, R], key, chunk) -> (float32[], Report)
+    loss: Callable[..., tuple[Array, Report]]
+    # (params, target, lesson, depths) -> int32[B, T - 1]: how many tokens of a greedy draft of each place are right
+    leading: Callable[..., Array]
+    whole_rounds: bool = False  # whether the loss is of a round of drafts from each place, or of the first alone
+
+
+def learner_of(pupil: Pupil) -> Learner:
+    """What trains it."""
+    if isinstance(pupil, acceptance.Stopping):
+        return of_stopping(pupil.model, pupil.rejections, pupil.kept)
+    return of_head(pupil.head) if isinstance(pupil, DraftHead) else of_model(pupil.model)
+
+
+@functools.cache
+def of_head(head: Head) -> Learner:
+    """A head on the target's own features, in rounds."""
+
+    def loss(
+        recipe: Recipe, params: PyTree, target: Target, lesson: Lesson, places: Array, key: Array, chunk: int | None
+    ) -> tuple[Array, Report]:
+        reading = read(target, head, lesson)
+        if recipe.noise:
+            size = recipe.noise * FULL / lesson.tokens.shape[1]
+            noise = jax.random.uniform(key, reading.features.shape, jnp.float32, -size, size)
+            reading = reading._replace(features=reading.features + noise.astype(reading.features.dtype))
+        params, ids = own_ids(params)
+        return objective(recipe, head, params, target, lesson, reading, places, ids, chunk)
+
+    def leading(params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
+        batch, size = lesson.tokens.shape
+        places = jnp.broadcast_to(jnp.arange(size - 1, dtype=jnp.int32), (batch, size - 1))
+        params, ids = own_ids(params)
+        return leading_hits(head, params, target, lesson, read(target, head, lesson), places, depths, ids)
+
+    return Learner(head.kind, head.config, head.deepest, loss, leading, whole_rounds=True)
+
+
+@functools.cache
+def of_model(model: Model) -> Learner:
+    """A draft model on texts."""
+
+    def loss(
+        recipe: Recipe, params: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array,
+        chunk: int | None,
+    ) -> tuple[Array, Report]:  # fmt: skip
+        return draft_models.loss_of(recipe, model, params, target, lesson, places, chunk)
+
+    return Learner("distillspec", model.config, None, loss, functools.partial(draft_models.leading_hits, model))
+
+
+@functools.cache
+def of_stopping(model: Model, rejections: float, kept: float) -> Learner:
+    """A head that says when its draft model is to stop."""
+
+    def loss(
+        recipe: Recipe, params: PyTree, target: Target, lesson: Lesson, places: Array, key: Array, chunk: int | None
+    ) -> tuple[Array, Report]:
+        found = acceptance.examples(model, params["draft"], target, lesson, key, kept)
+        return acceptance.loss_of(params["head"], found, rejections)
+
+    def leading(params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
+        raise UsageError("a head that says when to stop drafts nothing to be measured; hold no texts out")
+
+    return Learner("specdec++", model.config, None, loss, leading)
