@@ -10,7 +10,8 @@ import pytest
 import toy
 from head_runs import draft, random_params
 
-from specjax.models.heads.contract import Pairs
+from specjax.models.heads.agreement import prompted_features
+from specjax.models.heads.contract import DraftHead, Pairs
 from specjax.models.heads.kinds import KINDS
 from specjax.training.lessons import Lesson
 from specjax.training.rounds import read, rounds
@@ -54,12 +55,15 @@ def _alone(head, params, target, tokens, path):
     length = jnp.array([size])
     cache = model.commit(cache, pending, positions, length - 1)
     context = Context(tokens, length, target=target, cache=cache)
-    pairs = Pairs(head.features_of(output)[:, :-1], tokens[:, 1:], length - 1)
+    features = head.features_of(output)
+    if head.prompts is not None:
+        features = prompted_features(target, DraftHead(head, params), tokens)
+    pairs = Pairs(features[:, :-1], tokens[:, 1:], length - 1)
     memory = head.read(params, head.begin(params, context, 1, 128), pairs, context)
     return draft(head, params, memory, context, path)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ppd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_round_is_what_the_head_drafts_from_there(kind):
     config = heads.config_of(kind, target())
     head, params = KINDS[kind].head(config), random_params(kind, config)
