@@ -84,8 +84,8 @@ class Head(NamedTuple):
     `runs(num_layers)`: the layers of a target of so many that a pass of the head runs, each stretch as a pass of the
     target that skips all others (`types.Sublayers`).
 
-    `feature(scratch, place) -> [B, D]`: what it said in place of the feature of the node there, of a head that feeds such
-    back. Losses read it, and nothing else.
+    `feature(scratch, place) -> [B, D]`: what it said in place of the feature of the node there, of a head that feeds
+    such back. Losses read it, and nothing else.
 
     `learns_as`: the head of the same parameters whose logits are to be learnt, where its own leave most tokens out.
 

@@ -55,7 +55,7 @@ def objective(
     ):
         if share and not has:
             raise UsageError(
-                f"a head of {head.kind} says no {name}, of which the recipe has a share of {share}; make it 0"
+                f"a head of {head.kind} says no {name}, and the recipe gives it a share of {share}; make it 0"
             )
     reads_teacher = any(name != "ce" for name, _ in recipe.losses)
     depths = min(recipe.depths, head.deepest or recipe.depths)
