@@ -57,21 +57,31 @@ def _pass(target: Target, tokens: Array, taps: tuple[int, ...]) -> tuple[Array, 
 
 
 @jax.jit
-def prompted_features(target: Target, head: DraftHead, tokens: Array) -> Array:
-    """[1, T, F]: what one pass of the target says of the head's prompts below each token of a text int32[1, T]."""
+def prompted_features(target: Target, head: DraftHead, tokens: Array, first: Array | None = None) -> Array:
+    """[B, T, F]: what one pass of the target says of the head's prompts below each token of texts int32[B, T].
+
+    first: int32[B, T], the first place that each token sees; None: 0.
+    """
     assert head.head.prompts is not None
-    model, size, vectors = target.model, tokens.shape[1], head.head.prompts(head.params)  # [depths, copies, D]
+    model, (batch, size) = target.model, tokens.shape
+    vectors = head.head.prompts(head.params)  # [depths, copies, D]
     depths, copies, width = vectors.shape
     place, depth, copy = jnp.indices((size, depths, copies)).reshape(3, -1)  # of each prompt
     text = jnp.arange(size)
     among = (place[:, None] == place) & (copy[:, None] == copy) & (depth[:, None] >= depth)
     of_text, of_prompts = jnp.pad(text[:, None] >= text, ((0, 0), (0, len(place)))), place[:, None] >= text
-    mask = jnp.concatenate([of_text, jnp.concatenate([of_prompts, among], 1)])
+    mask = jnp.concatenate([of_text, jnp.concatenate([of_prompts, among], 1)])[None]
+    if first is not None:
+        first = jnp.concatenate([first, first[:, place]], 1)  # a prompt stands in the text of the token above it
+        mask &= (jnp.arange(size + len(place)) >= size) | (jnp.arange(size + len(place)) >= first[:, :, None])
+    mask = jnp.broadcast_to(mask, (batch, *mask.shape[1:]))
     positions = jnp.concatenate([text, place + 1 + depth])
-    rows = Appended(tokens, jnp.tile(vectors.reshape(-1, width), (size, 1))[None])
-    cache = model.begin(target.params, None, 1, size)
-    output, _ = model.forward(target.params, rows, cache, positions=positions[None], mask=mask[None])
-    return output.hidden[:, size:].reshape(1, size, -1)
+    below = jnp.tile(vectors.reshape(-1, width), (size, 1))
+    rows = Appended(tokens, jnp.broadcast_to(below, (batch, *below.shape)))
+    cache = model.begin(target.params, None, batch, 0)
+    positions = jnp.broadcast_to(positions, (batch, len(positions)))
+    output, _ = model.forward(target.params, rows, cache, positions=positions, mask=mask)
+    return output.hidden[:, size:].reshape(batch, size, -1)
 
 
 @jax.jit

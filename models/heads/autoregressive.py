@@ -83,6 +83,7 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         kind=kind,
         config=config,
         taps=config.taps,
+        feature=lambda scratch, place: scratch.said[:, place, -layer.width :],
         axes=memory.axes,
         shardings=memory.shardings(layer),
     )

@@ -84,6 +84,11 @@ class Head(NamedTuple):
     `runs(num_layers)`: the layers of a target of so many that a pass of the head runs, each stretch as a pass of the
     target that skips all others (`types.Sublayers`).
 
+    `feature(scratch, place) -> [B, D]`: what it said in place of the feature of the node there, of a head that feeds
+    such back. Losses read it, and nothing else.
+
+    `learns_as`: the head of the same parameters whose logits are to be learnt, where its own leave most tokens out.
+
     `axes(memory)` has the place of B in the shape of each array, as `Drafter.axes`.
     """
 
@@ -99,6 +104,8 @@ class Head(NamedTuple):
     at_once: bool = False  # `start` computes what it says of all depths, and `follow` hardly anything
     levels: int = 1  # of a tree, of which one pass of its layers says the tokens
     runs: Callable[[int], Stretches] = _none
+    feature: Callable[[PyTree, int], Array] | None = None
+    learns_as: Any = None  # Head; None: itself
     axes: Callable[[PyTree], PyTree] = buffers.rows_first
     shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
 

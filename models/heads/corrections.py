@@ -68,9 +68,12 @@ class Selector(nnx.Module):
         self.successor = _nothing(L.Embedding(vocab, rank, dtype=dtype, rngs=rngs))
         self.projection = L.Linear(width, rank, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens: Array, h: Array, logits: Array, candidates: Array, vocab: int) -> Array:
-        """float32[B, F, V] of tokens int32[B, F], h [B, F, D], logits of the candidates and these [B, F, K]."""
+    def __call__(self, tokens: Array, h: Array, logits: Array, candidates: Array | None, vocab: int) -> Array:
+        """float32[B, F, V] of tokens int32[B, F], h [B, F, D], logits of the candidates and these [B, F, K]; None: of
+        all tokens."""
         gate = (self.predecessor(tokens) * self.projection(h)).astype(jnp.float32)
+        if candidates is None:
+            return logits + jnp.einsum("bfr,vr->bfv", gate, self.successor.weight[...].astype(jnp.float32))
         scores = logits + jnp.einsum("bfr,bfkr->bfk", gate, self.successor(candidates).astype(jnp.float32))
         batch, places, _ = candidates.shape
         at = jnp.arange(batch)[:, None, None], jnp.arange(places)[:, None], candidates

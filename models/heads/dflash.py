@@ -142,7 +142,7 @@ class Slots(NamedTuple):
 
     h: Array  # [B, n, D], behind the last norm
     logits: Array  # float32[B, n, size of the head], or of the candidates alone: [B, n, K]
-    candidates: Array | None = None  # int32[B, n, K]
+    candidates: Array | None = None  # int32[B, n, K]; None: all tokens are
 
 
 class DFlash(nnx.Module):
@@ -213,9 +213,9 @@ class DFlash(nnx.Module):
         logits = unembed(h, context) if self.head is None else self.head.logits(h)
         logits = logits.astype(jnp.float32) * c.logit_scale
         logits = logits if c.softcap is None else c.softcap * jnp.tanh(logits / c.softcap)
-        return (
-            Slots(h, logits) if self.selector is None else Slots(h, *reversed(gumbel_topk(None, logits, c.candidates)))
-        )
+        if self.selector is None or c.candidates == c.vocab_size:
+            return Slots(h, logits)
+        return Slots(h, *reversed(gumbel_topk(None, logits, c.candidates)))
 
     def below(self, tokens: Array, slot: Array, state: Array, slots: Slots, context: Context):
         """(state, what it says) below nodes: int32[B, F] each, the slot that drafts their children."""
@@ -314,7 +314,15 @@ def dflash_head(config: DFlashConfig) -> Head:
         at_once=True,
         axes=kv.axes,
         shardings=shardings,
+        learns_as=_of_all_tokens(config),
     )
+
+
+def _of_all_tokens(c: DFlashConfig) -> Head | None:
+    """Of a head with candidates: no derivative reaches the choice of them, nor the tokens that are left out."""
+    if not c.selector_rank or c.candidates == c.vocab_size:
+        return None
+    return dflash_head(dataclasses.replace(c, candidates=c.vocab_size))
 
 
 def _check(c: DFlashConfig) -> None:

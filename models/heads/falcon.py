@@ -184,6 +184,7 @@ def falcon_head(config: FalconConfig) -> Head:
         config=config,
         taps=config.taps,
         levels=k,
+        feature=lambda scratch, place: scratch.nodes.said[:, place, place % k],
         axes=memory.axes,
         shardings=memory.shardings(layer),
     )

@@ -126,6 +126,7 @@ def train(
         ("--num-draft-tokens", num_draft_tokens, 1), ("--own-prompts", own_prompts, 0), ("--chunk", chunk or 1, 1),
     ):  # fmt: skip
         o.require(value >= least, f"{flag} must be at least {least}, not {value}")
+    o.require(patience is None or patience >= 0, f"--patience must be at least 0, not {patience}")
     o.require(temperature >= 0, f"--temperature must be 0 or more, not {temperature}")
     recipe = _recipe(method, learning_rate, optimizer, loss, depths)
     shapes = _shapes(method, shape, draft_vocab)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,11 +17,13 @@ from specjax.cli import prompts as p
 from specjax.cli.console import Console, print_json
 from specjax.cli.session import Session, open_session, provenance, stage
 from specjax.errors import UsageError
+from specjax.models.heads.kinds import KINDS, abstract_head
+from specjax.models.loading.heads.writing import check_writable
 from specjax.training import answers as a
-from specjax.training.lessons import Text
+from specjax.training.lessons import BORDER, Text
 from specjax.training.recipes import Recipe
 
-HISTORY, PICTURE, CARD = "history.jsonl", "training.png", "card.json"
+HISTORY, PICTURE, CARD = "history{}.jsonl", "training.png", "card.json"
 
 
 @dataclass
@@ -56,10 +59,16 @@ class Run:
         """Load the target, and look whether the folder can be written before hours are spent."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / HISTORY).touch()
+            (self.out / HISTORY.format("")).touch()
         except OSError as error:
             raise UsageError(f"--out: {self.out} cannot be written ({error.strerror}); give another folder") from error
         self.session = open_session(self.log, target, None, dtype, no_cache)
+        head = abstract_head(self.method, self._config(self.session))
+        some = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), head.params)
+        check_writable(head.replace(params=some), target=self.session.target, num_tokens=self.num_tokens)
+
+    def _config(self, session: Session) -> Any:
+        return KINDS[self.method].of_target(session.target.model.config, **self.shapes)
 
     def run(self, as_json: bool) -> None:
         """Answer, train, write."""
@@ -76,7 +85,7 @@ class Run:
         if self.budgets:
             head, history, texts, law = self._by_budget(session, texts, greedy)
         else:
-            head, history = self._trained(session, texts, greedy, self.out / "run")
+            head, history = self._trained(session, texts, greedy)
         card = self._write(session, head, texts, greedy, history, law)
         if as_json:
             print_json(card)
@@ -100,9 +109,13 @@ class Run:
             bad += lines
         if self.own_prompts:
             found += self._own(session)
-        room = min(session.capacity, self.length)
-        rows, unfit = p.encode(found, session.tokenizer, room + self.max_new_tokens, self.max_new_tokens, raw=False)
-        rows = [row for row in rows if len(row.ids) + 2 <= room]
+        rows, unfit = p.encode(found, session.tokenizer, session.capacity, self.max_new_tokens, raw=False)
+        fit = [row for row in rows if len(row.ids) + BORDER <= self.length]
+        if len(fit) < len(rows):
+            self.log.print(
+                f"left out: {len(rows) - len(fit)} prompts that fill rows of {self.length} tokens (--length)"
+            )
+        rows = fit
         if bad or unfit:
             self.log.print(f"left out: {p.describe([*bad, *unfit], None)}", soft_wrap=True)
         different = list({tuple(row.ids): row.ids for row in rows}.values())
@@ -117,10 +130,11 @@ class Run:
     def _own(self, session: Session) -> list[p.Prompt]:
         path = self.answers / "own_prompts.jsonl"
         try:
-            known = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError, KeyError):
-            known = []
-        if len(known) < self.own_prompts:
+            *lines, end = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            known, asked = [line["prompt"] for line in lines], int(end["asked"])
+        except (OSError, ValueError, KeyError, TypeError):
+            known, asked = [], 0
+        if asked < self.own_prompts:  # of so many some have no end, and some come twice
             known = []
             with self._bar("writing prompts") as bar:
                 task = bar.add_task("", total=self.own_prompts, rate="")
@@ -131,7 +145,8 @@ class Run:
                     known.append(words)
                     bar.advance(task)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps({"prompt": words}) + "\n" for words in known), encoding="utf-8")
+            lines = [*({"prompt": words} for words in known), {"asked": self.own_prompts}]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         return [p.Prompt(words) for words in known[: self.own_prompts] if p.is_whole(words)]
 
     def _answered(self, session: Session, chats: list[list[int]], folder: Path, temperature: float) -> list[Text]:
@@ -174,7 +189,7 @@ class Run:
         for budget in self.budgets:
             some = _up_to(texts, budget)
             self.log.print(f"a budget of {budget} tokens: {len(some)} answers", style="dim")
-            head, history = self._trained(session, some, greedy, self.out / f"run-{budget}")
+            head, history = self._trained(session, some, greedy, f"-{budget}")
             runs.append({"tokens": budget, "tokens_per_pass": self._served(session, head, greedy).per_pass})
         found = fit(self.budgets, [run["tokens_per_pass"] for run in runs])
         ahead = [
@@ -192,44 +207,55 @@ class Run:
         return served(session.target, head, greedy, depths=self.num_tokens, rows=self.rows, length=self.length)
 
     def _trained(
-        self, session: Session, texts: Sequence[Text], greedy: Sequence[Text], folder: Path
+        self, session: Session, texts: Sequence[Text], greedy: Sequence[Text], name: str = ""
     ) -> tuple[Any, list[dict]]:
-        import jax
-
-        from specjax.models.heads.kinds import KINDS
+        """(the head, its steps). name: of the run, where there are several."""
+        import specjax
         from specjax.training.loop import train
         from specjax.training.starts import new_head
         from specjax.training.vocabulary import likeliest_ids
 
         target = session.target
-        config = KINDS[self.method].of_target(target.model.config, **self.shapes)
+        config = self._config(session)
         ids = None
         if getattr(config, "is_trimmed", False):
             size = self.shapes.get("draft_vocab_size") or config.layer.vocab_size
             ids = likeliest_ids(texts, size, target.model.vocab_size, session.tokenizer.eos)
         head = new_head(self.method, config, target, jax.random.key(self.seed), ids=ids, random=self.start == "random")
-        history: list[dict] = []
-        with self._bar("training") as bar, (self.out / HISTORY).open("a", encoding="utf-8") as file:
+        path = self.out / HISTORY.format(name)
+        history = read_history(path)
+        with self._bar("training") as bar, path.open("a", encoding="utf-8") as file:
             task = bar.add_task("", total=None, rate="")
 
             def listen(progress) -> None:
                 entry = asdict_of(progress)
+                if not history or history[-1]["step"] >= entry["step"]:  # of steps that are taken again
+                    history[:] = [known for known in history if known["step"] < entry["step"]]
+                    file.truncate(0)
+                    file.writelines(json.dumps(known) + "\n" for known in history)
                 history.append(entry)
                 file.write(json.dumps(entry) + "\n")
                 rate = f"loss {progress.loss:.3f}  first draft {progress.accuracy[0]:.0%}"
                 rate += f"  {progress.tokens / max(progress.seconds, 1e-9):.0f} tokens/s"
                 bar.update(task, total=progress.steps, completed=progress.step, rate=rate)
+                if progress.best is not None:  # whatever happens later, it is there
+                    specjax.save_head(self.out, progress.best, target=target, num_tokens=self.num_tokens)
                 if progress.served is not None:
                     file.flush()
                     said, best = progress.served, ", the best so far" if progress.best else ""
                     line = f"step {progress.step}: loss {progress.loss:.3f}, {said.per_pass:.3f} tokens per pass, "
                     self.log.print(line + f"first draft {said.first:.1%}{best}", style="dim")
 
-            fitted = train(
-                target, head, texts, recipe=self.recipe, held_out=greedy, epochs=self.epochs, rows=self.rows,
-                length=self.length, chunk=self.chunk, num_tokens=self.num_tokens, evaluate_every=self.every,
-                patience=self.patience, seed=self.seed, folder=folder, listen=listen,
-            )  # fmt: skip
+            try:
+                fitted = train(
+                    target, head, texts, recipe=self.recipe, held_out=greedy, epochs=self.epochs, rows=self.rows,
+                    length=self.length, chunk=self.chunk, num_tokens=self.num_tokens, evaluate_every=self.every,
+                    patience=self.patience, seed=self.seed, folder=self.out / f"run{name}", listen=listen,
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                has_head = any(entry["best"] for entry in history)
+                kept = f"{self.out} has the best head so far, and the" if has_head else "the"
+                raise KeyboardInterrupt(f"{kept} same command goes on from the last measurement") from None
         return fitted, history
 
     def _write(
@@ -282,9 +308,24 @@ def _lines_of(law: dict[str, Any] | None) -> list[str]:
     return [f"tokens per pass by tokens of answers: {runs}", f"by the law ({law['form']}) of more: {ahead}"]
 
 
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The steps of a run so far, as far as whole lines tell them."""
+    history: list[dict[str, Any]] = []
+    if not path.exists():
+        return history
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            history.append(entry | {"step": int(entry["step"])})
+        except (ValueError, KeyError, TypeError):
+            break
+    return history
+
+
 def asdict_of(progress: Any) -> dict[str, Any]:
     """A step for JSON."""
     entry = progress._asdict()
+    entry["best"] = progress.best is not None
     if progress.served is not None:
         entry["served"] = {**progress.served._asdict(), "tokens_per_pass": progress.served.per_pass}
     return entry

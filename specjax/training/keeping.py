@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
 from specjax.parallel.checkpoint import restore, save
@@ -15,13 +15,25 @@ from specjax.training.learners import Pupil
 from specjax.training.served import Served
 from specjax.types import PyTree
 
-ABOUT, BEST = "run.json", "best"
+ABOUT = "run.json"
+
+
+class Reached(NamedTuple):
+    """Where a run stands, in numbers."""
+
+    step: int = 0
+    tokens: int = 0  # places trained on
+    seconds: float = 0.0
+    best: int | None = None  # the step of the best; None: nothing was measured
+    served: float = 0.0  # by the best, tokens per pass
+    since_best: int = 0  # measurements since that were no better
 
 
 class Kept:
     """Where a run stands. Without a folder it remembers the best pupil alone.
 
-    A state is written beside the one before, which is deleted once it is whole: whenever a run is ended, one is there.
+    `run.json` names the state and the best, which are written before it and deleted after the next are named: whenever
+    a run is ended, it goes on from what that names.
     """
 
     def __init__(self, folder: str | Path | None, pupil: Pupil, state: PyTree, about: Mapping[str, Any]):
@@ -30,64 +42,65 @@ class Kept:
         Raises: UsageError for the folder of another run.
         """
         self.folder = None if folder is None else Path(folder)
-        self.pupil, self.state = pupil, state
+        self.pupil, self.state, self.about = pupil, state, dict(about)
         self.best: Pupil | None = None
-        self.served = 0.0
+        self.reached = Reached()
         if self.folder is not None:
-            self._find(dict(about))
+            self._find(self.folder)
 
-    def _find(self, about: dict[str, Any]) -> None:
-        assert self.folder is not None
+    def _find(self, folder: Path) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            known = self.folder / ABOUT
+            folder.mkdir(parents=True, exist_ok=True)
+            known = folder / ABOUT
             found = json.loads(known.read_text(encoding="utf-8")) if known.exists() else None
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{self.folder} cannot hold a run ({error}); give another folder") from error
-        if found is None:
-            self._write({"about": about, "served": 0.0})
-            return
-        others = [name for name, value in about.items() if found.get("about", {}).get(name) != value]
+            about, reached = (self.about, None) if found is None else (found["about"], found["reached"])
+            others = [name for name, value in self.about.items() if about.get(name) != value]
+            self.reached = Reached() if reached is None else Reached(**reached)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{folder} cannot hold a run ({error}); give another folder") from error
         if others:
             raise UsageError(
-                f"{self.folder} holds a run with other {', '.join(others)}; continue it with the same, or give a new "
-                "folder"
+                f"{folder} holds a run with other {', '.join(others)}; continue it with the same, or give a new folder"
             )
-        states = self._states()
-        if states:
-            self.state = restore(states[-1], self.state)
-        if found["served"]:
-            self.served = found["served"]
-            self.best = dataclasses.replace(self.pupil, params=restore(self.folder / BEST, self.pupil.params))
+        if self.reached.step:
+            self.state = restore(self._state(self.reached.step), self.state)
+        if self.reached.best is not None:
+            params = restore(self._best(self.reached.best), self.pupil.params)
+            self.best = dataclasses.replace(self.pupil, params=params)
 
-    def _states(self) -> list[Path]:
+    def _state(self, step: int) -> Path:
         assert self.folder is not None
-        return sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        return self.folder / f"step-{step}"
 
-    def _write(self, found: dict[str, Any]) -> None:
+    def _best(self, step: int) -> Path:
         assert self.folder is not None
-        part = self.folder / f"{ABOUT}.part"
-        part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        part.replace(self.folder / ABOUT)
+        return self.folder / f"best-{step}"
 
-    def keep(self, state: Any) -> None:
-        """The state of a run after some steps."""
+    def consider(self, pupil: Pupil, step: int, served: Served) -> bool:
+        """Whether none before served more; then this is the best. `keep` is to follow."""
+        if self.best is not None and served.per_pass <= self.reached.served:
+            self.reached = self.reached._replace(since_best=self.reached.since_best + 1)
+            return False
+        self.best = pupil
+        self.reached = self.reached._replace(best=step, served=served.per_pass, since_best=0)
+        if self.folder is not None:
+            save(self._best(step), pupil.params)
+        return True
+
+    def keep(self, state: Any, tokens: int, seconds: float) -> None:
+        """The state of a run after some steps, places trained on and seconds."""
         self.state = state
+        self.reached = self.reached._replace(step=int(state.step), tokens=tokens, seconds=seconds)
         if self.folder is None:
             return
-        before = self._states()
-        save(self.folder / f"step-{int(state.step)}", state)
-        for old in before:
-            if old.name != f"step-{int(state.step)}":
+        save(self._state(self.reached.step), state)
+        part = self.folder / f"{ABOUT}.part"
+        try:
+            part.write_text(json.dumps({"about": self.about, "reached": self.reached._asdict()}, indent=2) + "\n")
+            part.replace(self.folder / ABOUT)
+        except OSError as error:
+            raise UsageError(f"{part} cannot be written ({error.strerror}); make room, and run it again") from error
+        named = {f"step-{self.reached.step}", f"best-{self.reached.best}"}
+        for old in (*self.folder.glob("step-*"), *self.folder.glob("best-*")):
+            if old.name not in named:  # or what a write that was ended has left
                 shutil.rmtree(old, ignore_errors=True)
-
-    def consider(self, pupil: Pupil, served: Served) -> bool:
-        """Whether none before served more; then this is the best."""
-        if self.best is not None and served.per_pass <= self.served:
-            return False
-        self.best, self.served = pupil, served.per_pass
-        if self.folder is not None:
-            save(self.folder / BEST, pupil.params)
-            found = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
-            self._write(found | {"served": self.served})
-        return True

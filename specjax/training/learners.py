@@ -58,7 +58,7 @@ def of_head(head: Head) -> Learner:
             noise = jax.random.uniform(key, reading.features.shape, jnp.float32, -size, size)
             reading = reading._replace(features=reading.features + noise.astype(reading.features.dtype))
         params, ids = own_ids(params)
-        return objective(recipe, head, params, target, lesson, reading, places, ids, chunk)
+        return objective(recipe, head.learns_as or head, params, target, lesson, reading, places, ids, chunk)
 
     def leading(params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
         batch, size = lesson.tokens.shape

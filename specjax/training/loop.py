@@ -120,11 +120,11 @@ class Progress(NamedTuple):
     steps: int
     epoch: int
     tokens: int  # places trained on so far
-    seconds: float  # of training so far, of this call
+    seconds: float  # of training so far
     loss: float
     accuracy: tuple[float, ...]  # of drafts by depth
     served: Served | None = None  # of the texts held out, where they were looked at
-    best: bool = False  # whether none before served more
+    best: Any = None  # the pupil as it is served, where none before served more
 
 
 class Schedule(NamedTuple):
@@ -210,6 +210,10 @@ def train(
     check(recipe)
     if target is None and held_out:
         raise UsageError("tokens per pass of texts held out are those of a target; give it, or hold none out")
+    if held_out and not any(places_that_count(lesson).any() for lesson in pack(held_out, rows, length)):
+        raise UsageError(
+            f"no text held out has an answer of two tokens in its first {length}; hold out others, or give longer rows"
+        )
     if isinstance(pupil, DraftHead) and target is not None and target.model.mesh is not None:
         pupil = shard_head(pupil, target.model.mesh)
     schedule = scheduled(
@@ -219,18 +223,23 @@ def train(
     if data is not None:  # whose answers may be longer than those that there are
         most, multiple = places or length, chunk or 1
         schedule = schedule._replace(places=-(-most // multiple) * multiple)
+    if not jax.tree.leaves(split(pupil.params, recipe.frozen)[0]):
+        raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
     plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(split(pupil.params, recipe.frozen)[0]))
     state, rest = begin(plan, pupil.params)
+    depths = num_tokens or min(recipe.depths, learner.deepest or recipe.depths)
     about = {
         "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "texts": fingerprint(texts),
-        "epochs": epochs, "shape": [rows, length, schedule.places], "data": data and repr(data),
+        "epochs": epochs, "shape": [rows, length, schedule.places], "chunk": chunk, "data": data and repr(data),
+        "target": None if target is None else target.model.name, "held_out": fingerprint(held_out),
+        "num_tokens": depths,
     }  # fmt: skip
     kept = Kept(folder, pupil, state, about)
     state = kept.state
-    started, tokens = time.perf_counter(), 0
-    depths = num_tokens or min(recipe.depths, learner.deepest or recipe.depths)
-    since_best = 0
+    started, tokens = time.perf_counter() - kept.reached.seconds, kept.reached.tokens
     for number, (epoch, lesson, where) in enumerate(schedule.after(int(state.step), seed), int(state.step)):
+        if patience is not None and kept.reached.since_best > patience:
+            break
         if data is not None:
             lesson = data(number, schedule.steps, lesson, as_served(pupil, state, rest))
             where = choose_places(lesson, schedule.places, np.random.default_rng([seed, number]))
@@ -243,19 +252,16 @@ def train(
             )
         tokens += int(outcome.report.tokens)
         last = number + 1 == schedule.steps
-        measured, best = None, False
+        measured = best = None
+        seconds = time.perf_counter() - started
         if held_out and target is not None and (last or (number + 1) % evaluate_every == 0):
             now = as_served(pupil, state, rest)
             measured = served(target, now, held_out, depths=depths, rows=rows, length=length)
-            best = kept.consider(now, measured)
-            since_best = 0 if best else since_best + 1
+            best = now if kept.consider(now, number + 1, measured) else None
         if last or (number + 1) % evaluate_every == 0:
-            kept.keep(state)
+            kept.keep(state, tokens, seconds)
         accuracy = tuple(np.asarray(outcome.report.accuracy).tolist())
-        seconds = time.perf_counter() - started
         listen(
             Progress(number + 1, schedule.steps, epoch, tokens, seconds, float(outcome.loss), accuracy, measured, best)
         )
-        if patience is not None and since_best > patience:
-            break
     return kept.best or as_served(pupil, state, rest)

@@ -160,13 +160,16 @@ def depth_decay(depths: int, decay: float) -> Array:
     return decay ** jnp.arange(depths, dtype=jnp.float32)
 
 
-def d_pace(log_q: Array, smooth: float = 0.5) -> Array:
+def d_pace(log_q: Array, there: Array | None = None, smooth: float = 0.5) -> Array:
     """float32[K, ...]: D-PACE's weights, by depth, of log q [K, ...] of the right tokens (arXiv 2605.18810).
 
     w_k = sum over j >= k of prod over i <= j of s_i, s_i = (1 - smooth) q_i + smooth: how much longer a draft becomes
     if the k-th token is right.
+
+    there: float32[K, ...], 0 for the j past a text's end.
     """
     kept = jnp.cumprod((1 - smooth) * jnp.exp(jax.lax.stop_gradient(log_q)) + smooth, 0)
+    kept = kept if there is None else kept * there
     return jnp.flip(jnp.cumsum(jnp.flip(kept, 0), 0), 0)
 
 

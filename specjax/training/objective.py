@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.errors import UsageError
 from specjax.models.heads.blocks import unembed
 from specjax.models.heads.contract import Head
 from specjax.training import losses
@@ -48,27 +49,37 @@ def objective(
     chunk: int | None = None,
 ) -> tuple[Array, Report]:
     """(float32[], what to report). Args: as `rounds`."""
+    for name, share, has in (
+        ("features", recipe.features, head.feature is not None),
+        ("confidence", recipe.confidence, getattr(head.config, "confidence", "no") != "no"),
+    ):
+        if share and not has:
+            raise UsageError(
+                f"a head of {head.kind} says no {name}, and the recipe gives it a share of {share}; make it 0"
+            )
     reads_teacher = any(name != "ce" for name, _ in recipe.losses)
     depths = min(recipe.depths, head.deepest or recipe.depths)
 
     def judge(said: list[Depth]) -> Sums:
         teacher = [_teacher(target, depth, ids) if reads_teacher else None for depth in said]
         size = said[0].logits.shape[-1]
-        weight = jnp.stack([depth.weight * (depth.label < size) for depth in said])
+        there = jnp.stack([depth.weight for depth in said])
+        drafted = jnp.stack([depth.label < size for depth in said])
+        weight = there * drafted
         loss_of = losses.combined(recipe.losses)
         parts = zip(said, teacher, weight, strict=True)
         loss = jnp.stack([loss_of(depth.logits, p, depth.label, w) for depth, p, w in parts])
         share = weight
         if recipe.weighting == "d_pace":
             label = [losses.cross_entropy(depth.logits, None, depth.label, depth.weight) for depth in said]
-            share = weight * losses.d_pace(-jnp.stack(label))
+            # What the head cannot draft is never right, and behind a text's end nothing makes a draft longer.
+            share = weight * losses.d_pace(jnp.where(drafted, -jnp.stack(label), -jnp.inf), there)
         hits = jnp.stack([jnp.argmax(depth.logits, -1) == depth.label for depth in said])
-        there = jnp.stack([depth.weight for depth in said])
         reached = jnp.cumprod(hits & (there > 0), 0)
         sums = lambda x: jnp.sum(x * there, 1)
         nothing = jnp.zeros(len(said), jnp.float32)
         features = (
-            sums(jnp.stack([_features(depth, k) for k, depth in enumerate(said)])) if recipe.features else nothing
+            sums(jnp.stack([_features(head, depth, k) for k, depth in enumerate(said)])) if recipe.features else nothing
         )
         confidence = sums(_confidence(said, teacher, hits)) if recipe.confidence else nothing
         return Sums(jnp.sum(share * loss, 1), jnp.sum(there, 1), sums(hits), sums(reached), features, confidence)
@@ -92,10 +103,10 @@ def _teacher(target: Target, depth: Depth, ids: Array | None) -> Array:
     return jax.lax.stop_gradient(logits[:, drafted])
 
 
-def _features(depth: Depth, k: int) -> Array:
+def _features(head: Head, depth: Depth, k: int) -> Array:
     """float32[N]: how far what the head said in place of the feature at depth k is from it."""
-    said = depth.scratch.said[:, k]  # of heads that feed their own output back
-    return losses.smooth_l1(said[:, -depth.hidden.shape[-1] :], depth.hidden)
+    assert head.feature is not None
+    return losses.smooth_l1(head.feature(depth.scratch, k), depth.hidden)
 
 
 def _confidence(said: list[Depth], teacher: list[Array | None], hits: Array) -> Array:

@@ -84,7 +84,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "dflash": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "dflash2": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "domino": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
-        "dspark": _BLOCK.replace(confidence=1.0),
+        "dspark": _BLOCK.replace(confidence=1.0, frozen=("confidence/temperatures",)),  # these are calibrated
         "mlp_speculator": Recipe((("ce", 1.0),), depths=3, decay=1.0),
         "redrafter": Recipe((("ce", 1.0),), depths=5, decay=1.0),
         "distillspec": _MODEL,

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.indexing import take_along
+from specjax.models.heads.agreement import prompted_features
 from specjax.models.heads.blocks import cache_of_rows
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import Drafted, DraftHead, Head, Pairs
 from specjax.training.chunks import sum_in_chunks
 from specjax.training.lessons import Lesson
 from specjax.types import Array, Context, Model, Output, PyTree, Said, Target
@@ -85,7 +86,10 @@ def rounds(
     tokens, first = jnp.asarray(lesson.tokens), jnp.asarray(lesson.first)
     batch, count = places.shape
     begin = jnp.maximum(places, 0)
-    pairs = Pairs(reading.features[:, :-1], tokens[:, 1:], begin + 1, first[:, :-1])
+    features = reading.features
+    if head.prompts is not None:  # it has no pass of its own: the target's pass over its prompts has the derivatives
+        features = prompted_features(target, DraftHead(head, params), tokens, first)
+    pairs = Pairs(features[:, :-1], tokens[:, 1:], begin + 1, first[:, :-1])
     nothing = Context(tokens, jnp.ones((batch,), jnp.int32), target=target)
     # Without room for any pair: what is read of all is not written into it, but stands in its place.
     memory = head.read(params, head.begin(params, nothing, batch, 0), pairs, nothing)

@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from specjax.training.keeping import Kept
+
 WORDS = ["ab", "the cat", "one two", "x y z", "hello", "why not"]
 
 
@@ -34,8 +36,32 @@ def test_from_prompts_to_a_head_that_is_served(cli, prompts, tmp_path):
     assert (out / "training.png").read_bytes()[:4] == b"\x89PNG"
     served = cli("generate", "ab", "--draft", out, "--method", "medusa", "--max-new-tokens", 6, "--compare", "--json")
     assert json.loads(served.out)["identical"] is True
-    again = cli(*arguments)
+    again = cli(*arguments, "--json")
     assert again.code == 0 and "answered" not in again.err, "answers and steps that are there are not made again"
+    same = lambda card: {name: card[name] for name in ("seconds", "served", "accuracy", "answers")}
+    assert same(json.loads(again.out)) == same(card)
+    assert [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()] == steps
+
+
+def test_of_a_run_that_was_ended_the_best_head_is_there(cli, prompts, tmp_path, monkeypatch):
+    out, history = tmp_path / "head", tmp_path / "head" / "history.jsonl"
+    arguments = ("train", "--method", "medusa", "--prompts", prompts, "--out", out, "--epochs", 4, *SMALL)
+    kept = Kept.keep
+
+    def interrupted(self, state, *others):
+        if int(state.step) == 4:
+            raise KeyboardInterrupt
+        kept(self, state, *others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Kept, "keep", interrupted)
+        result = cli(*arguments)
+    assert result.code == 130
+    assert f"{out} has the best head so far, and the same command goes on" in " ".join(result.err.split())
+    assert (out / "model.safetensors").exists()
+    assert cli(*arguments).code == 0
+    steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 4
 
 
 @pytest.mark.exhaustive

@@ -59,10 +59,17 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path):
         if progress.step == 5:
             raise Ended
 
-    whole = run(tmp_path / "whole")
+    told, again = [], []
+    whole = run(tmp_path / "whole", told.append)
     with pytest.raises(Ended):
         run(tmp_path / "ended", end)
-    jax.tree.map(np.testing.assert_array_equal, run(tmp_path / "ended").params, whole.params)
+    (tmp_path / "ended" / "step-9.orbax-checkpoint-tmp-1").mkdir()  # as of a write that was killed
+    jax.tree.map(np.testing.assert_array_equal, run(tmp_path / "ended", again.append).params, whole.params)
+    said = lambda progress: (progress.step, progress.tokens, progress.loss, progress.served, progress.best is not None)
+    assert list(map(said, again)) == list(map(said, told))[4:]
+    assert sorted(path.name for path in (tmp_path / "ended").iterdir()) == sorted(
+        path.name for path in (tmp_path / "whole").iterdir()
+    )
     with pytest.raises(UsageError, match="recipe"):
         train(target(), head_of("eagle3"), texts(), recipe=recipe(clip=2.0), epochs=6, rows=2, length=64,
               folder=tmp_path / "whole")  # fmt: skip
@@ -94,6 +101,31 @@ def test_what_is_frozen_stays_and_what_is_not_moves():
     stays = [name for name, changed in by_name.items() if not changed]
     assert stays and all(name.startswith(("fc", "first/mlp/")) for name in stays)
     assert any(name.startswith("first/attention") for name in by_name if by_name[name])
+
+
+def test_it_ends_after_measurements_that_are_no_better_also_when_it_goes_on(tmp_path):
+    def run(**options):
+        told = []
+        train(
+            target(), head_of("medusa"), texts(), recipe=recipe("medusa", learning_rate=1e-9), held_out=texts()[:1],
+            epochs=9, rows=2, length=64, evaluate_every=1, patience=1, folder=tmp_path, listen=told.append, **options,
+        )  # fmt: skip
+        return [progress.step for progress in told]
+
+    assert run() == [1, 2, 3]  # the first is the best, one may be no better, the next ends it
+    assert run() == []
+    with pytest.raises(UsageError, match="holds a run with other num_tokens"):
+        run(num_tokens=2)
+    (tmp_path / "run.json").write_text("[1]")
+    with pytest.raises(UsageError, match="cannot hold a run"):
+        run()
+
+
+def test_what_cannot_be_measured_or_trained_is_refused():
+    with pytest.raises(UsageError, match="no text held out has an answer of two tokens in its first 64"):
+        train(target(), head_of("eagle3"), texts(), recipe=recipe(), held_out=[Text((1, 2), 2)], length=64)
+    with pytest.raises(UsageError, match="all parameters are frozen"):
+        train(target(), head_of("ppd"), texts(), recipe=recipe("ppd", frozen=("prompts",)), rows=2, length=64)
 
 
 def test_texts_without_answers_are_refused():

@@ -167,6 +167,8 @@ def test_weights_of_depths_worked_by_hand():
     np.testing.assert_allclose(weights, [first + second + third, second + third, third], atol=1e-6)
     np.testing.assert_allclose(losses.d_pace(jnp.full((3, 1), -50.0), smooth=1.0)[:, 0], [3, 2, 1], atol=1e-6)
     np.testing.assert_allclose(losses.depth_decay(3, 0.8), [1, 0.8, 0.64], atol=1e-6)
+    ended = losses.d_pace(jnp.log(jnp.array([[0.8], [0.5], [0.4]])), jnp.array([[1.0], [1.0], [0.0]]))[:, 0]
+    np.testing.assert_allclose(ended, [first + second, second, 0], atol=1e-6)
     assert not np.asarray(jax.grad(lambda x: losses.d_pace(x).sum())(jnp.full((3, 1), -1.0))).any()
 
 

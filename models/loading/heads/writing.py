@@ -51,11 +51,7 @@ def save_head(
     from safetensors.flax import save_file
 
     name, kind, config = head.head.kind, kinds.of(head.head.kind), head.head.config
-    if layout is not None and layout not in kind.LAYOUTS:
-        raise UsageError(f'heads of {name} have the layouts {", ".join(kind.LAYOUTS)}, not "{layout}"')
-    of = target.model.name if target is not None else ""
-    about = {"name": of, "architectures": _architectures(target), "num_tokens": num_tokens, "params": head.params}
-    layout, described = _described(kind, config, [layout] if layout else list(kind.LAYOUTS), about)
+    layout, described = check_writable(head, layout=layout, target=target, num_tokens=num_tokens)
     rules = kind.LAYOUTS[layout]
     tensors, maps = {}, {}
     for path, value in jax.tree_util.tree_flatten_with_path(head.params)[0]:
@@ -75,6 +71,21 @@ def save_head(
         (place / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror or error}); give another folder") from error
+
+
+def check_writable(
+    head: DraftHead, *, layout: str | None = None, target: Target | None = None, num_tokens: int = 5
+) -> tuple[str, dict[str, Any]]:
+    """(layout, config.json) that `save_head` writes of a head, of which shapes are enough: before it is trained.
+
+    Raises: UsageError as `save_head`.
+    """
+    kind = kinds.of(head.head.kind)
+    if layout is not None and layout not in kind.LAYOUTS:
+        raise UsageError(f'heads of {head.head.kind} have the layouts {", ".join(kind.LAYOUTS)}, not "{layout}"')
+    of = target.model.name if target is not None else ""
+    about = {"name": of, "architectures": _architectures(target), "num_tokens": num_tokens, "params": head.params}
+    return _described(kind, head.head.config, [layout] if layout else list(kind.LAYOUTS), about)
 
 
 def _described(

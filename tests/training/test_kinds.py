@@ -1,0 +1,33 @@
+"""Every kind of head can be trained by its own recipe."""
+
+import jax
+import numpy as np
+import pytest
+from tiers import those
+from training_runs import head_of, recipe, target, texts
+
+from specjax.errors import UsageError
+from specjax.models.heads.kinds import KINDS
+from specjax.training.loop import train
+from specjax.training.recipes import RECIPES
+
+
+def test_every_kind_has_a_recipe():
+    assert set(RECIPES) >= set(KINDS)
+
+
+@pytest.mark.parametrize("kind", those(("falcon", "ppd", "dflash2"), KINDS))
+def test_three_steps_by_its_own_recipe_move_it(kind):
+    head, told = head_of(kind), []
+    fitted = train(target(), head, texts()[:2], epochs=3, rows=2, length=32, places=4, chunk=2, listen=told.append)
+    assert len(told) == 3 and all(np.isfinite(progress.loss) for progress in told)
+    moved = jax.tree.map(lambda old, new: bool(np.any(old != new)), head.params, fitted.params)
+    assert any(jax.tree.leaves(moved))
+    if kind == "dspark":
+        assert not moved["confidence"]["temperatures"], "they are calibrated, not trained"
+
+
+def test_a_recipe_asks_for_what_the_head_says():
+    for share in ("features", "confidence"):
+        with pytest.raises(UsageError, match=f"medusa says no {share}, and the recipe gives it a share of 1.0"):
+            train(target(), head_of("medusa"), texts(), recipe=recipe("medusa", **{share: 1.0}), rows=2, length=32)
