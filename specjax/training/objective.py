@@ -49,13 +49,13 @@ def objective(
     chunk: int | None = None,
 ) -> tuple[Array, Report]:
     """(float32[], what to report). Args: as `rounds`."""
-    for name, share, has in (
+    for name, part, has in (
         ("features", recipe.features, head.feature is not None),
         ("confidence", recipe.confidence, getattr(head.config, "confidence", "no") != "no"),
     ):
-        if share and not has:
+        if part and not has:
             raise UsageError(
-                f"a head of {head.kind} says no {name}, and the recipe gives it a share of {share}; make it 0"
+                f"a head of {head.kind} says no {name}, and the recipe gives it a share of {part}; make it 0"
             )
     reads_teacher = any(name != "ce" for name, _ in recipe.losses)
     depths = min(recipe.depths, head.deepest or recipe.depths)
