@@ -48,7 +48,8 @@ def write(path, *lines):
 
 
 def watch_compilation(monkeypatch) -> list[list[str]]:
-    """The names of the programs compiled in each decoding run from now on."""
+    """The names of the programs compiled in each decoding run from now on, whatever other tests have compiled."""
+    jax.clear_caches()
     compiled, by_run = [], []
     honest = measure.run_decode
 
