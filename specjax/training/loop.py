@@ -16,14 +16,13 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.parallel import shard_head
-from specjax.parallel.arrays import place
 from specjax.training.keeping import Kept
 from specjax.training.learners import Learner, Pupil, learner_of
 from specjax.training.lessons import Lesson, Text, choose_places, pack, places_that_count
 from specjax.training.objective import Report
 from specjax.training.optimizers import joined, optimizer_of, split
 from specjax.training.recipes import Recipe, check, recipe_of
-from specjax.training.served import Served, served
+from specjax.training.served import Served, on_devices, served
 from specjax.types import Array, PyTree, Target
 
 
@@ -91,12 +90,6 @@ def dtype_of(params: PyTree) -> str:
     """Of the weights."""
     floats = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     return str(max(floats, key=floats.count))
-
-
-def on_devices(target: Target | None, rows: PyTree) -> PyTree:
-    """Rows where the target's mesh has them, if it is spread over one."""
-    mesh = None if target is None else target.model.mesh
-    return rows if mesh is None else place(rows, mesh, "data")
 
 
 def as_served(pupil: Pupil, state: State, rest: PyTree) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from specjax.parallel.arrays import gather, place
 from specjax.training.learners import Pupil, learner_of
 from specjax.training.lessons import Lesson, Text, pack, places_that_count
-from specjax.types import Array, Target
+from specjax.types import Array, PyTree, Target
 
 
 class Served(NamedTuple):
@@ -41,15 +41,19 @@ def served(target: Target, pupil: Pupil, texts: Sequence[Text], *, depths: int, 
     tokens = passes = right = places = 0
     for lesson in lessons:
         there = places_that_count(lesson)
-        mesh = target.model.mesh
-        rows_of = lesson if mesh is None else place(lesson, mesh, "data")
-        hits = np.asarray(gather(_hits(target, pupil, rows_of, depths)))
+        hits = np.asarray(gather(_hits(target, pupil, on_devices(target, lesson), depths)))
         right, places = right + int(np.sum((hits > 0) & there[:, :-1])), places + int(there.sum())
         for row, accepted in enumerate(hits):
             for begin, end in answers(there[row]):
                 tokens += end - begin
                 passes += walk(accepted[begin:end])
     return Served(tokens, passes, right / max(places, 1))
+
+
+def on_devices(target: Target | None, rows: PyTree) -> PyTree:
+    """Rows where the target's mesh has them, if it is spread over one."""
+    mesh = None if target is None else target.model.mesh
+    return rows if mesh is None else place(rows, mesh, "data")
 
 
 def walk(accepted: Sequence[int]) -> int:
