@@ -105,9 +105,11 @@ def among_drafted(drafted: Drafted) -> Array:
 
 def commit_pairs(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, pairs: Pairs) -> kv.KVCache:
     """`cache` with what is pending of the first `count` of these pairs."""
-    if pairs.count.ndim == 2:
-        return kv.shared(pending, pairs.count, None if pairs.first is None else last_of(pairs.first, pairs.count))
-    return commit_first(context, c, cache, pending, pairs.count)
+    return (
+        cache_of_rows(pending, pairs)
+        if pairs.count.ndim == 2
+        else commit_first(context, c, cache, pending, pairs.count)
+    )
 
 
 def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, count: Array) -> kv.KVCache:
@@ -118,8 +120,8 @@ def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: k
 
 
 def cache_of_rows(pending: PyTree, pairs: Pairs) -> PyTree:
-    """The target's cache of B R rows, for heads that run its layers: each of the first `count` int32[B, R] tokens of
-    what is pending. None of a model whose memory is no keys and values."""
+    """The cache of B R rows, each of the first `count` int32[B, R] tokens of what is pending. None where that is no
+    keys and values, as of a target with another memory."""
     if not isinstance(pending, kv.Pending):
         return None
     return kv.shared(pending, pairs.count, None if pairs.first is None else last_of(pairs.first, pairs.count))

@@ -30,13 +30,12 @@ Answers of chat models follow their template; only the answers are learnt.
 
 def train(
     target: o.TargetOption = None,
-    method: Annotated[str, typer.Option("--method", help="What to train: see `specjax methods --heads`.")] = "eagle3",
+    method: Annotated[str, typer.Option("--method", help="A kind of head, see `specjax methods`.")] = "eagle3",
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
             "--prompts",
-            help='Prompts to answer: one per line, or JSONL with "turns", "prompt" or "question"; may be given several '
-            "times.",
+            help='Prompts to answer: one per line, or JSONL with "turns" or "prompt"; may be given several times.',
             show_default=False,
         ),
     ] = None,
@@ -123,7 +122,8 @@ def train(
     for flag, value, least in (
         ("--held-out", held_out, 1), ("--epochs", epochs, 1), ("--rows", rows, 1), ("--length", length, 8),
         ("--every", every, 1), ("--batch-size", batch_size, 1), ("--max-new-tokens", max_new_tokens, 2),
-        ("--num-draft-tokens", num_draft_tokens, 1), ("--own-prompts", own_prompts, 0), ("--chunk", chunk or 1, 1),
+        ("--num-draft-tokens", num_draft_tokens, 1), ("--own-prompts", own_prompts, 0),
+        ("--chunk", 1 if chunk is None else chunk, 1),
     ):  # fmt: skip
         o.require(value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(patience is None or patience >= 0, f"--patience must be at least 0, not {patience}")

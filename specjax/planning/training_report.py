@@ -18,7 +18,7 @@ from specjax.planning.topologies import describe_devices
 from specjax.planning.workload import Workload, make_workload
 from specjax.training.learners import of_head
 from specjax.training.lessons import Lesson
-from specjax.training.loop import Plan, State, begin, train_step
+from specjax.training.loop import Plan, State, begin, dtype_of, train_step
 from specjax.training.optimizers import optimizer_of, split
 from specjax.training.recipes import Recipe, recipe_of
 from specjax.types import PyTree
@@ -76,8 +76,7 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
     args = abstract_job(work, describe_devices(work.topology))
     target, head, mesh = args.job.parts.target, args.head, args.mesh
     assert head is not None
-    dtype = str(head.head.config.layer.dtype) if _has_layers(head) else "bfloat16"
-    plan = Plan(recipe, of_head(head.head), STEPS, chunk, dtype)
+    plan = Plan(recipe, of_head(head.head), STEPS, chunk, dtype_of(head.params))
     state, rest = _state(plan, head.params, mesh)
 
     def by_rows(shape, dtype) -> Any:
@@ -92,10 +91,6 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
         return train_step.lower(plan, *arguments)
 
     return Program("training step", lower, arguments, lambda loop: 1.0, {}, frozenset())
-
-
-def _has_layers(head) -> bool:
-    return getattr(head.head.config, "layer", None) is not None
 
 
 def _state(plan: Plan, params: PyTree, mesh) -> tuple[State, PyTree]:

@@ -72,10 +72,9 @@ def loss_of(
       places: int32[B, R], as for heads: from place t the root x_{t+1} drafts x_{t+2}. -1: nowhere.
       chunk: how many of the R at a time, a divisor of R: logits are float32[B, chunk, V].
     """
-    reads_teacher = any(name != "ce" for name, _ in recipe.losses)
-    if reads_teacher and target is None:
+    if recipe.reads_teacher and target is None:
         raise UsageError("only the loss ce can do without a target; give one, or the losses (('ce', 1.0),)")
-    found = _at(model, params, target, lesson, places, reads_teacher)
+    found = _at(model, params, target, lesson, places, recipe.reads_teacher)
     judge = losses.combined(recipe.losses)
 
     def some(params: PyTree, found: Places, i: Array, size: int) -> Sums:
@@ -84,7 +83,7 @@ def loss_of(
         )
         said = shared_logits(model, params, hidden, target)
         teacher = None
-        if reads_teacher and target is not None:
+        if recipe.reads_teacher and target is not None:
             teacher = jax.lax.stop_gradient(shared_logits(target.model, target.params, taught, Target(model, params)))
         hits = jnp.argmax(said, -1) == label
         return Sums(jnp.sum(weight * judge(said, teacher, label, weight)), jnp.sum(weight * hits))

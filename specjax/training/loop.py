@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.parallel import shard_head
+from specjax.parallel.fingerprint import digest
 from specjax.training.keeping import Kept
 from specjax.training.learners import Learner, Pupil, learner_of
 from specjax.training.lessons import Lesson, Text, choose_places, pack, places_that_count
@@ -100,10 +100,7 @@ def as_served(pupil: Pupil, state: State, rest: PyTree) -> Any:
 
 def fingerprint(texts: Sequence[Text]) -> str:
     """Of the texts, in their order."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(np.asarray([text.answer, *text.tokens], np.int32).tobytes())
-    return digest.hexdigest()[:16]
+    return digest([(text.answer, *map(int, text.tokens)) for text in texts])
 
 
 class Progress(NamedTuple):
@@ -216,9 +213,10 @@ def train(
     if data is not None:  # whose answers may be longer than those that there are
         most, multiple = places or length, chunk or 1
         schedule = schedule._replace(places=-(-most // multiple) * multiple)
-    if not jax.tree.leaves(split(pupil.params, recipe.frozen)[0]):
+    trained, _ = split(pupil.params, recipe.frozen)
+    if not jax.tree.leaves(trained):
         raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
-    plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(split(pupil.params, recipe.frozen)[0]))
+    plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(trained))
     state, rest = begin(plan, pupil.params)
     depths = num_tokens or min(recipe.depths, learner.deepest or recipe.depths)
     about = {

@@ -57,11 +57,10 @@ def objective(
             raise UsageError(
                 f"a head of {head.kind} says no {name}, and the recipe gives it a share of {part}; make it 0"
             )
-    reads_teacher = any(name != "ce" for name, _ in recipe.losses)
     depths = min(recipe.depths, head.deepest or recipe.depths)
 
     def judge(said: list[Depth]) -> Sums:
-        teacher = [_teacher(target, depth, ids) if reads_teacher else None for depth in said]
+        teacher = [_teacher(target, depth, ids) if recipe.reads_teacher else None for depth in said]
         size = said[0].logits.shape[-1]
         there = jnp.stack([depth.weight for depth in said])
         drafted = jnp.stack([depth.label < size for depth in said])

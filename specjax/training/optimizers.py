@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specjax.training.recipes import Recipe
 from specjax.types import PyTree
 
-BETWEEN = ("embed", "head", "prompts")  # tables, of which Muon's orthogonal steps make no sense
+TABLES = ("embed", "head", "prompts")  # of which Muon's orthogonal steps make no sense
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def _dimensions(params: PyTree) -> PyTree:
 
     def one(path, x):
         names = [str(getattr(entry, "key", entry)) for entry in path]
-        return contrib.MuonDimensionNumbers(1, 0) if x.ndim == 2 and not set(names) & set(BETWEEN) else None
+        return contrib.MuonDimensionNumbers(1, 0) if x.ndim == 2 and not set(names) & set(TABLES) else None
 
     return jax.tree_util.tree_map_with_path(one, params)
 

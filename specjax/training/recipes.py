@@ -34,6 +34,11 @@ class Recipe:
 
     replace = replace
 
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether it needs the target's distributions, besides the tokens that it wrote."""
+        return any(name != "ce" for name, _ in self.losses)
+
 
 def recipe_of(kind: str, **changes) -> Recipe:
     """The recipe of a kind of head, with changes.

@@ -36,12 +36,6 @@ def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | N
     return DraftHead(head.head, params)
 
 
-def takes_vocabulary(kind: str, config: Any) -> bool:
-    """Whether a head of this config has a vocabulary of its own."""
-    shapes = jax.eval_shape(lambda key: init_head(kind, config, key).params, jax.random.key(0))
-    return NAME in shapes
-
-
 def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | None) -> dict:
     of_target: Any = target.params
     if not isinstance(of_target, dict) or "layers" not in of_target:

@@ -27,11 +27,6 @@ def own_ids(params: PyTree) -> tuple[PyTree, Array | None]:
     return params | {NAME: {"place": place[:0]}}, place
 
 
-def with_ids(params: PyTree, place: Array | None) -> PyTree:
-    """What `own_ids` took apart."""
-    return params if place is None else params | {NAME: {"place": place}}
-
-
 def likeliest_ids(texts: Iterable[Text], size: int, vocab: int, needed: Iterable[int] = ()) -> np.ndarray:
     """int64[size], ascending: the ids that answers have most often, `needed` among them, the lowest where few are.
 
