@@ -7,14 +7,14 @@ DEMO := Fix the spelling and print the whole text: The quick brwon fox jumps ove
 # A process that may not keep its bytecode compiles all that it imports, 2.5 s of CPU time in place of 1.0; tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-tpu-compile lint linked types check format bench clean
+.PHONY: demo test test-all test-tpu-compile lint linked types check docs docs-serve format bench clean
 
 # Decode a prompt with SmolLM2 next to plain decoding, and say whether the texts are identical.
 demo: $(VENV)/.demo
 	$(BIN)/specjax generate "$(DEMO)" --compare
 
-# Lint, types and every test that fits on a CPU.
-test: lint types check
+# Lint, types, the site and every test that fits on a CPU.
+test: lint types docs check
 
 lint: $(VENV)/.dev linked
 	$(BIN)/ruff check .
@@ -28,6 +28,14 @@ linked:
 
 types: $(VENV)/.dev linked
 	cd build/linked && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p specjax
+
+# The site of docs/, into build/site; a link that leads nowhere fails. The reference reads the packages as they are linked.
+SITE := PYTHONPATH=build/linked DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+docs: $(VENV)/.dev linked
+	$(SITE) build -q
+
+docs-serve: $(VENV)/.dev linked
+	$(SITE) serve
 
 check: $(VENV)/.dev
 	$(BIN)/pytest -n auto --dist loadfile -m "not exhaustive"

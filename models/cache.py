@@ -179,7 +179,8 @@ def nothing_pending(cache: KVCache, slots: int) -> Pending:
 
 
 def insert(pending: Pending, new: Pending, place: Array | int) -> Pending:
-    """`pending` with the tokens of `new` from slot `place` on: an int, int32[], or int32[B] per row."""
+    """`pending` with the tokens of `new` from slot `place` on: an int, int32[], or int32[B] per row; or each in a slot
+    of its own, int32[B, T], where those behind the last slot fall away."""
 
     def write(axis, old, new):
         return buffers.insert(old, new, place, axis, axis - ROWS)

@@ -16,10 +16,12 @@ _HOMES = {
     "Capabilities": "types",
     "Controller": "types",
     "DecodeResult": "engine.results",
+    "Denoiser": "diffusion.types",
     "Detokenizer": "engine.text",
     "Drafter": "types",
     "Model": "types",
     "Output": "types",
+    "Processor": "types",
     "Request": "engine.requests",
     "Served": "engine.serve",
     "Settings": "engine.prepare",
@@ -34,19 +36,31 @@ _HOMES = {
     "check_bits": "analysis.same_bits",
     "compile_report": "planning",
     "decode": "facade",
-    "load": "models.loading",
+    "denoise": "facade",
+    "load": "facade",
     "load_head": "models.loading.heads",
     "make_drafter": "catalog.methods",
     "mesh": "parallel",
     "plan": "planning",
     "save_head": "models.loading.heads",
+    "save_model": "models.loading.writing",
     "serve": "facade",
     "shard": "parallel",
     "shard_head": "parallel",
     "stream": "facade",
 }
 
-__all__ = [*_HOMES, "controllers", "decoders", "drafters", "trees", "verifiers"]
+__all__ = [
+    *_HOMES,
+    "collaborate",
+    "controllers",
+    "decoders",
+    "diffusion",
+    "drafters",
+    "processors",
+    "trees",
+    "verifiers",
+]
 
 
 def __getattr__(name: str):

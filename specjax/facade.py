@@ -1,9 +1,10 @@
-"""`decode`, `stream` and `serve`: the engine, with names for drafters and folders for checkpoints."""
+"""`load`, `decode`, `denoise`, `stream` and `serve`: the engine, with names for methods and folders for checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -11,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.catalog import make_drafter, parse_rule
+from specjax.catalog.diffusion import procedure_of
 from specjax.controllers.parsing import parse
+from specjax.diffusion import Denoised, Denoiser, Procedure
+from specjax.diffusion.prepare import prepare as prepare_canvas
 from specjax.engine import checks
 from specjax.engine.memory import taught
 from specjax.engine.parts import Job
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.prompts import Prompts
-from specjax.engine.requests import Limits, Request, row_settings
+from specjax.engine.requests import Limits, Request, processor_settings, row_settings
 from specjax.engine.results import DecodeResult, StreamStep
 from specjax.engine.run import run
 from specjax.engine.serve import Served, serve_requests
@@ -25,10 +29,25 @@ from specjax.engine.stream import steps
 from specjax.engine.text import Decodes
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
+from specjax.models.loading import Tokenizer, read_model
 from specjax.parallel.arrays import gather
 from specjax.parallel.checkpoint import Checkpoints
-from specjax.types import Array, Controller, Drafter, PyTree, Target, VerifyFn
+from specjax.types import Array, Controller, Drafter, Processor, PyTree, Target, VerifyFn
 from specjax.verifiers import Verifier
+
+
+def load(source: str | Path | None = None, **options: Any) -> tuple[Target | Denoiser, Tokenizer]:
+    """A model with its weights, and its tokenizer; of a diffusion model a `Denoiser`, read as its config says.
+
+    source, options: as for `specjax.models.loading.read_model`: dtype, stacked, cache_dtype, same_bits, mesh, over.
+
+    Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
+    """
+    target, tokenizer, reading = read_model(source, **options)
+    if reading is None:
+        return target, tokenizer
+    known: dict[str, Any] = reading._asdict()
+    return Denoiser(target.model, target.params, **known), tokenizer
 
 
 def decode(
@@ -49,6 +68,9 @@ def decode(
     logprobs: bool = False,
     debug: bool = False,
     inputs: PyTree = None,
+    min_p: float | Array | None = None,
+    processors: Sequence[Processor] = (),
+    samples_per_prompt: int = 1,
 ) -> DecodeResult:
     """Decode a batch of prompts: prefill and the whole loop in one compiled program.
 
@@ -85,15 +107,25 @@ def decode(
         it; inside the caller's `jit`, where nothing can be raised, look at `stats.violations`.
       inputs: what the texts are conditioned on besides their tokens, arrays [B, ...], for models whose `begin` takes
         them.
+      min_p: None, or a number or [B]: tokens of less than so many times the probability of the likeliest one go, after
+        top-k and top-p.
+      processors: what changes the target's logits by the text so far, before the temperature: `specjax.processors`.
+      samples_per_prompt: n texts of each prompt, which is read once: rows b n, ..., b n + n - 1 of the result are those
+        of prompt b, row b n + s with the key `fold_in(key of b, s)`. What is given per row is given per prompt.
 
     Returns: DecodeResult.
     Raises: UsageError for an empty prompt, one over the capacity, or a setting outside its range, before compiling.
     """
+    if isinstance(target, Denoiser):
+        raise UsageError("decode takes an autoregressive target; a diffusion model is decoded by specjax.denoise")
     settings = _settings(
         temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, sampling=sampling, verifier=verifier,
-        controller=controller, capacity=capacity, logprobs=logprobs, debug=debug,
+        controller=controller, capacity=capacity, logprobs=logprobs, debug=debug, min_p=min_p, processors=processors,
     )  # fmt: skip
-    job = _prepare(target, drafter, prompts, settings, key=key, max_new_tokens=max_new_tokens, inputs=inputs)
+    job = _prepare(
+        target, drafter, prompts, settings, key=key, max_new_tokens=max_new_tokens, inputs=inputs,
+        samples=samples_per_prompt,
+    )  # fmt: skip
     result = run(job).cut(max_new_tokens)
     result = dataclasses.replace(result, drafter=taught(job.parts.drafter, result.drafter))
     if debug and not isinstance(result.stats.violations, jax.core.Tracer):
@@ -101,10 +133,62 @@ def decode(
     return result
 
 
+def denoise(
+    denoiser: Denoiser,
+    method: Procedure | str | None,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    samples_per_prompt: int = 1,
+    **settings: Any,
+) -> Denoised:
+    """Let a diffusion language model continue a batch of prompts: the whole loop in one compiled program.
+
+    May be called inside the caller's own `jit`, as `decode`, and compiles for a second call as little.
+
+    Args:
+      denoiser: the model, and how it is read.
+      method: how its columns are decided: the name of a row of METHODS, or a `specjax.diffusion.Procedure`, such as
+        `specjax.diffusion.methods.sdar(denoiser, tau=0.9)`; None: one column a pass.
+      prompts, key, max_new_tokens, samples_per_prompt: as for `decode`. A row's text depends on its prompt and key
+        alone, not on the batch.
+      settings: `temperature`, `top_k`, `top_p`, `min_p`, `eos`, `capacity` and `logprobs` of `decode`.
+        Log-probabilities are those of each token in the distribution that it was drawn from, in the pass that decided
+        it.
+
+    Raises: UsageError for parts that do not fit each other, and as `decode`.
+    """
+    if not isinstance(denoiser, Denoiser):
+        raise UsageError("denoise takes a specjax.Denoiser, which says how a model is read; for others there is decode")
+    job = _prepare(
+        denoiser, method, prompts, _settings(**settings), key=key, max_new_tokens=max_new_tokens,
+        samples=samples_per_prompt,
+    )  # fmt: skip
+    result: Denoised = run(job)
+    return result.cut(max_new_tokens)
+
+
 def _prepare(
-    target: Target, drafter: Drafter | DraftHead | str | None, prompts: Prompts, settings: Settings, **call: Any
+    target: Target | Denoiser,
+    drafter: Drafter | DraftHead | Procedure | str | None,
+    prompts: Prompts,
+    settings: Settings,
+    **call: Any,
 ) -> Job:
+    if isinstance(target, Denoiser):
+        if call.pop("inputs", None) is not None:
+            raise UsageError("a denoiser reads tokens only; leave inputs out")
+        return prepare_canvas(target, _procedure(target, drafter), prompts, settings, **call)
+    if isinstance(drafter, Procedure):
+        raise UsageError("a procedure is of diffusion models; give a Denoiser for a target, or a drafter")
     return prepare(target, _drafter(target, drafter), prompts, settings, **call)
+
+
+def _procedure(denoiser: Denoiser, method: Any) -> Procedure:
+    if method is None or isinstance(method, str | Procedure):
+        return procedure_of(method or "llada", denoiser)
+    raise UsageError(f"a denoiser takes a method of kind diffusion, not {type(method).__name__}; see specjax.METHODS")
 
 
 def _settings(verifier: Any = None, controller: Any = None, **others: Any) -> Settings:
@@ -139,17 +223,18 @@ def _refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
 
 
 def stream(
-    target: Target,
-    drafter: Drafter | DraftHead | str | None,
+    target: Target | Denoiser,
+    drafter: Drafter | DraftHead | Procedure | str | None,
     prompts: Prompts,
     *,
     key: Array | int,
     max_new_tokens: int,
     checkpoint: Checkpoints | None = None,
     inputs: PyTree = None,
+    samples_per_prompt: int = 1,
     **settings: Any,
 ) -> Generator[StreamStep, None, None]:
-    """Like `decode`, with the same arguments, but yields what each step added, as soon as it is known.
+    """Like `decode` or `denoise`, with the same arguments, but yields what each step added, as soon as it is known.
 
     The step is the one that `decode` loops. On several hosts each must run through all steps; every one sees all rows.
     What the drafter learnt is called for at the last step, `drafter = step.drafter()` (`StreamStep`).
@@ -161,10 +246,13 @@ def stream(
     """
     _refuse(settings, "stream", ("debug",))
     job = _prepare(
-        target, drafter, prompts, _settings(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs
-    )
+        target, drafter, prompts, _settings(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs,
+        samples=samples_per_prompt,
+    )  # fmt: skip
     if checkpoint is None:
         return steps(job)
+    if isinstance(target, Denoiser):
+        raise UsageError("a checkpoint keeps runs of autoregressive models; leave it out")
     if job.parts.keep.logprobs:
         raise UsageError("a checkpoint does not keep log-probabilities; leave logprobs or checkpoint out")
     from specjax.resuming import Kept
@@ -174,8 +262,8 @@ def stream(
 
 
 def serve(
-    target: Target,
-    drafter: Drafter | DraftHead | str | None,
+    target: Target | Denoiser,
+    drafter: Drafter | DraftHead | Procedure | str | None,
     requests: Iterable[Request | None],
     *,
     slots: int,
@@ -191,14 +279,15 @@ def serve(
     drafter learns from one text serves the next ones; `Served.drafter` has it, at the end of each, for a later call.
 
     Args:
-      target, drafter: as for `decode`.
+      target, drafter: as for `decode`, or as for `denoise`.
       requests: asked for the next one whenever a slot is free; None where there is none yet, and it is asked again
         after the next step. While it makes one wait nothing is decoded: see `arrivals`.
       slots: rows of the batch. longest_prompt, max_new_tokens: of any request, which set the size of the cache.
       tokenizer: to have the text too (`Served.text`), and for requests with stop strings; its `decode(ids)` is used.
       inputs: those of one request, for their shapes, if the model takes any (`Request.inputs`).
       settings: those of `decode` but `logprobs`: sampling, verifier, controller and capacity for all requests alike;
-        temperature, top_k, top_p and eos of those that do not say.
+        temperature, top_k, top_p, min_p, eos and processors of those that do not say. Requests have a min_p or
+        processors only if `serve` has (0, and ones that change nothing, will do): others are not compiled.
 
     What is sent to the generator (`send`) are new parameters of the drafter from the next step on, of one that learns
     while it serves (`specjax.training.online`).
@@ -214,6 +303,7 @@ def serve(
         raise UsageError("serve reads one prompt at a time, which a mesh cannot split over data; use data=1")
     of_all = _settings(**settings)
     limits = Limits(longest_prompt, max_new_tokens, target.model.vocab_size, of_all, inputs, tokenizer)
+    processor_settings(limits)
     per_row = dataclasses.replace(of_all, **row_settings(limits).sampling._asdict(), eos=())
     widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)

@@ -24,8 +24,8 @@ class Kept:
     """
 
     def __init__(self, checkpoint: Checkpoints, job: Job):
-        self.prompt_lengths = job.lengths
-        self.stats = zero_stats(len(job.lengths), job.parts.drafter.max_depth, job.parts.keep.violations)
+        self.prompt_lengths = job.starts
+        self.stats = zero_stats(len(job.keys), job.parts.drafter.max_depth, job.parts.keep.violations)
         self.steps, self.every = 0, checkpoint.every
         self.running = Running(checkpoint, fingerprint_of(job))
 
@@ -93,9 +93,11 @@ def fingerprint_of(job: Job) -> dict[str, str]:
         parts.controller,
         parts.coupled,
         parts.keep,
-        stop - lengths,
+        stop - gather(job.starts),
         gather((parts.sampling, parts.eos)),
     ]
+    if parts.processors:
+        settings += [parts.processors, _contents(parts.processors)]
     drafter = dataclasses.replace(parts.drafter, params=())
     return {
         "prompts": fingerprint.digest(tokens.tobytes() + lengths.tobytes() + repr(tokens.shape).encode()),

@@ -1,4 +1,4 @@
-"""From logits to the distribution that is sampled: temperature, then top-k, then top-p, without sorting the vocabulary.
+"""From logits to the distribution that is sampled: temperature, top-k, top-p, min-p, without sorting the vocabulary.
 Random keys, and what is drawn with them.
 
 Sorting 150,000 logits per node is the classic hidden cost of sampled decoding. The k-th largest value and the nucleus
@@ -27,13 +27,16 @@ from specjax.types import Array, Sampling
 
 COLDEST = 1e-30
 """Lower temperatures count as this one: logits of 3e8 would leave float32, and what is below the largest is out."""
+HOTTEST = 1e30
+"""Higher ones, infinity among them, as this one: all logits are 0 then, but for those of -inf, which stay out."""
 
 
 def warp(logits: Array, sampling: Sampling) -> Array:
-    """Apply temperature, top-k and top-p, in this order.
+    """Apply temperature, top-k, top-p and min-p, in this order.
 
     Ties: top-k keeps the lower ids, so exactly k tokens survive; top-p takes equal tokens by id. The token that crosses
-    `top_p` stays. A temperature of 0 leaves the first largest logit alone.
+    `top_p` stays. min-p drops what has less than `min_p` times the probability of the likeliest token (Nguyen et al.:
+    Turning Up the Heat, 2024, arXiv 2407.01082). A temperature of 0 leaves the first largest logit alone.
 
     Args:
       logits: float[B, ..., V]. sampling: fields are None, scalars or [B].
@@ -49,7 +52,7 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     if sampling.temperature is None:
         return _only(first_largest(logits), logits.shape[-1])
     temperature = per_row(sampling.temperature).astype(jnp.float32)
-    temperature = jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), temperature)
+    temperature = jnp.where(temperature > 0, jnp.clip(temperature, COLDEST, HOTTEST), temperature)
     greedy = _only(first_largest(logits), logits.shape[-1])
     logits = logits / jnp.where(temperature > 0, temperature, 1.0)
     if sampling.top_k is not None:
@@ -58,6 +61,10 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     if sampling.top_p is not None:
         mass = per_row(sampling.top_p)
         logits = _kept((temperature > 0) & (mass < 1), lambda x: _top_p_mask(x, mass), logits)
+    if sampling.min_p is not None:
+        share = per_row(sampling.min_p).astype(jnp.float32)
+        least = jnp.max(logits, -1, keepdims=True) + jnp.log(share)  # 0 drops nothing, the likeliest token stays
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
     return jnp.where(temperature > 0, logits, greedy)
 
 

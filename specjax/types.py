@@ -18,11 +18,13 @@ from specjax.indexing import take_along
 Array = jax.Array
 PyTree = Any
 
-Guarantee = Literal["distribution", "greedy", "lossy"]
+Guarantee = Literal["distribution", "greedy", "lossy", "definition", "identical", "valid"]
 """What a method promises about its text.
 
 `distribution`: the exact distribution of the target at any temperature (hence greedy equality too); `greedy`: equality
-at temperature 0 only; `lossy`: neither.
+at temperature 0 only; `lossy`: neither. Of diffusion models, whose text depends on the order in which it is decided:
+`definition`, the procedure that a model was published with, which others approximate; `identical`, the text of the
+procedure that it speeds up; `valid`, every text is one of a language that was given.
 """
 
 Draws = Literal[
@@ -153,8 +155,9 @@ class Model(NamedTuple):
     memory is a running state cannot; then nothing may be committed that could be taken back.
 
     `widen(pending, slots)` gives what is pending room for `slots` tokens; `insert(wide, new, place)` writes what a
-    later pass left at slot `place` (an int, int32[] or one per row [B]) and following. The defaults are for `pending`
-    whose arrays are all [B, T, ...]. `axes(cache or pending)` has the place of B in the shape of each array, by default
+    later pass left at slot `place` (an int, int32[] or one per row [B]) and following, or each token at a slot of its
+    own (int32[B, T], of which those beyond the last fall away). The defaults are for `pending` whose arrays are all
+    [B, T, ...]. `axes(cache or pending)` has the place of B in the shape of each array, by default
     0, and `shardings(cache or pending)` how each lies on the model's mesh.
 
     `embed(params, tokens[B, T]) -> [B, T, D]` is what the first layer reads, `unembed(params, hidden[..., D]) ->
@@ -205,6 +208,7 @@ class Sampling(NamedTuple):
     temperature: Array | None = None  # None: greedy
     top_k: Array | None = None
     top_p: Array | None = None
+    min_p: Array | None = None
 
 
 class Context(NamedTuple):
@@ -278,6 +282,9 @@ class Drafter:
     tree is cut as for `observe`, and P may depend on its width; `observe` finds what the target says of them behind
     the nodes of the tree in `output`.
 
+    `resume(params, state, kept[B]) -> state`, of a state between two rounds, forgets all but the first `kept` tokens of
+    the text: others have written what follows, and `propose` reads it. None: the state is begun anew then.
+
     `axes(state)` has the place of B in the shape of each array of the state, `buffers.SHARED` for one that all rows
     share. Default: 0 for all.
     """
@@ -299,6 +306,7 @@ class Drafter:
     read: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
     remember: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
     prompts: Callable[..., Prompts] | None = field(metadata=STATIC, default=None)
+    resume: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
     axes: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=buffers.rows_first)
     taps: tuple[int, ...] = field(metadata=STATIC, default=())  # the target's streams that it reads
     longest: int | None = field(metadata=STATIC, default=None)  # tokens of a round, root included, that it can take in
@@ -312,12 +320,53 @@ class Drafter:
         return self.chains or self.draws == "chain" or self.num_nodes <= 2
 
 
+def _is_its_settings(params: PyTree, settings: PyTree, tokens: Array, length: Array, vocab_size: int) -> PyTree:
+    return settings
+
+
+def _does_not_change(params: PyTree, state: PyTree, tokens: Array, count: Array) -> PyTree:
+    return state
+
+
+def _fits_any(processor: Processor, vocab_size: int) -> None:
+    pass
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Processor:
+    """Changes the target's logits by the text before them, as pure functions: penalties, biases, constraints.
+
+    `process(params, state, tree, above, logits[B, N, V]) -> logits` changes row i of the logits as plain decoding would
+    after the committed text and the path to node i: `above` bool[B, N, N] says which nodes that is, i and the root
+    among them; the root is committed already, and in `state`. What it makes of row i must not depend on nodes that are
+    not above i. Of invalid nodes any value will do, and their tokens may be outside of the vocabulary.
+
+    `init(params, settings, tokens[B, L], length[B], vocab_size) -> state` reads the prompts; all arrays of the state
+    are [B, ...]. Default: the settings. `update(params, state, tokens[B, N], count[B]) -> state` takes in the first
+    `count` tokens, which were committed. Default: as it was.
+
+    `settings` are what may differ from row to row, arrays [1, ...] or [B, ...]: `init` gets them as [B, ...] and puts
+    what is needed of them into the state. `params` are shared by all rows. `check(processor, vocab_size)` is called
+    before anything compiles, and raises UsageError for a processor that does not fit the vocabulary.
+    """
+
+    process: Callable[..., Array] = field(metadata=STATIC)
+    init: Callable[..., PyTree] = field(metadata=STATIC, default=_is_its_settings)
+    update: Callable[..., PyTree] = field(metadata=STATIC, default=_does_not_change)
+    check: Callable[[Processor, int], None] = field(metadata=STATIC, default=_fits_any)
+    params: PyTree = ()
+    settings: PyTree = ()
+
+    replace = replace
+
+
 VerifyFn = Callable[[Array, TokenTree, Array], Verdict]
 """`verify(keys[B, N], tree, target_logits[B, N, V]) -> Verdict`.
 
 `keys[:, i]` belongs to the row and to the *position* that the children of node i would take, so a verifier that draws
 the target's token from it gives the same token whatever was drafted; those of invalid nodes are not to be used.
-`target_logits` are warped already.
+`target_logits` are processed and warped already.
 """
 
 
@@ -363,6 +412,7 @@ class Info(NamedTuple):
     scored: Scored | None = None  # what the verifier saw, if asked for
     signals: Signals | None = None  # if the controller reads them
     finite: Array | None = None  # bool[B], that of the state
+    done: Array | None = None  # bool[B], that of the state, of a loop whose rows may end before their stop without eos
 
 
 class Stats(NamedTuple):
@@ -389,3 +439,4 @@ class DecodeState(NamedTuple):
     draft: PyTree
     control: PyTree
     finite: Array  # bool[B], whether all that the target said was
+    processed: tuple[PyTree, ...] = ()  # the states of the processors, of the text so far

@@ -199,3 +199,23 @@ def test_uniforms_reach_below_23_bits_and_never_0_or_1(monkeypatch):
     u = np.asarray(sampling.uniform(jax.random.key(0), 5), np.float64)
     np.testing.assert_allclose(u, [2**-33, 1.5 * 2**-32, 1 - 2**-24, 0.5, 0.5])
     assert sampling.normal(jax.random.key(0), 5).max() > 6.2 and sampling.normal(jax.random.key(0), 5).min() < -6.2
+
+
+def test_min_p_is_that_of_transformers():
+    """After the temperature, per row; 0 keeps all, 1 the likeliest ones."""
+    torch, of = pytest.importorskip("torch"), pytest.importorskip("transformers.generation.logits_process")
+    logits = np.random.default_rng(0).normal(size=(4, 1, 50)).astype(np.float32) * 3
+    shares = np.array([0.0, 0.03, 0.4, 1.0], np.float32)
+    ours = np.asarray(WARP(jnp.asarray(logits), Sampling(jnp.float32(1.5), min_p=jnp.asarray(shares))))
+    for row, share in enumerate(shares):
+        wanted = of.MinPLogitsWarper(float(share))(None, torch.tensor(logits[row] / 1.5)).numpy()
+        np.testing.assert_allclose(ours[row], wanted, rtol=1e-6)
+    greedy = WARP(jnp.asarray(logits), Sampling(jnp.float32(0.0), min_p=jnp.float32(0.5)))
+    assert (np.isfinite(greedy).sum(-1) == 1).all()
+
+
+def test_at_an_infinite_temperature_all_tokens_are_alike_that_may_be_drawn():
+    logits = jnp.array([[3.0, -jnp.inf, -1.0, 0.0]])
+    for more, left in (({}, [0, 2, 3]), ({"top_k": jnp.int32(2)}, [0, 3])):
+        warped = np.asarray(warp(logits, Sampling(temperature=jnp.float32(jnp.inf), **more)))[0]
+        assert np.flatnonzero(warped > -np.inf).tolist() == left and np.allclose(warped[left], 0)

@@ -109,6 +109,11 @@ class Head(NamedTuple):
     axes: Callable[[PyTree], PyTree] = buffers.rows_first
     shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
 
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it runs layers of the target, or the target runs its prompts: both on the target's own cache."""
+        return self.runs is not _none or self.prompts is not None
+
     def features_of(self, output: Output) -> Array:
         """[B, T, F] of a pass of the target with these taps."""
         return jnp.concatenate(output.taps, -1) if self.taps else output.hidden

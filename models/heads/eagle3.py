@@ -126,8 +126,13 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)
 
 
-def of_target(target: LlamaConfig, *, draft_vocab_size: int = 32000, **changes) -> Eagle3Config:
+def of_target(
+    target: LlamaConfig, *, draft_vocab_size: int = 32000, mlp_width: int | None = None, **changes
+) -> Eagle3Config:
     """The shapes that the authors train for a target: a layer like its own, and a head of 32,000 ids."""
     size = min(draft_vocab_size, target.vocab_size)
-    layer = dataclasses.replace(target, num_layers=1, vocab_size=size, stacked=False, cache_dtype=None, **changes)
+    layer = dataclasses.replace(
+        target, num_layers=1, vocab_size=size, stacked=False, cache_dtype=None, mlp_width=mlp_width or target.mlp_width,
+        **changes,
+    )  # fmt: skip
     return Eagle3Config(layer, default_taps(target.num_layers), target.width, target.vocab_size)

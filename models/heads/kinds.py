@@ -43,7 +43,7 @@ KINDS: dict[str, Kind] = {
     "dspark": Kind(dflash.DFlash, dflash.dflash_head, dflash.dspark_of_target, BLOCK),
     "clover": Kind(clover.clover, clover.clover_head, clover.of_target),
     "eagle": Kind(eagle.Eagle, eagle.eagle_head, eagle.of_target),
-    "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target, ("draft_vocab_size",)),
+    "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target, ("draft_vocab_size", "mlp_width")),
     "falcon": Kind(falcon.Falcon, falcon.falcon_head, falcon.of_target, ("block_size",)),
     "hidden_transfer": Kind(
         hidden_transfer.HiddenTransfer,

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -14,19 +15,37 @@ from jax.sharding import Mesh
 from specjax.errors import UsageError
 from specjax.models.bridge import check_cache_dtype, make_model
 from specjax.models.cache import lanes_of
-from specjax.models.loading import gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
+from specjax.models.loading import denoisers, gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
 from specjax.models.loading.assembly import Checkpoint, assemble, check
+from specjax.models.loading.denoisers import Reading
+from specjax.models.loading.fields import Fields
 from specjax.models.loading.tokenizer import Tokenizer, first_difference
 from specjax.reading import SENTENCE, check_folder, cut, reading, shown
 from specjax.types import Target
 
-__all__ = ["Tokenizer", "first_difference", "load", "load_tokenizer"]
+__all__ = ["Loaded", "Tokenizer", "first_difference", "is_diffusion", "load", "load_tokenizer", "read_model"]
 
 DEMO = "smollm2-135m"
 DTYPES = ("float32", "bfloat16")
+HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
-def load(
+class Loaded(NamedTuple):
+    """A model with its weights, and what its files say of it."""
+
+    target: Target
+    tokenizer: Tokenizer
+    reading: Reading | None  # of a diffusion model; None: it is autoregressive
+
+
+def load(source: str | Path | None = None, **options) -> tuple[Target, Tokenizer]:
+    """A model with its weights, and its tokenizer; of a diffusion model too, of which `specjax.load` makes a denoiser.
+    Options: those of `read_model`."""
+    loaded = read_model(source, **options)
+    return loaded.target, loaded.tokenizer
+
+
+def read_model(
     source: str | Path | None = None,
     *,
     dtype: str = "float32",
@@ -35,8 +54,8 @@ def load(
     same_bits: bool = False,
     mesh: Mesh | None = None,
     over: tuple[str, ...] | None = None,
-) -> tuple[Target, Tokenizer]:
-    """A model with its weights, and its tokenizer.
+) -> Loaded:
+    """A model with its weights, its tokenizer, and how it is read if it is a diffusion model.
 
     Args:
       source: a Hugging Face hub id; a folder with config.json and *.safetensors; a `.gguf` file; a `.bin` file of
@@ -72,9 +91,10 @@ def load(
             cache_bits=backend == "cpu", name=_name(source, path),
         )  # fmt: skip
         check(checkpoint)
+        known = denoisers.reading_of(_config(path), tokenizer) if path.is_dir() else None
     config = dataclasses.replace(checkpoint.config, same_bits=same_bits)
     try:
-        return Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer
+        return Loaded(Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, known)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
 
@@ -89,6 +109,27 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
             return tokenizer_gguf.from_metadata(gguf.read_header(path)[0], str(path))
         config = llama2c.read(path, dtype="float32", stacked=True, name=path.stem).config
         return llama2c.read_tokenizer(path, config.vocab_size)
+
+
+def is_diffusion(source: str | Path | None) -> bool:
+    """Whether a source is the folder or hub id of a diffusion model, by its config alone; False for what cannot be
+    read, which `read_model` refuses."""
+    if source is None or not isinstance(source, str | os.PathLike):
+        return False
+    path = Path(os.path.expanduser(source))
+    try:
+        if not path.exists() and isinstance(source, str) and re.fullmatch(HUB_ID, source) and source != DEMO:
+            path = hf.download(source, ("config.json", "tokenizer_config.json"))
+        if not path.is_dir():
+            return False
+        settings = hf.read_json(path / "tokenizer_config.json") or {}
+        return denoisers.is_denoiser(_config(path), settings)
+    except (UsageError, OSError, ValueError):
+        return False
+
+
+def _config(folder: Path) -> Fields:
+    return Fields(hf.read_json(folder / "config.json") or {}, str(folder / "config.json"))
 
 
 def _name(source: str | Path | None, path: Path) -> str:
@@ -123,7 +164,7 @@ def resolve(source: str | Path | None) -> Path:
         return path
     if is_file:
         raise UsageError(f"{path} is neither a folder nor a .gguf or .bin file; give one of these or a hub id")
-    if isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and path.suffix not in (".gguf", ".bin"):
+    if isinstance(source, str) and re.fullmatch(HUB_ID, source) and path.suffix not in (".gguf", ".bin"):
         return hf.download(source)
     raise UsageError(
         f'there is no file or folder "{cut(str(source), SENTENCE // 2)}", and it is not a hub id like "org/name" either'

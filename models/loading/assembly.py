@@ -92,7 +92,7 @@ def check(checkpoint: Checkpoint) -> None:
     needed = set()
     # Layers in one array each: a thousand of them apart are traced for a minute.
     stacked = dataclasses.replace(checkpoint.config, stacked=True)
-    for leaf in _leaves(checkpoint._replace(config=stacked), None, None):
+    for leaf in leaves(checkpoint._replace(config=stacked)):
         want = leaf.row_shape
         for part in leaf.parts:
             needed.add(part.name)
@@ -119,12 +119,12 @@ def assemble(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, 
     """The parameters of a checked checkpoint; with a mesh those of `specjax.shard`, each device's part alone."""
     params: dict = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for leaf in sorted(_leaves(checkpoint, mesh, over), key=lambda leaf: -math.prod(leaf.shape)):
+        for leaf in sorted(leaves(checkpoint, mesh, over), key=lambda leaf: -math.prod(leaf.shape)):
             insert(params, leaf.keys, fill(leaf, checkpoint.tensors, pool, checkpoint.config.head_dim))
     return params
 
 
-def _leaves(checkpoint: Checkpoint, mesh: Mesh | None, over: tuple[str, ...] | None) -> Iterator[Leaf]:
+def leaves(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> Iterator[Leaf]:
     """The parameters that the model wants, with the names of their tensors in the file."""
     config = checkpoint.config
     wide, layout = (config, None) if mesh is None else spread(config, mesh, over)

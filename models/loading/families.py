@@ -5,10 +5,18 @@ from __future__ import annotations
 from types import ModuleType
 
 from specjax.errors import UsageError
-from specjax.models.loading import gemma3, llama
+from specjax.models.bridge import Config
+from specjax.models.gemma3 import Gemma3Config
+from specjax.models.llama import LlamaConfig
+from specjax.models.loading import denoisers, gemma3, llada, llama
 from specjax.reading import shown
 
-FAMILIES = (llama, gemma3)
+FAMILIES = (llama, gemma3, llada)
+
+
+def by_config(config: Config) -> ModuleType:
+    """The family of a model that is loaded."""
+    return {LlamaConfig: llama, Gemma3Config: gemma3}[type(config)]
 
 
 def by_hf(kind: str, where: str) -> ModuleType:
@@ -25,5 +33,6 @@ def _find(table: str, kind: str, where: str) -> ModuleType:
     for family in FAMILIES:
         if kind in getattr(family, table):
             return family
-    known = ", ".join(k for family in FAMILIES for k in getattr(family, table))
+    others = denoisers.KINDS if table == "HF_TYPES" else ()
+    known = ", ".join(dict.fromkeys([*(k for family in FAMILIES for k in getattr(family, table)), *others]))
     raise UsageError(f"{where} has the architecture {shown(kind)}, which specjax does not support (only {known})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from specjax.errors import UsageError
 from specjax.models.gemma3 import GLOBAL, Gemma3Config
@@ -85,6 +86,38 @@ def config_from_hf(hf: Fields, **options) -> Gemma3Config:
         max_positions=hf.size("max_position_embeddings", 131_072),
         **options,
     )
+
+
+def config_to_hf(c: Gemma3Config) -> dict[str, Any]:
+    """What `config_from_hf` reads."""
+    scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+    scalar = scale**-2
+    if round(scalar) ** -0.5 == scale:  # as files have it
+        scalar = round(scalar)
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.width,
+        "intermediate_size": c.mlp_width,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": c.norm_eps,
+        **rope.to_hf(c.rope_base, c.rope_scaling),
+        "rope_local_base_freq": c.local_rope_base,
+        "sliding_window": c.window,
+        "layer_types": ["full_attention" if full else "sliding_attention" for full in c.is_global],
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": c.attention_softcap,
+        "final_logit_softcapping": c.logit_softcap,
+        "attention_bias": False,
+        "max_position_embeddings": c.max_positions,
+        "tie_word_embeddings": c.tied,
+        "torch_dtype": c.dtype,
+    }
 
 
 def _local_base(hf: Fields) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from specjax import reading
 from specjax.errors import UsageError
 from specjax.models.bridge import Config
-from specjax.models.loading import families, torch_file
+from specjax.models.loading import denoisers, families, torch_file
 from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.fields import Fields
 from specjax.models.loading.tensors import Tensor, check_sizes
@@ -76,7 +76,7 @@ def read(folder: Path, **options) -> Checkpoint:
 
 def parse_config(config: dict, where: str, **options) -> tuple[Config, ModuleType]:
     """(config, family) of the contents of a config.json. `options`: as for `read`."""
-    fields = Fields(config, where)
+    fields = denoisers.as_family(Fields(config, where))
     family = families.by_hf(fields.text("model_type", "unnamed"), where)
     return family.config_from_hf(fields, **options), family
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from specjax.errors import UsageError
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import rope
@@ -78,6 +80,33 @@ def config_from_hf(hf: Fields, **options) -> LlamaConfig:
         max_positions=hf.size("max_position_embeddings"),
         **options,
     )
+
+
+def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
+    """What `config_from_hf` reads."""
+    kind = "qwen3" if c.qk_norm else "qwen2" if c.qkv_bias else "mistral" if c.window else "llama"
+    return {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.width,
+        "intermediate_size": c.mlp_width,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        **rope.to_hf(c.rope_base, c.rope_scaling),
+        "sliding_window": c.window,
+        "use_sliding_window": c.window is not None,
+        "layer_types": [("sliding_attention" if c.window else "full_attention")] * c.num_layers,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": c.max_positions,
+        "tie_word_embeddings": c.tied,
+        "torch_dtype": c.dtype,
+    }
 
 
 def _window(hf: Fields) -> int | None:

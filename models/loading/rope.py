@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,24 @@ def from_hf(
         return base, _yarn(hf, rope)
     known = f"default, linear, llama3{', yarn' if yarn else ''}"
     raise UsageError(f"{hf.where} has RoPE scaling {shown(kind)}, which specjax does not support (only {known})")
+
+
+def to_hf(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """What `from_hf` reads, in the old form, which all know."""
+    if scaling is None:
+        return {"rope_theta": base, "rope_scaling": None}
+    said: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        said |= {
+            "low_freq_factor": scaling.low, "high_freq_factor": scaling.high,
+            "original_max_position_embeddings": scaling.original_positions,
+        }  # fmt: skip
+    if scaling.kind == "yarn":
+        said |= {
+            "beta_slow": scaling.low, "beta_fast": scaling.high, "attention_factor": scaling.amplitude,
+            "original_max_position_embeddings": scaling.original_positions, "truncate": scaling.whole,
+        }  # fmt: skip
+    return {"rope_theta": base, "rope_scaling": said}
 
 
 def _yarn(hf: Fields, rope: Fields) -> RopeScaling:

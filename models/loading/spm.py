@@ -63,6 +63,10 @@ class Spm:
         text = b"".join(self._bytes[i] for i in shown).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.dummy_prefix else text
 
+    def spellings(self) -> list[bytes | None]:
+        """The bytes that each token stands for; None of control tokens and of the unknown one."""
+        return [None if i in self.hidden or i == self.unknown else whole for i, whole in enumerate(self._bytes)]
+
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
         """Ids by piece; where a piece occurs twice, the first."""
@@ -70,7 +74,7 @@ class Spm:
 
     @functools.cached_property
     def _bytes(self) -> list[bytes]:
-        return [_spelled(piece) for piece in self.pieces]
+        return [spelled(piece) for piece in self.pieces]
 
     @functools.cached_property
     def _whole(self) -> dict[str, list[str]]:
@@ -104,7 +108,7 @@ class Spm:
         return [self.unknown] if None in encoded else [i for i in encoded if i is not None]
 
 
-def _spelled(piece: str) -> bytes:
+def spelled(piece: str) -> bytes:
     """The bytes that a piece stands for."""
     if BYTE.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])

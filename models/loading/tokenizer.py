@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from specjax.errors import UsageError
 from specjax.models.loading import chat
 from specjax.models.loading.chat import Messages, Spans, stands_in
+from specjax.models.loading.spm import spelled
 from specjax.reading import reason
 
 T = TypeVar("T")
@@ -38,6 +39,10 @@ class Codec(Protocol):
 
     def decode(self, ids: Sequence[int], special: bool) -> str: ...
 
+    def spellings(self) -> list[bytes | None]:
+        """The bytes that each token stands for; None of control tokens."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
@@ -63,6 +68,10 @@ class Tokenizer:
         so a stream is shown as what is new in `decode(ids so far)`, holding back trailing U+FFFDs.
         """
         return self.codec.decode([int(i) for i in ids], special)
+
+    def spellings(self) -> list[bytes | None]:
+        """The bytes that each token adds to a text, by id; None of control tokens. Some are no whole characters."""
+        return self.codec.spellings()
 
     def chat(self, text_or_messages: str | Messages) -> list[int]:
         """Ids of a conversation up to where the assistant speaks; without a template, of the plain text after bos.
@@ -140,6 +149,15 @@ class LibraryCodec:
     def decode(self, ids: Sequence[int], special: bool) -> str:
         return _alive(lambda: self.backend.decode(ids, skip_special_tokens=not special))
 
+    def spellings(self) -> list[bytes | None]:
+        special = self.backend.get_added_tokens_decoder()
+        added = {i: None if token.special else token.content.encode() for i, token in special.items()}
+        by_byte = self.backend.decoder is not None and b'"ByteLevel"' in self.backend.decoder.__getstate__()
+        written = lambda piece: _of_bytes(piece) if by_byte else spelled(piece)
+        pieces = {i: piece for piece, i in self.backend.get_vocab().items()}
+        of = lambda i: added[i] if i in added else written(pieces[i]) if i in pieces else None
+        return [of(i) for i in range(max(pieces, default=-1) + 1)]
+
     @functools.cached_property
     def _with_border(self) -> tuple[Any, int | None]:
         """A copy that cuts text at BORDER, as at any added token, and the id it has there."""
@@ -148,6 +166,20 @@ class LibraryCodec:
         copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
         copy.add_special_tokens([tokenizers.AddedToken(BORDER, normalized=False)])
         return copy, copy.token_to_id(BORDER)
+
+
+def _of_bytes(piece: str) -> bytes | None:
+    """The bytes of a piece of a byte-level vocabulary, which writes each as a letter; None if it has other letters."""
+    table = _letters()
+    return bytes(table[letter] for letter in piece) if all(letter in table for letter in piece) else None
+
+
+@functools.cache
+def _letters() -> dict[str, int]:
+    """GPT-2's: bytes that can be seen are their own letters, the others take those from 256 on."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 def _encoded(backend: Any, text: str, special: bool) -> Any:

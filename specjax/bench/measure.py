@@ -13,14 +13,15 @@ import numpy as np
 
 from specjax import parallel
 from specjax.bench.records import Run
+from specjax.diffusion import Denoiser, Procedure
 from specjax.engine import run
-from specjax.engine.checks import explain
+from specjax.engine.checks import explain, first_bad_parameter
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.results import StreamStep
 from specjax.engine.statistics import add_stats, zero_stats
 from specjax.engine.step import BUCKET
 from specjax.errors import UsageError
-from specjax.facade import decode, stream
+from specjax.facade import decode, denoise, stream
 from specjax.sampling import fold_in, threefry
 from specjax.types import Array, Drafter, Target
 
@@ -62,15 +63,28 @@ def run_decode(target: Target, drafter: Drafter, rows: Rows, keys: Array, option
     start = time.perf_counter()
     result = jax.block_until_ready(decode(target, drafter, pack(rows), key=keys, **options))
     seconds = time.perf_counter() - start
-    _check_finite(target, result.finite)
+    _check_finite(target, result.finite, options)
     hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
     return Run(result.to_lists(), hit_eos, stats, seconds)
 
 
-def _check_finite(target: Target, finite) -> None:
-    """Raises: UsageError if the target gave no numbers for some prompt: its text would mean nothing."""
-    if finite is not None and not np.all(finite):
-        raise UsageError(f"--target: {explain(target)}")
+def run_denoise(denoiser: Denoiser, procedure: Procedure, rows: Rows, keys: Array, options: dict) -> Run:
+    """The loop on the device, as `denoise` runs it."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(denoise(denoiser, procedure, pack(rows), key=keys, **options))
+    seconds = time.perf_counter() - start
+    _check_finite(denoiser.target, result.finite, options)
+    hit_eos, stats, columns = jax.device_get((result.hit_eos, result.stats, result.columns))
+    return Run(result.to_lists(), hit_eos, stats, seconds, columns=columns)
+
+
+def _check_finite(target: Target, finite, options: dict) -> None:
+    """Raises: UsageError if there were no numbers to draw from for some prompt: its text would mean nothing."""
+    if finite is None or np.all(finite):
+        return
+    if options.get("processors") and first_bad_parameter(target) is None:
+        raise UsageError("--ban, --logit-bias and what the text must be leave no token to draw; leave one of them out")
+    raise UsageError(f"--target: {explain(target)}")
 
 
 def run_stream(
@@ -79,16 +93,19 @@ def run_stream(
     rows: Rows,
     keys: Array,
     options: dict,
-    on_step: Callable[[StreamStep], None] = lambda step: None,
+    on_step: Callable[[StreamStep], bool | None] = lambda step: None,
 ) -> Run:
-    """The same step driven from Python, as `stream` runs it; `on_step` is called with each as soon as it is known."""
+    """The same step driven from Python, as `stream` runs it; `on_step` is called with each as soon as it is known.
+
+    It ends before its time where that gives True.
+    """
     tokens: list[list[int]] = [[] for _ in rows]
     total, resumed = zero_stats(len(rows), drafter.max_depth), 0
     infos, first, start = [], None, time.perf_counter()
     arrays, keys = spread(target, pack(rows), keys)
     for step in stream(target, drafter, arrays, key=keys, **options):
         step = _cut(step, len(rows))
-        _check_finite(target, step.info.finite)
+        _check_finite(target, step.info.finite, options)
         if step.earlier is not None:
             total, resumed = step.earlier, sum(map(len, step.tokens))
         elif first is None:
@@ -97,7 +114,8 @@ def run_stream(
             infos.append(step.info)
         for row, new in zip(tokens, step.tokens, strict=True):
             row.extend(new)
-        on_step(step)
+        if on_step(step):
+            break
     seconds = time.perf_counter() - start
     stats = jax.device_get(functools.reduce(jax.jit(add_stats), infos, total))
     return Run(tokens, stats.hit_eos, stats, seconds, first, resumed)

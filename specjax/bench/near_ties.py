@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import parallel
+from specjax.engine import processing
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.indexing import take_along
-from specjax.types import Array, Target
+from specjax.types import Array, Processor, Target
 
 SAME_BITS = "same bits"  # as a dtype: of a model whose logits do not depend on the pass; there no flip is rounding
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, SAME_BITS: 0.0}
@@ -32,12 +33,18 @@ class Difference(NamedTuple):
     near_tie: bool
 
 
-def difference(target: Target, prompt: Sequence[int], ours: list[int], plain: list[int], dtype: str):
+def difference(
+    target: Target, prompt: Sequence[int], ours: list[int], plain: list[int], dtype: str,
+    processors: tuple[Processor, ...] = (),
+):  # fmt: skip
     """Where two greedy texts part and how close the choice was there: Difference, or None if they are equal."""
     position = _first_unlike(ours, plain)
     if position is None:
         return None
-    logits = next_logits(target, [*prompt, *plain[:position]])
+    before = plain[:position]
+    logits = next_logits(target, [*prompt, *before])
+    if processors:
+        logits = np.asarray(processing.after(processors, prompt, before, jnp.asarray(logits)))
     second, largest = np.sort(logits)[-2:]
     pair = [text[position] if position < len(text) else None for text in (ours, plain)]
     behind = float("inf") if None in pair else float(largest - min(logits[token] for token in pair))

@@ -26,6 +26,7 @@ class Run(NamedTuple):
     seconds: float
     first_token_seconds: float | None = None  # None: not measured
     resumed: int = 0  # tokens that an earlier process had decoded, in no part of the clock
+    columns: np.ndarray | None = None  # int32[B], that a denoising loop computed
 
 
 def merge(runs: Sequence[Run]) -> Run:
@@ -38,6 +39,7 @@ def merge(runs: Sequence[Run]) -> Run:
         sum(run.seconds for run in runs),
         statistics.median(first) if first else None,
         sum(run.resumed for run in runs),
+        None if runs[0].columns is None else np.concatenate([run.columns for run in runs if run.columns is not None]),
     )
 
 
@@ -83,6 +85,44 @@ def record(
         "accepted": int(run.stats.accepted.sum()),
         "target_passes": passes,
         "time_to_first_token": run.first_token_seconds,
+        "compile_seconds": compile_seconds,
+        "peak_memory_bytes": peak_memory_bytes,
+    }
+
+
+def denoising_record(
+    method: str,
+    guarantee: Guarantee,
+    run: Run,
+    baseline: Run,
+    *,
+    refused: bool = False,
+    compile_seconds: float | None = None,
+    peak_memory_bytes: int | None = None,
+) -> dict:
+    """The JSON record of a run of a diffusion model beside one column a pass. Tokens per pass is no speed: a pass costs
+    by its columns, so these are counted too. `agreement`: of the longer text's columns, the share that are equal."""
+    tokens, passes = sum(map(len, run.tokens)), int(run.stats.target_passes.sum())
+    plain_tokens, plain_passes = sum(map(len, baseline.tokens)), int(baseline.stats.target_passes.sum())
+    assert run.columns is not None and baseline.columns is not None
+    pairs = list(zip(run.tokens, baseline.tokens, strict=True))
+    equal = sum(a == b for ours, plain in pairs for a, b in zip(ours, plain, strict=False))
+    return {
+        "method": method,
+        "guarantee": guarantee,
+        "prompts": len(run.tokens),
+        "tokens": tokens,
+        "seconds": run.seconds,
+        "tokens_per_second": tokens_per_second(run),
+        "baseline_tokens_per_second": tokens_per_second(baseline),
+        "speedup": None if refused else tokens_per_second(run) / tokens_per_second(baseline),
+        "identical": all(ours == plain for ours, plain in pairs),
+        "agreement": equal / max(sum(max(len(ours), len(plain)) for ours, plain in pairs), 1),
+        "tokens_per_pass": tokens / max(passes, 1),
+        "columns_per_token": int(run.columns.sum()) / max(tokens, 1),
+        "baseline_tokens_per_pass": plain_tokens / max(plain_passes, 1),
+        "baseline_columns_per_token": int(baseline.columns.sum()) / max(plain_tokens, 1),
+        "target_passes": passes,
         "compile_seconds": compile_seconds,
         "peak_memory_bytes": peak_memory_bytes,
     }

@@ -14,6 +14,7 @@ import jax
 from specjax import drafters, trees
 from specjax.catalog.method import Method
 from specjax.catalog.options import REQUIRED, Option, numbers, read_call, two_numbers, yes_or_no
+from specjax.diffusion import drafters as denoising
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.deciding import read_acceptance
@@ -290,6 +291,50 @@ DRAFTERS: dict[str, Method] = {
             "Xia et al. 2022, arXiv 2203.16487; Ge et al. 2022, arXiv 2205.10350",
             needs=frozenset({"fill"}),
             options=(Option("mask_token", int, REQUIRED, "stands where a token is missing"), num_tokens(25)),
+        ),
+        Method(
+            "deer",
+            "drafter",
+            _of_draft(denoising.deer),
+            "distribution",
+            "a denoiser drafts a block in one pass, each token drawn by itself",
+            "Cheng et al. 2025, arXiv 2512.15176",
+            needs=frozenset({"denoiser"}),
+            options=(num_tokens(32),),
+        ),
+        Method(
+            "diffuspec",
+            "drafter",
+            _of_draft(denoising.diffuspec),
+            "distribution",
+            "a denoiser says what each place may hold, a search finds the words that go together",
+            "Li et al. 2025, arXiv 2510.02358",
+            needs=frozenset({"denoiser"}),
+            options=(
+                num_tokens(30, "tokens of the longest draft"),
+                Option("least", int, 20, "tokens of the shortest draft"),
+                Option("grow", int, 10, "tokens that it may grow by"),
+                Option("rate", float, 0.5, "weight of the last round in what it goes by"),
+                Option("mass", float, 0.8, "of the tokens that a place may hold"),
+                Option("choices", int, 15, "tokens at most that a place may hold"),
+                Option("beams", int, 3, "paths of the search"),
+                Option("blend", float, 0.5, "weight of the denoiser beside a trigram model of the text"),
+                Option("eos", numbers, None, "tokens that end a text; default: none"),
+            ),
+        ),
+        Method(
+            "failfast",
+            "drafter",
+            _of_draft(denoising.failfast),
+            "distribution",
+            "a denoiser drafts a chunk a pass, and another one as long as it is sure of all of the last",
+            "Pan et al. 2025, arXiv 2512.20573",
+            needs=frozenset({"denoiser"}),
+            options=(
+                Option("chunk", int, 8, "tokens of a pass"),
+                num_tokens(64, "tokens of the longest draft"),
+                Option("tau", float, 0.45, "probability that each token of a chunk must have for another one"),
+            ),
         ),
         Method(
             "prompt_lookup",

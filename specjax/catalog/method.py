@@ -9,14 +9,20 @@ from typing import Any, Literal, NamedTuple
 from specjax.catalog.options import Option
 from specjax.types import Guarantee
 
-Kind = Literal["drafter", "decoder"]
-"""`drafter`: drafts for the loop of `specjax.decode`. `decoder`: a loop of its own."""
+Kind = Literal["drafter", "decoder", "diffusion", "collaboration"]
+"""`drafter`: drafts for the loop of `specjax.decode`. `decoder`: a loop of its own. `diffusion`: decides the columns of
+a canvas, for `specjax.denoise`. `collaboration`: several models or samples write a text."""
 
-Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous"]
+Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
+    "filter", "automaton", "denoiser", "segmenter", "judging", "cues", "tuned", "reward", "safe", "router", "answers",
+]  # fmt: skip
 """`draft`: a second, smaller model. `head`: a learned one of the target. `datastore`: a corpus. `costs`: what wide
 passes cost, of `specjax.costs`. `source`: a text to be edited. `devices`: some of its own for each model. `fill`: a
 model of masked blocks, as `drafters.nar_block` takes it. `any_order`, `continuous`: a target of
-`decoders.AnySubsetModel`, `ContinuousModel`.
+`decoders.AnySubsetModel`, `ContinuousModel`. `filter`, `automaton`: arrays that only Python can give, by that name.
+`denoiser`: a diffusion model that drafts.
+Of collaborations, in Python too: `segmenter`: where steps end. `judging`: the prompt of a judge, and its digits.
+`cues`: words as tokens. `tuned`, `safe`, `router`: another model. `reward`, `answers`: a function.
 """
 
 
@@ -25,7 +31,9 @@ class Method(NamedTuple):
 
     name: str
     kind: Kind
-    make: Callable[..., Any]  # of a drafter (target, draft, **options) -> Drafter; of a decoder the loop itself
+    # Of a drafter (target, draft, **options) -> Drafter, of diffusion (denoiser, **options) -> Procedure; of a decoder
+    # or a collaboration the loop itself.
+    make: Callable[..., Any]
     guarantee: Guarantee
     summary: str
     paper: str = ""

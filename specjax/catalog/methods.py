@@ -1,20 +1,23 @@
 """METHODS: every method by name, of all kinds, and the drafter of a name.
 
-The README's list, the command line's choices, the planner and the conformance tests come from it.
+The list in docs/methods.md, the command line's choices, the planner and the conformance tests come from it.
 """
 
 from __future__ import annotations
 
+from specjax.catalog.collaboration import COLLABORATIONS
 from specjax.catalog.decoders import DECODERS
+from specjax.catalog.diffusion import DIFFUSION
 from specjax.catalog.drafters import DRAFTERS
 from specjax.catalog.heads import HEADS
 from specjax.catalog.method import Kind, Method
+from specjax.diffusion import Denoiser
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.retrieval.datastore import Datastore
 from specjax.types import Drafter, Target
 
-METHODS: dict[str, Method] = {**DRAFTERS, **HEADS, **DECODERS}
+METHODS: dict[str, Method] = {**DRAFTERS, **HEADS, **DECODERS, **DIFFUSION, **COLLABORATIONS}
 
 
 def of_kind(kind: Kind) -> dict[str, Method]:
@@ -27,18 +30,22 @@ def find_drafter(name: str) -> Method:
     if name not in METHODS:
         raise UsageError(f'unknown method "{name}"; choose one of {", ".join(of_kind("drafter"))}')
     method = METHODS[name]
+    if method.kind == "diffusion":
+        raise UsageError(f"method {name} decodes diffusion models; call specjax.denoise, or give --target one of these")
     if method.kind != "drafter":
-        loop = f"specjax.decoders.{method.make.__name__}"
+        home = "decoders" if method.kind == "decoder" else "collaborate.methods"
+        loop = f"specjax.{home}.{method.make.__name__}"
         raise UsageError(f"method {name} is a loop of its own, not a drafter; call {loop}(...) in Python")
     return method
 
 
 def make_drafter(
-    name: str, target: Target, draft: Target | DraftHead | None = None, *, datastore: Datastore | None = None, **options
-) -> Drafter:
+    name: str, target: Target, draft: Target | DraftHead | Denoiser | None = None, *,
+    datastore: Datastore | None = None, **options,
+) -> Drafter:  # fmt: skip
     """The drafter of a method by name. `options`: those that its row declares, and what else its factory takes.
 
-    draft: a smaller model or a learned head of the target, where the method has a use for one.
+    draft: a smaller model, a learned head of the target or a denoiser, where the method has a use for one.
 
     Raises: UsageError for an unknown name, a loop of its own, a missing or unfit draft model or head, or a missing or
       mismatched datastore.
@@ -59,9 +66,14 @@ def make_drafter(
     return method.make(target, draft, **options)
 
 
-def _check_draft(method: Method, draft: Target | DraftHead | None) -> None:
+def _check_draft(method: Method, draft: Target | DraftHead | Denoiser | None) -> None:
     """Raises: UsageError for a model or a head that is missing, or is not what the method drafts with."""
     name = method.name
+    if "denoiser" in method.needs and not isinstance(draft, Denoiser):
+        raise UsageError(f"method {name} drafts with a specjax.Denoiser, not with {type(draft).__name__}; give draft=")
+    if "denoiser" not in method.needs and isinstance(draft, Denoiser):
+        others = ", ".join(row for row, other in METHODS.items() if "denoiser" in other.needs)
+        raise UsageError(f"method {name} does not draft with a denoiser; choose one of {others}, or leave draft out")
     head = draft.head.kind if isinstance(draft, DraftHead) else None
     if "draft" in method.needs and (draft is None or (head and not method.uses("head"))):
         found = f", and this is a learned head; choose method {head}" if head else "; give one with --draft"

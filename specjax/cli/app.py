@@ -8,6 +8,7 @@ import typer
 
 from specjax.cli import (
     bench,
+    chat,
     check_bits,
     compare_verifiers,
     compile,
@@ -18,6 +19,11 @@ from specjax.cli import (
     plan,
     train,
 )
+from specjax.cli.panels import group
+from specjax.errors import UsageError
+
+GUESSES = {"--model": "the model itself is --target MODEL", "-m": "the model is --target MODEL"}
+"""What people write who come from elsewhere, and what it is called here."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("bench")(bench.bench)
 app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
 app.command("compile")(compile.compile_)
@@ -59,8 +66,15 @@ def _specjax(
 def run(arguments: list[str]) -> int:
     """Run a command; returns the exit code. Typer's own call would take interrupts and unexpected errors for itself."""
     command = typer.main.get_command(app)
+    group(command)
     try:
         with command.make_context("specjax", arguments) as context:
             return command.invoke(context) or 0
     except typer.Exit as error:
         return error.exit_code
+    except Exception as error:  # the parser's classes are click's or typer's own, by the version of typer
+        param = getattr(error, "param", None)
+        flag = getattr(error, "option_name", None) or (param and param.opts[0])
+        if not hasattr(error, "format_message") or flag not in GUESSES:
+            raise
+        raise UsageError(f"{error.format_message()}; {GUESSES[flag]}") from None

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specjax.cli import diffusion
 from specjax.cli import options as o
-from specjax.cli.drafting import method_of, read_costs, read_drafting, recognised
+from specjax.cli.drafting import method_of, read_costs, read_drafting, read_options, recognised
+
+if TYPE_CHECKING:
+    from specjax.cli.bench_run import Runs
+    from specjax.cli.console import Console
+    from specjax.cli.session import Session
 
 HELP = """Compare methods with plain decoding on a prompt file.
 
@@ -33,6 +39,12 @@ text then counts as not identical, but the speed-up is kept.
 The JSON is written anew after every prompt, so that a run that is stopped
 leaves what it had measured ("left": prompts it did not reach).
 
+Diffusion models are compared with one column a pass in the same blocks.
+Tokens per pass is no speed there, as a pass costs by its columns: columns
+computed per token are stated beside it, and the share of tokens that are
+those of one column a pass. A method that promises the text of the procedure
+that it speeds up is refused where it has another one.
+
 Prompts that do not fit the model are skipped and listed. Bad lines are listed
 with their numbers, the good ones run, and the exit code is 2.
 """
@@ -44,7 +56,8 @@ def bench(
         list[str] | None,
         typer.Option(
             "--method",
-            help="May be given several times; default: auto, with a head too; with a draft model two_model.",
+            help="May be given several times; default: auto, with a head too; with a draft model two_model; of a "
+            "diffusion model fast_dllm.",
             show_default=False,
         ),
     ] = None,
@@ -83,11 +96,15 @@ def bench(
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
+    arguments = dict(locals())
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
-    head = recognised(draft)
     for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
         o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
+    if diffusion.is_diffusion(method, target):
+        _denoise(arguments, decoding)
+        return
+    head = recognised(draft)
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
@@ -98,11 +115,51 @@ def bench(
     )  # fmt: skip
     weighed = read_costs(costs, names, controller)
 
-    from specjax.cli import bench_output, files
-    from specjax.cli import prompts as p
     from specjax.cli.bench_run import Bench
-    from specjax.cli.console import Console, print_json
+    from specjax.cli.console import Console
     from specjax.cli.session import open_session, weigh
+
+    lines, bad = _read(prompts, offset, limit, out)
+    log = Console(stderr=True)
+    if decoding.remark:
+        log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
+    session = open_session(
+        log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None, same_bits=same_bits
+    )
+    rows, skipped = _encode(lines, session, max_new_tokens, raw, prompts)
+    session = weigh(session, weighed, min(batch_size, len(rows)), log)
+    run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)
+    _run(run, bad, skipped, prompts, out, as_json, log)
+
+
+bench.__doc__ = HELP
+
+
+def _denoise(given: dict[str, Any], decoding: o.Settings) -> None:
+    """Of a diffusion model, with the arguments of `bench`."""
+    from specjax.catalog import METHODS
+    from specjax.cli.console import Console
+
+    target, prompts = given["target"], given["prompts"]
+    diffusion.check_flags(given)
+    names = [diffusion.check_method(name, target) for name in given["method"] or ["fast_dllm"]]
+    options = read_options(given["settings"], {name: METHODS[name] for name in names})
+    lines, bad = _read(prompts, given["offset"], given["limit"], given["out"])
+    log = Console(stderr=True)
+
+    from specjax.cli.bench_denoising import DenoisingBench
+    from specjax.cli.session import open_denoiser
+
+    session, denoiser = open_denoiser(log, target, given["dtype"], given["no_cache"], given["cache_dtype"])
+    rows, skipped = _encode(lines, session, given["max_new_tokens"], given["raw"], prompts)
+    run = DenoisingBench(session, denoiser, decoding, options, rows, given["batch_size"], given["repeats"])
+    _run(run, bad, skipped, prompts, given["out"], given["as_json"], log)
+
+
+def _read(prompts: Path, offset: int, limit: int | None, out: Path) -> tuple[list, list]:
+    """(good lines, bad ones) of the prompt file."""
+    from specjax.cli import files
+    from specjax.cli import prompts as p
 
     o.require(out.suffix != ".png", "--out names the JSON file; the plot goes beside it by itself")
     files.check_writable(out, "--out")
@@ -110,23 +167,32 @@ def bench(
     o.require(bool(lines), f"PROMPTS: {p.describe(bad, prompts)}; no line is good" if bad else "")
     lines = first_per_task(lines, offset, limit)
     o.require(bool(lines), f"--offset {offset} passes over all prompts; lower it")
-    log = Console(stderr=True)
-    if decoding.remark:
-        log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
-    session = open_session(
-        log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None, same_bits=same_bits
-    )
+    return lines, bad
+
+
+def _encode(lines: list, session: Session, max_new_tokens: int, raw: bool, prompts: Path) -> tuple[list, list]:
+    """(prompts that fit the model, those that do not)."""
+    from specjax.cli import prompts as p
+
     rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped, prompts)}" if skipped else "")
-    session = weigh(session, weighed, min(batch_size, len(rows)), log)
-    run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)
+    return rows, skipped
+
+
+def _run(run: Runs, bad: list, skipped: list, prompts: Path, out: Path, as_json: bool, log: Console) -> None:
+    """Run everything, writing as it goes, and say what came out."""
+    from specjax.cli import bench_output, files
+    from specjax.cli import prompts as p
+    from specjax.cli.console import Console, print_json
+
     document: dict = {}
+    total = sum(len(group.rows) for group in run.groups)
     try:
         for _ in run.run(log):
             document = bench_output.document(run, bad, skipped)
             files.write_json(out, document)
     except KeyboardInterrupt:
-        kept = f"{out} has the {len(rows) - run.left} of {len(rows)} prompts that had run"
+        kept = f"{out} has the {total - run.left} of {total} prompts that had run"
         raise KeyboardInterrupt(kept if document else "") from None
     picture = bench_output.plot(document)
     files.write_atomically(out.with_suffix(".png"), lambda file: file.write(picture))
@@ -140,9 +206,6 @@ def bench(
     for entry in document["differences"]:
         log.print(bench_output.describe_difference(entry), soft_wrap=True)
     _exit(document, bad, prompts)
-
-
-bench.__doc__ = HELP
 
 
 def first_per_task(lines: list, offset: int, limit: int | None) -> list:
@@ -165,5 +228,5 @@ def _exit(document: dict, bad: list, path: Path) -> None:
         raise UsageError(describe(bad, path) + "; mend or remove these lines")
     refused = [name for name, entry in document["overall"].items() if entry["refused"]]
     if refused:
-        complain(f"refused to compare {', '.join(refused)} with plain decoding: outputs that should match do not")
+        complain(f"refused to state the speed of {', '.join(refused)}: outputs that should match do not")
         raise typer.Exit(1)

@@ -177,7 +177,7 @@ def _check_old_stop(text: str | None) -> None:
         stops.parse(text)
     except UsageError:
         raise UsageError(
-            "--stop: there are no stop strings; leave it out (rules that stop drafts are given with --draft-stop)"
+            "--stop: `specjax generate` takes stop strings with --stop-string; rules that stop drafts are --draft-stop"
         ) from None
     raise UsageError(f"--stop of drafts is called --draft-stop now; write --draft-stop {text}")
 
@@ -223,7 +223,8 @@ def _check_method(name: str, draft: str | None, datastore: Path | None, head: st
     needs, takes = row.needs, row.takes
     require(
         needs <= LOADABLE,
-        f"--method: the command line cannot load what {name} needs; call specjax.drafters.{name} in Python",
+        f"--method: the command line cannot load what {name} needs; call "
+        f"specjax.{'diffusion.' if 'denoiser' in needs else ''}drafters.{name} in Python",
     )
     require(draft is not None or "draft" not in needs, f"method {name} needs a draft model; give one with --draft")
     require(
@@ -254,6 +255,19 @@ def read_settings(settings: Sequence[str], method: str) -> dict[str, str]:
         _, option, value = _read_setting(text, rows)
         require(option.name not in found, f"--set {text}: --set has set {option.name} already; leave one out")
         found[option.name] = value
+    return found
+
+
+def read_options(settings: Sequence[str] | None, rows: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
+    """The values of --set for methods of any kind, by their names.
+
+    Raises: UsageError for a method or an option that there is not, a value that it does not take, or one given twice.
+    """
+    found: dict[str, dict[str, Any]] = {name: {} for name in rows}
+    for text in settings or ():
+        name, option, value = _read_setting(text, rows)
+        require(option.name not in found[name], f"--set {text}: --set has set {option.name} already; leave one out")
+        found[name][option.name] = option.parse(value, f"--set {option.name}")
     return found
 
 

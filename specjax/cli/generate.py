@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specjax.cli import hosts
+from specjax.cli import diffusion, hosts
 from specjax.cli import options as o
+from specjax.cli import processing as c
 from specjax.cli import speculative as s
 from specjax.cli.drafting import method_of, read_costs, read_drafting, recognised
 
 if TYPE_CHECKING:
+    from specjax.cli.denoising import Denoisings
     from specjax.cli.generation import Generation
 
 HELP = """Continue a prompt, or many, and say how fast.
@@ -35,6 +37,11 @@ the same random keys. At temperature 0, and at any temperature for drafts made
 without randomness, its text must be equal; where it is not, the position and
 the gap of the two largest logits there are stated. Drafts that were sampled
 keep the target's distribution, not its text for a given seed.
+
+A diffusion model is known by its checkpoint. --method is then one of the
+diffusion methods of `specjax methods` (default: llada, one column a pass),
+text is shown as it becomes final, and --show order draws the canvas filling
+up, on a terminal. --compare runs one column a pass beside it.
 
 With --distributed the same command runs on every host: the batch is split
 over --data devices, the weights over --model. The texts are those of one
@@ -71,6 +78,15 @@ def generate(
     temperature: o.TemperatureOption = 0.0,
     top_k: o.TopKOption = None,
     top_p: o.TopPOption = None,
+    min_p: c.MinPOption = None,
+    repetition_penalty: c.RepetitionOption = None,
+    presence_penalty: c.PresenceOption = None,
+    frequency_penalty: c.FrequencyOption = None,
+    logit_bias: c.BiasOption = None,
+    ban: c.BanOption = None,
+    regex: c.RegexOption = None,
+    json_schema: c.SchemaOption = None,
+    stop_string: o.StringOption = None,
     seed: o.SeedOption = 0,
     raw: o.RawOption = False,
     batch_file: Annotated[
@@ -88,6 +104,9 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding too; compare texts and speed.")
     ] = False,
+    show_what: Annotated[
+        str, typer.Option("--show", help="Of a diffusion model: text, or order, the canvas while it fills up.")
+    ] = "text",
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
     distributed: hosts.DistributedOption = False,
@@ -111,13 +130,35 @@ def generate(
     arguments = dict(locals())
     from specjax.trees import inline
 
-    decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
+    decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller, min_p)
+    schema = c.read_schema(json_schema)
+    processing = c.Processing(
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        tuple(logit_bias or ()),
+        tuple(ban or ()),
+        regex,
+        schema,
+    )
+    o.require(all(stop_string or ()), "--stop-string is empty; give a text")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
+    o.require(show_what in ("text", "order"), f'--show must be text or order, not "{show_what}"')
+    if diffusion.is_diffusion([method] if method else None, target):
+        diffusion.check_flags(arguments)
+        _denoise(
+            prompt, batch_file, target, method, settings, decoding, batch_size, dtype, cache_dtype, raw, compare,
+            show_what, as_json, no_cache,
+        )  # fmt: skip
+        return
+    o.require(show_what == "text", "--show order is of diffusion models, and --target is none; leave it out")
     method, draft, num_draft_tokens, tree, settings, also = s.read_speculative(
         method, draft, num_draft_tokens, tree, settings, config=speculative_config, algorithm=speculative_algorithm,
         model=speculative_draft_model_path, steps=speculative_num_steps, topk=speculative_eagle_topk,
         tokens=speculative_num_draft_tokens,
     )  # fmt: skip
+    draft = draft or _shipped(target, method, [num_draft_tokens, tree, draft_stop, exit_layer, verifier, settings])
+    draft = None if draft == "none" else draft
     head = recognised(draft)
     o.require(
         head is not None or speculative_token_map is None,
@@ -142,7 +183,7 @@ def generate(
     good = checkpoint is None or (bool(checkpoint.strip()) and p.is_whole(checkpoint))
     o.require(good, "--checkpoint is empty or no UTF-8 text; name a folder")
     # Of a file what it says counts, which may differ from host to host.
-    hosts.join(arguments | {"tree": tree and inline(tree), "source": drafting.source})
+    hosts.join(arguments | {"tree": tree and inline(tree), "source": drafting.source, "json_schema": schema})
 
     from specjax.cli.console import Console, print_json
     from specjax.cli.generation import Generation, show
@@ -171,8 +212,9 @@ def generate(
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
     generation = Generation(
-        session, decoding, method, drafting, rows, batch_size, compare, checkpoint, checkpoint_every
-    )
+        session, decoding, method, drafting, rows, batch_size, compare, checkpoint, checkpoint_every,
+        session.processors(processing), tuple(stop_string or ()),
+    )  # fmt: skip
     generation.compile(log)
     try:
         generation.run(log, out)
@@ -194,18 +236,62 @@ def generate(
 generate.__doc__ = HELP
 
 
-def _document(generation: Generation, bad: list) -> dict[str, Any]:
+def _shipped(target: str | None, method: str | None, others: list[Any]) -> str | None:
+    """The head that comes with specjax, where `auto` drafts for the demo model and nothing else is said of drafts."""
+    from specjax.models.loading.heads.shipped import shipped
+
+    chosen = method in (None, "auto") and not any(other for other in others if other is not None)
+    return shipped(target) if chosen else None
+
+
+def _denoise(
+    prompt: str | None, batch_file: Path | None, target: str | None, method: str | None, settings: list[str] | None,
+    decoding: o.Settings, batch_size: int, dtype: str, cache_dtype: str | None, raw: bool, compare: bool,
+    show_what: str, as_json: bool, no_cache: bool,
+) -> None:  # fmt: skip
+    from specjax.catalog import METHODS
+    from specjax.cli import prompts as p
+    from specjax.cli.console import Console, print_json
+    from specjax.cli.denoising import Denoisings, show
+    from specjax.cli.drafting import read_options
+    from specjax.cli.session import open_denoiser
+    from specjax.errors import UsageError
+
+    name = diffusion.check_method(method or "llada", target)
+    options = read_options(settings, {name: METHODS[name]})[name]
+    inputs, bad = p.from_arguments(prompt, batch_file)
+    if not inputs:
+        raise UsageError(p.describe(bad, batch_file))
+    log, out = Console(stderr=True), Console(quiet=as_json)
+    session, denoiser = open_denoiser(log, target, dtype, no_cache, cache_dtype)
+    rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, decoding.max_new_tokens, raw, session.shortest)
+    bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
+    if not rows:
+        raise UsageError(p.describe(bad, batch_file))
+    run = Denoisings(session, denoiser, decoding, name, options, rows, batch_size, compare, show_what)
+    run.compile(log)
+    try:
+        run.run(log, out)
+    finally:
+        if as_json and run.texts:
+            print_json(_document(run, bad))
+    if not as_json:
+        show(run, out)
+    if bad:
+        raise UsageError(p.describe(bad, batch_file))
+
+
+def _document(generation: Generation | Denoisings, bad: list) -> dict[str, Any]:
     from specjax.cli.session import provenance
 
-    settings = {
-        name: getattr(generation.settings, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    }
+    names = "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"
+    settings = {name: getattr(generation.settings, name) for name in names}
     return {
         **generation.record(),
         **provenance(generation.session),
         "settings": settings | {"batch_size": generation.batch_size},
         "results": generation.results(),
-        "differences": generation.differences,
+        "differences": getattr(generation, "differences", []),
         "left": generation.left,
         "errors": [entry._asdict() for entry in bad],
     }

@@ -17,7 +17,7 @@ from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import DRAFTED_STYLE, TextStream
 from specjax.engine.memory import settled
 from specjax.parallel import Checkpoints
-from specjax.types import Drafter
+from specjax.types import Drafter, Processor
 
 
 class Generation:
@@ -34,6 +34,8 @@ class Generation:
         compare: bool,
         checkpoint: str | None = None,
         checkpoint_every: int = 64,
+        processors: tuple[Processor, ...] = (),
+        stop: tuple[str, ...] = (),
     ):
         self.session, self.settings, self.batch_size = session, settings, batch_size
         self.method = METHODS[method]
@@ -42,7 +44,8 @@ class Generation:
         self.plain = session.drafter("autoregressive") if compare else None
         self.rows = rows
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-        self.options = session.keywords(settings, method)
+        self.processors, self.stop = processors, stop
+        self.options = session.keywords(settings, method) | {"processors": processors}
         self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
         # Each batch goes on from what the one before taught; a checkpoint of one that has ended keeps its text alone.
         self.remembers = len(self.groups) > 1 and self.drafter.remember is not None and checkpoint is None
@@ -76,7 +79,7 @@ class Generation:
             columns = (TextColumn("plain decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:
                 for group in progress.track(self.groups):
-                    self.plain_runs.append(self._stream(self.plain, group))
+                    self.plain_runs.append(self._plain_run(group))
             self._compare()
 
     def _checkpoints(self, number: int) -> Checkpoints | None:
@@ -88,7 +91,7 @@ class Generation:
     def _run_group(
         self, group: list[Encoded], out: Console, log: Console, checkpoint: Checkpoints | None = None
     ) -> None:
-        streams = [TextStream(self.session.tokenizer, self.options["eos"]) for _ in group]
+        streams = self._text_streams(group)
         live, memory = len(group) == 1, None
 
         def on_step(step):
@@ -101,20 +104,39 @@ class Generation:
                 new = stream.push_step(step, row)
                 if live:
                     out.print(new, end="", soft_wrap=True)
+            return self._are_over(streams)
 
         if live:
-            _heading(group[0], out)
-        self.runs.append(self._stream(self.drafter, group, on_step, checkpoint))
+            heading(group[0], out)
+        self.runs.append(_cut(self._stream(self.drafter, group, on_step, checkpoint), streams))
         for row, stream in zip(group, streams, strict=True):
             rest = stream.flush()
             if live:
                 out.print(rest, soft_wrap=True)
             else:
-                _heading(row, out)
+                heading(row, out)
                 out.print(stream.text, soft_wrap=True)
         self.texts += streams
         if memory is not None and self.remembers:
             self.drafter = self.session.on_mesh(memory())
+
+    def _plain_run(self, group: list[Encoded]) -> report.Run:
+        assert self.plain is not None
+        streams = self._text_streams(group)
+
+        def on_step(step):
+            for row, stream in enumerate(streams):
+                stream.push_step(step, row)
+            return self._are_over(streams)
+
+        return _cut(self._stream(self.plain, group, on_step if self.stop else lambda step: None), streams)
+
+    def _text_streams(self, group: list[Encoded]) -> list[TextStream]:
+        return [TextStream(self.session.tokenizer, self.options["eos"], self.stop) for _ in group]
+
+    def _are_over(self, streams: list[TextStream]) -> bool:
+        """Whether nothing that may come is of the texts: a run that no stop string ended goes to its own end."""
+        return any(stream.is_stopped for stream in streams) and all(stream.is_over for stream in streams)
 
     def _stream(
         self, drafter: Drafter, group: list[Encoded], on_step=lambda step: None, checkpoint: Checkpoints | None = None
@@ -155,7 +177,9 @@ class Generation:
             return
         pairs = zip(self.rows, report.merge(self.runs).tokens, report.merge(self.plain_runs).tokens, strict=True)
         for number, (row, ours, plain) in enumerate(pairs):
-            found = near_ties.difference(self.session.target, row.ids, ours, plain, self.session.coarsest)
+            found = near_ties.difference(
+                self.session.target, row.ids, ours, plain, self.session.coarsest, self.processors
+            )
             if found is not None:
                 where = {"prompt": number, "line": row.prompt.line}
                 self.differences.append(near_ties.difference_record(found, self.session.tokenizer, **where))
@@ -181,7 +205,7 @@ class Generation:
                 "question_id": row.prompt.question_id,
                 "text": text.plain,
                 "token_ids": ids,
-                "finish_reason": "eos" if eos else "length",
+                "finish_reason": "stop" if text.is_stopped else "eos" if eos else "length",
                 "prompt_tokens": len(row.ids),
                 "tokens": len(ids),
                 "target_passes": int(passes),
@@ -193,7 +217,16 @@ class Generation:
         ]
 
 
-def _heading(row: Encoded, out: Console) -> None:
+def _cut(run: report.Run, streams: list[TextStream]) -> report.Run:
+    """Without what came after a stop string."""
+    tokens = [
+        text[: stream.taken] if stream.is_stopped else text for text, stream in zip(run.tokens, streams, strict=True)
+    ]
+    return run._replace(tokens=tokens)
+
+
+def heading(row: Encoded, out: Console) -> None:
+    """The line of the file that a text's prompt is from, if it is from one."""
     if row.prompt.line is not None:
         out.rule(f"line {row.prompt.line}", align="left", style="dim")
 

@@ -16,7 +16,9 @@ distribution: the exact distribution of the target at any temperature, hence
 equal text at temperature 0. greedy: equal text at temperature 0 only. lossy:
 neither; TV: how far three tokens of its text are from the target's
 distribution (total variation) on a toy pair, where keeping every draft gives
-0.33.
+0.33. Of diffusion models - definition: how the
+model is meant to be decoded. identical: the text of the definition it speeds
+up. valid: every finished text is one of those that are allowed.
 
 With a METHOD, its options, for --set.
 """
@@ -114,8 +116,12 @@ def _show_one(name: str, as_json: bool, out) -> None:
     say(f"{name}: {row.summary} (guarantee: {row.guarantee})")
     if row.paper:
         say(row.paper)
+    if row.kind == "diffusion":
+        say(f"of diffusion models; in Python, specjax.denoise(denoiser, {name!r}, ...)")
     if row.kind == "decoder":
         say(f"a loop of its own; in Python, specjax.decoders.{row.make.__name__}")
+    if row.kind == "collaboration":
+        say(f"a text of several models or samples; in Python, specjax.collaborate.methods.{row.make.__name__}")
     for word in ("needs", "takes"):
         if described[word]:
             say(f"{word}: {', '.join(described[word])}")
@@ -128,6 +134,14 @@ def _show_one(name: str, as_json: bool, out) -> None:
         default = "required" if option["required"] else _text(option["default"])
         table.add_row(option["name"], option["form"], default, option["help"])
     out.print(table)
+
+
+WIDE = 110
+"""Columns of a terminal in which papers stand beside what a method does; `specjax methods METHOD` always has them."""
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else ", ".join(value)
 
 
 def _text(value: Any) -> str:
@@ -151,17 +165,17 @@ def _table(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...], out, lossy: 
 
 
 def _show_methods(rows: list[dict[str, Any]], out, section: str) -> None:
-    for kind, title in (("drafter", "method"), ("decoder", "loop of its own")):
-        _table(
-            [
-                (row["name"], row["guarantee"], ", ".join(row["needs"]), row["summary"], row["paper"])
-                for row in rows
-                if row["kind"] == kind
-            ],
-            (title, "guarantee", "needs", "what it does", "paper"),
-            out,
-            lossy=1,
-        )
+    titles = {
+        "drafter": "method",
+        "decoder": "loop of its own",
+        "diffusion": "of diffusion models",
+        "collaboration": "of several models or samples",
+    }
+    heads, fields = ("guarantee", "needs", "what it does", "paper"), ("guarantee", "needs", "summary", "paper")
+    count = len(heads) if out.width >= WIDE else len(heads) - 1
+    for kind, title in titles.items():
+        written = lambda row: (row["name"], *(_word(row[field]) for field in fields[:count]))
+        _table([written(row) for row in rows if row["kind"] == kind], (title, *heads[:count]), out, lossy=1)
     out.print(
         "`specjax methods METHOD`: its options. Also: --rules, --trees, --controllers, --sampling; --all.", style="dim"
     )

@@ -25,7 +25,11 @@ TargetOption = Annotated[
 ]
 DraftOption = Annotated[
     str | None,
-    typer.Option("--draft", help=f"The draft model of methods that need one: {MODEL_HELP}.", show_default=False),
+    typer.Option(
+        "--draft",
+        help=f"A draft model, or a learned head: {MODEL_HELP}. The demo model has a head of its own; none: without it.",
+        show_default=False,
+    ),
 ]
 DatastoreOption = Annotated[
     Path | None,
@@ -113,6 +117,12 @@ TopKOption = Annotated[
 TopPOption = Annotated[
     float | None, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass.", show_default=False)
 ]
+StringOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop-string", help="A text before which the answer ends. May be given several times.", show_default=False
+    ),
+]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the random keys.")]
 RawOption = Annotated[
     bool,
@@ -163,6 +173,7 @@ class Settings:
     sampling: str = "speculative"
     verifier: str | None = None
     controller: str | None = None
+    min_p: float | None = None
 
     def __post_init__(self):
         require(self.max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
@@ -171,6 +182,8 @@ class Settings:
         require(self.top_k is None or self.top_k >= 1, f"--top-k must be at least 1, not {self.top_k}")
         good = self.top_p is None or 0 < self.top_p <= 1
         require(good, f"--top-p must be above 0 and at most 1, not {self.top_p}; leave it out to keep all tokens")
+        good = self.min_p is None or 0 <= self.min_p <= 1
+        require(good, f"--min-p must be from 0 to 1, not {self.min_p}; 0 keeps all tokens")
         from specjax.catalog import SAMPLING, parse_rule
 
         good = self.sampling in SAMPLING

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rich.text import Text
 
@@ -23,6 +23,7 @@ from specjax.catalog import METHODS, Method, make_drafter, parse_rule
 from specjax.cli.console import Console, visible
 from specjax.cli.drafting import AS_EACH_DOES, Drafting
 from specjax.cli.options import Settings, parsed, require
+from specjax.diffusion import Denoiser
 from specjax.errors import UsageError
 from specjax.folders import cache_folder
 from specjax.models.heads.contract import DraftHead
@@ -30,7 +31,12 @@ from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.vocabulary import read_token_map
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
-from specjax.types import Drafter, Target
+from specjax.types import Drafter, Processor, Target
+
+if TYPE_CHECKING:
+    from specjax.cli.processing import Processing
+
+Part = TypeVar("Part", Drafter, Processor)
 
 
 class Session(NamedTuple):
@@ -107,6 +113,12 @@ class Session(NamedTuple):
         mesh = self.target.model.mesh
         return drafter if mesh is None else _on_mesh(drafter, mesh)
 
+    def processors(self, processing: Processing) -> tuple[Processor, ...]:
+        """What the flags ask for, where the target's arrays lie."""
+        mesh = self.target.model.mesh
+        chosen = processing.processors(self.tokenizer, self.target.model.vocab_size)
+        return chosen if mesh is None else tuple(_on_mesh(processor, mesh) for processor in chosen)
+
     def keywords(self, settings: Settings, method: str) -> dict[str, Any]:
         """The settings as `decode` and `stream` want them, for a method."""
         spec = settings.controller
@@ -115,6 +127,7 @@ class Session(NamedTuple):
             "temperature": settings.temperature,
             "top_k": settings.top_k,
             "top_p": settings.top_p,
+            "min_p": settings.min_p,
             "eos": self.tokenizer.eos,
             "sampling": settings.sampling,
             "verifier": settings.verifier and parse_rule(settings.verifier),
@@ -165,7 +178,8 @@ def open_session(
             ids = None if token_map is None else parsed("--speculative-token-map", read, token_map)
             head = parsed(flag, lambda source: read_head(source, model, token_map=ids), draft)
         elif draft is not None:
-            draft_model, other = _load("--draft", draft, chosen, cache_dtype, mesh, over=())  # whole on every device
+            everywhere = None if mesh is None else ()  # whole on every device
+            draft_model, other = _load("--draft", draft, chosen, cache_dtype, mesh, over=everywhere)
             _check_vocabularies(tokenizer, other)
     check = None if head is None else tell_head(head, model, tokenizer, log)
     return Session(
@@ -228,14 +242,14 @@ def weigh(session: Session, costs: costs_of.Curve | str | None, batch_size: int,
     return session._replace(costs=costs, draft_pass=draft_pass)
 
 
-def _on_mesh(drafter: Drafter, mesh) -> Drafter:
+def _on_mesh(part: Part, mesh) -> Part:
     """Its own arrays, whole on every device; those of a model or a datastore lie on the mesh already."""
     import jax
 
     from specjax.parallel import place
 
     here = lambda x: isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
-    return drafter.replace(params=jax.tree.map(lambda x: x if here(x) else place(x, mesh), drafter.params))
+    return part.replace(params=jax.tree.map(lambda x: x if here(x) else place(x, mesh), part.params))
 
 
 def _open_datastore(folder: Path | None) -> Datastore | None:
@@ -245,7 +259,36 @@ def _open_datastore(folder: Path | None) -> Datastore | None:
         raise UsageError(f"--datastore: {error}") from None
 
 
-def _load(flag: str, source: str | None, dtype: str, cache_dtype: str | None, mesh, over=None, same_bits=False):
+def open_denoiser(
+    log: Console, target: str | None, dtype: str, no_cache: bool, cache_dtype: str | None = None
+) -> tuple[Session, Denoiser]:
+    """Load a diffusion model. Raises: UsageError for models that cannot be loaded, or are none."""
+    require(dtype in ("auto", "float32", "bfloat16"), f'--dtype must be auto, float32 or bfloat16, not "{dtype}"')
+    require(cache_dtype in (None, "int8"), f'--cache-dtype must be int8 or left out, not "{cache_dtype}"')
+    use_cache(not no_cache)
+    chosen = choose_dtype(dtype)
+    with stage(log, f"loading {target}", f"loaded ({describe_dtype(dtype, chosen)})") as clock:
+        model, tokenizer = _load_any("--target", target, chosen, cache_dtype, None)
+    if not isinstance(model, Denoiser):
+        raise UsageError(
+            f"--target: {target or 'SmolLM2-135M-Instruct'} is an autoregressive model, and --method is of diffusion "
+            "models; choose a drafter of `specjax methods`, or leave --method out"
+        )
+    return Session(model.target, tokenizer, None, chosen, clock.seconds, None, cache_dtype), model
+
+
+def _load(flag: str, source: str | None, *arguments, **options):
+    """Raises: UsageError for what cannot be loaded, and for a diffusion model."""
+    model, tokenizer = _load_any(flag, source, *arguments, **options)
+    if isinstance(model, Denoiser):
+        raise UsageError(
+            f"{flag}: {source} is a diffusion model, which only `specjax generate` and `specjax bench` decode, as "
+            "--target"
+        )
+    return model, tokenizer
+
+
+def _load_any(flag: str, source: str | None, dtype: str, cache_dtype: str | None, mesh, over=None, same_bits=False):
     import specjax
 
     try:

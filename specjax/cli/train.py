@@ -12,6 +12,8 @@ from specjax.cli import options as o
 if TYPE_CHECKING:
     from specjax.training.recipes import Recipe
 
+MODEL, RAW = "two_model", "fastdraft_pretraining"
+
 HELP = """Train a drafter for a target, on what the target itself answers.
 
 The prompts are answered first, by specjax, at the temperature that will be
@@ -25,12 +27,45 @@ picture of the run. A run that was ended goes on from its last measurement,
 to the same bits; Ctrl-C keeps what was reached.
 
 Answers of chat models follow their template; only the answers are learnt.
+
+--method two_model trains a draft model: the one of --draft, or the target with
+some of its layers. OUT is then a model folder in the Hugging Face layout.
 """
 
 
 def train(
     target: o.TargetOption = None,
-    method: Annotated[str, typer.Option("--method", help="A kind of head, see `specjax methods`.")] = "eagle3",
+    method: Annotated[
+        str, typer.Option("--method", help="A kind of head, see `specjax methods`, or two_model for a draft model.")
+    ] = "eagle3",
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="The draft model that two_model begins with.", show_default=False)
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            "--layers",
+            help="Or: layers of the target that two_model begins with, such as 0,1,28,29.",
+            show_default=False,
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            help="Of a draft model: distillspec, direct_alignment, fastdraft or fastdraft_pretraining; default: the "
+            "first.",
+            show_default=False,
+        ),
+    ] = None,
+    on_policy: Annotated[
+        float | None,
+        typer.Option(
+            "--on-policy",
+            help="Share of the steps of a draft model on what it answers itself (DistillSpec).",
+            show_default=False,
+        ),
+    ] = None,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -43,6 +78,14 @@ def train(
         int,
         typer.Option("--own-prompts", help="How many user turns the target writes itself, continuing an empty chat."),
     ] = 0,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--texts",
+            help="Texts to learn as they are, in place of answers: one per line, or JSONL; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The folder of the head.", show_default=False)] = None,
     answers: Annotated[
         Path | None, typer.Option("--answers", help="Where answers are kept; default: OUT/answers.", show_default=False)
@@ -82,13 +125,27 @@ def train(
         ),
     ] = None,
     start: Annotated[
-        str, typer.Option("--start", help="target: from the target's layers where they fit; or random.")
-    ] = "target",
+        str | None,
+        typer.Option(
+            "--start",
+            help="Of a head. target, the default: from the target's layers where they fit; or random.",
+            show_default=False,
+        ),
+    ] = None,
     rows: Annotated[int, typer.Option("--rows", help="Rows of a step.")] = 4,
     length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
     chunk: Annotated[
         int | None,
         typer.Option("--chunk", help="Places of a row judged at a time: less memory, more work.", show_default=False),
+    ] = None,
+    keep_states: Annotated[
+        float | None,
+        typer.Option(
+            "--keep-states",
+            help="GiB: run the target over the answers once, and keep in OUT/states (bfloat16) what a head learns "
+            "from, so that later epochs do not run it again; refused where it is more.",
+            show_default=False,
+        ),
     ] = None,
     every: Annotated[int, typer.Option("--every", help="Steps between measurements.")] = 50,
     patience: Annotated[
@@ -109,16 +166,31 @@ def train(
     num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", help="Of the chain that is measured.")] = 3,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts answered together.")] = 16,
     seed: o.SeedOption = 0,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            "--report",
+            help="Chips such as v5e:2x4: compile a step of training a head for them, say whether it fits and how fast "
+            "it might be, and train nothing. --target is then shapes alone, as for `specjax compile`.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: o.DtypeOption = "auto",
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
     from specjax.models.heads.kinds import KINDS
 
-    o.require(out is not None, "--out FOLDER is missing: where the head goes")
-    o.require(bool(prompts) or own_prompts > 0, "give --prompts FILE, or --own-prompts N to have the target write them")
-    o.require(method in KINDS, f'--method must be one of {", ".join(KINDS)}, not "{method}"')
-    o.require(start in ("target", "random"), f'--start must be target or random, not "{start}"')
+    o.require(
+        method in KINDS or method == MODEL,
+        f'--method must be {MODEL} or one of {", ".join(KINDS)}, not "{method}"',
+    )
+    o.require(start in (None, "target", "random"), f'--start must be target or random, not "{start}"')
+    has_prompts = bool(prompts) or own_prompts > 0
+    o.require(out is not None or report is not None, "--out FOLDER is missing: where the head goes")
+    o.require(
+        has_prompts or report is not None, "give --prompts FILE, or --own-prompts N to have the target write them"
+    )
     for flag, value, least in (
         ("--held-out", held_out, 1), ("--epochs", epochs, 1), ("--rows", rows, 1), ("--length", length, 8),
         ("--every", every, 1), ("--batch-size", batch_size, 1), ("--max-new-tokens", max_new_tokens, 2),
@@ -126,22 +198,41 @@ def train(
         ("--chunk", 1 if chunk is None else chunk, 1),
     ):  # fmt: skip
         o.require(value >= least, f"{flag} must be at least {least}, not {value}")
+    o.require(keep_states is None or keep_states > 0, f"--keep-states must be above 0, not {keep_states}")
     o.require(patience is None or patience >= 0, f"--patience must be at least 0, not {patience}")
     o.require(temperature >= 0, f"--temperature must be 0 or more, not {temperature}")
-    recipe = _recipe(method, learning_rate, optimizer, loss, depths)
-    shapes = _shapes(method, shape, draft_vocab)
+    of_head: dict[str, object] = {
+        "--shape": shape, "--draft-vocab": draft_vocab, "--start": start, "--depths": depths,
+        "--keep-states": keep_states,
+    }  # fmt: skip
+    of_model: dict[str, object] = {"--draft": draft, "--layers": layers, "--recipe": recipe, "--on-policy": on_policy}
+    for flag, other in (of_head if method == MODEL else of_model).items():
+        o.require(other is None, f"{flag} is not of --method {method}; leave it out")
+    chosen = _recipe(_recipe_name(recipe) if method == MODEL else method, learning_rate, optimizer, loss, depths)
+    shapes = {} if method == MODEL else _shapes(method, shape, draft_vocab)
     sizes = _budgets(budgets)
+    if report is not None:
+        o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
+        _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, as_json)
+        return
+    o.require(recipe != RAW or bool(texts), f"--recipe {RAW} learns texts as they are; give them by --texts FILE")
 
+    from specjax.cli.pupils import OfHead, OfModel
     from specjax.cli.training import Run
 
     assert out is not None
+    pupil: OfHead | OfModel = OfHead(method, shapes, start or "target")
+    if method == MODEL:
+        kept = _layers(draft, layers, out)
+        pupil = OfModel(target if kept else draft, kept, _on_policy(on_policy, chosen))
     run = Run(
-        method=method, recipe=recipe, shapes=shapes, draft_vocab=draft_vocab, start=start, out=out,
-        answers=answers or out / "answers", prompts=prompts or [], own_prompts=own_prompts, temperature=temperature,
-        max_new_tokens=max_new_tokens, held_out=held_out, epochs=epochs, rows=rows, length=length, chunk=chunk,
-        every=every, patience=patience, num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes,
+        pupil=pupil, recipe=chosen, out=out, answers=answers or out / "answers", prompts=prompts or [],
+        own_prompts=own_prompts, texts=texts or [], temperature=temperature, max_new_tokens=max_new_tokens,
+        held_out=held_out, epochs=epochs, rows=rows, length=length, chunk=chunk, every=every, patience=patience,
+        num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes,
+        keep_states=keep_states,
     )  # fmt: skip
-    run.open(target, dtype, no_cache)
+    run.open(target, draft, dtype, no_cache)
     run.run(as_json)
 
 
@@ -163,6 +254,61 @@ def _recipe(
     if loss is not None:
         changes["losses"] = tuple(map(_share, loss.split(",")))
     return recipe_of(method, **changes)
+
+
+def _report(
+    target: str | None, topology: str, method: str, shapes: dict[str, int], recipe: Recipe, rows: int, length: int,
+    chunk: int | None, dtype: str, as_json: bool,
+) -> None:  # fmt: skip
+    from specjax.cli.console import Console, print_json
+    from specjax.cli.planning import progress
+    from specjax.planning import training_report
+    from specjax.planning.tables import show_training
+
+    written = ",".join(f"{name}={value}" for name, value in shapes.items())
+    with progress(Console(stderr=True)) as notify:
+        found = training_report(
+            target or "smollm2_135m", topology, head=f"{method}:{written}" if written else method, rows=rows,
+            length=length, chunk=chunk, recipe=recipe, dtype="bfloat16" if dtype == "auto" else dtype, on_step=notify,
+        )  # fmt: skip
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show_training(found, Console())
+
+
+def _recipe_name(recipe: str | None) -> str:
+    known = ("distillspec", "direct_alignment", "fastdraft", RAW)
+    o.require(recipe is None or recipe in known, f'--recipe must be one of {", ".join(known)}, not "{recipe}"')
+    return recipe or known[0]
+
+
+def _layers(draft: str | None, written: str | None, out: Path) -> tuple[int, ...]:
+    """Those of --layers, () where there is a draft model."""
+    o.require(
+        (draft is None) != (written is None),
+        f"--method {MODEL} begins with --draft MODEL, or with --layers of the target; give one of the two",
+    )
+    if written is None:
+        assert draft is not None
+        same = Path(draft).expanduser().resolve() == out.resolve()
+        o.require(not same, f"--out {out} is the model of --draft, which stays as it is; give another folder")
+        return ()
+    parts = [part.strip() for part in written.split(",")]
+    o.require(all(part.isdecimal() for part in parts), f'--layers must be numbers such as 0,1,28,29, not "{written}"')
+    return tuple(map(int, parts))
+
+
+def _on_policy(share: float | None, recipe: Recipe) -> float:
+    if not share:
+        return 0.0
+    o.require(0 <= share <= 1, f"--on-policy must be from 0 to 1, not {share:g}")
+    o.require(
+        recipe.reads_teacher,
+        "--on-policy learns what the target says of the draft model's own answers, which the loss ce does not ask; "
+        "leave it out, or use --recipe distillspec",
+    )
+    return share
 
 
 def _budgets(written: str | None) -> tuple[int, ...]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specjax.cli import prompts as p
 from specjax.cli.console import Console, print_json
+from specjax.cli.pupils import OfHead, OfModel
 from specjax.cli.session import Session, open_session, provenance, stage
 from specjax.errors import UsageError
-from specjax.models.heads.kinds import KINDS, abstract_head
-from specjax.models.loading.heads.writing import check_writable
 from specjax.training import answers as a
 from specjax.training.lessons import BORDER, Text
 from specjax.training.recipes import Recipe
@@ -30,15 +29,13 @@ HISTORY, PICTURE, CARD = "history{}.jsonl", "training.png", "card.json"
 class Run:
     """What was asked for, and what became of it."""
 
-    method: str
+    pupil: OfHead | OfModel
     recipe: Recipe
-    shapes: dict[str, int]
-    draft_vocab: int | None
-    start: str
     out: Path
     answers: Path
     prompts: list[Path]
     own_prompts: int
+    texts: list[Path]
     temperature: float
     max_new_tokens: int
     held_out: int
@@ -52,35 +49,38 @@ class Run:
     batch_size: int
     seed: int
     budgets: tuple[int, ...] = ()
+    keep_states: float | None = None  # GiB
     log: Console = field(default_factory=lambda: Console(stderr=True))
     session: Session | None = None
 
-    def open(self, target: str | None, dtype: str, no_cache: bool) -> None:
-        """Load the target, and look whether the folder can be written before hours are spent."""
+    def open(self, target: str | None, draft: str | None, dtype: str, no_cache: bool) -> None:
+        """Load the models, and look whether the folder can be written before hours are spent."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / HISTORY.format("")).touch()
         except OSError as error:
             raise UsageError(f"--out: {self.out} cannot be written ({error.strerror}); give another folder") from error
-        self.session = open_session(self.log, target, None, dtype, no_cache)
-        head = abstract_head(self.method, self._config(self.session))
-        some = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), head.params)
-        check_writable(head.replace(params=some), target=self.session.target, num_tokens=self.num_tokens)
-
-    def _config(self, session: Session) -> Any:
-        return KINDS[self.method].of_target(session.target.model.config, **self.shapes)
+        session = self.session = open_session(self.log, target, draft, dtype, no_cache)
+        if self.length > session.capacity:
+            raise UsageError(
+                f"--length {self.length} is more than the {session.capacity} tokens that {session.shortest} takes; "
+                "lower it"
+            )
+        self.pupil.check(session, self.num_tokens)
 
     def run(self, as_json: bool) -> None:
         """Answer, train, write."""
         session = self.session
         assert session is not None
         chats = self._chats(session)
-        texts = self._answered(session, chats, self.answers, self.temperature)
         few = chats[: self.held_out]
-        greedy = [text for text in texts[: len(few)]]
-        if self.temperature > 0:  # what is measured is a greedy chain
-            greedy = self._answered(session, few, self.out / "held_out", 0.0)
-        texts = texts[len(few) :]
+        if self.texts:
+            texts, greedy = self._raw(session), self._answered(session, few, self.out / "held_out", 0.0)
+        else:
+            texts = self._answered(session, chats, self.answers, self.temperature)
+            greedy, texts = texts[: len(few)], texts[len(few) :]
+            if self.temperature > 0:  # what is measured is a greedy chain
+                greedy = self._answered(session, few, self.out / "held_out", 0.0)
         law = None
         if self.budgets:
             head, history, texts, law = self._by_budget(session, texts, greedy)
@@ -90,15 +90,15 @@ class Run:
         if as_json:
             print_json(card)
             return
-        out = Console()
+        out, served = Console(), card["served"]
         out.print(
-            f"{self.method}: {card['served']['tokens_per_pass']:.2f} tokens per pass on {len(greedy)} texts held out "
-            f"(chain of {self.num_tokens}, greedy, bonus included), first draft right at {card['served']['first']:.0%}",
+            f"{self.pupil.kind}: {served['tokens_per_pass']:.2f} tokens per pass on {len(greedy)} texts held out "
+            f"(chain of {self.num_tokens}, greedy, bonus included), first draft right at {served['first']:.0%}",
             soft_wrap=True,
         )
         for line in _lines_of(law):
             out.print(line, soft_wrap=True)
-        out.print(f"specjax generate --draft {self.out} ...", soft_wrap=True)
+        out.print(f"specjax generate --draft {self.out}{self.pupil.use} ...", soft_wrap=True)
 
     def _chats(self, session: Session) -> list[list[int]]:
         """Ids of the prompts, in an order of `seed`."""
@@ -119,7 +119,7 @@ class Run:
         if bad or unfit:
             self.log.print(f"left out: {p.describe([*bad, *unfit], None)}", soft_wrap=True)
         different = list({tuple(row.ids): row.ids for row in rows}.values())
-        if len(different) <= self.held_out:
+        if len(different) < self.held_out + (not self.texts):
             raise UsageError(
                 f"there are {len(different)} prompts that fit rows of {self.length} tokens, and {self.held_out} are "
                 "held out; give more --prompts, longer rows (--length) or a smaller --held-out"
@@ -127,53 +127,61 @@ class Run:
         order = np.random.default_rng(self.seed).permutation(len(different))
         return [different[i] for i in order]
 
+    def _raw(self, session: Session) -> list[Text]:
+        """Texts that are learnt as they are, in pieces of a row."""
+        pieces = []
+        for path in self.texts:
+            found, bad = p.read(path, "--texts")
+            rows, _ = p.encode(found, session.tokenizer, sys.maxsize, 0, raw=True)
+            if bad:
+                self.log.print(f"left out: {p.describe(bad, path)}", soft_wrap=True)
+            for row in rows:
+                pieces += [row.ids[i : i + self.length] for i in range(0, len(row.ids), self.length)]
+        return [Text(tuple(ids), 0) for ids in pieces if len(ids) > BORDER]
+
     def _own(self, session: Session) -> list[p.Prompt]:
-        path = self.answers / "own_prompts.jsonl"
-        try:
-            *lines, end = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            known, asked = [line["prompt"] for line in lines], int(end["asked"])
-        except (OSError, ValueError, KeyError, TypeError):
-            known, asked = [], 0
-        if asked < self.own_prompts:  # of so many some have no end, and some come twice
-            known = []
-            with self._bar("writing prompts") as bar:
-                task = bar.add_task("", total=self.own_prompts, rate="")
-                written = a.own_prompts(
-                    session.target, session.tokenizer, self.own_prompts, slots=self.batch_size, seed=self.seed
-                )
-                for words in written:
-                    known.append(words)
-                    bar.advance(task)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = [*({"prompt": words} for words in known), {"asked": self.own_prompts}]
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        return [p.Prompt(words) for words in known[: self.own_prompts] if p.is_whole(words)]
+        """User turns by the target itself: answers to an empty chat, of which some have no end, and some come twice."""
+        count = self.own_prompts
+        chats = [a.opening(session.tokenizer)] * count
+        about = {"max_new_tokens": a.OWN_TOKENS, "seed": self.seed}
+        told = self._answers(
+            session, chats, self.answers / "own_prompts", 1.0, about, numbers=range(count), doing="writing prompts"
+        )
+        return [p.Prompt(words) for words in a.turns(told, session.tokenizer) if p.is_whole(words)]
 
     def _answered(self, session: Session, chats: list[list[int]], folder: Path, temperature: float) -> list[Text]:
-        about = {
-            "target": session.target.model.name, "vocabulary": session.target.model.vocab_size,
-            "temperature": temperature, "max_new_tokens": self.max_new_tokens,
-        }  # fmt: skip
-        kept = a.Answers(folder, about)
-        open_ = [chat for chat in chats if kept.of(chat) is None]
+        about = {"max_new_tokens": self.max_new_tokens}
+        told = self._answers(session, chats, folder, temperature, about, numbers=[0] * len(chats), doing="answering")
+        return [one.text for one in told]
+
+    def _answers(
+        self, session: Session, chats: list[list[int]], folder: Path, temperature: float, about: dict[str, int], *,
+        numbers: Sequence[int], doing: str,
+    ) -> list[a.Answer]:  # fmt: skip
+        """Those of the folder, and the others, written into it as they come."""
+        target = session.target.model
+        known = {"target": target.name, "vocabulary": target.vocab_size, "temperature": temperature}
+        kept = a.Answers(folder, known | about)
+        asked = list(zip(chats, numbers, strict=True))
+        # Texts of one length in a batch end together.
+        open_ = sorted(((chat, number) for chat, number in asked if kept.of(chat, number) is None), key=_length)
         if open_:
             begin, tokens = time.perf_counter(), 0
-            with self._bar("answering") as bar:
+            with self._bar(doing) as bar:
                 task = bar.add_task("", total=len(open_), rate="")
-                # Texts of one length in a batch end together.
-                open_.sort(key=len)
                 told = a.answer(
-                    session.target, open_, eos=session.tokenizer.eos, max_new_tokens=self.max_new_tokens,
-                    temperature=temperature, slots=self.batch_size, seed=self.seed,
+                    session.target, [chat for chat, _ in open_], eos=session.tokenizer.eos,
+                    max_new_tokens=about["max_new_tokens"], temperature=temperature, slots=self.batch_size,
+                    seed=self.seed, numbers=[number for _, number in open_],
                 )  # fmt: skip
                 for one in told:
                     kept.add(one)
                     tokens += len(one.text.tokens) - one.text.answer
                     bar.update(task, advance=1, rate=f"{tokens / (time.perf_counter() - begin):.0f} tokens/s")
             self.log.print(
-                f"answered {len(open_)} prompts: {tokens} tokens, {time.perf_counter() - begin:.0f} s", style="dim"
+                f"{doing}: {len(open_)} prompts, {tokens} tokens, {time.perf_counter() - begin:.0f} s", style="dim"
             )
-        return [text for chat in chats if (text := kept.of(chat)) is not None]
+        return [found for chat, number in asked if (found := kept.of(chat, number)) is not None]
 
     def _by_budget(self, session: Session, texts: Sequence[Text], greedy: Sequence[Text]):
         """The head of the largest budget, how it came, its texts, and the law of all."""
@@ -190,7 +198,8 @@ class Run:
             some = _up_to(texts, budget)
             self.log.print(f"a budget of {budget} tokens: {len(some)} answers", style="dim")
             head, history = self._trained(session, some, greedy, f"-{budget}")
-            runs.append({"tokens": budget, "tokens_per_pass": self._served(session, head, greedy).per_pass})
+            served = self._served(session, head, greedy, history)
+            runs.append({"tokens": budget, "tokens_per_pass": served["tokens_per_pass"]})
         found = fit(self.budgets, [run["tokens_per_pass"] for run in runs])
         ahead = [
             {"tokens": size, "tokens_per_pass": float(found(size)), "from": found.range(size).low,
@@ -201,27 +210,24 @@ class Run:
                "predicted": ahead}  # fmt: skip
         return head, history, some, law
 
-    def _served(self, session: Session, head: Any, greedy: Sequence[Text]):
+    def _served(self, session: Session, head: Any, greedy: Sequence[Text], history: list[dict]) -> dict[str, Any]:
+        """By the head: as it was measured when it was found the best, or else now."""
+        for entry in reversed(history):
+            if entry.get("best") and isinstance(entry.get("served"), dict):
+                return entry["served"]
         from specjax.training.served import served
 
-        return served(session.target, head, greedy, depths=self.num_tokens, rows=self.rows, length=self.length)
+        return _counts(served(session.target, head, greedy, depths=self.num_tokens, rows=self.rows, length=self.length))
 
     def _trained(
         self, session: Session, texts: Sequence[Text], greedy: Sequence[Text], name: str = ""
     ) -> tuple[Any, list[dict]]:
         """(the head, its steps). name: of the run, where there are several."""
-        import specjax
         from specjax.training.loop import train
-        from specjax.training.starts import new_head
-        from specjax.training.vocabulary import likeliest_ids
+        from specjax.training.readings import Shelf
 
         target = session.target
-        config = self._config(session)
-        ids = None
-        if getattr(config, "is_trimmed", False):
-            size = self.shapes.get("draft_vocab_size") or config.layer.vocab_size
-            ids = likeliest_ids(texts, size, target.model.vocab_size, session.tokenizer.eos)
-        head = new_head(self.method, config, target, jax.random.key(self.seed), ids=ids, random=self.start == "random")
+        pupil = self.pupil.begin(session, texts, self.seed)
         path = self.out / HISTORY.format(name)
         history = read_history(path)
         with self._bar("training") as bar, path.open("a", encoding="utf-8") as file:
@@ -239,18 +245,23 @@ class Run:
                 rate += f"  {progress.tokens / max(progress.seconds, 1e-9):.0f} tokens/s"
                 bar.update(task, total=progress.steps, completed=progress.step, rate=rate)
                 if progress.best is not None:  # whatever happens later, it is there
-                    specjax.save_head(self.out, progress.best, target=target, num_tokens=self.num_tokens)
+                    self.pupil.save(self.out, session, progress.best, self.num_tokens)
                 if progress.served is not None:
                     file.flush()
                     said, best = progress.served, ", the best so far" if progress.best else ""
                     line = f"step {progress.step}: loss {progress.loss:.3f}, {said.per_pass:.3f} tokens per pass, "
                     self.log.print(line + f"first draft {said.first:.1%}{best}", style="dim")
 
+            def reading(done: int, of: int) -> None:
+                bar.update(task, description="", total=of, completed=done, rate="tokens read by the target")
+
+            shelf = None if self.keep_states is None else Shelf(self.out / f"states{name}", self.keep_states, reading)
             try:
                 fitted = train(
-                    target, head, texts, recipe=self.recipe, held_out=greedy, epochs=self.epochs, rows=self.rows,
+                    target, pupil, texts, recipe=self.recipe, held_out=greedy, epochs=self.epochs, rows=self.rows,
                     length=self.length, chunk=self.chunk, num_tokens=self.num_tokens, evaluate_every=self.every,
-                    patience=self.patience, seed=self.seed, folder=self.out / f"run{name}", listen=listen,
+                    patience=self.patience, seed=self.seed, folder=self.out / f"run{name}", readings=shelf,
+                    about=self.pupil.about, data=self.pupil.data(session), listen=listen,
                 )  # fmt: skip
             except KeyboardInterrupt:
                 has_head = any(entry["best"] for entry in history)
@@ -262,19 +273,14 @@ class Run:
         self, session: Session, head: Any, texts: Sequence[Text], greedy: Sequence[Text], history: list[dict],
         law: dict[str, Any] | None,
     ) -> dict[str, Any]:  # fmt: skip
-        import specjax
-
-        said = self._served(session, head, greedy)
-        specjax.save_head(self.out, head, target=session.target, num_tokens=self.num_tokens)
+        said = self._served(session, head, greedy, history)
+        self.pupil.save(self.out, session, head, self.num_tokens)
         answered = sum(len(text.tokens) - text.answer for text in texts)
         card = {
-            **provenance(session), "method": self.method, "recipe": asdict(self.recipe), "answers": len(texts),
+            **provenance(session), "method": self.pupil.kind, "recipe": asdict(self.recipe), "answers": len(texts),
             "answer_tokens": answered, "epochs": self.epochs, "temperature": self.temperature, "seed": self.seed,
             "seconds": history[-1]["seconds"] if history else 0.0,
-            "served": {
-                "tokens_per_pass": said.per_pass, "tokens": said.tokens, "passes": said.passes, "first": said.first,
-                "num_draft_tokens": self.num_tokens, "texts": len(greedy),
-            },
+            "served": {**said, "num_draft_tokens": self.num_tokens, "texts": len(greedy)},
             "accuracy": history[-1]["accuracy"] if history else [], "law": law,
         }  # fmt: skip
         with stage(self.log, "writing the head", f"wrote {self.out}"):
@@ -282,12 +288,16 @@ class Run:
             if history:
                 from specjax.training.plot import plot
 
-                (self.out / PICTURE).write_bytes(plot(history, f"{self.method} for {session.target.model.name}"))
+                (self.out / PICTURE).write_bytes(plot(history, f"{self.pupil.kind} for {session.target.model.name}"))
         return card
 
     def _bar(self, doing: str) -> Progress:
         columns = TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
         return Progress(*columns, TimeRemainingColumn(), console=self.log, transient=True)
+
+
+def _length(chat: tuple[list[int], int]) -> int:
+    return len(chat[0])
 
 
 def _up_to(texts: Sequence[Text], budget: int) -> list[Text]:
@@ -327,5 +337,9 @@ def asdict_of(progress: Any) -> dict[str, Any]:
     entry = progress._asdict()
     entry["best"] = progress.best is not None
     if progress.served is not None:
-        entry["served"] = {**progress.served._asdict(), "tokens_per_pass": progress.served.per_pass}
+        entry["served"] = _counts(progress.served)
     return entry
+
+
+def _counts(served: Any) -> dict[str, Any]:
+    return {"tokens_per_pass": served.per_pass, **served._asdict()}

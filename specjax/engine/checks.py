@@ -84,12 +84,19 @@ def is_finite(output: Output) -> Array:
     return jnp.all(jnp.isfinite(output.hidden[:, 0]), 1) & jnp.all(output.logits[:, 0] < jnp.inf, 1)  # not so NaN
 
 
-def explain(target: Target) -> str:
-    """A sentence on why a model gives NaN or Inf: the first of its parameters that holds some, or its config."""
+def first_bad_parameter(target: Target) -> str | None:
+    """The name of one that holds NaN or Inf."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(leaf))):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            return f"the model {target.model.name} gives NaN or Inf, since its parameter {name} holds some"
+            return jax.tree_util.keystr(path, simple=True, separator=".")
+    return None
+
+
+def explain(target: Target) -> str:
+    """A sentence on why a model gives NaN or Inf: the first of its parameters that holds some, or its config."""
+    name = first_bad_parameter(target)
+    if name is not None:
+        return f"the model {target.model.name} gives NaN or Inf, since its parameter {name} holds some"
     return (
         f"the model {target.model.name} gives NaN or Inf, though its parameters hold none; look at the constants of "
         "its config, such as the norms' eps and the base of its rotary positions"

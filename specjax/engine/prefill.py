@@ -7,7 +7,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from specjax import turns
 from specjax.engine import forms
+from specjax.indexing import take_along
 from specjax.types import Array, Model, Output, PyTree
 
 CHUNK = 128
@@ -58,3 +60,27 @@ def prefill_reading(
 
     longest = jnp.max(count)
     return jax.lax.while_loop(lambda carry: carry[0] < longest, body, (jnp.int32(0), cache, seen))[1:]
+
+
+def catch_up(
+    model: Model, params: PyTree, cache: PyTree, tokens: Array, held: Array, wanted: Array, dropped: Array, chunk: int
+) -> PyTree:
+    """The cache of `held` int32[B] tokens of `tokens` int32[B, L] with those up to `wanted` int32[B], in passes of
+    `chunk` tokens; no pass runs where it holds them all.
+
+    dropped: int32[B], how many tokens of the text are before the first that this model counts.
+    """
+    offset = jnp.arange(chunk)
+    path = jnp.broadcast_to(offset, (held.shape[0], chunk))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((chunk, chunk), bool)), (*path.shape, chunk))
+
+    def feed(carry):
+        cache, held = carry
+        positions = held[:, None] + offset
+        place = jnp.minimum(positions + dropped[:, None], tokens.shape[1] - 1)
+        _, pending = model.forward(params, take_along(tokens, place, 1), cache, positions=positions, mask=mask)
+        count = jnp.clip(wanted - held, 0, chunk)
+        return model.commit(cache, pending, path, count), held + count
+
+    with jax.named_scope(turns.CATCH_UP):
+        return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < wanted), feed, (cache, held))[0]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.controllers import fixed
 from specjax.engine.parts import Job, Keep, Parts
 from specjax.engine.prompts import Prompts, new_tokens, pack
+from specjax.engine.step import LOOP
 from specjax.errors import UsageError
-from specjax.parallel.arrays import gather
 from specjax.precision import in_32_bits
-from specjax.sampling import row_keys
-from specjax.types import Array, Controller, Drafter, Draws, PyTree, Sampling, Target, VerifyFn
+from specjax.ranges import check_range
+from specjax.sampling import fold_in, row_keys
+from specjax.types import Array, Controller, Drafter, Draws, Processor, PyTree, Sampling, Target, VerifyFn
 from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
 
 
@@ -38,14 +38,19 @@ class Settings:
     capacity: int | None = None
     logprobs: bool = False
     debug: bool = False
+    min_p: float | Array | None = None
+    processors: Sequence[Processor] = ()
 
     def __post_init__(self):
-        _check_range("temperature", self.temperature, lambda x: x >= 0, "at least 0")
-        _check_range("top_k", self.top_k, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
-        _check_range("top_p", self.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1")
-        _check_range("capacity", self.capacity, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
+        check_range("temperature", self.temperature, lambda x: x >= 0, "at least 0")
+        check_range("top_k", self.top_k, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
+        check_range("top_p", self.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1")
+        check_range("min_p", self.min_p, lambda x: (x >= 0) & (x <= 1), "from 0 to 1")
+        check_range("capacity", self.capacity, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
         is_ids = lambda x: (x.ndim <= 1) & (x == x // 1) & (abs(x) < 1 << 31)
-        _check_range("eos", self.eos, is_ids, "one token id or several")
+        check_range("eos", self.eos, is_ids, "one token id or several")
+        if isinstance(self.processors, Processor) or not all(isinstance(p, Processor) for p in self.processors):
+            raise UsageError(f"processors must be a list of specjax.processors, not {self.processors!r}")
         if self.sampling not in ("speculative", "coupled"):
             raise UsageError(f'sampling must be "speculative" or "coupled", not "{self.sampling}"')
         if self.sampling == "coupled" and self.verifier is not None:
@@ -64,7 +69,8 @@ class Settings:
         """What makes a distribution of logits, traced."""
         if self.is_greedy:
             return Sampling()
-        return Sampling(*(None if x is None else jnp.asarray(x) for x in (self.temperature, self.top_k, self.top_p)))
+        values = self.temperature, self.top_k, self.top_p, self.min_p
+        return Sampling(*(None if x is None else jnp.asarray(x) for x in values))
 
     def ends(self) -> Array:
         """int32[E], ids that end a row."""
@@ -72,11 +78,17 @@ class Settings:
 
     def check_batch(self, batch: int) -> None:
         """Raises: UsageError for a setting that is neither one for all rows nor one for each."""
-        for name in ("temperature", "top_k", "top_p"):
+        for name in ("temperature", "top_k", "top_p", "min_p"):
             value = getattr(self, name)
             shape = () if value is None else jnp.shape(value)
             if shape not in ((), (batch,)):
                 raise UsageError(f"{name} must be one number or one per prompt, {batch}; it has the shape {shape}")
+        for leaf in jax.tree.leaves([processor.settings for processor in self.processors]):
+            if jnp.shape(leaf)[:1] not in ((1,), (batch,)):
+                raise UsageError(
+                    f"the settings of a processor must be for all prompts or one per prompt, {batch}; some have the "
+                    f"shape {jnp.shape(leaf)}"
+                )
 
     def verifier_for(self, drafter: Drafter) -> Verifier:
         """The rule asked for, or the exact one; at temperature 0 every exact rule is the greedy one.
@@ -112,8 +124,11 @@ def prepare(
     key: Array | int,
     max_new_tokens: int,
     inputs: PyTree = None,
+    samples: int = 1,
 ) -> Job:
     """Check the arguments of `decode` against each other, and lay the prompts out.
+
+    samples: texts per prompt, which is read once.
 
     Raises: UsageError for no prompt, an empty one, one over the capacity, or a rule or drafter that does not fit.
     """
@@ -121,19 +136,42 @@ def prepare(
     capacity, count = settings.capacity or target.model.max_positions, new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, count, drafter.num_nodes, capacity, target.model.vocab_size)
     settings.check_batch(len(tokens))
+    samples = checked_samples(samples)
+    for processor in settings.processors:
+        processor.check(processor, target.model.vocab_size)
     parts = Parts(
+        loop=LOOP,
         target=target,
         drafter=drafter,
         verifier=settings.verifier_for(drafter),
         controller=settings.controller or fixed(),
-        sampling=settings.warping(),
+        sampling=repeated(settings.warping(), samples),
         eos=settings.ends(),
         coupled=settings.is_coupled,
         keep=Keep(logprobs=settings.logprobs, violations=settings.debug),
+        processors=tuple(settings.processors),
     )
     _check_inputs(target, inputs, len(tokens))
-    keys = row_keys(key, tokens.shape[0])
-    return Job(parts, tokens, lengths, keys, lengths + count, inputs)
+    keys = sample_keys(key, tokens.shape[0], samples)
+    return Job(parts, tokens, lengths, keys, repeated(lengths, samples) + count, inputs, samples)
+
+
+def checked_samples(samples: int) -> int:
+    """Raises: UsageError for what is no number of samples per prompt."""
+    whole = lambda x: (x.ndim == 0) & (x >= 1) & (x == x // 1)
+    check_range("samples_per_prompt", samples, whole, "a whole number of at least 1")
+    return int(samples)
+
+
+def repeated(tree: PyTree, samples: int) -> PyTree:
+    """What is one per prompt, for each of its samples; what is one for all stays."""
+    return jax.tree.map(lambda x: x if samples == 1 or not x.ndim else jnp.repeat(x, samples, 0), tree)
+
+
+def sample_keys(key: Array | int, prompts: int, samples: int) -> Array:
+    """key[prompts samples]: of a prompt's only sample its row's key, of several that key folded with their number."""
+    keys = row_keys(key, prompts)
+    return keys if samples == 1 else fold_in(keys[:, None], jnp.arange(samples)).reshape(-1)
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:
@@ -163,14 +201,3 @@ def _check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
     for leaf in jax.tree.leaves(inputs):
         if jnp.ndim(leaf) < 1 or len(leaf) != batch:
             raise UsageError(f"inputs must have one entry per prompt, {batch}, but one has the shape {jnp.shape(leaf)}")
-
-
-def _check_range(name: str, value, holds: Callable[[np.ndarray], np.ndarray], wanted: str) -> None:
-    if value is None or isinstance(value, jax.core.Tracer):
-        return
-    try:
-        number = np.asarray(gather(value))
-    except ValueError:  # rows of different lengths
-        raise UsageError(f"{name} must be {wanted}, not {value!r}") from None
-    if number.size and (number.dtype.kind not in "iuf" or not np.all(holds(number))):
-        raise UsageError(f"{name} must be {wanted}, not {value!r}")

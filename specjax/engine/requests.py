@@ -16,7 +16,7 @@ import numpy as np
 from specjax.engine.prepare import Settings
 from specjax.engine.text import Decodes
 from specjax.errors import UsageError
-from specjax.types import Array, PyTree, Sampling
+from specjax.types import Array, Processor, PyTree, Sampling
 
 MOST_EOS = 8
 """Ids that may end a request, if `serve` itself has no more: their number is a shape of the program."""
@@ -36,6 +36,8 @@ class Request(NamedTuple):
     top_p: float | None = None  # 1: off
     eos: int | Sequence[int] | None = None  # (): none
     stop: Sequence[str] | None = ()  # strings before which its text ends; `serve` needs the tokenizer
+    min_p: float | None = None  # 0: off; only if `serve` has one
+    processors: Sequence[Processor] | None = None  # those of `serve`, with settings of its own
 
 
 class Limits(NamedTuple):
@@ -69,10 +71,13 @@ def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
     own = request or Request((), jnp.zeros(()))
     chosen = lambda name: getattr(ours if getattr(own, name) is None else own, name)
     temperature, top_k, top_p, eos = map(chosen, ("temperature", "top_k", "top_p", "eos"))
-    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+    if ours.min_p is None and own.min_p is not None:
+        raise UsageError("its min_p needs one of serve, such as min_p=0.0; without, the program has none")
+    min_p = chosen("min_p")
+    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
         if value is not None and np.ndim(value):
             raise UsageError(f"{name} must be one number in serve; give requests their own")
-    Settings(temperature, top_k, top_p, eos)
+    Settings(temperature, top_k, top_p, eos, min_p=min_p)
     ids = _ids(eos)
     if ids.size > limits.num_eos:
         raise UsageError(f"eos has {ids.size} ids, more than the {limits.num_eos} that a request may have")
@@ -80,12 +85,35 @@ def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
         np.float32(temperature),
         np.int32(vocab if top_k is None else min(int(top_k), vocab)),
         np.float32(1.0 if top_p is None else top_p),
+        None if min_p is None else np.float32(min_p),
     )
     return RowSettings(Sampling(*values), np.pad(ids, (0, limits.num_eos - ids.size), constant_values=-1))
 
 
 def _ids(eos) -> np.ndarray:
     return np.atleast_1d(np.asarray(() if eos is None else eos, np.int32))
+
+
+def processor_settings(limits: Limits, request: Request | None = None) -> list[PyTree]:
+    """What the processors of a request are set to, or where there is none, those of `serve`.
+
+    Raises: UsageError for settings of several rows, or other processors than those of `serve`.
+    """
+    ours = list(limits.settings.processors)
+    theirs = ours if request is None or request.processors is None else list(request.processors)
+    if any(jnp.shape(x)[:1] != (1,) for x in jax.tree.leaves([processor.settings for processor in theirs])):
+        raise UsageError("processors must have settings for one row in serve; give requests their own")
+    form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
+    shared = lambda processors: jax.tree.leaves([processor.params for processor in processors])
+    if theirs is not ours and not (
+        form(ours) == form(theirs) and all(x is y for x, y in zip(shared(ours), shared(theirs), strict=True))
+    ):
+        raise UsageError(
+            "its processors must be those of serve, in the same order and with as much room, with other settings"
+        )
+    for processor in theirs:
+        processor.check(processor, limits.vocab_size)
+    return [processor.settings for processor in theirs]
 
 
 def check(request: Request, limits: Limits) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ class DecodeResult:
         """The decoded tokens of each row, without padding."""
         return [row[:n].tolist() for row, n in zip(_here(self.tokens), _here(self.lengths), strict=True)]
 
-    def cut(self, max_new_tokens: int) -> DecodeResult:
+    def cut(self, max_new_tokens: int) -> Self:
         """With arrays of so many tokens, which all rows fit into."""
         logprobs = None if self.logprobs is None else self.logprobs[:, :max_new_tokens]
         return replace(self, tokens=self.tokens[:, :max_new_tokens], logprobs=logprobs)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from specjax.engine import step as one
+from specjax import buffers
 from specjax.engine.memory import lesson
-from specjax.engine.parts import Job, Parts
+from specjax.engine.parts import Job, Looped
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_stats, zero_stats
 from specjax.indexing import take_along
@@ -18,7 +19,14 @@ from specjax.types import Array, DecodeState, Info
 
 
 def _begin(job: Job) -> DecodeState:
-    return one.init(job.parts, job.tokens, job.lengths, job.keys, job.stop, job.inputs)
+    """All prompts read, each once; then the rows of its samples are copies of its own."""
+    parts, times = job.parts, job.samples
+    if times == 1:
+        return parts.loop.init(parts, job.tokens, job.lengths, job.keys, job.stop, job.inputs)
+    of_prompts = jax.tree.map(lambda x: x[::times] if x.ndim else x, parts.sampling)
+    parts = dataclasses.replace(parts, sampling=of_prompts)
+    state = parts.loop.init(parts, job.tokens, job.lengths, job.keys[::times], job.stop[::times], job.inputs)
+    return buffers.repeat_rows(state, times, parts.loop.axes(parts, state))._replace(keys=job.keys)
 
 
 @jax.jit
@@ -30,9 +38,9 @@ def start(job: Job) -> DecodeState:
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 @in_32_bits
-def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info, Array]:
+def step(parts: Looped, state: DecodeState) -> tuple[DecodeState, Info, Array]:
     """One pass of the target: the next state, in the place of `state`; what was added; whether all rows ended."""
-    state, info = one.step(parts, state)
+    state, info = parts.loop.step(parts, state)
     return state, info, jnp.all(state.done)
 
 
@@ -46,15 +54,15 @@ def run(job: Job) -> DecodeResult:
     Returns: DecodeResult whose arrays have as many places as the buffer; `DecodeResult.cut` takes those asked for. Its
       drafter is a `lesson`.
     """
-    parts, lengths = job.parts, job.lengths
-    batch, size = job.tokens.shape
+    parts, lengths = job.parts, job.starts
+    batch, size = len(job.keys), job.tokens.shape[1]
     state = _begin(job)
     stats = zero_stats(batch, parts.drafter.max_depth, parts.keep.violations)
     logprobs = jnp.zeros((batch, size)) if parts.keep.logprobs else None
 
     def body(carry):
         before, stats, logprobs = carry
-        state, info = one.step(parts, before)
+        state, info = parts.loop.step(parts, before)
         if logprobs is not None:
             place = (before.length - lengths)[:, None] + jnp.arange(info.tokens.shape[1])
             place = jnp.where(place < (state.length - lengths)[:, None], place, size)
@@ -66,7 +74,7 @@ def run(job: Job) -> DecodeResult:
     index = jnp.arange(size)
     new = take_along(state.tokens, jnp.minimum(lengths[:, None] + index, size - 1), 1)
     count = state.length - lengths
-    return DecodeResult(
+    result = DecodeResult(
         jnp.where(index < count[:, None], new, -1),
         count,
         stats.hit_eos,
@@ -75,3 +83,4 @@ def run(job: Job) -> DecodeResult:
         logprobs,
         state.finite,
     )
+    return parts.loop.result(state, lengths, result)

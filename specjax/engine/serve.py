@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,10 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import buffers
-from specjax.engine import step as one
 from specjax.engine.memory import lesson, taught
 from specjax.engine.parts import Job, Parts
-from specjax.engine.requests import Limits, Request, RowSettings, check, row_settings
+from specjax.engine.requests import Limits, Request, RowSettings, check, processor_settings, row_settings
 from specjax.engine.run import step
 from specjax.engine.text import Detokenizer
 from specjax.errors import UsageError
@@ -63,11 +62,13 @@ class _Row:
     left: int  # tokens that may still come
     text: Detokenizer | None
 
-    def add(self, tokens: list[int], accepted: int, drafted: int, is_eos: bool, is_finite: bool) -> Served:
+    def add(
+        self, tokens: list[int], accepted: int, drafted: int, is_eos: bool, is_finite: bool, is_done: bool
+    ) -> Served:
         if not is_finite:
             return Served(self.request, [], 0, "refused", NOT_FINITE)
         self.left -= len(tokens)
-        reason = "eos" if is_eos else None if self.left else "length"
+        reason = "eos" if is_eos else "length" if is_done or not self.left else None
         text = ""
         if self.text is not None:
             text, taken = self.text.add_all(tokens[:-1] if is_eos else tokens)
@@ -101,7 +102,7 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
             came += 1
             try:
                 count = check(request, limits)
-                own = row_settings(limits, request)
+                own, changes = row_settings(limits, request), processor_settings(limits, request)
                 key = row_keys(threefry(request.key)[None], 1)
                 text = None if limits.tokenizer is None else Detokenizer(limits.tokenizer, request.stop or ())
             except (UsageError, TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -112,7 +113,7 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
             rows[slot] = _Row(came, count, text)
             settings = _put(settings, slot, own)
             parts = dataclasses.replace(parts, **settings._asdict())
-            state = _admitted(parts, state, slot, request, key, count)
+            state = _admitted(parts, state, slot, request, key, count, changes)
         before, read = read, None
         if any(rows):
             state, info, _ = step(parts, state)
@@ -133,15 +134,16 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
 
 
 def _news(info: Info, rows: list[_Row | None]):
-    """Of the rows that a step added to: slot, row, and (tokens, how many drafted, how deep the draft was,
-    whether it ends by eos, finite)."""
-    emitted, tokens, accepted, drafted, ends, finite = jax.device_get(
-        (info.emitted, info.tokens, info.accepted, info.drafted_depth, info.hit_eos, info.finite)
+    """Of the rows that a step added to or ended: slot, row, and (tokens, how many drafted, how deep the draft was,
+    whether it ends by eos, finite, whether it ended)."""
+    emitted, tokens, accepted, drafted, ends, finite, done = jax.device_get(
+        (info.emitted, info.tokens, info.accepted, info.drafted_depth, info.hit_eos, info.finite, info.done)
     )
+    done = np.zeros(len(rows), bool) if done is None else done
     for slot, row in enumerate(rows):
-        if row is not None and emitted[slot]:
+        if row is not None and (emitted[slot] or done[slot]):
             news = tokens[slot, : emitted[slot]].tolist(), int(accepted[slot]), int(drafted[slot]), bool(ends[slot])
-            yield slot, row, (*news, bool(finite[slot]))
+            yield slot, row, (*news, bool(finite[slot]), bool(done[slot]))
 
 
 def _with(parts: Parts, learnt: PyTree | None) -> Parts:
@@ -162,12 +164,20 @@ def _put(settings: RowSettings, slot: int, own: RowSettings) -> RowSettings:
     return settings
 
 
-def _admitted(parts: Parts, state: DecodeState, slot: int, request: Request, key: Array, count: int) -> DecodeState:
+def _admitted(
+    parts: Parts,
+    state: DecodeState,
+    slot: int,
+    request: Request,
+    key: Array,
+    count: int,
+    changes: Sequence[PyTree] = (),
+) -> DecodeState:
     tokens = np.zeros((1, state.tokens.shape[1]), np.int32)
     tokens[0, : len(request.prompt)] = request.prompt
     length = np.array([len(request.prompt)], np.int32)
     inputs = jax.tree.map(lambda x: x[None], request.inputs)
-    return _admit(parts, state, np.int32(slot), tokens, length, key, length + np.int32(count), inputs)
+    return _admit(parts, state, np.int32(slot), tokens, length, key, length + np.int32(count), inputs, list(changes))
 
 
 @jax.jit
@@ -175,17 +185,20 @@ def _admitted(parts: Parts, state: DecodeState, slot: int, request: Request, key
 def _empty(job: Job) -> DecodeState:
     """A batch whose rows have all ended."""
     ones = jnp.ones_like(job.lengths)
-    return one.init(job.parts, job.tokens, ones, job.keys, ones, job.inputs)
+    return job.parts.loop.init(job.parts, job.tokens, ones, job.keys, ones, job.inputs)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 @in_32_bits
-def _admit(parts: Parts, state: DecodeState, slot, tokens, length, key, stop, inputs: PyTree) -> DecodeState:
-    """`state` with the prompt int32[1, L] read into row `slot`."""
+def _admit(
+    parts: Parts, state: DecodeState, slot, tokens, length, key, stop, inputs: PyTree, changes: list[PyTree]
+) -> DecodeState:
+    """`state` with the prompt int32[1, L] read into row `slot`; `changes` are the settings of its processors."""
     own = buffers.take_row((parts.sampling, parts.eos), slot, buffers.rows_first((parts.sampling, parts.eos)))
-    of_row = dataclasses.replace(parts, sampling=own[0], eos=own[1])
-    alone = one.init(of_row, tokens, length, key, stop, inputs, beside=state)
-    return buffers.put_row(state, alone, slot, one.axes(parts, state))
+    processors = tuple(p.replace(settings=mine) for p, mine in zip(parts.processors, changes, strict=True))
+    of_row = dataclasses.replace(parts, sampling=own[0], eos=own[1], processors=processors)
+    alone = parts.loop.init(of_row, tokens, length, key, stop, inputs, beside=state)
+    return buffers.put_row(state, alone, slot, parts.loop.axes(parts, state))
 
 
 def _without(parts: Parts, state: DecodeState, slot: int) -> tuple[Parts, DecodeState]:

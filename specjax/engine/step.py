@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax import buffers
-from specjax.engine import checks, forms
-from specjax.engine.parts import Parts
+from specjax.engine import checks, forms, processing
+from specjax.engine.parts import Loop, Parts
 from specjax.engine.prefill import CHUNK, prefill_reading
 from specjax.engine.target_pass import pass_over
 from specjax.errors import UsageError
@@ -89,6 +89,7 @@ def init(
         draft=draft,
         control=control,
         finite=jnp.ones((batch,), bool),
+        processed=processing.begin(parts.processors, tokens, length, target.model.vocab_size),
     )
 
 
@@ -140,6 +141,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         draft=draft,
         control=control,
         finite=finite,
+        processed=processing.updated(parts.processors, state.processed, emitted, count),
     ), info
 
 
@@ -195,3 +197,6 @@ def axes(parts: Parts, state: DecodeState) -> DecodeState:
         draft=parts.drafter.axes(state.draft),
         control=parts.controller.axes(state.control),
     )
+
+
+LOOP = Loop(init, step, axes)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import buffers
-from specjax.engine import checks, forms
+from specjax.engine import checks, forms, processing
 from specjax.engine.one_of import narrow_or_wide
 from specjax.engine.parts import Parts
 from specjax.indexing import take_along
@@ -124,6 +124,10 @@ def judge_at(
     forms.check_output(model, whole, *depth.shape)
     output = whole if prompt is None else jax.tree.map(lambda x: x[:, :width], whole)
     depth = depth[:, :width]
+    raw = output
+    if parts.processors:
+        above = mask[:, :width, :width]
+        output = raw._replace(logits=processing.processed(parts.processors, state.processed, part, above, raw.logits))
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
     verdict, logits = _judged(parts, state, keys, part, output)
     forms.check_verdict(parts.verifier, verdict, *part.tokens.shape)
@@ -137,7 +141,10 @@ def judge_at(
         scored=Scored(part, logits, output.hidden) if parts.keep.scored else None,
     )
     verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
-    return (verdict, jnp.max(depth, 1), seen, checks.is_finite(output), kept), pending
+    deepest, finite = jnp.max(depth, 1), checks.is_finite(raw)
+    if parts.processors:
+        finite &= jnp.any(output.logits[:, 0] > -jnp.inf, 1)  # they left a token
+    return (verdict, deepest, seen, finite, kept), pending
 
 
 def _with_prompts(tree: TokenTree, prompts: Prompts) -> tuple[Appended, Array]:

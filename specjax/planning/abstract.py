@@ -17,7 +17,7 @@ from specjax.controllers import fixed
 from specjax.engine import step
 from specjax.engine.parts import Job, Parts
 from specjax.engine.prepare import Settings
-from specjax.engine.step import buffer_size
+from specjax.engine.step import LOOP, buffer_size
 from specjax.models import abstract_params, make_model
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
@@ -52,6 +52,7 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
     everywhere = lambda *shape, dtype: _place(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
     by_rows = lambda tree: _place(tree, buffers.rows_first(tree), work, mesh)
     parts = Parts(
+        loop=LOOP,
         target=target,
         drafter=drafter,
         verifier=settings.verifier_for(drafter),

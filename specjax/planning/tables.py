@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specjax.bench.records import dtypes
 from specjax.costs.chips import DOCS, GIB, gib
 from specjax.costs.roofline import CLOCKS
 from specjax.planning.report import Report
 from specjax.planning.tree_plan import Plan
+
+if TYPE_CHECKING:
+    from specjax.planning.training_report import TrainingReport
 
 SHOWN = 3  # copies named per program
 
@@ -97,6 +100,38 @@ def show_report(report: Report, out) -> None:
             table.add_row(f"{row.acceptance:.2f}", f"{row.tokens:.2f}", f"{row.roofline:.2f}", f"{row.schedule:.2f}")
         out.print(table)
     _show_clocks(report.clocks, say)
+
+
+def show_training(report: TrainingReport, out) -> None:
+    """A step of training on a rich console."""
+    from rich import box
+    from rich.table import Table
+
+    say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    inputs, p = report.inputs, report.program
+    say(
+        f"{inputs['target']}, {inputs['method']} of {inputs['head_params'] / 1e6:,.0f} M parameters; a step of "
+        f"{inputs['rows']} rows of {inputs['length']} tokens, {report.places} of which are learnt from, "
+        f"{inputs['recipe']['depths']} drafts each\n{inputs['topology']}, {mesh_of(inputs)}, per device:"
+    )
+    if not p.compiles or p.memory is None:
+        say(f"it does not compile: {p.reason}; give fewer --rows, a shorter --length or more chips", style="yellow")
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("HBM GiB", "args", "temps", "TFLOP", "moved GB", "collectives"):
+        table.add_column(heading, justify="right")
+    for clock in CLOCKS:
+        table.add_column(f"{clock} s", justify="right")
+        table.add_column("tokens/s", justify="right")
+    m = p.memory
+    wire = sum(entry["wire_bytes"] for entry in p.collectives)
+    times = [text for clock in CLOCKS for text in (f"{p.seconds[clock]:.3g}", f"{report.rate(clock):,.0f}")]
+    table.add_row(
+        *(f"{size / GIB:.2f}" for size in (m.total, m.arguments, m.temporaries)), f"{p.flops / 1e12:.3g}",
+        f"{p.moved_bytes / 1e9:.3g}", f"{wire / 1e9:.3g} GB" if wire else "-", *times,
+    )  # fmt: skip
+    out.print(table)
+    say("two clocks, neither a measurement; tokens/s: of those that are learnt from", style="dim")
 
 
 def show_plan(found: Plan, out) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from specjax.costs.roofline import CLOCKS
 from specjax.errors import UsageError
 from specjax.parallel.arrays import with_shardings
 from specjax.planning.abstract import abstract_job, shard_bytes
@@ -15,7 +17,7 @@ from specjax.planning.compiler import Notify, compile_program
 from specjax.planning.programs import Program
 from specjax.planning.report import ProgramReport
 from specjax.planning.topologies import describe_devices
-from specjax.planning.workload import Workload, make_workload
+from specjax.planning.workload import Workload, describe, make_workload
 from specjax.training.learners import of_head
 from specjax.training.lessons import Lesson
 from specjax.training.loop import Plan, State, begin, dtype_of, train_step
@@ -29,14 +31,17 @@ STEPS = 1000  # of the schedule, which changes nothing
 class TrainingReport(NamedTuple):
     """One step, per device."""
 
+    inputs: dict[str, Any]  # what was asked for
     program: ProgramReport
-    rows: int
-    length: int
     places: int  # of all rows: what is learnt from
 
     def rate(self, clock: str) -> float:
         """Places a second by "roofline" or "schedule"."""
         return self.places / self.program.seconds[clock]
+
+    def to_json(self) -> dict[str, Any]:
+        rates = {clock: self.rate(clock) for clock in CLOCKS} if self.program.compiles else {}
+        return {**self.inputs, "places": self.places, "places_per_second": rates, **dataclasses.asdict(self.program)}
 
 
 def training_report(
@@ -66,10 +71,12 @@ def training_report(
     work = make_workload(target, topology, head=head, batch=rows, context=length, **options)
     if places > length or places % (chunk or 1):
         raise UsageError(f"places must be at most the {length} tokens of a row and a multiple of {chunk}, not {places}")
-    program = _program(work, rows, length, places, chunk, recipe or recipe_of(work.method))
+    recipe = recipe or recipe_of(work.method)
+    program = _program(work, rows, length, places, chunk, recipe)
     (on_step or (lambda name: None))("training step")
     least = float(shard_bytes(program.arguments))
-    return TrainingReport(compile_program(work, program, least), rows, length, rows * places)
+    asked = {"rows": rows, "length": length, "chunk": chunk, "recipe": dataclasses.asdict(recipe)}
+    return TrainingReport(describe(work) | asked, compile_program(work, program, least), rows * places)
 
 
 def _program(work: Workload, rows: int, length: int, places: int, chunk: int | None, recipe: Recipe) -> Program:

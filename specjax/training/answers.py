@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +14,20 @@ import numpy as np
 from specjax.engine.requests import Request
 from specjax.errors import UsageError
 from specjax.facade import serve
+from specjax.reading import reason, shown
 from specjax.training.lessons import Text
 from specjax.types import Drafter, Target
 
 ABOUT, SHARD = "answers.json", 1024  # answers of a file
+OWN_TOKENS = 96  # at most, of a prompt that the target writes itself
 
 
 class Answer(NamedTuple):
     """One text, and how it came."""
 
-    prompt: int  # which of the prompts
     text: Text
     finish_reason: str
+    number: int = 0  # of answers to the same prompt
 
 
 def answer(
@@ -38,11 +40,21 @@ def answer(
     drafter: Drafter | None = None,
     slots: int = 16,
     seed: int = 0,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[Answer]:
-    """Answers as they are done, `slots` texts at a time. The i-th prompt's depends on `seed` and i alone."""
+    """Answers as they are done, `slots` texts at a time.
+
+    A sampled one depends on `seed`, its prompt and its number alone, whatever else is asked for: one that is asked for
+    later is the same.
+
+    Args: numbers: of each prompt, where one is answered several times; None: 0 of all.
+    """
+    numbers = [0] * len(prompts) if numbers is None else numbers
     longest = max(map(len, prompts), default=1)
     told: dict[int, list[int]] = {}
-    requests = (Request(list(prompt), key=_seed(seed, i)) for i, prompt in enumerate(prompts))
+    requests = (
+        Request(list(prompt), key=_seed(seed, number, prompt)) for prompt, number in zip(prompts, numbers, strict=True)
+    )
     steps = serve(
         target, drafter, requests, slots=min(slots, max(len(prompts), 1)), longest_prompt=longest,
         max_new_tokens=max_new_tokens, temperature=temperature, eos=list(eos),
@@ -52,12 +64,13 @@ def answer(
             raise UsageError(f"prompt {step.request + 1} of {len(prompts)}: {step.error}")
         told.setdefault(step.request, []).extend(step.tokens)
         if step.finish_reason is not None:
-            prompt, text = prompts[step.request], told.pop(step.request)
-            yield Answer(step.request, Text((*map(int, prompt), *text), len(prompt)), step.finish_reason)
+            prompt, tokens = prompts[step.request], told.pop(step.request)
+            text = Text((*map(int, prompt), *tokens), len(prompt))
+            yield Answer(text, step.finish_reason, numbers[step.request])
 
 
-def _seed(seed: int, i: int) -> int:
-    return int(np.random.default_rng([seed, i]).integers(2**31))
+def _seed(seed: int, number: int, prompt: Sequence[int]) -> int:
+    return int(np.random.default_rng([seed, number, *map(int, prompt)]).integers(2**31))
 
 
 class Answers:
@@ -68,54 +81,63 @@ class Answers:
     """
 
     def __init__(self, folder: str | Path, about: dict[str, Any]):
-        """about: whose answers they are, at which temperature and so on.
+        """about: whose answers they are, at which temperature and so on; "vocabulary": how many ids there are.
 
-        Raises: UsageError for a folder that cannot be written, or that holds answers of another kind.
+        Raises: UsageError for a folder that cannot be written, that holds answers of another kind, or none.
         """
         self.folder = Path(folder)
-        self.known: dict[str, Text] = {}
+        self.known: dict[tuple[tuple[int, ...], int], Answer] = {}
+        self._ids = about.get("vocabulary", sys.maxsize)
         self._lines = 0
         self._cut = ""  # what ends a last line that was cut off
+        known = self.folder / ABOUT
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            known = self.folder / ABOUT
-            if known.exists():
-                found = json.loads(known.read_text(encoding="utf-8"))
-                others = [name for name, value in about.items() if found.get(name) != value]
-                if others:
-                    raise UsageError(
-                        f"{folder} holds answers with {others[0]} {found.get(others[0])!r}, not {about[others[0]]!r}; "
-                        "give another folder"
-                    )
-            else:
+            if not known.exists():
                 known.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-            self._read()
+            found = json.loads(known.read_text(encoding="utf-8"))
+            shards = sorted(self.folder.glob("answers-*.jsonl"))
+            texts = [path.read_text(encoding="utf-8") for path in shards]
         except (OSError, ValueError) as error:
-            if isinstance(error, UsageError):
-                raise
             raise UsageError(f"{folder} cannot hold answers ({error}); give another folder") from error
+        if not isinstance(found, dict):
+            raise UsageError(f"{known} is not a JSON object, so whose the answers are is unknown; give another folder")
+        others = [name for name, value in about.items() if found.get(name) != value]
+        if others:
+            raise UsageError(
+                f"{folder} holds answers with {others[0]} {shown(found.get(others[0]))}, not {about[others[0]]!r}; "
+                "give another folder"
+            )
+        for path, text in zip(shards, texts, strict=True):
+            self._read(path, text)
 
-    def _read(self) -> None:
-        for path in sorted(self.folder.glob("answers-*.jsonl")):
-            lines = path.read_text(encoding="utf-8").split("\n")
-            self._cut = "\n" if lines[-1] else ""
-            for line in lines:
-                self._lines += bool(line)
-                try:
-                    entry = json.loads(line)
-                    prompt, told = entry["prompt"], entry["answer"]
-                except (ValueError, KeyError, TypeError):
-                    continue
-                self.known[name_of(prompt)] = Text((*prompt, *told), len(prompt))
+    def _read(self, path: Path, text: str) -> None:
+        lines = text.split("\n")
+        self._cut = "\n" if lines[-1] else ""
+        for number, line in enumerate(lines, 1):
+            self._lines += bool(line)
+            try:
+                self._know(_entry(json.loads(line), self._ids))
+            except json.JSONDecodeError:  # empty, or cut off
+                continue
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                what = f"without {error}" if isinstance(error, KeyError) else reason(error)
+                raise UsageError(f"{path}, line {number} is no answer ({what}); delete the line") from error
 
-    def of(self, prompt: Sequence[int]) -> Text | None:
+    def _know(self, answer: Answer) -> None:
+        prompt = answer.text.tokens[: answer.text.answer]
+        self.known[prompt, answer.number] = answer
+
+    def of(self, prompt: Sequence[int], number: int = 0) -> Answer | None:
         """The answer to a prompt, if it is there."""
-        return self.known.get(name_of(prompt))
+        return self.known.get((tuple(prompt), number))
 
     def add(self, answer: Answer) -> None:
         """Write one more."""
         tokens, count = answer.text
-        entry = {"prompt": tokens[:count], "answer": tokens[count:], "finish": answer.finish_reason}
+        entry: dict[str, Any] = {"prompt": tokens[:count], "answer": tokens[count:], "finish": answer.finish_reason}
+        if answer.number:
+            entry["number"] = answer.number
         path = self.folder / f"answers-{self._lines // SHARD:05d}.jsonl"
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -124,12 +146,16 @@ class Answers:
             raise UsageError(f"{path} cannot be written ({error.strerror}); make room, and run it again") from error
         self._lines += 1
         self._cut = ""
-        self.known[name_of(tokens[:count])] = answer.text
+        self._know(answer)
 
 
-def name_of(prompt: Sequence[int]) -> str:
-    """Of a prompt by its tokens."""
-    return hashlib.sha256(np.asarray(prompt, np.int64).tobytes()).hexdigest()[:24]
+def _entry(found: Any, ids: int) -> Answer:
+    """Raises: ValueError, KeyError, TypeError or AttributeError for what is no answer in so many ids."""
+    prompt, told, number = found["prompt"], found["answer"], found.get("number", 0)
+    for token in (*prompt, *told):
+        if type(token) is not int or not 0 <= token < ids:
+            raise ValueError(f"{shown(token)} is no token of {ids}")
+    return Answer(Text((*prompt, *told), len(prompt)), str(found["finish"]), int(number))
 
 
 def opening(tokenizer: Any) -> list[int]:
@@ -148,16 +174,23 @@ def opening(tokenizer: Any) -> list[int]:
 
 
 def own_prompts(
-    target: Target, tokenizer: Any, count: int, *, max_new_tokens: int = 96, slots: int = 16, seed: int = 0
+    target: Target, tokenizer: Any, count: int, *, max_new_tokens: int = OWN_TOKENS, slots: int = 16, seed: int = 0
 ) -> Iterator[str]:
     """User turns that the target writes itself, at temperature 1, when it continues an empty chat: they carry no
     licence but its own. Those without an end are left out, and so are the same ones again."""
-    begin, seen = opening(tokenizer), set()
-    prompts = [begin] * count
-    for told in answer(
-        target, prompts, eos=tokenizer.eos, max_new_tokens=max_new_tokens, temperature=1.0, slots=slots, seed=seed
-    ):
-        words = tokenizer.decode(told.text.tokens[len(begin) :]).strip()
-        if told.finish_reason == "eos" and words and words not in seen:
+    begin = opening(tokenizer)
+    told = answer(
+        target, [begin] * count, eos=tokenizer.eos, max_new_tokens=max_new_tokens, temperature=1.0, slots=slots,
+        seed=seed, numbers=range(count),
+    )  # fmt: skip
+    return turns(told, tokenizer)
+
+
+def turns(told: Iterable[Answer], tokenizer: Any) -> Iterator[str]:
+    """What was written of user turns that came to an end, each once."""
+    seen = set()
+    for text, finish_reason, _ in told:
+        words = tokenizer.decode(text.tokens[text.answer :]).strip()
+        if finish_reason == "eos" and words and words not in seen:
             seen.add(words)
             yield words

@@ -1,4 +1,4 @@
-"""What a training loop needs of what it trains, be it a head or a draft model."""
+"""What a training loop needs of what it trains, be it a head, a draft model or a denoiser."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead, Head
-from specjax.training import acceptance, draft_models
+from specjax.training import acceptance, draft_models, masked
 from specjax.training.lessons import Lesson
 from specjax.training.objective import Report, leading_hits, objective
 from specjax.training.recipes import Recipe
-from specjax.training.rounds import read
+from specjax.training.rounds import Reading, read, read_without_cache
 from specjax.training.vocabulary import own_ids
 from specjax.types import Array, Model, PyTree, Target
 
 FULL = 512  # tokens of a text for which the noise on features is what the recipe says
 
-Pupil = DraftHead | Target | acceptance.Stopping
+Pupil = DraftHead | Target | acceptance.Stopping | Denoiser
 """What is trained, with its parameters."""
 
 
@@ -35,11 +36,16 @@ class Learner(NamedTuple):
     loss: Callable[..., tuple[Array, Report]]
     # (params, target, lesson, depths) -> int32[B, T - 1]: how many tokens of a greedy draft of each place are right
     leading: Callable[..., Array]
+    # (target, lesson) -> Reading, all that the loss needs of a pass of the target: it takes it as `reading=` where that
+    # is known; None: it needs more
+    reads: Callable[[Target, Lesson], Reading] | None = None
     whole_rounds: bool = False  # whether the loss is of a round of drafts from each place, or of the first alone
 
 
 def learner_of(pupil: Pupil) -> Learner:
     """What trains it."""
+    if isinstance(pupil, Denoiser):
+        return of_denoiser(pupil.replace(params=()))
     if isinstance(pupil, acceptance.Stopping):
         return of_stopping(pupil.model, pupil.rejections, pupil.kept)
     return of_head(pupil.head) if isinstance(pupil, DraftHead) else of_model(pupil.model)
@@ -50,9 +56,10 @@ def of_head(head: Head) -> Learner:
     """A head on the target's own features, in rounds."""
 
     def loss(
-        recipe: Recipe, params: PyTree, target: Target, lesson: Lesson, places: Array, key: Array, chunk: int | None
-    ) -> tuple[Array, Report]:
-        reading = read(target, head, lesson)
+        recipe: Recipe, params: PyTree, target: Target, lesson: Lesson, places: Array, key: Array, chunk: int | None,
+        reading: Reading | None = None,
+    ) -> tuple[Array, Report]:  # fmt: skip
+        reading = read(target, head, lesson) if reading is None else reading
         if recipe.noise:
             size = recipe.noise * FULL / lesson.tokens.shape[1]
             noise = jax.random.uniform(key, reading.features.shape, jnp.float32, -size, size)
@@ -66,7 +73,8 @@ def of_head(head: Head) -> Learner:
         params, ids = own_ids(params)
         return leading_hits(head, params, target, lesson, read(target, head, lesson), places, depths, ids)
 
-    return Learner(head.kind, head.config, head.deepest, loss, leading, whole_rounds=True)
+    reads = None if head.reads_cache else functools.partial(read_without_cache, head=head)
+    return Learner(head.kind, head.config, head.deepest, loss, leading, reads, whole_rounds=True)
 
 
 @functools.cache
@@ -96,3 +104,27 @@ def of_stopping(model: Model, rejections: float, kept: float) -> Learner:
         raise UsageError("a head that says when to stop drafts nothing to be measured; hold no texts out")
 
     return Learner("specdec++", model.config, None, loss, leading)
+
+
+@functools.cache
+def of_denoiser(denoiser: Denoiser) -> Learner:
+    """A diffusion language model on texts; block-causal ones with complementary masks. denoiser: without parameters."""
+
+    def loss(
+        recipe: Recipe, params: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array,
+        chunk: int | None,
+    ) -> tuple[Array, Report]:  # fmt: skip
+        if recipe.reads_teacher:
+            raise UsageError("a denoiser learns from texts alone; give the losses (('ce', 1.0),)")
+        pupil = denoiser.replace(params=params)
+        view = masked.noised(pupil, lesson, key)
+        views = (view, masked.complement(lesson, view)) if pupil.is_causal else (view,)
+        value, said = masked.loss_of(pupil, lesson, views, chunk=chunk)
+        right = (said.hits / jnp.maximum(said.masked, 1))[None]
+        return value, Report(value[None], right, right, said.masked)
+
+    def leading(params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
+        raise UsageError("a denoiser drafts nothing to be measured; hold no texts out")
+
+    about = (denoiser.model.config, denoiser.attention, denoiser.block, denoiser.alignment, denoiser.mask_token)
+    return Learner("masked_diffusion", about, None, loss, leading)

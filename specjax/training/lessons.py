@@ -48,6 +48,13 @@ def pack(texts: Iterable[Text], rows: int, length: int, alone: bool = False) -> 
     return lessons
 
 
+def numbered(texts: Sequence[Text]) -> list[Text]:
+    """The texts with, in place of each token, its number among all of theirs, from 1 on: packed, these say which tokens
+    a lesson has, and 0 that there is none."""
+    begin = np.cumsum([1, *(len(text.tokens) for text in texts)]).tolist()
+    return [Text(tuple(range(at, at + len(text.tokens))), text.answer) for at, text in zip(begin, texts, strict=False)]
+
+
 class _Row:
     def __init__(self, length: int):
         self.tokens, self.first = np.zeros(length, np.int32), np.zeros(length, np.int32)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +19,12 @@ from specjax.parallel import shard_head
 from specjax.parallel.fingerprint import digest
 from specjax.training.keeping import Kept
 from specjax.training.learners import Learner, Pupil, learner_of
-from specjax.training.lessons import Lesson, Text, choose_places, pack, places_that_count
+from specjax.training.lessons import Lesson, Text, choose_places, numbered, pack, places_that_count
 from specjax.training.objective import Report
 from specjax.training.optimizers import joined, optimizer_of, split
+from specjax.training.readings import Shelf
 from specjax.training.recipes import Recipe, check, recipe_of
+from specjax.training.rounds import Reading
 from specjax.training.served import Served, on_devices, served
 from specjax.types import Array, PyTree, Target
 
@@ -60,19 +63,23 @@ def begin(plan: Plan, params: PyTree) -> tuple[State, PyTree]:
 
 
 def one_step(
-    plan: Plan, state: State, rest: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array
-) -> tuple[State, Outcome]:
+    plan: Plan, state: State, rest: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array,
+    reading: Reading | None = None,
+) -> tuple[State, Outcome]:  # fmt: skip
     """One step of the optimizer on a lesson. Pure; the target and `rest` get no derivative.
 
     Args:
       rest: from `begin`. lesson: int32[B, T] and so on. places: int32[B, R], where rounds begin; -1: nowhere.
       key: of the noise on features, where the recipe has some.
+      reading: what the target says of the lesson, where that is known (`readings`); None: it is run.
     """
     import optax
 
+    known = {} if reading is None else {"reading": reading}
+
     def loss_of(trained: PyTree) -> tuple[Array, Report]:
         params = joined(jax.tree.map(lambda x: x.astype(plan.dtype), trained), rest)
-        return plan.learner.loss(plan.recipe, params, target, lesson, places, key, plan.chunk)
+        return plan.learner.loss(plan.recipe, params, target, lesson, places, key, plan.chunk, **known)
 
     (loss, report), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.trained)
     finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(gradient))
@@ -93,8 +100,9 @@ def dtype_of(params: PyTree) -> str:
 
 
 def as_served(pupil: Pupil, state: State, rest: PyTree) -> Any:
-    """What is trained, as it is served, in the dtypes that it began with."""
-    params = jax.tree.map(lambda x, old: x.astype(old.dtype), joined(state.trained, rest), pupil.params)
+    """What is trained, as it is served, in the dtypes that it began with. A step uses the state up, and not this."""
+    served = joined(jax.tree.map(jnp.copy, state.trained), rest)
+    params = jax.tree.map(lambda x, old: x.astype(old.dtype), served, pupil.params)
     return dataclasses.replace(pupil, params=params)
 
 
@@ -122,18 +130,20 @@ class Schedule(NamedTuple):
 
     epochs: list[list[Lesson]]
     places: int  # of a row
+    columns: list[list[Lesson]]  # the same with, in place of each token, its number among those of all texts
 
     @property
     def steps(self) -> int:
         return sum(map(len, self.epochs))
 
-    def after(self, done: int, seed: int) -> Iterator[tuple[int, Lesson, np.ndarray]]:
-        """(epoch, lesson, places) of each step but the first `done`."""
+    def after(self, done: int, seed: int) -> Iterator[tuple[int, Lesson, np.ndarray, Array]]:
+        """(epoch, lesson, places, numbers of its tokens) of each step but the first `done`."""
         number = 0
-        for epoch, lessons in enumerate(self.epochs):
-            for i, lesson in enumerate(lessons):
+        for epoch, (lessons, columns) in enumerate(zip(self.epochs, self.columns, strict=True)):
+            for i, (lesson, column) in enumerate(zip(lessons, columns, strict=True)):
                 if number >= done:
-                    yield epoch, lesson, choose_places(lesson, self.places, np.random.default_rng([seed, epoch, i]))
+                    places = choose_places(lesson, self.places, np.random.default_rng([seed, epoch, i]))
+                    yield epoch, lesson, places, column.tokens
                 number += 1
 
 
@@ -145,15 +155,17 @@ def scheduled(
 
     places: the most that a row is trained on; None: all that there are. multiple: of what their number is.
     """
-    made = []
+    made, columns, numbers = [], [], numbered(texts)
     for epoch in range(epochs):
         order = np.random.default_rng([seed, epoch]).permutation(len(texts))
-        made.append(pack([texts[i] for i in order], rows, length, alone=not packs))
+        packed = lambda some, order=order: pack([some[i] for i in order], rows, length, alone=not packs)
+        made.append(packed(texts))
+        columns.append(packed(numbers))
     most = max((int(places_that_count(lesson).sum(1).max()) for lessons in made for lesson in lessons), default=0)
     if not most:
         raise UsageError(f"no text of {length} tokens has an answer to learn from; give longer rows or other prompts")
     most = most if places is None else min(places, most)
-    return Schedule(made, -(-most // multiple) * multiple)
+    return Schedule(made, -(-most // multiple) * multiple, columns)
 
 
 def train(
@@ -173,6 +185,8 @@ def train(
     patience: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
+    readings: Shelf | None = None,
+    about: Mapping[str, Any] = MappingProxyType({}),
     data: Callable[[int, int, Lesson, Any], Lesson] | None = None,
     listen: Callable[[Progress], Any] = lambda progress: None,
 ) -> Any:
@@ -188,6 +202,8 @@ def train(
       num_tokens: of the chain that is measured; default: as many as the recipe drafts.
       patience: evaluations in a row that may not be better before it stops; None: any number.
       folder: where the run is kept at every evaluation; one that was ended there goes on, to the same bits.
+      readings: where what the target says of the texts is kept; it then runs over them once, and not in every epoch.
+      about: more that a run in the folder has to have in common with this one to go on, such as what it began with.
       data: (step, steps, lesson, the pupil as it is) -> the lesson that the step takes in its place, of the same shape,
         a function of its arguments alone: `draft_models.OnPolicy`.
       listen: is told every step's loss and accuracy.
@@ -219,23 +235,30 @@ def train(
     plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(trained))
     state, rest = begin(plan, pupil.params)
     depths = num_tokens or min(recipe.depths, learner.deepest or recipe.depths)
-    about = {
+    known = {
         "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "texts": fingerprint(texts),
         "epochs": epochs, "shape": [rows, length, schedule.places], "chunk": chunk, "data": data and repr(data),
         "target": None if target is None else target.model.name, "held_out": fingerprint(held_out),
-        "num_tokens": depths,
+        "num_tokens": depths, "readings": readings is not None,
     }  # fmt: skip
-    kept = Kept(folder, pupil, state, about)
+    kept = Kept(folder, pupil, state, {**known, **about})
+    stored = None
+    if readings is not None:
+        if data is not None:
+            raise UsageError("what the target says is kept of texts that stay as they are; leave data or readings out")
+        stored = readings.read(target, learner, texts, rows, length)
     state = kept.state
     started, tokens = time.perf_counter() - kept.reached.seconds, kept.reached.tokens
-    for number, (epoch, lesson, where) in enumerate(schedule.after(int(state.step), seed), int(state.step)):
+    for number, (epoch, lesson, where, columns) in enumerate(schedule.after(int(state.step), seed), int(state.step)):
         if patience is not None and kept.reached.since_best > patience:
             break
         if data is not None:
             lesson = data(number, schedule.steps, lesson, as_served(pupil, state, rest))
             where = choose_places(lesson, schedule.places, np.random.default_rng([seed, number]))
         key = jax.random.fold_in(jax.random.key(seed), number)
-        state, outcome = train_step(plan, state, rest, target, *on_devices(target, (lesson, where)), key)
+        said = None if stored is None else stored.of(columns)
+        lesson, where, said = on_devices(target, (lesson, where, said))
+        state, outcome = train_step(plan, state, rest, target, lesson, where, key, said)
         if not bool(outcome.finite):
             raise UsageError(
                 f"the loss was {float(outcome.loss)} at step {number + 1}; what was reached before is kept. Lower the "

@@ -48,16 +48,27 @@ def schedule_of(recipe: Recipe, steps: int) -> Any:
 
 def is_matrix(params: PyTree) -> PyTree:
     """True for weights, which decay; norms and biases do not."""
-    return jax.tree.map(lambda x: x.ndim >= 2, params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim - _stacked(path) >= 2, params)
+
+
+def _stacked(path: tuple) -> int:
+    """How many axes of a parameter are those of its stack, in front of its own: 1 where all layers are one array."""
+    names = _names(path)
+    return int(names[0] == "layers" and not names[1].isdigit())
+
+
+def _names(path: tuple) -> list[str]:
+    return [str(getattr(entry, "key", entry)) for entry in path]
 
 
 def _dimensions(params: PyTree) -> PyTree:
-    """For Muon: which parameters are matrices [out, in] to be orthogonalised; of the others Adam takes care."""
+    """For Muon: which parameters are matrices [.., out, in] to be orthogonalised, each layer's alone; of the others
+    Adam takes care."""
     from optax import contrib
 
     def one(path, x):
-        names = [str(getattr(entry, "key", entry)) for entry in path]
-        return contrib.MuonDimensionNumbers(1, 0) if x.ndim == 2 and not set(names) & set(TABLES) else None
+        is_one = x.ndim - _stacked(path) == 2 and not set(_names(path)) & set(TABLES)
+        return contrib.MuonDimensionNumbers(x.ndim - 1, x.ndim - 2) if is_one else None
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -66,7 +77,7 @@ def split(params: PyTree, frozen: tuple[str, ...]) -> tuple[PyTree, PyTree]:
     """(what is trained, the rest), each with None in place of the other's: whole numbers and `frozen` names stay."""
 
     def stays(path, x) -> bool:
-        name = "/".join(str(getattr(entry, "key", entry)) for entry in path)
+        name = "/".join(_names(path))
         return not jnp.issubdtype(x.dtype, jnp.floating) or any(
             f"{name}/".startswith(f"{prefix}/") for prefix in frozen
         )

@@ -96,6 +96,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "direct_alignment": _MODEL.replace(losses=(("tvd++", 1.0),)),
         "fastdraft_pretraining": _MODEL.replace(losses=(("ce", 1.0),), learning_rate=1e-3),
         "fastdraft": _MODEL.replace(losses=(("ce", 1.0),)),
+        "masked_diffusion": Recipe((("ce", 1.0),), learning_rate=2e-3, packs=False),  # small models, from scratch
         "specdec++": Recipe(warmup=0.03, weight_decay=0.0, frozen=("draft",)),
     }
 )

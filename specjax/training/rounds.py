@@ -31,7 +31,7 @@ class Reading(NamedTuple):
 
     features: Array  # [B, T, F] of the head's taps
     hidden: Array  # [B, T, D], behind its last norm
-    pending: PyTree  # of its cache
+    pending: PyTree  # of its cache; None: left out, of a head that does not read it
 
 
 class Depth(NamedTuple):
@@ -61,6 +61,11 @@ def read(target: Target, head: Head, lesson: Lesson) -> Reading:
     output, pending = one_pass(target.model, target.params, lesson, head.taps)
     kept = Reading(head.features_of(output), output.hidden, pending)
     return jax.lax.stop_gradient(kept)
+
+
+def read_without_cache(target: Target, lesson: Lesson, *, head: Head) -> Reading:
+    """`read`, of a head for which the cache is nothing."""
+    return read(target, head, lesson)._replace(pending=None)
 
 
 def rounds(

@@ -51,7 +51,7 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     if "embed" in params and "embed" in of_target:
         params["embed"] = _fitted(params["embed"], of_target["embed"])
     if "first" in params:
-        params["first"] = _joined_layer(params["first"], layers[-1])
+        params["first"] = _joined_layer(params["first"], layers[-1], config.layer)
     for name in ("others", "stack", "layers"):
         if name in params:
             own = params[name]
@@ -88,17 +88,29 @@ def _layer(own: dict, source: dict) -> dict:
     return own | {name: _fitted(own[name], source[name]) for name in LAYER if name in own and name in source}
 
 
-def _joined_layer(own: dict, source: dict) -> dict:
-    """EAGLE-3's layer, whose attention reads an embedding and a state side by side: of the state it is the target's."""
+SELF = 1.5
+"""How strongly a place finds its own token. After one pass over 22,415 tokens of SmolLM2's answers the first draft was
+right at 18.4 % of the places of texts held out, and at 16.1 % where this half was small and random."""
+
+
+def _joined_layer(own: dict, source: dict, config: Any) -> dict:
+    """EAGLE-3's layer, whose attention reads an embedding and a state side by side. Of the state it is the target's.
+
+    Of the embedding, queries and keys are one random projection: a place attends to itself and to where its token stood
+    before, and so the token, which says most of what comes next, is in the sum from the first step on.
+    """
     own = own | {"mlp": _fitted(own["mlp"], source["mlp"]), "mlp_norm": _fitted(own["mlp_norm"], source["mlp_norm"])}
     own["state_norm"] = _fitted(own["state_norm"], source["attention_norm"])
     attention = dict(own["attention"])
     attention["o"] = _fitted(attention["o"], source["attention"]["o"])
-    for name in ("q", "k", "v"):
+    width = source["attention"]["k"]["weight"].shape[1]
+    key, value = (2**0.5 * attention[name]["weight"][:, :width] for name in ("k", "v"))  # as of an input of this width
+    heads = key.reshape(config.num_kv_heads, 1, config.head_dim, width)
+    query = jnp.repeat(heads, config.num_heads // config.num_kv_heads, 1).reshape(-1, width)
+    for name, half in (("q", SELF * query), ("k", SELF * key), ("v", value)):
         weight, found = attention[name]["weight"], source["attention"][name]["weight"]
-        width = found.shape[1]
         if weight.shape == (found.shape[0], 2 * width):
-            joined = jnp.concatenate([0.1 * weight[:, :width], found.astype(weight.dtype)], 1)
+            joined = jnp.concatenate([half, found.astype(weight.dtype)], 1)
             attention[name] = attention[name] | {"weight": joined}
     return own | {"attention": attention}
 

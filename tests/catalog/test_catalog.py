@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 import pathlib
 import re
+from typing import get_args
 
 import pytest
 
 import specjax
 from specjax import METHODS, UsageError, decoders, drafters, verifiers
 from specjax.catalog import PARAMETERS, REQUIRED, of_kind, parse_rule
+from specjax.catalog.method import Kind
 from specjax.catalog.options import numbers, read_call, yes_or_no
+from specjax.diffusion import drafters as denoising
+from specjax.types import Guarantee
 
-README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (pathlib.Path(__file__).parents[2] / "docs/methods.md").read_text()
 IN_PYTHON = {
     "auto": {"dtype", "platform"},  # known from the target, and to the planner
     "choice": {"dtype", "platform", "bandit"},
@@ -24,7 +28,7 @@ IN_PYTHON = {
 GIVEN = {
     "costs": "costs", "index": "datastore", "corpus": "datastore", "source": "source", "fill": "fill", "draft": "draft",
     "head": "head", "longest": None,
-    "middle": "draft", "target": None, "vocab_size": None,
+    "denoiser": "denoiser", "middle": "draft", "target": None, "vocab_size": None,
 }  # fmt: skip
 """What is given to a factory, and the word for it among `needs` and `takes`; None: it is the target's."""
 PARTS = {"asking", "composed", "learned", "nodes", "reading", "settings", "widths"}
@@ -36,6 +40,8 @@ OF_EVERY_LOOP = {
 
 
 def factory_of(row):
+    if "denoiser" in row.needs:
+        return getattr(denoising, row.name)
     return getattr(
         decoders if row.kind == "decoder" else drafters, row.make.__name__ if row.kind == "decoder" else row.name
     )
@@ -52,7 +58,9 @@ def signature_of(row) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if METHODS[name].kind in ("drafter", "decoder")]
+)  # the others: tests/diffusion/test_methods.py, tests/collaborate/test_methods.py
 def test_options_and_defaults_are_those_of_the_factory(name):
     row, signature = METHODS[name], signature_of(METHODS[name])
     declared = {option.name: option.default for option in row.options}
@@ -80,13 +88,15 @@ def test_parameters_of_rules_are_those_of_their_factories(name):
 
 def test_every_file_of_a_method_is_in_the_table():
     files = lambda package: {path.stem for path in pathlib.Path(package.__file__).parent.rglob("*.py")} - {"__init__"}
-    assert (files(drafters) - PARTS) | {"autoregressive"} == set(of_kind("drafter"))  # which is the engine's
+    own = files(drafters) | files(denoising)
+    assert (own - PARTS) | {"autoregressive"} == set(of_kind("drafter"))  # which is the engine's
     loops = {inspect.getmodule(row.make).__name__.rpartition(".")[2] for row in of_kind("decoder").values()}
     assert files(decoders) == loops
-    assert set(of_kind("drafter")) | set(of_kind("decoder")) == set(METHODS)
+    assert {name for kind in get_args(Kind) for name in of_kind(kind)} == set(METHODS)
     for name, row in METHODS.items():
         assert name == row.name and row.summary and all(option.help and option.form for option in row.options)
-        assert row.guarantee in ("distribution", "greedy", "lossy")
+        assert row.guarantee in get_args(Guarantee)
+        assert row.kind == "diffusion" or row.guarantee in ("distribution", "greedy", "lossy")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -103,8 +113,8 @@ def test_a_default_reads_as_it_is_written(name):
             assert read == option.default and type(read) is type(option.default)
 
 
-def test_the_readme_names_every_row_and_its_papers():
-    table = README[README.index("| method") :].split("\n\n")[0].splitlines()
+def test_the_page_of_methods_names_every_row_and_its_papers():
+    table = PAGE[PAGE.index("| method") :].split("\n\n")[0].splitlines()
     for name, row in METHODS.items():
         lines = [line for line in table if f"`{name}`" in line]
         assert lines, name

@@ -11,6 +11,7 @@ import pytest
 import specjax
 from specjax.cli import main
 from specjax.models import LlamaConfig, init_params, loading, make_model
+from specjax.models.loading.heads import shipped
 
 
 class ByteTokenizer:
@@ -24,8 +25,9 @@ class ByteTokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         return [b + 3 for b in text.encode()]
 
-    def chat(self, text: str) -> list[int]:
-        return [1, *self.encode(text), 1]
+    def chat(self, text: str | list[dict[str, str]]) -> list[int]:
+        messages = [{"content": text}] if isinstance(text, str) else text
+        return [1, *(id for message in messages for id in [*self.encode(message["content"]), 1])]
 
     def decode(self, ids) -> str:
         return bytes(i - 3 for i in ids if 3 <= i < 259).decode(errors="replace")
@@ -50,7 +52,7 @@ def tiny(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
     def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, mesh=None, over=None):
-        assert dtype in ("float32", "bfloat16")
+        assert dtype in ("float32", "bfloat16") and (over is None or mesh is not None)
         config = dataclasses.replace(
             CONFIG, cache_dtype=cache_dtype, dtype=dtype if same_bits else CONFIG.dtype, same_bits=same_bits
         )
@@ -61,6 +63,7 @@ def tiny(monkeypatch):
         raise specjax.UsageError(f'there is no file or folder "{source}"')
 
     monkeypatch.setattr(specjax, "load", load, raising=False)
+    monkeypatch.setattr(shipped, "shipped", lambda target: None)
     monkeypatch.setattr(loading, "load_tokenizer", lambda source=None: load(source)[1])
 
 

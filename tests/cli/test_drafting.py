@@ -175,7 +175,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
             ["--stop", "confidence:0.4"],
             "--stop of drafts is called --draft-stop now; write --draft-stop confidence:0.4",
         ),
-        (["--stop", "###"], "--stop: there are no stop strings; leave it out"),
+        (["--stop", "###"], "--stop: `specjax generate` takes stop strings with --stop-string"),
         (["--method", "pearl"], "--method: method pearl is a loop of its own"),
         (["--method", "nar_block"], "cannot load what nar_block needs; call specjax.drafters.nar_block in Python"),
         (["--set", "group"], '--set wants NAME=VALUE, such as group=3, not "group"'),

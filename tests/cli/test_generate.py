@@ -355,3 +355,36 @@ def test_smollm2(cli, monkeypatch):
     document = json.loads(result.out)
     assert result.code == 0 and document["identical"] is True
     assert len(document["results"][0]["text"]) > 8
+
+
+def test_processors_and_stop_strings(cli, monkeypatch):
+    """The text of plain decoding with the same flags; it ends before the stop string, in both."""
+    flags = ("--repetition-penalty", 1.3, "--presence-penalty", 0.5, "--frequency-penalty", 0.2, "--logit-bias", "40=2")
+    command = ("generate", "abcabcabc", "--max-new-tokens", 12, "--json", "--compare", *flags, "--ban", 120)
+    whole = json.loads(cli(*command).out)
+    assert whole["identical"] is True and 120 not in whole["results"][0]["token_ids"]
+    text = whole["results"][0]["text"]
+    stop = next(c for c in text[3:] if c.isprintable() and c != "\ufffd")
+    ended = json.loads(cli(*command, "--stop-string", stop, "--min-p", 0.1).out)
+    result = ended["results"][0]
+    assert ended["identical"] is True and result["finish_reason"] == "stop"
+    assert result["text"] == text[: text.index(stop)] and ended["settings"]["min_p"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--min-p", 2), "--min-p must be from 0 to 1, not 2.0"),
+        (("--repetition-penalty", 0), "--repetition-penalty must be above 0, not 0.0"),
+        (("--frequency-penalty", "inf"), "--frequency-penalty must be a number, not inf"),
+        (("--logit-bias", "a=1"), '--logit-bias wants ID=X, a token\'s id and a number, not "a=1"'),
+        (("--logit-bias", "999=1"), "--logit-bias: there is no token 999; the vocabulary has 259"),
+        (("--ban", "ab"), '--ban: "ab" is 2 tokens, [100, 101]'),
+        (("--stop-string", ""), "--stop-string is empty"),
+        (("--regex", "a", "--json-schema", "FILE"), "--regex and --json-schema both say what to write; choose one"),
+    ],
+)
+def test_bad_processors(refused, tmp_path, flags, words):
+    schema = tmp_path / "schema.json"
+    schema.write_text("{}")
+    assert words in refused("generate", "abc", *SHORT, *(schema if flag == "FILE" else flag for flag in flags))

@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+import specjax
+from specjax.training.answers import Answers
 from specjax.training.keeping import Kept
 
 WORDS = ["ab", "the cat", "one two", "x y z", "hello", "why not"]
@@ -30,17 +32,19 @@ def test_from_prompts_to_a_head_that_is_served(cli, prompts, tmp_path):
     card = json.loads(result.out)
     assert card["answers"] == 4 and card["answer_tokens"] == 32
     assert card["served"]["tokens"] == 16 and card["served"]["tokens_per_pass"] >= 1.0
-    assert "answered 6 prompts" in result.err and "tokens per pass" in result.err
+    assert "answering: 6 prompts" in result.err and "tokens per pass" in result.err
     steps = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, steps[-1]["steps"] + 1))
     assert (out / "training.png").read_bytes()[:4] == b"\x89PNG"
     served = cli("generate", "ab", "--draft", out, "--method", "medusa", "--max-new-tokens", 6, "--compare", "--json")
     assert json.loads(served.out)["identical"] is True
     again = cli(*arguments, "--json")
-    assert again.code == 0 and "answered" not in again.err, "answers and steps that are there are not made again"
+    assert again.code == 0 and "answering" not in again.err, "answers and steps that are there are not made again"
     same = lambda card: {name: card[name] for name in ("seconds", "served", "accuracy", "answers")}
     assert same(json.loads(again.out)) == same(card)
     assert [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()] == steps
+    other = cli(*arguments, "--start", "random")
+    assert other.code == 2 and "holds a run with other start" in other.err
 
 
 def test_of_a_run_that_was_ended_the_best_head_is_there(cli, prompts, tmp_path, monkeypatch):
@@ -80,16 +84,18 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
     for arguments, words in (
         (("--prompts", prompts), "--out FOLDER is missing"),
         (("--out", out), "give --prompts FILE, or --own-prompts N"),
-        (("--out", out, "--prompts", prompts, "--method", "two"), '--method must be one of chimera, .*not "two"'),
+        (("--out", out, "--prompts", prompts, "--method", "two"), '--method must be two_model or one of .*not "two"'),
         (("--out", out, "--prompts", prompts, "--loss", "mse"), 'no loss "mse"; there are ce, soft_ce'),
         (("--out", out, "--prompts", prompts, "--loss", "ce=-1"), 'has no share above 0; write ce=0.1,tv=0.9'),
-        (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'eagle3 has draft_vocab_size, not "layers"'),
+        (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'draft_vocab_size, mlp_width, not "layers"'),
         (("--out", out, "--prompts", prompts, "--method", "hydra", "--draft-vocab", 9), "drafts all of the target's"),
         (("--out", out, "--prompts", prompts, "--start", "zero"), "--start must be target or random"),
         (("--out", out, "--prompts", prompts, "--held-out", 99), "there are 6 prompts .* and 99 are held out"),
         (("--out", out, "--prompts", tmp_path / "none"), "--prompts: "),
         (("--out", prompts, "--prompts", prompts), "cannot be written"),
         (("--out", out, "--prompts", prompts, "--budgets", "8,9"), "--budgets needs at least 3 different numbers"),
+        (("--report", "v5e:2x4", "--method", "two_model"), "--report is of heads, not of --method two_model"),
+        (("--report", "v5e:9"), '"v5e:9" is not a slice of chips'),
     ):  # fmt: skip
         line = refused("train", *arguments)
         assert re.search(words, line), line
@@ -97,3 +103,44 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
 
 def test_the_target_cannot_write_prompts_without_a_template(refused, tmp_path):
     assert "no chat template" in refused("train", "--out", tmp_path / "head", "--own-prompts", 4)
+
+
+@pytest.mark.exhaustive
+def test_prompts_that_the_target_wrote_are_kept_as_they_come(cli, tmp_path, monkeypatch):
+    """A run that is ended while they are written goes on with them, and has the same ones."""
+    written, tokenizer = [], type(specjax.load()[1])
+
+    def run(folder, most=None):
+        written.clear()
+        add = Answers.add
+
+        def counted(self, answer):
+            if len(written) == most:
+                raise KeyboardInterrupt
+            written.append(answer)
+            add(self, answer)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tokenizer, "chat_template", "", raising=False)
+            patched.setattr(tokenizer, "eos", tuple(range(100, 259)))  # so that some texts have an end
+            patched.setattr(Answers, "add", counted)
+            cli(
+                "train",
+                "--method",
+                "medusa",
+                "--own-prompts",
+                6,
+                "--out",
+                folder,
+                *SMALL,
+                "--held-out",
+                99,
+                "--batch-size",
+                2,
+            )
+        return [one.text for one in written]
+
+    whole = run(tmp_path / "whole")
+    assert len(whole) == 6
+    part = run(tmp_path / "part", most=2)
+    assert sorted(part + run(tmp_path / "part")) == sorted(whole) and len(written) == 4

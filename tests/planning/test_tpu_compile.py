@@ -19,11 +19,12 @@ from rich.console import Console
 from specjax import compile_report, plan
 from specjax.costs.chips import CHIPS, GIB, MIB
 from specjax.models import LlamaConfig
-from specjax.planning import hlo
+from specjax.planning import hlo, training_report
 from specjax.planning.compiler import compile_programs, needed_bytes
-from specjax.planning.tables import show_plan, show_report
+from specjax.planning.tables import show_plan, show_report, show_training
 from specjax.planning.topologies import parse_topology
 from specjax.planning.workload import make_workload
+from specjax.training.recipes import recipe_of
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -246,3 +247,22 @@ def test_plan_proposes_a_tree():
     shown = Console(file=io.StringIO(), width=200)
     show_plan(found, shown)
     assert_names_its_clocks(shown, found)
+
+
+@pytest.mark.exhaustive
+def test_a_step_of_training_a_head_compiles_over_a_mesh():
+    """What is learnt from is half of the rows; the optimizer's state lies where its parameters do."""
+    report = training_report(
+        TINY, "v5e:2x2", head="eagle3:draft_vocab_size=512", rows=4, length=128, data=2, model=2,
+        recipe=recipe_of("eagle3", depths=2),
+    )  # fmt: skip
+    program = report.program
+    assert program.compiles, program.reason
+    assert report.places == 4 * 64
+    assert report.rate("roofline") >= report.rate("schedule") > 0
+    assert program.memory.aliased >= 0.9 * program.memory.output, "the state is changed in place"
+    assert {entry["kind"] for entry in program.collectives} >= {"all-reduce"}
+    shown = io.StringIO()
+    show_training(report, Console(file=shown, width=160))
+    assert "a step of 4 rows of 128 tokens, 256 of which are learnt from, 2 drafts each" in shown.getvalue()
+    assert report.to_json()["topology"] == "v5e:2x2"

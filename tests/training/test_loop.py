@@ -79,7 +79,7 @@ def test_a_loss_that_is_no_number_names_the_step_and_changes_nothing():
     broken = head_of("eagle3")
     plan = Plan(recipe(), learner_of(broken), 4)
     schedule = scheduled(texts(), epochs=1, rows=2, length=64, places=None, seed=0)
-    _, lesson, places = next(schedule.after(0, 0))
+    _, lesson, places, _ = next(schedule.after(0, 0))
     nan = jax.tree.map(lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, broken.params)
     state, rest = begin(plan, nan)
     before = jax.tree.map(np.asarray, state)
@@ -106,10 +106,11 @@ def test_what_is_frozen_stays_and_what_is_not_moves():
 def test_it_ends_after_measurements_that_are_no_better_also_when_it_goes_on(tmp_path):
     def run(**options):
         told = []
-        train(
+        fitted = train(
             target(), head_of("medusa"), texts(), recipe=recipe("medusa", learning_rate=1e-9), held_out=texts()[:1],
             epochs=9, rows=2, length=64, evaluate_every=1, patience=1, folder=tmp_path, listen=told.append, **options,
         )  # fmt: skip
+        assert jax.tree.map(np.asarray, fitted.params), "the best is there, whatever came behind it"
         return [progress.step for progress in told]
 
     assert run() == [1, 2, 3]  # the first is the best, one may be no better, the next ends it

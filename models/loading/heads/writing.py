@@ -18,6 +18,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import kinds, vocabulary
+from specjax.reading import reason
 from specjax.types import Target
 
 ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -48,6 +49,7 @@ def save_head(
     Raises: UsageError for a layout that the kind does not have or that has no words for the head, or a folder that
       cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.flax import save_file
 
     name, kind, config = head.head.kind, kinds.of(head.head.kind), head.head.config
@@ -69,8 +71,9 @@ def save_head(
         place.mkdir(parents=True, exist_ok=True)
         save_file(tensors | maps, place / "model.safetensors", {"format": "pt"})
         (place / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be written ({error.strerror or error}); give another folder") from error
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or reason(error)
+        raise UsageError(f"{folder} cannot be written ({why}); give another folder, or make room") from error
 
 
 def check_writable(

@@ -29,7 +29,7 @@ from specjax.engine.one_of import narrow_or_wide
 from specjax.engine.parts import Keep, Parts
 from specjax.engine.prefill import prefill_reading
 from specjax.engine.prepare import check_pair
-from specjax.engine.step import step
+from specjax.engine.step import LOOP, step
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.models.vocabulary import beside
@@ -203,6 +203,7 @@ def _parts(config: _Config, params, context: Context) -> Parts:
     """M as the target of the inner drafter."""
     is_greedy, coupled = context.sampling.temperature is None, context.noise is not None
     return Parts(
+        loop=LOOP,
         target=Target(beside(config.model, context.target), params[0]),
         drafter=config.inner.replace(params=params[1]),
         verifier=sample_and_match if coupled else exact_verifier(config.inner, is_greedy),

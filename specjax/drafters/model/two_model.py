@@ -22,8 +22,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers, trees, turns
-from specjax.engine.prefill import prefill
+from specjax import buffers, trees
+from specjax.engine.prefill import catch_up, prefill
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.models.heads.acceptance import AcceptanceHead
@@ -177,10 +177,16 @@ def functions(
         cache = model.commit(cache, drafted.pending, jnp.clip(path, 0, slots - 1), accepted)
         return State(cache, held + accepted, dropped)
 
+    def resume(params, state: State, kept: Array) -> State:
+        """What it holds of a text of which others rewrote all but `kept` tokens; `propose` reads the rest."""
+        held = jnp.minimum(state.held, jnp.maximum(kept - state.dropped, 0))
+        return state._replace(cache=model.rewound(state.cache, held), held=held)
+
     return Drafter(
         init=init,
         propose=propose,
         update=update,
+        resume=None if model.rewind is None else resume,
         axes=lambda state: buffers.rows_first(state)._replace(cache=model.axes(state.cache)),
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
@@ -197,21 +203,7 @@ def caught_up(
 
     dropped: int32[B], how many tokens of the text are before the first that this model counts.
     """
-    offset = jnp.arange(CATCH_UP)
-    path = jnp.broadcast_to(offset, (held.shape[0], CATCH_UP))
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((CATCH_UP, CATCH_UP), bool)), (*path.shape, CATCH_UP))
-
-    def feed(carry):
-        cache, held = carry
-        positions = held[:, None] + offset
-        place = jnp.minimum(positions + dropped[:, None], context.tokens.shape[1] - 1)
-        tokens = take_along(context.tokens, place, 1)
-        _, pending = model.forward(params, tokens, cache, positions=positions, mask=mask)
-        count = jnp.clip(wanted - held, 0, CATCH_UP)
-        return model.commit(cache, pending, path, count), held + count
-
-    with jax.named_scope(turns.CATCH_UP):
-        return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < wanted), feed, (cache, held))[0]
+    return catch_up(model, params, cache, context.tokens, held, wanted, dropped, CATCH_UP)
 
 
 def feed_last(

@@ -1,0 +1,302 @@
+"""Diffusion methods on small models that were trained for it: the models, and what each method makes of them.
+
+    python benchmarks/diffusion_toys.py train full --out tests/data/diffusion --run /tmp/full
+    python benchmarks/diffusion_toys.py train block4 --steps 800 --start tests/data/diffusion/full.safetensors ...
+    python benchmarks/diffusion_toys.py measure --out docs/diffusion_results.md
+
+`train` teaches one model of 0.8 million parameters the tasks of `specjax.analysis.parallel_bench`, with full attention
+or block-causal in blocks of 4, on questions drawn for it; a run that was ended goes on in its folder.
+
+`measure` decodes the same questions greedily with every method of the kind `diffusion` that takes the model, with its
+defaults and a small grid, and says per task how many answers are right (Wilson's 95 % interval), how many tokens a pass
+decides and how many columns a token costs. What was measured already is kept in a JSON file beside the document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import specjax
+from specjax.analysis import parallel_bench as bench
+from specjax.analysis.parallelism import aup, global_ar_ness, local_ar_ness, order_of, wilson
+from specjax.catalog import of_kind
+from specjax.catalog.diffusion import procedure_of
+from specjax.diffusion import Denoised, Denoiser, Procedure
+from specjax.diffusion.prepare import prepare
+from specjax.engine.prepare import Settings
+from specjax.engine.run import run
+from specjax.models import LlamaConfig
+from specjax.training import Text, denoisers, filters, recipe_of, train
+from specjax.training.lessons import pack
+
+CONFIG = LlamaConfig(
+    vocab_size=bench.VOCABULARY, width=128, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=32, mlp_width=384,
+    tied=False, qk_norm=True, max_positions=256, name="toy",
+)  # fmt: skip
+LENGTH = 20
+# Shares of the lessons. The square and the sums need more of them than the copies do.
+SHARES = {"copy": 2, "reverse": 2, "sort": 3, "shuffle": 4, "replace": 4, "latin": 3, "sudoku": 3, "sum": 4}
+
+
+def texts(count: int, seed: int, causal: bool) -> list[Text]:
+    """Questions and answers; of block-causal models to the end of the block."""
+    rng = np.random.default_rng(seed)
+    names = rng.choice(list(SHARES), count, p=np.array(list(SHARES.values())) / sum(SHARES.values()))
+    made = []
+    for name in names:
+        item = bench.lesson_item(rng, name)
+        answer = bench.filled(item.answer)
+        answer = answer if causal else answer[: bench.TASKS_BY_NAME[name].columns]
+        made.append(Text((*item.prompt, *answer), len(item.prompt)))
+    return made
+
+
+def teach(args: argparse.Namespace) -> None:
+    causal = args.model != "full"
+    block = int(args.model.removeprefix("block")) if causal else None
+    read = {"mask_token": bench.MASK, "attention": "block_causal" if causal else "full", "block": block}
+    pupil = denoisers.new(CONFIG, seed=args.seed, **read)
+    if args.start:
+        pupil = pupil.replace(params=denoisers.load(args.start).params)
+    recipe = recipe_of("masked_diffusion", learning_rate=args.learning_rate)
+    lessons = texts(args.steps * args.rows, args.seed + 1, causal)
+    started = time.perf_counter()
+
+    def listen(progress) -> None:
+        if progress.step % 25 == 0 or progress.step == 1:
+            print(f"{progress.step}/{progress.steps} loss {progress.loss:.3f} right {progress.accuracy[0]:.3f} "
+                  f"{progress.seconds:.0f} s", flush=True)  # fmt: skip
+
+    trained = train(
+        None, pupil, lessons, recipe=recipe, rows=args.rows, length=LENGTH, places=1, evaluate_every=args.keep,
+        seed=args.seed, folder=args.run, listen=listen,
+    )  # fmt: skip
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    about = {name: str(getattr(args, name)) for name in ("model", "steps", "rows", "learning_rate", "seed")}
+    about["seconds"] = f"{time.perf_counter() - started:.0f}"
+    denoisers.save(Path(args.out) / f"{args.model}.safetensors", trained, **about)
+
+
+LISTS = ("copy", "reverse", "sort", "shuffle", "replace")
+MEASURED = (*LISTS, "latin", "sudoku")  # of sums the models know too little
+GRID: dict[str, list[dict[str, Any]]] = {
+    "llada": [{"steps": 8}, {"steps": 2}, {"steps": 1}],
+    "dream": [{"alg": "entropy"}, {"alg": "entropy", "steps": 4}],
+    "sdar": [{"tau": 0.5}, {"tau": 0.99}, {"steps": 2, "remasking": "static"}],
+    "fast_dllm": [
+        {"tau": 0.5}, {"tau": 0.99}, *({"rule": "factor", "factor": factor} for factor in (0.5, 1.0, 2.0)),
+    ],
+    "fast_dllm_pp": [{"delta": 0.0}],
+    "entropy_bound": [{"gamma": 0.1}, {"gamma": 1.0}],
+    "dimple": [{"prefill": False}, {"gamma": 0.5, "prefill": False}],
+    "local_leap": [{"near": 0.5}],
+    "dparallel": [{"eta": 0.1}, {"eta": 1.0}],
+    "llada21": [{"edit_tau": 2.0}],  # no edits
+    "r2_dllm": [{"cluster": 0.6, "repeat": 0.6, "steady": 0.6}],
+}  # fmt: skip
+"""Beside the defaults of each method."""
+
+
+def questions(count: int) -> dict[str, list[bench.Item]]:
+    rng = np.random.default_rng(2026)
+    return {name: [task.draw(rng) for _ in range(count)] for name, task in bench.TASKS_BY_NAME.items()}
+
+
+def procedure(name: str, denoiser: Denoiser, options: dict[str, Any]) -> Procedure:
+    """Raises: UsageError where the method is of other models."""
+    if name == "learn2pd":
+        options = {**options, "filter": filter_of(denoiser)}
+    return procedure_of(name, denoiser, **options)
+
+
+def filter_of(denoiser: Denoiser, count: int = 32) -> filters.Filter:
+    """Fitted to the oracle's replay of texts that the model wrote to questions of its own, one column a pass."""
+    rng = np.random.default_rng(7)
+    items = [(name, bench.lesson_item(rng, name)) for name in MEASURED for _ in range(count)]
+    written = decoded(denoiser, procedure_of("llada", denoiser), items, eos=None).to_lists()
+    texts = [Text((*item.prompt, *text), len(item.prompt)) for (_, item), text in zip(items, written, strict=True)]
+    (lesson,) = pack(texts, len(texts), LENGTH, alone=True)
+    return filters.fit(filters.replay(denoiser, lesson, denoiser.block or 8), jax.random.key(0), steps=3000)
+
+
+def decoded(denoiser: Denoiser, way: Procedure, items: list[tuple[str, bench.Item]], **settings: Any) -> Denoised:
+    """Greedily, all questions in one program; each row ends where an answer of its task does."""
+    columns = np.array([bench.TASKS_BY_NAME[task].columns for task, _ in items])
+    prompts = [list(item.prompt) for _, item in items]
+    job = prepare(denoiser, way, prompts, Settings(**settings), key=1, max_new_tokens=int(columns.max()))
+    return run(dataclasses.replace(job, stop=job.lengths + columns))
+
+
+def measured(denoiser: Denoiser, name: str, options: dict[str, Any], asked: dict[str, list[bench.Item]]) -> dict:
+    """By task. Raises: UsageError where the method is of other models."""
+    items = [(task, item) for task in MEASURED for item in asked[task]]
+    result = decoded(denoiser, procedure(name, denoiser, options), items, eos=bench.END)
+    texts, order = result.to_lists(), np.asarray(result.decided_at)
+    found = {}
+    for task in MEASURED:
+        rows = np.array([row for row, (other, _) in enumerate(items) if other == task])
+        orders = [order_of(order[row], len(texts[row])) for row in rows]
+        tokens, passes, columns = (
+            int(np.asarray(of_rows)[rows].sum())
+            for of_rows in (result.lengths, result.stats.target_passes, result.columns)
+        )
+        found[task] = {
+            "right": sum(is_right(task, items[row][1], texts[row]) for row in rows),
+            "asked": len(rows),
+            "tokens": tokens,
+            "passes": passes,
+            "columns": columns,
+            "local": float(np.nanmean([local_ar_ness(one) for one in orders])),
+            "global": float(np.nanmean([global_ar_ness(one) for one in orders])),
+        }
+    return found
+
+
+def is_right(task: str, item: bench.Item, text: list[int]) -> bool:
+    known = bench.TASKS_BY_NAME[task]
+    return known.is_right(item.prompt, bench.answer_of(known, tuple(text)))
+
+
+def measure(args: argparse.Namespace) -> None:
+    kept = Path(args.out).with_suffix(".json")
+    cells = json.loads(kept.read_text()) if kept.exists() else {}
+    asked = questions(args.count)
+    readers = {model: denoisers.load(Path(args.weights) / f"{model}.safetensors") for model in args.models}
+    names = args.methods or list(of_kind("diffusion"))
+    jobs = [(model, name, {}) for model in readers for name in names]  # defaults first
+    jobs += [(model, name, options) for model in readers for name in names for options in GRID.get(name, [])]
+    refused = set()
+    for model, name, options in jobs:
+        cell = f"{model} {name} {json.dumps(options)}"
+        if cell in cells or (model, name) in refused:
+            continue
+        started = time.perf_counter()
+        try:
+            by_task = measured(readers[model], name, options, asked)
+        except specjax.UsageError as error:
+            print(f"{cell}: {error}", flush=True)
+            refused.add((model, name))
+            continue
+        cells[cell] = {"model": model, "method": name, "options": options, "tasks": by_task}
+        kept.write_text(json.dumps(cells, indent=1) + "\n")
+        print(cell, {t: f"{of(x)[0]:.0f}@{of(x)[1]:.2f}" for t, x in by_task.items()},
+              f"{time.perf_counter() - started:.0f} s", flush=True)  # fmt: skip
+    document(Path(args.out), list(cells.values()), args.count)
+
+
+def of(x: dict) -> tuple[float, float, float]:
+    """(percent right, tokens per pass, columns per token)."""
+    return 100 * x["right"] / x["asked"], x["tokens"] / max(x["passes"], 1), x["columns"] / max(x["tokens"], 1)
+
+
+def document(file: Path, cells: list[dict], count: int) -> None:
+    """The tables between two marks of the document, whose words around them stay; and the pictures."""
+    lines = []
+    for model in dict.fromkeys(cell["model"] for cell in cells):
+        own = [cell for cell in cells if cell["model"] == model]
+        lines += [f"### {model}", "", "Percent right @ tokens per pass @ columns per token.", "", *table(own), ""]
+        lines += ["Area under accuracy (AUP) over a method's grid, and AR-ness (local, global) of its defaults.", ""]
+        lines += [*areas(own), ""]
+    ends = [wilson(n, count) for n in (count, round(0.95 * count), round(0.5 * count))]
+    said = "; ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ends)
+    lines += [f"Of {count} questions, 95 % intervals (Wilson) at 100, 95 and 50 % right: {said}."]
+    begin, end = "<!-- tables -->\n", "<!-- end of tables -->\n"
+    text = file.read_text() if file.exists() else f"# Diffusion methods on small trained models\n\n{begin}{end}"
+    before, rest = text.split(begin)
+    file.write_text(before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+    for model in dict.fromkeys(cell["model"] for cell in cells):
+        draw(file.with_name(f"{file.stem}_{model}.svg"), [cell for cell in cells if cell["model"] == model])
+
+
+def words(cell: dict) -> str:
+    options = ", ".join(f"{key} {value}" for key, value in cell["options"].items())
+    return f"`{cell['method']}`" + (f" {options}" if options else "")
+
+
+def table(cells: list[dict]) -> list[str]:
+    tasks = list(MEASURED)
+    lines = [f"| method | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
+    for cell in cells:
+        said = [of(cell["tasks"][task]) for task in tasks]
+        lines.append(f"| {words(cell)} | " + " | ".join(f"{y:.1f} @ {rho:.2f} @ {c:.1f}" for y, rho, c in said) + " |")
+    return lines
+
+
+def areas(cells: list[dict]) -> list[str]:
+    tasks = list(MEASURED)
+    lines = [f"| method | {' | '.join(tasks)} | local | global |", "|---" * (len(tasks) + 3) + "|"]
+    by_method = defaultdict(list)
+    for cell in cells:
+        by_method[cell["method"]].append(cell)
+    one = next((cell for cell in cells if cell["method"] == "llada" and not cell["options"]), None)
+    for name, own in by_method.items():
+        grid = own if one is None or one in own else [one, *own]  # all begin where one column is decided a pass
+        area = [aup([(of(cell["tasks"][t])[1], of(cell["tasks"][t])[0]) for cell in grid]) for t in tasks]
+        ness = [np.mean([own[0]["tasks"][t][kind] for t in tasks]) for kind in ("local", "global")]
+        lines.append(f"| `{name}` | " + " | ".join(f"{x:.0f}" for x in area) + f" | {ness[0]:.2f} | {ness[1]:.2f} |")
+    return lines
+
+
+def draw(file: Path, cells: list[dict]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "specjax"
+    import matplotlib.pyplot as plt
+
+    shown = ("reverse", "sort", "shuffle", "replace", "latin", "sudoku")
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6.5), layout="constrained")
+    names = list(dict.fromkeys(cell["method"] for cell in cells))
+    for task, axis in zip(shown, axes.flat, strict=True):
+        for i, name in enumerate(names):
+            points = [of(cell["tasks"][task]) for cell in cells if cell["method"] == name]
+            rates, right = [p[1] for p in points], [p[0] for p in points]
+            low, high = np.array([wilson(c["tasks"][task]["right"], c["tasks"][task]["asked"])
+                                  for c in cells if c["method"] == name]).T  # fmt: skip
+            bars = np.abs([np.array(right) - 100 * low, 100 * high - np.array(right)])
+            axis.errorbar(rates, right, bars, fmt="osD^vP*Xh<>dp8s"[i % 15], color=f"C{i % 10}", ms=5, lw=0.6,
+                          alpha=0.75, label=name)  # fmt: skip
+        axis.set(title=task, xlabel="tokens per pass", ylabel="% right", ylim=(-5, 107))
+        axis.grid(alpha=0.3)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    learn = commands.add_parser("train")
+    learn.add_argument("model", choices=["full", "block4"])
+    learn.add_argument("--steps", type=int, default=1500)
+    learn.add_argument("--rows", type=int, default=128)
+    learn.add_argument("--learning-rate", type=float, default=2e-3)
+    learn.add_argument("--start", help="weights to begin with")
+    learn.add_argument("--seed", type=int, default=0)
+    learn.add_argument("--keep", type=int, default=100, help="steps between checkpoints")
+    learn.add_argument("--run", help="the folder of checkpoints")
+    learn.add_argument("--out", default="tests/data/diffusion")
+    learn.set_defaults(do=teach)
+    weigh = commands.add_parser("measure")
+    weigh.add_argument("--models", nargs="+", default=["full", "block4"])
+    weigh.add_argument("--methods", nargs="+", help="default: all")
+    weigh.add_argument("--weights", default="tests/data/diffusion")
+    weigh.add_argument("--count", type=int, default=48, help="questions of each task")
+    weigh.add_argument("--out", default="docs/diffusion_results.md")
+    weigh.set_defaults(do=measure)
+    args = parser.parse_args()
+    args.do(args)
+
+
+if __name__ == "__main__":
+    main()

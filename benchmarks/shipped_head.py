@@ -1,0 +1,110 @@
+"""What the head that comes with specjax brings the demo model, by task: plain, `auto`, `auto` with it, the head alone.
+
+    python benchmarks/shipped_head.py question.jsonl --limit 2 --max-new-tokens 96
+
+All four in turns, each `--repeats` times; the prompt's time is taken off, by a run of one token. Texts are compared:
+all are exact. Prints a table, and with --json PATH writes the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import specjax
+from specjax.models.loading.heads.shipped import NAME
+
+TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+def prompts_by_task(path: str, limit: int, tokenizer, longest: int) -> dict[str, list[list[int]]]:
+    found: dict[str, list[list[int]]] = {task: [] for task in TASKS}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        task = "mt_bench" if entry["category"] in CHAT else entry["category"]
+        ids = list(tokenizer.chat(entry["turns"][0]))
+        if task in found and len(found[task]) < limit and len(ids) <= longest:
+            found[task].append(ids)
+    return found
+
+
+def seconds(run, size: int) -> tuple[float, object]:
+    begin = time.perf_counter()
+    result = jax.block_until_ready(run(size))
+    return time.perf_counter() - begin, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", help="Spec-Bench's question.jsonl")
+    parser.add_argument("--target", help="default: the demo model")
+    parser.add_argument("--head", default=NAME)
+    parser.add_argument("--limit", type=int, default=2, help="prompts of each task")
+    parser.add_argument("--longest", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", help="where the figures go")
+    given = parser.parse_args()
+    target, tokenizer = specjax.load(given.target)
+    head, vocab = specjax.load_head(given.head, target), target.model.vocab_size
+    drafters = {
+        "plain": specjax.make_drafter("autoregressive", target),
+        "auto": specjax.drafters.auto(vocab),
+        "auto with the head": specjax.drafters.auto(vocab, head=head),
+        "the head alone": specjax.make_drafter("eagle3", target, head, num_tokens=3),
+    }
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for task, prompts in prompts_by_task(given.questions, given.limit, tokenizer, given.longest).items():
+        taken: dict[str, list[float]] = {name: [] for name in drafters}
+        passes, tokens, texts = dict.fromkeys(drafters, 0), dict.fromkeys(drafters, 0), {}
+        for ids in prompts:
+            run = lambda name, size, ids=ids: specjax.decode(
+                target, drafters[name], [ids], key=0, max_new_tokens=size, temperature=given.temperature,
+                eos=tokenizer.eos,
+            )  # fmt: skip
+            times: dict[str, list[float]] = {name: [] for name in drafters}
+            for repeat in range(-1, given.repeats):  # the first compiles
+                for name in drafters:
+                    reading, _ = seconds(functools.partial(run, name), 1)
+                    whole, result = seconds(functools.partial(run, name), given.max_new_tokens)
+                    if repeat >= 0:
+                        times[name].append(whole - reading)
+                        continue
+                    texts[name] = result.to_lists()[0]
+                    passes[name] += int(np.sum(result.stats.target_passes))
+                    tokens[name] += len(texts[name])
+            assert given.temperature > 0 or len({tuple(text) for text in texts.values()}) == 1, texts
+            for name in drafters:
+                taken[name].append(statistics.median(times[name]))
+        figures[task] = {
+            name: {"per_pass": tokens[name] / passes[name], "speed": sum(taken["plain"]) / sum(taken[name])}
+            for name in drafters
+        }
+        print(
+            task,
+            *(f"{name} {of['speed']:.2f} ({of['per_pass']:.2f})" for name, of in figures[task].items()),
+            sep="; ",
+            flush=True,
+        )
+    names = list(drafters)[1:]
+    print("\n| | " + " | ".join(figures) + " | mean |\n|" + " --- |" * (len(figures) + 2))
+    for what, title in (("speed", "speed over plain decoding"), ("per_pass", "tokens per pass")):
+        for name in names:
+            row = [figures[task][name][what] for task in figures]
+            print(f"| {name}: {title} | " + " | ".join(f"{x:.2f}" for x in [*row, statistics.mean(row)]) + " |")
+    if given.json:
+        with open(given.json, "w", encoding="utf-8") as file:
+            json.dump(figures, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Qwen3 8B."""
+
+from specjax.models import LlamaConfig
+
+
+def get_config(dtype: str = "bfloat16") -> LlamaConfig:
+    """Shapes of Qwen/Qwen3-8B."""
+    return LlamaConfig(
+        vocab_size=151936,
+        width=4096,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_width=12288,
+        rope_base=1000000.0,
+        norm_eps=1e-6,
+        tied=False,
+        qk_norm=True,
+        max_positions=40960,
+        dtype=dtype,
+        stacked=True,
+        name="qwen3-8b",
+    )

@@ -1,0 +1,199 @@
+"""`specjax chat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specjax.cli import options as o
+
+if TYPE_CHECKING:
+    from specjax.cli.session import Session
+    from specjax.engine.requests import Request
+
+HELP = """Talk with a model.
+
+On a colour terminal, text that was drafted and accepted is green. What the
+drafter learns in one turn it knows in the next. Ctrl-D ends the chat. On a
+terminal the keys of a shell work, arrows for earlier lines too.
+
+Lines that begin with / are orders: /stats, tokens per pass and per second so
+far; /system TEXT, what the model is told before everything, from then on;
+/undo, forget the last turn; /clear, forget all turns; /help; /exit.
+
+Turns that no longer fit are forgotten, the oldest first.
+"""
+ORDERS = "/stats, /system TEXT, /undo, /clear, /help, /exit"
+
+
+def chat(
+    target: o.TargetOption = None,
+    draft: o.DraftOption = None,
+    method: Annotated[
+        str | None,
+        typer.Option("--method", help="See `specjax methods`; default: as for generate.", show_default=False),
+    ] = None,
+    settings: o.SetOption = None,
+    system: Annotated[
+        str | None,
+        typer.Option("--system", help="What the model is told before the first turn.", show_default=False),
+    ] = None,
+    max_new_tokens: o.LengthOption = 512,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context", help="Tokens that the turns may take; default: what the model takes, at most 4096.",
+            show_default=False,
+        ),
+    ] = None,
+    temperature: o.TemperatureOption = 0.0,
+    top_k: o.TopKOption = None,
+    top_p: o.TopPOption = None,
+    seed: o.SeedOption = 0,
+    dtype: o.DtypeOption = "auto",
+    no_cache: o.NoCacheOption = False,
+) -> None:  # fmt: skip
+    decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed)
+    o.require(context is None or context >= 64, f"--context must be at least 64, not {context}")
+    from specjax.cli.drafting import method_of, read_drafting, recognised
+
+    head = recognised(None if draft == "none" else draft)
+    draft = None if draft == "none" else draft
+    method = method or method_of(draft, head, settings=settings)
+    drafting = read_drafting([method], draft, settings=settings, head=head)
+
+    from specjax.cli.console import Console
+    from specjax.cli.session import open_session
+
+    log = Console(stderr=True)
+    session = open_session(log, target, draft, dtype, no_cache, has_head=head is not None)
+    room = session.capacity - max_new_tokens
+    o.require(room >= 64, f"--max-new-tokens {max_new_tokens} leaves no room of {session.capacity} tokens; lower it")
+    o.require(context is None or context <= room, f"--context must be at most {room} here, not {context}")
+    drafter = session.drafter(method, drafting)
+    Chat(session, drafter, decoding, context or min(room, 4096), system, log).run(decoding, method)
+
+
+chat.__doc__ = HELP
+
+
+class Chat:
+    """The turns so far, and a batch of one row in which each answer takes the place of the one before."""
+
+    def __init__(self, session: Session, drafter: Any, settings: o.Settings, context: int, system: str | None, log):
+        from specjax.cli.console import Console
+
+        self.session, self.drafter, self.settings, self.context, self.log = session, drafter, settings, context, log
+        self.system = system
+        self.turns: list[dict[str, str]] = []  # messages of a template, user and assistant by turns
+        self.out = Console()
+        self.tokens = self.passes = 0
+        self.seconds = 0.0
+        self.number = 0
+
+    def run(self, settings: o.Settings, method: str) -> None:
+        """Until there is no more to be said."""
+        import time
+
+        import specjax
+        from specjax.cli.text import TextStream
+
+        eos = self.session.tokenizer.eos
+        keywords = self.session.keywords(settings, method)
+        self.log.print(f"Type {ORDERS}.", style="dim")
+        text, begin = TextStream(self.session.tokenizer, eos), 0.0
+        for news in specjax.serve(
+            self.session.target, self.drafter, self.requests(), slots=1, longest_prompt=self.context, **keywords
+        ):
+            if text.taken == 0:
+                begin = time.perf_counter()
+            if news.error is not None:
+                self.log.print(news.error, style="red", soft_wrap=True)
+                self.turns.pop()
+                continue
+            self.tokens, self.passes = self.tokens + len(news.tokens), self.passes + 1
+            for place, token in enumerate(news.tokens):
+                self.out.print(text.push(token, place < news.accepted), end="", soft_wrap=True)
+            sys.stdout.flush()
+            if news.finish_reason is not None:
+                self.out.print(text.flush(), soft_wrap=True)
+                self.seconds += time.perf_counter() - begin
+                if news.finish_reason == "length":
+                    self.log.print("(cut at --max-new-tokens)", style="dim")
+                self.turns.append({"role": "assistant", "content": text.plain})
+                text = TextStream(self.session.tokenizer, eos)
+
+    def requests(self) -> Iterator[Request]:
+        """A turn as soon as it is typed."""
+        import jax
+
+        from specjax.engine.requests import Request
+
+        for line in lines():
+            if line.startswith("/"):
+                if self.order(line) is False:
+                    return
+                continue
+            if not line.strip():
+                continue
+            self.turns.append({"role": "user", "content": line})
+            ids = self.prompt()
+            key = jax.random.fold_in(jax.random.key(self.settings.seed), self.number)
+            self.number += 1
+            yield Request(ids, key)
+
+    def prompt(self) -> list[int]:
+        """Of the turns that fit."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        while True:
+            ids = self.session.tokenizer.chat([*first, *self.turns])
+            if len(ids) <= self.context or len(self.turns) == 1:
+                return ids
+            del self.turns[:2]
+            self.log.print("(the oldest turn is forgotten: it no longer fits)", style="dim")
+
+    def order(self, line: str) -> bool:
+        """What a line that begins with / asks for. False: the chat is over."""
+        word, _, rest = line.strip().partition(" ")
+        if word in ("/exit", "/quit"):
+            return False
+        if word == "/stats":
+            self.log.print(self.stats())
+        elif word == "/system":
+            self.system = rest or None
+        elif word == "/undo":
+            del self.turns[-2:]
+        elif word == "/clear":
+            self.turns.clear()
+        else:
+            self.log.print(ORDERS if word == "/help" else f"there is no order {word}; there are {ORDERS}")
+        return True
+
+    def stats(self) -> str:
+        """Of all answers so far."""
+        if not self.passes:
+            return "nothing was said yet"
+        return (
+            f"{self.tokens} tokens, {self.tokens / self.passes:.2f} per pass of the model, "
+            f"{self.tokens / max(self.seconds, 1e-9):.1f} per second"
+        )
+
+
+def lines() -> Iterator[str]:
+    """What is typed, with the keys of a shell on a terminal; what comes on stdin elsewhere."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    from prompt_toolkit import PromptSession
+
+    typed: PromptSession[str] = PromptSession()
+    while True:
+        try:
+            yield typed.prompt("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            continue

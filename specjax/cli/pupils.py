@@ -1,0 +1,107 @@
+"""What `specjax train` trains: a head of a kind, or a draft model; how it begins and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.cli.session import Session
+from specjax.errors import UsageError
+from specjax.models import loading
+from specjax.models.heads.kinds import KINDS, abstract_head
+from specjax.models.loading.heads.writing import check_writable
+from specjax.models.loading.writing import check_model_writable
+from specjax.training.draft_models import OnPolicy, pruned
+from specjax.training.lessons import Text
+
+
+@dataclass(frozen=True)
+class OfHead:
+    """A learned head."""
+
+    kind: str
+    shapes: dict[str, int]  # changes of its config
+    start: str  # "target" or "random"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a run that goes on must have begun with too."""
+        return {"start": self.start}
+
+    @property
+    def use(self) -> str:
+        """Flags of `specjax generate`, behind `--draft FOLDER`."""
+        return ""
+
+    def data(self, session: Session) -> None:
+        """What `loop.train` is to make of the texts."""
+        return None
+
+    def config(self, session: Session) -> Any:
+        return KINDS[self.kind].of_target(session.target.model.config, **self.shapes)
+
+    def check(self, session: Session, num_tokens: int) -> None:
+        """Raises: UsageError for one that nobody could write, before hours are spent."""
+        head = abstract_head(self.kind, self.config(session))
+        some = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), head.params)
+        check_writable(head.replace(params=some), target=session.target, num_tokens=num_tokens)
+
+    def begin(self, session: Session, texts: Sequence[Text], seed: int) -> Any:
+        """What training begins with. texts: of which it drafts the likeliest tokens."""
+        from specjax.training.starts import new_head
+        from specjax.training.vocabulary import likeliest_ids
+
+        target, config, ids = session.target, self.config(session), None
+        if getattr(config, "is_trimmed", False):
+            size = self.shapes.get("draft_vocab_size") or config.layer.vocab_size
+            ids = likeliest_ids(texts, size, target.model.vocab_size, session.tokenizer.eos)
+        return new_head(self.kind, config, target, jax.random.key(seed), ids=ids, random=self.start == "random")
+
+    def save(self, folder: Path, session: Session, head: Any, num_tokens: int) -> None:
+        import specjax
+
+        specjax.save_head(folder, head, target=session.target, num_tokens=num_tokens)
+
+
+@dataclass(frozen=True)
+class OfModel:
+    """A draft model: one that is given, or some layers of the target."""
+
+    source: str | None  # of the model whose tokenizer it has: the draft model, or the target
+    layers: tuple[int, ...]  # of the target; (): the draft model that the session has
+    own: float  # share of the steps on what it answers itself
+    kind = "two_model"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"start": [self.source, *self.layers]}
+
+    @property
+    def use(self) -> str:
+        return " --method two_model"
+
+    def data(self, session: Session) -> OnPolicy | None:
+        return OnPolicy(eos=tuple(session.tokenizer.eos), share=self.own) if self.own else None
+
+    def check(self, session: Session, num_tokens: int) -> None:
+        check_model_writable(self.begin(session, (), 0))
+
+    def begin(self, session: Session, texts: Sequence[Text], seed: int) -> Any:
+        if not self.layers:
+            return session.draft
+        try:
+            return pruned(session.target, self.layers)
+        except UsageError as error:
+            raise UsageError(f"--layers: {error}") from None
+
+    def save(self, folder: Path, session: Session, model: Any, num_tokens: int) -> None:
+        import specjax
+
+        source = loading.resolve(self.source)
+        tokenizer = source if source.is_dir() else loading.load_tokenizer(self.source)
+        specjax.save_model(folder, model, tokenizer)

@@ -1,0 +1,43 @@
+"""Texts that several models or samples write: `text` is what they share, `methods` one file per published method."""
+
+from specjax.collaborate import methods
+from specjax.collaborate.prepare import TextJob, prepare_texts
+from specjax.collaborate.results import TextResult
+from specjax.collaborate.segments import Segmenter, after_any, after_strings, after_tokens
+from specjax.collaborate.text import (
+    Scores,
+    TextState,
+    Written,
+    append,
+    begin,
+    extend,
+    fork,
+    look,
+    read,
+    rewind,
+    score,
+    select,
+)
+
+__all__ = [
+    "Scores",
+    "Segmenter",
+    "TextJob",
+    "TextResult",
+    "TextState",
+    "Written",
+    "after_any",
+    "after_strings",
+    "after_tokens",
+    "append",
+    "begin",
+    "extend",
+    "fork",
+    "look",
+    "methods",
+    "prepare_texts",
+    "read",
+    "rewind",
+    "score",
+    "select",
+]

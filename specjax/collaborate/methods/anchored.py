@@ -1,0 +1,172 @@
+"""Anchored decoding: a risky model's text, held within a budget of divergence from a safe model's.
+
+He et al.: Anchored Decoding: Provably Reducing Copyright Risk for Any Language Model (2026),
+arXiv 2602.07120.
+
+Rule: with p_s safe and p_r risky, q_theta = p_s^(1 - theta) p_r^theta / Z. At token t = 0, 1, ... the budget is
+k_t = max(0, (t + 1) k - debt - spent), and theta the largest in [0, 1] with KL(q_theta || p_s) <= k_t. The token is
+drawn from q_theta, and what it diverges is spent. The debt is what the prompt says of p_r: the mean of the `tokens`
+largest log p_r / p_s of its tokens, or 0.
+Guarantee: lossy, with a bound: whatever the text, the sum of the divergences of its T tokens is at most k T, so
+KL(law of the text || law of the safe model) <= k T. With k = 0 it is the safe model, byte for byte.
+Deviations: one vocabulary, so no fusion over bytes. Temperature shapes both models, and nothing cuts them after it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.collaborate import text as texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.routing import token_by_token
+from specjax.collaborate.text import TextState
+from specjax.engine.parts import Parts
+from specjax.engine.prefill import CHUNK, prefill_reading
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.precision import in_32_bits
+from specjax.sampling import warp
+from specjax.types import Array, Guarantee, Target
+
+GUARANTEE: Guarantee = "lossy"
+SAFE, RISKY = 0, 1
+NEWTON, BISECTIONS = 8, 12
+ROUNDING = 1e-5
+"""Nats of a budget that are left for what float32 rounds, of log p_r / p_s up to a hundred."""
+FARTHEST = 1e4
+"""log p_r / p_s counts as no less than minus this, so that the path stays continuous where p_r has no mass."""
+
+
+class Budget(NamedTuple):
+    """What a text has spent, in nats."""
+
+    spent: Array  # float32[B]
+    debt: Array  # float32[B]
+    theta: Array  # float32[B], sum over its tokens
+
+
+def anchored(
+    safe: Target,
+    risky: Target,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    budget: float = 0.15,
+    debt: bool = True,
+    tokens: int = 5,
+    temperature: float = 1.0,
+    **settings: Any,
+) -> TextResult:
+    """Text between two models.
+
+    Args:
+      budget: k, nats per token. debt: whether what the prompt tells of the risky model counts; tokens: how many of its
+        tokens say that. temperature: of both models. settings: of `decode`: eos, capacity.
+
+    Returns: TextResult of the writers safe, risky, whose log is a `Budget`. A token counts as the risky model's where
+      theta is above 0.
+    Raises: UsageError for a setting outside its range, or models of different vocabularies.
+    """
+    number("budget", budget, budget >= 0, "at least 0")
+    number("tokens", tokens, tokens >= 1, "at least 1")
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise UsageError("temperature must be above 0: the divergence of greedy texts is 0 or infinite")
+    for name in ("top_k", "top_p", "min_p"):
+        if settings.get(name) is not None:
+            raise UsageError(f"{name} would change a distribution behind its budget; leave it out")
+    job = prepare_texts(
+        (safe, risky), prompts, key=key, max_new_tokens=max_new_tokens,
+        settings=Settings(temperature=temperature, **settings),
+    )  # fmt: skip
+    return _run(job, jnp.float32(budget), debt=debt, tokens=tokens).cut(max_new_tokens)
+
+
+def fused(log_s: Array, log_r: Array, budget: Array) -> tuple[Array, Array, Array]:
+    """(log q float32[B, V], theta float32[B], KL(q || p_s) float32[B]) of log-probabilities [B, V] and a budget [B]."""
+    inside = log_s > -jnp.inf
+    log_r = jax.nn.log_softmax(jnp.where(inside, log_r, -jnp.inf), -1)
+    apart = jnp.where(inside, jnp.maximum(log_r - log_s, -FARTHEST), 0.0)
+
+    def at(theta: Array) -> tuple[Array, Array, Array]:
+        """log q, KL and its derivative."""
+        x = jnp.where(inside, log_s + theta[:, None] * apart, -jnp.inf)
+        log_z = jax.nn.logsumexp(x, -1)
+        q = jnp.exp(x - log_z[:, None])
+        mean = jnp.sum(q * apart, -1)
+        variance = jnp.sum(q * (apart - mean[:, None]) ** 2, -1)
+        return x - log_z[:, None], jnp.maximum(theta * mean - log_z, 0.0), theta * variance
+
+    budget, one = budget - ROUNDING, jnp.ones_like(budget)
+
+    def narrow(i: Array, bracket: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        low, high, theta = bracket
+        _, kl, slope = at(theta)
+        low, high = jnp.where(kl <= budget, theta, low), jnp.where(kl <= budget, high, theta)
+        step, middle = theta - (kl - budget) / jnp.maximum(slope, 1e-12), (low + high) / 2
+        within = (step > low) & (step < high) & (i < NEWTON - 1)
+        return low, high, jnp.where(within, step, middle)
+
+    low, _, _ = jax.lax.fori_loop(0, NEWTON + BISECTIONS, narrow, (0 * one, one, one / 2))
+    whole = at(one)[1] <= budget
+    theta = jnp.where(budget <= 0, 0.0, jnp.where(whole, 1.0, low))
+    log_q, kl, _ = at(theta)
+    return jnp.where((theta == 0)[:, None], log_s, log_q), theta, jnp.where(theta == 0, 0.0, kl)
+
+
+def prompt_debt(log_s: Array, log_r: Array, known: Array, tokens: int) -> Array:
+    """float32[B]: the mean of the largest of log p_r / p_s >= 0 over the tokens `known` bool[B, L] of log p [B, L]."""
+    ratio = jnp.where(known, jnp.maximum(log_r - log_s, 0.0), 0.0)
+    count = jnp.minimum(jnp.sum(known, 1), tokens)
+    return jnp.sum(jax.lax.top_k(ratio, tokens)[0], 1) / jnp.maximum(count, 1)
+
+
+def prompt_logprobs(writer: Parts, tokens: Array, length: Array) -> Array:
+    """float32[B, L]: log p, after temperature, of each token of a prompt but the first; 0 elsewhere."""
+    target, (batch, size) = writer.target, tokens.shape
+
+    def see(seen: tuple[Array, Array], window: Array, count: Array, output) -> tuple[Array, Array]:
+        start, found = seen
+        place = start + 1 + jnp.arange(CHUNK)
+        following = jnp.take(tokens, place, axis=1, mode="clip")
+        log_p = jax.nn.log_softmax(warp(output.logits, writer.sampling), -1)
+        of = take_along(log_p, following[:, :, None], 2)[:, :, 0]
+        of = jnp.where(jnp.arange(CHUNK) < count[:, None], of, 0.0)
+        return start + CHUNK, found.at[:, place].set(of, mode="drop")
+
+    cache = target.model.begin(target.params, None, batch, size)
+    seen = jnp.int32(0), jnp.zeros(tokens.shape)
+    return prefill_reading(target.model, target.params, cache, tokens, length - 1, see, seen)[1][1]
+
+
+@functools.partial(jax.jit, static_argnames=("debt", "tokens"))
+@in_32_bits
+def _run(job: TextJob, budget: Array, *, debt: bool, tokens: int) -> TextResult:
+    writers, text = job.writers, job.begin()
+    owed = jnp.zeros(text.length.shape)
+    if debt:
+        log_p = [prompt_logprobs(writer, job.tokens, job.lengths) for writer in writers]
+        place = jnp.arange(job.tokens.shape[1])
+        owed = prompt_debt(log_p[SAFE], log_p[RISKY], (place > 0) & (place < job.lengths[:, None]), tokens)
+
+    def choose(text: TextState, state: Budget, going: Array):
+        log_p = []
+        for who in (SAFE, RISKY):
+            text, logits, _ = texts.look(writers, text, who, going)
+            log_p.append(jax.nn.log_softmax(warp(logits, writers[who].sampling), -1))
+        now = jnp.maximum((text.written + 1) * budget - state.debt - state.spent, 0.0)
+        log_q, theta, kl = fused(log_p[SAFE], log_p[RISKY], now)
+        add = lambda total, x: total + jnp.where(going, x, 0.0)
+        state = Budget(add(state.spent, kl), state.debt, add(state.theta, theta))
+        return text, log_q, jnp.where(theta > 0, RISKY, SAFE), state
+
+    zero = jnp.zeros(text.length.shape)
+    text, state = token_by_token(writers, text, choose, Budget(zero, owed, zero), warped=True)
+    return result(text, state)

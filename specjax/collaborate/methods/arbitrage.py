@@ -1,0 +1,122 @@
+"""Arbitrage: the target rewrites a step of the draft model where that would make it better, not where it is bad.
+
+Arbitrage: Efficient Reasoning via Advantage-Aware Speculation (2025), arXiv 2512.05033.
+
+Rule: the draft model writes a step z. With form
+  router: y = sigmoid(w . h + b) of a router model's hidden state h at the end of z; the target rewrites where y >= tau;
+  reward: a process reward s(z), ignoring what the target would do; it rewrites where s < tau;
+  oracle: both write, with rewards s_d and s_t; the target's step is kept where s_t - s_d > tau.
+Guarantee: lossy. A router with tau = 0 leaves all to the target, with its own key of `text.writer_keys`, above 1 all to
+the draft model; the oracle says what the best router could do.
+Deviations: the router is given; how it is trained, on which of the two steps the reward prefers, is not here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from specjax.collaborate import text as texts
+from specjax.collaborate.methods.reward_smc import Reward
+from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.results import TextResult, check_scores, result
+from specjax.collaborate.routing import TARGET, Step, judged_steps
+from specjax.collaborate.segments import Segmenter
+from specjax.collaborate.text import TextState, Writers
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts
+from specjax.errors import UsageError
+from specjax.precision import in_32_bits
+from specjax.types import Array, Drafter, Guarantee, Target
+
+GUARANTEE: Guarantee = "lossy"
+ROUTER = 2
+Form = Literal["router", "reward", "oracle"]
+DEFAULTS = {"router": 0.5, "reward": 0.7, "oracle": 0.0}
+
+
+def arbitrage(
+    draft: Target,
+    target: Target,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    segmenter: Segmenter,
+    form: Form = "router",
+    tau: float | None = None,
+    most: int = 512,
+    router: Target | None = None,
+    head: tuple[Array, Array] | None = None,
+    reward: Reward | None = None,
+    drafter: Drafter | None = None,
+    **settings: Any,
+) -> TextResult:
+    """Steps of the draft model, some of them rewritten by the target.
+
+    Args:
+      segmenter: where steps end, such as `after_strings(["\\n\\n"], ...)`; most: their tokens at most.
+      form: what decides. tau: its threshold, by default 0.5 of a router, 0.7 of a reward, 0 of the oracle.
+      router, head: a model of the same vocabulary and (w float32[D], b float32[]). reward: as `reward_smc` has it.
+      drafter: drafts within the target's own steps. settings: of `decode`, for both models.
+
+    Returns: TextResult of the writers draft, target and, if given, router. Its log is a `StepLog` of y, s or s_t - s_d.
+    Raises: UsageError for a form without what it needs, a setting outside its range, models of different vocabularies,
+      or a score that is NaN.
+    """
+    if form not in get_args(Form):
+        raise UsageError(f'form must be one of {", ".join(get_args(Form))}, not "{form}"')
+    if form == "router" and (router is None or head is None):
+        raise UsageError('form="router" needs router=, a model, and head=, its (w, b)')
+    if form != "router" and reward is None:
+        raise UsageError(f'form="{form}" needs reward=, a function of steps')
+    tau = DEFAULTS[form] if tau is None else tau
+    number("tau", tau, True, "a number")
+    number("most", most, most >= 1, "at least 1")
+    models = (draft, target) if router is None else (draft, target, router)
+    job = prepare_texts(
+        models, prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
+        settings=Settings(**settings),
+    )  # fmt: skip
+    done = _run(job, segmenter, jnp.float32(tau), head, form=form, reward=reward, most=most)
+    check_scores(done.log.valid, f"what the {form} says", "look at its parameters")
+    return done.cut(max_new_tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "reward", "most"))
+@in_32_bits
+def _run(
+    job: TextJob, segmenter: Segmenter, tau: Array, head: tuple[Array, Array] | None, *, form: str,
+    reward: Reward | None, most: int,
+) -> TextResult:  # fmt: skip
+    def routed(writers: Writers, text: TextState, step: Step):
+        assert head is not None
+        text, _, hidden = texts.look(writers, text, ROUTER, step.active)
+        return text, jax.nn.sigmoid(hidden.astype(jnp.float32) @ head[0] + head[1])
+
+    def rewarded(text: TextState, step: Step) -> Array:
+        assert reward is not None
+        return reward(text.tokens, step.start, text.length, ~text.going)
+
+    def compared(writers: Writers, text: TextState, step: Step):
+        """The target writes beside the text, and the same once more if it is to stay: a draw belongs to its place."""
+        start = jnp.where(step.active, step.start, text.length)
+        other, _ = texts.extend(
+            writers, texts.rewind(writers, text, start), TARGET, segmenter=segmenter, limit=most, active=step.active
+        )
+        advantage = rewarded(other, step) - rewarded(text, step)
+        return text._replace(passes=other.passes, read=other.read), advantage
+
+    judges = {"router": routed, "reward": lambda writers, text, step: (text, rewarded(text, step)), "oracle": compared}
+    routes = {
+        "router": lambda score, step: score >= tau,
+        "reward": lambda score, step: score < tau,
+        "oracle": lambda score, step: score > tau,
+    }
+    text, log = judged_steps(
+        job.writers, job.begin(), segmenter=segmenter, judge=judges[form], route=routes[form], most=most
+    )
+    return result(text, log)

@@ -1,0 +1,106 @@
+"""First finish search: of several samples of a prompt, the one that ends first.
+
+Agarwal, Sengupta, Chakraborty: First Finish Search: Efficient Test-Time Scaling in Large Language Models (2025),
+arXiv 2505.18149.
+
+Rule: n samples go on at once. The shortest that ends with an eos is the answer, and the others are cancelled as soon as
+they cannot be shorter. Of several of one length the one with the highest mean log-probability wins, then the first; if
+none ends by the limit, the one with the highest mean log-probability.
+Guarantee: lossy: each sample has the model's distribution, the shortest of several does not. With n = 1 it is `decode`.
+Deviations: lengths are compared, not clocks. With a drafter, rows come to one length in different passes; then what is
+shorter still goes on, so that the winner is the one of token-by-token decoding where the texts are (coupled sampling).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.collaborate import text as texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.results import TextResult, result
+from specjax.engine.parts import Keep
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts
+from specjax.errors import UsageError
+from specjax.precision import in_32_bits
+from specjax.types import Array, Drafter, Guarantee, Info, Target
+
+GUARANTEE: Guarantee = "lossy"
+
+
+class Race(NamedTuple):
+    """The samples of each prompt."""
+
+    winner: Array  # int32[B]
+    lengths: Array  # int32[B, n], tokens when they ended or were cancelled
+    ended: Array  # bool[B, n]
+    mean_logprob: Array  # float32[B, n]
+
+
+def first_finish(
+    target: Target,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    samples: int = 4,
+    temperature: float = 1.0,
+    drafter: Drafter | None = None,
+    **settings: Any,
+) -> TextResult:
+    """The sample that is over first.
+
+    Args:
+      samples: per prompt, n; sample i has the key that `decode` gives it with `samples_per_prompt`.
+      drafter: drafts for all of them. settings: of `decode`, such as eos, without which none ends.
+
+    Returns: TextResult of the winners, whose passes and tokens read are those of all samples; its log is a `Race`.
+    Raises: UsageError for samples below 1, or a temperature of 0, at which all are equal.
+    """
+    number("samples", samples, samples >= 1, "at least 1")
+    if isinstance(temperature, int | float) and temperature == 0 and samples > 1:
+        raise UsageError("temperature must be above 0, as samples drawn at 0 are equal; or give samples=1")
+    job = prepare_texts(
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
+        settings=Settings(temperature=temperature, **settings), keep=Keep(logprobs=True), rewinds=False,
+    )  # fmt: skip
+    return _run(job, samples=samples).cut(max_new_tokens)
+
+
+def winners(lengths: Array, ended: Array, mean_logprob: Array) -> Array:
+    """int32[B]: the sample that wins, of arrays [B, n]."""
+    least = jnp.min(jnp.where(ended, lengths, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
+    in_the_race = jnp.where(jnp.any(ended, 1, keepdims=True), ended & (lengths == least), True)
+    return jnp.argmax(jnp.where(in_the_race, mean_logprob, -jnp.inf), 1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("samples",))
+@in_32_bits
+def _run(job: TextJob, *, samples: int) -> TextResult:
+    n, batch = samples, len(job.lengths)
+    writers = texts.forked(job.writers, n)
+    grouped = lambda x: x.reshape(batch, n)
+
+    def add(total: Array, info: Info, kept: Array) -> Array:
+        assert info.logprobs is not None
+        inside = jnp.arange(info.logprobs.shape[1]) < kept[:, None]
+        return total + jnp.sum(jnp.where(inside, info.logprobs, 0.0), 1)
+
+    def cannot_win(length: Array, ended: Array) -> Array:
+        done, long = grouped(ended), grouped(length)
+        least = jnp.min(jnp.where(done, long, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
+        return (long >= least).reshape(-1)
+
+    text = texts.fork(job.writers, job.begin(), n)
+    text, written = texts.extend(writers, text, 0, see=add, seen=jnp.zeros((batch * n,)), halt=cannot_win)
+    lengths, ended = grouped(text.written), grouped(text.ended)
+    mean = grouped(written.seen) / jnp.maximum(lengths, 1)
+    winner = winners(lengths, ended, mean)
+    best = texts.select(writers, text, jnp.arange(batch) * n + winner)
+    spent = lambda x: jnp.sum(x.reshape(batch, n, -1), 1)
+    best = best._replace(passes=spent(text.passes), read=spent(text.read))
+    return result(best, Race(winner, lengths, ended, mean))

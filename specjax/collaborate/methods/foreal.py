@@ -1,0 +1,94 @@
+"""FoReaL decoding: a leading model begins sentences, and a small one ends them.
+
+Li et al.: What Makes Reasoning Models Different? Follow the Reasoning Leader for Efficient Decoding (2025),
+arXiv 2506.06998.
+
+Rule: at the beginning of each sentence a coin is tossed, g ~ Bernoulli(p). Where it shows 1 the leader writes the first
+n tokens, or all of a shorter sentence, and the draft model the rest; else the draft model writes all of it. Each reads
+what the other wrote.
+Guarantee: lossy. With p = 0 the text is the draft model's, with p = 1 and n beyond the longest sentence the leader's,
+with its own key of `text.writer_keys`.
+Deviations: n = 15 and p = 0.6 are our choice. What ends a sentence is the caller's segmenter, from the first token of
+each model's part on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.collaborate import text as texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.segments import Segmenter
+from specjax.collaborate.text import TextState
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts
+from specjax.precision import in_32_bits
+from specjax.sampling import fold_in, uniform
+from specjax.types import Array, Drafter, Guarantee, Target
+
+GUARANTEE: Guarantee = "lossy"
+DRAFT, LEADER = 0, 1
+COIN = 105
+"""Purpose of the keys of the tosses."""
+
+
+class Sentences(NamedTuple):
+    """How the coin fell."""
+
+    all: Array  # int32[B]
+    led: Array  # int32[B], those that the leader began
+
+
+def foreal(
+    draft: Target,
+    target: Target,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    segmenter: Segmenter,
+    lead: int = 15,
+    p: float = 0.6,
+    drafter: Drafter | None = None,
+    **settings: Any,
+) -> TextResult:
+    """Sentences begun by the leader, `target`, and ended by the draft model.
+
+    Args:
+      segmenter: where sentences end, such as `after_strings([".", "?", "!", "\\n"], ...)`. lead: n. p: of the coin.
+      drafter: drafts within the leader's parts. settings: of `decode`, for both models.
+
+    Returns: TextResult of the writers draft, target, whose log is a `Sentences`.
+    Raises: UsageError for a setting outside its range, or models of different vocabularies.
+    """
+    number("lead", lead, lead >= 1, "at least 1")
+    number("p", p, 0 <= p <= 1, "from 0 to 1")
+    job = prepare_texts(
+        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
+        settings=Settings(**settings),
+    )  # fmt: skip
+    return _run(job, segmenter, jnp.int32(lead), jnp.float32(p)).cut(max_new_tokens)
+
+
+@jax.jit
+@in_32_bits
+def _run(job: TextJob, segmenter: Segmenter, lead: Array, p: Array) -> TextResult:
+    writers = job.writers
+
+    def body(carry: tuple[TextState, Sentences]) -> tuple[TextState, Sentences]:
+        text, log = carry
+        going = text.going
+        coins = fold_in(fold_in(text.keys[:, 0], text.length), COIN)
+        led = going & (uniform(coins, 1)[:, 0] < p)
+        text, begun = texts.extend(writers, text, LEADER, segmenter=segmenter, limit=lead, active=led)
+        text, _ = texts.extend(writers, text, DRAFT, segmenter=segmenter, active=going & ~(led & begun.complete))
+        return text, Sentences(log.all + going, log.led + led)
+
+    text = job.begin()
+    zero = jnp.zeros_like(text.length)
+    text, log = jax.lax.while_loop(lambda carry: jnp.any(carry[0].going), body, (text, Sentences(zero, zero)))
+    return result(text, log)

@@ -1,0 +1,127 @@
+"""Power-SMC: particles that follow the power law p(y | x)^alpha of whole texts.
+
+Azizi et al.: Power-SMC: Low-Latency Sequence-Level Power Sampling for Training-Free
+LLM Reasoning (2026), arXiv 2602.10273.
+
+Rule: n particles are drawn at temperature 1 / alpha, q(v) = p(v)^alpha / sum_u p(u)^alpha. A token y_t adds
+(a_t - a_{t-1}) log p(y_<t) + a_t log p(y_t | y_<t) - log q(y_t) to a particle's log-weight, with a ramp
+a_t = 1 + (alpha - 1) min((t + 1) / ramp, 1); one that ends earlier is brought up to alpha at its end. With ramp = 1
+that is log sum_v p(v)^alpha, whatever was drawn. After each block of tokens, a prompt whose ESS is below kappa n
+resamples. The text is one particle, drawn by weight.
+Guarantee: lossy: of the model's own distribution it is another law. The law of a particle converges to p^alpha as n
+grows, and exp(log_z) has the mean sum_y p(y)^alpha for any n; with alpha = 1 it is plain sampling.
+Deviations: no top-p, which would give no mass where p^alpha has some. All particles have a copy of the prompt's cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.collaborate import particles as smc
+from specjax.collaborate import text as texts
+from specjax.collaborate.particles import Particles
+from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.results import TextResult, result
+from specjax.engine.parts import Keep
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts
+from specjax.indexing import take_along
+from specjax.precision import in_32_bits
+from specjax.types import Array, Drafter, Guarantee, Info, Target
+
+GUARANTEE: Guarantee = "lossy"
+
+
+class Power(NamedTuple):
+    """What a particle knows of itself."""
+
+    log_p: Array  # float32[R], of its tokens under the model
+    written: Array  # int32[R], these
+    gain: Array  # float32[R], of its log-weight in this block
+
+
+def power_smc(
+    target: Target,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    alpha: float = 4.0,
+    particles: int = 64,
+    block: int = 64,
+    kappa: float = 0.5,
+    ramp: int = 400,
+    drafter: Drafter | None = None,
+    **settings: Any,
+) -> TextResult:
+    """A text of the law p^alpha, approximately.
+
+    Args:
+      alpha: the power, at least 1. particles: per prompt, n. block: tokens between two looks at the weights.
+      kappa: share of n below which the ESS must fall. ramp: tokens until the weights aim at alpha.
+      drafter: drafts for all particles. settings: of `decode`: eos, capacity.
+
+    Returns: TextResult, whose passes and tokens read are those of all particles; its log is a `particles.Sample`.
+    Raises: UsageError for a setting outside its range, or if the model gives no numbers.
+    """
+    number("alpha", alpha, alpha >= 1, "at least 1")
+    number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")
+    for name, value in (("particles", particles), ("block", block), ("ramp", ramp)):
+        number(name, value, value >= 1, "at least 1")
+    job = prepare_texts(
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
+        settings=Settings(temperature=1 / alpha, **settings), keep=Keep(logits=True), rewinds=False,
+    )  # fmt: skip
+    done = _run(job, jnp.float32(alpha), jnp.int32(ramp), jnp.int32(block), jnp.float32(kappa), n=particles)
+    smc.check(done.log)
+    return done.cut(max_new_tokens)
+
+
+def exponent(t: Array, alpha: Array, ramp: Array) -> Array:
+    """a_t float32 of the token t = 0, 1, ...; before the first one it is 1."""
+    return jnp.where(t < 0, 1.0, 1 + (alpha - 1) * jnp.minimum((t + 1) / ramp, 1.0))
+
+
+def add_tokens(power: Power, logits: Array, tokens: Array, kept: Array, alpha: Array, ramp: Array) -> Power:
+    """With the first `kept` int32[R] of tokens [R, N], drawn from logits float32[R, N, V] of temperature 1 / alpha."""
+    log_q = jax.nn.log_softmax(logits, -1)
+    log_p = jax.nn.log_softmax(logits / alpha, -1)  # the temperature undone
+    of = lambda x: take_along(x, jnp.clip(tokens, 0, x.shape[-1] - 1)[:, :, None], 2)[:, :, 0]
+    inside = jnp.arange(tokens.shape[1]) < kept[:, None]
+    p, q = jnp.where(inside, of(log_p), 0.0), jnp.where(inside, of(log_q), 0.0)
+    before = power.log_p[:, None] + jnp.cumsum(p, 1) - p
+    t = power.written[:, None] + jnp.arange(tokens.shape[1])
+    now, last = exponent(t, alpha, ramp), exponent(t - 1, alpha, ramp)
+    gain = jnp.where(inside, (now - last) * before + now * p - q, 0.0)
+    return Power(power.log_p + jnp.sum(p, 1), power.written + kept, power.gain + jnp.sum(gain, 1))
+
+
+@functools.partial(jax.jit, static_argnames=("n",))
+@in_32_bits
+def _run(job: TextJob, alpha: Array, ramp: Array, block: Array, kappa: Array, *, n: int) -> TextResult:
+    writers = texts.forked(job.writers, n)
+
+    def see(power: Power, info: Info, kept: Array) -> Power:
+        assert info.logits is not None
+        return add_tokens(power, info.logits, info.tokens, kept, alpha, ramp)
+
+    def grow(particles: Particles) -> Particles:
+        going = particles.text.going
+        power = particles.carried._replace(gain=jnp.zeros(going.shape))
+        text, written = texts.extend(writers, particles.text, 0, limit=block, see=see, seen=power)
+        power = written.seen
+        # The rest of the ramp, of particles that end here.
+        missing = (alpha - exponent(power.written - 1, alpha, ramp)) * power.log_p
+        gain = power.gain + jnp.where(going & ~text.going, missing, 0.0)
+        return smc.weighted(particles._replace(text=text, carried=power), gain.reshape(-1, n))
+
+    text = job.begin()
+    rows = len(text.length) * n
+    power = Power(jnp.zeros((rows,)), jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,)))
+    particles = smc.smc(writers, smc.begin(writers, text, n, power), grow, kappa)
+    chosen, sample = smc.outcome(writers, particles)
+    return result(chosen, sample)

@@ -1,0 +1,189 @@
+"""Reward-guided SMC: particles that follow the model's law, reweighted by rewards of the text so far.
+
+Sampling for Quality: Training-Free Reward-Guided LLM Decoding via Sequential Monte Carlo (2026), arXiv 2604.16453.
+
+Rule: the target law is prod_t p(y_t | y_<t) psi_t(y_<=t), with rewards psi >= 0 given block by block. n particles are
+drawn from q, the model at a temperature; a block multiplies a particle's weight by p / q and
+  prefix: psi;
+  look-ahead: psi V_t / V_{t-1}, where V is the mean, over m roll-outs from p, of the product of the rewards to come.
+A prompt whose ESS is below kappa n resamples. Then a move: each particle draws its last block anew from p, and takes it
+with probability min(1, psi(new) / psi(old)), times the ratio of V with look-ahead. The text is one particle, by weight.
+Guarantee: lossy: of the model's own distribution it is another law. The law of a particle converges to the target as n
+grows; with psi = 1 it is the model's.
+Deviations: the paper leaves the numbers open; n = 16, block = 32, kappa = 0.5 and one move are ours. A move happens
+only where a prompt has resampled, and for particles that wrote in the last block. The look-ahead's V is an estimate, of
+which each particle keeps its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import buffers
+from specjax.collaborate import particles as smc
+from specjax.collaborate import text as texts
+from specjax.collaborate.particles import Particles
+from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.text import TextState, Writers
+from specjax.engine.parts import Keep
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.precision import in_32_bits
+from specjax.sampling import fold_in, uniform
+from specjax.types import Array, Drafter, Guarantee, Info, Sampling, Target
+
+GUARANTEE: Guarantee = "lossy"
+Reward = Callable[[Array, Array, Array, Array], Array]
+"""`reward(tokens int32[R, L], start int32[R], length int32[R], ended bool[R]) -> psi float32[R]` of the block from
+`start` to `length`, behind all of the text before; `ended`: the text goes no further. It is traced; one that Python
+must compute is wrapped in `jax.pure_callback`."""
+
+
+class Block(NamedTuple):
+    """What a particle knows of its last block."""
+
+    start: Array  # int32[R]
+    wrote: Array  # bool[R], whether it is of the last round
+    log_psi: Array  # float32[R]
+    log_v: Array  # float32[R], of the text as it is
+
+
+def reward_smc(
+    target: Target,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    reward: Reward,
+    particles: int = 16,
+    block: int = 32,
+    kappa: float = 0.5,
+    lookahead: int = 0,
+    move: bool = True,
+    temperature: float = 1.0,
+    drafter: Drafter | None = None,
+    **settings: Any,
+) -> TextResult:
+    """A text of the model's law times rewards, approximately.
+
+    Args:
+      reward: psi of a block, the same function for every call that is to compile nothing. particles: per prompt, n.
+      block: tokens between two rewards. kappa: share of n below which the ESS must fall. lookahead: roll-outs, m; 0:
+        rewards of the prefix alone. move: whether particles move after resampling. temperature: of q.
+      drafter: drafts for all particles. settings: of `decode`: eos, capacity.
+
+    Returns: TextResult, whose passes and tokens read are those of all particles, without roll-outs and moves; its log
+      is a `particles.Sample`.
+    Raises: UsageError for a setting outside its range, a reward that is NaN or infinite, or no particle left alive.
+    """
+    number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")
+    number("lookahead", lookahead, lookahead >= 0, "at least 0")
+    number("particles", particles, particles >= 1, "at least 1")
+    number("block", block, block >= 1, "at least 1")
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise UsageError("temperature must be above 0, as particles drawn at 0 are equal")
+    job = prepare_texts(
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
+        settings=Settings(temperature=temperature, **settings), keep=Keep(logits=True), rewinds=move,
+    )  # fmt: skip
+    done = _run(
+        job, jnp.int32(block), jnp.float32(kappa), reward=reward, n=particles, lookahead=lookahead, move=move
+    )  # fmt: skip
+    smc.check(done.log)
+    return done.cut(max_new_tokens)
+
+
+def _as_model(writers: Writers) -> Writers:
+    """The writers at temperature 1, as the law has them."""
+    return tuple(dataclasses.replace(writer, sampling=Sampling(jnp.float32(1.0))) for writer in writers)
+
+
+def _log_reward(reward: Reward, text: TextState, start: Array, going: Array) -> Array:
+    """log psi float32[R] of blocks from `start` on; 0 in rows that wrote none."""
+    psi = reward(text.tokens, start, text.length, ~text.going)
+    psi = jnp.where(psi >= 0, psi, jnp.nan)  # and what is below 0 is no reward
+    return jnp.where(going, jnp.log(psi), 0.0)
+
+
+def look_ahead(writers: Writers, text: TextState, reward: Reward, block: Array, m: int, purpose: Array) -> Array:
+    """log V float32[R] of texts: of the mean of m roll-outs each; 0 of those that have ended."""
+    many, rolls = texts.forked(writers, m), texts.fork(writers, text, m)
+    keys = fold_in(fold_in(rolls.keys, smc.LOOK), purpose)
+
+    def body(carry: tuple[TextState, Array]) -> tuple[TextState, Array]:
+        text, total = carry
+        going = text.going
+        new, written = texts.extend(many, text, 0, limit=block)
+        return new, total + _log_reward(reward, new, written.start, going)
+
+    carry = rolls._replace(keys=keys), jnp.zeros(rolls.length.shape)
+    _, total = jax.lax.while_loop(lambda carry: jnp.any(carry[0].going), body, carry)
+    return jax.nn.logsumexp(total.reshape(-1, m), 1) - jnp.log(m)
+
+
+@functools.partial(jax.jit, static_argnames=("reward", "n", "lookahead", "move"))
+@in_32_bits
+def _run(
+    job: TextJob, block: Array, kappa: Array, *, reward: Reward, n: int, lookahead: int, move: bool
+) -> TextResult:  # fmt: skip
+    writers = texts.forked(job.writers, n)
+    as_model = _as_model(writers)
+    temperature = writers[0].sampling.temperature
+
+    def see(gain: Array, info: Info, kept: Array) -> Array:
+        assert info.logits is not None and temperature is not None
+        log_p, log_q = jax.nn.log_softmax(info.logits * temperature, -1), jax.nn.log_softmax(info.logits, -1)
+        token = jnp.clip(info.tokens, 0, log_p.shape[-1] - 1)[:, :, None]
+        ratio = (take_along(log_p, token, 2) - take_along(log_q, token, 2))[:, :, 0]
+        return gain + jnp.sum(jnp.where(jnp.arange(ratio.shape[1]) < kept[:, None], ratio, 0.0), 1)
+
+    def value(text: TextState, number: Array) -> Array:
+        if not lookahead:
+            return jnp.zeros(text.length.shape)
+        return look_ahead(as_model, text, reward, block, lookahead, number)
+
+    def grow(particles: Particles) -> Particles:
+        going = particles.text.going
+        text, written = texts.extend(writers, particles.text, 0, limit=block, see=see, seen=jnp.zeros(going.shape))
+        log_psi = _log_reward(reward, text, written.start, going)
+        log_v = jnp.where(going, value(text, 2 * particles.round), particles.carried.log_v)
+        # What had no future has none still, whatever V says of it.
+        ahead = jnp.where(log_v > -jnp.inf, log_v - particles.carried.log_v, -jnp.inf)
+        gain = jnp.where(going, written.seen + log_psi + ahead, 0.0)
+        gain = jnp.where(particles.carried.log_v > -jnp.inf, gain, -jnp.inf)
+        new = particles._replace(text=text, carried=Block(written.start, going, log_psi, log_v))
+        return smc.weighted(new, gain.reshape(-1, n))
+
+    def moved(particles: Particles, resampled: Array) -> Particles:
+        text, old = particles.text, particles.carried
+        tries = jnp.repeat(resampled, n) & old.wrote
+        keys = fold_in(fold_in(text.keys, smc.MOVE), particles.round)
+        other = texts.rewind(writers, text, jnp.where(tries, old.start, text.length))._replace(keys=keys)
+        other, _ = texts.extend(as_model, other, 0, limit=block, active=tries)
+        log_psi = _log_reward(reward, other, old.start, tries)
+        log_v = jnp.where(tries, value(other, 2 * particles.round + 1), old.log_v)
+        u = uniform(fold_in(keys[:, 0], -1), 1)[:, 0]
+        takes = tries & (jnp.log(u) < log_psi + log_v - old.log_psi - old.log_v)
+        valid = particles.valid & ~jnp.any(jnp.isnan(log_psi).reshape(-1, n), 1)
+        text = buffers.where_rows(takes, other, text, texts.axes(writers, text))._replace(keys=text.keys)
+        pick = lambda new, old: jnp.where(takes, new, old)
+        last = old._replace(log_psi=pick(log_psi, old.log_psi), log_v=pick(log_v, old.log_v))
+        return particles._replace(text=text, carried=last, valid=valid)
+
+    text = job.begin()
+    rows = len(text.length) * n
+    zero = jnp.zeros((rows,))
+    block_0 = Block(jnp.repeat(text.length, n), jnp.zeros((rows,), bool), zero, zero)
+    start = smc.begin(writers, text, n, block_0)
+    particles = smc.smc(writers, start, grow, kappa, moved if move else None)
+    chosen, sample = smc.outcome(writers, particles)
+    return result(chosen, sample)

@@ -1,0 +1,118 @@
+"""SpecReason: a small model writes the steps of a chain of thought, and a large one rewrites those it rates low.
+
+Pan, Dai, Zhang, Oliaro, Jia, Netravali: SpecReason: Fast and Accurate Inference-Time Compute via Speculative Reasoning
+(2025), arXiv 2504.07891.
+
+Rule: the draft model writes a step s. The target reads it and, behind a fixed judging prompt, rates it with one digit:
+u = the likeliest of the ten, or sum_k k p(k) with p normalised over them. Keep s if u >= threshold, else the target
+writes a step in its place. The first `first` steps are the target's. It ends with a step that has an answer in it or
+repeats the one before.
+Guarantee: lossy. With a threshold of 0 the text is the draft model's, above 9 the target's, with its own key of
+`text.writer_keys`. A drafter inside of the target's steps keeps its own guarantee: greedy text is the same.
+Deviations: judging is one pass over the prompt whose keys and values are never committed, so there is nothing to roll
+back. Strings are tokens: the caller gives the judging prompt and the ids of the digits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.collaborate import text as texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.results import TextResult, check_scores, result
+from specjax.collaborate.routing import TARGET, Step, judged_steps, patterns
+from specjax.collaborate.segments import Segmenter
+from specjax.collaborate.text import TextState, Writers
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts
+from specjax.errors import UsageError
+from specjax.precision import in_32_bits
+from specjax.types import Array, Drafter, Guarantee, Target
+
+GUARANTEE: Guarantee = "lossy"
+
+
+def spec_reason(
+    draft: Target,
+    target: Target,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    segmenter: Segmenter,
+    judging: Sequence[int],
+    digits: Sequence[int],
+    threshold: float = 7.0,
+    average: bool = False,
+    first: int = 0,
+    most: int = 512,
+    answer: Sequence[Sequence[int]] = (),
+    drafter: Drafter | None = None,
+    **settings: Any,
+) -> TextResult:
+    """Steps of the draft model, rated by the target. The authors sample at temperature 0.6 with top_p 0.95.
+
+    Args:
+      segmenter: where steps end, such as `after_strings(["\\n\\n"], ...)`; most: their tokens at most.
+      judging: ids of the judging prompt. digits: the ten ids of 0 ... 9.
+      threshold: a rating from which on a step is kept. average: the mean rating, not the likeliest.
+      first: steps that the target writes without a proposal. answer: sequences of ids that say that one was given.
+      drafter: drafts within the target's own steps. settings: of `decode`, for both models.
+
+    Returns: TextResult of the writers draft, target, whose log is a `StepLog`.
+    Raises: UsageError for a setting outside its range, models of different vocabularies, or a judge without a rating.
+    """
+    number("threshold", threshold, True, "a number")
+    number("first", first, first >= 0, "at least 0")
+    number("most", most, most >= 1, "at least 1")
+    if len(digits) != 10 or not len(judging):
+        raise UsageError("digits must be the ids of 0 to 9, ten of them, behind a judging prompt of at least one token")
+    job = prepare_texts(
+        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
+        settings=Settings(**settings), spare=len(judging),
+    )  # fmt: skip
+    done = _run(
+        job, segmenter, jnp.asarray(judging, jnp.int32), jnp.asarray(digits, jnp.int32), jnp.float32(threshold),
+        jnp.int32(first), patterns(answer) if answer else None, average=average, most=most,
+    )  # fmt: skip
+    check_scores(done.log.valid, "the target's rating", "it gives none of the ten digits any mass, so look at digits=")
+    return done.cut(max_new_tokens)
+
+
+def rating(logits: Array, average: bool) -> Array:
+    """float32[B] of the digits' logits float32[B, 10]; NaN where none of them has any mass."""
+    some = jnp.any(logits > -jnp.inf, -1) & ~jnp.any(jnp.isnan(logits), -1)
+    mean = jnp.sum(jnp.arange(10) * jax.nn.softmax(logits, -1), -1)
+    return jnp.where(some, mean if average else jnp.argmax(logits, -1).astype(jnp.float32), jnp.nan)
+
+
+def judge_by_digit(writers: Writers, text: TextState, step: Step, *, judging: Array, digits: Array, average: bool):
+    """(text, float32[B]): the rating of a step by the target, behind the judging prompt."""
+    suffix = jnp.broadcast_to(judging, (len(text.length), len(judging)))
+    count = jnp.full(text.length.shape, len(judging))
+    text, scores = texts.score(writers, text, TARGET, suffix, count, step.active)
+    return text, rating(scores.logits[:, digits], average)
+
+
+@functools.partial(jax.jit, static_argnames=("average", "most"))
+@in_32_bits
+def _run(
+    job: TextJob, segmenter: Segmenter, judging: Array, digits: Array, threshold: Array, first: Array,
+    answer: Array | None, *, average: bool, most: int,
+) -> TextResult:  # fmt: skip
+    text, log = judged_steps(
+        job.writers,
+        job.begin(),
+        segmenter=segmenter,
+        judge=functools.partial(judge_by_digit, judging=judging, digits=digits, average=average),
+        route=lambda score, step: score < threshold,
+        most=most,
+        first=first,
+        answer=answer,
+    )
+    return result(text, log)

@@ -1,0 +1,156 @@
+"""Speculative thinking: a small model reasons, and a large one takes over where the small one reflects or doubts.
+
+Yang, Yue, Chaudhary, Han: Speculative Thinking: Enhancing Small-Model Reasoning with Large Model Guidance at Inference
+Time (2025), arXiv 2504.12329.
+
+Rule: the small model writes up to a delimiter, then looks ahead by n_look tokens. In these, cues are counted: positive,
+negative and verifying ones; the sentiment is the larger side, a tie that is not zero is negative. With a sentiment, or
+a small model that does not reason, the look-ahead is dropped and the large model writes n_look tokens; with a verifying
+cue so many more. Negative sentiments are counted: at `patience` of them a sentence is put in, the large model writes
+n_long tokens, and the count begins anew with n_long += 25 (up to 200) and patience += 5 (up to 30).
+Guarantee: lossy. Without cues the text is the small model's own, byte for byte.
+Deviations: cues are tokens, which the caller gives. A look-ahead without cues stays as it was written, and the next
+delimiter is looked for behind it. A verifying cue alone counts as a sentiment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.collaborate import text as texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.routing import count_patterns, patterns
+from specjax.collaborate.segments import Segmenter
+from specjax.collaborate.text import TextState
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts
+from specjax.precision import in_32_bits
+from specjax.types import Array, Drafter, Guarantee, Target
+
+GUARANTEE: Guarantee = "lossy"
+SMALL, LARGE = 0, 1
+GROWTH, LONGEST = 25, 200  # of a takeover
+MORE_PATIENCE, MOST_PATIENCE = 5, 30
+OPENING = 100  # tokens of the large model where the small one does not reason
+
+
+class Cues(NamedTuple):
+    """`routing.patterns` of words."""
+
+    positive: Array
+    negative: Array
+    verify: Array
+
+
+class Takeovers(NamedTuple):
+    """When the large model takes over, and what it wrote."""
+
+    negatives: Array  # int32[B], since the last long takeover
+    patience: Array  # int32[B]
+    length: Array  # int32[B], of the next long takeover
+    short: Array  # int32[B], tokens written after cues
+    verifying: Array  # int32[B], tokens written after verifying ones
+    long: Array  # int32[B], tokens of long takeovers
+    opening: Array  # int32[B], tokens at the beginning
+
+
+def speculative_thinking(
+    draft: Target,
+    target: Target,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    segmenter: Segmenter,
+    positive: Sequence[Sequence[int]] = (),
+    negative: Sequence[Sequence[int]] = (),
+    verify: Sequence[Sequence[int]] = (),
+    check: Sequence[int] = (),
+    look_ahead: int = 20,
+    long: int = 125,
+    patience: int = 15,
+    reasons: bool = True,
+    most: int = 512,
+    drafter: Drafter | None = None,
+    **settings: Any,
+) -> TextResult:
+    """Reasoning by a small model with the guidance of a large one.
+
+    Args:
+      segmenter: where thoughts end, such as `after_strings(["\\n\\n"], ...)`. most: tokens of a thought at most.
+      positive, negative, verify: sequences of ids that are cues. check: ids of the sentence before a long takeover.
+      look_ahead, long, patience: n_look, n_long and the patience to begin with. reasons: whether the small model does.
+      drafter: drafts within the large model's parts. settings: of `decode`, for both models.
+
+    Returns: TextResult of the writers draft, target, whose log is a `Takeovers`. The sentence put in has no author, -1.
+    Raises: UsageError for a setting below 1, or models of different vocabularies.
+    """
+    for name, value in (("look_ahead", look_ahead), ("long", long), ("patience", patience), ("most", most)):
+        number(name, value, value >= 1, "at least 1")
+    job = prepare_texts(
+        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
+        settings=Settings(**settings),
+    )  # fmt: skip
+    done = _run(
+        job, segmenter, Cues(patterns(positive), patterns(negative), patterns(verify)),
+        jnp.asarray(check, jnp.int32).reshape(-1), jnp.array([look_ahead, long, patience, most], jnp.int32),
+        jnp.bool_(reasons),
+    )  # fmt: skip
+    return done.cut(max_new_tokens)
+
+
+def sentiment(positive: Array, negative: Array) -> Array:
+    """int32[B]: 1, -1 or, without cues, 0; of as many on both sides -1."""
+    return jnp.where(positive > negative, 1, jnp.where(negative > 0, -1, 0))
+
+
+@jax.jit
+@in_32_bits
+def _run(
+    job: TextJob, segmenter: Segmenter, cues: Cues, check: Array, numbers: Array, reasons: Array
+) -> TextResult:  # fmt: skip
+    writers, (look, long, patience, most) = job.writers, numbers
+
+    def by(who: int, text: TextState, limit: Array, active: Array, segmenter: Segmenter | None = None):
+        new, _ = texts.extend(writers, text, who, limit=limit, active=active, segmenter=segmenter)
+        return new, new.length - text.length
+
+    def body(carry: tuple[TextState, Takeovers]) -> tuple[TextState, Takeovers]:
+        text, takes = carry
+        going = text.going
+        text, _ = by(SMALL, text, most, going, segmenter)
+        place = text.length
+        text, _ = by(SMALL, text, look, going)
+        count = lambda wanted: jnp.where(going, count_patterns(text, place, text.length, wanted), 0)
+        feels, verifies = sentiment(count(cues.positive), count(cues.negative)), count(cues.verify) > 0
+        hands_over = going & (text.length > place) & ((feels != 0) | verifies | ~reasons)
+        text = texts.rewind(writers, text, jnp.where(hands_over, place, text.length))
+        text, short = by(LARGE, text, look, hands_over)
+        text, verifying = by(LARGE, text, long, hands_over & verifies)
+        negatives = takes.negatives + (feels < 0)
+        doubts = going & (negatives >= takes.patience) & text.going
+        text = texts.append(
+            text, jnp.broadcast_to(check, (len(going), len(check))), jnp.where(doubts, len(check), 0), texts.PROMPT
+        )
+        text, longer = by(LARGE, text, takes.length, doubts)
+        return text, Takeovers(
+            jnp.where(doubts, 0, negatives),
+            jnp.where(doubts, jnp.minimum(takes.patience + MORE_PATIENCE, MOST_PATIENCE), takes.patience),
+            jnp.where(doubts, jnp.minimum(takes.length + GROWTH, LONGEST), takes.length),
+            takes.short + short,
+            takes.verifying + verifying,
+            takes.long + longer,
+            takes.opening,
+        )
+
+    text = job.begin()
+    zero, like = jnp.zeros_like(text.length), jnp.ones_like(text.length)
+    text, opening = by(LARGE, text, jnp.int32(OPENING), text.going & ~reasons)
+    takes = Takeovers(zero, patience * like, long * like, zero, zero, zero, opening)
+    text, takes = jax.lax.while_loop(lambda carry: jnp.any(carry[0].going), body, (text, takes))
+    return result(text, takes)

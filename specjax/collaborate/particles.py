@@ -1,0 +1,183 @@
+"""Particles: several samples of a text with weights, which follow a law that no sampler draws from directly.
+
+Card C0: weights x resampling, as plain functions. Rows are b n + i, of particle i of prompt b. A weight is a logarithm;
+what a particle's tokens were drawn from belongs to its place, so two copies of one particle go apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.collaborate import text as texts
+from specjax.collaborate.results import check_scores
+from specjax.collaborate.text import TextState, Writers
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.sampling import fold_in, uniform
+from specjax.types import Array, PyTree
+
+RESAMPLE, CHOOSE, MOVE, LOOK = 101, 102, 103, 104
+"""Purposes of a prompt's keys, beside those of tokens."""
+
+
+class Particles(NamedTuple):
+    """n weighted texts for each of B prompts."""
+
+    text: TextState  # of B n rows
+    logw: Array  # float32[B, n], since the last resampling
+    log_z: Array  # float32[B], of the normaliser's estimate, up to the last resampling
+    carried: PyTree  # what goes with each particle, arrays [B n, ...]
+    keys: Array  # key[B], of all that is drawn for a prompt as a whole
+    round: Array  # int32[], blocks so far
+    resampled: Array  # int32[B], how often
+    valid: Array  # bool[B], whether all weights were numbers
+    alive: Array  # bool[B], whether some were above 0
+
+
+def begin(writers: Writers, text: TextState, n: int, carried: PyTree) -> Particles:
+    """`n` equal particles for each row of a text that was not forked yet."""
+    batch = len(text.length)
+    zero = jnp.zeros((batch,))
+    return Particles(
+        texts.fork(writers, text, n), jnp.zeros((batch, n)), zero, carried, text.keys[:, 0], jnp.int32(0),
+        jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool), jnp.ones((batch,), bool),
+    )  # fmt: skip
+
+
+def ess(logw: Array) -> Array:
+    """float32[B]: the effective number of particles, 1 / sum w^2 of the normalised weights of logw [B, n]."""
+    w = jax.nn.softmax(logw, 1)
+    return 1 / jnp.sum(w * w, 1)
+
+
+def systematic(u0: Array, logw: Array) -> Array:
+    """int32[B, n]: the ancestors a_i = #{j: cumsum(w)_j <= (u0 + i) / n}, of one uniform per row, float32[B]."""
+    n = logw.shape[1]
+    total = jnp.cumsum(jax.nn.softmax(logw, 1), 1)
+    u = (u0[:, None] + jnp.arange(n)) / n
+    ancestors = jnp.sum(total[:, None, :] <= u[:, :, None], 2, dtype=jnp.int32)
+    # Rounding may leave the last sum below 1: nobody descends from behind the last one that has any weight.
+    last = n - 1 - jnp.argmax((logw > -jnp.inf)[:, ::-1], 1)
+    return jnp.minimum(ancestors, last[:, None].astype(jnp.int32))
+
+
+def weighted(particles: Particles, increment: Array) -> Particles:
+    """With `increment` float32[B, n] added to the weights. A prompt one of whose increments is no number is not valid
+    any more, one all of whose weights are 0 not alive; both stay where they are."""
+    valid = particles.valid & ~jnp.any(jnp.isnan(increment) | (increment == jnp.inf), 1)
+    logw = jnp.where(valid[:, None], particles.logw + increment, 0.0)
+    alive = particles.alive & jnp.any(logw > -jnp.inf, 1)
+    return particles._replace(logw=jnp.where(alive[:, None], logw, 0.0), valid=valid, alive=alive)
+
+
+def resample(writers: Writers, particles: Particles, kappa: Array | float) -> tuple[Particles, Array]:
+    """Particles drawn anew by weight for the prompts whose ESS is below kappa n, and which these were, bool[B].
+
+    writers: forked. Where no prompt needs it nothing is moved; keys stay where they are.
+    """
+    batch, n = particles.logw.shape
+    needs = particles.valid & particles.alive & (ess(particles.logw) < kappa * n)
+
+    def moved(particles: Particles) -> Particles:
+        keys = fold_in(fold_in(particles.keys, RESAMPLE), particles.round)
+        ancestors = systematic(uniform(keys, 1)[:, 0], particles.logw)
+        ancestors = jnp.where(needs[:, None], ancestors, jnp.arange(n))
+        rows = (jnp.arange(batch)[:, None] * n + ancestors).reshape(-1)
+        text, old = texts.select(writers, particles.text, rows), particles.text
+        mean = jax.nn.logsumexp(particles.logw, 1) - jnp.log(n)
+        return particles._replace(
+            text=text._replace(keys=old.keys, passes=old.passes, read=old.read),
+            carried=jax.tree.map(lambda x: x[rows], particles.carried),
+            logw=jnp.where(needs[:, None], 0.0, particles.logw),
+            log_z=particles.log_z + jnp.where(needs, mean, 0.0),
+            resampled=particles.resampled + needs,
+        )
+
+    return jax.lax.cond(jnp.any(needs), moved, lambda particles: particles, particles), needs
+
+
+def choose(particles: Particles) -> Array:
+    """int32[B]: a particle for each prompt, drawn by weight."""
+    keys = fold_in(particles.keys, CHOOSE)
+    total = jnp.cumsum(jax.nn.softmax(particles.logw, 1), 1)
+    u = uniform(keys, 1) * total[:, -1:]
+    return jnp.minimum(jnp.sum(total <= u, 1, dtype=jnp.int32), particles.logw.shape[1] - 1)
+
+
+class Sample(NamedTuple):
+    """What particles say besides the text that was chosen."""
+
+    chosen: Array  # int32[B], the particle
+    logw: Array  # float32[B, n]
+    tokens: Array  # int32[B, n, L], the texts of all, without their prompts; -1 behind the end
+    lengths: Array  # int32[B, n]
+    log_z: Array  # float32[B], estimate of the target law's normaliser
+    resampled: Array  # int32[B], how often
+    valid: Array  # bool[B]
+    alive: Array  # bool[B]
+
+
+def check(sample: Sample) -> None:
+    """Outside of a program. Raises: UsageError for a prompt whose particles have no weights."""
+    check_scores(
+        sample.valid, "a particle's weight", "a reward must be a number of at least 0, and so must the model's"
+    )
+    if not isinstance(sample.alive, jax.core.Tracer) and not np.asarray(sample.alive).all():
+        row = np.flatnonzero(~np.asarray(sample.alive))[0]
+        raise UsageError(
+            f"no particle of row {row} is alive, as every reward was 0; give more particles, or a reward above 0"
+        )
+
+
+def outcome(writers: Writers, particles: Particles) -> tuple[TextState, Sample]:
+    """The text that was chosen, with what all of them cost, and all of them. writers: forked."""
+    (batch, n), text = particles.logw.shape, particles.text
+    chosen = choose(particles)
+    index = jnp.arange(text.tokens.shape[1])
+    place = jnp.minimum(text.prompt[:, None] + index, len(index) - 1)
+    new = jnp.where(index < text.written[:, None], take_along(text.tokens, place, 1), -1)
+    best = texts.select(writers, text, jnp.arange(batch) * n + chosen)
+    spent = lambda x: jnp.sum(x.reshape(batch, n, -1), 1)
+    best = best._replace(passes=spent(text.passes), read=spent(text.read))
+    sample = Sample(
+        chosen,
+        particles.logw,
+        new.reshape(batch, n, -1),
+        text.written.reshape(batch, n),
+        particles.log_z + jax.nn.logsumexp(particles.logw, 1) - jnp.log(n),
+        particles.resampled,
+        particles.valid,
+        particles.alive,
+    )
+    return best, sample
+
+
+Grow = Callable[[Particles], Particles]
+"""One block more for every particle that goes on, with its weight."""
+
+
+Move = Callable[[Particles, Array], Particles]
+"""After resampling, of the prompts bool[B] that did: a step that leaves the law of the particles as it is."""
+
+
+def smc(
+    writers: Writers, particles: Particles, grow: Grow, kappa: Array | float, move: Move | None = None
+) -> Particles:
+    """Blocks, each followed by resampling, until all particles of all prompts have ended."""
+
+    def going(particles: Particles) -> Array:
+        fine = (particles.valid & particles.alive)[:, None]
+        return jnp.any(particles.text.going.reshape(particles.logw.shape) & fine)
+
+    def body(particles: Particles) -> Particles:
+        particles, resampled = resample(writers, grow(particles), kappa)
+        if move is not None:
+            particles = move(particles, resampled)
+        return particles._replace(round=particles.round + 1)
+
+    return jax.lax.while_loop(going, body, particles)

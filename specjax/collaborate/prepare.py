@@ -1,0 +1,86 @@
+"""From models, prompts and settings to a text that they write: what can be wrong is found before anything compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from specjax.collaborate import text as texts
+from specjax.collaborate.text import CHUNK, TextState, Writers
+from specjax.engine.autoregressive import autoregressive
+from specjax.engine.parts import Keep
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.prompts import Prompts, pack
+from specjax.errors import UsageError
+from specjax.types import Array, Drafter, Target
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TextJob:
+    """Writers, and the prompts that they go on from. A pytree: the argument of a method's program."""
+
+    writers: Writers
+    tokens: Array  # int32[B, L], with room behind the text for every pass
+    lengths: Array  # int32[B]
+    keys: Array  # key[B]
+    stop: Array  # int32[B]
+
+    def begin(self) -> TextState:
+        """The prompts, read by all."""
+        return texts.begin(self.writers, self.tokens, self.lengths, self.keys, self.stop)
+
+
+def prepare_texts(
+    models: Sequence[Target],
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    drafters: Sequence[Drafter | None] = (),
+    settings: Settings | None = None,
+    spare: int = 0,
+    keep: Keep | None = None,
+    rewinds: bool = True,
+) -> TextJob:
+    """The job of several models on the same prompts, each checked as `decode` checks it.
+
+    Args:
+      drafters: one per model, None: it writes token by token. spare: tokens that a pass may read behind the text,
+        besides what drafters need. keep: what passes note. rewinds: whether the method takes tokens back.
+
+    Raises: UsageError for models of different vocabularies, one that cannot take back what it must, or what `decode`
+      refuses.
+    """
+    settings = Settings() if settings is None else settings
+    sizes = [target.model.vocab_size for target in models]
+    if len(set(sizes)) > 1:
+        raise UsageError(
+            f"the models have vocabularies of {', '.join(map(str, sizes))} tokens; models that write one text need the "
+            "same, so choose models of one tokenizer"
+        )
+    chosen = [drafter or autoregressive() for drafter in (*drafters, *[None] * (len(models) - len(drafters)))]
+    jobs = [
+        prepare(target, drafter, prompts, settings, key=key, max_new_tokens=max_new_tokens)
+        for target, drafter in zip(models, chosen, strict=True)
+    ]
+    for target, drafter in zip(models, chosen, strict=True):
+        if target.model.rewind is None and (rewinds or drafter.num_nodes > 1):
+            raise UsageError(
+                f"the model {target.model.name} cannot take tokens back, which this method needs of every model; "
+                "choose one with a cache of keys and values"
+            )
+    capacity = settings.capacity or min(target.model.max_positions for target in models)
+    # Behind the text every kind of pass has room: a cache silently writes elsewhere near its end.
+    room = max(CHUNK, spare + 1, *(drafter.num_nodes for drafter in chosen))
+    tokens, lengths = pack(prompts, max_new_tokens, room, capacity, sizes[0])
+    writers = tuple(replace(job.parts, keep=keep or Keep()) for job in jobs)
+    return TextJob(writers, tokens, lengths, jobs[0].keys, lengths + max_new_tokens)
+
+
+def number(name: str, value: float, holds: bool, wanted: str) -> None:
+    """Raises: UsageError unless it holds; NaN never may."""
+    if value != value or not holds:
+        raise UsageError(f"{name} must be {wanted}, not {value}")

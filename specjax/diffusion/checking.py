@@ -1,0 +1,92 @@
+"""What a method is told, read as its function says: `checked` is for factories that take a denoiser and settings."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, ParamSpec
+
+import jax
+import numpy as np
+
+from specjax.diffusion.types import Denoiser, Procedure
+from specjax.errors import UsageError
+
+Settings = ParamSpec("Settings")
+Make = Callable[Concatenate[Denoiser, Settings], Procedure]
+
+
+def checked(make: Make[Settings]) -> Make[Settings]:
+    """`make` with settings as its annotations have them: int, float, bool, tuple[int, ...], Literal, or None if that is
+    among them. Numbers of numpy and JAX become Python's, so that equal ones share their parts, and what is compiled.
+
+    Raises: UsageError for another type, a word that is none of the choices, or NaN, which no comparison would find.
+    """
+    hints: dict[str, Any] = {}
+
+    @functools.wraps(make)
+    def method(denoiser: Denoiser, *more: Settings.args, **settings: Settings.kwargs) -> Procedure:
+        if not hints:
+            hints.update(typing.get_type_hints(make))
+        known = {name: _read(name, value, hints[name]) if name in hints else value for name, value in settings.items()}
+        return make(denoiser, *more, **known)  # type: ignore[arg-type]
+
+    return method
+
+
+def _read(name: str, value: Any, hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        (hint,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
+    if isinstance(value, jax.core.Tracer):
+        raise UsageError(f"{name} is part of the program, so it must be known where `jit` traces; make it static")
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if not isinstance(value, str) or value not in choices:
+            raise UsageError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        return value
+    if hint in _READERS:
+        reader, wanted = _READERS[hint]
+        try:
+            return reader(value)
+        except (TypeError, ValueError):
+            raise UsageError(f"{name} must be {wanted}, not {value!r}") from None
+    return value
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+def _bool(value: Any) -> bool:
+    if not _is_bool(value):
+        raise TypeError
+    return bool(value)
+
+
+def _int(value: Any) -> int:
+    if _is_bool(value):
+        raise TypeError
+    return operator.index(value)
+
+
+def _float(value: Any) -> float:
+    if _is_bool(value) or isinstance(value, str | bytes):
+        raise TypeError
+    number = float(value)
+    if math.isnan(number):
+        raise ValueError
+    return number
+
+
+_READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    bool: (_bool, "True or False"),
+    int: (_int, "a whole number"),
+    float: (_float, "a number"),
+    tuple[int, ...]: (lambda value: tuple(map(_int, value)), "whole numbers, as a tuple"),
+}

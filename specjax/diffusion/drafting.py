@@ -1,0 +1,198 @@
+"""A denoiser as a drafter for an autoregressive target: several tokens for one of its passes.
+
+Christopher et al.: Speculative Diffusion Decoding (SpecDiff, 2024), arXiv 2408.05636; with several rounds as in
+DiffuSpec (Li et al. 2025, arXiv 2510.02358) and DEER (Cheng et al. 2025, arXiv 2512.15176), without their own path
+searches.
+
+Rule: the text is followed by W open columns. With one round all of them are drawn at once, each from its own row q_j =
+q(x_j | text): a chain with its true q. With several rounds a rule decides some columns after each pass, and what it
+decided is read in the next.
+Guarantee: distribution: the verifier's. That holds for several rounds because all their tokens are the likeliest ones,
+drafts without randomness. Drawn tokens would have no q(x_j | x_<j) there: in the order of confidence x_j may depend on
+tokens behind it, and p/q with the row that it was drawn from would be biased.
+Deviations: columns behind the draft, up to the end of its last block, are shown as open. A model with full attention
+reads the whole text in each round; a block-causal one keeps finished blocks, and reads what is new of the text with the
+draft.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.diffusion import passes
+from specjax.diffusion.rules.quota import quota
+from specjax.diffusion.types import Canvas, Denoiser, Proposal, Rule, View
+from specjax.errors import UsageError
+from specjax.indexing import first_largest, take_along
+from specjax.sampling import draw, fold_in, node_keys, warp
+from specjax.types import Array, Context, Drafter, PyTree, TokenTree
+
+
+class Kept(NamedTuple):
+    cache: PyTree  # of a block-causal model, of the text's finished blocks; of another, an empty one
+    columns: Array  # int32[B], that it holds
+
+
+def as_drafter(denoiser: Denoiser, *, width: int, rounds: int = 1, rule: Rule | None = None) -> Drafter:
+    """A drafter of chains of `width` tokens.
+
+    Args:
+      rounds: passes of the denoiser for a draft. rule: which columns a pass decides; default: the surest, an equal
+        share in each. What is left in the last round is decided then.
+
+    Raises: UsageError for numbers below 1, or a rule that revises what it decided.
+    """
+    for name, value in (("width", width), ("rounds", rounds)):
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}")
+    rule = rule or quota()
+    if rule.settled is not None:
+        raise UsageError("a drafter's rule must not revise what it decided; choose another")
+    make = functools.partial(_propose, width=width, rounds=rounds)
+    return Drafter(
+        propose=make,
+        num_nodes=width + 1,
+        max_depth=width,
+        draws="chain" if rounds == 1 else "point_mass",
+        init=functools.partial(init, width=width),
+        chains=True,
+        rewinds=False,
+        params=(denoiser, rule),
+    )
+
+
+def _columns(denoiser: Denoiser, width: int) -> int:
+    """Columns of a pass over what a block-causal model has not kept: the text's last block, the tokens of a round, and
+    the draft to the end of its block."""
+    assert denoiser.block is not None
+    return -(-(denoiser.block + 2 * width + 1) // denoiser.block) * denoiser.block
+
+
+def init(params: tuple[Denoiser, *tuple[Any, ...]], context: Context, *, width: int) -> Kept:
+    """What is kept of the prompts, by a drafter of `width` tokens whose parameters begin with the denoiser.
+
+    Raises: UsageError for another vocabulary than the target's.
+    """
+    denoiser = params[0]
+    batch, size = context.tokens.shape
+    if context.target is not None and context.target.model.vocab_size != denoiser.model.vocab_size:
+        raise UsageError(
+            f"the denoiser has {denoiser.model.vocab_size} tokens in its vocabulary and the target "
+            f"{context.target.model.vocab_size}; a draft needs the target's own"
+        )
+    if not denoiser.is_causal:
+        return Kept(denoiser.model.begin(denoiser.params, None, batch, 1), jnp.zeros((batch,), jnp.int32))
+    room = size + 2 * _columns(denoiser, width) + passes.more_than_chunk(denoiser)
+    cache = denoiser.model.begin(denoiser.params, None, batch, room)
+    count = _finished(denoiser, context.length)
+    return Kept(passes.read_blocks(denoiser, cache, context.tokens, count), count)
+
+
+def _finished(denoiser: Denoiser, length: Array) -> Array:
+    """int32[B]: columns of whole blocks before the last token, whose row may predict the next one."""
+    assert denoiser.block is not None
+    return (length - 1) // denoiser.block * denoiser.block
+
+
+def _propose(
+    params: tuple[Denoiser, Rule], keys: Array, state: Kept, context: Context, limit: Array, *, width: int, rounds: int
+) -> tuple[TokenTree, Kept]:
+    denoiser, rule = params
+    batch = len(context.tokens)
+    canvas, nothing = followed(context, width), jnp.zeros((batch,), jnp.int32)
+    drafted = context.length[:, None] + jnp.arange(width)
+    chosen = rule.init(rule.params, canvas, width, denoiser.model.vocab_size)
+    pending, logits = None, jnp.zeros(())
+    for number in range(rounds):
+        hidden, pending = look(denoiser, state, canvas, width)
+        logits = passes.logits_of(denoiser, hidden)
+        if rounds == 1:
+            break
+        take, token, chosen = _decided(denoiser, rule, chosen, canvas, drafted, logits, keys, width, rounds, number)
+        canvas = passes.put(canvas, drafted, take, token)._replace(passes=nothing + number + 1)
+    if rounds == 1:
+        rows = warp(logits, context.sampling)
+        if context.noise is None:
+            own = fold_in(keys[:, None], jnp.arange(width))
+        else:  # that of the target's own draws
+            own = node_keys(context.noise, context.length, jnp.broadcast_to(jnp.arange(width), (batch, width)))
+        token = draw(own, rows)
+        logits = jnp.pad(rows, ((0, 0), (0, 1), (0, 0)))
+    else:
+        token = take_along(canvas.tokens, drafted, 1)
+    return chain(context, token, limit, logits if rounds == 1 else None), keep(denoiser, state, context, pending, width)
+
+
+def followed(context: Context, width: int) -> Canvas:
+    """The text, and `width` open columns behind it."""
+    batch, size = context.tokens.shape
+    opened = jnp.arange(size + width) >= context.length[:, None]
+    decided_at, nothing = jnp.where(opened, -1, jnp.full(opened.shape, -2)), jnp.zeros((batch,), jnp.int32)
+    tokens = jnp.pad(context.tokens, ((0, 0), (0, width)))
+    return Canvas(tokens, opened, context.length, context.length + width, nothing, decided_at, nothing)
+
+
+def chain(context: Context, token: Array, limit: Array, logits: Array | None = None) -> TokenTree:
+    """The root and the first `limit` [B] of tokens [B, W]. logits: float32[B, 1 + W, V], that they were drawn from."""
+    node = jnp.arange(token.shape[1] + 1)
+    return TokenTree(
+        tokens=jnp.concatenate([context.root, token], 1),
+        parents=jnp.broadcast_to(node - 1, (len(token), len(node))),
+        valid=node <= limit[:, None],
+        logits=logits,
+    )
+
+
+def keep(denoiser: Denoiser, state: Kept, context: Context, pending: PyTree, width: int) -> Kept:
+    """With the text's finished blocks, of a block-causal model; pending: what the last look left."""
+    if not denoiser.is_causal:
+        return state
+    path = jnp.broadcast_to(jnp.arange(_columns(denoiser, width)), (len(state.columns), _columns(denoiser, width)))
+    count = _finished(denoiser, context.length) - state.columns
+    return Kept(denoiser.model.commit(state.cache, pending, path, count), state.columns + count)
+
+
+def look(denoiser: Denoiser, state: Kept, canvas: Canvas, width: int) -> tuple[Array, PyTree]:
+    """(hidden [B, W, D] that predict the columns behind the text, what is pending)."""
+    if denoiser.block is None:
+        hidden, pending = passes.over_canvas(denoiser, state.cache, canvas)
+        return passes.aligned(denoiser, hidden, canvas.start, width), pending
+    count = _columns(denoiser, width)
+    offset = jnp.arange(count)
+    columns = state.columns[:, None] + offset
+    block = offset // denoiser.block
+    mask = jnp.broadcast_to(block[None, :] <= block[:, None], (len(columns), count, count))
+    shown = passes.shown(denoiser, canvas, columns)
+    # Behind the canvas there is nothing but open columns.
+    shown = jnp.where(columns < canvas.tokens.shape[1], shown, denoiser.blank)
+    hidden, pending = passes.forward(denoiser, state.cache, shown, columns, mask)
+    return passes.aligned(denoiser, hidden, canvas.start - state.columns, width), pending
+
+
+def _decided(
+    denoiser: Denoiser, rule: Rule, chosen: PyTree, canvas: Canvas, drafted: Array, logits: Array, keys: Array,
+    width: int, rounds: int, number: int,
+) -> tuple[Array, Array, PyTree]:  # fmt: skip
+    """(take, token, state) of a round, all that is left in the last."""
+    opened = take_along(canvas.open, drafted, 1)
+    token = first_largest(logits)
+    everywhere = jnp.ones((len(drafted),), bool)
+    view = View(
+        start=canvas.start,
+        columns=drafted,
+        tokens=passes.shown(denoiser, canvas, drafted),
+        exists=jnp.ones_like(opened),
+        open=opened,
+        eligible=opened,
+        revisable=jnp.zeros_like(opened),
+        entered=everywhere if number == 0 else ~everywhere,
+        active=everywhere,
+        keys=passes.column_keys(keys, drafted, canvas.start, canvas.decided),
+        passes=canvas.passes,
+    )
+    share = jnp.full((len(drafted),), -(-width // rounds), jnp.int32)
+    take, token, chosen = rule.select(rule.params, chosen, Proposal(token, logits, logits), view, share)
+    return opened & (take | (number == rounds - 1)), token, chosen

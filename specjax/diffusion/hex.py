@@ -1,0 +1,109 @@
+"""HEX: the answer that most block sizes lead to.
+
+Lee, Moon, Zhai, Chithanar, Sahu, Kar, Lee, Chakraborty, Bedi: Test-Time Scaling in Diffusion LLMs via Hidden
+Semi-Autoregressive Experts (2025), arXiv 2510.05040.
+
+Rule: decode each prompt with every block size, several times each; take the answer of each text, leave out those that
+have none, and choose the one with the most votes. Of equal ones it is the answer that the smallest block size gave, of
+one size that of the lowest seed.
+Guarantee: lossy (more work for better answers); one size and one seed is that procedure's text.
+Deviations: block sizes are data, so that all texts are one batch of one compiled program, over a window of the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from specjax import sampling
+from specjax.diffusion.loop import Denoised
+from specjax.diffusion.prepare import prepare
+from specjax.diffusion.rules.quota import quota
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Schedule, View
+from specjax.engine.prepare import Settings
+from specjax.engine.run import run
+from specjax.errors import UsageError
+from specjax.types import Array, PyTree
+
+
+class Expert(NamedTuple):
+    """One of the texts of a prompt."""
+
+    block: int
+    seed: int
+    tokens: list[int]
+    answer: Hashable | None
+
+
+class Vote(NamedTuple):
+    """What the texts of a prompt say."""
+
+    answer: Hashable | None  # None: no text had one
+    votes: dict[Hashable, int]
+    experts: list[Expert]
+
+
+def hex_vote(
+    denoiser: Denoiser,
+    prompts: Sequence[Sequence[int]],
+    *,
+    answer: Callable[[list[int]], Hashable | None],
+    key: Array | int,
+    max_new_tokens: int,
+    blocks: Sequence[int] = (8, 16, 32, 64, 128),
+    seeds: int = 5,
+    **settings: Any,
+) -> list[Vote]:
+    """The vote for each prompt. A text depends on its prompt, its row's key, its block size and its seed alone.
+
+    Args:
+      answer: what a text, without its prompt, answers; None: nothing.
+      key: as for `denoise`, of prompts.
+      blocks: block sizes, in which one column a pass is decided. seeds: texts for each.
+      settings: numbers for all rows, as `denoise` has them; with a temperature of 0 the seeds of a size are equal.
+
+    Raises: UsageError for a block-causal model, sizes or seeds below 1, and as `denoise`.
+    """
+    sizes = sorted(set(blocks))
+    if denoiser.is_causal:
+        raise UsageError("hex_vote chooses block sizes, and those of a block-causal model are its own")
+    if not sizes or sizes[0] < 1 or seeds < 1:
+        raise UsageError(f"hex_vote needs block sizes and seeds of at least 1, not {sizes} and {seeds}")
+    experts = [(size, seed) for size in sizes for seed in range(seeds)]
+    keys = sampling.row_keys(key, len(prompts))
+    size, seed = (jnp.tile(jnp.array(part, jnp.int32), len(prompts)) for part in zip(*experts, strict=True))
+    own = sampling.fold_in(sampling.fold_in(jnp.repeat(keys, len(experts)), size), seed)
+    procedure = Procedure(blocks_of(sizes[-1], size), quota())
+    rows = [row for row in prompts for _ in experts]
+    job = prepare(denoiser, procedure, rows, Settings(**settings), key=own, max_new_tokens=max_new_tokens)
+    result: Denoised = run(job)
+    texts = iter(result.to_lists())
+    return [counted([Expert(*expert, text := next(texts), answer(text)) for expert in experts]) for _ in prompts]
+
+
+def counted(experts: list[Expert]) -> Vote:
+    """The vote of experts, of smaller blocks first."""
+    votes: dict[Hashable, int] = {}
+    for expert in experts:
+        if expert.answer is not None:
+            votes[expert.answer] = votes.get(expert.answer, 0) + 1
+    return Vote(max(votes, key=lambda said: votes[said], default=None), votes, experts)
+
+
+def blocks_of(width: int, sizes: Array) -> Schedule:
+    """Blocks from left to right, one column a pass, of a size int32[B] for each row, none above `width`."""
+    return Schedule(width, _place, _bound, _init, sizes)
+
+
+def _init(sizes: Array, canvas: Canvas, width: int) -> Array:
+    return sizes
+
+
+def _place(sizes: Array, canvas: Canvas) -> tuple[Array, PyTree]:
+    return canvas.origin + (canvas.first_open - canvas.origin) // sizes * sizes, sizes
+
+
+def _bound(sizes: Array, canvas: Canvas, proposal: Proposal, view: View) -> tuple[Array, Array, PyTree]:
+    return view.start + sizes, jnp.ones_like(sizes), sizes

@@ -1,0 +1,394 @@
+"""The denoising loop: place a window, look at it, decide columns. What drives it is `specjax.engine`.
+
+A row's tokens are *final* when no column before them is open, and only those are handed out; it ends when its text is
+final up to its last column or to a token that ends it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from specjax import buffers
+from specjax.diffusion import passes
+from specjax.diffusion.measures import gap, log_probability
+from specjax.diffusion.types import Canvas, Denoiser, Memory, Procedure, Proposal, Seen, View, Wide, Window, is_eos
+from specjax.engine.parts import Keep, Loop
+from specjax.engine.results import DecodeResult
+from specjax.engine.step import on_mesh
+from specjax.errors import UsageError
+from specjax.indexing import first_largest, take_along
+from specjax.sampling import noise, warp
+from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Sampling, Target
+
+
+def _drafts_nothing(*_: Any) -> Any:
+    raise AssertionError("a denoising loop drafts nothing")
+
+
+NO_DRAFTER = Drafter(_drafts_nothing, num_nodes=1, max_depth=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Denoising:
+    """The parts of a denoising loop, as `specjax.engine.parts.Parts` are those of the other one."""
+
+    denoiser: Denoiser
+    procedure: Procedure
+    sampling: Sampling
+    eos: Array  # int32[E], or per row int32[B, E]
+    memory: Memory
+    width: int = field(metadata={"static": True})  # W
+    keep: Keep = field(default=Keep(), metadata={"static": True})
+    loop: Loop = field(kw_only=True, metadata={"static": True})
+    serving: bool = field(default=False, metadata={"static": True})
+    drafter: Drafter = NO_DRAFTER
+    processors: tuple[()] = ()
+
+    @property
+    def target(self) -> Target:
+        """The model."""
+        return self.denoiser.target
+
+
+class Slots(NamedTuple):
+    """The states of a procedure's parts."""
+
+    schedule: PyTree
+    rule: PyTree
+    score: PyTree
+    control: PyTree
+    verify: PyTree
+
+
+class Progress(NamedTuple):
+    """What a denoising loop keeps in `DecodeState.draft`: all of the canvas but its tokens, and its parts' states."""
+
+    open: Array  # bool[B, N]
+    start: Array  # int32[B]
+    end: Array  # int32[B]
+    origin: Array  # int32[B]
+    decided_at: Array  # int32[B, N]
+    passes: Array  # int32[B]
+    window: Array  # int32[B], where the window began in the pass before; -1: there was none
+    settled: Array  # bool[B], whether it may move on
+    columns: Array  # int32[B], computed so far
+    logprobs: Array | None  # float32[B, N], of decided columns
+    slots: Slots
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Denoised(DecodeResult):
+    """What `denoise` gives back: as `decode`, and in which order the text came to be."""
+
+    decided_at: Array  # int32[B, max_new_tokens], the row's pass that decided each, from 0; -1 behind the end
+    columns: Array  # int32[B], columns that were computed: what the passes cost, where tokens per pass is no speed
+
+    def cut(self, max_new_tokens: int) -> Self:
+        """With arrays of so many tokens, which all rows fit into."""
+        shorter = super().cut(max_new_tokens)
+        return replace(shorter, decided_at=self.decided_at[:, :max_new_tokens])
+
+    @property
+    def columns_per_token(self) -> Array:
+        """float32[B]."""
+        return self.columns / jnp.maximum(self.lengths, 1)
+
+
+def canvas_of(state: DecodeState) -> Canvas:
+    """The canvas of a state."""
+    own: Progress = state.draft
+    return Canvas(state.tokens, own.open, own.start, own.end, own.origin, own.decided_at, own.passes)
+
+
+@on_mesh
+def init(
+    parts: Denoising, tokens: Array, length: Array, keys: Array, stop: Array, inputs: PyTree = None,
+    beside: DecodeState | None = None,
+) -> DecodeState:  # fmt: skip
+    """The state after reading prompts, as `specjax.engine.step.init` has it."""
+    batch, size = tokens.shape
+    denoiser, procedure, vocab = parts.denoiser, parts.procedure, parts.denoiser.model.vocab_size
+    block = denoiser.block or 1
+    end = -(-stop // block) * block  # a last block is decided as a whole, so that a longer text begins with a shorter
+    column = jnp.arange(size)
+    tokens = jnp.where(column < length[:, None], tokens, denoiser.blank)  # whatever prompts are padded with
+    opened = (column >= length[:, None]) & (column < end[:, None])
+    decided_at = jnp.where(column < length[:, None], -2, jnp.full((batch, size), -1))
+    nothing = jnp.zeros((batch,), jnp.int32)
+    origin = nothing if denoiser.is_causal else length
+    canvas = Canvas(tokens, opened, length, end, origin, decided_at, nothing)
+    schedule, score, rule, control = procedure.schedule, procedure.score, procedure.rule, procedure.control
+    slots = Slots(
+        schedule.init(schedule.params, canvas, parts.width),
+        rule.init(rule.params, canvas, parts.width, vocab),
+        () if score is None else score.init(score.params, canvas, parts.width, vocab),
+        () if control is None else control.init(control.params, canvas, parts.width),
+        () if procedure.verify is None else procedure.verify.init(parts, canvas),
+    )
+    cache = parts.memory.init(denoiser, canvas, parts.width)
+    progress = Progress(
+        opened, length, end, origin, decided_at, nothing, nothing - 1, jnp.ones((batch,), bool), nothing,
+        jnp.zeros((batch, size)) if parts.keep.logprobs else None, slots,
+    )  # fmt: skip
+    state = DecodeState(tokens, length, length >= stop, keys, stop, cache, progress, (), jnp.ones((batch,), bool))
+    if beside is not None:
+        places = axes(parts, state)
+        state = state._replace(
+            cache=buffers.with_shared(cache, beside.cache, places.cache),
+            draft=buffers.with_shared(progress, beside.draft, places.draft),
+        )
+    return state
+
+
+class Decided(NamedTuple):
+    """What a step decided."""
+
+    canvas: Canvas
+    memory: PyTree
+    slots: Slots
+    columns: Array  # int32[B], computed
+    finite: Array  # bool[B]
+    passes: Array  # int32[B] of the model, in this step
+    logprobs: Array | None = None  # float32[B, N], the old ones and those of what was decided
+    settled: Array | None = None  # bool[B]; None: all are
+
+
+@on_mesh
+def step(parts: Denoising, state: DecodeState) -> tuple[DecodeState, Info]:
+    """One pass over the window of each row, and what became final."""
+    own: Progress = state.draft
+    procedure, schedule = parts.procedure, parts.procedure.schedule
+    canvas, active = canvas_of(state), ~state.done
+    start, placed = schedule.place(own.slots.schedule, canvas)
+    start = jnp.where(own.settled, start, own.window)
+    window = Window(start, start != own.window, active, parts.width)
+    slots = own.slots._replace(schedule=placed)
+    function = decide if procedure.verify is None else procedure.verify.decide
+    decided = function(parts, state, canvas, window, slots)
+    return settle(parts, state, window, decided)
+
+
+def decide(parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, slots: Slots) -> Decided:
+    """One look of the model, and what the rule decides by it."""
+    seen, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
+    return judge(parts, state._replace(cache=memory), canvas, window, seen, slots)
+
+
+def judge(
+    parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, seen: Seen, slots: Slots,
+    logits: Array | None = None,
+) -> Decided:  # fmt: skip
+    """What the rule decides by what was seen. logits: those of it, where they are there already."""
+    logits = passes.said(parts.denoiser, seen) if logits is None else logits
+    view = view_of(parts, state, canvas, window, seen)
+    proposal, slots = propose(parts, view, logits, slots)
+    view, quota, slots = bounded(parts, canvas, proposal, view, slots)
+    take, token, slots = select(parts, proposal, view, quota, slots)
+    after = passes.put(canvas, view.columns, take, token)
+    logprobs = logged(parts, state, view, take, token, proposal)
+    after, logprobs, slots = controlled(parts, canvas, after, logprobs, proposal, view, seen, slots)
+    rule = parts.procedure.rule
+    return Decided(
+        canvas=after,
+        memory=state.cache,
+        slots=slots,
+        columns=seen.columns,
+        finite=finite_of(proposal, view),
+        passes=window.active.astype(jnp.int32),
+        logprobs=logprobs,
+        settled=None if rule.settled is None else rule.settled(rule.params, slots.rule),
+    )
+
+
+def view_of(parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, seen: Seen) -> View:
+    """What the parts see of a window, before it is bounded."""
+    columns = window.start[:, None] + jnp.arange(window.width)
+    exists = columns < canvas.end[:, None]
+    inside = jnp.clip(columns, 0, canvas.tokens.shape[1] - 1)
+    opened = take_along(canvas.open, inside, 1) & exists
+    active = window.active[:, None]
+    return View(
+        start=window.start,
+        columns=columns,
+        tokens=passes.shown(parts.denoiser, canvas, columns),
+        exists=exists,
+        open=opened,
+        eligible=opened & seen.predicted & active,
+        revisable=~opened & exists & (columns >= canvas.start[:, None]) & seen.predicted & active,
+        entered=window.entered,
+        active=window.active,
+        keys=passes.column_keys(state.keys, columns, canvas.start, canvas.decided),
+        passes=canvas.passes,
+        eos=parts.eos,
+        canvas=canvas,
+    )
+
+
+def propose(parts: Denoising, view: View, logits: Array, slots: Slots) -> tuple[Proposal, Slots]:
+    """What the model proposes, after the score."""
+    score = parts.procedure.score
+    if score is not None and score.transform is not None:
+        logits, changed = score.transform(score.params, slots.score, logits, view)
+        slots = slots._replace(score=changed)
+    warped = warp(logits, parts.sampling)
+    token = drawn(parts, view.keys, warped)
+    proposal = Proposal(token, logits, warped)
+    if score is not None and score.weigh is not None:
+        proposal = proposal._replace(weight=score.weigh(score.params, slots.score, proposal, view))
+    return proposal, slots
+
+
+def drawn(parts: Denoising, keys: Array, warped: Array) -> Array:
+    """int32[B, W]: one token of each column's warped logits, the largest where the program is greedy."""
+    if parts.sampling.temperature is not None:
+        warped = warped + noise(keys, warped.shape[-1])
+    return first_largest(warped)
+
+
+def bounded(
+    parts: Denoising, canvas: Canvas, proposal: Proposal, view: View, slots: Slots
+) -> tuple[View, Array, Slots]:
+    """(the view of what may be decided now, quota, slots)."""
+    end, quota, bound = parts.procedure.schedule.bound(slots.schedule, canvas, proposal, view)
+    within = view.columns < end[:, None]
+    view = view._replace(eligible=view.eligible & within, revisable=view.revisable & within)
+    return view, quota, slots._replace(schedule=bound)
+
+
+def select(parts: Denoising, proposal: Proposal, view: View, quota: Array, slots: Slots) -> tuple[Array, Array, Slots]:
+    """(take bool[B, W], token int32[B, W], slots) by the rule."""
+    rule, score = parts.procedure.rule, parts.procedure.score
+    take, token, chosen = rule.select(rule.params, slots.rule, proposal, view, quota)
+    take &= view.eligible if rule.settled is None else view.eligible | view.revisable
+    slots = slots._replace(rule=chosen)
+    if score is not None and score.learn is not None:
+        slots = slots._replace(score=score.learn(score.params, slots.score, view, take, token))
+    return take, token, slots
+
+
+def controlled(
+    parts: Denoising, before: Canvas, after: Canvas, logprobs: Array | None, proposal: Proposal, view: View, seen: Seen,
+    slots: Slots,
+) -> tuple[Canvas, Array | None, Slots]:  # fmt: skip
+    """The canvas after the rule and its log-probabilities, as the control leaves them."""
+    control = parts.procedure.control
+    if control is None:
+        return after, logprobs, slots
+    wide = None
+    if control.wide:
+        assert seen.canvas is not None
+        logits = passes.logits_of(parts.denoiser, seen.canvas)
+        wide = Wide(first_largest(logits), gap(logits))
+    act, changed = control.act(control.params, slots.control, after, proposal, view, wide)
+    slots = slots._replace(control=changed)
+    if act.fill is not None:
+        if wide is None:
+            raise UsageError("a control that fills a canvas must ask for what is likeliest there; say wide=True of it")
+        columns = jnp.broadcast_to(jnp.arange(after.tokens.shape[1]), after.tokens.shape)
+        fill = before.open & act.fill[:, None] & view.active[:, None]
+        after = passes.put(after, columns, fill, wide.best)
+        logprobs = None if logprobs is None else jnp.where(fill, 0.0, logprobs)  # there is no other choice
+    if act.end is not None:
+        end = jnp.where(view.active, jnp.minimum(act.end, after.end), after.end)
+        after = after._replace(end=end, open=after.open & (jnp.arange(after.open.shape[1]) < end[:, None]))
+    return after, logprobs, slots
+
+
+def finite_of(proposal: Proposal, view: View) -> Array:
+    """bool[B]: whether all that the model said of open columns was a number (of the mask token nothing is asked)."""
+    wrong = jnp.any(jnp.isnan(proposal.logits) | (proposal.logits == jnp.inf), -1) | (
+        jnp.max(proposal.logits, -1) == -jnp.inf
+    )
+    return ~jnp.any(wrong & view.eligible, 1)
+
+
+def logged(
+    parts: Denoising, state: DecodeState, view: View, take: Array, token: Array, proposal: Proposal
+) -> Array | None:
+    """The log-probabilities of decided columns, in the distributions that they were drawn from."""
+    own: Progress = state.draft
+    if own.logprobs is None:
+        return None
+    place = jnp.where(take, view.columns, own.logprobs.shape[1])
+    value = log_probability(proposal.warped, token)
+    return own.logprobs.at[jnp.arange(len(place))[:, None], place].set(value, mode="drop")
+
+
+def settle(parts: Denoising, state: DecodeState, window: Window, decided: Decided) -> tuple[DecodeState, Info]:
+    """The next state, and what became final."""
+    own: Progress = state.draft
+    active = ~state.done
+    keep = lambda new, old: jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+    canvas = decided.canvas
+    settled = jnp.ones_like(active) if decided.settled is None else decided.settled
+    known = jnp.minimum(jnp.where(settled, canvas.first_open, jnp.maximum(window.start, state.length)), state.stop)
+    size = state.tokens.shape[1]
+    index = jnp.arange(size)
+    new = (index >= state.length[:, None]) & (index < known[:, None])
+    ends = new & is_eos(parts.eos, canvas.tokens)
+    hit = active & jnp.any(ends, 1)
+    length = jnp.where(hit, jnp.argmax(ends, 1).astype(jnp.int32) + 1, known)
+    length = jnp.where(active, jnp.maximum(length, state.length), state.length)
+    done = state.done | hit | (length >= jnp.minimum(state.stop, canvas.end))
+    count = length - state.length
+    place = jnp.minimum(state.length[:, None] + index, size - 1)
+    emitted = jnp.where(index < count[:, None], take_along(canvas.tokens, place, 1), 0)
+    finite = state.finite & (decided.finite | state.done)
+    info = Info(
+        tokens=emitted,
+        emitted=count,
+        accepted=jnp.zeros_like(count),
+        drafted=jnp.zeros_like(count),
+        drafted_depth=jnp.zeros_like(count),
+        active=active,
+        hit_eos=hit,
+        logprobs=None if decided.logprobs is None else jnp.where(
+            index < count[:, None], take_along(decided.logprobs, place, 1), 0.0
+        ),
+        finite=finite,
+        done=done,
+    )  # fmt: skip
+    progress = Progress(
+        open=keep(canvas.open, own.open),
+        start=own.start,
+        end=canvas.end,
+        origin=own.origin,
+        decided_at=keep(canvas.decided_at, own.decided_at),
+        passes=own.passes + jnp.where(active, decided.passes, 0),
+        window=jnp.where(active, window.start, own.window),
+        settled=settled | ~active,
+        columns=own.columns + jnp.where(active, decided.columns, 0),
+        logprobs=decided.logprobs,
+        slots=decided.slots,
+    )
+    return state._replace(
+        tokens=keep(canvas.tokens, state.tokens), length=length, done=done, cache=decided.memory, draft=progress,
+        finite=finite,
+    ), info  # fmt: skip
+
+
+def axes(parts: Denoising, state: DecodeState) -> DecodeState:
+    """The place of the rows in the shape of each array of a state."""
+    places = buffers.rows_first(state)
+    memory = parts.memory
+    return places if memory.axes is None else places._replace(cache=memory.axes(parts.denoiser, state.cache))
+
+
+def _result(state: DecodeState, lengths: Array, result: DecodeResult) -> Denoised:
+    own: Progress = state.draft
+    size = state.tokens.shape[1]
+    index = jnp.arange(size)
+    order = take_along(own.decided_at, jnp.minimum(lengths[:, None] + index, size - 1), 1)
+    order = jnp.where(index < (state.length - lengths)[:, None], order, -1)
+    fields = {name: getattr(result, name) for name in DecodeResult.__dataclass_fields__}
+    fields["stats"] = result.stats._replace(target_passes=own.passes)  # a step may take several
+    return Denoised(**fields, decided_at=order, columns=own.columns)
+
+
+LOOP = Loop(init, step, axes, _result)

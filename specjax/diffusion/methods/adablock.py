@@ -1,0 +1,81 @@
+"""AdaBlock-dLLM: blocks that end where the model says that a line does.
+
+Lu, Chen, Karashima, Wang, Fujiki, Fan: AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size
+(2025), arXiv 2509.26432.
+
+Rule: a block is entered at the first open column. In that pass, of the next `ahead` columns whose likeliest token is a
+delimiter, take the one that is surest, column d. If its confidence is at least `delimiter_tau`, the block ends with it,
+else after `block` columns. It is decided by the threshold rule, of that pass on.
+Guarantee: lossy; delimiter_tau > 1 is the threshold rule with blocks of `block`.
+Deviations: `ahead` is a number of columns, not a quarter of the new text (which is 128 of the paper's 512). A row
+enters its next block when it is done with the last one, and waits for no other row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.diffusion.checking import checked
+from specjax.diffusion.measures import probability
+from specjax.diffusion.rules.threshold import threshold
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Schedule, View
+from specjax.errors import UsageError
+from specjax.indexing import first_largest, take_along
+from specjax.types import Array, PyTree
+
+
+@checked
+def adablock(
+    denoiser: Denoiser,
+    *,
+    block: int = 32,
+    tau: float = 0.9,
+    delimiters: tuple[int, ...] = (198,),
+    delimiter_tau: float = 0.3,
+    ahead: int = 128,
+) -> Procedure:
+    """block: columns of a block without a delimiter. tau: of the threshold rule. delimiters: tokens that may end a
+    block, LLaDA's newline if nothing else is said. delimiter_tau: confidence from which on one does. ahead: columns
+    that are looked through for one.
+
+    Raises: UsageError for a block-causal model, whose blocks are its own.
+    """
+    if denoiser.is_causal:
+        raise UsageError("adablock chooses blocks, and those of a block-causal model are its own; choose method sdar")
+    return Procedure(delimited(block, tuple(delimiters), delimiter_tau, ahead), threshold(tau))
+
+
+class State(NamedTuple):
+    start: Array  # int32[B], of the block
+    end: Array  # int32[B]
+
+
+@functools.cache
+def delimited(block: int, delimiters: tuple[int, ...], tau: float, ahead: int) -> Schedule:
+    """The schedule. Raises: UsageError for numbers below 1, or no delimiters."""
+    for name, value in (("block", block), ("ahead", ahead), ("the number of delimiters", len(delimiters))):
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}")
+
+    def init(params: PyTree, canvas: Canvas, width: int) -> State:
+        return State(canvas.start, canvas.start)
+
+    def place(state: State, canvas: Canvas) -> tuple[Array, State]:
+        start = jnp.where(canvas.first_open < state.end, state.start, canvas.first_open)
+        return start, state._replace(start=start)
+
+    def bound(state: State, canvas: Canvas, proposal: Proposal, view: View) -> tuple[Array, Array, State]:
+        best = first_largest(proposal.logits)
+        near = view.open & (jnp.arange(best.shape[1]) < ahead)
+        ends = near & jnp.any(best[..., None] == jnp.array(delimiters), -1)
+        sure = jnp.where(ends, probability(proposal.logits, best), -1.0)
+        place = first_largest(sure)
+        found = take_along(sure, place[:, None], 1)[:, 0] >= tau
+        end = state.start + jnp.where(found, place + 1, block)
+        end = jnp.where(view.entered, jnp.minimum(end, canvas.end), state.end)
+        return end, jnp.ones_like(end), state._replace(end=end)
+
+    return Schedule(max(block, ahead), place, bound, init)

@@ -1,0 +1,81 @@
+"""CCD: decide what was a good candidate in the pass before, too, with the same word.
+
+Chen et al.: Beyond Confidence: Adaptive and Coherent Decoding for Diffusion Language Models (2025), arXiv 2512.02044;
+the rule is that of the release.
+
+Rule: columns are ranked by -H(p). The candidates of a pass are its V surest columns, where V begins with 1 and grows by
+one with each pass up to `candidates`, and is 1 again once a tenth or less of the block is open. Where the surest column
+is one of the last pass's candidates, decide R, the columns that are candidates in both passes with the same likeliest
+word: all of R (`dynamic`), or the surest of R. Everywhere else, and in the first `warmup` passes of a block, decide the
+surest column alone.
+Guarantee: lossy; candidates = 1 is one column a pass by entropy.
+Deviations: where R is empty, as the surest column had another word before, it is decided all the same. The history
+begins anew in every block. The paper's other form, thresholds on the average of d distributions, is not here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.errors import UsageError
+from specjax.indexing import first_largest
+from specjax.types import Array, PyTree
+
+
+@checked
+def ccd(
+    denoiser: Denoiser,
+    *,
+    block: int | None = 32,
+    candidates: int = 5,
+    warmup: int = 5,
+    dynamic: bool = True,
+) -> Procedure:
+    """block: columns of a block; None: all new ones. candidates: columns that a pass may name. warmup: first passes of
+    a block that decide one column. dynamic: decide all coherent columns, not one."""
+    return Procedure(blocks(denoiser.block or block), coherent(candidates, warmup, dynamic))
+
+
+class State(NamedTuple):
+    named: Array  # bool[B, W], candidates of the pass before
+    word: Array  # int32[B, W], their likeliest tokens
+    passes: Array  # int32[B], in this block
+    masks: Array  # int32[B], columns of this block that were open when it was entered
+
+
+@functools.cache
+def coherent(candidates: int, warmup: int, dynamic: bool) -> Rule:
+    """The rule. Raises: UsageError for numbers that are too small."""
+    if candidates < 1 or warmup < 0:
+        raise UsageError(f"candidates must be at least 1 and warmup at least 0, and they are {candidates} and {warmup}")
+
+    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> State:
+        batch = len(canvas.tokens)
+        nothing = jnp.zeros((batch,), jnp.int32)
+        return State(jnp.zeros((batch, width), bool), jnp.zeros((batch, width), jnp.int32), nothing, nothing)
+
+    def select(params: PyTree, state: State, proposal: Proposal, view: View, quota: Array):
+        entered, eligible = view.entered, view.eligible
+        left = jnp.sum(view.open, 1, dtype=jnp.int32)
+        masks = jnp.where(entered, left, state.masks)
+        passes = jnp.where(entered, 0, state.passes)
+        before = state.named & ~entered[:, None]
+        order = measures.rank(-measures.entropy(proposal.logits), eligible)
+        word = first_largest(proposal.logits)
+        size = jnp.where(10 * left <= masks, 1, jnp.minimum(passes + 1, candidates))
+        named = eligible & (order < size[:, None])
+        surest = eligible & (order == 0)
+        again = named & before & (word == state.word)
+        first = again & (order == jnp.min(jnp.where(again, order, order.shape[1]), 1, keepdims=True))
+        known = jnp.any(surest & before, 1) & jnp.any(again, 1) & (passes >= warmup)
+        take = jnp.where(known[:, None], again if dynamic else first, surest)
+        return take, proposal.token, State(named, word, passes + jnp.any(eligible, 1), masks)
+
+    return Rule(select, init)

@@ -1,0 +1,203 @@
+"""Decoding within a regular language: no pass decides what no word of the language has there.
+
+Mündler, Dekoninck, Vechev: Constrained Decoding of Diffusion LLMs with Context-Free Grammars (2025), arXiv 2508.10111;
+here for regular languages, among which are brackets and JSON of bounded depth.
+
+Rule: with F_i the states that the automaton may be in before column i, and R_i those from which it may still accept,
+both by what is decided and with any token where a column is open, token v is feasible at an open column i if it leads
+from a state of F_i to one of R_(i+1). Others get the logit -inf before anything is drawn or measured. Tokens that are
+feasible each may not be together: where all that the rule takes is not, they are decided one at a time, the surest
+first, and what has become infeasible waits for another pass.
+Guarantee: valid: every finished text, or its part up to a token that ends it, is a word of the language (see
+`Automaton.closed`); the language of all words is the threshold rule. The distribution is not the conditioned one.
+Deviations: an open column is one token, so gaps have a known length and no lexer is needed. Full attention only: a last
+block of block-causal models reaches behind the text, where it need not be a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.passes import put
+from specjax.diffusion.rules.threshold import threshold
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, Score, View
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.types import Array, PyTree
+
+
+class Automaton(NamedTuple):
+    """A deterministic one over tokens. It begins in state 0."""
+
+    transitions: Any  # int32[Q, V], the next state; -1: no word goes on so
+    accepting: Any  # bool[Q]
+
+    def closed(self, eos: int | Sequence[int]) -> Automaton:
+        """The one whose words end with one of `eos`, and then any number of them, or go on to the last column."""
+        table, accepting = np.array(self.transitions, np.int32), np.array(self.accepting, bool)
+        ids = np.atleast_1d(np.asarray(eos))
+        final = np.full((1, table.shape[1]), -1, np.int32)
+        table[:, ids] = np.where(accepting[:, None], len(table), -1)
+        final[:, ids] = len(table)
+        return Automaton(np.concatenate([table, final]), np.append(accepting, True))
+
+
+class Language(NamedTuple):
+    """An automaton whose tokens are grouped into C classes that do the same in every state."""
+
+    kind: Array  # int32[V], the class of a token
+    to: Array  # int32[Q, C], -1: none
+    accepting: Array  # bool[Q]
+
+
+@checked
+def constraint(
+    denoiser: Denoiser, *, automaton: Automaton | None = None, block: int | None = 32, tau: float = 0.9
+) -> Procedure:
+    """automaton: of the language. block: columns of a block; None: all new ones. tau: of the threshold rule.
+
+    Raises: UsageError without an automaton, for one of another vocabulary, and for a block-causal model.
+    """
+    if automaton is None:
+        raise UsageError("constraint needs the automaton of a language; give automaton=")
+    if denoiser.is_causal:
+        raise UsageError("constraint is of models with full attention, and this one has block-causal attention")
+    table, accepting = np.array(automaton.transitions), np.asarray(automaton.accepting, bool)
+    vocab, states = denoiser.model.vocab_size, len(accepting)
+    if table.shape != (states, vocab):
+        raise UsageError(
+            f"the transitions of {states} states over the model's {vocab} tokens have the shape [{states}, {vocab}], "
+            f"not {list(table.shape)}"
+        )
+    if states < 1 or table.min() < -1 or table.max() >= states:
+        raise UsageError(f"transitions lead to one of the {states} states, or are -1")
+    table[:, denoiser.mask_token] = -1  # which no column becomes
+    columns, kind = np.unique(table, axis=1, return_inverse=True)
+    language = Language(*map(jnp.asarray, (kind.reshape(-1).astype(np.int32), columns.astype(np.int32), accepting)))
+    base = Procedure(blocks(block), threshold(tau))
+    rule = together(base.rule).replace(params=(base.rule.params, language))
+    return base.replace(rule=rule, score=feasible().replace(params=language))
+
+
+@functools.cache
+def feasible() -> Score:
+    """The score, whose parameters are a language."""
+
+    def transform(language: Language, state: PyTree, logits: Array, view: View) -> tuple[Array, PyTree]:
+        canvas = view.canvas
+        assert canvas is not None
+        inside = jnp.clip(view.columns, 0, canvas.tokens.shape[1] - 1)
+        before = take_along(_reached(language, canvas), inside[..., None], 1)
+        behind = take_along(_goes_on(language, canvas), inside[..., None], 1)
+        fits = jnp.any(before[:, :, :, None] & behind[:, :, jnp.maximum(language.to, 0)] & (language.to >= 0), 2)
+        allowed = fits[:, :, language.kind]
+        return jnp.where(allowed | ~view.open[..., None], logits, -jnp.inf), state
+
+    return Score(transform, check=_has_words)
+
+
+@functools.cache
+def together(rule: Rule) -> Rule:
+    """A rule that decides of what `rule` takes only what can stand together. Its parameters are (the rule's, a
+    language)."""
+
+    def select(params: PyTree, state: PyTree, proposal: Proposal, view: View, quota: Array):
+        own, language = params
+        canvas = view.canvas
+        assert canvas is not None
+        take, token, state = rule.select(own, state, proposal, view, quota)
+        fits = lambda some: _is_open_to(language, put(canvas, view.columns, some, token))
+        order = measures.rank(measures.confidence(proposal), take)
+        at_once = fits(take)
+        count = jnp.max(jnp.where(at_once, 0, jnp.sum(take, 1)))
+
+        def body(carry):
+            place, kept = carry
+            more = kept | (take & (order == place))
+            return place + 1, jnp.where(fits(more)[:, None], more, kept)
+
+        _, one_by_one = jax.lax.while_loop(lambda carry: carry[0] < count, body, (0, jnp.zeros_like(take)))
+        return jnp.where(at_once[:, None], take, one_by_one), token, state
+
+    return rule.replace(select=select, init=lambda params, *more: rule.init(params[0], *more))
+
+
+def _steps(language: Language, canvas: Canvas) -> tuple[Array, Array, Array]:
+    """(bool[C + 1, Q, Q] whether tokens of a class lead from a state to another, the last class any token;
+    int32[N, B] the class of each column; bool[N, B] whether it is part of the text)."""
+    states = jnp.arange(len(language.accepting))
+    leads = language.to.T[:, :, None] == states
+    leads = jnp.concatenate([leads, jnp.any(leads, 0, keepdims=True)])
+    kind = jnp.where(canvas.open, len(leads) - 1, language.kind[canvas.tokens])
+    column = jnp.arange(canvas.tokens.shape[1])
+    text = (column >= canvas.start[:, None]) & (column < canvas.end[:, None])
+    return leads, kind.T, text.T
+
+
+def _reached(language: Language, canvas: Canvas) -> Array:
+    """bool[B, N + 1, Q]: the states before each column, and behind the last."""
+    leads, kind, text = _steps(language, canvas)
+
+    def body(states, column):
+        of, inside = column
+        after = jnp.any(states[:, :, None] & leads[of], 1)
+        return jnp.where(inside[:, None], after, states), states
+
+    first = jnp.broadcast_to(jnp.arange(leads.shape[1]) == 0, (kind.shape[1], leads.shape[1]))
+    last, before = jax.lax.scan(body, first, (kind, text))
+    return jnp.concatenate([before, last[None]]).swapaxes(0, 1)
+
+
+def _goes_on(language: Language, canvas: Canvas) -> Array:
+    """bool[B, N, Q]: the states behind each column from which a word can be finished."""
+    leads, kind, text = _steps(language, canvas)
+
+    def body(states, column):
+        of, inside = column
+        before = jnp.any(leads[of] & states[:, None, :], 2)
+        return jnp.where(inside[:, None], before, states), states
+
+    last = jnp.broadcast_to(language.accepting, (kind.shape[1], leads.shape[1]))
+    return jax.lax.scan(body, last, (kind, text), reverse=True)[1].swapaxes(0, 1)
+
+
+def _is_open_to(language: Language, canvas: Canvas) -> Array:
+    """bool[B]: whether some word has all that is decided."""
+    return jnp.any(_reached(language, canvas)[:, -1] & language.accepting, 1)
+
+
+def _has_words(language: Language, count: int, eos: Array) -> None:
+    """Raises: UsageError for a language without a word of so many tokens, or in which a text that ends with one of
+    `eos` may be no word."""
+    if isinstance(language.to, jax.core.Tracer):
+        return
+    table, accepting = np.asarray(language.to), np.asarray(language.accepting)
+    states, reached = np.arange(len(accepting)) == 0, np.zeros(len(accepting), bool)
+    for _ in range(count):
+        reached |= states
+        states = np.isin(np.arange(len(states)), table[states])
+    if not isinstance(eos, jax.core.Tracer):
+        ends = accepting
+        for _ in range(len(accepting)):  # from which a word can be finished
+            ends = accepting | np.any((table >= 0) & ends[table], 1)
+        kinds = np.asarray(language.kind)
+        behind = table[reached][:, kinds[[token for token in np.asarray(eos) if 0 <= token < len(kinds)]]]
+        if np.any((behind >= 0) & ends[behind] & ~accepting[behind]):
+            raise UsageError(
+                "a text ends with eos, and the automaton has words that go on; give automaton.closed(eos), or leave "
+                "eos out"
+            )
+    if not np.any(states & accepting):
+        raise UsageError(
+            f"the automaton has no word of {count} tokens; choose another max_new_tokens, or let words end before "
+            f"with automaton.closed(eos)"
+        )

@@ -1,0 +1,99 @@
+"""CreditDecoding: a token that was likeliest in the passes before gets credit for it.
+
+Wang, Jiang, Feng, Zhao, Liu, Li, Lan, Lin: CreditDecoding: Accelerating Parallel Decoding in Diffusion Large Language
+Models with Trace Credit (2025), arXiv 2510.06133; as the engine dInfer has it.
+
+Rule: in each pass, for every open column with probabilities p and likeliest token v,
+
+    C <- beta C,   C[v] <- C[v] + p(v)^gamma,   logits <- logits + alpha log(1 + C),
+
+and tokens, confidences and the threshold rule are of these logits.
+Guarantee: lossy; alpha = 0 is the threshold rule.
+Deviations: credits are kept for the `slots` tokens of a column that have most (a new one takes the place of the least),
+which is exact as long as no more tokens than that were likeliest there; 0 keeps one for every token of the vocabulary.
+They begin anew in every block; dInfer clears them when a canvas is finished.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.diffusion.checking import checked
+from specjax.diffusion.measures import probability
+from specjax.diffusion.rules.threshold import threshold
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Score, View
+from specjax.errors import UsageError
+from specjax.indexing import first_largest
+from specjax.types import Array, PyTree
+
+
+@checked
+def credit_decoding(
+    denoiser: Denoiser,
+    *,
+    block: int | None = 32,
+    tau: float = 0.8,
+    alpha: float = 0.7,
+    beta: float = 0.8,
+    gamma: float = 0.2,
+    slots: int = 8,
+) -> Procedure:
+    """block: columns of a block; None: all new ones. tau: of the threshold rule. alpha: what credit adds. beta: what is
+    left of it after a pass. gamma: power of the probability that is credited. slots: tokens of a column that have
+    credit; 0: all."""
+    return Procedure(blocks(denoiser.block or block), threshold(tau), score=credits(alpha, beta, gamma, slots))
+
+
+class Sparse(NamedTuple):
+    ids: Array  # int32[B, W, K], tokens that have credit; -1: none
+    value: Array  # float32[B, W, K]
+
+
+@functools.cache
+def credits(alpha: float, beta: float, gamma: float, slots: int) -> Score:
+    """The score. Raises: UsageError for a number of slots, a beta or a gamma below 0."""
+    if beta < 0 or gamma < 0:
+        raise UsageError(f"beta and gamma must be at least 0, and they are {beta} and {gamma}")
+    if slots < 0:
+        raise UsageError(f"slots must be at least 1, or 0 for all tokens, not {slots}")
+
+    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array | Sparse:
+        shape = len(canvas.tokens), width, slots or vocab
+        value = jnp.zeros(shape)
+        return Sparse(jnp.full(shape, -1), value) if slots else value
+
+    def transform(params: PyTree, state: Array | Sparse, logits: Array, view: View) -> tuple[Array, Array | Sparse]:
+        best = first_largest(logits)
+        gain = jnp.where(view.eligible, probability(logits, best) ** gamma, 0.0)
+        state = jax.tree.map(functools.partial(_cleared, view.entered), state)
+        if isinstance(state, Sparse):
+            state = _credited(state, best, gain, beta)
+            batch, width, vocab = logits.shape
+            row, column = jnp.arange(batch)[:, None, None], jnp.arange(width)[:, None]
+            place = jnp.where(state.ids < 0, vocab, state.ids)
+            return logits.at[row, column, place].add(alpha * jnp.log1p(state.value), mode="drop"), state
+        mine = jnp.arange(logits.shape[-1]) == best[..., None]
+        state = beta * state + jnp.where(mine, gain[..., None], 0.0)
+        return logits + alpha * jnp.log1p(state), state
+
+    return Score(transform, init=init)
+
+
+def _cleared(entered: Array, x: Array) -> Array:
+    """With nothing in rows that have entered a new window."""
+    return jnp.where(entered[:, None, None], -1 if x.dtype == jnp.int32 else 0, x)
+
+
+def _credited(state: Sparse, best: Array, gain: Array, beta: float) -> Sparse:
+    """After a pass in which `best` gains."""
+    value = beta * state.value
+    known = state.ids == best[..., None]
+    slot = jnp.where(jnp.any(known, -1), jnp.argmax(known, -1), jnp.argmin(value, -1))
+    here = (jnp.arange(value.shape[-1]) == slot[..., None]) & (gain > 0)[..., None]
+    value = jnp.where(here, jnp.where(known, value, 0.0) + gain[..., None], value)
+    return Sparse(jnp.where(here, best[..., None], state.ids), value)

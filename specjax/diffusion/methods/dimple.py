@@ -1,0 +1,128 @@
+"""Dimple's confident decoding: every column that is sure enough or, where none is, the next share by the grid of times;
+keys and values of the prompt are computed once.
+
+Yu, Ma, Wang: Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel Decoding (2025), arXiv
+2505.16990.
+
+Rule: take {confidence > gamma}. If that is empty: of the m columns that are open of G, at t = m / G, go to the first
+time s < t of the grid s_k = 1 - (1 - eps) k / S for which n = int(m (1 - s / t)) is 1 or more, and take the n surest; 1
+where there is none. The pass S takes all. Confidences are those before temperature and top-p.
+Memory: columns of the prompt see the prompt alone, so that they are read once; a pass computes the columns behind it.
+Guarantee: lossy; with S = G, as `steps=None` has it, and without `prefill` it is the threshold rule. With one layer the
+memory is exact.
+Deviations: the last column of the prompt is computed in every pass, as its row predicts the first new column of shifted
+models. Images are no part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.passes import forward, over_canvas, shown
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.schedules.timesteps import check_grid
+from specjax.diffusion.types import (
+    Canvas,
+    Denoiser,
+    Memory,
+    Procedure,
+    Proposal,
+    Rule,
+    Schedule,
+    Seen,
+    View,
+    Window,
+)  # fmt: skip
+from specjax.errors import UsageError
+from specjax.types import Array, PyTree
+
+
+@checked
+def dimple(
+    denoiser: Denoiser, *, gamma: float = 0.95, steps: int | None = None, eps: float = 1e-3, prefill: bool = True
+) -> Procedure:
+    """gamma: confidence above which a column is taken. steps: S, passes at most; None: one for each column. eps: the
+    last time. prefill: read the prompt once; models with block-causal attention do that anyhow."""
+    memory = PREFILLED if prefill and not denoiser.is_causal else None
+    return Procedure(next_times(denoiser.block, steps, eps), confident(gamma), memory)
+
+
+@functools.cache
+def confident(gamma: float) -> Rule:
+    """Every column that is sure enough; the quota where none is, or where it is all that is left."""
+
+    def select(params, state, proposal: Proposal, view: View, quota: Array):
+        sure = measures.confidence(proposal)
+        high = view.eligible & (sure > gamma)
+        enough = jnp.any(high, 1) & (quota < jnp.sum(view.eligible, 1))
+        share = measures.top(sure, view.eligible, jnp.maximum(quota, 1))
+        return jnp.where(enough[:, None], high, share), proposal.token, state
+
+    return Rule(select)
+
+
+class State(NamedTuple):
+    total: Array  # int32[B], G
+    passes: Array  # int32[B] over this window
+
+
+@functools.cache
+def next_times(size: int | None = None, steps: int | None = None, eps: float = 1e-3) -> Schedule:
+    """Shares by the grid, from the time that the columns which are left say it is."""
+    check_grid(steps, eps)
+
+    def init(params: PyTree, canvas: Canvas, width: int) -> State:
+        nothing = jnp.zeros_like(canvas.start)
+        return State(nothing + 1, nothing)
+
+    def bound(state: State, canvas: Canvas, proposal: Proposal, view: View) -> tuple[Array, Array, State]:
+        left = jnp.sum(view.open, 1, dtype=jnp.int32)
+        total = jnp.maximum(jnp.where(view.entered, left, state.total), 1)
+        passes = jnp.where(view.entered, 0, state.passes)
+        grid = total if steps is None else jnp.full_like(total, steps)
+        each = total * (1 - eps) / grid  # columns between two times of the grid; n = m - G s, as m / t = G
+        place = jnp.ceil((total - left + 1) / each)
+        share = jnp.where(place > grid, 1, jnp.floor(left - total + each * place).astype(jnp.int32))
+        quota = jnp.where(passes >= grid - 1, left, share)
+        return view.start + view.columns.shape[1], quota, State(total, passes + jnp.any(view.eligible, 1))
+
+    return Schedule(size, blocks(size).place, bound, init)
+
+
+def _read_prompt(denoiser: Denoiser, canvas: Canvas, width: int) -> PyTree:
+    batch, size = canvas.tokens.shape
+    cache = denoiser.model.begin(denoiser.params, None, batch, size)
+    _, pending = over_canvas(denoiser, cache, canvas._replace(end=canvas.start))
+    path = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    return denoiser.model.commit(cache, pending, path, canvas.start - 1)
+
+
+def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> tuple[Seen, PyTree]:
+    """The last column of the prompt and the window, which is all that is new."""
+    width = window.width + 1
+    columns = canvas.start[:, None] - 1 + jnp.arange(width)
+    mask = (columns < canvas.end[:, None])[:, None, :] | jnp.eye(width, dtype=bool)
+    hidden, _ = forward(denoiser, cache, shown(denoiser, canvas, columns), columns, mask)
+    return Seen(
+        hidden=hidden[:, :-1] if denoiser.is_shifted else hidden[:, 1:],
+        predicted=jnp.ones((len(columns), window.width), bool),
+        columns=canvas.end - canvas.start + 1,
+    ), cache
+
+
+def _check(procedure: Procedure) -> None:
+    if procedure.schedule.width is not None:
+        raise UsageError(
+            f"the memory prefilled looks at all new columns, and the schedule at {procedure.schedule.width} of them; "
+            "leave the memory out, with prefill=False, or keep the schedule"
+        )
+
+
+PREFILLED = Memory(
+    _look, "full", False, _read_prompt, "prefilled", lambda denoiser, cache: denoiser.model.axes(cache), check=_check
+)

@@ -1,0 +1,35 @@
+"""dKV-Cache: LLaDA's procedure over keys and values that are kept one pass after their column was decided.
+
+Ma et al.: dKV-Cache: The Cache for Diffusion Language Models (2025), arXiv 2505.15781.
+
+Rule: `specjax.diffusion.memories.delayed`; schedule and rule are those of `llada`, so are the passes.
+Guarantee: lossy; refresh=1 is `llada`.
+Deviations: those of the memory.
+"""
+
+from __future__ import annotations
+
+from specjax.diffusion.memories.delayed import Suffix, delayed
+from specjax.diffusion.methods.llada import llada
+from specjax.diffusion.rules.quota import By
+from specjax.diffusion.types import Denoiser, Procedure
+from specjax.errors import UsageError
+
+
+def dkv_cache(
+    denoiser: Denoiser,
+    *,
+    block: int | None = 32,
+    steps: int | None = None,
+    by: By = "confidence",
+    refresh: int | None = 8,
+    suffix: Suffix = "frozen",
+) -> Procedure:
+    """block, steps, by: as `llada` has them. refresh: passes over a block after which the whole canvas is computed
+    again; None: never. suffix: `fresh` to compute the open columns behind the block in every pass, too.
+
+    Raises: UsageError for a block-causal model, of which what is finished never changes.
+    """
+    if denoiser.is_causal:
+        raise UsageError("dkv_cache is of models with full attention; a block-causal one keeps its blocks: choose sdar")
+    return llada(denoiser, block=block, steps=steps, by=by).replace(memory=delayed(refresh, suffix))

@@ -1,0 +1,87 @@
+"""Dream's decoding: no blocks; a grid of times says how many columns, one of four scores which.
+
+Ye et al.: Dream 7B: Diffusion Large Language Models (2025), arXiv 2508.15487.
+
+Rule: `specjax.diffusion.schedules.timesteps` gives n; the n columns of the largest score s are decided: `maskgit_plus`,
+probability of the drawn token; `topk_margin`, p1 - p2; `entropy`, sum p log p; all of the distribution that tokens are
+drawn from. With alg_temp a > 0 these n are drawn instead, without replacement, with weights exp(s / a): the n largest
+s / a + g, g Gumbel noise. `origin`: step k decides each open column with probability 1 - t_{k+1} / t_k.
+Guarantee: definition.
+Deviations: a column is open after step k of `origin` with probability t_{k+1}, independently of the others. So each
+has a time drawn evenly from (0, 1), once, and is decided in the step whose times hold it: the same law, and a step
+that would decide nothing is not run. A top-k of 1, like a temperature of 0, leaves the scores those of temperature 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax.numpy as jnp
+
+from specjax import sampling
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.rules.quota import MEASURES, quota
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.schedules.timesteps import check_grid, timesteps
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.errors import UsageError
+from specjax.types import Array, PyTree
+
+Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
+SCORES = {"maskgit_plus": "warped_confidence", "topk_margin": "warped_margin", "entropy": "warped_entropy"}
+
+
+@checked
+def dream(
+    denoiser: Denoiser,
+    *,
+    alg: Algorithm = "origin",
+    steps: int | None = None,
+    eps: float = 1e-3,
+    alg_temp: float = 0.0,
+) -> Procedure:
+    """alg: what chooses columns. steps: of the grid; None: one for each column. eps: the last time. alg_temp: how much
+    chance has a say in which columns are chosen; `origin` chooses by chance alone.
+
+    Raises: UsageError for settings that no grid or temperature has, or an alg_temp of `origin`.
+    """
+    if alg_temp < 0:
+        raise UsageError(f"alg_temp must be at least 0, not {alg_temp}")
+    if alg == "origin":
+        if alg_temp:
+            raise UsageError(f"alg origin chooses by chance alone; leave alg_temp out, or choose {', '.join(SCORES)}")
+        return Procedure(blocks(denoiser.block), at_their_times(steps, eps))
+    rule = by_chance(SCORES[alg], alg_temp) if alg_temp else quota(SCORES[alg])  # type: ignore[arg-type]
+    return Procedure(timesteps(denoiser.block, steps=steps, eps=eps), rule)
+
+
+@functools.cache
+def by_chance(by: str, alg_temp: float) -> Rule:
+    """As many columns as the quota, drawn with weights exp(measure / alg_temp)."""
+
+    def select(params, state, proposal: Proposal, view: View, quota: Array):
+        score = MEASURES[by](proposal, view) / alg_temp + sampling.noise(view.rule_keys, 1)[..., 0]
+        return measures.top(score, view.eligible, jnp.maximum(quota, 1)), proposal.token, state
+
+    return Rule(select)
+
+
+@functools.cache
+def at_their_times(steps: int | None = None, eps: float = 1e-3) -> Rule:
+    """Every column in the step of the grid whose times hold its own; its state: the steps, int32[B, W]."""
+    check_grid(steps, eps)
+
+    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
+        return jnp.zeros((len(canvas.start), width), jnp.int32)
+
+    def select(params, state: Array, proposal: Proposal, view: View, quota: Array):
+        total = jnp.sum(view.open, 1, keepdims=True) if steps is None else steps
+        time = sampling.uniform(view.rule_keys, 1)[..., 0]
+        own = jnp.minimum(jnp.floor((1 - time) / (1 - eps) * total).astype(jnp.int32), total - 1)
+        step = jnp.where(view.entered[:, None], own, state)
+        now = jnp.min(jnp.where(view.eligible, step, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
+        return view.eligible & (step == now), proposal.token, step
+
+    return Rule(select, init)

@@ -1,0 +1,48 @@
+"""The most certain columns, as many as have little entropy together.
+
+Cheng et al.: SDAR (2025), arXiv 2510.06303, `entropy_bounded`; DiffusionGemma's sampler accepts by the same rule with
+`own=False`; Ben-Hamu et al.: Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking (2025),
+arXiv 2505.24857.
+
+Rule: with entropies H_1 <= H_2 <= ... of the eligible columns take the n first, n = max{n : H_1 + ... + H_n < gamma},
+at least one. `own=False`: n = max{n : H_1 + ... + H_{n-1} <= gamma}.
+Why: the joint entropy of columns is at most the sum of theirs, so what is lost by deciding them as if they did not
+depend on each other, the sum less the joint entropy, is below gamma.
+Guarantee: lossy; a gamma of 0 is one column a pass, wherever no entropy is 0.
+Deviations: the entropy is that of the whole distribution at temperature 1 (SDAR's released script sums over the block
+what the drawn token alone contributes, and does not run). DiffusionGemma's other columns begin anew with random tokens;
+here they stay open.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.types import Array
+
+
+@checked
+def entropy_bound(denoiser: Denoiser, *, block: int | None = 32, gamma: float = 0.35, own: bool = True) -> Procedure:
+    """block: columns of a block; None: all new ones. gamma: nats that a pass may decide. own: whether a column's own
+    entropy counts, or only that of those before it."""
+    return Procedure(blocks(denoiser.block or block), within(gamma, own))
+
+
+@functools.cache
+def within(gamma: float, own: bool = True) -> Rule:
+    """Columns whose entropies have a sum within `gamma`."""
+
+    def select(params, state, proposal: Proposal, view: View, quota: Array):
+        certain = -measures.entropy(proposal.logits)
+        total = jnp.cumsum(-measures.sorted_down(certain, view.eligible, behind=-jnp.inf), 1)
+        fits = total < gamma if own else jnp.pad(total[:, :-1], ((0, 0), (1, 0))) <= gamma
+        count = jnp.maximum(jnp.sum(fits, 1, dtype=jnp.int32), 1)
+        return measures.top(certain, view.eligible, count), proposal.token, state
+
+    return Rule(select)

@@ -1,0 +1,110 @@
+"""EOSER and ASS: ends of a text are decided late, and each pass decides twice as much as the one before.
+
+Yang, Chen, Hu, Shao: Taming Masked Diffusion Language Models via Consistency Trajectory Reinforcement Learning with
+Fewer Decoding Step (2025), arXiv 2509.23924. (Its reinforcement learning is not here.)
+
+Rule: models that decode all of a canvas at once tend to end it everywhere. Where a column's proposal ends the text, its
+confidence is multiplied in pass i of T by
+
+    gamma_i = least + (most - least) i / (T - 1),        i = 0 ... T - 1.
+
+`ascending`: of G new columns pass i decides 2^i, in S = floor(log2 G) passes, the last of which takes the rest, with
+gamma_i = least + (most - least) (2^(i+1) - 1) / 2^S. `parts` = n lets the last n - 1 passes have a block each: those
+before them are for the first 2^k - 1 columns, k = S - n + 1, and pass i for the columns below 2^(i+1) - 1.
+Guarantee: lossy; least = most = 1 is the procedure without it, one column a pass or `steps`.
+Deviations: which tokens end a text is what `denoise` is told by `eos`; without any, nothing is discounted.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.diffusion.checking import checked
+from specjax.diffusion.rules.quota import quota
+from specjax.diffusion.schedules.blocks import blocks, num_passes
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Schedule, Score, View
+from specjax.errors import UsageError
+from specjax.types import Array, PyTree
+
+
+@checked
+def eoser(
+    denoiser: Denoiser,
+    *,
+    block: int | None = None,
+    steps: int | None = None,
+    ascending: bool = False,
+    parts: int = 1,
+    least: float | None = None,
+    most: float = 1.0,
+) -> Procedure:
+    """block: columns of a block; None: all new ones. steps: passes for a block; None: one for each column. ascending:
+    1, 2, 4 ... columns a pass instead. parts: blocks of these. least, most: what confidence is multiplied by in the
+    first and the last pass; least: by default 0.4, or 0.01 of ascending passes.
+
+    Raises: UsageError for a block or steps of ascending passes, those of a block-causal model, or parts of others.
+    """
+    size = denoiser.block or block
+    least = least if least is not None else 0.01 if ascending else 0.4
+    if not ascending:
+        if parts != 1:
+            raise UsageError("parts are of ascending passes; say ascending=True, or leave parts out")
+        return Procedure(blocks(size, steps=steps), quota(), score=late_ends(least, most, size, steps))
+    if denoiser.is_causal:
+        raise UsageError(
+            "ascending passes take all new columns for a block, and those of a block-causal model are its own; leave "
+            "ascending out"
+        )
+    if size is not None or steps is not None:
+        raise UsageError("ascending passes take all new columns for a block; leave block and steps out, or say parts=")
+    return Procedure(powers(parts), quota(), score=late_ends(least, most, None, None, ascending=True))
+
+
+@functools.cache
+def late_ends(least: float, most: float, size: int | None, steps: int | None, *, ascending: bool = False) -> Score:
+    """The score, with blocks of `size` and `steps` passes for each."""
+
+    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
+        return _log2(canvas.end - canvas.start) if ascending else num_passes(canvas, size, steps)
+
+    def weigh(params: PyTree, total: Array, proposal: Proposal, view: View) -> Array:
+        if ascending:
+            done = (2.0 ** (view.passes + 1) - 1) / 2.0**total
+        else:
+            done = view.passes / jnp.maximum(total - 1, 1)
+        gamma = least + (most - least) * jnp.minimum(done, 1.0)
+        return jnp.where(view.ends(proposal.token), gamma[:, None], 1.0)
+
+    return Score(weigh=weigh, init=init)
+
+
+class State(NamedTuple):
+    columns: Array  # int32[B], G
+    passes: Array  # int32[B], that decided something
+
+
+@functools.cache
+def powers(parts: int = 1) -> Schedule:
+    """The schedule of ascending passes. Raises: UsageError for less than one part."""
+    if parts < 1:
+        raise UsageError(f"parts must be at least 1, not {parts}")
+
+    def init(params: PyTree, canvas: Canvas, width: int) -> State:
+        return State(canvas.end - canvas.start, jnp.zeros_like(canvas.start))
+
+    def bound(state: State, canvas: Canvas, proposal: Proposal, view: View) -> tuple[Array, Array, State]:
+        number, i = _log2(state.columns), state.passes
+        reach = jnp.maximum(number - parts + 1, i + 1)
+        end = view.start + jnp.where(reach >= number, state.columns, (1 << reach) - 1)
+        share = jnp.where(i + 1 >= number, state.columns, 1 << i)
+        return end, share, State(state.columns, i + jnp.any(view.eligible, 1))
+
+    return Schedule(None, lambda state, canvas: (canvas.start, state), bound, init)
+
+
+def _log2(count: Array) -> Array:
+    """int32[B]: the whole part of the logarithm to base 2, exactly."""
+    return jnp.sum(count[:, None] >= 1 << jnp.arange(1, 31), 1, dtype=jnp.int32)

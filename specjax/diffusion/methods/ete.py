@@ -1,0 +1,211 @@
+"""ETE: where the model is sure of too little, it tries words for one uncertain column, and looks where each leads.
+
+From Bits to Rounds: Parallel Decoding with Exploration for Diffusion Language Models (2025), arXiv 2511.21103.
+
+Rule: *exploit*: of the block and the `ahead` next ones every column with confidence >= tau. If these are fewer than
+`least`, *explore*: of the block's open columns next to a decided one take the one of largest entropy, look in one pass
+at `words` canvases with each of its likeliest words there, and keep the one with the largest
+log p(word) + gain * (columns that are now sure). What was seen of it serves the next exploit, so no pass is wasted.
+Why: what is sure carries hardly any information: a pass of n columns by the factor rule at most `most_bits`. An
+uncertain column that is decided may make many others sure.
+Guarantee: lossy; least=0 and ahead=0 is the threshold rule.
+Deviations: the abstract states the principle, the concrete rule is ours. Where it explores, the column that is explored
+is what the pass is sure to decide, not the surest one. A last open column takes its likeliest word without a pass. With
+a temperature the words are drawn, none twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.diffusion import measures, passes
+from specjax.diffusion.loop import (
+    Decided,
+    Denoising,
+    Slots,
+    bounded,
+    controlled,
+    finite_of,
+    logged,
+    propose,
+    select,
+    view_of,
+)
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, Seen, Verify, View, Window
+from specjax.errors import UsageError
+from specjax.indexing import first_largest, take_along
+from specjax.sampling import noise
+from specjax.types import Array, DecodeState, PyTree
+
+
+def most_bits(count: int, factor: float) -> float:
+    """Nats that `count` columns decided by the factor rule carry at most, log((n + 1) / ((1 - f) n + 1)): a text of
+    -log p(x) nats needs so many passes at least."""
+    return math.log((count + 1) / ((1 - factor) * count + 1))
+
+
+def ete(
+    denoiser: Denoiser,
+    *,
+    block: int = 32,
+    tau: float = 0.9,
+    ahead: int = 1,
+    least: int = 2,
+    words: int = 2,
+    gain: float = 0.1,
+) -> Procedure:
+    """block: columns of a block. tau: confidence from which on a column is decided. ahead: blocks behind it that are
+    decided, too. least: columns below which a pass explores. words: that it tries. gain: nats that a column is worth
+    which a word makes sure.
+
+    Raises: UsageError for a block-causal model, which sees no block ahead, or for numbers that are too small.
+    """
+    if denoiser.is_causal:
+        raise UsageError("ete looks at blocks ahead, and a block-causal model sees none; choose sdar")
+    for name, value, smallest in (("words", words, 1), ("ahead", ahead, 0), ("least", least, 0)):
+        if value < smallest:
+            raise UsageError(f"{name} must be at least {smallest}, not {value}")
+    schedule = dataclasses.replace(blocks(block), width=(1 + ahead) * block)
+    return Procedure(schedule, sure(tau, block), verify=exploring(tau, block, least, words, gain))
+
+
+@functools.cache
+def sure(tau: float, block: int) -> Rule:
+    """Every column that is sure enough, and where the first `block` have none the surest of them."""
+
+    def take_those(params: PyTree, state: PyTree, proposal: Proposal, view: View, quota: Array):
+        confidence = measures.confidence(proposal)
+        high = view.eligible & (confidence >= tau)
+        here = view.eligible & _in_block(view, block)
+        forced = ~jnp.any(high & here, 1, keepdims=True) & measures.top(confidence, here, jnp.ones_like(quota))
+        return high | forced, proposal.token, state
+
+    return Rule(take_those)
+
+
+class Known(NamedTuple):
+    """What the model said of the canvas as it is, where the last pass explored."""
+
+    hidden: Array  # [B, N, D]
+    ready: Array  # bool[B]
+
+
+@functools.cache
+def exploring(tau: float, block: int, least: int, words: int, gain: float) -> Verify:
+    """What decides: one look unless the canvas is known already, and where that gives too little a second one."""
+    decide = functools.partial(_decide, tau=tau, block=block, least=least, words=words, gain=gain)
+    return Verify(decide, _init, exact_memory=False, several=True)
+
+
+def _in_block(view: View, block: int) -> Array:
+    return view.columns < view.start[:, None] + block
+
+
+def _init(parts: Denoising, canvas: Canvas) -> Known:
+    shape = jax.eval_shape(lambda canvas: _look(parts, parts.memory.init(parts.denoiser, canvas, 1), canvas), canvas)
+    return Known(jnp.zeros(shape.shape, shape.dtype), jnp.zeros(canvas.start.shape, bool))
+
+
+def _look(parts: Denoising, memory: PyTree, canvas: Canvas) -> Array:
+    """[B, N, D], of the whole canvas."""
+    nothing = jnp.zeros_like(canvas.start)
+    seen, _ = parts.memory.look(parts.denoiser, memory, canvas, Window(nothing, nothing == 0, nothing == 0, 1))
+    assert seen.canvas is not None
+    return seen.canvas
+
+
+def _decide(
+    parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, slots: Slots, *, tau: float, block: int,
+    least: int, words: int, gain: float,
+) -> Decided:  # fmt: skip
+    known: Known = slots.verify
+    active, rows = window.active, jnp.arange(len(canvas.tokens))
+    place = jnp.clip(window.start[:, None] + jnp.arange(window.width), 0, canvas.tokens.shape[1] - 1)
+
+    looks = active & ~known.ready
+    anew = jax.lax.cond(jnp.any(looks), lambda: _look(parts, state.cache, canvas), lambda: known.hidden)
+    hidden = jnp.where(looks[:, None, None], anew, known.hidden)
+    seen = Seen(take_along(hidden, place[..., None], 1), jnp.ones(place.shape, bool), canvas.end * looks, canvas=hidden)
+
+    # The pass that decides a column is the one that the model said it in.
+    here = canvas._replace(passes=canvas.passes - 1 + looks)
+    view = view_of(parts, state, here, window, seen)
+    proposal, slots = propose(parts, view, passes.said(parts.denoiser, seen), slots)
+    view, share, slots = bounded(parts, here, proposal, view, slots)
+    take, token, slots = select(parts, proposal, view, share, slots)
+    high = take & (measures.confidence(proposal) >= tau)
+    left = view.open & ~high & _in_block(view, block)
+    explores = active & (jnp.sum(high, 1) < least) & jnp.any(left, 1)
+    take = jnp.where(explores[:, None], high, take)
+    after = passes.put(here, view.columns, take, token)
+
+    at = _column(proposal, left, after, place)
+    tried, value = _words(parts, proposal, view, at, words)
+    alone = explores & (jnp.sum(after.open, 1) == 1)
+    branches = explores & ~alone
+    column = take_along(view.columns, at[:, None], 1)
+    put = lambda word: passes.put(
+        after._replace(passes=here.passes + branches), column, explores[:, None], word[:, None]
+    )
+    canvases = jax.vmap(put, 1)(tried)  # [k, B, ...]
+    assert parts.memory.several is not None
+    several = parts.memory.several
+
+    def look() -> tuple[Array, Array]:
+        seen, _ = several(parts.denoiser, state.cache, canvases, window)
+        logits = passes.logits_of(parts.denoiser, seen.hidden)
+        confidence = jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1))
+        opened = jax.vmap(lambda one: take_along(one.open, place, 1))(canvases) & view.eligible
+        assert seen.canvas is not None
+        return seen.canvas, jnp.sum(opened & (confidence >= tau), 2).astype(jnp.float32)
+
+    unseen = lambda: (jnp.broadcast_to(hidden, (words, *hidden.shape)), jnp.zeros((words, len(rows))))
+    looked, now_sure = jax.lax.cond(jnp.any(branches), look, unseen)
+    score = value.T + jnp.where(branches, gain * now_sure, 0.0)  # float32[k, B]
+    best = first_largest(score.T)
+    chosen = jax.tree.map(lambda many: many[best, rows], canvases)
+    slots = slots._replace(
+        verify=Known(
+            jnp.where(branches[:, None, None], looked[best, rows], hidden), jnp.where(active, branches, known.ready)
+        )
+    )
+    spot = explores[:, None] & (jnp.arange(window.width) == at[:, None])
+    token = jnp.where(spot, tried[rows, best][:, None], token)
+    logprobs = logged(parts, state, view, take | spot, token, proposal)
+    after, logprobs, slots = controlled(parts, here, chosen, logprobs, proposal, view, seen, slots)
+    return Decided(
+        canvas=after._replace(passes=canvas.passes),
+        memory=state.cache,
+        slots=slots,
+        columns=canvas.end * (looks + words * branches),
+        finite=finite_of(proposal, view),
+        passes=looks.astype(jnp.int32) + branches,
+        logprobs=logprobs,
+    )
+
+
+def _column(proposal: Proposal, left: Array, after: Canvas, place: Array) -> Array:
+    """int32[B]: of the columns `left`, those next to a decided one, the one of largest entropy."""
+    decided = jnp.pad(~after.open & (after.decided_at != -1), ((0, 0), (1, 1)))
+    beside = take_along(decided[:, :-2] | decided[:, 2:], place, 1)
+    return first_largest(jnp.where(left & beside, measures.entropy(proposal.logits), -jnp.inf))
+
+
+def _words(parts: Denoising, proposal: Proposal, view: View, at: Array, words: int) -> tuple[Array, Array]:
+    """(int32[B, k], float32[B, k] log-probabilities) of a column's words; -inf: there are fewer."""
+    warped, logits = (take_along(x, at[:, None, None], 1)[:, 0] for x in (proposal.warped, proposal.logits))
+    if parts.sampling.temperature is None:
+        warped = logits  # at temperature 0 these leave one word alone
+    else:
+        key = take_along(view.rule_keys, at[:, None], 1)
+        warped = warped + noise(key, warped.shape[-1])[:, 0]
+    value, tried = jax.lax.top_k(warped, words)
+    said = take_along(jax.nn.log_softmax(logits, -1), tried, 1)
+    return tried, jnp.where(value > -jnp.inf, said, -jnp.inf)

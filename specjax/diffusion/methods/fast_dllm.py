@@ -1,0 +1,61 @@
+"""Fast-dLLM's rules: decide every column that is sure enough, or as many as can be sure together.
+
+Wu et al.: Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding (2025),
+arXiv 2505.22618.
+
+Rule: `threshold`: `specjax.diffusion.rules.threshold`. `factor` f: with confidences c_1 >= c_2 >= ... of the eligible
+columns take the n first, n = max{n : (n + 1)(1 - c_n) < f}, at least one.
+If every confidence taken exceeds 1 - e and (n + 1) e <= 1, the tokens taken are the likeliest together too.
+Guarantee: lossy; tau > 1, or f = 0, is one column a pass.
+Deviations: the caches are an option, off unless asked for. The released factor rule also takes the first column that
+violates the bound; here it does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax.numpy as jnp
+
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.memories.dual import dual
+from specjax.diffusion.memories.prefix import prefix
+from specjax.diffusion.rules.threshold import threshold
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Denoiser, Memory, Procedure, Proposal, Rule, View
+from specjax.types import Array
+
+CACHES: dict[str, Callable[[], Memory]] = {"dual": dual, "prefix": prefix}
+
+
+@checked
+def fast_dllm(
+    denoiser: Denoiser,
+    *,
+    block: int | None = 32,
+    rule: Literal["threshold", "factor"] = "threshold",
+    tau: float = 0.9,
+    factor: float = 0.75,
+    memory: Literal["exact", "dual", "prefix"] = "exact",
+) -> Procedure:
+    """block: columns of a block; None: all new ones. memory: `dual` and `prefix` for those of
+    `specjax.diffusion.memories`, of models with full attention."""
+    chosen = threshold(tau) if rule == "threshold" else by_factor(factor)
+    return Procedure(blocks(denoiser.block or block), chosen, CACHES[memory]() if memory in CACHES else None)
+
+
+@functools.cache
+def by_factor(factor: float) -> Rule:
+    """The rule `factor`."""
+
+    def select(params, state, proposal: Proposal, view: View, quota: Array):
+        sure = measures.confidence(proposal)
+        falling = measures.sorted_down(sure, view.eligible, behind=-1.0)
+        fits = (jnp.arange(falling.shape[1]) + 2) * (1 - falling) < factor  # rising, so those that fit come first
+        count = jnp.maximum(jnp.sum(fits, 1, dtype=jnp.int32), 1)
+        return measures.top(sure, view.eligible, count), proposal.token, state
+
+    return Rule(select)

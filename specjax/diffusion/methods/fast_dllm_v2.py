@@ -1,0 +1,66 @@
+"""Fast-dLLM v2: blocks of a model made from an autoregressive one, whose sub-blocks are decided one after another.
+
+Wu et al.: Fast-dLLM v2: Efficient Block-Diffusion LLM (2025), arXiv 2509.26328.
+
+Rule: the pass that reads a finished block decides the first column of the next by its last row. Then, within the
+leftmost sub-block that has an open column, take {confidence >= tau}, at least the surest; the confidence of a token is
+its share of the nucleus of `top_p`.
+Guarantee: lossy; tau > 1 is one column a pass. A sub-block of the whole block and a top_p of 1 are the loop of SDAR.
+Deviations: >= tau where the release has >; the release's sub-block cache, which is off by default, is not here. The
+nucleus is of confidences alone: tokens are drawn with the `top_p` that `denoise` is given.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.memories.append import append
+from specjax.diffusion.rules.threshold import threshold
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.errors import UsageError
+from specjax.sampling import warp
+from specjax.types import Array, Sampling
+
+SUB_BLOCK = 8
+
+
+@checked
+def fast_dllm_v2(
+    denoiser: Denoiser, *, tau: float = 0.9, sub_block: int | None = None, top_p: float = 0.95
+) -> Procedure:
+    """tau: confidence from which on a column is taken. sub_block: its columns; None: 8, or the block if 8 does not
+    divide it. top_p: mass of the nucleus that confidences are shares of.
+
+    Raises: UsageError for a model that is not block-causal and seeded, or sub-blocks that do not divide its block.
+    """
+    size = denoiser.block
+    if size is None or denoiser.seeding != "seed_and_mask":
+        other = "llada" if size is None else "sdar"
+        raise UsageError(
+            "fast_dllm_v2 decodes block-causal models whose finished blocks seed the next, and this one is none; "
+            f"choose method {other}"
+        )
+    if sub_block is None:
+        sub_block = size if size % SUB_BLOCK else SUB_BLOCK
+    return Procedure(blocks(size, sub_block=sub_block), in_nucleus(threshold(tau), top_p), append())
+
+
+@functools.cache
+def in_nucleus(rule: Rule, top_p: float) -> Rule:
+    """A rule for which only the nucleus of each column exists.
+
+    Raises: UsageError for a top_p that is no mass.
+    """
+    if not 0 < top_p <= 1:
+        raise UsageError(f"top_p must be above 0 and at most 1, not {top_p}")
+
+    def select(params, state, proposal: Proposal, view: View, quota: Array):
+        nucleus = warp(measures.drawn_from(proposal), Sampling(temperature=jnp.float32(1), top_p=jnp.float32(top_p)))
+        return rule.select(params, state, proposal._replace(logits=nucleus), view, quota)
+
+    return rule.replace(select=select)

@@ -1,0 +1,164 @@
+"""FreeDave: the model looks at its next steps at once, and keeps those that it would have taken one by one.
+
+Wu, Zhang: Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models (2025),
+arXiv 2510.00294.
+
+Rule: let F(y; h) be the static step: what schedule and rule make of canvas y by what the model says of it, h. With the
+canvas x and an older h', draft y_1 = x, y_{k+1} = F(y_k; h'), look at y_1 ... y_d in one pass (h_1 ... h_d), and take
+x <- F(y_a; h_a) for the largest a with y_{k+1} = F(y_k; h_k) for all k < a. With d = 1 it is the static loop itself.
+Guarantee: identical: token for token the text of the procedure without it, at any temperature, since noise belongs to
+(row, column, columns decided) and the parts see the steps that they would have seen. Only rounding differs: passes of
+another width may turn near-ties, of bfloat16 more than of float32.
+Deviations: the step after the last exact look is taken at once, not in the next pass: the same passes, and the last
+column needs none. F may be any rule, so quotas and thresholds are drafted too; drafts and targets must be equal (the
+variant ++ asks for inclusion only). Drafts end with the block; the first pass over a block drafts nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.diffusion import passes
+from specjax.diffusion.checking import checked
+from specjax.diffusion.loop import Decided, Denoising, Slots, judge
+from specjax.diffusion.methods.llada import llada
+from specjax.diffusion.rules.quota import By
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Seen, Verify, Window
+from specjax.errors import UsageError
+from specjax.types import Array, DecodeState, PyTree
+
+
+class Last(NamedTuple):
+    """What the model said of the canvas before the last static step."""
+
+    hidden: Array  # [B, W, D]
+    predicted: Array  # bool[B, W]
+    steps: Array  # int32[B], static steps so far
+
+
+class Trail(NamedTuple):
+    """Where the static steps of a pass have come to."""
+
+    canvas: Canvas  # whose passes are the static ones
+    slots: Slots
+    settled: Array  # bool[B]
+    logprobs: Array | None
+    finite: Array  # bool[B]
+    going: Array  # bool[B], rows that took the last step
+    hidden: Array | None = None  # of that step
+    predicted: Array | None = None
+
+
+@checked
+def freedave(
+    denoiser: Denoiser, *, block: int | None = 32, steps: int | None = None, by: By = "confidence", drafts: int = 4
+) -> Procedure:
+    """As `llada`, with the same text. drafts: canvases that a pass looks at."""
+    return llada(denoiser, block=block, steps=steps, by=by).replace(verify=ahead(drafts))
+
+
+@functools.cache
+def ahead(drafts: int) -> Verify:
+    """What verifies the next steps of any procedure.
+
+    Raises: UsageError for less than one draft.
+    """
+    if drafts < 1:
+        raise UsageError(f"drafts must be at least 1, not {drafts}")
+    return Verify(functools.partial(_decide, drafts=drafts), _init, several=True)
+
+
+def _init(parts: Denoising, canvas: Canvas) -> Last:
+    nothing = jnp.zeros_like(canvas.start)
+
+    def look(canvas: Canvas) -> Seen:
+        window = Window(nothing, nothing == 0, nothing == 0, parts.width)
+        memory = parts.memory.init(parts.denoiser, canvas, parts.width)
+        return parts.memory.look(parts.denoiser, memory, canvas, window)[0]
+
+    shape = jax.eval_shape(look, canvas)
+    return Last(jnp.zeros(shape.hidden.shape, shape.hidden.dtype), jnp.zeros(shape.predicted.shape, bool), nothing)
+
+
+def _decide(
+    parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, slots: Slots, *, drafts: int
+) -> Decided:
+    own: Last = slots.verify
+    here = jnp.ones_like(window.active)
+    begin = Trail(canvas._replace(passes=own.steps), slots, here, state.draft.logprobs, here, here)
+
+    blind = replace(parts, procedure=parts.procedure.replace(control=None))
+    older = Seen(own.hidden, own.predicted & ~window.entered[:, None], jnp.zeros_like(own.steps))
+    logits = passes.logits_of(parts.denoiser, own.hidden)
+
+    def draft(trail: Trail, step: Array) -> tuple[Trail, Canvas]:
+        after = _step(blind, state, window, trail, older, step, trail.going, logits)
+        return after, after.canvas
+
+    first = Canvas(*(x[None] for x in begin.canvas))
+    canvases = first
+    if drafts > 1:
+        _, others = jax.lax.scan(draft, begin, jnp.arange(drafts - 1))
+        canvases = Canvas(*(jnp.concatenate(pair) for pair in zip(first, others, strict=True)))
+    assert parts.memory.several is not None
+    seen, memory = parts.memory.several(parts.denoiser, state.cache, canvases, window)
+    control = parts.procedure.control
+    if control is None or not control.wide:
+        seen = seen._replace(canvas=None)
+
+    def verify(trail: Trail, one: tuple[Array, Canvas, Seen]) -> tuple[Trail, None]:
+        step, drafted, seen = one
+        same = (drafted.tokens == trail.canvas.tokens) & (drafted.open == trail.canvas.open)
+        after = _step(parts, state, window, trail, seen, step, trail.going & jnp.all(same, 1))
+        hidden, predicted = _where(after.going, (seen.hidden, seen.predicted), (trail.hidden, trail.predicted))
+        return after._replace(hidden=hidden, predicted=predicted), None
+
+    columns = jnp.broadcast_to(seen.columns, (drafts, *seen.columns.shape))
+    each = jnp.arange(drafts), canvases, seen._replace(columns=columns)
+    end, _ = jax.lax.scan(verify, begin._replace(hidden=own.hidden, predicted=own.predicted), each)
+    assert end.hidden is not None and end.predicted is not None
+    new = canvas.open & ~end.canvas.open & (end.canvas.decided_at >= 0)
+    return Decided(
+        canvas=end.canvas._replace(
+            decided_at=jnp.where(new, canvas.passes[:, None], end.canvas.decided_at), passes=canvas.passes
+        ),
+        memory=memory,
+        slots=end.slots._replace(verify=Last(end.hidden, end.predicted, end.canvas.passes)),
+        columns=seen.columns,
+        finite=end.finite,
+        passes=window.active.astype(jnp.int32),
+        logprobs=end.logprobs,
+        settled=None if parts.procedure.rule.settled is None else end.settled,
+    )
+
+
+def _step(
+    parts: Denoising, state: DecodeState, window: Window, trail: Trail, seen: Seen, step: Array, going: Array,
+    logits: Array | None = None,
+) -> Trail:  # fmt: skip
+    """The static step in rows that are `going`, if it is one of this window. The first one was placed already."""
+    first = step == 0
+    start, placed = parts.procedure.schedule.place(trail.slots.schedule, trail.canvas)
+    going &= first | (start == window.start) | ~trail.settled
+    going &= first | jnp.any(seen.predicted, 1)  # what reads a finished block only is one step, of which nothing comes
+    schedule = jax.tree.map(lambda new, old: jnp.where(first, old, new), placed, trail.slots.schedule)
+    here = window._replace(entered=window.entered & first)
+    state = state._replace(draft=state.draft._replace(logprobs=trail.logprobs))
+    decided = judge(parts, state, trail.canvas, here, seen, trail.slots._replace(schedule=schedule), logits)
+    after = Trail(
+        decided.canvas._replace(passes=trail.canvas.passes + 1), decided.slots,
+        trail.settled if decided.settled is None else decided.settled,
+        decided.logprobs, trail.finite & decided.finite, going, trail.hidden, trail.predicted,
+    )  # fmt: skip
+    return _where(going, after, trail)._replace(going=going)
+
+
+def _where(rows: Array, new: Any, old: Any) -> PyTree:
+    """Arrays [B, ...] with `rows` of the new ones."""
+    choose = lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+    return jax.tree.map(choose, new, old)

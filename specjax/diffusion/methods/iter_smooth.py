@@ -1,0 +1,117 @@
+"""IterSmooth: an open column is shown not as a mask alone, but mixed with what the model said of it in the pass before.
+
+Ma et al.: dInfer: An Efficient Inference Framework for Diffusion Language Models (2025), arXiv 2510.08666, by its
+release.
+
+Rule: in pass i over a block (from 0) the embedding of an open column of it is E[mask] + w sum_v p(v) E[v], with p as
+the pass before had it and w = min(`first` + `step` i, `most`), nothing in pass 0; what is sure enough is decided, with
+the threshold max(1 - `step` i, tau).
+Guarantee: lossy; first = step = most = 0 and tau = 1 is one column a pass.
+Deviations: the sum is over the `words` likeliest tokens. Full attention only.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.diffusion import passes
+from specjax.diffusion.checking import checked
+from specjax.diffusion.memories import WHOLE
+from specjax.diffusion.rules.threshold import sure_enough
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Canvas, Denoiser, Memory, Procedure, Proposal, Rule, Seen, View, Window
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.types import Array, Mixture, PyTree
+
+
+@checked
+def iter_smooth(
+    denoiser: Denoiser,
+    *,
+    block: int | None = 32,
+    tau: float = 0.9,
+    first: float = 0.15,
+    step: float = 0.02,
+    most: float = 0.3,
+    words: int = 8,
+) -> Procedure:
+    """block: columns of a block; None: all new ones. tau: lowest threshold. first, step, most: how much of what the
+    model said is mixed in. words: tokens of a column that are mixed in.
+
+    Raises: UsageError for a model that takes no mixtures of tokens, or has block-causal attention.
+    """
+    if denoiser.is_causal:
+        raise UsageError("iter_smooth is of models with full attention, and this one has block-causal attention")
+    if not denoiser.model.capabilities.mixtures:
+        raise UsageError(f"the model {denoiser.model.name} takes no mixtures of tokens, which iter_smooth shows it")
+    if not 1 <= words < denoiser.model.vocab_size:
+        raise UsageError(f"words must be from 1 to {denoiser.model.vocab_size - 1}, not {words}")
+    return Procedure(blocks(block), falling(tau, step), smooth(first, step, most, words))
+
+
+@functools.cache
+def falling(tau: float, step: float) -> Rule:
+    """The threshold rule, whose threshold falls from pass to pass over a block."""
+
+    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
+        return jnp.zeros_like(canvas.start)
+
+    def select(params: PyTree, passed: Array, proposal: Proposal, view: View, quota: Array):
+        passed = jnp.where(view.entered, 0, passed)
+        fallen = jnp.maximum(1 - step * passed, tau)[:, None]
+        return sure_enough(proposal, view, fallen, jnp.ones_like(quota)), proposal.token, passed + 1
+
+    return Rule(select, init)
+
+
+class State(NamedTuple):
+    cache: PyTree
+    passed: Array  # int32[B], passes over this block
+    ids: Array  # int32[B, W, K], likeliest tokens of the window's columns in the pass before
+    share: Array  # float32[B, W, K], their probabilities
+
+
+@functools.cache
+def smooth(first: float, step: float, most: float, words: int) -> Memory:
+    """No memory, but of what was said in the pass before."""
+
+    def init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
+        shape = len(canvas.start), width, words
+        nothing = jnp.zeros_like(canvas.start)
+        return State(WHOLE.init(denoiser, canvas, width), nothing, jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+
+    def look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> tuple[Seen, State]:
+        passed = jnp.where(window.entered, 0, state.passed)
+        weight = jnp.where(passed > 0, jnp.minimum(first + step * passed, most), 0.0)
+        mixed = denoiser.replace(
+            model=denoiser.model._replace(forward=_showing(denoiser, state, canvas, window, weight))
+        )
+        seen, cache = WHOLE.look(mixed, state.cache, canvas, window)
+        share, ids = jax.lax.top_k(jax.nn.softmax(passes.logits_of(denoiser, seen.hidden), -1), words)
+        return seen, State(cache, passed + 1, ids, share)
+
+    def axes(denoiser: Denoiser, state: State) -> State:
+        assert WHOLE.axes is not None
+        return State(WHOLE.axes(denoiser, state.cache), 0, 0, 0)  # type: ignore[arg-type]
+
+    return Memory(look, "full", False, init, "smooth", axes)
+
+
+def _showing(denoiser: Denoiser, state: State, canvas: Canvas, window: Window, weight: Array) -> Any:
+    """The model's `forward`, with what is mixed into the window's open columns."""
+
+    def forward(params: PyTree, tokens: Array, cache: PyTree, **more: Any):
+        inside = jnp.arange(tokens.shape[1]) - window.start[:, None]
+        here = canvas.open & (inside >= 0) & (inside < window.width)
+        place = jnp.clip(inside, 0, window.width - 1)[..., None]
+        share = jnp.where(here[..., None], weight[:, None, None] * take_along(state.share, place, 1), 0.0)
+        ids = jnp.concatenate([tokens[..., None], take_along(state.ids, place, 1)], -1)
+        weights = jnp.concatenate([jnp.ones_like(share[..., :1]), share], -1)
+        return denoiser.model.forward(params, Mixture(ids, weights), cache, **more)
+
+    return forward

@@ -1,0 +1,74 @@
+"""LLaDA2.1: columns that are decided may be changed again until their block is finished.
+
+Bie et al.: LLaDA2.1: Speeding Up Text Diffusion via Token Editing (2026), arXiv 2602.08676, by its released sampler;
+with tau .5 and edit_tau 0 it is SGLang's `JointThreshold`.
+
+Rule, in each pass over a block:
+- every open column with confidence above `tau` is decided, or the surest one (mask to token);
+- every column of the block that was decided before, with p(new) > `edit_tau` and another token than it has, takes the
+  new one (token to token).
+A block is finished after a pass that found no open column and changed nothing, or after `post_steps` passes that found
+no open column.
+Guarantee: lossy; edit_tau >= 1 is the threshold rule, pass by pass.
+Deviations: > as released, where the threshold rule has >=. The last pass over a block, which stores its keys and
+values, is fused with the first one over the next as anywhere. SGLang's penalty for repetition, off by default, is not
+here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.errors import UsageError
+from specjax.types import Array, PyTree
+
+
+@checked
+def llada21(
+    denoiser: Denoiser,
+    *,
+    block: int | None = 32,
+    tau: float = 0.95,
+    edit_tau: float = 0.9,
+    post_steps: int = 16,
+) -> Procedure:
+    """block: columns of a block; None: all new ones. tau: confidence above which a column is decided. edit_tau:
+    above which it is changed. post_steps: passes over a full block."""
+    return Procedure(blocks(denoiser.block or block), edits(tau, edit_tau, post_steps))
+
+
+class State(NamedTuple):
+    post: Array  # int32[B], passes over this block that found it full
+    settled: Array  # bool[B]
+
+
+@functools.cache
+def edits(tau: float, edit_tau: float, post_steps: int) -> Rule:
+    """The rule. Raises: UsageError for a number of passes below 0."""
+    if post_steps < 0:
+        raise UsageError(f"post_steps must be at least 0, not {post_steps}")
+    most = post_steps if edit_tau < 1 else 0  # nothing is ever changed
+
+    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> State:
+        return State(jnp.zeros_like(canvas.start), jnp.ones((len(canvas.start),), bool))
+
+    def select(params: PyTree, state: State, proposal: Proposal, view: View, quota: Array):
+        sure = measures.confidence(proposal)
+        high = view.eligible & (sure > tau)
+        decided = high | measures.surest(sure, view.eligible)
+        changed = view.revisable & (sure > edit_tau) & (proposal.token != view.tokens) & (most > 0)
+        found_full = ~jnp.any(view.open, 1)
+        post = jnp.where(view.entered, 0, state.post) + found_full
+        still = found_full & ~jnp.any(changed, 1)
+        full = ~jnp.any(view.open & ~decided, 1)
+        settled = full & (still | (post >= most))
+        return decided | changed, proposal.token, State(post, settled)
+
+    return Rule(select, init, lambda params, state: state.settled)

@@ -1,0 +1,53 @@
+"""LocalLeap: next to a column that is sure, less is sure enough.
+
+Kong, Zhang, Liu, Wu, Tian, W., Zhou: Accelerating Diffusion LLM Inference via Local Determinism Propagation (LocalLeap,
+2025), arXiv 2510.07081.
+
+Rule: anchors are the eligible columns with confidence >= tau. Take the anchors, the eligible columns at most `radius`
+from one with confidence >= near, and the surest.
+Guarantee: lossy; a radius of 0, or near >= tau, is the threshold rule.
+Deviations: the release may fill a text behind its eos with eos; here a row ends there, which is the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.errors import UsageError
+from specjax.types import Array
+
+
+@checked
+def local_leap(
+    denoiser: Denoiser, *, block: int | None = 32, tau: float = 0.9, near: float = 0.75, radius: int = 4
+) -> Procedure:
+    """block: columns of a block; None: all new ones. tau: confidence of an anchor. near: confidence from which on a
+    column is taken that has an anchor within `radius` columns."""
+    return Procedure(blocks(denoiser.block or block), around_anchors(tau, near, radius))
+
+
+@functools.cache
+def around_anchors(tau: float, near: float, radius: int) -> Rule:
+    """Anchors, and what is sure enough around them.
+
+    Raises: UsageError for a radius below 0.
+    """
+    if radius < 0:
+        raise UsageError(f"radius must be at least 0, not {radius}")
+
+    def select(params, state, proposal: Proposal, view: View, quota: Array):
+        sure = measures.confidence(proposal)
+        anchors = view.eligible & (sure >= tau)
+        size = (1, 2 * radius + 1)
+        around = jax.lax.reduce_window(anchors.astype(jnp.int32), 0, jax.lax.max, size, (1, 1), "SAME") > 0
+        take = anchors | (view.eligible & around & (sure >= near))
+        return take | measures.surest(sure, view.eligible), proposal.token, state
+
+    return Rule(select)

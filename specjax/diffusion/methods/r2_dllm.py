@@ -1,0 +1,122 @@
+"""R2-dLLM: the threshold rule, and three more for columns that are redundant in place or in time.
+
+Du, Xia, Zhong, Fu, Oswald, Ji, Khailany, Molchanov, Lin: R^2-dLLM: Accelerating Diffusion Large Language Models via
+Spatio-Temporal Redundancy Reduction (2026), arXiv 2604.18995.
+
+Rule: the threshold rule; then, each of the columns that those before it left open:
+1. of three columns in a row of which at most one is decided: all, if the mean of their confidences >= `cluster`;
+2. of two columns or more in a row with the same likeliest token: the surest, if its confidence > `repeat`;
+3. every column whose likeliest token was the same in the last `times` passes, if its confidence >= `steady`: that of
+   the last of these passes, or their mean or largest (`over`).
+Guarantee: lossy; with the three above 1 it is the threshold rule.
+Deviations: as in the release the surest column is decided before rule 1 looks. The third rule's confidence is that of
+the last pass by default, where the release has the mean. Fine-tuning for it is training.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.diffusion import measures
+from specjax.diffusion.checking import checked
+from specjax.diffusion.rules.threshold import threshold
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.errors import UsageError
+from specjax.indexing import first_largest
+from specjax.types import Array, PyTree
+
+TOGETHER = 3
+"""Columns of a cluster."""
+
+Over = Literal["last", "mean", "max"]
+
+
+@checked
+def r2_dllm(
+    denoiser: Denoiser,
+    *,
+    block: int | None = 32,
+    tau: float = 0.9,
+    cluster: float = 0.8,
+    repeat: float = 0.8,
+    steady: float = 0.8,
+    times: int = 3,
+    over: Over = "last",
+) -> Procedure:
+    """block: columns of a block; None: all new ones. tau: confidence from which on a column is taken by itself. The
+    others: of the three rules."""
+    return Procedure(blocks(denoiser.block or block), redundant(tau, cluster, repeat, steady, times, over))
+
+
+class State(NamedTuple):
+    best: Array  # int32[B, W], likeliest token in the pass before
+    run: Array  # int32[B, W], passes for which it has been that
+    sure: Array  # float32[B, W], sum of its confidences in them, or the largest
+
+
+@functools.cache
+def redundant(tau: float, cluster: float, repeat: float, steady: float, times: int, over: Over = "last") -> Rule:
+    """The threshold rule, then the three.
+
+    Raises: UsageError for fewer than one pass, or another way to judge them.
+    """
+    if times < 1:
+        raise UsageError(f"times must be at least 1, not {times}")
+    if over not in ("last", "mean", "max"):
+        raise UsageError(f'over must be one of last, mean, max, not "{over}"')
+    alone = threshold(tau)
+
+    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> State:
+        nothing = jnp.zeros((len(canvas.start), width), jnp.int32)
+        return State(nothing - 1, nothing, nothing.astype(jnp.float32))
+
+    def select(params, state: State, proposal: Proposal, view: View, quota: Array):
+        best = first_largest(proposal.logits)
+        largest = measures.weighed(proposal, measures.probability(proposal.logits, best))
+        take, token, _ = alone.select((), (), proposal, view, quota)
+        left = view.eligible & ~take
+        take |= left & _clustered(measures.confidence(proposal), left, view, cluster)
+        left = view.eligible & ~take
+        again = left & _repeated(best, largest, left, repeat)
+        left &= ~again
+        same = (state.best == best) & (state.run > 0) & ~view.entered[:, None]
+        run = jnp.where(same, state.run, 0) + 1
+        before = jnp.where(same, state.sure, 0.0)
+        sure = jnp.maximum(before, largest) if over == "max" else before + largest
+        judged = {"last": largest, "mean": sure / run, "max": sure}[over]
+        again |= left & (run >= times) & (judged >= steady)
+        seen = view.eligible  # what is not predicted in this pass keeps its state
+        kept = State(jnp.where(seen, best, -1), jnp.where(seen, run, 0), jnp.where(seen, sure, 0.0))
+        return take | again, jnp.where(again, best, token), kept
+
+    return Rule(select, init)
+
+
+def _clustered(sure: Array, left: Array, view: View, least: float) -> Array:
+    """bool[B, W]: columns of three in a row that exist, of which two or more are left, whose mean is enough."""
+    outside = (~view.exists).astype(jnp.float32)  # of a last block that is cut off
+    edge = ((0, 0), (TOGETHER - 1, TOGETHER - 1))
+
+    def over_three(x: Array, function, start: float, **pad) -> Array:
+        x = jnp.pad(x, edge, **pad)
+        return jax.lax.reduce_window(x, start, function, (1, TOGETHER), (1, 1), "VALID")
+
+    count = over_three(left.astype(jnp.float32), jax.lax.add, 0.0)
+    total = over_three(jnp.where(left, sure, 0.0), jax.lax.add, 0.0)
+    whole = over_three(outside, jax.lax.max, 0.0, constant_values=1.0) == 0
+    good = whole & (count >= TOGETHER - 1) & (total >= least * count)  # [B, W + 2], by the last column of the three
+    return jax.lax.reduce_window(good.astype(jnp.int32), 0, jax.lax.max, (1, TOGETHER), (1, 1), "VALID") > 0
+
+
+def _repeated(best: Array, sure: Array, left: Array, least: float) -> Array:
+    """bool[B, W]: the surest column, the first of equal ones, of each run of two or more with one likeliest token."""
+    goes_on = left[:, 1:] & left[:, :-1] & (best[:, 1:] == best[:, :-1])
+    run = jnp.cumsum(jnp.pad(~goes_on, ((0, 0), (1, 0))), 1)
+    together = (run[:, :, None] == run[:, None, :]) & left[:, None, :]
+    surest = jnp.argmax(jnp.where(together, sure[:, None, :], -jnp.inf), 2)
+    return (surest == jnp.arange(best.shape[1])) & (jnp.sum(together, 2) > 1) & (sure > least)

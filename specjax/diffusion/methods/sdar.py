@@ -1,0 +1,41 @@
+"""SDAR's decoding of block-causal models: the columns of a block that are sure enough, at least its share of a pass.
+
+Cheng et al.: SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation (2025), arXiv
+2510.06303.
+
+Rule: of a block that is decided in S passes, with quota k of this pass: take {confidence > tau} if these are k or more,
+else the k surest (`dynamic`); always the k surest (`static`); the k leftmost (`sequential`).
+Guarantee: `static` is the definition; `dynamic` is lossy, and equal to it for tau > 1.
+Deviations: the clean pass of a block is fused with the first pass over the next one
+(`specjax.diffusion.memories.append`): the same text in fewer passes. Entropy bounds are a method of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from specjax.diffusion.checking import checked
+from specjax.diffusion.memories.append import append
+from specjax.diffusion.rules import quota, threshold
+from specjax.diffusion.schedules.blocks import blocks
+from specjax.diffusion.types import Denoiser, Procedure
+from specjax.errors import UsageError
+
+
+@checked
+def sdar(
+    denoiser: Denoiser,
+    *,
+    tau: float = 0.85,
+    steps: int | None = None,
+    remasking: Literal["dynamic", "static", "sequential"] = "dynamic",
+    fuse: bool = True,
+) -> Procedure:
+    """tau: confidence from which on a column is taken. steps: passes for a block; None: one for each column.
+
+    Raises: UsageError for a model with full attention.
+    """
+    if not denoiser.is_causal:
+        raise UsageError("sdar decodes block-causal models, and this one has full attention; choose method llada")
+    rules = {"dynamic": threshold(tau, least=None), "static": quota(), "sequential": quota("left_to_right")}
+    return Procedure(blocks(denoiser.block, steps=steps), rules[remasking], append(fuse=fuse))

@@ -1,0 +1,113 @@
+"""From the arguments of `denoise` to a job: everything that can be wrong is found here, before anything compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specjax.diffusion.loop import LOOP, Denoising
+from specjax.diffusion.memories import WHOLE, append
+from specjax.diffusion.types import Denoiser, Memory, Procedure
+from specjax.engine.parts import Job, Keep
+from specjax.engine.prepare import Settings, checked_samples, repeated, sample_keys
+from specjax.engine.prompts import Prompts, new_tokens, pack
+from specjax.errors import UsageError
+from specjax.precision import in_32_bits
+from specjax.types import Array
+
+UNIT = 32
+"""Columns of a canvas that is computed as a whole are a multiple of these, and so are those of a window over it."""
+
+
+@in_32_bits
+def prepare(
+    denoiser: Denoiser,
+    procedure: Procedure,
+    prompts: Prompts,
+    settings: Settings,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    samples: int = 1,
+) -> Job:
+    """Check the arguments of `denoise` against each other, and lay the canvases out.
+
+    Raises: UsageError for prompts as `decode` has it, and for parts that do not fit the denoiser or each other.
+    """
+    memory = procedure.memory or (append() if denoiser.is_causal else WHOLE)
+    check(denoiser, procedure, memory)
+    for name in ("verifier", "controller", "processors", "debug"):
+        if getattr(settings, name):
+            raise UsageError(f"denoising has no {name}; leave it out, and choose a method or its parts instead")
+    if settings.sampling != "speculative":
+        raise UsageError(
+            f'denoising has no sampling="{settings.sampling}"; leave it out: noise belongs to row, column and columns '
+            "decided in any method"
+        )
+    samples = checked_samples(samples)
+    count = new_tokens(max_new_tokens)
+    eos = settings.ends()
+    if procedure.score is not None and procedure.score.check is not None:
+        procedure.score.check(procedure.score.params, count, eos)
+    capacity = settings.capacity or denoiser.model.max_positions
+    width = procedure.schedule.width or up(count)
+    tokens, lengths = pack(prompts, count, 2 * width, capacity, denoiser.model.vocab_size)
+    settings.check_batch(len(tokens))
+    if not denoiser.is_causal:
+        tokens = tokens[:, : up(longest(prompts) + count)]
+    parts = Denoising(
+        denoiser=denoiser,
+        procedure=procedure,
+        sampling=repeated(settings.warping(), samples),
+        eos=eos,
+        memory=memory,
+        width=width,
+        keep=Keep(logprobs=settings.logprobs),
+        loop=LOOP,
+    )
+    keys = sample_keys(key, tokens.shape[0], samples)
+    return Job(parts, tokens, lengths, keys, repeated(lengths, samples) + count, samples=samples)
+
+
+def check(denoiser: Denoiser, procedure: Procedure, memory: Memory) -> None:
+    """Raises: UsageError for parts that do not fit the denoiser or each other."""
+    width, block = procedure.schedule.width, denoiser.block
+    if memory.attention != denoiser.attention:
+        raise UsageError(
+            f"the memory {memory.name} is of models with {memory.attention.replace('_', '-')} attention, and this one "
+            f"has {denoiser.attention.replace('_', '-')} attention; leave the memory out"
+        )
+    if block is not None and width != block:
+        raise UsageError(f"the schedule's block of {width} must be the model's own, {block}; say block={block}")
+    if memory.check is not None:
+        memory.check(procedure)
+    if procedure.control is not None and procedure.control.wide:
+        if memory != WHOLE:
+            raise UsageError(f"the control looks at the whole canvas, which the memory {memory.name} does not compute")
+        if procedure.score is not None and procedure.score.transform is not None:
+            raise UsageError(
+                "the control looks at the whole canvas as the model sees it, without what the score makes of it; leave "
+                "the control or the score out"
+            )
+    verify = procedure.verify
+    if verify is None:
+        return
+    if verify.memory is not None and memory != verify.memory:
+        raise UsageError(f"what is verified works over the memory {verify.memory.name}, not {memory.name}")
+    if verify.exact_memory and not memory.exact:
+        raise UsageError(f"what is verified needs an exact memory, and {memory.name} is none; leave the memory out")
+    if verify.several and memory.several is None:
+        raise UsageError(f"the memory {memory.name} looks at one canvas at a time, and this verifies several at once")
+    if verify.check is not None:
+        verify.check(procedure)
+
+
+def up(count: int) -> int:
+    """The next multiple of UNIT."""
+    return -(-count // UNIT) * UNIT
+
+
+def longest(prompts: Any) -> int:
+    """Tokens of the longest prompt, or columns of the array that they are given in."""
+    if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
+        return prompts[0].shape[1]
+    return max(len(row) for row in prompts)

@@ -1,0 +1,55 @@
+"""As many columns as the schedule says, the surest first.
+
+Nie et al.: Large Language Diffusion Models (LLaDA, 2025), arXiv 2502.09992, `low_confidence` and `random`; Cheng et
+al.: SDAR (2025), arXiv 2510.06303, `static` and `sequential`.
+
+Rule: of the eligible columns those of the `quota` largest measures are decided; of equal ones the lower column.
+Guarantee: it is the definition that other rules approximate; with a quota of one, the reference for their quality.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax.numpy as jnp
+
+from specjax import sampling
+from specjax.diffusion import measures
+from specjax.diffusion.types import Proposal, Rule, View
+from specjax.errors import UsageError
+from specjax.types import Array
+
+By = Literal[
+    "confidence", "warped_confidence", "entropy", "warped_entropy", "margin", "warped_margin", "random", "left_to_right"
+]
+
+MEASURES: dict[str, Callable[[Proposal, View], Array]] = {
+    "confidence": lambda proposal, view: measures.confidence(proposal),
+    "warped_confidence": lambda proposal, view: measures.warped_confidence(proposal),
+    "entropy": lambda proposal, view: -measures.entropy(proposal.logits),
+    "warped_entropy": lambda proposal, view: -measures.entropy(measures.drawn_from(proposal)),
+    "margin": lambda proposal, view: measures.weighed(proposal, measures.margin(proposal.logits)),
+    "warped_margin": lambda proposal, view: measures.weighed(proposal, measures.margin(measures.drawn_from(proposal))),
+    "random": lambda proposal, view: sampling.uniform(view.rule_keys, 1)[..., 0],
+    "left_to_right": lambda proposal, view: -view.columns.astype(jnp.float32),
+}
+"""float32[B, W] by which columns are ranked, the largest first; "warped": in what their tokens are drawn from."""
+
+
+@functools.cache
+def quota(by: By = "confidence") -> Rule:
+    """by: what ranks the columns; `confidence` is the probability of the proposed token at temperature 1.
+
+    Raises: UsageError for another measure.
+    """
+    if by not in MEASURES:
+        raise UsageError(f'a rule counts by one of {", ".join(MEASURES)}, not by "{by}"')
+    measure = MEASURES[by]
+
+    def select(params, state, proposal: Proposal, view: View, quota: Array):
+        count = jnp.maximum(quota, 1)
+        return measures.top(measure(proposal, view), view.eligible, count), proposal.token, state
+
+    return Rule(select)

@@ -1,0 +1,38 @@
+"""Every column that is sure enough.
+
+Wu et al.: Fast-dLLM (2025), arXiv 2505.22618, `threshold`; Cheng et al.: SDAR (2025), arXiv 2510.06303, `dynamic`.
+
+Rule: take the eligible columns with confidence >= tau; if these are fewer than the quota of the schedule, the `quota`
+surest ones instead. At least one, so that every pass goes on.
+Guarantee: lossy: columns of a pass are decided as if they did not depend on each other. tau > 1 is the quota rule.
+Deviations: SDAR's release compares with >, Fast-dLLM's with >=; here it is >=.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax.diffusion import measures
+from specjax.diffusion.types import Proposal, Rule, View
+from specjax.types import Array
+
+
+@functools.cache
+def threshold(tau: float = 0.9, *, least: int | None = 1) -> Rule:
+    """tau: confidence from which on a column is taken. least: columns to take at least; None: the schedule's quota."""
+
+    def select(params, state, proposal: Proposal, view: View, quota: Array):
+        count = jnp.maximum(quota, 1) if least is None else jnp.full_like(quota, least)
+        return sure_enough(proposal, view, tau, count), proposal.token, state
+
+    return Rule(select)
+
+
+def sure_enough(proposal: Proposal, view: View, tau: float | Array, count: Array) -> Array:
+    """bool[B, W]: the eligible columns with confidence >= tau, float32[] or [B, 1], or the `count` [B] surest."""
+    sure = measures.confidence(proposal)
+    high = view.eligible & (sure >= tau)
+    enough = jnp.sum(high, 1) >= count
+    return jnp.where(enough[:, None], high, measures.top(sure, view.eligible, count))

@@ -1,0 +1,8 @@
+"""Schedules: where to decide, and how much in a pass."""
+
+from specjax.diffusion.schedules.blocks import blocks as blocks
+from specjax.diffusion.schedules.leading import leading
+from specjax.diffusion.schedules.sliding import sliding
+from specjax.diffusion.schedules.timesteps import timesteps as timesteps
+
+__all__ = ["blocks", "leading", "sliding", "timesteps"]

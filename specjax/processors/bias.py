@@ -1,0 +1,64 @@
+"""Logit bias, and banned tokens: a number for some tokens, added to their logits.
+
+Rule: x + b[token], with b = -inf for a banned token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.types import Array, Processor, TokenTree
+
+ROOM = 16
+"""Entries are filled up to a multiple of it, so that few programs serve all."""
+
+
+def bias(entries: Mapping[int, float] | Sequence[Mapping[int, float]], *, room: int = 0) -> Processor:
+    """`entries`: what to add to the logits of tokens, by their ids; -inf bans one. Or a list of these, one per row.
+
+    room: for as many entries at least; with equal room, others compile nothing, and `serve` can take them.
+    Raises: UsageError for what is no id or no number.
+    """
+    rows = [entries] if isinstance(entries, Mapping) else list(entries)
+    size = -(-max(room, 1, *map(len, rows)) // ROOM) * ROOM
+    ids = np.full((len(rows), size), -1, np.int32)  # int32[1 or B, K]
+    values = np.zeros((len(rows), size), np.float32)
+    for row, of_row in enumerate(rows):
+        for place, (token, value) in enumerate(of_row.items()):
+            if not 0 <= token < 1 << 31 or token != int(token):
+                raise UsageError(f"a logit bias is for a token id, which {token!r} is not")
+            if not value < np.inf:  # NaN is not either
+                raise UsageError(f"the logit bias of token {token} must be a number or -inf, not {value!r}")
+            ids[row, place], values[row, place] = token, value
+    return Processor(process=_process, init=_init, check=_check, settings=(ids, values))
+
+
+def ban(tokens: Iterable[int], *, room: int = 0) -> Processor:
+    """Tokens, by their ids, that are never drawn. Raises: UsageError for what is no id."""
+    return bias(dict.fromkeys(tokens, -np.inf), room=room)
+
+
+def _check(processor: Processor, vocab_size: int) -> None:
+    ids, values = processor.settings
+    if isinstance(ids, jax.core.Tracer):
+        return
+    if np.any(ids >= vocab_size):
+        raise UsageError(f"a logit bias is for token {ids.max()}, outside of the model's vocabulary of {vocab_size}")
+    if np.any(np.sum(values == -np.inf, 1) >= vocab_size):
+        raise UsageError(f"all {vocab_size} tokens of the vocabulary are banned; leave some")
+
+
+def _init(params, settings, tokens: Array, length: Array, vocab_size: int) -> Array:
+    ids, values = settings
+    place = jnp.where(ids < 0, vocab_size, ids)  # behind the end: dropped
+    none = jnp.zeros((len(ids), vocab_size))
+    return none.at[jnp.arange(len(ids))[:, None], place].add(values, mode="drop")  # float32[B, V]
+
+
+def _process(params, added: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
+    return logits + added[:, None]

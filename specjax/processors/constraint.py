@@ -1,0 +1,137 @@
+"""Constraints: only texts that an automaton accepts, such as those of a regular expression or a JSON schema.
+
+Willard, Louf: Efficient Guided Generation for Large Language Models (2023), arXiv 2307.09702.
+
+Rule: x = -inf of all tokens that the automaton has no transition for, from the state to which the text has come; an eos
+where it accepts, and nowhere else. The states of a tree's nodes are found level by level, from parent to child. After
+an eos there is nothing but eos, nor after a token without a transition, which only a lossy rule accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.indexing import at, take_along
+from specjax.parallel.arrays import gather
+from specjax.processors.automaton import Automaton
+from specjax.types import Array, Processor, TokenTree
+
+FREE = -1
+"""The state of a row that follows none."""
+WORD = 32
+"""Tokens whose bits share a number."""
+
+
+class Tables(NamedTuple):
+    """Several automata as one: their states one behind another, and last the state after the end."""
+
+    starts: Array  # int32[A]
+    allowed: Array  # uint32[S, ceil(V / 32)], a bit per token
+    offsets: Array  # int32[S + 1], where the transitions of each state begin in the next two
+    tokens: Array  # int32[T], rising within a state
+    following: Array  # int32[T], the state after each
+
+
+def constraint(*automata: Automaton, follow: int | Sequence[int | None] | None = 0) -> Processor:
+    """Texts of one of the `automata`.
+
+    follow: which, by its number, or one number per row; None: no one, so that any text will do. `following` says so
+      later, of a request: `serve` has `constraint(a, b, follow=None)`.
+    Raises: UsageError for a number that is of none.
+    """
+    if not automata:
+        raise UsageError("a constraint needs an automaton, such as processors.regex(...)")
+    starts = np.cumsum([0, *(len(automaton.accepting) for automaton in automata)])
+    end, edges = starts[-1], np.cumsum([0, *(len(automaton.tokens) for automaton in automata)])
+    highest = max(max(*automaton.eos, automaton.tokens.max(initial=0)) for automaton in automata)
+    rows = [_bits(automaton, state, highest) for automaton in automata for state in range(len(automaton.accepting))]
+    rows.append(_packed(sorted({token for automaton in automata for token in automaton.eos}), highest))
+    joined = lambda parts: jnp.asarray(np.concatenate(parts).astype(np.int32))
+    tables = Tables(
+        jnp.asarray(starts[:-1].astype(np.int32)),
+        jnp.asarray(np.stack(rows)),
+        joined([*(a.offsets[:-1] + n for a, n in zip(automata, edges, strict=False)), [edges[-1]] * 2]),
+        joined([*(a.tokens for a in automata), [-1]]),  # never empty
+        joined([*(a.following + n for a, n in zip(automata, starts, strict=False)), [end]]),
+    )
+    assert len(tables.offsets) == end + 2
+    free = Processor(process=_process, init=_init, update=_update, check=_check, params=tables)
+    return following(free, follow)
+
+
+def following(processor: Processor, follow: int | Sequence[int | None] | None) -> Processor:
+    """A constraint whose rows follow another of its automata, as `constraint` takes it."""
+    rows = follow if isinstance(follow, Sequence) else [follow]
+    count = len(processor.params.starts)
+    for number in rows:
+        if number is not None and not 0 <= number < count:
+            raise UsageError(f"a row is to follow automaton {number} of the constraint, which has {count}, from 0 on")
+    return processor.replace(settings=np.array([FREE if number is None else number for number in rows], np.int32))
+
+
+def _bits(automaton: Automaton, state: int, highest: int) -> np.ndarray:
+    tokens = automaton.tokens[automaton.offsets[state] : automaton.offsets[state + 1]]
+    return _packed([*tokens, *automaton.eos] if automaton.accepting[state] else tokens, highest)
+
+
+def _packed(tokens: Sequence[int] | np.ndarray, highest: int) -> np.ndarray:
+    """uint32[ceil(V / 32)] with the bits of some tokens."""
+    bits = np.zeros((highest // WORD + 1) * WORD, bool)
+    bits[np.asarray(tokens, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view("<u4")
+
+
+def _check(processor: Processor, vocab_size: int) -> None:
+    """Tokens that the model lacks would leave states without any."""
+    tokens = processor.params.tokens
+    if isinstance(tokens, jax.core.Tracer):
+        return
+    highest = int(np.max(gather(tokens)))
+    if highest >= vocab_size:
+        raise UsageError(
+            f"the constraint has tokens up to {highest}, and the model's vocabulary is {vocab_size}; compile it for "
+            "the model's own tokenizer"
+        )
+
+
+def _init(tables: Tables, follow: Array, tokens: Array, length: Array, vocab_size: int) -> Array:
+    return jnp.where(follow < 0, FREE, at(tables.starts, jnp.maximum(follow, 0)))  # int32[B]
+
+
+def _process(tables: Tables, state: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
+    node, parent = jnp.arange(tree.tokens.shape[1]), jnp.maximum(tree.parents, 0)
+    below = lambda _, states: jnp.where(node == 0, states, _after(tables, take_along(states, parent, 1), tree.tokens))
+    root = jnp.broadcast_to(state[:, None], tree.tokens.shape)
+    depth = jnp.max(jnp.sum(above, 2)) - 1
+    states = jax.lax.fori_loop(0, depth, below, root)  # int32[B, N]; after round d right down to depth d
+    words = at(tables.allowed, jnp.maximum(states, 0))  # uint32[B, N, W]
+    bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
+    bits, vocab = bits.reshape(*words.shape[:2], -1), logits.shape[2]
+    bits = jnp.pad(bits, ((0, 0), (0, 0), (0, max(vocab - bits.shape[2], 0))))[..., :vocab]
+    return jnp.where((bits > 0) | (states == FREE)[..., None], logits, -jnp.inf)
+
+
+def _update(tables: Tables, state: Array, tokens: Array, count: Array) -> Array:
+    step = lambda i, state: jnp.where(i < count, _after(tables, state, tokens[:, i]), state)
+    return jax.lax.fori_loop(0, jnp.max(count), step, state)
+
+
+def _after(tables: Tables, state: Array, token: Array) -> Array:
+    """The states after tokens, int32 of any shape: by bisection among the transitions of each."""
+    known = jnp.maximum(state, 0)
+    low, stop = at(tables.offsets, known), at(tables.offsets, known + 1)
+    high, last = stop, len(tables.tokens) - 1
+    for _ in range(len(tables.tokens).bit_length()):
+        middle = (low + high) // 2
+        less = (middle < high) & (at(tables.tokens, jnp.minimum(middle, last)) < token)
+        low, high = jnp.where(less, middle + 1, low), jnp.where(less, high, middle)
+    place = jnp.minimum(low, last)
+    found = (low < stop) & (at(tables.tokens, place) == token)
+    end = len(tables.allowed) - 1
+    return jnp.where(state == FREE, FREE, jnp.where(found, at(tables.following, place), end))

@@ -1,0 +1,90 @@
+"""The law of the particles, by enumeration."""
+
+import itertools
+
+import numpy as np
+import pytest
+import texts as lib
+from tiers import exhaustive
+from toy import markov
+
+from specjax import UsageError, decode
+from specjax.collaborate.methods.power_smc import power_smc
+
+ROWS = np.array([[0.9, 0.1], [0.5, 0.5]])
+COIN = markov(ROWS.astype(np.float32))  # the card's: after b each of the first two tokens
+N, PROMPTS = 3_000, [[1], [0, 1], [1, 1]]
+
+
+def law(count, alpha):
+    """Text to p^alpha, not normalised, behind b."""
+    texts = {}
+    for text in itertools.product((0, 1), repeat=count):
+        p, last = 1.0, 1
+        for token in text:
+            p, last = p * ROWS[last, token], token
+        texts[text] = p**alpha
+    return texts
+
+
+def found(sample, count):
+    """The weighted law of all particles, and that of each prompt's."""
+    w = np.exp(np.asarray(sample.logw, np.float64))
+    w /= w.sum(1, keepdims=True)
+    number = np.asarray(sample.tokens)[:, :, :count] @ (1 << np.arange(count)[::-1])
+    return np.bincount(number.ravel(), w.ravel(), 1 << count) / len(w)
+
+
+def many(**options):
+    settings = {"key": 0, "max_new_tokens": 2, "alpha": 2.0, "particles": N, "block": 1, "ramp": 1} | options
+    return power_smc(COIN, PROMPTS, **settings).log
+
+
+@pytest.mark.parametrize("ramp, n, most", [(1, N, 0.02), (2, N, 0.02), exhaustive(3, 67_000, 0.01)])
+def test_the_law_is_the_power_whatever_the_ramp(ramp, n, most):
+    wanted = law(2, 2.0)
+    total = sum(wanted.values())
+    np.testing.assert_allclose([wanted[t] / total for t in sorted(wanted)], [0.6136, 0.0076, 0.1894, 0.1894], atol=5e-5)
+    sample = many(ramp=ramp, kappa=1.0, particles=n)
+    assert np.abs(found(sample, 2) - [wanted[t] / total for t in sorted(wanted)]).sum() / 2 < most
+    assert (sample.resampled > 0).all()
+    np.testing.assert_allclose(np.exp(sample.log_z), total, rtol=0.04)
+
+
+def test_weights_without_resampling_by_hand():
+    """log sum_v p^2: .5 for each first token, then .82 behind a and .5 behind b."""
+    sample = many(kappa=0.0)
+    first = np.asarray(sample.tokens)[:, :, 0]
+    np.testing.assert_allclose(np.exp(sample.logw), np.where(first == 0, 0.5 * 0.82, 0.25), rtol=1e-5)
+    w = np.exp(np.asarray(sample.logw))
+    assert abs(w[first == 0].sum() / w.sum() - 0.6212) < 0.02  # where temperature 1/2 alone gives .5
+    spread = w.std() / np.sqrt(w.size)
+    assert abs(w.mean() - 0.33) < 3 * spread
+    assert sample.resampled.tolist() == [0, 0, 0]
+
+
+def test_particles_that_end_early_are_brought_up_to_alpha():
+    """b ends a text: then b, ab and aab are texts, and the ramp never comes to its end."""
+    sample = many(eos=1, ramp=50, max_new_tokens=2, kappa=0.0)
+    tokens, w = np.asarray(sample.tokens), np.exp(np.asarray(sample.logw))
+    ended = tokens[:, :, 0] == 1
+    assert abs(w[ended].sum() / w.size - 0.5**2) < 0.02  # the estimate of p(b)^2
+    aa = (tokens[:, :, 0] == 0) & (tokens[:, :, 1] == 0)
+    assert abs(w[aa].sum() / w.size - 0.45**2) < 0.02
+
+
+def test_a_power_of_one_is_plain_sampling():
+    result = lib.run("power_smc", alpha=1.0)
+    wanted = decode(
+        lib.history(1), "autoregressive", lib.PROMPTS, key=lib.KEYS, max_new_tokens=12, temperature=1.0, eos=5,
+        samples_per_prompt=4,
+    ).tokens  # fmt: skip
+    np.testing.assert_allclose(result.log.logw, 0, atol=2e-5)
+    assert (np.asarray(result.log.tokens).reshape(12, -1)[:, :12] == wanted).all()
+
+
+def test_what_is_wrong_is_one_sentence():
+    with pytest.raises(UsageError, match=r"alpha must be at least 1, not 0\.5"):
+        many(alpha=0.5)
+    with pytest.raises(UsageError, match="kappa must be from 0 to 1, not 2"):
+        many(kappa=2)

@@ -1,0 +1,53 @@
+"""Votes, pruning and the fit by hand, and the samples of `decode`."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import texts as lib
+
+from specjax import UsageError, decode
+from specjax.collaborate.methods.rpc import Mixture, fit, keep, log_likelihood, vote
+
+ALL = np.ones(9, bool)
+
+
+def test_votes_by_hand():
+    equal, texts = np.full(5, 0.4), [(1,), (2,), (3,), (1,), (1,)]
+    assert vote(["a", "b", "b", "a", "a"], texts, equal, ALL) == 1  # the majority of distinct samples
+    assert vote(["a", "a", "b", "b"], [(1,), (1,), (2,), (3,)], np.array([0.5, 0.5, 0.3, 0.3]), ALL) == 2
+    assert vote(["a", "a", "b", "b"], [(1,), (4,), (2,), (3,)], np.array([0.5, 0.5, 0.3, 0.3]), ALL) == 0
+    assert vote(["a", "b"], [(1,), (2,)], np.array([0.5, 0.3]), np.array([False, True])) == 1
+    assert vote([None, None], [(1,), (2,)], np.array([0.5, 0.3]), ALL) is None
+
+
+def test_the_fit_is_as_likely_as_the_truth():
+    rng = np.random.default_rng(0)
+    first = rng.random(5000) < 0.5
+    p = np.where(first, 0.2 * rng.weibull(2.0, 5000), 0.8 * rng.weibull(6.0, 5000)).astype(np.float32)
+    truth = Mixture(jnp.float32(0.5), jnp.array([2.0, 6.0]), jnp.array([0.2, 0.8]))
+    assert log_likelihood(fit(p), p) >= log_likelihood(truth, p) - 2e-3
+    kept = keep(p)
+    assert kept[p >= p.mean()].all()  # nothing above the mean is left out
+    assert kept[first].mean() < 0.2 and kept[~first].mean() > 0.95
+
+
+def test_it_votes_among_the_samples_of_decode():
+    settings = {"max_new_tokens": 12, "temperature": 1.0, "eos": 5, "samples_per_prompt": 4, "logprobs": True}
+    samples = decode(lib.history(1), "autoregressive", lib.PROMPTS, key=lib.KEYS, **settings)
+    result, found = lib.run("rpc", prune=False), samples.to_lists()
+    mean = np.exp(np.asarray(samples.logprobs).sum(1) / np.asarray(samples.lengths)).reshape(3, 4)
+    np.testing.assert_allclose(result.log.probability, mean, rtol=1e-4)
+    for row in range(3):
+        texts = found[4 * row : 4 * row + 4]
+        assert result.log.samples[row] == texts
+        best = vote([lib.last_of(text) for text in texts], [tuple(text) for text in texts], mean[row], ALL)
+        assert result.log.chosen[row] == best and result.to_lists()[row] == texts[best]
+    whole = lib.run("rpc", prune=False, path=True)
+    np.testing.assert_allclose(whole.log.probability.ravel(), np.exp(np.asarray(samples.logprobs).sum(1)), rtol=1e-3)
+
+
+def test_what_is_wrong_is_one_sentence():
+    with pytest.raises(UsageError, match="there is no answer in any sample of row 0"):
+        lib.run("rpc", answer=lambda tokens: None)
+    with pytest.raises(UsageError, match="samples must be at least 1, not 0"):
+        lib.run("rpc", samples=0)

@@ -1,0 +1,98 @@
+"""Takeovers of models that follow a script, and the small model alone."""
+
+import jax.numpy as jnp
+import pytest
+import texts as lib
+from tiers import exhaustive
+from toy import markov, scripted
+
+from specjax import UsageError, drafters
+from specjax.collaborate import segments
+from specjax.collaborate.methods.speculative_thinking import sentiment, speculative_thinking
+
+SMALL, LARGE = lib.history(0), lib.history(1)
+
+
+def test_sentiment_by_hand():
+    counts = [(0, 0), (1, 1), (2, 1), (0, 3), (1, 0)]
+    assert sentiment(*jnp.array(counts).T).tolist() == [0, -1, 1, -1, 1]
+
+
+def test_without_cues_it_is_the_small_model():
+    result = lib.run("speculative_thinking", negative=(), positive=(), verify=(), temperature=0.8)
+    assert result.to_lists() == lib.plain(SMALL, temperature=0.8)
+    assert (result.share(0) == 1).all() and result.passes[:, 1].tolist() == [0, 0, 0]
+
+
+def found(text, words):
+    return sum(text[i : i + len(word)] == list(word) for word in words for i in range(len(text)))
+
+
+def by_hand(prompt, count, look=3, long=4, patience=2):
+    text, authors, negatives = list(prompt), [], 0
+
+    def write(who, limit, ends=()):
+        new = lib.greedy((SMALL, LARGE)[who], text, min(limit, count - len(authors)), ends)
+        text.extend(new)
+        authors.extend([who] * len(new))
+        return new
+
+    while len(authors) < count:
+        write(0, 512, lib.ENDS)
+        ahead = write(0, look)
+        positive, negative = found(ahead, [[6]]), found(ahead, [[4], [7, 11]])
+        verify = found(ahead, [[15]])
+        feels = 1 if positive > negative else -1 if negative else 0
+        if ahead and (feels or verify):
+            del text[-len(ahead) :], authors[-len(ahead) :]
+            write(1, look)
+            if verify:
+                write(1, 4)  # which does not grow
+        negatives += feels < 0
+        if negatives >= patience and len(authors) < count:
+            check = [8, 8][: count - len(authors)]
+            text.extend(check)
+            authors.extend([-1] * len(check))
+            write(1, long)
+            negatives, patience, long = 0, min(patience + 5, 30), min(long + 25, 200)
+    return text[len(prompt) :], authors
+
+
+@pytest.mark.parametrize("inside", [False, exhaustive(True)])
+def test_greedy_text_is_that_of_the_loop_by_hand(inside):
+    drafter = drafters.two_model(lib.alike(1), 3) if inside else None
+    result = lib.run("speculative_thinking", max_new_tokens=48, drafter=drafter)
+    doubts = 0
+    for row, prompt in enumerate(lib.PROMPTS):
+        tokens, authors = by_hand(prompt, 48)
+        assert result.to_lists()[row] == tokens
+        assert result.authors[row].tolist() == authors
+        takes = result.log
+        written = takes.short[row] + takes.verifying[row] + takes.long[row] + takes.opening[row]
+        assert written == authors.count(1)
+        doubts += authors.count(-1)
+    assert doubts
+
+
+def test_long_takeovers_grow():
+    """A small model that always doubts: at the 15th a takeover of 125, at the 20th after that one of 150."""
+    doubting = markov(jnp.array([[0.1, 0.8, 0.1], [0.8, 0.1, 0.1], [0.8, 0.1, 0.1]]))
+    result = speculative_thinking(
+        doubting, scripted([[2] * 1024], 3), [[0]], key=0, max_new_tokens=500,
+        segmenter=segments.after_any([0], 3), negative=[[1]], look_ahead=3,
+    )  # fmt: skip
+    takes = result.log
+    assert takes.long.tolist() == [125 + 150] and takes.patience.tolist() == [25] and takes.length.tolist() == [175]
+    assert int(takes.short[0]) + 275 == (result.authors == 1).sum()
+
+
+def test_a_model_that_does_not_reason_is_opened_for():
+    never = {"negative": [[99], [99, 99]], "positive": [[99]], "verify": [[99]]}
+    result = lib.run("speculative_thinking", reasons=False, **never)
+    assert result.to_lists() == lib.plain(LARGE, key=lib.keys_of(1))
+    assert result.log.opening.tolist() == [12, 12, 12]
+
+
+def test_what_is_wrong_is_one_sentence():
+    with pytest.raises(UsageError, match="patience must be at least 1, not 0"):
+        lib.run("speculative_thinking", patience=0)

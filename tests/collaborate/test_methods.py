@@ -1,0 +1,80 @@
+"""What every method of kind `collaboration` must do, on models that compile in no time."""
+
+import inspect
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import texts as lib
+
+from specjax import UsageError
+from specjax.catalog import REQUIRED, of_kind
+from specjax.collaborate import methods
+
+ROWS = of_kind("collaboration")
+GIVEN = {
+    "draft": "draft", "segmenter": "segmenter", "punctuation": "segmenter", "judging": "judging", "digits": "judging",
+    "positive": "cues", "negative": "cues", "verify": "cues", "check": "cues", "tuned": "tuned", "reward": "reward",
+    "safe": "safe", "router": "router", "head": "router", "answer": "answers",
+}  # fmt: skip
+"""Parameters that are no options, and the word for them among `needs` and `takes`."""
+OF_EVERY_METHOD = {
+    "target", "risky", "prompts", "key", "max_new_tokens", "settings", "drafter", "temperature", "top_p",
+}  # fmt: skip
+NO_KEYS = {"arbitrage", "momentum", "spec_reason", "entropy_adaptive", "speculative_thinking"}  # greedy here
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_options_and_defaults_are_those_of_the_function(name):
+    row, signature = ROWS[name], inspect.signature(ROWS[name].make).parameters
+    default = lambda p: REQUIRED if p.default is p.empty else p.default
+    declared = {option.name: option.default for option in row.options}
+    assert declared == {option: default(signature[option]) for option in declared}
+    others = set(signature) - set(declared) - OF_EVERY_METHOD - ({"answer"} if name == "spec_reason" else set())
+    assert others <= set(GIVEN) and all(row.uses(GIVEN[other]) for other in others)
+    assert {GIVEN[other] for other in others} == row.needs | row.takes
+    assert row.guarantee == inspect.getmodule(row.make).GUARANTEE
+
+
+def test_every_file_is_in_the_table():
+    files = {path.stem for path in pathlib.Path(methods.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == set(ROWS) == set(lib.calls())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_independent_and_tokens_are_accounted_for(name):
+    result = lib.run(name)
+    order = [2, 0, 1]
+    other = lib.run(name, prompts=[lib.PROMPTS[row] for row in order], key=lib.KEYS[np.array(order)])
+    assert other.to_lists() == [result.to_lists()[row] for row in order]
+    assert other.passes.tolist() == [result.passes[row].tolist() for row in order]
+    lengths = np.asarray(result.lengths)
+    authors, tokens = np.asarray(result.authors), np.asarray(result.tokens)
+    written = np.arange(12) < lengths[:, None]
+    assert ((authors >= 0) | (tokens == 8))[written].all() and (authors[~written] == -1).all()  # 8: put in by a method
+    assert (authors.max(1) < result.passes.shape[1]).all() and result.finite.all()
+    assert (np.asarray(result.passes).sum(1) >= lengths - (authors == -1).sum(1)).all()
+    assert (result.passes <= result.read).all() and (result.stats.target_passes == result.passes[:, -1]).all()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_second_call_compiles_nothing(name):
+    lib.run(name)
+    key = jax.random.split(jax.random.key(5), 3)
+    lib.run(name, key=key)  # programs that only prepare arguments
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
+    )
+    other = lib.run(name, prompts=[[1], [2, 3], [4, 5, 6]], key=key)
+    assert compiled == []
+    same = lib.run(name, prompts=[[1], [2, 3], [4, 5, 6]], key=lib.KEYS)
+    assert (other.to_lists() == same.to_lists()) == (name in NO_KEYS)
+
+
+def test_models_of_other_vocabularies_are_refused():
+    for name in ("spec_reason", "entropy_adaptive", "fs_gen", "speculative_thinking", "anchored", "foreal"):
+        method, _, settings = lib.calls()[name]
+        with pytest.raises(UsageError, match="vocabularies of 16, 8 tokens; models that write one text need the same"):
+            method(lib.history(0), lib.history(1, vocab=8), [[1]], key=0, max_new_tokens=4, **settings)

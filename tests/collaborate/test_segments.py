@@ -1,0 +1,48 @@
+"""Where steps end: the automaton against a search in the text itself."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import UsageError
+from specjax.collaborate import segments
+
+PIECES = ["a", "\n", ".\n", "\n\n", "b\n\na", "", "\na", ".", "ab."]
+
+
+class Pieces:
+    def decode(self, ids):
+        return "".join(PIECES[i] for i in ids)
+
+
+def kept_of(segmenter, rows, parts=1):
+    """Tokens of each row's first step, read in `parts` portions, and whether it ended."""
+    tokens = jnp.array(rows)
+    run, total = segments.start(len(rows)), 0
+    for portion in np.array_split(np.arange(tokens.shape[1]), parts):
+        run, kept = segments.follow(segmenter, run, tokens[:, portion], jnp.full((len(rows),), len(portion)))
+        total += np.asarray(kept)
+    return total.tolist(), np.asarray(run.over).tolist()
+
+
+@pytest.mark.parametrize("ends", [["\n\n"], [".", "\n\na"], ["aba", "ab."]])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_it_ends_with_the_token_that_completes_a_string(ends, parts):
+    rows = np.random.default_rng(0).integers(0, len(PIECES), (200, 12))
+    kept, over = kept_of(segments.after_strings(ends, Pieces(), len(PIECES)), rows, parts)
+    for row, count, ended in zip(rows, kept, over, strict=True):
+        texts = ["".join(PIECES[i] for i in row[: n + 1]) for n in range(12)]
+        first = next((n for n, text in enumerate(texts) if any(end in text for end in ends)), None)
+        assert (count, ended) == ((12, False) if first is None else (first + 1, True))
+
+
+def test_sequences_of_tokens_overlap():
+    segmenter = segments.after_tokens([[1, 1, 2]], 4)
+    assert kept_of(segmenter, [[1, 1, 1, 2, 0, 0], [1, 2, 1, 1, 0, 2]]) == ([4, 6], [True, False])
+
+
+def test_wrong_ends_are_one_sentence():
+    with pytest.raises(UsageError, match="must not be empty"):
+        segments.after_tokens([[]], 4)
+    with pytest.raises(UsageError, match="list of strings"):
+        segments.after_strings("\n\n", Pieces(), len(PIECES))

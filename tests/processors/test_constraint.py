@@ -1,0 +1,108 @@
+"""Automata as arrays, and those that outlines-core compiles."""
+
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from processed import EOS, Letters, begun, counting, in_a_tree
+from toy import markov
+
+from specjax import UsageError, decode, drafters, processors
+from specjax.processors.automaton import automaton
+from specjax.processors.constraint import following
+from specjax.types import TokenTree
+
+VOCAB = 14
+
+
+def allowed(processor, *texts, follow=0):
+    """The sets of tokens allowed after texts of one length."""
+    processor = following(processor, follow)
+    n = len(texts)
+    state = begun(processor, np.zeros((n, 1), np.int32), np.ones(n, np.int32), VOCAB)
+    state = processor.update(processor.params, state, jnp.array(texts, jnp.int32), jnp.full(n, len(texts[0])))
+    alone = TokenTree(jnp.zeros((n, 1), jnp.int32), jnp.full((n, 1), -1), jnp.ones((n, 1), bool))
+    logits = in_a_tree(processor, state, alone, jnp.zeros((n, 1, VOCAB)))
+    return [set(np.flatnonzero(row == 0).tolist()) for row in np.asarray(logits[:, 0])]
+
+
+def test_several_automata_in_one():
+    """By hand: (2 3)* then EOS, any text of 40 tokens' ids above a word of 32 bits, and none."""
+    pairs = automaton(7, {7: {2: 9}, 9: {3: 7, 4: 8}, 8: {5: 8}}, {7}, [EOS])
+    assert pairs.accepting.tolist() == [True, False]  # no text ends from state 8
+    both = processors.constraint(pairs, counting(VOCAB))
+    assert allowed(both, [2, 3], [2, 2], [2, EOS]) == [{2, EOS}, {EOS}, {EOS}]
+    assert allowed(both, [2], [4]) == [{3}, {EOS}]
+    evens, odds = set(range(2, VOCAB, 2)), set(range(1, VOCAB, 2))
+    assert allowed(both, [2, 3], [2, 4], follow=1) == [evens | odds - {3}, evens | odds | {EOS}]
+    assert allowed(both, [2, 3], follow=None) == [set(range(VOCAB))]
+
+
+def test_what_no_text_satisfies_and_what_does_not_fit():
+    with pytest.raises(UsageError, match="no text of the model's tokens satisfies it"):
+        automaton(0, {0: {1: 2}, 2: {1: 0}}, {3}, [EOS])
+    with pytest.raises(UsageError, match="follow automaton 1 of the constraint, which has 1"):
+        processors.constraint(counting(VOCAB), follow=1)
+    with pytest.raises(UsageError, match="has tokens up to 13, and the model's vocabulary is 3"):
+        decode(markov(), None, [[1]], key=0, max_new_tokens=2, processors=[processors.constraint(counting(VOCAB))])
+
+
+def test_without_the_library(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "outlines_core", None)
+    with pytest.raises(UsageError, match=r"need the package outlines-core: pip install 'specjax\[constraints\]'"):
+        processors.regex("a", Letters())
+
+
+@pytest.mark.parametrize("pattern", ["(ab|c)*1?", "[ab]{2}é+", "", "a"])
+def test_a_regular_expression_accepts_what_python_matches(pattern):
+    """All texts of up to 3 tokens, in every spelling."""
+    pytest.importorskip("outlines_core")
+    letters, found = Letters(), processors.regex(pattern, Letters())
+    tokens = [i for i, spelled in enumerate(letters.spellings()) if spelled and i != EOS]
+    for ids in itertools.chain.from_iterable(itertools.product(tokens, repeat=n) for n in range(4)):
+        state = 0
+        for token in ids:
+            part = slice(found.offsets[state], found.offsets[state + 1])
+            place = np.flatnonzero(found.tokens[part] == token)
+            state = int(found.following[part][place[0]]) if len(place) else -1
+            if state < 0:
+                break
+        accepted = state >= 0 and bool(found.accepting[state])
+        assert accepted == bool(re.fullmatch(pattern, letters.decode(ids))), ids
+
+
+def test_json_of_a_schema():
+    """Whatever the target would like to write: sampled from a uniform one, drafted by it too."""
+    pytest.importorskip("outlines_core")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 12]}, "b": {"type": "boolean"}}, "required": ["a"]}
+    schema["properties"]["b"] = {"enum": ["c", "ab"]}
+    chosen = processors.constraint(processors.json_schema(schema, Letters()))
+    uniform = np.full((VOCAB, VOCAB), 1 / VOCAB, np.float32)
+    result = decode(
+        markov(uniform), drafters.token_recycling(VOCAB, num_nodes=5), [[1]] * 8, key=jax.random.key(0),
+        max_new_tokens=60, temperature=1.0, eos=EOS, processors=[chosen],
+    )  # fmt: skip
+    texts = [Letters().decode(ids) for ids in result.to_lists()]
+    assert result.hit_eos.all() and len(set(texts)) > 3
+    for text in map(json.loads, texts):
+        assert text["a"] in (1, 12) and text.get("b", "c") in ("c", "ab")
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda letters: processors.regex("[", letters), "the regular expression cannot be followed: Failed to build"),
+        (lambda letters: processors.regex("xyz", letters), "no text of the model's tokens satisfies the regular"),
+        (lambda letters: processors.json_schema("nothing", letters), "the JSON schema cannot be followed: Expected a"),
+        (lambda letters: processors.json_schema({"enum": []}, letters), "tokens satisfies the JSON schema"),
+        (lambda letters: processors.regex("a", letters, eos=()), "ends texts by an eos, and the tokenizer has none"),
+    ],
+)
+def test_what_cannot_be_followed(make, sentence):
+    pytest.importorskip("outlines_core")
+    with pytest.raises(UsageError, match=sentence):
+        make(Letters())

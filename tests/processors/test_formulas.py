@@ -1,0 +1,82 @@
+"""The rules themselves: against transformers and hand-worked numbers."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from processed import begun, in_a_tree
+
+from specjax import UsageError, decode, drafters, processors
+from specjax.types import TokenTree
+
+VOCAB = 8
+PROMPT, LENGTH = np.array([[1, 3, 3, 5, 7]], np.int32), np.array([4], np.int32)  # the last is no part of it
+LOGITS = np.array([1.0, -1.0, 0.0, 2.0, -2.0, 0.5, -0.5, 3.0], np.float32)
+
+
+def after(processor, new=()):
+    """The processed logits after the prompt and some new tokens."""
+    state = begun(processor, PROMPT, LENGTH, VOCAB)
+    if new:
+        state = processor.update(processor.params, state, np.array([new], np.int32), np.array([len(new)]))
+    alone = TokenTree(jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), -1), jnp.ones((1, 1), bool))
+    return np.asarray(in_a_tree(processor, state, alone, jnp.asarray(LOGITS)[None, None]))[0, 0]
+
+
+def test_penalties_and_biases_are_those_of_transformers():
+    torch, of = pytest.importorskip("torch"), pytest.importorskip("transformers.generation.logits_process")
+    ids, scores = torch.tensor([[1, 3, 3, 5, 4, 4]]), torch.tensor(LOGITS)[None]
+    wanted = of.RepetitionPenaltyLogitsProcessor(1.3)(ids, scores)[0].numpy()
+    np.testing.assert_allclose(after(processors.repetition(1.3), [4, 4]), wanted, rtol=1e-6)
+    wanted = of.SequenceBiasLogitsProcessor([[[2], 1.5], [[7], -4.0]])(ids, scores)[0].numpy()
+    np.testing.assert_allclose(after(processors.bias({2: 1.5, 7: -4.0}), [4]), wanted)
+    wanted = of.NoBadWordsLogitsProcessor([[2], [7]], eos_token_id=0)(ids, scores)[0].numpy()
+    np.testing.assert_array_equal(after(processors.ban([2, 7]), [4]), wanted)
+
+
+def test_penalties_of_what_was_decoded():
+    """The prompt's tokens 1, 3 and 5 do not count."""
+    change = after(processors.presence(0.5), [3, 6, 6]) - LOGITS
+    np.testing.assert_allclose(change, [0, 0, 0, -0.5, 0, 0, -0.5, 0])
+    change = after(processors.frequency(0.5), [3, 6, 6]) - LOGITS
+    np.testing.assert_allclose(change, [0, 0, 0, -0.5, 0, 0, -1.0, 0])
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [processors.repetition(1.0), processors.presence(0.0), processors.frequency(0), processors.bias({})],
+    ids=["repetition", "presence", "frequency", "bias"],
+)
+def test_settings_that_change_nothing(processor):
+    np.testing.assert_array_equal(after(processor, [3, 6]), LOGITS)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: processors.repetition(0.0), "the repetition penalty must be above 0, not 0.0"),
+        (lambda: processors.presence(np.nan), "the presence penalty must be a number"),
+        (lambda: processors.frequency([1.0, np.inf]), "the frequency penalty must be a number"),
+        (lambda: processors.bias({-1: 2.0}), "a logit bias is for a token id, which -1 is not"),
+        (lambda: processors.bias({1: np.inf}), "the logit bias of token 1 must be a number or -inf, not inf"),
+    ],
+)
+def test_bad_settings(make, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([processors.bias({3: 1.0})], "a logit bias is for token 3, outside of the model's vocabulary of 3"),
+        ([processors.ban([0, 1, 2])], "all 3 tokens of the vocabulary are banned; leave some"),
+        ([processors.presence([1.0, 2.0, 3.0])], r"one per prompt, 2; some have the shape \(3,\)"),
+        ([processors.repetition], "processors must be a list of specjax.processors"),
+        (processors.repetition(1.1), "processors must be a list of specjax.processors"),
+    ],
+)
+def test_what_does_not_fit(given, sentence):
+    from toy import markov
+
+    with pytest.raises(UsageError, match=sentence):
+        decode(markov(), drafters.autoregressive(), [[1], [2]], key=0, max_new_tokens=2, processors=given)

@@ -1,0 +1,121 @@
+"""`specjax train --method two_model`: from a target's folder to the folder of a draft model of it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+import specjax
+from specjax.cli import main
+from specjax.models import LlamaConfig, init_params, make_model
+from specjax.models.loading.tokenizer import LibraryCodec, Tokenizer
+from specjax.parallel.checkpoint import restore
+from specjax.training.answers import Answer, Answers
+from specjax.training.lessons import Text
+
+VOCAB = 64
+CONFIG = LlamaConfig(
+    vocab_size=VOCAB, width=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=16, max_positions=64,
+    name="tiny",
+)  # fmt: skip
+SMALL = ("--max-new-tokens", 6, "--held-out", 1, "--rows", 2, "--length", 16, "--every", 1, "--num-draft-tokens", 2)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """Its folder."""
+    words = ["<unk>", "</s>", *(f"w{i}" for i in range(2, VOCAB))]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = tmp_path_factory.mktemp("target")
+    params = jax.tree.map(lambda x: 4 * x, init_params(CONFIG, jax.random.key(0)))
+    tokenizer = Tokenizer(LibraryCodec(backend), tuple(words), (1,))
+    specjax.save_model(folder, specjax.Target(make_model(CONFIG), params), tokenizer)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("w2 w3\nw4\nw5 w6 w7\n")
+    return path
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    monkeypatch.setenv("SPECJAX_NO_CACHE", "1")
+
+    def run(*arguments) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        return stop.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_from_a_target_to_a_draft_model_that_is_loaded(cli, target, prompts, tmp_path):
+    out = tmp_path / "draft"
+    about = {"target": target.name, "vocabulary": VOCAB, "temperature": 0.0, "max_new_tokens": 6}
+    answers = Answers(out / "answers", about)  # that are there already
+    for prompt in ((2, 3), (4,), (5, 6, 7)):
+        answers.add(Answer(Text((*prompt, 9, 8, 9, 8, 9, 8), len(prompt)), "length"))
+    arguments = ("train", "--method", "two_model", "--target", target, "--layers", 1, "--prompts", prompts, *SMALL)
+    code, said, told = cli(*arguments, "--out", out, "--recipe", "fastdraft", "--epochs", 2, "--json")
+    assert code == 0, told
+    card = json.loads(said)
+    assert card["method"] == "two_model" and card["recipe"]["losses"] == [["ce", 1.0]] and card["answers"] == 2
+    draft, tokenizer = specjax.load(out)
+    assert draft.model.capabilities.num_layers == 1 and tokenizer.encode("w9 w3") == [9, 3]
+    (best,) = (out / "run").glob("best-*")
+    jax.tree.map(np.testing.assert_array_equal, draft.params, restore(best, draft.params))
+    code, _, told = cli(*arguments, "--out", out, "--recipe", "fastdraft", "--epochs", 2, "--layers", 0)
+    assert code == 2 and "holds a run with other start" in told
+
+
+@pytest.mark.exhaustive
+def test_texts_then_answers_of_its_own_then_it_drafts(cli, target, prompts, tmp_path):
+    """FastDraft's pre-training, DistillSpec in which half of the steps are on-policy, and decoding with the outcome."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    common = ("train", "--method", "two_model", "--target", target, "--prompts", prompts, *SMALL)
+    code, _, told = cli(
+        *common, "--layers", "0,1", "--recipe", "fastdraft_pretraining", "--texts", prompts, "--out", first
+    )
+    assert code == 0, told
+    code, said, told = cli(*common, "--draft", first, "--on-policy", 0.5, "--epochs", 4, "--out", second, "--json")
+    assert code == 0, told
+    assert json.loads(said)["draft"] == "first"
+    code, said, told = cli(
+        "generate", "w2 w3", "--target", target, "--draft", second, "--method", "two_model", "--max-new-tokens", 6,
+        "--compare", "--json",
+    )  # fmt: skip
+    assert code == 0 and json.loads(said)["identical"] is True, told
+
+
+def test_what_is_wrong_is_one_sentence(cli, target, prompts, tmp_path):
+    model = ("train", "--method", "two_model", "--target", target, "--prompts", prompts, "--out", tmp_path / "draft")
+    head = ("train", "--target", target, "--prompts", prompts, "--out", tmp_path / "head")
+    for arguments, words in (
+        (model, "begins with --draft MODEL, or with --layers"),
+        ((*model, "--layers", "0,-1"), "--layers must be numbers such as 0,1,28,29"),
+        (
+            (*model, "--length", 16, "--layers", 2),
+            r"--layers: the target has layers 0 to 1; keep one or more of these, not \[2\]",
+        ),
+        ((*model, "--layers", 0, "--recipe", "eagle"), '--recipe must be one of distillspec, .*, not "eagle"'),
+        ((*model, "--layers", 0, "--recipe", "fastdraft_pretraining"), "give them by --texts FILE"),
+        ((*model, "--layers", 0, "--recipe", "fastdraft", "--on-policy", 0.5), "which the loss ce does not ask"),
+        ((*model, "--layers", 0, "--start", "random"), "--start is not of --method two_model; leave it out"),
+        ((*model, "--draft", tmp_path / "draft"), "is the model of --draft, which stays as it is"),
+        ((*model, "--layers", 0, "--length", 65), "--length 65 is more than the 64 tokens that the model takes"),
+        ((*head, "--layers", 0), "--layers is not of --method eagle3; leave it out"),
+    ):
+        code, said, told = cli(*arguments)
+        assert code == 2 and "Traceback" not in said + told
+        assert re.search(words, " ".join(told.split())), told

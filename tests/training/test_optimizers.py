@@ -1,0 +1,41 @@
+"""A step of an optimizer is the same whether layers are apart or one array each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.training.optimizers import optimizer_of
+from specjax.training.recipes import recipe_of
+
+LAYERS = 2
+
+
+def draw(seed: int) -> dict:
+    """Layers apart, with weights of such sizes that what is orthogonalised as one matrix shows."""
+    rng = np.random.default_rng(seed)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    layer = lambda: {"mlp": {"up": {"weight": array(6, 4)}}, "mlp_norm": {"weight": array(4)}}
+    return {"embed": {"weight": array(8, 4)}, "layers": {i: layer() for i in range(LAYERS)}}
+
+
+def stacked(params: dict) -> dict:
+    layers = params["layers"]
+    return params | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *(layers[i] for i in range(LAYERS)))}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_of_stacked_layers_each_is_on_its_own(name):
+    optimizer = optimizer_of(recipe_of("distillspec", optimizer=name, learning_rate=0.1, weight_decay=0.5), 10)
+
+    @jax.jit
+    def change(params, gradient):
+        state = optimizer.init(params)
+        for _ in range(2):  # the first step is that of a warm-up from its start
+            updates, state = optimizer.update(gradient, state, params)
+        return updates
+
+    apart = change(draw(0), draw(1))
+    whole = change(stacked(draw(0)), stacked(draw(1)))
+    for a, b in zip(jax.tree.leaves(stacked(apart)), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

@@ -1,0 +1,77 @@
+"""What the target says, kept: it is what a pass says, and later epochs do not run the target."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_runs import head_of, recipe, target, texts
+
+from specjax.errors import UsageError
+from specjax.models.heads.blocks import unembed
+from specjax.training import objective
+from specjax.training.learners import learner_of
+from specjax.training.lessons import numbered, pack
+from specjax.training.loop import train
+from specjax.training.readings import Shelf
+from specjax.training.rounds import Depth, read
+from specjax.types import Context
+
+
+def test_a_lesson_finds_what_the_target_says_of_it_wherever_its_texts_are(tmp_path):
+    head, told = head_of("eagle3"), []
+    stored = Shelf(tmp_path, 1, lambda *args: told.append(args)).read(target(), learner_of(head), texts(), 1, 64)
+    turned = [texts()[i] for i in (2, 0, 3, 1)]
+    columns = pack([numbered(texts())[i] for i in (2, 0, 3, 1)], 2, 64)
+    for lesson, where in zip(pack(turned, 2, 64), columns, strict=True):
+        there = np.asarray(where.tokens) > 0
+        assert there.sum() == sum(len(text.tokens) for text in turned)
+        now, kept = read(target(), head.head, lesson), stored.of(where.tokens)
+        for one, other in ((kept.features, now.features), (kept.hidden, now.hidden)):
+            np.testing.assert_allclose(one[there], other[there], rtol=2**-7, atol=2**-7 * np.abs(other).max())
+    assert told[-1] == (120, 120)
+
+
+def test_what_was_kept_is_used_again_and_the_target_runs_no_more(tmp_path):
+    fit = lambda target, **more: train(
+        target, head_of("eagle3"), texts(), recipe=recipe(losses=(("soft_ce", 1.0),)), epochs=2, rows=2, length=64,
+        listen=lambda progress: losses.append(progress.loss), **more,
+    )  # fmt: skip
+    losses = []
+    fit(target())
+    fit(target(), readings=Shelf(tmp_path, 1))
+    broken = jax.tree.map(lambda x: x * jnp.nan, target().params["layers"])
+    fit(dataclasses.replace(target(), params=target().params | {"layers": broken}), readings=Shelf(tmp_path, 1))
+    run, kept, again = np.reshape(losses, (3, -1))
+    np.testing.assert_allclose(kept, run, rtol=1e-2)  # bfloat16
+    np.testing.assert_array_equal(again, kept)
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path):
+    fit = lambda kind, gib, **more: train(
+        target(), head_of(kind), texts(), recipe=recipe(kind), epochs=1, rows=2, length=64,
+        readings=Shelf(tmp_path, gib), **more,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="more than --keep-states 1e-06; give more, or fewer texts"):
+        fit("eagle3", 1e-6)
+    with pytest.raises(UsageError, match="kangaroo learns is not a function of the target's states alone"):
+        fit("kangaroo", 1)
+    with pytest.raises(UsageError, match="texts that stay as they are"):
+        fit("eagle3", 1, data=lambda *args: None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="make room"):
+        train(target(), head_of("eagle3"), texts(), recipe=recipe(), length=64, readings=Shelf(tmp_path / "file", 1))
+
+
+def test_a_teacher_of_few_tokens_says_of_them_what_it_says_among_all():
+    vocab, drafted = target().model.vocab_size, np.array([3, 17, 40])
+    ids = np.full(vocab, 3, np.int32)
+    ids[drafted] = np.arange(3)
+    hidden = jax.random.normal(jax.random.key(0), (5, target().model.config.width))
+    label = jnp.zeros(5, jnp.int32)
+    depth = Depth(jnp.zeros((5, 3)), label, hidden, jnp.ones(5), None, None)
+    whole = unembed(hidden, Context(label[:, None], label, target=target()))
+    few = objective._teacher(target(), depth, jnp.asarray(ids))
+    np.testing.assert_allclose(few, whole[:, drafted], rtol=1e-5, atol=1e-6)
+    assert objective._with_outputs(target(), jnp.asarray(drafted)) is not None
