@@ -16,7 +16,7 @@ from specjax.diffusion.checking import checked
     "name, settings, words",
     [
         ("fast_dllm", {"rule": "thresholds"}, "rule must be one of threshold, factor, not 'thresholds'"),
-        ("fast_dllm", {"memory": "prefix"}, "memory must be one of exact, dual"),
+        ("fast_dllm", {"memory": "suffix"}, "memory must be one of exact, dual, prefix"),
         ("fast_dllm", {"memory": ["dual"]}, "memory must be one of exact, dual"),
         ("fast_dllm", {"tau": "0.9"}, "tau must be a number, not '0.9'"),
         ("fast_dllm", {"tau": float("nan")}, "tau must be a number, not nan"),

@@ -9,6 +9,7 @@ Deviations: those of the memory.
 
 from __future__ import annotations
 
+from specjax.diffusion.checking import checked
 from specjax.diffusion.memories.delayed import Suffix, delayed
 from specjax.diffusion.methods.llada import llada
 from specjax.diffusion.rules.quota import By
@@ -16,6 +17,7 @@ from specjax.diffusion.types import Denoiser, Procedure
 from specjax.errors import UsageError
 
 
+@checked
 def dkv_cache(
     denoiser: Denoiser,
     *,

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.diffusion import measures, passes
+from specjax.diffusion.checking import checked
 from specjax.diffusion.loop import (
     Decided,
     Denoising,
@@ -51,6 +52,7 @@ def most_bits(count: int, factor: float) -> float:
     return math.log((count + 1) / ((1 - factor) * count + 1))
 
 
+@checked
 def ete(
     denoiser: Denoiser,
     *,

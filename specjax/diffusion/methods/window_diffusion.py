@@ -13,6 +13,7 @@ which drops what is behind an end of the text: it does so as soon as one is deci
 
 from __future__ import annotations
 
+from specjax.diffusion.checking import checked
 from specjax.diffusion.memories.phases import phases
 from specjax.diffusion.methods.learn2pd import ends_the_text
 from specjax.diffusion.rules.quota import quota
@@ -22,6 +23,7 @@ from specjax.diffusion.types import Denoiser, Procedure
 from specjax.errors import UsageError
 
 
+@checked
 def window_diffusion(
     denoiser: Denoiser,
     *,
