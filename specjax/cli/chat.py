@@ -60,8 +60,7 @@ def chat(
     o.require(context is None or context >= 64, f"--context must be at least 64, not {context}")
     from specjax.cli.drafting import method_of, read_drafting, recognised
 
-    head = recognised(None if draft == "none" else draft)
-    draft = None if draft == "none" else draft
+    head = recognised(draft)
     method = method or method_of(draft, head, settings=settings)
     drafting = read_drafting([method], draft, settings=settings, head=head)
 

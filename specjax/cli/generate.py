@@ -157,8 +157,6 @@ def generate(
         model=speculative_draft_model_path, steps=speculative_num_steps, topk=speculative_eagle_topk,
         tokens=speculative_num_draft_tokens,
     )  # fmt: skip
-    draft = draft or _shipped(target, method, [num_draft_tokens, tree, draft_stop, exit_layer, verifier, settings])
-    draft = None if draft == "none" else draft
     head = recognised(draft)
     o.require(
         head is not None or speculative_token_map is None,
@@ -234,14 +232,6 @@ def generate(
 
 
 generate.__doc__ = HELP
-
-
-def _shipped(target: str | None, method: str | None, others: list[Any]) -> str | None:
-    """The head that comes with specjax, where `auto` drafts for the demo model and nothing else is said of drafts."""
-    from specjax.models.loading.heads.shipped import shipped
-
-    chosen = method in (None, "auto") and not any(other for other in others if other is not None)
-    return shipped(target) if chosen else None
 
 
 def _denoise(

@@ -27,7 +27,7 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        help=f"A draft model, or a learned head: {MODEL_HELP}. The demo model has a head of its own; none: without it.",
+        help=f"A draft model, or a learned head: {MODEL_HELP}; smollm2-135m-eagle3: a small one of the demo model.",
         show_default=False,
     ),
 ]

@@ -11,7 +11,6 @@ import pytest
 import specjax
 from specjax.cli import main
 from specjax.models import LlamaConfig, init_params, loading, make_model
-from specjax.models.loading.heads import shipped
 
 
 class ByteTokenizer:
@@ -63,7 +62,6 @@ def tiny(monkeypatch):
         raise specjax.UsageError(f'there is no file or folder "{source}"')
 
     monkeypatch.setattr(specjax, "load", load, raising=False)
-    monkeypatch.setattr(shipped, "shipped", lambda target: None)
     monkeypatch.setattr(loading, "load_tokenizer", lambda source=None: load(source)[1])
 
 

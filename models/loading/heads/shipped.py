@@ -1,4 +1,7 @@
-"""The head that comes with specjax: of the demo model, so that a first try drafts with what was trained for it."""
+"""The head that comes with specjax: of the demo model, so that a head can be tried where there is none yet.
+
+It was trained on two CPU cores and pays little: docs/heads.md says how much.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,3 @@ from pathlib import Path
 NAME = "smollm2-135m-eagle3"
 """What `load_head` and --draft call it."""
 FOLDER = Path(__file__).parents[2] / "shipped" / NAME
-
-
-def shipped(target: str | Path | None) -> str | None:
-    """The name of the head that comes with specjax for a target, as `specjax.load` takes it; None: there is none."""
-    from specjax.models.loading import DEMO
-
-    return NAME if target in (None, DEMO) and FOLDER.is_dir() else None
