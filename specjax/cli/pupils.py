@@ -22,7 +22,7 @@ from specjax.training.lessons import Text
 
 @dataclass(frozen=True)
 class OfHead:
-    """A learned head."""
+    """A new learned head."""
 
     kind: str
     shapes: dict[str, int]  # changes of its config
@@ -66,6 +66,24 @@ class OfHead:
         import specjax
 
         specjax.save_head(folder, head, target=session.target, num_tokens=num_tokens)
+
+
+@dataclass(frozen=True)
+class OfGivenHead(OfHead):
+    """A learned head that goes on from what it is: to more texts, or to a reader's own."""
+
+    source: str  # of its files
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"start": self.source}
+
+    def config(self, session: Session) -> Any:
+        return self.begin(session, (), 0).head.config
+
+    def begin(self, session: Session, texts: Sequence[Text], seed: int) -> Any:
+        assert session.head is not None
+        return session.head.head
 
 
 @dataclass(frozen=True)

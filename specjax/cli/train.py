@@ -28,6 +28,7 @@ to the same bits; Ctrl-C keeps what was reached.
 
 Answers of chat models follow their template; only the answers are learnt.
 
+--draft HEAD goes on from a head that there is, anybody's, on your own texts.
 --method two_model trains a draft model: the one of --draft, or the target with
 some of its layers. OUT is then a model folder in the Hugging Face layout.
 """
@@ -36,10 +37,19 @@ some of its layers. OUT is then a model folder in the Hugging Face layout.
 def train(
     target: o.TargetOption = None,
     method: Annotated[
-        str, typer.Option("--method", help="A kind of head, see `specjax methods`, or two_model for a draft model.")
-    ] = "eagle3",
+        str | None,
+        typer.Option(
+            "--method",
+            help="A kind of head, see `specjax methods`, or two_model for a draft model; default: what --draft is, or "
+            "eagle3.",
+            show_default=False,
+        ),
+    ] = None,
     draft: Annotated[
-        str | None, typer.Option("--draft", help="The draft model that two_model begins with.", show_default=False)
+        str | None,
+        typer.Option(
+            "--draft", help="What training goes on from: a head, or two_model's draft model.", show_default=False
+        ),
     ] = None,
     layers: Annotated[
         str | None,
@@ -179,8 +189,12 @@ def train(
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
+    from specjax.cli.drafting import recognised
     from specjax.models.heads.kinds import KINDS
 
+    given = None if method == MODEL else recognised(draft)
+    o.require(given in (None, method) or method is None, f"--draft is a head of {given}, not of --method {method}")
+    method = method or given or (MODEL if draft or layers else "eagle3")
     o.require(
         method in KINDS or method == MODEL,
         f'--method must be {MODEL} or one of {", ".join(KINDS)}, not "{method}"',
@@ -201,11 +215,12 @@ def train(
     o.require(keep_states is None or keep_states > 0, f"--keep-states must be above 0, not {keep_states}")
     o.require(patience is None or patience >= 0, f"--patience must be at least 0, not {patience}")
     o.require(temperature >= 0, f"--temperature must be 0 or more, not {temperature}")
-    of_head: dict[str, object] = {
-        "--shape": shape, "--draft-vocab": draft_vocab, "--start": start, "--depths": depths,
-        "--keep-states": keep_states,
-    }  # fmt: skip
-    of_model: dict[str, object] = {"--draft": draft, "--layers": layers, "--recipe": recipe, "--on-policy": on_policy}
+    of_new: dict[str, object] = {"--shape": shape, "--draft-vocab": draft_vocab, "--start": start}
+    for flag, other in of_new.items():
+        o.require(other is None or given is None, f"{flag} is of a new head, and --draft is one already; leave one out")
+    of_head = of_new | {"--depths": depths, "--keep-states": keep_states}
+    of_model: dict[str, object] = {"--layers": layers, "--recipe": recipe, "--on-policy": on_policy}
+    of_model |= {} if given else {"--draft": draft}
     for flag, other in (of_head if method == MODEL else of_model).items():
         o.require(other is None, f"{flag} is not of --method {method}; leave it out")
     chosen = _recipe(_recipe_name(recipe) if method == MODEL else method, learning_rate, optimizer, loss, depths)
@@ -213,17 +228,23 @@ def train(
     sizes = _budgets(budgets)
     if report is not None:
         o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
+        o.require(given is None, "--report is of shapes alone, and --draft is a head with parameters; leave one out")
         _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, as_json)
         return
     o.require(recipe != RAW or bool(texts), f"--recipe {RAW} learns texts as they are; give them by --texts FILE")
 
-    from specjax.cli.pupils import OfHead, OfModel
+    from specjax.cli.pupils import OfGivenHead, OfHead, OfModel
     from specjax.cli.training import Run
 
     assert out is not None
+    same = draft is not None and Path(draft).expanduser().resolve() == out.resolve()
+    o.require(not same, f"--out {out} is what --draft names, which stays as it is; give another folder")
     pupil: OfHead | OfModel = OfHead(method, shapes, start or "target")
+    if given:
+        assert draft is not None
+        pupil = OfGivenHead(method, shapes, "target", draft)
     if method == MODEL:
-        kept = _layers(draft, layers, out)
+        kept = _layers(draft, layers)
         pupil = OfModel(target if kept else draft, kept, _on_policy(on_policy, chosen))
     run = Run(
         pupil=pupil, recipe=chosen, out=out, answers=answers or out / "answers", prompts=prompts or [],
@@ -232,7 +253,7 @@ def train(
         num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes,
         keep_states=keep_states,
     )  # fmt: skip
-    run.open(target, draft, dtype, no_cache)
+    run.open(target, draft, dtype, no_cache, has_head=given is not None)
     run.run(as_json)
 
 
@@ -283,16 +304,13 @@ def _recipe_name(recipe: str | None) -> str:
     return recipe or known[0]
 
 
-def _layers(draft: str | None, written: str | None, out: Path) -> tuple[int, ...]:
+def _layers(draft: str | None, written: str | None) -> tuple[int, ...]:
     """Those of --layers, () where there is a draft model."""
     o.require(
         (draft is None) != (written is None),
         f"--method {MODEL} begins with --draft MODEL, or with --layers of the target; give one of the two",
     )
     if written is None:
-        assert draft is not None
-        same = Path(draft).expanduser().resolve() == out.resolve()
-        o.require(not same, f"--out {out} is the model of --draft, which stays as it is; give another folder")
         return ()
     parts = [part.strip() for part in written.split(",")]
     o.require(all(part.isdecimal() for part in parts), f'--layers must be numbers such as 0,1,28,29, not "{written}"')

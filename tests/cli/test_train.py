@@ -68,6 +68,30 @@ def test_of_a_run_that_was_ended_the_best_head_is_there(cli, prompts, tmp_path, 
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 4
 
 
+def test_a_head_that_there_is_goes_on_from_what_it_was(cli, prompts, tmp_path):
+    out, tuned = tmp_path / "head", tmp_path / "tuned"
+    first = cli("train", "--method", "medusa", "--prompts", prompts, "--out", out, "--epochs", 2, *SMALL, "--json")
+    rest = ("train", "--draft", out, "--prompts", prompts, "--answers", out / "answers", *SMALL, "--json")
+    # Nothing is learnt at a rate of 0: what is served is what the head served.
+    result = cli(*rest, "--out", tuned, "--learning-rate", 1e-30)
+    assert result.code == 0, result.err
+    before, after = json.loads(first.out), json.loads(result.out)
+    assert after["method"] == "medusa" and after["served"] == before["served"]
+    cli("train", "--method", "medusa", "--prompts", prompts, "--answers", out / "answers", *SMALL, "--json",
+              "--out", tmp_path / "new", "--learning-rate", 1e-30)  # fmt: skip
+    steps = lambda folder: [json.loads(line)["loss"] for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert steps(tuned)[0] < steps(tmp_path / "new")[0], "a new head knows less"
+    for arguments, words in (
+        (("--method", "eagle3"), "--draft is a head of medusa, not of --method eagle3"),
+        (("--start", "random"), "--start is of a new head, and --draft is one already"),
+        (("--layers", "0"), "--layers is not of --method medusa"),
+    ):
+        refused = cli(*rest, "--out", tuned, *arguments)
+        assert refused.code == 2 and words in " ".join(refused.err.split())
+    refused = cli(*rest, "--out", out)
+    assert refused.code == 2 and "is what --draft names" in " ".join(refused.err.split())
+
+
 @pytest.mark.exhaustive
 def test_budgets_give_a_law(cli, prompts, tmp_path):
     out = tmp_path / "head"
