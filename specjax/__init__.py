@@ -19,6 +19,7 @@ _HOMES = {
     "Denoiser": "diffusion.types",
     "Detokenizer": "engine.text",
     "Drafter": "types",
+    "Kept": "engine.kept",
     "Model": "types",
     "Output": "types",
     "Processor": "types",

@@ -10,6 +10,7 @@ from specjax.analysis.same_bits import check_bits as check_bits
 from specjax.catalog.methods import METHODS as METHODS
 from specjax.catalog.methods import make_drafter as make_drafter
 from specjax.diffusion.types import Denoiser as Denoiser
+from specjax.engine.kept import Kept as Kept
 from specjax.engine.prepare import Settings as Settings
 from specjax.engine.requests import Request as Request
 from specjax.engine.requests import arrivals as arrivals

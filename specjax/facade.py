@@ -17,6 +17,7 @@ from specjax.controllers.parsing import parse
 from specjax.diffusion import Denoised, Denoiser, Procedure
 from specjax.diffusion.prepare import prepare as prepare_canvas
 from specjax.engine import checks
+from specjax.engine.kept import TRACED, Kept
 from specjax.engine.memory import taught
 from specjax.engine.parts import Job
 from specjax.engine.prepare import Settings, prepare
@@ -232,6 +233,7 @@ def stream(
     checkpoint: Checkpoints | None = None,
     inputs: PyTree = None,
     samples_per_prompt: int = 1,
+    programs: Kept | None = None,
     **settings: Any,
 ) -> Generator[StreamStep, None, None]:
     """Like `decode` or `denoise`, with the same arguments, but yields what each step added, as soon as it is known.
@@ -243,22 +245,25 @@ def stream(
     yields the text so far as its first step, without saying which of it was drafted, and goes on from there: together
     the tokens of an uninterrupted run. One that finds that of another run raises UsageError. Not with `logprobs`, which
     it does not keep.
+
+    programs: `specjax.Kept(folder)`, to have the compiled programs of an earlier process, and nothing traced.
     """
     _refuse(settings, "stream", ("debug",))
     job = _prepare(
         target, drafter, prompts, _settings(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs,
         samples=samples_per_prompt,
     )  # fmt: skip
+    compiled = TRACED if programs is None else programs.of(job)
     if checkpoint is None:
-        return steps(job)
+        return steps(job, programs=compiled)
     if isinstance(target, Denoiser):
         raise UsageError("a checkpoint keeps runs of autoregressive models; leave it out")
     if job.parts.keep.logprobs:
         raise UsageError("a checkpoint does not keep log-probabilities; leave logprobs or checkpoint out")
-    from specjax.resuming import Kept
+    from specjax.resuming import Kept as Record
 
-    kept = Kept(checkpoint, job)
-    return kept.closing(steps(job, kept))
+    record = Record(checkpoint, job)
+    return record.closing(steps(job, record, compiled))
 
 
 def serve(

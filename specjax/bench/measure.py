@@ -14,8 +14,9 @@ import numpy as np
 from specjax import parallel
 from specjax.bench.records import Run
 from specjax.diffusion import Denoiser, Procedure
-from specjax.engine import run
 from specjax.engine.checks import explain, first_bad_parameter
+from specjax.engine.kept import TRACED
+from specjax.engine.parts import Job
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.results import StreamStep
 from specjax.engine.statistics import add_stats, zero_stats
@@ -125,8 +126,10 @@ REPEATED = 24
 """Tokens of a prompt on which whatever drafts from the text drafts as deep as it may."""
 
 
-def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> float:
+def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict, measured: bool = True) -> float:
     """Compile what `run_stream` runs; returns the seconds of tracing, compiling and a few steps.
+
+    measured: whether seconds are to be compared; else kept programs (`options["programs"]`) are not run beforehand.
 
     The prompts are stand-ins, one token over and over in buffers of the real size. Prefill runs, and a few steps, so
     that passes of all widths do where the drafter allows it: on CPU, parts of a program are only made ready when they
@@ -136,6 +139,10 @@ def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> 
     stand_ins = np.full(bucket(rows), rows[0][0], np.int32), np.full((len(rows),), length, np.int32)
     start = time.perf_counter()
     arrays, keys = spread(target, stand_ins, row_keys(0, range(len(rows))))
+    programs = options.get("programs")
+    if programs is not None and not measured:
+        programs.of(_job(target, drafter, arrays, keys, options))
+        return time.perf_counter() - start
     steps = stream(target, drafter, arrays, key=keys, **options)
     for _ in itertools.islice(steps, 2):
         pass
@@ -147,8 +154,13 @@ def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict) -> 
 
 def _enter_widths(target: Target, drafter: Drafter, prompts, keys: Array, options: dict) -> None:
     """Steps from the same text, with room for more and more tokens, and so for wider and wider drafts."""
-    settings = Settings(**{name: value for name, value in options.items() if name != "max_new_tokens"})
-    job = prepare(target, drafter, prompts, settings, key=keys, max_new_tokens=options["max_new_tokens"])
+    job, kept = _job(target, drafter, prompts, keys, options), options.get("programs")
+    programs = TRACED if kept is None else kept.of(job)
     for width in (*drafter.widths, drafter.num_nodes):
-        state = run.start(job)
-        jax.block_until_ready(run.step(job.parts, state._replace(stop=state.length + width)))
+        state = programs.start(job)
+        jax.block_until_ready(programs.step(job.parts, state._replace(stop=state.length + width)))
+
+
+def _job(target: Target, drafter: Drafter, prompts, keys: Array, options: dict) -> Job:
+    settings = Settings(**{name: options[name] for name in options if name not in ("max_new_tokens", "programs")})
+    return prepare(target, drafter, prompts, settings, key=keys, max_new_tokens=options["max_new_tokens"])

@@ -185,7 +185,7 @@ def generate(
 
     from specjax.cli.console import Console, print_json
     from specjax.cli.generation import Generation, show
-    from specjax.cli.session import open_session, weigh
+    from specjax.cli.session import kept_programs, open_session, weigh
     from specjax.errors import UsageError
     from specjax.parallel import check_same
 
@@ -197,6 +197,8 @@ def generate(
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
     mesh = hosts.make_mesh(distributed, data, model)
+    flags = {name: value for name, value in arguments.items() if name not in ("prompt", "batch_file", "seed")}
+    programs = kept_programs(not no_cache and mesh is None, flags)
     session = open_session(
         log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh, has_head=head is not None,
         token_map=speculative_token_map, same_bits=same_bits,
@@ -211,7 +213,7 @@ def generate(
     out = Console(quiet=as_json or not first)
     generation = Generation(
         session, decoding, method, drafting, rows, batch_size, compare, checkpoint, checkpoint_every,
-        session.processors(processing), tuple(stop_string or ()),
+        session.processors(processing), tuple(stop_string or ()), programs,
     )  # fmt: skip
     generation.compile(log)
     try:

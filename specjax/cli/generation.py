@@ -15,6 +15,7 @@ from specjax.cli.options import Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import DRAFTED_STYLE, TextStream
+from specjax.engine.kept import Kept
 from specjax.engine.memory import settled
 from specjax.parallel import Checkpoints
 from specjax.types import Drafter, Processor
@@ -36,6 +37,7 @@ class Generation:
         checkpoint_every: int = 64,
         processors: tuple[Processor, ...] = (),
         stop: tuple[str, ...] = (),
+        programs: Kept | None = None,
     ):
         self.session, self.settings, self.batch_size = session, settings, batch_size
         self.method = METHODS[method]
@@ -45,7 +47,7 @@ class Generation:
         self.rows = rows
         self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
         self.processors, self.stop = processors, stop
-        self.options = session.keywords(settings, method) | {"processors": processors}
+        self.options = session.keywords(settings, method) | {"processors": processors, "programs": programs}
         self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
         # Each batch goes on from what the one before taught; a checkpoint of one that has ended keeps its text alone.
         self.remembers = len(self.groups) > 1 and self.drafter.remember is not None and checkpoint is None
@@ -63,7 +65,9 @@ class Generation:
         with stage(log, "compiling", f"compiled {self.method.name}{' and plain decoding' if self.plain else ''}"):
             for group in shapes.values():
                 rows = [row.ids for row in group]
-                self.compile_seconds += measure.warm_stream(self.session.target, self.drafter, rows, self.options)
+                self.compile_seconds += measure.warm_stream(
+                    self.session.target, self.drafter, rows, self.options, measured=self.plain is not None
+                )
                 if self.plain:
                     self.plain_compile_seconds += measure.warm_stream(
                         self.session.target, self.plain, rows, self._options(self.plain)

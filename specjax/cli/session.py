@@ -24,6 +24,7 @@ from specjax.cli.console import Console, visible
 from specjax.cli.drafting import AS_EACH_DOES, Drafting
 from specjax.cli.options import Settings, parsed, require
 from specjax.diffusion import Denoiser
+from specjax.engine.kept import Kept
 from specjax.errors import UsageError
 from specjax.folders import cache_folder
 from specjax.models.heads.contract import DraftHead
@@ -342,6 +343,15 @@ def use_cache(on: bool) -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+
+
+def kept_programs(on: bool, arguments: Mapping[str, Any]) -> Kept | None:
+    """Compiled programs of earlier commands; those of the last one with the same flags are read from now on."""
+    if not on:
+        return None
+    kept = Kept(cache_folder() / "programs")
+    kept.expect(repr(sorted(arguments.items(), key=str)))
+    return kept
 
 
 class Clock:

@@ -9,10 +9,10 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from specjax.engine.kept import TRACED, Programs
 from specjax.engine.memory import teach
 from specjax.engine.parts import Job
 from specjax.engine.results import StreamStep
-from specjax.engine.run import start, step
 from specjax.parallel.arrays import replicate
 from specjax.types import DecodeState, Drafter, Info, Stats
 
@@ -33,8 +33,9 @@ class Record(Protocol):
         ...
 
 
-def steps(job: Job, record: Record | None = None) -> Generator[StreamStep, None, None]:
+def steps(job: Job, record: Record | None = None, programs: Programs = TRACED) -> Generator[StreamStep, None, None]:
     """What each step adds, as soon as it is known; the next one is dispatched before its tokens are read."""
+    start, step = programs
     state = start(job)
     if record is not None:
         state, info, earlier = record.resume(state)

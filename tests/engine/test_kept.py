@@ -1,0 +1,159 @@
+"""Compiled programs kept whole: found again by another process, for the same job alone, and they give the same text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+from toy_models import make_target
+
+import specjax
+from specjax import identity
+from specjax.drafters import autoregressive, prompt_lookup
+from specjax.engine import kept as kept_module
+from specjax.engine.kept import Kept
+from specjax.engine.prepare import Settings, prepare
+
+PROMPTS = [[1, 2, 3, 1, 2], [4, 5, 4]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+def job_of(target, drafter=None, prompts=PROMPTS, **settings):
+    return prepare(
+        target, drafter or prompt_lookup(num_tokens=3), prompts, Settings(**settings), key=0, max_new_tokens=20
+    )
+
+
+def text(target, programs=None, **settings):
+    rows = [[], []]
+    steps = specjax.stream(
+        target, prompt_lookup(num_tokens=3), PROMPTS, key=3, max_new_tokens=20, programs=programs, **settings
+    )
+    for step in steps:
+        for row, new in zip(rows, step.tokens, strict=True):
+            row += new
+    return rows
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+def test_the_second_asks_for_nothing_and_says_the_same(target, tmp_path, settings, monkeypatch):
+    first = Kept(tmp_path)
+    expected = text(target, **settings)
+    assert text(target, first, **settings) == expected and first.found is False
+    assert text(target, first, **settings) == expected and first.found is True, "in the same process"
+    monkeypatch.setattr(kept_module.run, "start", None)  # whatever would be traced now fails
+    monkeypatch.setattr(kept_module.run, "step", None)
+    other = Kept(tmp_path)
+    assert text(target, other, **settings) == expected and other.found is True
+
+
+def test_the_state_is_written_in_its_place(target, tmp_path):
+    job = job_of(target)
+    Kept(tmp_path).of(job)
+    programs = Kept(tmp_path).of(job)
+    state = programs.start(job)
+    programs.step(job.parts, state)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
+
+
+def test_other_jobs_have_other_programs(target):
+    lookup = prompt_lookup(num_tokens=3)
+    same = [job_of(target), job_of(target, prompts=[[7, 7, 7, 7], [1]]), job_of(make_target(seed=5))]
+    others = [
+        job_of(target, prompt_lookup(num_tokens=2)),
+        job_of(target, autoregressive()),
+        job_of(target, temperature=0.5),
+        job_of(target, eos=[3, 4]),
+        job_of(target, prompts=[PROMPTS[0]]),
+        job_of(target, lookup, controller=specjax.controllers.parsing.parse("bass")),
+    ]
+    names = [identity.of_arguments(job) for job in same]
+    assert len(set(names)) == 1, "parameters, prompts and keys are data"
+    assert len({names[0], *map(identity.of_arguments, others)}) == 1 + len(others)
+
+
+def test_what_a_function_closes_over_counts():
+    def scaled(by):
+        return jax.jit(lambda x: x * by)
+
+    of = lambda by: identity.of(_in_specjax(scaled(by)))
+    assert of(2.0) == of(2.0) != of(3.0)
+    assert of(np.arange(3)) == of(np.arange(3)) != of(np.arange(3) + 1)
+    assert of(frozenset("abcdef")) == of(frozenset("fedcba")) != of(frozenset("abc"))
+    with pytest.raises(identity.Unknown):
+        identity.of(scaled(2.0))  # code of a user: nobody says which release of it that is
+    with pytest.raises(identity.Unknown):
+        of(object())
+
+
+def _in_specjax(function):
+    function.__wrapped__.__module__ = "specjax.somewhere"
+    return function
+
+
+def test_a_user_s_own_drafter_is_compiled_as_ever(target, tmp_path):
+    own = prompt_lookup(num_tokens=3).replace(observe=lambda params, state, context, tree, verdict, output: ())
+    kept = Kept(tmp_path)
+    assert kept.of(job_of(target, own)) is kept_module.TRACED and kept.found is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-7], lambda data: b"", lambda data: data[:40] + b"x" + data[41:]]
+)
+def test_a_damaged_file_is_made_again(target, tmp_path, damage):
+    job = job_of(target)
+    Kept(tmp_path).of(job)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    again = Kept(tmp_path)
+    again.of(job)
+    assert again.found is False
+    after = Kept(tmp_path)
+    after.of(job)
+    assert after.found is True
+
+
+def test_what_was_not_used_for_longest_goes(target, tmp_path):
+    Kept(tmp_path).of(job_of(target))
+    (old,) = tmp_path.iterdir()
+    size = old.stat().st_size
+    os.utime(old, (1, 1))
+    Kept(tmp_path, gib=1.5 * size / kept_module.GIB).of(job_of(target, temperature=0.5))
+    assert len(list(tmp_path.iterdir())) == 1 and not old.exists()
+
+
+@pytest.mark.slow
+def test_another_process_finds_them_where_it_expects_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, jax, specjax
+        from toy_models import make_target
+        from specjax.engine import run
+        kept = specjax.Kept(sys.argv[1])
+        kept.expect("a command")
+        target = make_target()
+        steps = specjax.stream(target, "prompt_lookup", [[1, 2, 3, 1, 2]], key=0, max_new_tokens=12, programs=kept)
+        print(kept.found, run.start._cache_size(), [token for step in steps for token in step.tokens[0]])
+        """)
+    )
+    path = os.pathsep.join(filter(None, [os.path.dirname(make_target.__code__.co_filename), *sys.path]))
+    runs = [
+        subprocess.run(
+            [sys.executable, script, tmp_path / "kept"], capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONPATH": path},
+        ).stdout
+        for _ in range(2)
+    ]  # fmt: skip
+    (first, _, told), (second, traced, again) = (run.split(maxsplit=2) for run in runs)
+    assert (first, second) == ("False", "True") and traced == "0" and told == again
