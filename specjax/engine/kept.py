@@ -68,7 +68,7 @@ class Kept:
     def of(self, job: Job) -> Programs:
         """The programs of a job: kept ones, or new ones, which are kept."""
         self.found = None
-        if job.parts.target.model.mesh is not None or jax.process_count() > 1 or _is_traced(job):
+        if not _is_here(job):
             return TRACED
         try:
             name = identity.digest(identity.of_arguments(job) + identity.of_sources() + identity.of_settings())
@@ -135,9 +135,18 @@ def _loaded(stored: tuple) -> Callable[..., Any]:
     from jax.experimental.serialize_executable import deserialize_and_load
 
     payload, count, result = stored
-    program = deserialize_and_load(payload, jax.tree.structure(((0,) * count, {})), result)
+    program = deserialize_and_load(
+        payload, jax.tree.structure(((0,) * count, {})), result, execution_devices=jax.devices()[:1]
+    )
     return lambda *arguments: program(*jax.tree.leaves(arguments))
 
 
-def _is_traced(job: Job) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(job))
+def _is_here(job: Job) -> bool:
+    """Whether it is of arrays of the first device, in one process."""
+    leaves = jax.tree.leaves(job)
+    if job.parts.target.model.mesh is not None or jax.process_count() > 1:
+        return False
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in arrays) and all(
+        leaf.devices() == {jax.devices()[0]} for leaf in arrays
+    )

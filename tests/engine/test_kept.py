@@ -10,7 +10,8 @@ import textwrap
 import jax
 import numpy as np
 import pytest
-from toy_models import make_target
+import toy
+from toy import tiny_llama
 
 import specjax
 from specjax import identity
@@ -24,7 +25,7 @@ PROMPTS = [[1, 2, 3, 1, 2], [4, 5, 4]]
 
 @pytest.fixture(scope="module")
 def target():
-    return make_target()
+    return tiny_llama()
 
 
 def job_of(target, drafter=None, prompts=PROMPTS, **settings):
@@ -67,7 +68,7 @@ def test_the_state_is_written_in_its_place(target, tmp_path):
 
 def test_other_jobs_have_other_programs(target):
     lookup = prompt_lookup(num_tokens=3)
-    same = [job_of(target), job_of(target, prompts=[[7, 7, 7, 7], [1]]), job_of(make_target(seed=5))]
+    same = [job_of(target), job_of(target, prompts=[[7, 7, 7, 7], [1]]), job_of(tiny_llama(seed=5))]
     others = [
         job_of(target, prompt_lookup(num_tokens=2)),
         job_of(target, autoregressive()),
@@ -138,16 +139,16 @@ def test_another_process_finds_them_where_it_expects_them(tmp_path):
     script.write_text(
         textwrap.dedent("""
         import sys, jax, specjax
-        from toy_models import make_target
+        from toy import tiny_llama
         from specjax.engine import run
         kept = specjax.Kept(sys.argv[1])
         kept.expect("a command")
-        target = make_target()
+        target = tiny_llama()
         steps = specjax.stream(target, "prompt_lookup", [[1, 2, 3, 1, 2]], key=0, max_new_tokens=12, programs=kept)
         print(kept.found, run.start._cache_size(), [token for step in steps for token in step.tokens[0]])
         """)
     )
-    path = os.pathsep.join(filter(None, [os.path.dirname(make_target.__code__.co_filename), *sys.path]))
+    path = os.pathsep.join(filter(None, [os.path.dirname(toy.__file__), *sys.path]))
     runs = [
         subprocess.run(
             [sys.executable, script, tmp_path / "kept"], capture_output=True, text=True, check=True,
