@@ -2,7 +2,7 @@
 
     python benchmarks/first_token.py --runs 5
 
-The first run has an empty cache folder, the others what it left there. All that is given behind `--` goes to `generate`.
+The first run has an empty cache folder, the others what it left there. What is given behind `--` goes to `generate`.
 """
 
 from __future__ import annotations
