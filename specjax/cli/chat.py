@@ -37,10 +37,7 @@ def chat(
         typer.Option("--method", help="See `specjax methods`; default: as for generate.", show_default=False),
     ] = None,
     settings: o.SetOption = None,
-    system: Annotated[
-        str | None,
-        typer.Option("--system", help="What the model is told before the first turn.", show_default=False),
-    ] = None,
+    system: o.SystemOption = None,
     max_new_tokens: o.LengthOption = 512,
     context: Annotated[
         int | None,

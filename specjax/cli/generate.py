@@ -89,6 +89,7 @@ def generate(
     stop_string: o.StringOption = None,
     seed: o.SeedOption = 0,
     raw: o.RawOption = False,
+    system: o.SystemOption = None,
     batch_file: Annotated[
         Path | None,
         typer.Option(
@@ -141,14 +142,15 @@ def generate(
         regex,
         schema,
     )
+    o.require(not (raw and system is not None), "--system is said through the chat template, which --raw leaves out")
     o.require(all(stop_string or ()), "--stop-string is empty; give a text")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     o.require(show_what in ("text", "order"), f'--show must be text or order, not "{show_what}"')
     if diffusion.is_diffusion([method] if method else None, target):
         diffusion.check_flags(arguments)
         _denoise(
-            prompt, batch_file, target, method, settings, decoding, batch_size, dtype, cache_dtype, raw, compare,
-            show_what, as_json, no_cache,
+            prompt, batch_file, target, method, settings, decoding, batch_size, dtype, cache_dtype, raw, system,
+            compare, show_what, as_json, no_cache,
         )  # fmt: skip
         return
     o.require(show_what == "text", "--show order is of diffusion models, and --target is none; leave it out")
@@ -204,7 +206,7 @@ def generate(
         token_map=speculative_token_map, same_bits=same_bits,
     )  # fmt: skip
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
-    rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest)
+    rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest, system)
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:
         raise UsageError(p.describe(bad, batch_file))
@@ -238,8 +240,8 @@ generate.__doc__ = HELP
 
 def _denoise(
     prompt: str | None, batch_file: Path | None, target: str | None, method: str | None, settings: list[str] | None,
-    decoding: o.Settings, batch_size: int, dtype: str, cache_dtype: str | None, raw: bool, compare: bool,
-    show_what: str, as_json: bool, no_cache: bool,
+    decoding: o.Settings, batch_size: int, dtype: str, cache_dtype: str | None, raw: bool,
+    system: str | None, compare: bool, show_what: str, as_json: bool, no_cache: bool,
 ) -> None:  # fmt: skip
     from specjax.catalog import METHODS
     from specjax.cli import prompts as p
@@ -256,7 +258,9 @@ def _denoise(
         raise UsageError(p.describe(bad, batch_file))
     log, out = Console(stderr=True), Console(quiet=as_json)
     session, denoiser = open_denoiser(log, target, dtype, no_cache, cache_dtype)
-    rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, decoding.max_new_tokens, raw, session.shortest)
+    rows, unfit = p.encode(
+        inputs, session.tokenizer, session.capacity, decoding.max_new_tokens, raw, session.shortest, system
+    )
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
     if not rows:
         raise UsageError(p.describe(bad, batch_file))

@@ -131,6 +131,9 @@ RawOption = Annotated[
         help="Take the prompt as it is, without the chat template; control tokens written out in it are tokens then.",
     ),
 ]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", help="What the model is told before the first turn.", show_default=False)
+]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto, float32 or bfloat16; auto: float32 on CPU, bfloat16 elsewhere.")
 ]

@@ -8,8 +8,8 @@ from typing import Any
 
 PANELS: Mapping[str, str] = MappingProxyType(
     {
-        "What to write": "--max-new-tokens --stop-string --batch-file --raw --own-prompts --texts --prompts --limit "
-        "--offset --answers",
+        "What to write": "--max-new-tokens --stop-string --batch-file --raw --system --own-prompts --texts --prompts "
+        "--limit --offset --answers",
         "Models": "--target --draft --datastore --dtype --cache-dtype --same-bits",
         "How to draft": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --source --controller "
         "--costs --recipe --on-policy --layers",

@@ -125,13 +125,21 @@ class Encoded(NamedTuple):
 
 
 def encode(
-    prompts: list[Prompt], tokenizer, capacity: int, max_new_tokens: int, raw: bool, whose: str = "the model"
+    prompts: list[Prompt],
+    tokenizer,
+    capacity: int,
+    max_new_tokens: int,
+    raw: bool,
+    whose: str = "the model",
+    system: str | None = None,
 ) -> tuple[list[Encoded], list[BadLine]]:
-    """Ids of the prompts that fit, and the rest. `whose`: what has the `capacity`."""
+    """Ids of the prompts that fit, and the rest. whose: what has the `capacity`. system: said before each, not raw."""
     rows, bad = [], []
+    first = [] if system is None else [{"role": "system", "content": system}]
     for index, prompt in enumerate(prompts):
         with one_sentence():
-            ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat(prompt.text))
+            asked = [*first, {"role": "user", "content": prompt.text}] if first else prompt.text
+            ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat(asked))
         if not ids:
             bad.append(BadLine(prompt.line, "the prompt has no tokens; give some text"))
         elif len(ids) + max_new_tokens > capacity:

@@ -257,6 +257,13 @@ def test_stdin(cli, monkeypatch):
     assert json.loads(cli("generate", "-", *SHORT, "--json").out)["results"][0]["prompt_tokens"] == 7
 
 
+def test_what_the_system_says_comes_first(cli):
+    result = json.loads(cli("generate", "hello", "--system", "be brief", *SHORT, "--json").out)["results"][0]
+    assert result["prompt_tokens"] == 1 + len("be brief") + 1 + len("hello") + 1
+    refused = cli("generate", "hello", "--system", "be brief", "--raw", *SHORT)
+    assert refused.code == 2 and "--system is said through the chat template, which --raw leaves out" in refused.err
+
+
 def test_raw_has_no_template(cli):
     assert json.loads(cli("generate", "hello", "--raw", *SHORT, "--json").out)["results"][0]["prompt_tokens"] == 5
 
