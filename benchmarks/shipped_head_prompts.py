@@ -1,11 +1,12 @@
-"""The prompts on which the head that comes with specjax was trained, of texts with free licences.
+"""What the head that comes with specjax was trained on: texts with free licences, and prompts to measure it by.
 
+    python benchmarks/shipped_head_prompts.py CORPORA --texts > texts.jsonl
     python benchmarks/shipped_head_prompts.py CORPORA > prompts.jsonl
 
-CORPORA holds gsm8k_train.jsonl (MIT), gpteacher_codegen_instruct.json (MIT), c4_demo.jsonl (ODC-BY) and
-wikitext2_valid.txt (CC BY-SA). Then, as its card says, with the user turns that the target writes itself:
+CORPORA holds gsm8k_train.jsonl (MIT), gpteacher_codegen_instruct.json (MIT), c4_demo.jsonl (ODC-BY),
+wikitext2_valid.txt and wikitext2_test.txt (CC BY-SA), and tinystories_sample.txt (CDLA-Sharing). Then, as its card says:
 
-    specjax train --method eagle3 --prompts prompts.jsonl --own-prompts 150 --max-new-tokens 192 --out head ...
+    specjax train --method eagle3 --texts texts.jsonl --prompts prompts.jsonl --out head ...
 """
 
 from __future__ import annotations
@@ -57,6 +58,34 @@ def prompts(folder: Path, draw: random.Random) -> list[str]:
     return found
 
 
+def texts(folder: Path, draw: random.Random) -> list[str]:
+    """Pages, articles, stories, and questions with their answers in the demo model's template."""
+    lines = lambda name: (folder / name).read_text(encoding="utf-8").split("\n")
+    chat = lambda asked, told: f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{told}<|im_end|>\n"
+    found = [json.loads(line)["text"] for line in lines("c4_demo.jsonl") if line.strip()]
+    for name in ("wikitext2_valid.txt", "wikitext2_test.txt"):
+        article = ""
+        for line in lines(name):
+            if line.strip():
+                article += plain(line.strip()).replace("<unk>", "") + "\n"
+            if len(article) > 1600:
+                found.append(article)
+                article = ""
+    stories = (folder / "tinystories_sample.txt").read_text(encoding="utf-8").split("<|endoftext|>")
+    found += [story.strip() for story in stories if story.strip()][:700]
+    for entry in json.loads((folder / "gpteacher_codegen_instruct.json").read_text(encoding="utf-8")):
+        asked = entry["instruction"] + ("\n" + entry["input"] if entry["input"].strip() else "")
+        found.append(chat(asked, entry["response" if "response" in entry else "output"]))
+    sums = [json.loads(line) for line in lines("gsm8k_train.jsonl") if line.strip()]
+    draw.shuffle(sums)
+    for entry in sums[:2500]:
+        answer = re.sub(r"<<.*?>>", "", entry["answer"]).replace("####", "The answer is")
+        found.append(chat(entry["question"], answer))
+    draw.shuffle(found)
+    return found
+
+
 if __name__ == "__main__":
-    for prompt in prompts(Path(sys.argv[1]), random.Random(0)):
+    chosen = texts if "--texts" in sys.argv else prompts
+    for prompt in chosen(Path(sys.argv[1]), random.Random(0)):
         print(json.dumps({"prompt": prompt}))
