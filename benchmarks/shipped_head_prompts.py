@@ -4,7 +4,7 @@
     python benchmarks/shipped_head_prompts.py CORPORA > prompts.jsonl
 
 CORPORA holds gsm8k_train.jsonl (MIT), gpteacher_codegen_instruct.json (MIT), c4_demo.jsonl (ODC-BY),
-wikitext2_valid.txt and wikitext2_test.txt (CC BY-SA), and tinystories_sample.txt (CDLA-Sharing). Then, as its card says:
+wikitext2_valid.txt and wikitext2_test.txt (CC BY-SA), tinystories_sample.txt (CDLA-Sharing). Then, as its card says:
 
     specjax train --method eagle3 --texts texts.jsonl --prompts prompts.jsonl --out head ...
 """
