@@ -194,7 +194,7 @@ def train(
 
     given = None if method == MODEL else recognised(draft)
     o.require(given in (None, method) or method is None, f"--draft is a head of {given}, not of --method {method}")
-    method = method or given or (MODEL if draft or layers else "eagle3")
+    method = method or given or "eagle3"
     o.require(
         method in KINDS or method == MODEL,
         f'--method must be {MODEL} or one of {", ".join(KINDS)}, not "{method}"',

@@ -112,7 +112,7 @@ def test_what_is_wrong_is_one_sentence(cli, target, prompts, tmp_path):
         ((*model, "--layers", 0, "--recipe", "fastdraft_pretraining"), "give them by --texts FILE"),
         ((*model, "--layers", 0, "--recipe", "fastdraft", "--on-policy", 0.5), "which the loss ce does not ask"),
         ((*model, "--layers", 0, "--start", "random"), "--start is not of --method two_model; leave it out"),
-        ((*model, "--draft", tmp_path / "draft"), "is the model of --draft, which stays as it is"),
+        ((*model, "--draft", tmp_path / "draft"), "is what --draft names, which stays as it is"),
         ((*model, "--layers", 0, "--length", 65), "--length 65 is more than the 64 tokens that the model takes"),
         ((*head, "--layers", 0), "--layers is not of --method eagle3; leave it out"),
     ):
