@@ -15,6 +15,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 SUMMARIES = ("Summarize: {}", "Summarize the text below in a few sentences.\n\n{}", "{}\n\nTL;DR:",
@@ -38,47 +39,66 @@ def plain(text: str) -> str:
     return text.replace(" @-@ ", "-").replace(" @,@ ", ",").replace("( ", "(")
 
 
+def lines(path: Path) -> list[str]:
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+
+
+def sums(folder: Path, draw: random.Random) -> list[dict]:
+    found = [json.loads(line) for line in lines(folder / "gsm8k_train.jsonl")]
+    draw.shuffle(found)
+    return found
+
+
+def tasks_of_code(folder: Path) -> list[dict]:
+    return json.loads((folder / "gpteacher_codegen_instruct.json").read_text(encoding="utf-8"))
+
+
+def asked(entry: dict) -> str:
+    return entry["instruction"] + ("\n" + entry["input"] if entry["input"].strip() else "")
+
+
+def pages(folder: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in lines(folder / "c4_demo.jsonl")]
+
+
 def prompts(folder: Path, draw: random.Random) -> list[str]:
-    lines = lambda name: (folder / name).read_text(encoding="utf-8").split("\n")
-    sums = [json.loads(line)["question"] for line in lines("gsm8k_train.jsonl") if line]
-    draw.shuffle(sums)
-    code = [entry for entry in json.loads((folder / "gpteacher_codegen_instruct.json").read_text(encoding="utf-8"))
-            if len(entry["instruction"]) + len(entry["input"]) < 400]  # fmt: skip
+    found = [entry["question"] for entry in sums(folder, draw)[:300]]
+    code = [entry for entry in tasks_of_code(folder) if len(entry["instruction"]) + len(entry["input"]) < 400]
     draw.shuffle(code)
-    pages = [json.loads(line)["text"] for line in lines("c4_demo.jsonl") if line]
-    draw.shuffle(pages)
-    found = sums[:300]
-    found += [e["instruction"] + ("\n" + e["input"] if e["input"].strip() else "") for e in code[:150]]
-    found += [draw.choice(SUMMARIES).format(first(text, 110)) for text in pages[:150]]
-    found += [draw.choice(TASKS).format(first(text, 60)) for text in pages[150:250]]
-    wiki = [text.strip() for text in lines("wikitext2_valid.txt") if len(text) > 400 and "<unk>" not in text[:300]]
+    found += map(asked, code[:150])
+    passages = pages(folder)
+    draw.shuffle(passages)
+    found += [draw.choice(SUMMARIES).format(first(text, 110)) for text in passages[:150]]
+    found += [draw.choice(TASKS).format(first(text, 60)) for text in passages[150:250]]
+    wiki = lines(folder / "wikitext2_valid.txt")
+    wiki = [text.strip() for text in wiki if len(text) > 400 and "<unk>" not in text[:300]]
     draw.shuffle(wiki)
     found += [draw.choice(QUESTIONS).format(plain(first(text, 80))) for text in wiki[:100]]
     draw.shuffle(found)
     return found
 
 
+def articles(path: Path) -> Iterator[str]:
+    """WikiText in pieces of some 1,600 letters."""
+    piece = ""
+    for line in lines(path):
+        piece += plain(line.strip()).replace("<unk>", "") + "\n"
+        if len(piece) > 1600:
+            yield piece
+            piece = ""
+
+
 def texts(folder: Path, draw: random.Random) -> list[str]:
     """Pages, articles, stories, and questions with their answers in the demo model's template."""
-    lines = lambda name: (folder / name).read_text(encoding="utf-8").split("\n")
     chat = lambda asked, told: f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{told}<|im_end|>\n"
-    found = [json.loads(line)["text"] for line in lines("c4_demo.jsonl") if line.strip()]
+    found = pages(folder)
     for name in ("wikitext2_valid.txt", "wikitext2_test.txt"):
-        article = ""
-        for line in lines(name):
-            if line.strip():
-                article += plain(line.strip()).replace("<unk>", "") + "\n"
-            if len(article) > 1600:
-                found.append(article)
-                article = ""
+        found += articles(folder / name)
     stories = (folder / "tinystories_sample.txt").read_text(encoding="utf-8").split("<|endoftext|>")
     found += [story.strip() for story in stories if story.strip()][:700]
-    for entry in json.loads((folder / "gpteacher_codegen_instruct.json").read_text(encoding="utf-8")):
-        asked = entry["instruction"] + ("\n" + entry["input"] if entry["input"].strip() else "")
-        found.append(chat(asked, entry["response" if "response" in entry else "output"]))
-    sums = [json.loads(line) for line in lines("gsm8k_train.jsonl") if line.strip()]
-    draw.shuffle(sums)
-    for entry in sums[:2500]:
+    for entry in tasks_of_code(folder):
+        found.append(chat(asked(entry), entry["response" if "response" in entry else "output"]))
+    for entry in sums(folder, draw)[:2500]:
         answer = re.sub(r"<<.*?>>", "", entry["answer"]).replace("####", "The answer is")
         found.append(chat(entry["question"], answer))
     draw.shuffle(found)
@@ -87,5 +107,5 @@ def texts(folder: Path, draw: random.Random) -> list[str]:
 
 if __name__ == "__main__":
     chosen = texts if "--texts" in sys.argv else prompts
-    for prompt in chosen(Path(sys.argv[1]), random.Random(0)):
-        print(json.dumps({"prompt": prompt}))
+    for text in chosen(Path(sys.argv[1]), random.Random(0)):
+        print(json.dumps({"prompt": text}))

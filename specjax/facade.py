@@ -17,7 +17,7 @@ from specjax.controllers.parsing import parse
 from specjax.diffusion import Denoised, Denoiser, Procedure
 from specjax.diffusion.prepare import prepare as prepare_canvas
 from specjax.engine import checks
-from specjax.engine.kept import TRACED, Kept
+from specjax.engine.kept import Kept, programs_of
 from specjax.engine.memory import taught
 from specjax.engine.parts import Job
 from specjax.engine.prepare import Settings, prepare
@@ -253,7 +253,7 @@ def stream(
         target, drafter, prompts, _settings(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs,
         samples=samples_per_prompt,
     )  # fmt: skip
-    compiled = TRACED if programs is None else programs.of(job)
+    compiled = programs_of(job, programs)
     if checkpoint is None:
         return steps(job, programs=compiled)
     if isinstance(target, Denoiser):

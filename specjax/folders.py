@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -19,3 +21,17 @@ def cache_folder() -> Path:
     else:
         base = home / ".cache"
     return base / "specjax"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file, whole or not at all, whoever else writes it; its folder is made. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

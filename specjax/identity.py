@@ -3,7 +3,7 @@
 Stricter than `specjax.parallel.fingerprint`, which compares what decides a text: here two values that could be compiled
 to different programs must differ, so what is not understood is refused. Arrays among the leaves of arguments are data
 and count as shapes; those that a function closes over are constants of the program and count by their values. Code
-counts by where it stands; the files that it stands in, and the releases of what they import, by `of_sources`.
+counts by where it stands; the files that it stands in by `of_files`, the releases of what they import by `of_releases`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,12 @@ import numpy as np
 from specjax.types import PyTree
 
 KNOWN = ("specjax", "jax", "jaxlib", "flax", "numpy", "builtins", "functools", "typing", "collections", "ml_dtypes")
-"""Packages whose code and objects are looked into; `of_sources` says which release of them it is."""
+"""Packages whose code and objects are looked into; `of_files` and `of_releases` say which they are."""
 RELEASES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
+
+
+PLAIN = bool | int | float | complex | str | bytes | slice | range | np.dtype
+"""Whose `repr` says all."""
 
 
 class Unknown(Exception):
@@ -50,9 +54,14 @@ def digest(text: str) -> str:
 
 def of_arguments(tree: PyTree) -> str:
     """Of what a jitted function is called with: its structure and the shapes of its leaves. Raises: Unknown."""
-    leaves, structure = jax.tree.flatten(tree)
-    shapes = [(x.shape, str(x.dtype), bool(x.weak_type)) for x in map(jax.typeof, leaves)]
+    structure, shapes = outline(tree)
     return of((shapes, _structure(structure)))
+
+
+def outline(tree: PyTree) -> tuple[Any, tuple]:
+    """The same, for comparisons within a process: hashable, and made without a look into what is static."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((x.shape, str(x.dtype), bool(x.weak_type)) for x in map(jax.typeof, leaves))
 
 
 def _structure(tree: Any) -> Any:
@@ -69,9 +78,7 @@ def _plain(value: Any, above: tuple[int, ...], known: dict[int, tuple[Any, Any]]
 
 
 def _parts(value: Any, above: tuple[int, ...], known: dict[int, tuple[Any, Any]]) -> Any:
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.dtype):
-        return repr(value)
-    if value is Ellipsis or isinstance(value, slice | range):
+    if value is None or value is Ellipsis or isinstance(value, PLAIN):
         return repr(value)
     if id(value) in above:
         return "above", above[::-1].index(id(value))
@@ -87,14 +94,12 @@ def _parts(value: Any, above: tuple[int, ...], known: dict[int, tuple[Any, Any]]
         return *name, value.name
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return _array(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict | types.MappingProxyType):
         return *name, [(inner(key), inner(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return *name, [inner(item) for item in value]
     if isinstance(value, set | frozenset):
         return *name, sorted(repr(inner(item)) for item in value)
-    if isinstance(value, types.MappingProxyType):
-        return *name, [(inner(key), inner(item)) for key, item in value.items()]
     if isinstance(value, functools.partial):
         return *name, inner(value.func), inner(value.args), inner(value.keywords)
     if isinstance(value, types.MethodType):
@@ -143,35 +148,31 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def of_sources() -> str:
-    """Of the files of specjax, by size and time, the releases that it stands on, the processor and XLA's flags."""
-    found: list[Hashable] = []
+def of_files() -> str:
+    """Of the package's own files: an editable checkout changes without its version."""
+    found = hashlib.sha256()
     for name in ("specjax", "specjax.models", "specjax.pallas_kernels", "specjax.configs"):  # not always in one folder
         spec = importlib.util.find_spec(name)
-        for folder in (spec and spec.submodule_search_locations) or ():
-            found += _files(Path(folder))
-    found += [importlib.metadata.version(name) for name in RELEASES]
-    found += [sys.version, platform.platform(), _processor(), os.environ.get("LIBTPU_INIT_ARGS")]
-    return digest(repr(found))
+        for top in (spec and spec.submodule_search_locations) or ():
+            paths = [Path(folder, name) for folder, _, names in os.walk(top, followlinks=True) for name in names]
+            for path in sorted(path for path in paths if path.suffix in (".py", ".json")):
+                found.update(f"{path.relative_to(top)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+@functools.cache
+def of_releases() -> str:
+    """Of what specjax stands on, and of the processor."""
+    return digest(repr((*map(importlib.metadata.version, RELEASES), sys.version, platform.platform(), _processor())))
 
 
 def of_settings() -> str:
-    """Of JAX's settings and the devices that are there."""
+    """Of JAX's settings, XLA's flags and the devices that are there."""
     config = {name: value for name, value in jax.config.values.items() if not any(x in name for x in ("cache", "log"))}
     device = jax.devices()[0]
     backend = device.client.platform_version, device.device_kind, jax.device_count()
-    return digest(repr((sorted(map(repr, config.items())), backend, os.environ.get("XLA_FLAGS"))))
-
-
-def _files(folder: Path) -> list[tuple[str, int, int]]:
-    found = []
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir() and entry.name != "__pycache__":
-            found += _files(Path(entry.path))
-        elif entry.name.endswith((".py", ".json")):
-            about = entry.stat()
-            found.append((entry.path, about.st_size, about.st_mtime_ns))
-    return found
+    flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
+    return digest(repr((sorted(map(repr, config.items())), backend, flags)))
 
 
 def _processor() -> str:

@@ -15,7 +15,7 @@ from specjax import parallel
 from specjax.bench.records import Run
 from specjax.diffusion import Denoiser, Procedure
 from specjax.engine.checks import explain, first_bad_parameter
-from specjax.engine.kept import TRACED
+from specjax.engine.kept import programs_of
 from specjax.engine.parts import Job
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.results import StreamStep
@@ -154,8 +154,8 @@ def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict, mea
 
 def _enter_widths(target: Target, drafter: Drafter, prompts, keys: Array, options: dict) -> None:
     """Steps from the same text, with room for more and more tokens, and so for wider and wider drafts."""
-    job, kept = _job(target, drafter, prompts, keys, options), options.get("programs")
-    programs = TRACED if kept is None else kept.of(job)
+    job = _job(target, drafter, prompts, keys, options)
+    programs = programs_of(job, options.get("programs"))
     for width in (*drafter.widths, drafter.num_nodes):
         state = programs.start(job)
         jax.block_until_ready(programs.step(job.parts, state._replace(stop=state.length + width)))

@@ -143,9 +143,10 @@ class Chat:
 
     def prompt(self) -> list[int]:
         """Of the turns that fit."""
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        from specjax.cli.prompts import opening
+
         while True:
-            ids = self.session.tokenizer.chat([*first, *self.turns])
+            ids = self.session.tokenizer.chat([*opening(self.system), *self.turns])
             if len(ids) <= self.context or len(self.turns) == 1:
                 return ids
             del self.turns[:2]

@@ -199,8 +199,7 @@ def generate(
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
     mesh = hosts.make_mesh(distributed, data, model)
-    flags = {name: value for name, value in arguments.items() if name not in ("prompt", "batch_file", "seed")}
-    programs = kept_programs(not no_cache and mesh is None, flags)
+    programs = kept_programs(arguments)
     session = open_session(
         log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh, has_head=head is not None,
         token_map=speculative_token_map, same_bits=same_bits,

@@ -124,6 +124,11 @@ class Encoded(NamedTuple):
     ordinal: int  # among all prompts: its random key
 
 
+def opening(system: str | None) -> list[dict[str, str]]:
+    """What stands before the first turn of a user."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
 def encode(
     prompts: list[Prompt],
     tokenizer,
@@ -135,11 +140,10 @@ def encode(
 ) -> tuple[list[Encoded], list[BadLine]]:
     """Ids of the prompts that fit, and the rest. whose: what has the `capacity`. system: said before each, not raw."""
     rows, bad = [], []
-    first = [] if system is None else [{"role": "system", "content": system}]
     for index, prompt in enumerate(prompts):
         with one_sentence():
-            asked = [*first, {"role": "user", "content": prompt.text}] if first else prompt.text
-            ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat(asked))
+            turn = {"role": "user", "content": prompt.text}
+            ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat([*opening(system), turn]))
         if not ids:
             bad.append(BadLine(prompt.line, "the prompt has no tokens; give some text"))
         elif len(ids) + max_new_tokens > capacity:

@@ -345,12 +345,17 @@ def use_cache(on: bool) -> None:
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
-def kept_programs(on: bool, arguments: Mapping[str, Any]) -> Kept | None:
-    """Compiled programs of earlier commands; those of the last one with the same flags are read from now on."""
-    if not on:
+OF_A_TEXT = ("prompt", "batch_file", "seed")
+"""Arguments that no program depends on."""
+
+
+def kept_programs(arguments: Mapping[str, Any]) -> Kept | None:
+    """Compiled programs of earlier commands; those of the last one with the same flags are read from now on. None: with
+    --no-cache."""
+    if arguments["no_cache"]:
         return None
     kept = Kept(cache_folder() / "programs")
-    kept.expect(repr(sorted(arguments.items(), key=str)))
+    kept.expect(repr(sorted((name, repr(value)) for name, value in arguments.items() if name not in OF_A_TEXT)))
     return kept
 
 

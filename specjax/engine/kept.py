@@ -2,7 +2,7 @@
 
 XLA's own cache is asked with a program that is traced and lowered already, which for SmolLM2 takes longer than to read
 it. This one is asked with what a job is made of (`specjax.identity`): the structure, static parts and shapes of its
-arguments, the sources of specjax, the releases below it, the processor, the devices and the settings of JAX. Of what
+arguments, the files of specjax, the releases below it, the processor, the devices and the settings of JAX. Of what
 cannot be said to be the same nothing is kept, and it is compiled as ever.
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ import jax
 from specjax import identity
 from specjax.engine import run
 from specjax.engine.parts import Job, Looped
+from specjax.folders import write_whole
 from specjax.types import Array, DecodeState, Info
 
 GIB = 2**30
@@ -49,7 +49,7 @@ class Kept:
         """gib: how much it may hold; what was not used for longest goes."""
         self.folder, self.gib = Path(folder), gib
         self.found: bool | None = None  # whether the last programs asked for were there; None: they are not kept
-        self._ready: dict[str, Programs] = {}
+        self._ready: dict[Any, Programs] = {}
         self._label: str | None = None
         self._expected: tuple[str, Future] | None = None
 
@@ -58,7 +58,7 @@ class Kept:
 
         SmolLM2 on two CPU cores: 3.2 s, without the interpreter's lock.
         """
-        self._label = identity.digest(label + identity.of_sources())
+        self._label = identity.digest(label + identity.of_files())
         with contextlib.suppress(OSError, UnicodeDecodeError):
             name = (self.folder / f"{self._label}.last").read_text(encoding="ascii")
             pool = ThreadPoolExecutor(1)
@@ -70,20 +70,30 @@ class Kept:
         self.found = None
         if not _is_here(job):
             return TRACED
+        settings = identity.of_settings()
+        here = identity.outline(job), settings
+        if here in self._ready:
+            self.found = True
+            return self._ready[here]
         try:
-            name = identity.digest(identity.of_arguments(job) + identity.of_sources() + identity.of_settings())
+            made_of = identity.of_arguments(job), identity.of_files(), identity.of_releases(), settings
         except identity.Unknown:
             return TRACED
-        expected, self._expected = self._expected, None
-        programs = self._ready.get(name)
-        if programs is None:
-            programs = expected[1].result() if expected and expected[0] == name else self._read(name)
+        name = identity.digest("".join(made_of))
+        programs = self._found(name)
         self.found = programs is not None
-        self._ready[name] = programs = programs or self._compiled(name, job)
+        self._ready[here] = programs = programs or self._compiled(name, job)
+        return programs
+
+    def _found(self, name: str) -> Programs | None:
+        """What is expected, if that is it; else read now, and expected the next time."""
+        expected, self._expected = self._expected, None
+        if expected and expected[0] == name:
+            return expected[1].result()
         if self._label is not None:
             with contextlib.suppress(OSError):
-                (self.folder / f"{self._label}.last").write_text(name, encoding="ascii")
-        return programs
+                write_whole(self.folder / f"{self._label}.last", name.encode())
+        return self._read(name)
 
     def _read(self, name: str) -> Programs | None:
         """Whatever is wrong with the file, it is as if there were none."""
@@ -112,10 +122,7 @@ class Kept:
 
     def _write(self, name: str, programs: list[tuple]) -> None:
         content = pickle.dumps(programs)
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-            file.write(hashlib.sha256(content).digest() + content)
-        os.replace(file.name, self.folder / name)
+        write_whole(self.folder / name, hashlib.sha256(content).digest() + content)
         room = self.gib * GIB
         for path in sorted(self.folder.iterdir(), key=lambda path: -path.stat().st_mtime):
             room -= path.stat().st_size
@@ -143,10 +150,14 @@ def _loaded(stored: tuple) -> Callable[..., Any]:
 
 def _is_here(job: Job) -> bool:
     """Whether it is of arrays of the first device, in one process."""
-    leaves = jax.tree.leaves(job)
     if job.parts.target.model.mesh is not None or jax.process_count() > 1:
         return False
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in arrays) and all(
-        leaf.devices() == {jax.devices()[0]} for leaf in arrays
-    )
+    arrays = [leaf for leaf in jax.tree.leaves(job) if isinstance(leaf, jax.Array)]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in arrays):
+        return False
+    return all(leaf.devices() == {jax.devices()[0]} for leaf in arrays)
+
+
+def programs_of(job: Job, kept: Kept | None) -> Programs:
+    """Those of `kept`, or without it the traced ones."""
+    return TRACED if kept is None else kept.of(job)

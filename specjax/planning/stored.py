@@ -9,13 +9,12 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import jax
 
-from specjax import configs, models, pallas_kernels
-from specjax.folders import cache_folder
+from specjax import identity
+from specjax.folders import cache_folder, write_whole
 from specjax.libtpu import prepare_environment
 from specjax.planning.report import ProgramReport
 from specjax.planning.workload import Workload
@@ -32,21 +31,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-@functools.cache
-def _sources() -> str:
-    """A hash of the package's own files: an editable checkout changes without its version."""
-    digest = hashlib.sha256()
-    elsewhere = [Path(folder) for package in (models, configs, pallas_kernels) for folder in package.__path__]
-    for folder in (Path(__file__).parents[1], *elsewhere):
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def _file(work: Workload, name: str, nodes: int | None) -> Path:
     prepare_environment()  # as it will be when something is compiled
     flags = os.environ.get("LIBTPU_INIT_ARGS")
-    key = json.dumps([repr(work), name, nodes, versions(), flags, _sources()])
+    key = json.dumps([repr(work), name, nodes, versions(), flags, identity.of_files()])
     return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
@@ -60,10 +48,5 @@ def load(work: Workload, name: str, nodes: int | None) -> ProgramReport | None:
 
 def save(work: Workload, name: str, nodes: int | None, report: ProgramReport) -> None:
     """Whole or not at all; without a writable folder, not at all."""
-    path = _file(work, name, nodes)
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(report), file)
-        os.replace(temporary, path)
+        write_whole(_file(work, name, nodes), json.dumps(dataclasses.asdict(report)).encode())
