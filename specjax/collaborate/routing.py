@@ -17,6 +17,7 @@ import numpy as np
 from specjax.collaborate import text as texts
 from specjax.collaborate.segments import Segmenter
 from specjax.collaborate.text import TextState, Writers
+from specjax.engine import processing
 from specjax.engine.parts import Parts
 from specjax.errors import UsageError
 from specjax.indexing import take_along
@@ -129,19 +130,29 @@ Choose = Callable[[TextState, PyTree, Array], tuple[TextState, Array, Array, PyT
 def token_by_token(
     writers: Writers, text: TextState, choose: Choose, state: PyTree, *, warped: bool = False
 ) -> tuple[TextState, PyTree]:
-    """Every token is drawn with the row's own key from the logits that `choose` names for it.
+    """Every token is drawn with the row's own key from the logits that `choose` names for it, as processors,
+    temperature, top-k, top-p and min-p shape them.
 
-    warped: they are distributions already, which temperature, top-k and top-p have shaped.
+    warped: they are distributions already, which nothing shapes.
     """
+    writer = writers[0]
+    processors = () if warped else writer.processors  # those of all writers
 
-    def body(carry: tuple[TextState, PyTree]) -> tuple[TextState, PyTree]:
-        text, state = carry
+    def body(carry: tuple[TextState, PyTree, PyTree]) -> tuple[TextState, PyTree, PyTree]:
+        text, state, known = carry
         going = text.going
         text, logits, author, state = choose(text, state, going)
-        token = sample(writers[0], text, logits, warped)
-        return texts.append_one(writers, text, token, author, going), state
+        if processors:
+            logits = processing.of_text(processors, known, texts.last(text), logits)
+            text = text._replace(finite=text.finite & (jnp.any(logits > -jnp.inf, 1) | ~going))  # they left a token
+        token = sample(writer, text, logits, warped)
+        new = texts.append_one(writers, text, token, author, going)
+        if processors:
+            known = processing.updated(processors, known, token[:, None], new.length - text.length)
+        return new, state, known
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[0].going), body, (text, state))
+    known = texts.known_to_processors(writers, text, 0, text.going)
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[0].going), body, (text, state, known))[:2]
 
 
 def sample(writer: Parts, text: TextState, logits: Array, warped: bool = False) -> Array:

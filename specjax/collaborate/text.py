@@ -152,7 +152,8 @@ def extend(
     going = text.going if active is None else text.going & active
     text = _attend(writers, text, who, going)
     mind = text.minds[who]
-    most = text.stop if limit is None else jnp.minimum(text.stop, text.length + limit)
+    left = text.stop - text.length
+    most = text.length + (left if limit is None else jnp.minimum(left, limit))  # in 32 bits, however large the limit
     state = DecodeState(
         text.tokens, text.length, ~going | (text.length >= most), text.keys[:, who], most, mind.cache, mind.draft,
         mind.control, text.finite, mind.processed,
@@ -251,7 +252,7 @@ def read(writers: Writers, text: TextState, who: int, active: Array | None = Non
 
 def look(writers: Writers, text: TextState, who: int, active: Array | None = None) -> tuple[TextState, Array, Array]:
     """What writer `who` says follows the text: the text, read, logits float32[B, V] before temperature and hidden
-    [B, D]. In rows that are not `active` zeros; without any no pass runs.
+    [B, D]. Those of rows that are not `active` mean nothing; without any no pass runs.
 
     The last token is read too: in a loop of looks, each is one pass over one token.
     """
@@ -260,7 +261,7 @@ def look(writers: Writers, text: TextState, who: int, active: Array | None = Non
     text = read(writers, text, who, active)
     mind = text.minds[who]
     alone, zero = jnp.ones((batch, 1, 1), bool), jnp.zeros((batch, 1), jnp.int32)
-    root = take_along(text.tokens, text.length[:, None] - 1, 1)
+    root = last(text)
 
     def one(cache: PyTree):
         output, pending = target.model.forward(
@@ -279,6 +280,11 @@ def look(writers: Writers, text: TextState, who: int, active: Array | None = Non
     return _with(new, who, mind._replace(cache=cache, held=mind.held + active)), logits, hidden
 
 
+def last(text: TextState) -> Array:
+    """int32[B, 1]: the last token of each row."""
+    return take_along(text.tokens, text.length[:, None] - 1, 1)
+
+
 def score(
     writers: Writers, text: TextState, who: int, appended: Array, count: Array, active: Array | None = None
 ) -> tuple[TextState, Scores]:
@@ -289,7 +295,7 @@ def score(
     target, (batch, width) = writers[who].target, appended.shape
     active = jnp.ones((batch,), bool) if active is None else active
     text = read(writers, text, who, active)
-    root = take_along(text.tokens, text.length[:, None] - 1, 1)
+    root = last(text)
     tokens = jnp.concatenate([root, appended], 1)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((width + 1, width + 1), bool)), (batch, width + 1, width + 1))
     positions = text.length[:, None] - 1 + jnp.arange(width + 1)
@@ -299,10 +305,10 @@ def score(
         log_p = jax.nn.log_softmax(output.logits[:, :-1].astype(jnp.float32), -1)
         inside = jnp.arange(width) < count[:, None]
         logprobs = take_along(log_p, jnp.where(inside, appended, 0)[:, :, None], 2)[:, :, 0]
-        last = lambda x: take_along(x, count[:, None, None], 1)[:, 0]
+        behind = lambda x: take_along(x, count[:, None, None], 1)[:, 0]
         zero = lambda x: jnp.where(inside, x, 0.0)
         return Scores(
-            zero(logprobs), zero(entropy(log_p)), last(output.logits).astype(jnp.float32), last(output.hidden)
+            zero(logprobs), zero(entropy(log_p)), behind(output.logits).astype(jnp.float32), behind(output.hidden)
         )
 
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one))
@@ -380,20 +386,21 @@ def forked(writers: Writers, times: int) -> Writers:
 def _attend(writers: Writers, text: TextState, who: int, going: Array) -> TextState:
     """Writer `who` as its own step expects it in the rows `going`, whatever others did to the text."""
     text, writer = read(writers, text, who, going), writers[who]
-    mind = text.minds[who]
-    is_new = going & ((mind.told != text.length) | (mind.agreed != text.length))
-    draft, processed = mind.draft, mind.processed
-    if jax.tree.leaves(draft):
-        draft = _drafter_anew(writer, text, who, is_new)
-    if writer.processors:
-        anew = lambda: buffers.where_rows(is_new, _processed(writer, text), processed, buffers.rows_first(processed))
-        processed = jax.lax.cond(jnp.any(is_new), anew, lambda: processed)
+    mind, is_new = text.minds[who], _is_new(text, who, going)
+    draft = _drafter_anew(writer, text, who, is_new) if jax.tree.leaves(mind.draft) else mind.draft
+    processed = known_to_processors(writers, text, who, going)
     knows = lambda x: jnp.where(is_new, text.length, x)
     return _with(
         text,
         who,
         mind._replace(draft=draft, processed=processed, told=knows(mind.told), agreed=knows(mind.agreed)),
     )
+
+
+def _is_new(text: TextState, who: int, active: Array) -> Array:
+    """bool[B]: the rows `active` that are not as the drafter and the processors of writer `who` know them."""
+    mind = text.minds[who]
+    return active & ((mind.told != text.length) | (mind.agreed != text.length))
 
 
 def _drafter_anew(writer: Parts, text: TextState, who: int, is_new: Array) -> PyTree:
@@ -415,12 +422,21 @@ def _drafter_anew(writer: Parts, text: TextState, who: int, is_new: Array) -> Py
     return jax.lax.cond(jnp.any(is_new), anew, lambda: mind.draft)
 
 
-def _processed(writer: Parts, text: TextState) -> tuple[PyTree, ...]:
-    """What the processors know of the text: its prompt, and what was written since."""
-    size = text.tokens.shape[1]
-    states = processing.begin(writer.processors, text.tokens, text.prompt, writer.target.model.vocab_size)
-    place = jnp.minimum(text.prompt[:, None] + jnp.arange(size), size - 1)
-    return processing.updated(writer.processors, states, take_along(text.tokens, place, 1), text.written)
+def known_to_processors(writers: Writers, text: TextState, who: int, active: Array) -> tuple[PyTree, ...]:
+    """What the processors of writer `who` know of the text, in the rows `active` bool[B]: its prompt, and what was
+    written since."""
+    writer, known = writers[who], text.minds[who].processed
+    if not writer.processors:
+        return known
+    is_new, size = _is_new(text, who, active), text.tokens.shape[1]
+
+    def anew() -> tuple[PyTree, ...]:
+        states = processing.begin(writer.processors, text.tokens, text.prompt, writer.target.model.vocab_size)
+        place = jnp.minimum(text.prompt[:, None] + jnp.arange(size), size - 1)
+        states = processing.updated(writer.processors, states, take_along(text.tokens, place, 1), text.written)
+        return buffers.where_rows(is_new, states, known, buffers.rows_first(known))
+
+    return jax.lax.cond(jnp.any(is_new), anew, lambda: known)
 
 
 def _with(text: TextState, who: int, mind: Mind) -> TextState:

@@ -35,6 +35,12 @@ def processed(processors: Processors, states: States, tree: TokenTree, above: Ar
     return logits
 
 
+def of_text(processors: Processors, states: States, root: Array, logits: Array) -> Array:
+    """The logits float32[B, V] behind the text that the states know, whose last token is `root` int32[B, 1]."""
+    alone = jnp.ones((len(root), 1), bool)
+    return processed(processors, states, chain(root, alone), alone[:, None], logits[:, None])[:, 0]
+
+
 def updated(processors: Processors, states: States, tokens: Array, count: Array) -> States:
     """With the first `count` int32[B] of `tokens` int32[B, N] committed."""
     new = tuple(p.update(p.params, state, tokens, count) for p, state in zip(processors, states, strict=True))
@@ -47,5 +53,4 @@ def after(processors: Processors, prompt: Sequence[int], new: Sequence[int], log
     one = lambda ids: (jnp.asarray(ids, jnp.int32)[None], jnp.array([len(ids)]))
     states = begin(processors, *one(prompt), len(logits))
     states = updated(processors, states, *one(new)) if new else states
-    alone = chain(jnp.asarray([[[*prompt, *new][-1]]], jnp.int32), jnp.ones((1, 1), bool))
-    return processed(processors, states, alone, jnp.ones((1, 1, 1), bool), logits[None, None])[0, 0]
+    return of_text(processors, states, jnp.asarray([[[*prompt, *new][-1]]], jnp.int32), logits[None])[0]

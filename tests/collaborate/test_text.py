@@ -47,7 +47,8 @@ def test_two_writers_of_one_model_write_its_text(name, temperature):
     settings = Settings(temperature=temperature, sampling="coupled" if temperature else "speculative")
     job = lib.job_of([lib.history(), lib.history()], (INSIDE[name](), INSIDE[name]()), settings=settings)
     text = lib.begin(job)
-    text = alternating(job, (1, 2, 3, 1, 4, 9), text._replace(keys=text.keys[:, [0, 0]]))
+    limits = (1, 2, 3, 1, 4, np.iinfo(np.int32).max)
+    text = alternating(job, limits, text._replace(keys=text.keys[:, [0, 0]]))
     assert lib.new_tokens(text) == lib.plain(lib.history(), temperature=temperature)
     for row, start in zip(np.asarray(text.author), np.asarray(text.prompt), strict=True):
         assert row[start : start + 12].tolist() == [0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1]
