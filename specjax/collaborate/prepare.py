@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -55,6 +56,8 @@ def prepare_texts(
       refuses.
     """
     settings = Settings() if settings is None else settings
+    if settings.logprobs or settings.debug:
+        raise UsageError("logprobs and debug are noted by decode alone; leave them out")
     sizes = [target.model.vocab_size for target in models]
     if len(set(sizes)) > 1:
         raise UsageError(
@@ -84,3 +87,27 @@ def number(name: str, value: float, holds: bool, wanted: str) -> None:
     """Raises: UsageError unless it holds; NaN never may."""
     if value != value or not holds:
         raise UsageError(f"{name} must be {wanted}, not {value}")
+
+
+def whole(name: str, value: int, least: int, wanted: str = "") -> None:
+    """Raises: UsageError unless it is a whole number from `least` on that fits 32 bits."""
+    number(name, value, value >= least, wanted or f"at least {least}")
+    number(name, value, hasattr(value, "__index__") and value < 1 << 31, "a whole number below 2^31")
+
+
+def refuse(settings: Mapping[str, Any], names: Sequence[str], why: str) -> None:
+    """Raises: UsageError for the first of these settings that was given; `why` says what it would do."""
+    for name in names:
+        value = settings.get(name)
+        if not (value is None or (isinstance(value, Sequence) and not value)):
+            raise UsageError(f"{name} {why}; leave it out")
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises: UsageError for a token that the models do not have."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise UsageError(
+                f"{name} has the token {token}, outside of the models' vocabulary of {vocab_size}; was it encoded with "
+                "another tokenizer?"
+            )

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.collaborate import text as texts
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import token_by_token
 from specjax.collaborate.text import TextState
@@ -76,12 +76,10 @@ def anchored(
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
     number("budget", budget, budget >= 0, "at least 0")
-    number("tokens", tokens, tokens >= 1, "at least 1")
+    whole("tokens", tokens, 1)
     if isinstance(temperature, int | float) and not temperature > 0:
         raise UsageError("temperature must be above 0: the divergence of greedy texts is 0 or infinite")
-    for name in ("top_k", "top_p", "min_p"):
-        if settings.get(name) is not None:
-            raise UsageError(f"{name} would change a distribution behind its budget; leave it out")
+    refuse(settings, ("top_k", "top_p", "min_p", "processors"), "would change a distribution behind its budget")
     job = prepare_texts(
         (safe, risky), prompts, key=key, max_new_tokens=max_new_tokens,
         settings=Settings(temperature=temperature, **settings),
@@ -125,7 +123,7 @@ def prompt_debt(log_s: Array, log_r: Array, known: Array, tokens: int) -> Array:
     """float32[B]: the mean of the largest of log p_r / p_s >= 0 over the tokens `known` bool[B, L] of log p [B, L]."""
     ratio = jnp.where(known, jnp.maximum(log_r - log_s, 0.0), 0.0)
     count = jnp.minimum(jnp.sum(known, 1), tokens)
-    return jnp.sum(jax.lax.top_k(ratio, tokens)[0], 1) / jnp.maximum(count, 1)
+    return jnp.sum(jax.lax.top_k(ratio, min(tokens, ratio.shape[1]))[0], 1) / jnp.maximum(count, 1)
 
 
 def prompt_logprobs(writer: Parts, tokens: Array, length: Array) -> Array:

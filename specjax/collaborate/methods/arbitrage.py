@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from specjax.collaborate import text as texts
 from specjax.collaborate.methods.reward_smc import Reward
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, check_scores, result
 from specjax.collaborate.routing import TARGET, Step, judged_steps
 from specjax.collaborate.segments import Segmenter
@@ -75,7 +75,7 @@ def arbitrage(
         raise UsageError(f'form="{form}" needs reward=, a function of steps')
     tau = DEFAULTS[form] if tau is None else tau
     number("tau", tau, True, "a number")
-    number("most", most, most >= 1, "at least 1")
+    whole("most", most, 1)
     models = (draft, target) if router is None else (draft, target, router)
     job = prepare_texts(
         models, prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),

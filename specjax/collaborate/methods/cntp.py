@@ -2,7 +2,7 @@
 
 Wang et al.: Cautious Next Token Prediction (2025), arXiv 2507.03038.
 
-Rule: H is the entropy, in nats, of the next token's distribution, as temperature and top-p shape it, and
+Rule: H is the entropy, in nats, of the next token's distribution, as processors, temperature and top-p shape it, and
 N = int(n_min + (n_max - n_min) clip((H - 0.01) / (1.5 - 0.01), 0, 1)). For N = 1 one token is sampled. Else N trials
 are sampled, each up to a token with punctuation in it, an eos or `most` tokens; the one with the lowest perplexity,
 exp(mean NLL) under the distributions that were sampled, is kept whole.
@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.collaborate import text as texts
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.segments import Segmenter
+from specjax.engine import processing
 from specjax.engine.parts import Keep
 from specjax.engine.prepare import Settings
 from specjax.engine.prompts import Prompts
@@ -68,9 +69,9 @@ def cntp(
     Returns: TextResult, whose passes and tokens read are those of all trials; its log is a `Trials`.
     Raises: UsageError for a setting outside its range, or a temperature of 0, at which all trials are equal.
     """
-    number("n_min", n_min, n_min >= 1, "at least 1")
-    number("n_max", n_max, n_max >= n_min, f"at least n_min, {n_min}")
-    number("most", most, most >= 1, "at least 1")
+    whole("n_min", n_min, 1)
+    whole("n_max", n_max, n_min, f"at least n_min, {n_min}")
+    whole("most", most, 1)
     if isinstance(temperature, int | float) and temperature <= 0:
         raise UsageError("temperature must be above 0, as trials drawn at 0 are equal; use decode for greedy text")
     job = prepare_texts(
@@ -108,6 +109,8 @@ def _run(job: TextJob, punctuation: Segmenter, n_min: Array, most: Array, *, n_m
         text, log = carry
         going, start = text.going, text.length
         text, logits, _ = texts.look(writers, text, 0, going)
+        known = texts.known_to_processors(writers, text, 0, going)
+        logits = processing.of_text(writers[0].processors, known, texts.last(text), logits)
         nats = entropy(jax.nn.log_softmax(warp(logits, writers[0].sampling), -1))
         tries = number_of_trials(nats, n_min, n)
         # A round that is no trial draws as plain sampling does; what a trial drew, whether it was kept or not, is not

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.collaborate import text as texts
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import token_by_token
 from specjax.collaborate.text import TextState
@@ -68,8 +68,8 @@ def entropy_adaptive(
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
     number("tau", tau, True, "a number of bits")
-    number("window", window, window >= 1, "at least 1")
-    number("least", least, least >= 1, "at least 1")
+    whole("window", window, 1)
+    whole("least", least, 1)
     if start not in ("small", "large"):
         raise UsageError(f'start must be "small" or "large", not "{start}"')
     job = prepare_texts((draft, target), prompts, key=key, max_new_tokens=max_new_tokens, settings=Settings(**settings))

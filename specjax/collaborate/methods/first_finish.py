@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.collaborate import text as texts
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.engine.parts import Keep
 from specjax.engine.prepare import Settings
@@ -61,7 +61,7 @@ def first_finish(
     Returns: TextResult of the winners, whose passes and tokens read are those of all samples; its log is a `Race`.
     Raises: UsageError for samples below 1, or a temperature of 0, at which all are equal.
     """
-    number("samples", samples, samples >= 1, "at least 1")
+    whole("samples", samples, 1)
     if isinstance(temperature, int | float) and temperature == 0 and samples > 1:
         raise UsageError("temperature must be above 0, as samples drawn at 0 are equal; or give samples=1")
     job = prepare_texts(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.collaborate import text as texts
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.segments import Segmenter
 from specjax.collaborate.text import TextState
@@ -65,7 +65,7 @@ def foreal(
     Returns: TextResult of the writers draft, target, whose log is a `Sentences`.
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
-    number("lead", lead, lead >= 1, "at least 1")
+    whole("lead", lead, 1)
     number("p", p, 0 <= p <= 1, "from 0 to 1")
     job = prepare_texts(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),

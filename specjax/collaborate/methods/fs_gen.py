@@ -83,9 +83,10 @@ def contrastive(small: Array, large: Array, beta: Array, alpha: Array) -> Array:
 
 
 def proxy(small: Array, large: Array, tuned: Array, strength: Array) -> Array:
-    """Scores float32[B, V]; -inf where the large model has no mass."""
+    """Scores float32[B, V]; -inf where the large model has no mass, or one of those that shift it."""
     shift = jax.nn.log_softmax(tuned, -1) - jax.nn.log_softmax(small, -1)
-    return jnp.where(large > -jnp.inf, large + jnp.where(strength == 0, 0.0, strength * shift), -jnp.inf)
+    shift = jnp.where((tuned > -jnp.inf) & (small > -jnp.inf), strength * shift, -jnp.inf)
+    return jnp.where(large > -jnp.inf, large + jnp.where(strength == 0, 0.0, shift), -jnp.inf)
 
 
 def is_unsure(small: Array, form: str, threshold: Array) -> Array:

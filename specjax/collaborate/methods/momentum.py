@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.collaborate import text as texts
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import token_by_token
 from specjax.collaborate.text import TextState
@@ -50,8 +50,11 @@ def momentum(
       used.
     Raises: UsageError for a setting outside its range.
     """
-    number("k", k, 1 <= k <= target.model.vocab_size, "from 1 to the vocabulary")
+    whole("k", k, 1, "from 1 to the vocabulary")
+    number("k", k, k <= target.model.vocab_size, "from 1 to the vocabulary")
     number("alpha", alpha, alpha >= 0, "at least 0")
+    number("alpha", alpha, alpha < float("inf"), "finite")
+    refuse(settings, ("processors",), "would change what this method has chosen")
     job = prepare_texts(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, settings=Settings(**settings), rewinds=False
     )
@@ -89,5 +92,5 @@ def _run(job: TextJob, alpha: Array, *, k: int) -> TextResult:
         alone = jnp.where(jnp.arange(logits.shape[1]) == token, 0.0, -jnp.inf)
         return text, alone, 0, state
 
-    text, _ = token_by_token(job.writers, job.begin(), choose, ())
+    text, _ = token_by_token(job.writers, job.begin(), choose, (), warped=True)
     return result(text)

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 
 from specjax.collaborate import particles as smc
 from specjax.collaborate import text as texts
+from specjax.collaborate.methods.reward_smc import CUTS
 from specjax.collaborate.particles import Particles
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.engine.parts import Keep
 from specjax.engine.prepare import Settings
@@ -69,9 +70,12 @@ def power_smc(
     Raises: UsageError for a setting outside its range, or if the model gives no numbers.
     """
     number("alpha", alpha, alpha >= 1, "at least 1")
+    number("alpha", alpha, alpha < float("inf"), "finite")
     number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")
     for name, value in (("particles", particles), ("block", block), ("ramp", ramp)):
-        number(name, value, value >= 1, "at least 1")
+        whole(name, value, 1)
+    refuse(settings, ("temperature",), "is 1 / alpha")
+    refuse(settings, CUTS, "leaves no mass where p^alpha has some")
     job = prepare_texts(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
         settings=Settings(temperature=1 / alpha, **settings), keep=Keep(logits=True), rewinds=False,

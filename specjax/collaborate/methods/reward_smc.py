@@ -29,7 +29,7 @@ from specjax import buffers
 from specjax.collaborate import particles as smc
 from specjax.collaborate import text as texts
 from specjax.collaborate.particles import Particles
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.text import TextState, Writers
 from specjax.engine.parts import Keep
@@ -42,6 +42,8 @@ from specjax.sampling import fold_in, uniform
 from specjax.types import Array, Drafter, Guarantee, Info, Sampling, Target
 
 GUARANTEE: Guarantee = "lossy"
+CUTS = "top_k", "top_p", "min_p"
+"""Settings that cut a distribution."""
 Reward = Callable[[Array, Array, Array, Array], Array]
 """`reward(tokens int32[R, L], start int32[R], length int32[R], ended bool[R]) -> psi float32[R]` of the block from
 `start` to `length`, behind all of the text before; `ended`: the text goes no further. It is traced; one that Python
@@ -81,16 +83,17 @@ def reward_smc(
         rewards of the prefix alone. move: whether particles move after resampling. temperature: of q.
       drafter: drafts for all particles. settings: of `decode`: eos, capacity.
 
-    Returns: TextResult, whose passes and tokens read are those of all particles, without roll-outs and moves; its log
-      is a `particles.Sample`.
+    Returns: TextResult, whose passes and tokens read are those of all particles and their moves, without roll-outs; its
+      log is a `particles.Sample`.
     Raises: UsageError for a setting outside its range, a reward that is NaN or infinite, or no particle left alive.
     """
     number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")
-    number("lookahead", lookahead, lookahead >= 0, "at least 0")
-    number("particles", particles, particles >= 1, "at least 1")
-    number("block", block, block >= 1, "at least 1")
+    whole("lookahead", lookahead, 0)
+    whole("particles", particles, 1)
+    whole("block", block, 1)
     if isinstance(temperature, int | float) and not temperature > 0:
         raise UsageError("temperature must be above 0, as particles drawn at 0 are equal")
+    refuse(settings, CUTS, "leaves no mass where the target law has some")
     job = prepare_texts(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
         settings=Settings(temperature=temperature, **settings), keep=Keep(logits=True), rewinds=move,
@@ -174,7 +177,8 @@ def _run(
         u = uniform(fold_in(keys[:, 0], -1), 1)[:, 0]
         takes = tries & (jnp.log(u) < log_psi + log_v - old.log_psi - old.log_v)
         valid = particles.valid & ~jnp.any(jnp.isnan(log_psi).reshape(-1, n), 1)
-        text = buffers.where_rows(takes, other, text, texts.axes(writers, text))._replace(keys=text.keys)
+        text = buffers.where_rows(takes, other, text, texts.axes(writers, text))
+        text = text._replace(keys=particles.text.keys, passes=other.passes, read=other.read)
         pick = lambda new, old: jnp.where(takes, new, old)
         last = old._replace(log_psi=pick(log_psi, old.log_psi), log_v=pick(log_v, old.log_v))
         return particles._replace(text=text, carried=last, valid=valid)

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from specjax.collaborate import text as texts
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.engine.parts import Keep
 from specjax.engine.prepare import Settings
@@ -78,7 +78,7 @@ def rpc(
     Returns: TextResult of the texts chosen, whose passes and tokens read are those of all samples; its log is a `Vote`.
     Raises: UsageError for a setting outside its range, or a prompt to none of whose samples there is an answer.
     """
-    number("samples", samples, samples >= 1, "at least 1")
+    whole("samples", samples, 1)
     if isinstance(temperature, int | float) and not temperature > 0:
         raise UsageError("temperature must be above 0, as samples drawn at 0 are equal")
     job = prepare_texts(
@@ -132,7 +132,8 @@ def keep(probability: Any) -> np.ndarray:
     mean = mixture.scale * jnp.exp(jax.scipy.special.gammaln(1 + 1 / mixture.shape))
     density = _log_densities(mixture, p)  # float32[2, K], with their weights
     low = jnp.argmin(mean)
-    return np.asarray((density[low] <= density[1 - low]) | (p >= jnp.mean(p)))
+    least = jnp.minimum(jnp.mean(p), jnp.max(p))  # the mean of equal numbers is rounded, perhaps to above them
+    return np.asarray((density[low] <= density[1 - low]) | (p >= least))
 
 
 def log_likelihood(mixture: Mixture, p: Array) -> Array:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.collaborate import text as texts
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, check_ids, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, check_scores, result
 from specjax.collaborate.routing import TARGET, Step, judged_steps, patterns
 from specjax.collaborate.segments import Segmenter
@@ -68,10 +68,12 @@ def spec_reason(
     Raises: UsageError for a setting outside its range, models of different vocabularies, or a judge without a rating.
     """
     number("threshold", threshold, True, "a number")
-    number("first", first, first >= 0, "at least 0")
-    number("most", most, most >= 1, "at least 1")
+    whole("first", first, 0)
+    whole("most", most, 1)
     if len(digits) != 10 or not len(judging):
         raise UsageError("digits must be the ids of 0 to 9, ten of them, behind a judging prompt of at least one token")
+    for name, ids in (("judging", judging), ("digits", digits)):
+        check_ids(name, ids, target.model.vocab_size)
     job = prepare_texts(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
         settings=Settings(**settings), spare=len(judging),

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.collaborate import text as texts
-from specjax.collaborate.prepare import TextJob, number, prepare_texts
+from specjax.collaborate.prepare import TextJob, check_ids, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import count_patterns, patterns
 from specjax.collaborate.segments import Segmenter
@@ -91,7 +91,8 @@ def speculative_thinking(
     Raises: UsageError for a setting below 1, or models of different vocabularies.
     """
     for name, value in (("look_ahead", look_ahead), ("long", long), ("patience", patience), ("most", most)):
-        number(name, value, value >= 1, "at least 1")
+        whole(name, value, 1)
+    check_ids("check", check, target.model.vocab_size)
     job = prepare_texts(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
         settings=Settings(**settings),
@@ -107,6 +108,11 @@ def speculative_thinking(
 def sentiment(positive: Array, negative: Array) -> Array:
     """int32[B]: 1, -1 or, without cues, 0; of as many on both sides -1."""
     return jnp.where(positive > negative, 1, jnp.where(negative > 0, -1, 0))
+
+
+def grown(x: Array, more: int, most: int) -> Array:
+    """int32[B]: by `more`, up to `most`; what is above that stays."""
+    return jnp.maximum(x, jnp.minimum(x + more, most))
 
 
 @jax.jit
@@ -140,8 +146,8 @@ def _run(
         text, longer = by(LARGE, text, takes.length, doubts)
         return text, Takeovers(
             jnp.where(doubts, 0, negatives),
-            jnp.where(doubts, jnp.minimum(takes.patience + MORE_PATIENCE, MOST_PATIENCE), takes.patience),
-            jnp.where(doubts, jnp.minimum(takes.length + GROWTH, LONGEST), takes.length),
+            jnp.where(doubts, grown(takes.patience, MORE_PATIENCE, MOST_PATIENCE), takes.patience),
+            jnp.where(doubts, grown(takes.length, GROWTH, LONGEST), takes.length),
             takes.short + short,
             takes.verifying + verifying,
             takes.long + longer,

@@ -94,6 +94,12 @@ def test_no_text_spends_more_than_its_budget():
         np.testing.assert_allclose(result.log.debt[row], np.mean(best), rtol=1e-4)
 
 
+def test_a_short_prompt_owes_the_mean_of_what_it_has():
+    log_s, log_r = jnp.log(jnp.array([[0.5, 0.5, 0.5]])), jnp.log(jnp.array([[0.9, 0.8, 0.25]]))
+    debt = prompt_debt(log_s, log_r, jnp.array([[False, True, True]]), 5)
+    np.testing.assert_allclose(debt, [np.log(1.6) / 2], rtol=1e-6)
+
+
 def test_what_is_wrong_is_one_sentence():
     with pytest.raises(UsageError, match="top_p would change a distribution behind its budget"):
         lib.run("anchored", top_p=0.9)

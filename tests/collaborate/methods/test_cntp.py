@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 import texts as lib
 
-from specjax import UsageError, drafters
+from specjax import UsageError, drafters, processors
 from specjax.collaborate import segments
 from specjax.collaborate.methods.cntp import best_trial, number_of_trials
 from specjax.sampling import fold_in
@@ -63,6 +63,11 @@ def sampled(text, key, count):
 def test_a_trial_may_be_one_token():
     result = lib.run("cntp", n_min=4, punctuation=segments.after_any(range(lib.VOCAB), lib.VOCAB))
     assert result.log.rounds.tolist() == [12, 12, 12] and result.log.tokens.tolist() == [48, 48, 48]
+
+
+def test_processors_shape_what_is_unsure():
+    result = lib.run("cntp", processors=[processors.bias({7: 100.0})])
+    assert result.log.rounds.tolist() == [0, 0, 0] and all(set(row) == {7} for row in result.to_lists())
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,7 @@ import pytest
 import texts as lib
 from tiers import exhaustive
 
-from specjax import UsageError
+from specjax import UsageError, processors
 from specjax.collaborate.methods.fs_gen import contrastive, is_unsure, proxy
 
 SMALL, LARGE = lib.history(0), lib.history(1)
@@ -57,6 +57,19 @@ def test_the_oracle_asks_where_the_models_differ():
         for n, token in enumerate(tokens):
             small = int(lib.table_logits(SMALL, [*prompt, *tokens[:n]]).argmax())
             assert authors[n] == int(small != token)
+
+
+def test_a_token_that_a_small_model_lacks_is_not_written():
+    small, tuned = jnp.array([[0.0, 1.0, -jnp.inf, -jnp.inf]]), jnp.array([[0.0, -jnp.inf, 1.0, -jnp.inf]])
+    large = jnp.array([[0.0, 1.0, 2.0, 3.0]])
+    assert jnp.argmax(proxy(small, large, tuned, jnp.float32(1.0)), -1) == 0
+    assert (proxy(small, large, tuned, jnp.float32(0.0)) == large).all()
+
+
+def test_processors_shape_what_was_chosen():
+    shaped = {"temperature": 0.8, "processors": [processors.repetition(1.7), processors.frequency(0.6)]}
+    alone = lib.run("fs_gen", form="threshold", strength=0.0, **shaped)
+    assert alone.to_lists() == lib.plain(lib.history(0), **shaped)
 
 
 def test_what_is_wrong_is_one_sentence():

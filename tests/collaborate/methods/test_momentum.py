@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import texts as lib
 
-from specjax import UsageError
+from specjax import UsageError, processors
 from specjax.collaborate.methods.momentum import chosen, depths
 
 LARGE = lib.history(1)
@@ -55,5 +55,7 @@ def occurs(part, text):
 
 
 def test_what_is_wrong_is_one_sentence():
+    with pytest.raises(UsageError, match="processors would change what this method has chosen"):
+        lib.run("momentum", processors=[processors.repetition(2.0)])
     with pytest.raises(UsageError, match="k must be from 1 to the vocabulary, not 17"):
         lib.run("momentum", k=17)

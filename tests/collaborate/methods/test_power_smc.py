@@ -88,3 +88,9 @@ def test_what_is_wrong_is_one_sentence():
         many(alpha=0.5)
     with pytest.raises(UsageError, match="kappa must be from 0 to 1, not 2"):
         many(kappa=2)
+    with pytest.raises(UsageError, match="temperature is 1 / alpha; leave it out"):
+        many(temperature=0.5)
+    with pytest.raises(UsageError, match=r"top_p leaves no mass where p\^alpha has some"):
+        many(top_p=0.9)
+    with pytest.raises(UsageError, match="alpha must be finite, not inf"):
+        many(alpha=np.inf)

@@ -102,6 +102,12 @@ def always_zero(tokens, start, length, ended):
     return jnp.where(jnp.arange(len(length)) < 8, 1.0, 0.0)
 
 
+def test_passes_of_moves_count_whether_they_are_taken_or_not():
+    result = lib.run("reward_smc", kappa=1.0, eos=99)
+    resampled = np.asarray(result.log.resampled)
+    assert (result.passes[:, 0] == 4 * 12 + 4 * 4 * resampled).all() and resampled.any()
+
+
 def test_what_is_wrong_is_one_sentence():
     with pytest.raises(UsageError, match="a particle's weight is NaN in row 1; a reward must be a number"):
         lib.run("reward_smc", reward=never_a_number, move=False)
@@ -109,3 +115,7 @@ def test_what_is_wrong_is_one_sentence():
         lib.run("reward_smc", reward=always_zero, move=False)
     with pytest.raises(UsageError, match="temperature must be above 0"):
         lib.run("reward_smc", temperature=0)
+    with pytest.raises(UsageError, match="top_k leaves no mass where the target law has some; leave it out"):
+        lib.run("reward_smc", top_k=2)
+    with pytest.raises(UsageError, match=r"block must be a whole number below 2\^31, not 2147483648"):
+        lib.run("reward_smc", block=1 << 31)

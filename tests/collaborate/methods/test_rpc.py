@@ -46,8 +46,15 @@ def test_it_votes_among_the_samples_of_decode():
     np.testing.assert_allclose(whole.log.probability.ravel(), np.exp(np.asarray(samples.logprobs).sum(1)), rtol=1e-3)
 
 
+def test_equal_probabilities_are_all_kept():
+    """Whatever their mean is rounded to."""
+    assert all(keep(np.full(count, p)).all() for count in (3, 7) for p in (0.1, 0.9999999))
+
+
 def test_what_is_wrong_is_one_sentence():
     with pytest.raises(UsageError, match="there is no answer in any sample of row 0"):
         lib.run("rpc", answer=lambda tokens: None)
     with pytest.raises(UsageError, match="samples must be at least 1, not 0"):
         lib.run("rpc", samples=0)
+    with pytest.raises(UsageError, match=r"samples must be a whole number below 2\^31, not 2\.5"):
+        lib.run("rpc", samples=2.5)

@@ -94,6 +94,10 @@ def test_a_repeated_step_or_an_answer_ends_it():
 def test_what_is_wrong_is_one_sentence():
     with pytest.raises(UsageError, match="digits must be the ids of 0 to 9, ten of them"):
         in_a_circle(digits=[1])
+    with pytest.raises(UsageError, match="digits has the token 99, outside of the models' vocabulary of 16"):
+        lib.run("spec_reason", digits=[99] * 10)
+    with pytest.raises(UsageError, match="logprobs and debug are noted by decode alone"):
+        lib.run("spec_reason", logprobs=True)
     with pytest.raises(UsageError, match="most must be at least 1"):
         in_a_circle(most=0)
     silent = markov(np.where(np.arange(12) < 2, 0.5, 0.0) * np.ones((12, 1)))

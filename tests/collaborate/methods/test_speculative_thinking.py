@@ -8,7 +8,7 @@ from toy import markov, scripted
 
 from specjax import UsageError, drafters
 from specjax.collaborate import segments
-from specjax.collaborate.methods.speculative_thinking import sentiment, speculative_thinking
+from specjax.collaborate.methods.speculative_thinking import grown, sentiment, speculative_thinking
 
 SMALL, LARGE = lib.history(0), lib.history(1)
 
@@ -93,6 +93,12 @@ def test_a_model_that_does_not_reason_is_opened_for():
     assert result.log.opening.tolist() == [12, 12, 12]
 
 
+def test_what_the_caller_has_larger_does_not_shrink():
+    assert grown(jnp.array([10, 28, 30, 40]), 5, 30).tolist() == [15, 30, 30, 40]
+
+
 def test_what_is_wrong_is_one_sentence():
     with pytest.raises(UsageError, match="patience must be at least 1, not 0"):
         lib.run("speculative_thinking", patience=0)
+    with pytest.raises(UsageError, match="check has the token 99, outside of the models' vocabulary of 16"):
+        lib.run("speculative_thinking", check=[99])
