@@ -106,6 +106,17 @@ COLLABORATIONS: dict[str, Method] = {
             needs=frozenset({"reward"}),
         ),
         _row(
+            methods.a_star,
+            "steps searched best first, by rewards and a guess at what is still to come",
+            "arXiv 2505.13672",
+            Option("k", int, 4, "steps per expansion"),
+            Option("frontier", int, 64, "nodes that stay open"),
+            Option("expected", float, 8.0, "steps that a text is expected to have; 0: costs alone decide"),
+            Option("budget", int, 64, "expansions per prompt"),
+            most("step"),
+            needs=frozenset({"segmenter", "reward"}),
+        ),
+        _row(
             methods.anchored,
             "a risky model's text within a budget of divergence from a safe model's: KL(text || safe) <= k T",
             "He et al. 2026, arXiv 2602.07120",

@@ -172,6 +172,11 @@ def calls():
         "cntp": (methods.cntp, (large,), {"punctuation": ends, "n_max": 4, "most": 5}),
         "power_smc": (methods.power_smc, (large,), {"particles": 4, "block": 4, "alpha": 2.0, "ramp": 5, "eos": 5}),
         "reward_smc": (methods.reward_smc, (large,), {"reward": likes_fours, "particles": 4, "block": 4, "eos": 5}),
+        "a_star": (
+            methods.a_star, (large,),
+            {"segmenter": ends, "reward": likes_odds, "k": 3, "frontier": 4, "expected": 3.0, "budget": 6, "most": 5,
+                "temperature": 0.8},
+        ),
         "anchored": (methods.anchored, pair, {"budget": 0.3}),
         "momentum": (methods.momentum, (large,), {}),
         "arbitrage": (
@@ -187,6 +192,12 @@ def likes_fours(tokens, start, length, ended):
     place = jnp.arange(tokens.shape[1])
     inside = (place >= start[:, None]) & (place < length[:, None])
     return 0.5 + jnp.sum(inside & (tokens == 4), 1)
+
+
+def likes_odds(tokens, start, length, ended):
+    """A reward of a step by its last token, from 0.2 to 0.95; odd ones have more."""
+    last = jnp.take_along_axis(tokens, length[:, None] - 1, 1)[:, 0]
+    return 0.2 + 0.5 * (last % 2) + 0.25 * last / VOCAB
 
 
 def last_of(tokens):

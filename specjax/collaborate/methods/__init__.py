@@ -1,5 +1,6 @@
 """One file per published method."""
 
+from specjax.collaborate.methods.a_star import a_star
 from specjax.collaborate.methods.anchored import anchored
 from specjax.collaborate.methods.arbitrage import arbitrage
 from specjax.collaborate.methods.cntp import cntp
@@ -17,6 +18,7 @@ from specjax.collaborate.methods.speculative_thinking import speculative_thinkin
 
 __all__ = [
     "FORMS",
+    "a_star",
     "anchored",
     "arbitrage",
     "cntp",

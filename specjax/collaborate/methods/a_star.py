@@ -1,0 +1,205 @@
+"""A*-decoding: the steps of a text are searched best first, by a reward of each and a guess at what is still to come.
+
+A*-Decoding: Token-Efficient Inference Scaling (2025), arXiv 2505.13672.
+
+Rule: a node is a text, its expansion k sampled next steps, each with a reward r from 0 to 1. A child has the cost
+g = the sum of -log r over its steps and the guess h = -log r max(0, S - depth), with r of its last step; f = g + h. The
+node with the smallest f is expanded; of the nodes that are open at most M stay, those of the smallest f, and of equal
+children one. The first node to come up that is finished, by an eos or a full row, is the text. After `budget`
+expansions it is the finished node with the smallest f, or else the node with the smallest f.
+Guarantee: lossy. With k = 1 it is plain sampling, byte for byte, as far as the budget goes; with M = 1 it is a greedy
+search, which keeps the best of k steps.
+Deviations: the paper leaves the cost open, and this is ours, as are k = 4, M = 64, S = 8 and 64 expansions. h is 0 of a
+node that is finished, and a reward below 1e-30 counts as 1e-30. All prompts expand one node per round, whose text is
+read anew behind the prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.collaborate import text as texts
+from specjax.collaborate.methods.reward_smc import Reward
+from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
+from specjax.collaborate.results import TextResult, check_scores, result
+from specjax.collaborate.segments import Segmenter
+from specjax.collaborate.text import TextState
+from specjax.engine.prepare import Settings
+from specjax.engine.prompts import Prompts
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.precision import in_32_bits
+from specjax.sampling import fold_in
+from specjax.types import Array, Drafter, Guarantee, Target
+
+GUARANTEE: Guarantee = "lossy"
+LEAST = 1e-30
+"""A reward below counts as this one, so that all costs are finite."""
+
+
+class Nodes(NamedTuple):
+    """Open nodes of each prompt, N of them."""
+
+    f: Array  # float32[B, N], inf where there is none
+    g: Array  # float32[B, N]
+    depth: Array  # int32[B, N], steps
+    tokens: Array  # int32[B, N, L], with the prompt
+    length: Array  # int32[B, N]
+    ended: Array  # bool[B, N], whether the last token is an eos
+    finished: Array  # bool[B, N], whether the text goes no further
+
+
+class Search(NamedTuple):
+    """What a search cost, and what it found."""
+
+    expansions: Array  # int32[B]
+    tokens: Array  # int32[B], of all steps that were tried
+    cost: Array  # float32[B], g of the text
+    finished: Array  # bool[B], whether it goes no further; False: the budget was spent
+    valid: Array  # bool[B], whether all rewards were numbers from 0 to 1
+
+
+def a_star(
+    target: Target,
+    prompts: Prompts,
+    *,
+    key: Array | int,
+    max_new_tokens: int,
+    segmenter: Segmenter,
+    reward: Reward,
+    k: int = 4,
+    frontier: int = 64,
+    expected: float = 8.0,
+    budget: int = 64,
+    most: int = 512,
+    temperature: float = 1.0,
+    drafter: Drafter | None = None,
+    **settings: Any,
+) -> TextResult:
+    """The text of a best-first search over steps.
+
+    Args:
+      segmenter: where steps end, such as `after_strings(["\\n\\n"], ...)`; most: their tokens at most.
+      reward: r of a step, from 0 to 1, with the arguments that `reward_smc` gives it; the same function for every call
+        that is to compile nothing.
+      k: steps per expansion. frontier: nodes that stay open, M. expected: S, the steps that a text is expected to have;
+        0: nodes come up by their cost alone. budget: expansions per prompt. temperature: of the steps.
+      drafter: drafts for all of them. settings: of `decode`: eos, top_p, processors, ...
+
+    Returns: TextResult, whose passes and tokens read are those of all steps; its log is a `Search`.
+    Raises: UsageError for a setting outside its range, or a reward that is no number from 0 to 1.
+    """
+    for name, value in (("k", k), ("frontier", frontier), ("budget", budget), ("most", most)):
+        whole(name, value, 1)
+    number("expected", expected, 0 <= expected < float("inf"), "at least 0, and finite")
+    if isinstance(temperature, int | float) and not temperature > 0 and k > 1:
+        raise UsageError("temperature must be above 0, as steps drawn at 0 are equal; or give k=1")
+    job = prepare_texts(
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
+        settings=Settings(temperature=temperature, **settings),
+    )  # fmt: skip
+    numbers = jnp.array([budget, most], jnp.int32)
+    done = _run(job, segmenter, numbers, jnp.float32(expected), reward=reward, k=k, frontier=frontier)
+    check_scores(done.log.valid, "what the reward says", "a reward must be a number from 0 to 1")
+    return done.cut(max_new_tokens)
+
+
+def costs(g: Array, reward: Array, depth: Array, finished: Array, expected: Array | float) -> tuple[Array, Array]:
+    """(f, g) float32 of children, by the g of their parent, the reward of their step and their depth."""
+    step = -jnp.log(jnp.maximum(reward, LEAST))
+    g = g + step
+    return g + jnp.where(finished, 0.0, step * jnp.maximum(expected - depth, 0)), g
+
+
+def pick(nodes: Nodes, place: Array) -> Nodes:
+    """The nodes at `place` int32[B, K]."""
+    index = lambda x: place.reshape(*place.shape, *[1] * (x.ndim - 2))
+    return Nodes(*(take_along(x, index(x), 1) for x in nodes))
+
+
+def kept(nodes: Nodes, count: int) -> Nodes:
+    """The `count` nodes with the smallest f, in this order; of equal ones the earlier."""
+    return pick(nodes, jax.lax.top_k(-nodes.f, count)[1])
+
+
+def distinct(tokens: Array, length: Array, start: Array) -> Array:
+    """bool[B, K]: the texts int32[B, K, L] to which none before them is equal, all of them behind one of `start`
+    int32[B]."""
+    place = jnp.arange(tokens.shape[2])
+    inside = (place >= start[:, None, None]) & (place < length[:, :, None])
+    new = jnp.where(inside, tokens, -1)
+    equal = jnp.all(new[:, :, None] == new[:, None], 3)
+    return ~jnp.any(equal & jnp.tril(jnp.ones(equal.shape[1:], bool), -1), 2)
+
+
+@functools.partial(jax.jit, static_argnames=("reward", "k", "frontier"))
+@in_32_bits
+def _run(
+    job: TextJob, segmenter: Segmenter, numbers: Array, expected: Array, *, reward: Reward, k: int, frontier: int
+) -> TextResult:
+    writers, many, (budget, most) = job.writers, texts.forked(job.writers, k), numbers
+    batch = len(job.lengths)
+
+    def at(text: TextState, node: Nodes) -> TextState:
+        """The text of one node per row."""
+        text = texts.rewind(writers, text, text.prompt)
+        new = take_along(node.tokens[:, 0], jnp.minimum(text.prompt[:, None] + index, len(index) - 1), 1)
+        return texts.append(text, new, node.length[:, 0] - text.prompt, 0)
+
+    def body(carry: tuple[TextState, Nodes, Search]) -> tuple[TextState, Nodes, Search]:
+        text, nodes, log = carry
+        node = pick(nodes, jnp.zeros((batch, 1), jnp.int32))
+        expands = goes_on(nodes, log)
+        text = texts.read(writers, at(text, node), 0, expands)
+        if k > 1:  # children of other nodes draw anew at the same places
+            text = text._replace(keys=fold_in(job_keys, log.expansions[:, None]))
+        steps, written = texts.extend(
+            many, texts.fork(writers, text, k), 0, segmenter=segmenter, limit=most, active=jnp.repeat(expands, k)
+        )
+        r = reward(steps.tokens, written.start, steps.length, ~steps.going).astype(jnp.float32).reshape(batch, k)
+        grouped = lambda x: x.reshape(batch, k, *x.shape[1:])
+        finished, depth = grouped(~steps.going), jnp.broadcast_to(node.depth + 1, (batch, k))
+        f, g = costs(node.g, r, depth, finished, expected)
+        new = distinct(grouped(steps.tokens), grouped(steps.length), grouped(written.start)[:, 0])
+        children = Nodes(
+            jnp.where(new, f, jnp.inf), g, depth, grouped(steps.tokens), grouped(steps.length), grouped(steps.ended),
+            finished,
+        )  # fmt: skip
+        others = nodes._replace(f=nodes.f.at[:, 0].set(jnp.inf))
+        both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), others, children)
+        where = lambda x, y: jnp.where(expands.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+        nodes = jax.tree.map(where, kept(both, frontier), nodes)
+        valid = ~expands | jnp.all((r >= 0) & (r <= 1), 1)
+        spent = lambda x, before: before + jnp.sum(grouped(x) - before[:, None], 1)
+        text = text._replace(
+            passes=spent(steps.passes, text.passes), read=spent(steps.read, text.read),
+            finite=text.finite & jnp.all(grouped(steps.finite), 1),
+        )  # fmt: skip
+        count = jnp.sum(grouped(steps.length - written.start), 1)
+        log = log._replace(expansions=log.expansions + expands, tokens=log.tokens + count, valid=log.valid & valid)
+        return text, nodes, log
+
+    def goes_on(nodes: Nodes, log: Search) -> Array:
+        return ~nodes.finished[:, 0] & (log.expansions < budget) & log.valid
+
+    text = job.begin()
+    index, job_keys = jnp.arange(text.tokens.shape[1]), text.keys
+    zero, none = jnp.zeros((batch, frontier)), jnp.zeros((batch, frontier), bool)
+    first = zero.at[:, 1:].set(jnp.inf)
+    whole_number = zero.astype(jnp.int32)
+    nodes = Nodes(
+        first, zero, whole_number, jnp.repeat(text.tokens[:, None], frontier, 1), whole_number + text.length[:, None],
+        none, none,
+    )  # fmt: skip
+    log = Search(whole_number[:, 0], whole_number[:, 0], zero[:, 0], none[:, 0], ~none[:, 0])
+    carry = text, nodes, log
+    text, nodes, log = jax.lax.while_loop(lambda carry: jnp.any(goes_on(*carry[1:])), body, carry)
+    # Where the budget was spent, what is finished comes before what is not.
+    best = jnp.argmin(jnp.where(nodes.finished, nodes.f, jnp.inf), 1)  # 0, the smallest f, if none is
+    node = pick(nodes, best[:, None])
+    text = at(text, node)._replace(ended=node.ended[:, 0])
+    return result(text, log._replace(cost=node.g[:, 0], finished=node.finished[:, 0]))
