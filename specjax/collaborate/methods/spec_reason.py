@@ -72,12 +72,12 @@ def spec_reason(
     whole("most", most, 1)
     if len(digits) != 10 or not len(judging):
         raise UsageError("digits must be the ids of 0 to 9, ten of them, behind a judging prompt of at least one token")
-    for name, ids in (("judging", judging), ("digits", digits)):
-        check_ids(name, ids, target.model.vocab_size)
     job = prepare_texts(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
         settings=Settings(**settings), spare=len(judging),
     )  # fmt: skip
+    for name, ids in (("judging", judging), ("digits", digits)):
+        check_ids(name, ids, target.model.vocab_size)
     done = _run(
         job, segmenter, jnp.asarray(judging, jnp.int32), jnp.asarray(digits, jnp.int32), jnp.float32(threshold),
         jnp.int32(first), patterns(answer) if answer else None, average=average, most=most,

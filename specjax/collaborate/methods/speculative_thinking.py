@@ -92,11 +92,11 @@ def speculative_thinking(
     """
     for name, value in (("look_ahead", look_ahead), ("long", long), ("patience", patience), ("most", most)):
         whole(name, value, 1)
-    check_ids("check", check, target.model.vocab_size)
     job = prepare_texts(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
         settings=Settings(**settings),
     )  # fmt: skip
+    check_ids("check", check, target.model.vocab_size)
     done = _run(
         job, segmenter, Cues(patterns(positive), patterns(negative), patterns(verify)),
         jnp.asarray(check, jnp.int32).reshape(-1), jnp.array([look_ahead, long, patience, most], jnp.int32),
