@@ -222,8 +222,8 @@ def test_stream_equals_decode(name):
     assert passes == int(result.stats.target_passes.max())
 
 
-# In the program of samples, which takes any temperature, where another test needs it too; for others in that of the greedy
-# text, which is compiled already: a program more for each took 28 s.
+# In the program of samples, which takes any temperature, where another test needs it too; for others in that of the
+# greedy text, which is compiled already: a program more for each took 28 s.
 SAMPLED = {"auto", "autoregressive", "eagle3", "prompt_lookup", "token_recycling", "two_model"}
 
 
