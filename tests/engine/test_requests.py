@@ -38,7 +38,7 @@ def request(i, **more):
 
 @functools.cache
 def alone(name, i, **more):
-    """Its text with the same key and settings; numbers that do nothing for those that a sampled one lacks: one program."""
+    """Its text with the same key and settings; those that a sampled one lacks do nothing, so there is one program."""
     options = OWN[i] | more
     if options["temperature"]:
         options = {"top_k": 64, "top_p": 1.0} | options
