@@ -48,8 +48,8 @@ def rescored(target, prompts, result, **warping):
 @pytest.mark.parametrize("drafter", those(("chain",), DRAFTERS))
 def test_they_are_those_of_a_fresh_pass(drafter):
     target, options = tiny_llama(), {"key": jax.random.key(1), "max_new_tokens": NEW, **WARPING}
-    eos = decode(target, DRAFTERS[drafter](), PROMPTS, **options).to_lists()[1][4]
-    result = decode(target, DRAFTERS[drafter](), PROMPTS, eos=eos, logprobs=True, **options)
+    decoded = lambda eos: decode(target, DRAFTERS[drafter](), PROMPTS, eos=eos, logprobs=True, **options)
+    result = decoded(eos=decoded(eos=target.model.vocab_size - 1).to_lists()[1][4])
     assert result.logprobs.shape == (4, NEW) and result.logprobs.dtype == jnp.float32
     assert result.lengths.min() <= 5
     wanted = rescored(target, PROMPTS, result, **WARPING)

@@ -38,8 +38,10 @@ def request(i, **more):
 
 @functools.cache
 def alone(name, i, **more):
-    """Its text with the same key and settings."""
+    """Its text with the same key and settings; those that a sampled one lacks do nothing, so there is one program."""
     options = OWN[i] | more
+    if options["temperature"]:
+        options = {"top_k": 64, "top_p": 1.0} | options
     drafter, key = DRAFTERS[name](), jax.random.key(i)[None]
     return decode(tiny_llama(), drafter, [PROMPTS[i]], key=key, max_new_tokens=COUNTS[i], **options).to_lists()[0]
 

@@ -181,12 +181,12 @@ def test_it_waits_for_requests_that_have_not_come_yet():
 def test_what_does_not_fit_is_refused_and_the_others_go_on():
     key = jax.random.key(0)
     wrong = [Request([], key), Request([1] * 13, key), Request([1], key, 15), Request([1], key, 0)]
-    news = list(serve(tiny_llama(), None, [*wrong, request(1)], **LIMITS))
+    news = list(serve(tiny_llama(), DRAFTERS["prompt_lookup"](), [*wrong, request(1)], **LIMITS))
     refused = {n.request: n.error for n in news if n.finish_reason == "refused"}
     assert sorted(refused) == [0, 1, 2, 3]
     assert refused[1] == "its prompt has 13 tokens, not 1 to longest_prompt (12)"
     assert refused[2] == "its max_new_tokens is 15, not 1 to that of serve (14)"
-    assert [token for n in news if n.request == 4 for token in n.tokens] == alone("autoregressive", 1)
+    assert [token for n in news if n.request == 4 for token in n.tokens] == alone("prompt_lookup", 1)
 
 
 def test_bad_settings():

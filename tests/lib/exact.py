@@ -55,8 +55,9 @@ def patterns(core, tree: TokenTree, target_logits):
 
 def _compiled(core, tree: TokenTree, target_logits, count: int):
     """`core` as a function of the uniforms alone, of each draft `count` times."""
-    tiled, logits = jax.tree.map(lambda x: np.repeat(np.asarray(x), count, 0), (tree, target_logits))
-    run = jax.jit(core)
+    tiled, logits = jax.device_put(jax.tree.map(lambda x: np.repeat(np.asarray(x), count, 0), (tree, target_logits)))
+    many = len(logits) > 1000  # rows, BISECTIONS times a node: they take longer to compute than to compile
+    run = jax.jit(core, compiler_options={"xla_backend_optimization_level": 1} if many else None)
     return lambda u: run(u, tiled, logits)
 
 

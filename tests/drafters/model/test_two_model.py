@@ -98,19 +98,19 @@ def test_tokens_have_the_law_that_is_reported():
     assert (np.take_along_axis(second, chosen[:, None], 1) > 0).all()
 
 
-def test_the_target_as_its_own_draft_is_always_accepted():
+@pytest.mark.parametrize("temperature", [exhaustive(0.0), 1.0])
+def test_the_target_as_its_own_draft_is_always_accepted(temperature):
     model = tiny_llama()
-    for temperature in (0.0, 1.0):
-        result = decode(
-            model,
-            two_model(model, 3),
-            [[1, 2, 3], [4]],
-            key=jax.random.key(0),
-            max_new_tokens=16,
-            temperature=temperature,
-        )
-        assert result.stats.target_passes.tolist() == [4, 4]
-        assert result.block_efficiency.tolist() == [4.0, 4.0]
+    result = decode(
+        model,
+        two_model(model, 3),
+        [[1, 2, 3], [4]],
+        key=jax.random.key(0),
+        max_new_tokens=16,
+        temperature=temperature,
+    )
+    assert result.stats.target_passes.tolist() == [4, 4]
+    assert result.block_efficiency.tolist() == [4.0, 4.0]
 
 
 def test_bad_budget():
