@@ -1,8 +1,8 @@
 """Models of which every token runs its own part: adaptive depth, and the loop over layers that it is.
 
-Three slots, as the methods of `specjax.adaptive` fill them. A *plan* says before a pass which sublayers a token runs; an
-*exit* changes that while the token goes up; a *repair* is what later tokens find in the cache of a layer that a token
-did not run.
+Three slots, as the methods of `specjax.adaptive` fill them. A *plan* says before a pass which sublayers a token runs;
+an *exit* changes that while the token goes up; a *repair* is what later tokens find in the cache of a layer that a
+token did not run.
 
 What a token runs depends on itself, its place in the text and what the cache says of its ancestors, never on the batch
 or on the tokens beside it. So a pass over a tree, or over a whole text at once, does for each token what plain decoding
@@ -75,8 +75,8 @@ class Depth:
     """How deep each token goes, as pure functions; `params` are the only leaves.
 
     `plan(params, places, own, num_layers) -> carry` is what a pass begins with, `runs(carry, layer) -> Sublayers` of
-    bool[B, T] each what of a layer its tokens run, and `see(params, carry, seen) -> carry` looks at the streams around a
-    layer, of those that `sees(num_layers)` names. Tokens of the prompt must run everything (`Places.generated`),
+    bool[B, T] each what of a layer its tokens run, and `see(params, carry, seen) -> carry` looks at the streams around
+    a layer, of those that `sees(num_layers)` names. Tokens of the prompt must run everything (`Places.generated`),
     unless nothing is ever read of what they leave out.
 
     What is known of a text beyond its keys and values is `own`, arrays [B, ...]: `start(batch, num_layers) -> own`;

@@ -24,7 +24,7 @@ class Reading(NamedTuple):
 
 
 def read(target: Target, tokens: Array, prompt: Array) -> Reading:
-    """`target` of `thinned`, texts `tokens` int32[B, L] whose first `prompt` int32[B] tokens, 1 or more, are the prompt.
+    """`target` of `thinned`; texts `tokens` int32[B, L], of which the first `prompt` int32[B], at least 1, are prompts.
 
     What a token runs does not depend on those behind it, nor on how many are read at once. So this is what decoding
     these texts runs. Raises: UsageError for a model that is not thinned; one whose layers were taken out has no others.

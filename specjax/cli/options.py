@@ -149,7 +149,7 @@ AdaptOption = Annotated[
     str | None,
     typer.Option(
         "--adapt",
-        help="Run a part of the target's layers: lossy. Such as calm:0.8 or skip_decode:speedup=2; see `specjax methods`.",
+        help="Run a part of the target's layers, lossy: calm:0.8, skip_decode:speedup=2, ...; see `specjax methods`.",
         show_default=False,
     ),
 ]
