@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from specjax.engine.prefill import CHUNK, prefill
-from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.models.depth import Thinned
 from specjax.types import Array, Model, Sublayers, Target
@@ -24,10 +23,10 @@ class Reading(NamedTuple):
 
 
 def read(target: Target, tokens: Array, prompt: Array) -> Reading:
-    """`target` of `thinned`; texts `tokens` int32[B, L], of which the first `prompt` int32[B], at least 1, are prompts.
+    """What `target` does with texts `tokens` int32[B, L], of which the first `prompt` int32[B], at least 1, are prompts.
 
     What a token runs does not depend on those behind it, nor on how many are read at once. So this is what decoding
-    these texts runs. Raises: UsageError for a model that is not thinned; one whose layers were taken out has no others.
+    these texts runs; a model that is not thinned runs all of its layers.
     """
     return _read(target.model, target.params, jnp.asarray(tokens, jnp.int32), jnp.asarray(prompt, jnp.int32))
 
@@ -44,11 +43,11 @@ def _read(model: Model, params, tokens: Array, prompt: Array) -> Reading:
         cache, held = carry
         positions = held[:, None] + offset
         output, pending = model.forward(params, at(positions), cache, positions=positions, mask=mask)
-        if not isinstance(pending, Thinned):
-            raise UsageError(f"the model {model.name} runs all of its layers; give one of specjax.adaptive.thinned")
         log_p = jax.nn.log_softmax(output.logits)
         logprobs = take_along(log_p, at(positions + 1)[..., None], 2)[..., 0]
-        here = Reading(pending.ran, logprobs, jnp.argmax(log_p, -1).astype(jnp.int32))
+        every = jnp.ones((*positions.shape, model.capabilities.num_layers), bool)
+        ran = pending.ran if isinstance(pending, Thinned) else Sublayers(every, every)
+        here = Reading(ran, logprobs, jnp.argmax(log_p, -1).astype(jnp.int32))
         count = jnp.clip(size - held, 0, CHUNK)
         return (model.commit(cache, pending, path, count), held + count), here
 

@@ -174,8 +174,10 @@ def test_a_second_threshold_compiles_nothing():
 def test_a_model_of_which_layers_can_be_named_is_wanted():
     with pytest.raises(UsageError, match=r"markov has no layers to choose from"):
         adaptive.thinned(markov(), adaptive.calm())
-    with pytest.raises(UsageError, match=r"give one of specjax\.adaptive\.thinned"):
-        adaptive.read(depths.target(), jnp.ones((1, 4), int), jnp.array([2]))
+    reading, counts = depths.read_again(depths.target(), whole())
+    assert np.asarray(reading.ran.attention).all()
+    said = [row[count].tolist() for row, count in zip(np.asarray(reading.said), counts, strict=True)]
+    assert said == whole()
 
 
 def test_every_method_is_in_the_table_and_reads_from_a_text():
