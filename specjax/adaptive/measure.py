@@ -23,7 +23,7 @@ class Reading(NamedTuple):
 
 
 def read(target: Target, tokens: Array, prompt: Array) -> Reading:
-    """What `target` does with texts `tokens` int32[B, L], of which the first `prompt` int32[B], at least 1, are prompts.
+    """What `target` does with texts `tokens` int32[B, L] whose first `prompt` int32[B] tokens, 1 or more, are given.
 
     What a token runs does not depend on those behind it, nor on how many are read at once. So this is what decoding
     these texts runs; a model that is not thinned runs all of its layers.
