@@ -35,6 +35,7 @@ class Places(NamedTuple):
 
     positions: Array  # int32[B, T]
     prompt: Array  # int32[B], tokens of the prompt
+    mask: Array | None = None  # bool[B, T, T], the ancestors of each among them, and itself; of a pass
 
     @property
     def generated(self) -> Array:
@@ -54,6 +55,7 @@ class Seen(NamedTuple):
     before: Array  # [B, T, D], the stream before it
     between: Array  # behind its attention
     after: Array  # behind its MLP
+    runs: Sublayers  # bool[B, T] each, which tokens ran what of it
     head: Callable[[Array], Array]  # stream [B, T, D] -> logits float32[B, T, V]
 
 
@@ -84,6 +86,12 @@ class Depth:
     of those that were committed. Default: ().
 
     `keeps(num_layers)` names the layers that some token may run, if that is known at once: the others need no memory.
+
+    `become(params, carry, seen) -> stream [B, T, D]` is what goes on to the next layer in place of `seen.after`, for
+    methods that put something in the place of a layer.
+
+    `sparse(num_layers)` names layers that nested sets do not hold for: what runs them sees only the tokens that ran
+    them, which all of these layers have in common. Their caches have only those, and must not be stacked.
     """
 
     plan: Callable[..., PyTree] = field(metadata=STATIC)
@@ -95,6 +103,8 @@ class Depth:
     note: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=_notes_nothing)
     learn: Callable[..., PyTree] = field(metadata=STATIC, default=_keeps)
     keeps: Callable[[int], tuple[int, ...]] | None = field(metadata=STATIC, default=None)
+    become: Callable[..., Array] | None = field(metadata=STATIC, default=None)
+    sparse: Callable[[int], tuple[int, ...]] = field(metadata=STATIC, default=lambda num_layers: ())
     check: Callable[[int], None] = field(metadata=STATIC, default=lambda num_layers: None)  # raises UsageError
     name: str = field(metadata=STATIC, default="depth")
     params: PyTree = ()
@@ -118,6 +128,7 @@ class Through(NamedTuple):
     places: Places
     own: PyTree
     head: Callable[[Array], Array]
+    few: Array | None = None  # int32[B], tokens in the caches of the sparse layers
 
     def __call__(
         self, layers, x: Array, step: L.Step, cache: kv.KVCache, reach: L.Reach
@@ -129,13 +140,15 @@ class Through(NamedTuple):
     def _unrolled(self, layers, x, step, cache, reach):
         earlier = L.keys_and_values(step.earlier)
         carry = self.depth.plan(self.params, self.places, self.own, len(layers))
-        watched = self._watched(len(layers))
+        watched, sparse = self._watched(len(layers)), self.depth.sparse(len(layers))
+        among_few = self._among_few(carry, sparse, step) if sparse else step
         stream, new, ran = [x], [], []
         for i, block in enumerate(layers):
             prefix = L.Prefix(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
-            inputs = L.LayerInputs(step, prefix, reach.of(i))
+            inputs = L.LayerInputs(among_few if i in sparse else step, prefix, reach.of(i))
             runs = self._runs(carry, i, step)
-            x, seen, pending = _layer(L.Weights(*nnx.split(block)), i, x, inputs, runs, self.depth.repair, self.head)
+            seen, pending = _layer(L.Weights(*nnx.split(block)), i, x, inputs, runs, self.depth.repair, self.head)
+            x = self._onward(carry, seen)
             if i in watched:
                 carry = self.depth.see(self.params, carry, seen)
             stream.append(x)
@@ -156,7 +169,8 @@ class Through(NamedTuple):
             inputs = L.LayerInputs(step, prefix, reach.of(layer))
             runs = self._runs(carry, layer, step)
             weights = L.Weights(graphdef, state, layer)
-            x, seen, new = _layer(weights, layer, x, inputs, runs, self.depth.repair, self.head)
+            seen, new = _layer(weights, layer, x, inputs, runs, self.depth.repair, self.head)
+            x = self._onward(carry, seen)
             if len(watched) == count:
                 carry = self.depth.see(self.params, carry, seen)
             elif watched:
@@ -181,18 +195,27 @@ class Through(NamedTuple):
         rows = L.at_layer(step.layers, layer, axis=1)
         return jax.tree.map(lambda runs, of_row: runs & of_row[:, None], runs, rows)
 
+    def _onward(self, carry: PyTree, seen: Seen) -> Array:
+        return seen.after if self.depth.become is None else self.depth.become(self.params, carry, seen)
+
+    def _among_few(self, carry: PyTree, sparse: tuple[int, ...], step: L.Step) -> L.Step:
+        """The pass as the sparse layers see it: of the other tokens only those that run them."""
+        ran = self._runs(carry, sparse[0], step).attention
+        itself = jnp.eye(ran.shape[1], dtype=bool)  # a token that is left out sees something, so that it is a number
+        return step.replace(mask=step.mask & (ran[:, None, :] | itself), length=self.few)
+
     def _pending(self, k, v, step: L.Step, x: Array, ran: Sublayers, carry: PyTree) -> Thinned:
         return Thinned(kv.Pending(k, v, step.positions, kv.after(x)), ran, self.depth.note(carry))
 
 
 def _layer(weights: L.Weights, layer, x: Array, inputs: L.LayerInputs, runs: Sublayers, repair: Repair, head):
-    """One layer, of which the tokens run what `runs` says: the stream, what is to be seen of it, and (k, v).
+    """One layer, of which the tokens run what `runs` says: what is to be seen of it, and (k, v).
 
     A sublayer that no token of the batch runs costs nothing, but for the keys and values that are propagated.
     """
     between, new = _attend(weights.graphdef, repair, weights.state, weights.layer, x, inputs, runs.attention)
     after = _feed(weights.graphdef, weights.state, weights.layer, between, inputs.step, runs.mlp)
-    return after, Seen(layer, x, between, after, head), new
+    return Seen(layer, x, between, after, runs, head), new
 
 
 def _shared(function, static: tuple[int, ...]):

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specjax import buffers
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.models import cache as kv
 from specjax.models.depth import Depth, Places, Thinned, Through
 from specjax.models.pruning import pruned
 from specjax.types import Array, Model, PyTree, Target
@@ -23,6 +24,7 @@ class Memory(NamedTuple):
     base: PyTree
     prompt: Array  # int32[B], tokens of the prompt
     own: PyTree
+    few: Array | None = None  # int32[B], tokens in the caches of sparse layers, if there are any
 
 
 def thinned(target: Target, depth: Depth) -> Target:
@@ -37,6 +39,8 @@ def thinned(target: Target, depth: Depth) -> Target:
     if base.config is None or not base.capabilities.layer_skipping:
         raise UsageError(f"{base.name} has no layers to choose from; give a model of specjax.models")
     depth.check(base.capabilities.num_layers)
+    if depth.sparse(base.capabilities.num_layers) and getattr(base.config, "stacked", False):
+        raise UsageError(f"{depth.name} has layers with caches of their own; load the model with stacked=False")
     if depth.keeps is not None:
         return pruned(target, depth.keeps(base.capabilities.num_layers))
     return Target(_model(base, depth.replace(params=())), {"base": target.params, "depth": depth.params})
@@ -52,30 +56,37 @@ def over(target: Target, depth: Depth, cache: PyTree, prompt: Array, own: PyTree
 def _model(base: Model, depth: Depth) -> Model:
     """`depth` has no parameters here: they come with the model's."""
     num_layers = base.capabilities.num_layers
+    sparse = depth.sparse(num_layers)
 
     def begin(params, inputs, batch: int, capacity: int) -> Memory:
         cache = base.begin(params["base"], inputs, batch, capacity)
         # Who does not say where the prompt ends gets the whole model.
-        return Memory(cache, jnp.full((batch,), jnp.iinfo(jnp.int32).max), depth.start(batch, num_layers))
+        prompt, few = jnp.full((batch,), jnp.iinfo(jnp.int32).max), jnp.zeros((batch,), jnp.int32)
+        return Memory(cache, prompt, depth.start(batch, num_layers), few if sparse else None)
 
     def forward(params, tokens, memory: Memory, *, positions, mask, taps=(), earlier=None, layers=None):
-        places = Places(positions, memory.prompt)
+        if earlier is not None and sparse:
+            raise UsageError(f"{depth.name} cannot grow drafts; use it for a target, not for a draft model")
+        places = Places(positions, memory.prompt, mask[:, :, -positions.shape[1] :])
         head = lambda stream: base.head(params["base"], stream)
-        through = Through(depth, params["depth"], places, memory.own, head)
+        through = Through(depth, params["depth"], places, memory.own, head, memory.few)
         return base.forward(
             params["base"], tokens, memory.base, positions=positions, mask=mask, taps=taps,
             earlier=None if earlier is None else earlier.base, layers=layers, run=through,
         )  # fmt: skip
 
     def commit(memory: Memory, pending: Thinned, path: Array, num_nodes: Array) -> Memory:
-        if not jax.tree.leaves(pending.noted):
-            return memory._replace(base=base.commit(memory.base, pending.base, path, num_nodes))
-        node = jnp.maximum(path, 0)
-        noted = jax.tree.map(lambda x: take_along(x, node.reshape(*node.shape, *[1] * (x.ndim - 2)), 1), pending.noted)
-        places = Places(take_along(pending.base.positions, node, 1), memory.prompt)
-        taken = jnp.arange(path.shape[1]) < num_nodes[:, None]
-        own = depth.learn(memory.own, noted, places, taken)
-        return Memory(base.commit(memory.base, pending.base, path, num_nodes), memory.prompt, own)
+        if sparse:
+            cache, few = _commit_apart(base, sparse, memory, pending, path, num_nodes)
+        else:
+            cache, few = base.commit(memory.base, pending.base, path, num_nodes), None
+        own = memory.own
+        if jax.tree.leaves(own):
+            at = lambda x: take_along(x, jnp.maximum(path, 0).reshape(*path.shape, *[1] * (x.ndim - 2)), 1)
+            places = Places(at(pending.base.positions), memory.prompt)
+            taken = jnp.arange(path.shape[1]) < num_nodes[:, None]
+            own = depth.learn(own, jax.tree.map(at, pending.noted), places, taken)
+        return Memory(cache, memory.prompt, own, few)
 
     def rewind(memory: Memory, length: Array) -> Memory:
         return memory._replace(base=base.rewound(memory.base, length))
@@ -115,3 +126,26 @@ def _model(base: Model, depth: Depth) -> Model:
         name=f"{base.name} by {depth.name}",
         capabilities=base.capabilities._replace(groups=()),
     )
+
+
+def _commit_apart(
+    base: Model, sparse: tuple[int, ...], memory: Memory, pending: Thinned, path: Array, num_nodes: Array
+) -> tuple[kv.KVCache, Array]:
+    """`commit` where the caches of the layers `sparse` take only the tokens that ran them; and how many these have."""
+    place = jnp.arange(path.shape[1])
+    ran = take_along(pending.ran.attention[:, :, sparse[0]], jnp.maximum(path, 0), 1) & (place < num_nodes[:, None])
+    in_front = take_along(path, jnp.argsort(~ran, axis=1, stable=True), 1)
+    count = jnp.sum(ran, 1, dtype=jnp.int32)
+
+    def only(held, are_sparse: bool):
+        pick = lambda parts: tuple(part for layer, part in enumerate(parts) if (layer in sparse) == are_sparse)
+        return held._replace(k=pick(held.k), v=pick(held.v))
+
+    dense = base.commit(only(memory.base, False), only(pending.base, False), path, num_nodes)
+    few = base.commit(only(memory.base, True)._replace(length=memory.few), only(pending.base, True), in_front, count)
+
+    def joined(dense, few):
+        dense, few = iter(dense), iter(few)
+        return tuple(next(few if layer in sparse else dense) for layer in range(len(memory.base.k)))
+
+    return dense._replace(k=joined(dense.k, few.k), v=joined(dense.v, few.v)), few.length

@@ -9,7 +9,7 @@ Guarantee: lossy.
 
 Deviations: the mean is over all tokens of the prompt but the last, which is read in the first pass of the decoding; a
 prompt of one token runs everything. Each row has layers of its own, a batch saves what all of its rows leave out.
-LoRA of the second stage of training is left out.
+LoRA of the second stage of training is left out. Routers begin with a bias, so that they begin by running everything.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.adaptive.fitting import fit
 from specjax.errors import UsageError
 from specjax.models.depth import Depth, Places, Seen
-from specjax.types import Array, Sublayers
+from specjax.types import Array, Sublayers, Target
 
 
 class Routers(NamedTuple):
@@ -93,3 +94,47 @@ def _note(carry: _Routed) -> Array:
 def _learn(asked: Asked, said: Array, places: Places, taken: Array) -> Asked:
     counts = taken & (places.positions < places.prompt[:, None] - 1)
     return Asked(asked.total + jnp.sum(said * counts[..., None], 1), asked.count + jnp.sum(counts, 1, dtype=jnp.int32))
+
+
+def train_routers(
+    target: Target,
+    tokens: Array,
+    prompt: Array,
+    length: Array,
+    *,
+    weight: float = 0.01,
+    bias: float = 2.0,
+    steps: int = 100,
+    learning_rate: float = 1e-2,
+) -> Routers:
+    """Routers of a target that does not change, from texts as `fit` takes them.
+
+    Every layer l is run, and h_{l+1} = r f_l(h_l) + (1 - r) h_l; the loss is that of the text and `weight` times the
+    mean of r. bias: of all routers at the beginning, whose weights are zeros.
+    """
+    layers, width = target.model.capabilities.num_layers, target.model.config.width
+    blank = Routers(jnp.zeros((layers, width)), jnp.full((layers,), bias))
+    soft = _soft(layers).replace(params=blank)
+    return fit(
+        target, soft, tokens, prompt, length, steps=steps, learning_rate=learning_rate, penalty=_mean_gate(weight)
+    )[0].params
+
+
+@functools.cache
+def _mean_gate(weight: float):
+    return lambda said: weight * jnp.mean(said)
+
+
+@functools.cache
+def _soft(layers: int) -> Depth:
+    """All layers run, each as far as its router says."""
+
+    def plan(params: Routers, places: Places, own, num_layers: int) -> _Routed:
+        shape = (*places.positions.shape, num_layers)
+        return _Routed(jnp.ones(shape, bool), jnp.zeros(shape))
+
+    def become(params: Routers, carry: _Routed, seen: Seen) -> Array:
+        r = gate(params, seen.layer, seen.before)[..., None]
+        return (r * seen.after + (1 - r) * seen.before).astype(seen.after.dtype)
+
+    return Depth(plan=plan, runs=_runs, see=_see, note=_note, become=become, name="first_trained")

@@ -74,6 +74,14 @@ ADAPTIVE: dict[str, Method] = {
             "Jain et al. 2024, arXiv 2410.12513",
             needs=frozenset({"routers"}),
         ),
+        _row(
+            adaptive.lora_drop,
+            "most layers run at every k-th token only, in between a low-rank correction stands for them",
+            "2026, arXiv 2601.02569",
+            EVERY._replace(help="tokens between two that run everything"),
+            Option("alpha", float, 16.0, "of the corrections, divided by their rank"),
+            needs=frozenset({"corrections"}),
+        ),
     )
 }
 

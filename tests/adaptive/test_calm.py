@@ -10,6 +10,7 @@ from specjax import Target, UsageError, adaptive
 from specjax.adaptive import exits
 from specjax.adaptive.calm import level, margin, saturation
 from specjax.models.depth import Places, Seen
+from specjax.types import Sublayers
 
 
 def levels(threshold, form, at, decay=4.0, horizon=100):
@@ -34,7 +35,7 @@ def test_calibration_stops_where_the_bound_no_longer_holds():
 def test_confidences():
     logits = jnp.log(jnp.array([[[0.6, 0.3, 0.1]]]))
     before, after = jnp.array([[[1.0, 0.0]]]), jnp.array([[[3.0, 4.0]]])
-    seen = Seen(0, before, before, after, lambda stream: logits)
+    seen = Seen(0, before, before, after, Sublayers(None, None), lambda stream: logits)
     np.testing.assert_allclose(margin(None, seen), [[0.3]], atol=1e-6)
     np.testing.assert_allclose(saturation(None, seen), [[0.6]], atol=1e-6)
 

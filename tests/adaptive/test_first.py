@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import UsageError, adaptive
+from specjax import Target, UsageError, adaptive
 from specjax.adaptive.unified import kept_layers
 
 
@@ -41,3 +41,22 @@ def test_routers_of_another_model():
         adaptive.thinned(depths.target(), adaptive.first(routers))
     with pytest.raises(UsageError, match="routers are weight"):
         adaptive.first(routers._replace(bias=jnp.zeros(4)))
+
+
+def test_routers_learn_what_can_be_left_out():
+    """Layers of which one adds nothing: its gate falls, under a penalty, and the text stays as likely."""
+    whole = depths.target()
+    layers = dict(whole.params["layers"])
+    for part, name in (("attention", "o"), ("mlp", "down")):
+        weight = layers[part][name]["weight"].at[3].set(0.0)
+        layers[part] = layers[part] | {name: layers[part][name] | {"weight": weight}}
+    target = Target(whole.model, whole.params | {"layers": layers})
+    text = depths.texts(target)
+    rows = [prompt + answer for prompt, answer in zip(depths.PROMPTS, text, strict=True)]
+    tokens = jnp.asarray([row + [0] * (25 - len(row)) for row in rows])
+    prompt, length = (jnp.asarray(list(map(len, texts))) for texts in (depths.PROMPTS, rows))
+    routers = adaptive.train_routers(target, tokens, prompt, length, weight=1.0, steps=60, learning_rate=0.05)
+    model = adaptive.thinned(target, adaptive.first(routers))
+    reading, _ = depths.read_again(model, text)
+    ran = np.asarray(reading.ran.attention)[0, 1]
+    assert not ran[3] and ran.sum() > 3
