@@ -78,11 +78,11 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
         )  # fmt: skip
         return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
-    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1):
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1, run=None):
         module = nnx.merge(graphdef, nnx.State(params))
         return module(
             tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layers=layers, layout=layout,
-            run_layers=functools.partial(run_layers, group=group),
+            run_layers=run or functools.partial(run_layers, group=group),
         )  # fmt: skip
 
     return Model(

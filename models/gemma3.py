@@ -67,6 +67,9 @@ class Block(nnx.Module):
         attended, new = self.attention(self.attention_norm(x), inputs)
         return self.attention_post_norm(attended), new
 
+    def keys(self, x, inputs: L.LayerInputs):
+        return self.attention.keys(self.attention_norm(x), inputs)
+
     def feed(self, x, step: L.Step):
         return self.mlp_post_norm(step.sum(self.mlp(self.mlp_norm(x)), "mlp"))
 

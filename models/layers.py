@@ -270,7 +270,7 @@ class Reach(NamedTuple):
 
     def of(self, layer: Array | int) -> Reach:
         """That of one layer."""
-        return self if self.frequencies.ndim == 1 else _at(self, layer)
+        return self if self.frequencies.ndim == 1 else at_layer(self, layer)
 
 
 class LayerInputs(NamedTuple):
@@ -306,14 +306,10 @@ class Attention(nnx.Module):
     def __call__(self, x, inputs: LayerInputs):
         """x [B, T, D] -> [B, T, D], (k, v) [B, K, T, h] of the new tokens, as the cache keeps them."""
         step, prefix, (frequencies, window) = inputs.step, inputs.prefix, inputs.reach
-        heads = lambda y: step.place(y.reshape(*y.shape[:2], -1, self.head_dim), "data", None, "heads", None)
-        # The barrier keeps what follows out of the products, for which the TPU compiler would cut the weights out of
-        # their stack first (Llama 3 8B over four v5e chips, 64 tokens: 90,000 cycles per layer against 46,000).
-        q, k, v = map(heads, jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x))))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (rope(y, step.positions, frequencies, self.same_bits) for y in (q, k))
-        new = kv.as_kept(k.swapaxes(1, 2), prefix.k), kv.as_kept(v.swapaxes(1, 2), prefix.v)
+        q, k, v = self._by_heads(step, self.q(x), self.k(x), self.v(x))
+        q = q if self.q_norm is None else self.q_norm(q)
+        q = rope(q, step.positions, frequencies, self.same_bits)
+        new = self._kept(k, v, inputs)
         join = lambda old, new: jnp.concatenate([old, new], 2)
         all_k, all_v = jax.tree.map(join, prefix.earlier, new) if prefix.earlier else new
         attend: Callable[..., Array] = functools.partial(
@@ -329,6 +325,24 @@ class Attention(nnx.Module):
         )  # fmt: skip
         out = out[..., : self.head_dim].reshape(*x.shape[:2], -1)
         return step.sum(self.o(out), "heads"), new
+
+    def keys(self, x, inputs: LayerInputs):
+        """(k, v) [B, K, T, h] alone of what `__call__` gives: where a layer is skipped that later tokens read."""
+        k, v = self._by_heads(inputs.step, self.k(x), self.v(x))
+        return self._kept(k, v, inputs)
+
+    def _by_heads(self, step: Step, *projected: Array) -> tuple[Array, ...]:
+        """[B, T, H, h] each."""
+        heads = lambda y: step.place(y.reshape(*y.shape[:2], -1, self.head_dim), "data", None, "heads", None)
+        # The barrier keeps what follows out of the products, for which the TPU compiler would cut the weights out of
+        # their stack first (Llama 3 8B over four v5e chips, 64 tokens: 90,000 cycles per layer against 46,000).
+        return tuple(map(heads, jax.lax.optimization_barrier(projected)))
+
+    def _kept(self, k: Array, v: Array, inputs: LayerInputs):
+        """Keys and values by heads [B, T, K, h], as the cache keeps them."""
+        k = k if self.k_norm is None else self.k_norm(k)
+        k = rope(k, inputs.step.positions, inputs.reach.frequencies, self.same_bits)
+        return kv.as_kept(k.swapaxes(1, 2), inputs.prefix.k), kv.as_kept(v.swapaxes(1, 2), inputs.prefix.v)
 
 
 def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):
@@ -382,7 +396,7 @@ def run_layers(
     return run(layers, x, step, cache, reach, group)
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     """The parameters of a layer, or of all of them, of which `layer` is cut out where it is needed."""
 
     graphdef: nnx.GraphDef
@@ -390,10 +404,10 @@ class _Weights(NamedTuple):
     layer: Array | None = None
 
     def block(self):
-        return nnx.merge(self.graphdef, self.state if self.layer is None else _at(self.state, self.layer))
+        return nnx.merge(self.graphdef, self.state if self.layer is None else at_layer(self.state, self.layer))
 
 
-def _at(tree: PyTree, layer: Array | int, axis: int = 0) -> PyTree:
+def at_layer(tree: PyTree, layer: Array | int, axis: int = 0) -> PyTree:
     """One layer of arrays that count layers along `axis`."""
 
     def cut(leaf):
@@ -405,16 +419,16 @@ def _at(tree: PyTree, layer: Array | int, axis: int = 0) -> PyTree:
 
 
 def _unrolled(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, group: int) -> tuple[list, kv.Pending]:
-    earlier = _keys_and_values(step.earlier)
+    earlier = keys_and_values(step.earlier)
 
     # Under `jit` so that equal layers share one trace: 30 layers in five programs take 2.9 s of CPU time, not 10.3.
     @functools.partial(jax.jit, static_argnums=0)
     def run_layer(graphdef, state, x, inputs):
-        return _run_layer(_Weights(graphdef, state), x, inputs)
+        return _run_layer(Weights(graphdef, state), x, inputs)
 
     def inputs_of(i: int) -> LayerInputs:
         prefix = Prefix(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
-        return LayerInputs(step, prefix, reach.of(i), _at(step.layers, i, axis=1))
+        return LayerInputs(step, prefix, reach.of(i), at_layer(step.layers, i, axis=1))
 
     stream, new = [x], []
     for start, size, count in segments(len(layers), group):
@@ -434,19 +448,19 @@ def _unrolled(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, gro
 
 def _scanned(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, group: int) -> tuple[Array, kv.Pending]:
     graphdef, state = nnx.split(layers)
-    earlier = _keys_and_values(step.earlier)
+    earlier = keys_and_values(step.earlier)
 
     def inputs_of(layer: Array) -> LayerInputs:
         # The whole cache, not a slice of it: a kernel's operand would be copied out of the stack.
-        prefix = Prefix(cache.k, cache.v, layer, _at(earlier, layer))
-        return LayerInputs(step, prefix, reach.of(layer), _at(step.layers, layer, axis=1))
+        prefix = Prefix(cache.k, cache.v, layer, at_layer(earlier, layer))
+        return LayerInputs(step, prefix, reach.of(layer), at_layer(step.layers, layer, axis=1))
 
     def body(size: int, x: Array, xs):
         first, own = xs
         if own is not None:
-            members = [_Weights(graphdef, own)]
+            members = [Weights(graphdef, own)]
         else:
-            members = [_Weights(graphdef, state, first + i) for i in range(size)]
+            members = [Weights(graphdef, state, first + i) for i in range(size)]
         inputs = [inputs_of(first + i) for i in range(size)]
         if size == 1:
             x, new = _run_layer(members[0], x, inputs[0])
@@ -469,7 +483,7 @@ def _scanned(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, grou
     return jnp.concatenate([*stream, x[None]]), kv.Pending(k, v, step.positions, kv.after(x))
 
 
-def _keys_and_values(earlier: kv.Pending | None) -> tuple:
+def keys_and_values(earlier: kv.Pending | None) -> tuple:
     return () if earlier is None else (earlier.k, earlier.v)
 
 
@@ -479,7 +493,7 @@ def _run_group(blocks: list, x: Array, inputs: list[LayerInputs]) -> tuple[list[
     return take_turns(x, attended, lambda i, x: blocks[i].feed(x, inputs[i].step)), list(new)
 
 
-def _run_layer(weights: _Weights, x: Array, inputs: LayerInputs):
+def _run_layer(weights: Weights, x: Array, inputs: LayerInputs):
     """One layer, or what `inputs.runs` says of it: the stream after it, and (k, v)."""
     if inputs.runs is None:
         block = weights.block()

@@ -66,6 +66,9 @@ class Block(nnx.Module):
     def attend(self, x, inputs: L.LayerInputs):
         return self.attention(self.attention_norm(x), inputs)
 
+    def keys(self, x, inputs: L.LayerInputs):
+        return self.attention.keys(self.attention_norm(x), inputs)
+
     def feed(self, x, step: L.Step):
         return step.sum(self.mlp(self.mlp_norm(x)), "mlp")
 

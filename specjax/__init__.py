@@ -53,6 +53,7 @@ _HOMES = {
 
 __all__ = [
     *_HOMES,
+    "adaptive",
     "collaborate",
     "controllers",
     "decoders",

@@ -1,3 +1,4 @@
+from specjax import adaptive as adaptive
 from specjax import collaborate as collaborate
 from specjax import controllers as controllers
 from specjax import decoders as decoders

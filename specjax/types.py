@@ -154,6 +154,9 @@ class Model(NamedTuple):
     `rewind(cache, length[B]) -> cache` forgets all but the first `length` tokens. None: the model cannot, as one whose
     memory is a running state cannot; then nothing may be committed that could be taken back.
 
+    `prompted(cache, length[B]) -> cache` says, before a text is read, of how many tokens its prompt is. None: that
+    makes no difference to the model.
+
     `widen(pending, slots)` gives what is pending room for `slots` tokens; `insert(wide, new, place)` writes what a
     later pass left at slot `place` (an int, int32[] or one per row [B]) and following, or each token at a slot of its
     own (int32[B, T], of which those beyond the last fall away). The defaults are for `pending` whose arrays are all
@@ -172,6 +175,7 @@ class Model(NamedTuple):
     max_positions: int
     name: str = "model"
     rewind: Callable[[PyTree, Array], PyTree] | None = None
+    prompted: Callable[[PyTree, Array], PyTree] | None = None
     widen: Callable[[PyTree, int], PyTree] = buffers.widen
     insert: Callable[[PyTree, PyTree, Any], PyTree] = buffers.insert
     axes: Callable[[PyTree], PyTree] = buffers.rows_first
@@ -186,6 +190,11 @@ class Model(NamedTuple):
     def reads(self, inputs: PyTree) -> PyTree:
         """`inputs` for `begin` if the model reads any, else None: of a draft model beside a target that does."""
         return inputs if self.capabilities.inputs else None
+
+    def opened(self, params: PyTree, inputs: PyTree, length: Array, capacity: int) -> PyTree:
+        """`begin` for texts whose prompts are of `length` int32[B] tokens."""
+        cache = self.begin(params, inputs, len(length), capacity)
+        return cache if self.prompted is None else self.prompted(cache, length)
 
     def rewound(self, cache: PyTree, length: Array) -> PyTree:
         """`rewind`, where it is known that the model can."""

@@ -1,5 +1,6 @@
 """Every method by name: what it promises, what it needs, what it can be told."""
 
+from specjax.catalog.adaptive import parse_depth
 from specjax.catalog.method import Kind, Method, Need
 from specjax.catalog.methods import METHODS, find_drafter, make_drafter, of_kind
 from specjax.catalog.options import REQUIRED, Option
@@ -18,5 +19,6 @@ __all__ = [
     "find_drafter",
     "make_drafter",
     "of_kind",
+    "parse_depth",
     "parse_rule",
 ]

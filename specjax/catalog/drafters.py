@@ -12,6 +12,8 @@ from typing import Any
 import jax
 
 from specjax import drafters, trees
+from specjax.adaptive import Depth
+from specjax.catalog.adaptive import depth_spec, parse_depth
 from specjax.catalog.method import Method
 from specjax.catalog.options import REQUIRED, Option, numbers, read_call, two_numbers, yes_or_no
 from specjax.diffusion import drafters as denoising
@@ -114,6 +116,10 @@ def _aded(target: Target, draft: Target | None, *, datastore: Datastore | None =
     texts: list[Any] = list(datastore.documents())
     size = {"buckets": options["buckets"]} if "buckets" in options else {}
     return drafter.replace(params=drafters.corpus_table(texts, **size))
+
+
+def _thinned(target: Target, draft: Target | None, *, depth: str | Depth = "calm", **options) -> Drafter:
+    return drafters.thinned(target, parse_depth(depth) if isinstance(depth, str) else depth, **options)
 
 
 def _row_of(spec: str) -> Method:
@@ -512,6 +518,21 @@ DRAFTERS: dict[str, Method] = {
                 Option("max_trials", int, 1000, "rounds after which it ends"),
             ),
             draft_cost=0.55,
+        ),
+        Method(
+            "thinned",
+            "drafter",
+            _thinned,
+            "distribution",
+            "the target drafts with the layers that a method of adaptive depth chooses",
+            "our combination; papers: the methods of a target that does less",
+            options=(
+                Option("depth", depth_spec, "calm", "what chooses them, such as skip_decode:speedup=2"),
+                num_tokens(4),
+                TREE,
+                STOP,
+            ),
+            draft_cost=0.6,
         ),
         Method(
             "dynamic_exit",

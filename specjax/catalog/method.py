@@ -9,12 +9,14 @@ from typing import Any, Literal, NamedTuple
 from specjax.catalog.options import Option
 from specjax.types import Guarantee
 
-Kind = Literal["drafter", "decoder", "diffusion", "collaboration"]
+Kind = Literal["drafter", "decoder", "diffusion", "collaboration", "adaptive"]
 """`drafter`: drafts for the loop of `specjax.decode`. `decoder`: a loop of its own. `diffusion`: decides the columns of
-a canvas, for `specjax.denoise`. `collaboration`: several models or samples write a text."""
+a canvas, for `specjax.denoise`. `collaboration`: several models or samples write a text.
+`adaptive`: chooses the layers of the target that a token runs, for `specjax.adaptive.thinned`."""
 
 Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
     "filter", "automaton", "denoiser", "segmenter", "judging", "cues", "tuned", "reward", "safe", "router", "answers",
+    "probes", "routers", "corrections",
 ]  # fmt: skip
 """`draft`: a second, smaller model. `head`: a learned one of the target. `datastore`: a corpus. `costs`: what wide
 passes cost, of `specjax.costs`. `source`: a text to be edited. `devices`: some of its own for each model. `fill`: a
@@ -23,6 +25,7 @@ model of masked blocks, as `drafters.nar_block` takes it. `any_order`, `continuo
 `denoiser`: a diffusion model that drafts.
 Of collaborations, in Python too: `segmenter`: where steps end. `judging`: the prompt of a judge, and its digits.
 `cues`: words as tokens. `tuned`, `safe`, `router`: another model. `reward`, `answers`: a function.
+`probes`, `routers`, `corrections`: what `specjax.adaptive` trains.
 """
 
 

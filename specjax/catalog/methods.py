@@ -5,6 +5,7 @@ The list in docs/methods.md, the command line's choices, the planner and the con
 
 from __future__ import annotations
 
+from specjax.catalog.adaptive import ADAPTIVE
 from specjax.catalog.collaboration import COLLABORATIONS
 from specjax.catalog.decoders import DECODERS
 from specjax.catalog.diffusion import DIFFUSION
@@ -17,7 +18,7 @@ from specjax.models.heads.contract import DraftHead
 from specjax.retrieval.datastore import Datastore
 from specjax.types import Drafter, Target
 
-METHODS: dict[str, Method] = {**DRAFTERS, **HEADS, **DECODERS, **DIFFUSION, **COLLABORATIONS}
+METHODS: dict[str, Method] = {**DRAFTERS, **HEADS, **DECODERS, **DIFFUSION, **COLLABORATIONS, **ADAPTIVE}
 
 
 def of_kind(kind: Kind) -> dict[str, Method]:
@@ -32,6 +33,11 @@ def find_drafter(name: str) -> Method:
     method = METHODS[name]
     if method.kind == "diffusion":
         raise UsageError(f"method {name} decodes diffusion models; call specjax.denoise, or give --target one of these")
+    if method.kind == "adaptive":
+        raise UsageError(
+            f"method {name} chooses layers of the target and drafts nothing; use --adapt {name}, or --method thinned "
+            f"--set depth={name} (specjax.adaptive in Python)"
+        )
     if method.kind != "drafter":
         home = "decoders" if method.kind == "decoder" else "collaborate.methods"
         loop = f"specjax.{home}.{method.make.__name__}"

@@ -15,6 +15,7 @@ from specjax.errors import UsageError
 from specjax.reading import MOST_BYTES, parse_json
 
 if TYPE_CHECKING:
+    from specjax.adaptive import Depth
     from specjax.catalog import Method, Option
 
 LOADABLE = {"draft", "head", "datastore"}
@@ -190,6 +191,16 @@ def recognised(draft: str | None, flag: str = "--draft") -> str | None:
 
     found = parsed(flag, recognise, draft)
     return found and found[0]
+
+
+def read_depth(adapt: str | None, max_new_tokens: int, head: str | None) -> Depth | None:
+    """What --adapt says of the target's layers. Raises: UsageError."""
+    if adapt is None:
+        return None
+    from specjax.catalog import parse_depth
+
+    require(head is None, "--adapt changes the target that the head of --draft was trained for; leave one of them out")
+    return parsed("--adapt", lambda spec: parse_depth(spec, max_new_tokens), adapt)
 
 
 def method_of(draft: str | None, head: str | None, *others: object, settings: Sequence[str] | None = None) -> str:

@@ -11,7 +11,7 @@ from specjax.cli import diffusion, hosts
 from specjax.cli import options as o
 from specjax.cli import processing as c
 from specjax.cli import speculative as s
-from specjax.cli.drafting import method_of, read_costs, read_drafting, recognised
+from specjax.cli.drafting import method_of, read_costs, read_depth, read_drafting, recognised
 
 if TYPE_CHECKING:
     from specjax.cli.denoising import Denoisings
@@ -102,6 +102,7 @@ def generate(
     dtype: o.DtypeOption = "auto",
     cache_dtype: o.CacheDtypeOption = None,
     same_bits: o.SameBitsOption = False,
+    adapt: o.AdaptOption = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding too; compare texts and speed.")
     ] = False,
@@ -167,6 +168,8 @@ def generate(
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
+    if adapt is not None and draft is None:  # what a wide pass costs, by which `auto` goes, is known of whole models
+        method = method or "autoregressive"
     method = head if head in also else method or method_of(draft, head, *named.values(), verifier, settings=settings)
     drafting = read_drafting(
         [method], draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
@@ -180,6 +183,7 @@ def generate(
     o.require(checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {checkpoint_every}")
     from specjax.cli import prompts as p
 
+    depth = read_depth(adapt, max_new_tokens, head)
     good = checkpoint is None or (bool(checkpoint.strip()) and p.is_whole(checkpoint))
     o.require(good, "--checkpoint is empty or no UTF-8 text; name a folder")
     # Of a file what it says counts, which may differ from host to host.
@@ -187,7 +191,7 @@ def generate(
 
     from specjax.cli.console import Console, print_json
     from specjax.cli.generation import Generation, show
-    from specjax.cli.session import kept_programs, open_session, weigh
+    from specjax.cli.session import adapted, kept_programs, open_session, weigh
     from specjax.errors import UsageError
     from specjax.parallel import check_same
 
@@ -204,6 +208,7 @@ def generate(
         log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh, has_head=head is not None,
         token_map=speculative_token_map, same_bits=same_bits,
     )  # fmt: skip
+    session = adapted(session, depth, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest, system)
     bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)

@@ -122,6 +122,8 @@ def _show_one(name: str, as_json: bool, out) -> None:
         say(f"a loop of its own; in Python, specjax.decoders.{row.make.__name__}")
     if row.kind == "collaboration":
         say(f"a text of several models or samples; in Python, specjax.collaborate.methods.{row.make.__name__}")
+    if row.kind == "adaptive":
+        say(f"of a target: specjax generate --adapt {name}; in Python, specjax.adaptive.{name}")
     for word in ("needs", "takes"):
         if described[word]:
             say(f"{word}: {', '.join(described[word])}")
@@ -170,6 +172,7 @@ def _show_methods(rows: list[dict[str, Any]], out, section: str) -> None:
         "decoder": "loop of its own",
         "diffusion": "of diffusion models",
         "collaboration": "of several models or samples",
+        "adaptive": "of a target that does less",
     }
     heads, fields = ("guarantee", "needs", "what it does", "paper"), ("guarantee", "needs", "summary", "paper")
     count = len(heads) if out.width >= WIDE else len(heads) - 1

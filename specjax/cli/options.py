@@ -145,6 +145,14 @@ SameBitsOption = Annotated[
         "time per pass. `specjax check-bits` asks whether it holds here.",
     ),
 ]
+AdaptOption = Annotated[
+    str | None,
+    typer.Option(
+        "--adapt",
+        help="Run a part of the target's layers, lossy: calm:0.8, skip_decode:speedup=2, ...; see `specjax methods`.",
+        show_default=False,
+    ),
+]
 CacheDtypeOption = Annotated[
     str | None,
     typer.Option(

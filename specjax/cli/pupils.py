@@ -12,11 +12,11 @@ import numpy as np
 
 from specjax.cli.session import Session
 from specjax.errors import UsageError
-from specjax.models import loading
+from specjax.models import loading, pruned
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading.heads.writing import check_writable
 from specjax.models.loading.writing import check_model_writable
-from specjax.training.draft_models import OnPolicy, pruned
+from specjax.training.draft_models import OnPolicy
 from specjax.training.lessons import Text
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from specjax import controllers, trees
 from specjax import costs as costs_of
+from specjax.adaptive import Depth, thinned
 from specjax.bench import near_ties
 from specjax.catalog import METHODS, Method, make_drafter, parse_rule
 from specjax.cli.console import Console, visible
@@ -187,6 +188,14 @@ def open_session(
         model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype, head=head, check=check,
         same_bits=same_bits,
     )  # fmt: skip
+
+
+def adapted(session: Session, depth: Depth | None, log: Console) -> Session:
+    """With a target that runs a part of its layers, which is said."""
+    if depth is None:
+        return session
+    log.print(f"lossy: {depth.name} leaves layers of {session.target.model.name} out, token by token", style="yellow")
+    return session._replace(target=parsed("--adapt", lambda depth: thinned(session.target, depth), depth))
 
 
 def of_head(row: Method, head: LoadedHead, given: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:

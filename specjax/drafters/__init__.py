@@ -24,6 +24,7 @@ from specjax.drafters.layers.dynamic_exit import dynamic_exit
 from specjax.drafters.layers.early_exit import early_exit
 from specjax.drafters.layers.superposed import superposed
 from specjax.drafters.layers.swift import swift
+from specjax.drafters.layers.thinned import thinned
 from specjax.drafters.lookup.input_guided import input_guided
 from specjax.drafters.lookup.prompt_lookup import prompt_lookup
 from specjax.drafters.lookup.rest import rest
@@ -79,6 +80,7 @@ __all__ = [
     "suffix",
     "superposed",
     "swift",
+    "thinned",
     "token_recycling",
     "two_model",
 ]

@@ -68,7 +68,7 @@ def init(
     target, drafter = parts.target, parts.drafter
     noise = keys if parts.coupled else None
     context = Context(tokens, length, parts.sampling, noise, target=target, inputs=inputs)
-    cache = target.model.begin(target.params, inputs, batch, size)
+    cache = target.model.opened(target.params, inputs, length, size)
     draft, control = drafter.init(drafter.params, context), parts.controller.init(batch)
     if beside is not None:
         cache = buffers.with_shared(cache, beside.cache, target.model.axes(cache))

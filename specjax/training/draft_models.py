@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from specjax.drafters import autoregressive
 from specjax.errors import UsageError
 from specjax.facade import decode
 from specjax.indexing import take_along
-from specjax.models import make_model
 from specjax.models.vocabulary import beside
 from specjax.training import losses
 from specjax.training.chunks import sum_in_chunks
@@ -139,32 +138,6 @@ def leading_hits(model: Model, params: PyTree, target: Target, lesson: Lesson, d
     place = jnp.arange(right.shape[1])
     wrong = jax.lax.cummin(jnp.where(right, right.shape[1], place), axis=1, reverse=True)
     return jnp.minimum(wrong - place, depths).astype(jnp.int32)
-
-
-def pruned(target: Target, layers: Sequence[int]) -> Target:
-    """The target with these of its layers alone, in this order, from 0: what a draft model may begin with.
-
-    Raises: UsageError for layers that it does not have, and for a model that is not of `specjax.models`.
-    """
-    config, known = target.model.config, target.model.capabilities.num_layers
-    if config is None or not isinstance(target.params, dict) or "layers" not in target.params:
-        raise UsageError(f"{target.model.name} has no layers by number to keep some of; give a model of specjax.models")
-    outside = [layer for layer in layers if not 0 <= layer < known]
-    if outside or not 0 < len(layers) <= known:
-        raise UsageError(f"the target has layers 0 to {known - 1}; keep one or more of these, not {list(layers)}")
-    own = target.params["layers"]
-    if all(str(key).isdigit() for key in own):
-        keys = sorted(own, key=int)
-        kept = {keys[place]: own[keys[layer]] for place, layer in enumerate(layers)}
-    else:
-        kept = jax.tree.map(lambda x: x[jnp.asarray(layers)], own)
-    changes: dict[str, Any] = {"num_layers": len(layers)}
-    if hasattr(config, "is_global"):
-        changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
-    smaller = dataclasses.replace(config, **changes)
-    mesh = target.model.mesh
-    model = make_model(smaller) if mesh is None else make_model(smaller, mesh)
-    return Target(model, target.params | {"layers": kept})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,6 +63,7 @@ OPTIONS = {
     "rapid": {"num_tokens": 3, "budget": 12, "chunk": 4, "query": 3, "max_new_tokens": 20},
     "rest": {"num_nodes": 7, "depth": 4, "max_span": 4, "num_paths": 8},
     "superposed": {"exit_layer": 1, "num_tokens": 3, "drafts": 2},
+    "thinned": {"depth": "calm:0.3,every=1", "num_tokens": 3},
     "swift": {"num_tokens": 4, "layers": (0, 1), "ratio": 0.5, "window": 4, "stop": 0.1},
     "stand": {"tree": ((0,), (1,), (0, 0)), "buckets": 4, "read_prompt": False},
     "token_recycling": {"num_nodes": 7},
@@ -310,7 +311,9 @@ def toy_drafter(name):
 DRAWN = {"dflash2", "dspark", "dynamic_exit", "eagle3", "early_exit", "easyspec", "hierarchical", "rapid"}
 
 
-@pytest.mark.parametrize("name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, EXACT))
+@pytest.mark.parametrize(
+    "name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, sorted({*EXACT} - {"thinned"}))
+)  # which wants layers: tests/drafters/layers/test_thinned.py
 def test_sampled_text_has_the_joint_law_of_the_target(name):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS)
     assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3

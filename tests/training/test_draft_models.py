@@ -13,9 +13,10 @@ from toy_models import alike
 import specjax
 from specjax import UsageError
 from specjax.drafters import autoregressive, two_model
+from specjax.models import pruned
 from specjax.models.vocabulary import of_vocabulary
 from specjax.training import losses
-from specjax.training.draft_models import OnPolicy, answered_by, leading_hits, loss_of, pruned
+from specjax.training.draft_models import OnPolicy, answered_by, leading_hits, loss_of
 from specjax.training.lessons import Text, choose_places, pack
 from specjax.training.loop import train
 from specjax.training.recipes import recipe_of

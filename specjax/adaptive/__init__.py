@@ -1,0 +1,40 @@
+"""Models that do less: a token runs the part of the layers that a method gives it. Lossy, or as a drafter lossless.
+
+`thinned(target, calm())` is a target as any other, whose text is its own. `drafters.thinned(target, calm())` drafts so
+for the whole model, which verifies. One file per method; what they share is `specjax.models.depth`.
+"""
+
+from specjax.adaptive.calm import calibrated, calm
+from specjax.adaptive.dynamax import Probes, dynamax, train_probes
+from specjax.adaptive.ffn_skip import ffn_skip
+from specjax.adaptive.first import Routers, first, train_routers
+from specjax.adaptive.fitting import fit
+from specjax.adaptive.lora_drop import Corrections, blank_corrections, lora_drop
+from specjax.adaptive.measure import Reading, read, share_run
+from specjax.adaptive.skip_decode import skip_decode
+from specjax.adaptive.unified import unified
+from specjax.models.depth import Depth
+from specjax.models.thinned import thinned
+
+__all__ = [
+    "Corrections",
+    "Depth",
+    "Probes",
+    "Reading",
+    "Routers",
+    "blank_corrections",
+    "calibrated",
+    "calm",
+    "dynamax",
+    "ffn_skip",
+    "first",
+    "fit",
+    "lora_drop",
+    "read",
+    "share_run",
+    "skip_decode",
+    "thinned",
+    "train_probes",
+    "train_routers",
+    "unified",
+]

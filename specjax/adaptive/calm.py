@@ -1,0 +1,106 @@
+"""CALM: a token leaves the model behind the layer at which its prediction is confident.
+
+Schuster, Fisch, Gupta, Dehghani, Bahri, Tran, Tay, Metzler: Confident Adaptive Language Modeling (NeurIPS 2022),
+arXiv 2207.07061.
+
+Rule: behind layer l the confidence of a token is p_1 - p_2 of softmax(head(norm(h_l))) (`softmax`), or cos(h_l,
+h_{l-1}) (`saturation`). It leaves where that is at least
+  lambda_t = clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1)
+at the t-th generated token of N. The layers above find the keys and values of the stream that it left with.
+Guarantee: lossy. `calibrated` chooses lambda so that the risk is at most delta, with probability 1 - epsilon over
+examples like those that it was chosen on.
+
+Deviations: tested every `every` layers, since a test of `softmax` costs the whole head. The authors' learned probe is
+`dynamax`. With lambda <= 0 every token leaves at the first test, with lambda > 1 none does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from specjax.adaptive.exits import leaving, similarity
+from specjax.errors import UsageError
+from specjax.models.depth import Depth, Places, Seen
+from specjax.types import Array
+
+FORMS = ("softmax", "saturation")
+DECAYS = ("paper", "follow_up")
+
+
+def calm(
+    threshold: float = 0.9,
+    *,
+    confidence: str = "softmax",
+    every: int = 4,
+    decay: float = 4.0,
+    form: str = "paper",
+    horizon: int = 128,
+) -> Depth:
+    """For `specjax.adaptive.thinned(target, calm())`.
+
+    Args:
+      threshold: lambda. confidence: one of FORMS. every: layers between two tests. decay: tau.
+      form: follow_up, of Bae et al. 2023 (arXiv 2310.05424): lambda (0.9 + 0.1 exp(-tau t / N)).
+      horizon: N, tokens that are generated at most.
+
+    The threshold is a parameter, an array: another one compiles nothing anew.
+    """
+    if confidence not in FORMS:
+        raise UsageError(f'confidence must be one of {", ".join(FORMS)}, not "{confidence}"')
+    if form not in DECAYS:
+        raise UsageError(f'form must be one of {", ".join(DECAYS)}, not "{form}"')
+    if horizon < 1:
+        raise UsageError(f"horizon must be at least 1, not {horizon}")
+    if math.isnan(threshold) or not decay >= 0:
+        raise UsageError(f"threshold and decay must be numbers, decay at least 0, not {threshold} and {decay}")
+    return _calm(confidence, every, float(decay), form, horizon).replace(params=jnp.float32(threshold))
+
+
+@functools.cache
+def _calm(confidence: str, every: int, decay: float, form: str, horizon: int) -> Depth:
+    sure = {"softmax": margin, "saturation": saturation}[confidence]
+    return leaving("calm", sure, functools.partial(level, decay, form, horizon), every)
+
+
+def margin(params, seen: Seen) -> Array:
+    """float32[B, T]: how much likelier the likeliest token is than the next."""
+    logits = seen.head(seen.after)
+    largest = jax.lax.top_k(logits, 2)[0]
+    first, second = jnp.moveaxis(jnp.exp(largest - jax.nn.logsumexp(logits, -1, keepdims=True)), -1, 0)
+    return first - second
+
+
+def saturation(params, seen: Seen) -> Array:
+    """float32[B, T]: how little the layer changed the stream."""
+    return similarity(seen.after, seen.before)
+
+
+def level(decay: float, form: str, horizon: int, threshold: Array, places: Places) -> Array:
+    """float32[B, T]: lambda_t."""
+    falling = jnp.exp(-decay * places.nth / horizon)
+    of_paper = jnp.clip(0.9 * threshold + 0.1 * falling, 0.0, 1.0)
+    value = of_paper if form == "paper" else threshold * (0.9 + 0.1 * falling)
+    return jnp.where(threshold <= 0, -jnp.inf, jnp.where(threshold > 1, jnp.inf, value))
+
+
+def calibrated(risks: Sequence[float], count: int, *, delta: float, epsilon: float) -> int | None:
+    """Which of several thresholds to use, of falling size, by their `risks` in [0, 1] over `count` examples each.
+
+    Fixed-sequence testing: from the first on, as long as the hypothesis that the risk is above `delta` is rejected, by
+    Hoeffding's bound exp(-2 n (delta - risk)^2) <= epsilon. The last rejected one; None: not even the first.
+    """
+    if not (0 < delta < 1 and 0 < epsilon < 1) or count < 1:
+        raise UsageError(
+            f"delta and epsilon must be between 0 and 1, count at least 1, not {delta}, {epsilon}, {count}"
+        )
+    found = None
+    for place, risk in enumerate(risks):
+        if math.exp(-2 * count * max(delta - risk, 0.0) ** 2) > epsilon:
+            break
+        found = place
+    return found

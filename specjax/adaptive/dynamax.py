@@ -1,0 +1,126 @@
+"""DYNAMAX: a token leaves the model where a small classifier says that the prediction will not change any more.
+
+Nogales, Gambella, Roveri: DYNAMAX: Dynamic computing for Transformers and Mamba based architectures (2025),
+arXiv 2504.20922. With a linear probe it is the classifier of CALM (Schuster et al. 2022, arXiv 2207.07061).
+
+Rule: behind every `every`-th layer a probe reads the stream, sigmoid(w_l . h_l / |h_l| sqrt(D) + b_l); the token leaves
+where that is at least lambda. The layers above find the keys and values of the stream that it left with. The probes
+learn, by cross entropy with the model frozen, whether head(norm(h_l)) names the token that the whole model names.
+Guarantee: lossy.
+
+Deviations: the paper is followed in outline, details are our own; linear probes, on streams of equal length, and no
+state-space blocks; for transformers, since no family of specjax has state-space layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from specjax.adaptive.exits import leaving, tested_layers
+from specjax.errors import UsageError
+from specjax.models.depth import Depth, Places, Seen
+from specjax.types import Array, Model, Target
+
+
+class Probes(NamedTuple):
+    """Linear classifiers, one for each layer of the model; those that are not tested are zeros."""
+
+    weight: Array  # float32[layers, D]
+    bias: Array  # float32[layers]
+
+
+def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> Depth:
+    """For `specjax.adaptive.thinned(target, dynamax(probes))`; `train_probes` makes some.
+
+    threshold: lambda, a parameter; above 1 no token leaves. every: layers between two tests.
+    """
+    if math.isnan(threshold):
+        raise UsageError("threshold must be a number")
+    if probes.weight.ndim != 2 or probes.bias.shape != probes.weight.shape[:1]:
+        raise UsageError(
+            f"probes are weight [layers, width] and bias [layers], not {probes.weight.shape} and {probes.bias.shape}"
+        )
+    return _dynamax(every).replace(params=(probes, jnp.float32(threshold)))
+
+
+@functools.cache
+def _dynamax(every: int) -> Depth:
+    return leaving("dynamax", _confidence, _level, every)
+
+
+def _confidence(params, seen: Seen) -> Array:
+    return jax.nn.sigmoid(judged(params[0], seen.layer, seen.after))
+
+
+def _level(params, places: Places) -> Array:
+    # A sigmoid of a large number is 1.
+    return jnp.where(params[1] > 1, jnp.inf, jnp.broadcast_to(params[1], places.positions.shape))
+
+
+def judged(probes: Probes, layer: Array | int, stream: Array) -> Array:
+    """float32[B, T]: the logit of the probe of `layer` for a stream [B, T, D]."""
+    x = stream.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return x @ probes.weight[layer] + probes.bias[layer]
+
+
+def train_probes(
+    target: Target, tokens: Array, length: Array, *, every: int = 4, steps: int = 200, learning_rate: float = 0.01
+) -> Probes:
+    """Probes of a target that does not change, from texts `tokens` int32[B, T] of `length` int32[B] tokens.
+
+    One pass of the target over all of the texts, kept: the streams of the tested layers must fit into memory.
+    """
+    model = target.model
+    if model.head is None or not model.capabilities.taps:
+        raise UsageError(f"the model {model.name} cannot read its own layers; give Model.head and taps")
+    layers = tested_layers(every, model.capabilities.num_layers)
+    if not layers:
+        raise UsageError(f"every must be below the number of layers of the model, not {every}")
+    return _train(model, layers, steps, learning_rate, target.params, tokens, length)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: float, params, tokens, length) -> Probes:
+    streams, agrees = lessons(model, layers, params, tokens)
+    counts = jnp.arange(tokens.shape[1]) < length[:, None]
+    blank = Probes(
+        jnp.zeros((model.capabilities.num_layers, streams[0].shape[-1])), jnp.zeros((model.capabilities.num_layers,))
+    )
+
+    def loss(probes: Probes) -> Array:
+        each = [
+            optax.sigmoid_binary_cross_entropy(judged(probes, layer, stream), label)
+            for layer, stream, label in zip(layers, streams, agrees, strict=True)
+        ]
+        return jnp.sum(jnp.stack(each) * counts) / jnp.sum(counts)
+
+    optimizer = optax.adam(learning_rate)
+
+    def step(carry, _):
+        probes, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(probes), state)
+        return (optax.apply_updates(probes, updates), state), ()
+
+    return jax.lax.scan(step, (blank, optimizer.init(blank)), None, steps)[0][0]
+
+
+def lessons(model: Model, layers: tuple[int, ...], params, tokens: Array) -> tuple[list[Array], list[Array]]:
+    """Of each layer the stream [B, T, D] behind it, and whether it names the model's own token, float32[B, T]."""
+    batch, size = tokens.shape
+    output, _ = model.forward(
+        params, tokens, model.begin(params, None, batch, 0),
+        positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
+        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)),
+        taps=tuple(layer + 1 for layer in layers),
+    )  # fmt: skip
+    assert model.head is not None
+    said = jnp.argmax(output.logits, -1)
+    agrees = [(jnp.argmax(model.head(params, stream), -1) == said).astype(jnp.float32) for stream in output.taps]
+    return list(output.taps), agrees

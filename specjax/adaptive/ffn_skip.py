@@ -1,0 +1,71 @@
+"""FFN-SkipLLM: no MLPs in the middle of the model, once one of them changes the stream little.
+
+Jaiswal, Hu, Yin, Ro, Liu, Chen, Akella: FFN-SkipLLM: A Hidden Gem for Autoregressive Decoding with Adaptive Feed
+Forward Skipping (2024), arXiv 2404.03865.
+
+Rule: the first and last layers, the cold regions, run whole, and so do the first tokens. In between, once the cosine of
+the stream before and behind an MLP is at least s, the MLPs up to the last cold region are left out. Attention always
+runs, so that all keys and values are there.
+Guarantee: lossy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.adaptive.exits import similarity
+from specjax.errors import UsageError
+from specjax.models.depth import Depth, Places, Seen
+from specjax.types import Array, Sublayers
+
+
+def ffn_skip(threshold: float = 0.95, *, first: int | None = None, last: int = 2, warm_up: int = 8) -> Depth:
+    """For `specjax.adaptive.thinned(target, ffn_skip())`.
+
+    Args:
+      threshold: s. It is a parameter, an array: another one compiles nothing anew.
+      first, last: layers of the cold regions; default of the first: an eighth of the model, at least 2.
+      warm_up: generated tokens that run everything.
+    """
+    if math.isnan(threshold):
+        raise UsageError("threshold must be a number")
+    if last < 0 or warm_up < 0 or (first is not None and first < 0):
+        raise UsageError(f"first, last and warm_up must be at least 0, not {first}, {last} and {warm_up}")
+    return _ffn_skip(first, last, warm_up).replace(params=jnp.float32(threshold))
+
+
+class _Skipping(NamedTuple):
+    now: Array  # bool[B, T]
+    may: Array  # bool[B, T]
+    begin: int  # of the layers between the cold regions
+    end: int
+
+
+@functools.cache
+def _ffn_skip(first: int | None, last: int, warm_up: int) -> Depth:
+    def between(num_layers: int) -> tuple[int, int]:
+        begin = max(2, num_layers // 8) if first is None else first
+        if begin + last >= num_layers:
+            raise UsageError(f"first and last must leave some of the {num_layers} layers, not {begin} and {last}")
+        return begin, num_layers - last
+
+    def plan(params, places: Places, own, num_layers: int) -> _Skipping:
+        may = places.generated & (places.nth >= warm_up)
+        return _Skipping(jnp.zeros(may.shape, bool), may, *between(num_layers))
+
+    def runs(carry: _Skipping, layer) -> Sublayers:
+        inside = (layer >= carry.begin) & (layer < carry.end)
+        return Sublayers(jnp.ones(carry.now.shape, bool), ~(carry.now & inside))
+
+    def see(threshold, carry: _Skipping, seen: Seen) -> _Skipping:
+        alike = similarity(seen.between, seen.after) >= threshold
+        return carry._replace(now=carry.now | (carry.may & alike))
+
+    return Depth(
+        plan=plan, runs=runs, see=see, sees=lambda num_layers: tuple(range(*between(num_layers))),
+        check=lambda num_layers: between(num_layers) and None, name="ffn_skip",
+    )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Training what a depth brings along, with the target frozen: routers, corrections."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from specjax.indexing import take_along
+from specjax.models.depth import Depth
+from specjax.models.thinned import thinned
+from specjax.types import Array, Model, PyTree, Target
+
+
+def _free(noted: PyTree) -> Array:
+    return jnp.float32(0)
+
+
+def fit(
+    target: Target,
+    depth: Depth,
+    tokens: Array,
+    prompt: Array,
+    length: Array,
+    *,
+    steps: int = 100,
+    learning_rate: float = 1e-3,
+    penalty: Callable[[PyTree], Array] = _free,
+) -> tuple[Depth, Array]:
+    """`depth` with parameters under which the thinned target holds the texts likelier, and the loss of each step.
+
+    Of texts `tokens` int32[B, T], of `length` int32[B] tokens of which the first `prompt` int32[B] are given: the mean
+    cross entropy of what follows, and `penalty(noted)` of what the depth notes. One pass over the texts is, for every
+    token, what decoding it runs; all texts are one batch.
+    """
+    model = thinned(target, depth).model
+    params, losses = _fit(model, penalty, steps, learning_rate, target.params, depth.params, tokens, prompt, length)
+    return depth.replace(params=params), losses
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _fit(model: Model, penalty, steps: int, learning_rate: float, base, params, tokens, prompt, length):
+    batch, size = tokens.shape
+    place = jnp.arange(size)
+    counts = (place[None, :-1] >= prompt[:, None] - 1) & (place[None, :-1] < length[:, None] - 1)
+
+    def loss(params) -> Array:
+        both = {"base": base, "depth": params}
+        output, pending = model.forward(
+            both, tokens, model.opened(both, None, prompt, 0),
+            positions=jnp.broadcast_to(place, (batch, size)),
+            mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)),
+        )  # fmt: skip
+        log_p = jax.nn.log_softmax(output.logits[:, :-1])
+        of_text = take_along(log_p, tokens[:, 1:, None], 2)[..., 0]
+        return -jnp.sum(of_text * counts) / jnp.sum(counts) + penalty(pending.noted)
+
+    optimizer = optax.adam(learning_rate)
+
+    def step(carry, _):
+        params, state = carry
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradient, state)
+        return (optax.apply_updates(params, updates), state), value
+
+    (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), None, steps)
+    return params, losses

@@ -1,0 +1,120 @@
+"""LoRA-Drop: most layers run at every k-th token only; in between a small correction stands for them.
+
+LoRA-Drop: Temporal LoRA Decoding for Efficient LLM Inference (2026), arXiv 2601.02569.
+
+Rule: at generated token t with t mod k = 0 everything runs, and o_l, the stream behind each droppable layer l, is kept.
+At the others, with h the stream before the layer,
+  h_l = o_l + (alpha / r) B_l A_l h
+in place of the layer: neither attention nor MLP, and no keys and values, so that what runs the layer later sees the
+prompt and the tokens with t mod k = 0 only. The other layers run always. B begins as zeros.
+Guarantee: lossy.
+
+Deviations: o_l is that of the last token that ran the layer, as the authors' code has it, where the abstract says of
+the previous one. The caches of droppable layers hold 1 / k of the tokens, and are as large as the others. A pass of
+several tokens runs what any of them needs: over chains that are longer than k, everything.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.models.depth import Depth, Places, Seen
+from specjax.types import Array, Sublayers, Target
+
+
+class Corrections(NamedTuple):
+    """What stands for the droppable layers; zeros for the others."""
+
+    down: Array  # float32[layers, r, D], A
+    up: Array  # float32[layers, D, r], B
+
+
+class _Drop(NamedTuple):
+    refreshes: Array  # bool[B, T]
+    same: Array  # bool[B, T, T], which token of this pass each one's o_l is of, if any
+    kept: Array  # [B, droppable, D], o_l of the last refresh before this pass
+    streams: Array  # [B, T, droppable, D], what they are behind the tokens of this pass
+
+
+def lora_drop(corrections: Corrections, *, every: int = 4, alpha: float = 16.0) -> Depth:
+    """For `specjax.adaptive.thinned(target, lora_drop(corrections))`.
+
+    corrections: `blank_corrections` makes some, `fit` trains them. every: k. alpha: as above; r is the corrections'.
+    """
+    if every < 1:
+        raise UsageError(f"every must be at least 1, not {every}")
+    layers, rank, width = corrections.down.shape
+    if corrections.up.shape != (layers, width, rank):
+        raise UsageError(
+            f"corrections are down [layers, r, width] and up [layers, width, r]; up is {corrections.up.shape}"
+        )
+    return _lora_drop(every, float(alpha), layers, width, corrections.down.dtype.name).replace(params=corrections)
+
+
+def blank_corrections(target: Target, key: Array, rank: int = 8) -> Corrections:
+    """Of zeros, as B is: layers that are dropped repeat what they gave last."""
+    layers, width = target.model.capabilities.num_layers, target.model.config.width
+    down = jax.random.normal(key, (layers, rank, width), jnp.float32) * width**-0.5
+    return Corrections(down, jnp.zeros((layers, width, rank), jnp.float32))
+
+
+def droppable(num_layers: int) -> tuple[int, ...]:
+    """Three layers of four."""
+    return tuple(layer for layer in range(num_layers) if layer % 4)
+
+
+@functools.cache
+def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) -> Depth:
+    which = droppable(layers)
+
+    def check(num_layers: int) -> None:
+        if num_layers != layers:
+            raise UsageError(f"the corrections are of {layers} layers, and the model has {num_layers}")
+
+    def refreshing(places: Places) -> Array:
+        return ~places.generated | (places.nth % every == 0)
+
+    def start(batch: int, num_layers: int) -> Array:
+        return jnp.zeros((batch, len(which), width), dtype)
+
+    def plan(params: Corrections, places: Places, kept: Array, num_layers: int) -> _Drop:
+        wanted = places.positions - jnp.where(places.generated, places.nth % every, 0)
+        assert places.mask is not None
+        same = places.mask & (places.positions[:, None, :] == wanted[:, :, None])
+        refreshes = refreshing(places)
+        return _Drop(refreshes, same, kept, jnp.zeros((*refreshes.shape, len(which), width), dtype))
+
+    def runs(carry: _Drop, layer: int) -> Sublayers:
+        here = carry.refreshes if layer in which else jnp.ones_like(carry.refreshes)
+        return Sublayers(here, here)
+
+    def become(params: Corrections, carry: _Drop, seen: Seen) -> Array:
+        if seen.layer not in which:
+            return seen.after
+        after = seen.after.astype(jnp.float32)
+        kept = carry.kept[:, which.index(seen.layer)].astype(jnp.float32)[:, None]
+        here = jnp.einsum("bij,bjd->bid", carry.same.astype(jnp.float32), after)
+        anchor = jnp.where(jnp.any(carry.same, 2)[..., None], here, kept)
+        down, up = params.down[seen.layer], params.up[seen.layer]
+        correction = alpha / down.shape[0] * (seen.before.astype(jnp.float32) @ down.T) @ up.T
+        return jnp.where(carry.refreshes[..., None], seen.after, (anchor + correction).astype(seen.after.dtype))
+
+    def see(params: Corrections, carry: _Drop, seen: Seen) -> _Drop:
+        place = which.index(seen.layer)
+        return carry._replace(streams=carry.streams.at[:, :, place].set(seen.after.astype(dtype)))
+
+    def learn(kept: Array, streams: Array, places: Places, taken: Array) -> Array:
+        order = jnp.where(taken & refreshing(places), jnp.arange(taken.shape[1]), -1)
+        last = jnp.argmax(order, 1)
+        newest = jnp.take_along_axis(streams, last[:, None, None, None], 1)[:, 0]
+        return jnp.where((jnp.max(order, 1) >= 0)[:, None, None], newest, kept)
+
+    return Depth(
+        plan=plan, runs=runs, become=become, see=see, sees=lambda num_layers: which, start=start,
+        note=lambda carry: carry.streams, learn=learn, sparse=droppable, check=check, name="lora_drop",
+    )  # fmt: skip

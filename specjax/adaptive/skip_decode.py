@@ -1,0 +1,74 @@
+"""SkipDecode: the later a token, the fewer layers it runs.
+
+Del Corro, Del Giorno, Agarwal, Yu, Awadallah, Mukherjee: SkipDecode: Autoregressive Skip Decoding with Batching and
+Caching for Efficient LLM Inference (2023), arXiv 2307.02628.
+
+Rule: the t-th generated token runs b(t) = round(b_max - (b_max - b_min) t / T) of the L layers, b_min behind T: the
+first w and the last b(t) - w. So the sets are nested: a layer that runs has the keys and values of all tokens before.
+Guarantee: lossy.
+
+Deviations: w, b_max and b_min by default are choices of our own. Each row counts the tokens behind its own prompt, so
+a batch saves what all of its rows skip; rows that began together skip together.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.models.depth import Depth, Places
+from specjax.types import Array, Sublayers
+
+
+def skip_decode(
+    speedup: float = 1.5,
+    *,
+    most: int | None = None,
+    least: int | None = None,
+    warm_up: int = 1,
+    horizon: int = 128,
+) -> Depth:
+    """For `specjax.adaptive.thinned(target, skip_decode())`.
+
+    Args:
+      speedup: the mean of the budgets is L / speedup. most, least: b_max and b_min; default: 1.5 times that mean, at
+        most L, and what is left of twice the mean.
+      warm_up: w, layers at the bottom that every token runs. horizon: T.
+    """
+    if not speedup >= 1:
+        raise UsageError(f"speedup must be at least 1, not {speedup}")
+    if warm_up < 1 or horizon < 1:
+        raise UsageError(f"warm_up and horizon must be at least 1, not {warm_up} and {horizon}")
+    return _skip_decode(float(speedup), most, least, warm_up, horizon)
+
+
+@functools.cache
+def _skip_decode(speedup: float, most: int | None, least: int | None, warm_up: int, horizon: int) -> Depth:
+    bounds = functools.partial(budgets, speedup, most, least, warm_up)
+
+    def plan(params, places: Places, own, num_layers: int) -> Array:
+        high, low = bounds(num_layers)
+        share = jnp.minimum(places.nth, horizon) / horizon
+        budget = jnp.round(high - (high - low) * share).astype(jnp.int32)
+        return jnp.where(places.generated, num_layers - budget, 0)  # how many are left out
+
+    def runs(skipped: Array, layer) -> Sublayers:
+        here = (layer < warm_up) | (layer >= warm_up + skipped)
+        return Sublayers(here, here)
+
+    return Depth(plan=plan, runs=runs, check=lambda num_layers: bounds(num_layers) and None, name="skip_decode")
+
+
+def budgets(speedup: float, most: int | None, least: int | None, warm_up: int, num_layers: int) -> tuple[int, int]:
+    """(b_max, b_min). Raises: UsageError for some that the model does not have."""
+    mean = num_layers / speedup
+    high = round(min(num_layers, 1.5 * mean)) if most is None else most
+    low = max(round(2 * mean - high), min(warm_up + 1, high)) if least is None else least
+    if not min(warm_up, num_layers) <= low <= high <= num_layers:
+        raise UsageError(
+            f"most and least must be from warm_up, {warm_up}, to the {num_layers} layers of the model, least no more "
+            f"than most, not {high} and {low}"
+        )
+    return high, low

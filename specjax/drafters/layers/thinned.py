@@ -1,0 +1,78 @@
+"""A target that runs a part of its layers drafts for all of them: what is lossy by itself is lossless so.
+
+The depth is one of `specjax.adaptive`: CALM's exits, SkipDecode's budgets, FFN-SkipLLM and others, whose papers are
+named there.
+
+Rule: q(. | text) is what the thinned target says. Drafted tokens read the target's own cache, which has the keys and
+values of all layers, and each other.
+Guarantee: distribution (verified with the q that was sampled).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.drafters.layers.early_exit import layers_of, self_draft, target_of
+from specjax.errors import UsageError
+from specjax.models.depth import Depth
+from specjax.models.thinned import over
+from specjax.trees import Builder
+from specjax.types import Array, Context, Drafter, Sublayers, Target
+
+if TYPE_CHECKING:
+    from specjax.trees import Stop
+
+
+def thinned(
+    target: Target,
+    depth: Depth,
+    *,
+    num_tokens: int = 4,
+    tree: Builder | None = None,
+    stop: Stop | None = None,
+) -> Drafter:
+    """A chain of `num_tokens` tokens, or a `tree` from `specjax.trees`, by the layers that `depth` chooses.
+
+    stop: ends a row's draft early, such as `trees.stops.confidence(0.6)`.
+
+    State: int32[B], the length of the prompt. Raises: UsageError for layers that the model does not have, and for a
+    depth that learns from the prompt, which is of `specjax.adaptive.thinned`.
+    """
+    num_layers = layers_of(target)
+    depth.check(num_layers)
+    if jax.tree.leaves(depth.start(1, num_layers)):
+        raise UsageError(
+            f"{depth.name} learns from the prompt and cannot draft; use specjax.adaptive.thinned, or another"
+        )
+    builder = trees.builder_of(num_tokens, tree, stop)
+    return _functions(builder, depth.replace(params=())).replace(params=depth.params)
+
+
+@functools.cache
+def _functions(builder: Builder, depth: Depth) -> Drafter:
+    return Drafter(
+        init=_init,
+        propose=functools.partial(_propose, builder, depth),
+        num_nodes=builder.num_nodes,
+        max_depth=builder.max_depth,
+        draws=builder.draws,
+        widths=builder.widths,
+        follows_any_tree=True,
+        resume=lambda params, state, kept: state,
+    )
+
+
+def _init(params, context: Context) -> Array:
+    return context.length
+
+
+def _propose(builder: Builder, depth: Depth, params, keys, prompt: Array, context: Context, limit: Array):
+    target, cache = over(target_of(context), depth.replace(params=params), context.cache, prompt)
+    every = jnp.ones((len(prompt), target.model.capabilities.num_layers), bool)
+    part = context._replace(target=target, cache=cache)
+    return self_draft(builder, keys, part, limit, Sublayers(every, every)), prompt

@@ -1,0 +1,39 @@
+"""The card's tests of DYNAMAX (B7)."""
+
+import depths
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import UsageError, adaptive
+from specjax.adaptive.dynamax import judged, lessons
+
+
+def lesson():
+    text = depths.texts(depths.target())
+    whole = [prompt + answer for prompt, answer in zip(depths.PROMPTS, text, strict=True)]
+    size = max(map(len, whole))
+    tokens = jnp.asarray([row + [0] * (size - len(row)) for row in whole])
+    return tokens, jnp.asarray([len(row) for row in whole])
+
+
+def test_probes_learn_where_the_prediction_stays():
+    tokens, length = lesson()
+    target = depths.target()
+    probes = adaptive.train_probes(target, tokens, length, every=2, steps=300, learning_rate=0.03)
+    streams, agrees = lessons(target.model, (1, 3, 5), target.params, tokens)
+    counts = np.asarray(jnp.arange(tokens.shape[1]) < length[:, None])
+    found = [
+        (np.asarray(judged(probes, layer, stream) > 0) == np.asarray(label, bool))[counts].mean()
+        for layer, stream, label in zip((1, 3, 5), streams, agrees, strict=True)
+    ]
+    always = [max(np.asarray(label)[counts].mean(), 1 - np.asarray(label)[counts].mean()) for label in agrees]
+    assert np.mean(found) > 0.9 and np.mean(found) > np.mean(always)
+    assert not np.asarray(probes.weight)[[0, 2, 4, 6, 7]].any()  # of layers that are not tested
+
+
+def test_a_layer_that_does_not_fit():
+    with pytest.raises(UsageError, match="every must be below"):
+        adaptive.train_probes(depths.target(), *lesson(), every=8)
+    with pytest.raises(UsageError, match="probes are weight"):
+        adaptive.dynamax(adaptive.Probes(jnp.zeros((3, 4)), jnp.zeros(4)))

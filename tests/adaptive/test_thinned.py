@@ -1,0 +1,204 @@
+"""What holds of every method of adaptive depth: its model is a model as any other, and the whole one where it skips
+nothing."""
+
+import functools
+import inspect
+
+import depths
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiers import those
+from toy import markov
+
+import specjax
+from specjax import Request, UsageError, adaptive, decode, drafters
+from specjax.catalog import of_kind, parse_depth
+from specjax.drafters import autoregressive
+from specjax.engine.prefill import prefill
+
+NAMES = ["calm", "saturation", "skip_decode", "ffn_skip", "dynamax", "first", "unified"]
+THROUGH = [name for name in NAMES if name != "unified"]  # whose layers are not taken out
+SOME = {"calm", "skip_decode", "first"}  # an exit, a plan, and what learns from the prompt
+
+
+@functools.cache
+def thinned(name, stacked=True):
+    return adaptive.thinned(depths.target(stacked), depths.depth(name))
+
+
+@functools.cache
+def plain(name, stacked=True):
+    return depths.texts(thinned(name, stacked))
+
+
+@functools.cache
+def whole(stacked=True):
+    return depths.texts(depths.target(stacked))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_part_of_the_layers_writes_another_text(name):
+    assert plain(name) != whole()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_of_the_layers_write_the_text_of_the_whole_model(name):
+    model = adaptive.thinned(depths.target(), depths.never(name))
+    assert depths.texts(model) == whole()
+    if name in THROUGH:
+        reading, counts = depths.read_again(model, whole())
+        assert np.asarray(reading.ran.attention)[counts].all() and np.asarray(reading.ran.mlp)[counts].all()
+
+
+@pytest.mark.parametrize("name", those({*NAMES} - {"saturation", "unified"}, NAMES))
+def test_speculation_changes_no_text(name):
+    assert depths.texts(thinned(name), drafters.prompt_lookup(4)) == plain(name)
+
+
+@pytest.mark.parametrize("name", those({"calm", "skip_decode"}, NAMES))
+def test_trees_change_no_text(name):
+    """Tokens of one pass that run other parts of the layers, and that do not see each other."""
+    assert depths.texts(thinned(name), drafters.token_recycling(64, num_nodes=7)) == plain(name)
+
+
+@pytest.mark.parametrize("name", those({"calm"}, NAMES))
+def test_coupled_text_is_that_of_plain_sampling(name):
+    options = {"temperature": 1.0, "sampling": "coupled"}
+    ours = depths.texts(thinned(name), drafters.prompt_lookup(4, min_ngram=1), **options)
+    assert ours == depths.texts(thinned(name), **options)
+
+
+@pytest.mark.parametrize("name", those(SOME, NAMES))
+def test_a_row_alone_is_the_row_in_a_batch(name):
+    for prompt, text in zip(depths.PROMPTS, plain(name), strict=True):
+        assert depths.texts(thinned(name), prompts=[prompt]) == [text]
+
+
+@pytest.mark.parametrize("name", those({"first"}, NAMES))
+def test_requests_that_join_are_told_where_their_prompt_ends(name):
+    requests = [Request(prompt, 0) for prompt in depths.PROMPTS]
+    found = [[] for _ in requests]
+    for step in specjax.serve(
+        thinned(name), autoregressive(), requests, slots=2, longest_prompt=8, max_new_tokens=depths.NEW
+    ):
+        found[step.request] += step.tokens
+    assert found == plain(name)
+
+
+@pytest.mark.parametrize("name", those({"calm"}, NAMES))
+def test_layers_that_are_not_stacked_give_the_same_text(name):
+    stack = depths.target().params["layers"]
+    apart = {str(i): jax.tree.map(lambda x, i=i: x[i], stack) for i in range(depths.LAYERS)}
+    keys = depths.target(False).params["layers"].keys()
+    assert len(keys) == depths.LAYERS
+    apart = {key: apart[str(int(key))] for key in keys}
+    params = depths.target().params | {"layers": apart}
+    model = adaptive.thinned(specjax.Target(depths.target(False).model, params), depths.depth(name))
+    assert depths.texts(model) == plain(name)
+
+
+@pytest.mark.parametrize("name", THROUGH)
+def test_one_reading_runs_what_decoding_ran(name):
+    """The text from its own reading, and every step's layers one token at a time."""
+    reading, counts = depths.read_again(thinned(name), plain(name))
+    said = np.asarray(reading.said)
+    assert [row[count].tolist() for row, count in zip(said, counts, strict=True)] == plain(name)
+    ran = np.asarray(reading.ran.mlp)[counts]
+    assert ran.any() and not ran.all()
+    model, params = thinned(name).model, thinned(name).params
+    prompt, answer = depths.PROMPTS[0], plain(name)[0]
+    text = jnp.asarray([prompt + answer])
+    length = jnp.array([len(prompt)])
+    cache = model.opened(params, None, length, 160)
+    cache = prefill(model, params, cache, jnp.pad(text, ((0, 0), (0, 128))), length - 1)
+
+    @jax.jit
+    def step(cache, token, place):
+        one = jnp.ones((1, 1, 1), bool)
+        output, pending = model.forward(params, token, cache, positions=place[:, None], mask=one)
+        return model.commit(cache, pending, jnp.zeros((1, 1), int), jnp.ones(1, int)), pending.ran, output.logits
+
+    for i, token in enumerate(prompt[-1:] + answer[:-1]):
+        cache, here, logits = step(cache, jnp.array([[token]]), length - 1 + i)
+        np.testing.assert_array_equal(here.attention[0, 0], reading.ran.attention[0, i])
+        np.testing.assert_array_equal(here.mlp[0, 0], reading.ran.mlp[0, i])
+        log_p = jax.nn.log_softmax(logits[0, 0])[answer[i]]
+        np.testing.assert_allclose(log_p, reading.logprobs[0, i], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["skip_decode", "first", "calm"])
+def test_layers_that_nobody_runs_are_not_computed(name):
+    """Weights of NaN in a layer that the token leaves out: they would show in what it propagates, and nowhere else."""
+    reading, counts = depths.read_again(thinned(name), plain(name))
+    out = ~np.asarray(reading.ran.mlp)
+    row, place = next(zip(*np.where(out.any(2) & counts), strict=True))
+    layer = int(np.where(out[row, place])[0][0])
+    base = depths.target()
+    mlp = jax.tree.map(lambda x: x.at[layer].set(jnp.nan), base.params["layers"]["mlp"])
+    broken = base.params | {"layers": base.params["layers"] | {"mlp": mlp}}
+    model = adaptive.thinned(specjax.Target(base.model, broken), depths.depth(name))
+    prompt, answer = depths.PROMPTS[row], plain(name)[row]
+    memory = model.model.opened(model.params, None, jnp.array([len(prompt)]), 160)
+    good = thinned(name)
+    tokens = jnp.asarray([prompt + answer + [0] * 128])
+    length = jnp.array([len(prompt) + place - 1])
+    filled = prefill(good.model, good.params, memory, tokens, length)
+    forward = lambda model: (
+        model.model.forward(
+            model.params,
+            tokens[:, length[0]][:, None],
+            filled,
+            positions=length[:, None],
+            mask=jnp.ones((1, 1, 1), bool),
+        )[0].logits
+    )
+    np.testing.assert_allclose(forward(model), forward(good), atol=1e-5)
+
+
+def test_a_second_threshold_compiles_nothing():
+    model = adaptive.thinned(depths.target(), adaptive.calm(0.5, every=2))
+    depths.texts(model)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
+    )
+    again = adaptive.thinned(depths.target(), adaptive.calm(0.25, every=2))
+    key = jax.random.key(1).block_until_ready()
+    compiled.clear()
+    decode(again, autoregressive(), depths.PROMPTS, key=key, max_new_tokens=depths.NEW)
+    assert compiled == []
+
+
+def test_a_model_of_which_layers_can_be_named_is_wanted():
+    with pytest.raises(UsageError, match=r"markov has no layers to choose from"):
+        adaptive.thinned(markov(), adaptive.calm())
+    reading, counts = depths.read_again(depths.target(), whole())
+    assert np.asarray(reading.ran.attention).all()
+    said = [row[count].tolist() for row, count in zip(np.asarray(reading.said), counts, strict=True)]
+    assert said == whole()
+
+
+def test_every_method_is_in_the_table_and_reads_from_a_text():
+    names = {"calm", "skip_decode", "ffn_skip", "unified", "dynamax", "first", "lora_drop"}
+    assert set(of_kind("adaptive")) == names
+    assert parse_depth("calm:0.5,every=2").params == np.float32(0.5)
+    assert parse_depth("skip_decode", 20) is adaptive.skip_decode(horizon=20)
+    assert parse_depth("skip_decode:horizon=7", 20) is adaptive.skip_decode(horizon=7)
+    assert parse_depth("unified:2", 20) is adaptive.unified(2)
+    for spec, words in (("dynamax", "only Python"), ("auto", "chooses no layers"), ("calm:depth=3", "calm takes")):
+        with pytest.raises(UsageError, match=words):
+            parse_depth(spec)
+
+
+@pytest.mark.parametrize("name", of_kind("adaptive"))
+def test_options_and_defaults_are_those_of_the_function(name):
+    row = of_kind("adaptive")[name]
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(row.make).parameters.values()
+        if parameter.default is not parameter.empty
+    }
+    assert {option.name: option.default for option in row.options} == defaults
+    assert row.guarantee == "lossy" and row.make is getattr(adaptive, name)
