@@ -1,6 +1,6 @@
 """How much a target loses by the layers that it leaves out: adaptive depth on SmolLM2.
 
-    python benchmarks/adaptive_depth.py PROMPTS.jsonl [--prompts 12] [--new 96] [--out docs/adaptive_depth]
+    python benchmarks/adaptive_depth.py PROMPTS.jsonl [--prompts 6] [--new 48] [--out docs/adaptive_depth]
 
 The whole model answers, greedily. Each thinned one then reads the answers: the part of the weights of the layers that
 it ran, how often it names the same token, and the perplexity that it gives the answers. What it drafts in chains of 4
@@ -19,11 +19,11 @@ from specjax import adaptive, drafters
 from specjax.catalog import parse_depth
 
 SPECS = [
-    *(f"calm:{level}" for level in (0.95, 0.8, 0.6, 0.4)),
-    *(f"calm:{level},confidence=saturation" for level in (0.98, 0.96, 0.94)),
-    *(f"skip_decode:{speedup},least={least}" for speedup, least in ((1.1, 24), (1.25, 18), (1.5, 12))),
-    *(f"ffn_skip:{level}" for level in (0.99, 0.97, 0.95, 0.9)),
-    *(f"unified:{speedup}" for speedup in (1.04, 1.1, 1.2, 1.5)),
+    *(f"calm:{level}" for level in (0.999, 0.95, 0.8)),
+    *(f"calm:{level},confidence=saturation" for level in (0.98, 0.96)),
+    *(f"skip_decode:most={most},least={least}" for most, least in ((30, 28), (30, 24), (30, 16))),
+    *(f"ffn_skip:{level}" for level in (0.99, 0.97, 0.95)),
+    *(f"unified:{speedup}" for speedup in (1.04, 1.1, 1.25)),
 ]
 
 
@@ -67,8 +67,8 @@ def measure(target, spec, tokens, start, counts, prompts, new, eos):
 def main():
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("file", type=pathlib.Path)
-    flags.add_argument("--prompts", type=int, default=12)
-    flags.add_argument("--new", type=int, default=96)
+    flags.add_argument("--prompts", type=int, default=6)
+    flags.add_argument("--new", type=int, default=48)
     flags.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/adaptive_depth"))
     given = flags.parse_args()
     target, tokenizer = specjax.load(stacked=True)  # small programs: what is counted here does not depend on it

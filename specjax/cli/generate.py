@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specjax.cli import diffusion, hosts
+from specjax.cli import collaborating, diffusion, hosts
 from specjax.cli import options as o
 from specjax.cli import processing as c
 from specjax.cli import speculative as s
@@ -37,6 +37,10 @@ the same random keys. At temperature 0, and at any temperature for drafts made
 without randomness, its text must be equal; where it is not, the position and
 the gap of the two largest logits there are stated. Drafts that were sampled
 keep the target's distribution, not its text for a given seed.
+
+A method of kind collaboration (`specjax methods`) lets several models or
+samples write one text: the target, and the model of --draft. Who wrote what
+is shown in colours; --compare runs the target alone beside it.
 
 A diffusion model is known by its checkpoint. --method is then one of the
 diffusion methods of `specjax methods` (default: llada, one column a pass),
@@ -147,6 +151,13 @@ def generate(
     o.require(all(stop_string or ()), "--stop-string is empty; give a text")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     o.require(show_what in ("text", "order"), f'--show must be text or order, not "{show_what}"')
+    if collaborating.is_collaboration(method):
+        collaborating.check_flags(arguments)
+        _collaborate(
+            prompt, batch_file, target, draft, str(method), settings, decoding, processing, batch_size, dtype,
+            cache_dtype, same_bits, raw, system, compare, as_json, no_cache,
+        )  # fmt: skip
+        return
     if diffusion.is_diffusion([method] if method else None, target):
         diffusion.check_flags(arguments)
         _denoise(
@@ -281,7 +292,46 @@ def _denoise(
         raise UsageError(p.describe(bad, batch_file))
 
 
-def _document(generation: Generation | Denoisings, bad: list) -> dict[str, Any]:
+def _collaborate(
+    prompt: str | None, batch_file: Path | None, target: str | None, draft: str | None, method: str,
+    settings: list[str] | None, decoding: o.Settings, processing: c.Processing, batch_size: int, dtype: str,
+    cache_dtype: str | None, same_bits: bool, raw: bool, system: str | None, compare: bool, as_json: bool,
+    no_cache: bool,
+) -> None:  # fmt: skip
+    from specjax.catalog import METHODS
+    from specjax.cli import prompts as p
+    from specjax.cli.console import Console, print_json
+    from specjax.cli.drafting import read_options
+    from specjax.cli.session import open_session
+    from specjax.errors import UsageError
+
+    options = read_options(settings, {method: METHODS[method]})[method]
+    inputs, bad = p.from_arguments(prompt, batch_file)
+    if not inputs:
+        raise UsageError(p.describe(bad, batch_file))
+    log, out = Console(stderr=True), Console(quiet=as_json)
+    session = open_session(log, target, draft, dtype, no_cache, None, cache_dtype, same_bits=same_bits)
+    rows, unfit = p.encode(
+        inputs, session.tokenizer, session.capacity, decoding.max_new_tokens, raw, session.shortest, system
+    )
+    bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
+    if not rows:
+        raise UsageError(p.describe(bad, batch_file))
+    run = collaborating.Collaboration(
+        session, decoding, method, options, rows, batch_size, compare, session.processors(processing)
+    )
+    try:
+        run.run(log, out)
+    finally:
+        if as_json and run.finished:
+            print_json(_document(run, bad))
+    if not as_json:
+        collaborating.show(run, out)
+    if bad:
+        raise UsageError(p.describe(bad, batch_file))
+
+
+def _document(generation: Generation | Denoisings | collaborating.Collaboration, bad: list) -> dict[str, Any]:
     from specjax.cli.session import provenance
 
     names = "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"

@@ -121,7 +121,8 @@ def _show_one(name: str, as_json: bool, out) -> None:
     if row.kind == "decoder":
         say(f"a loop of its own; in Python, specjax.decoders.{row.make.__name__}")
     if row.kind == "collaboration":
-        say(f"a text of several models or samples; in Python, specjax.collaborate.methods.{row.make.__name__}")
+        say(f"a text of several models or samples: specjax generate --method {name}")
+        say(f"in Python, specjax.collaborate.methods.{row.make.__name__}")
     if row.kind == "adaptive":
         say(f"of a target: specjax generate --adapt {name}; in Python, specjax.adaptive.{name}")
     for word in ("needs", "takes"):
