@@ -18,8 +18,9 @@ KINDS = {
     "diffusion": ("Diffusion language models", "They decide the columns of a canvas, in `specjax.denoise`."),
     "collaboration": (
         "Collaboration",
-        "Several models, or samples, that write one text: called in Python, from `specjax.collaborate.methods`.",
+        "Several models, or samples, that write one text: `specjax.collaborate.methods`.",
     ),
+    "adaptive": ("Models that do less", "Each token runs a part of the target's layers: `specjax.adaptive`."),
 }
 
 
@@ -52,6 +53,10 @@ def usage(method):
         return ["```python", f"specjax.decoders.{method.name}(...)", "```"]
     if method.kind == "collaboration":
         return ["```python", f"specjax.collaborate.methods.{method.name}(...)", "```"]
+    if method.kind == "adaptive":
+        call = f"specjax.adaptive.thinned(target, specjax.adaptive.{method.name}(...))"
+        python = ["```python", call, "```"]
+        return python if method.needs else ["```bash", f'specjax generate --adapt {method.name} "..."', "```", *python]
     draft = {"draft": " --draft DRAFT", "head": " --draft HEAD", "datastore": " --datastore STORE"}
     given = "".join(words for need, words in draft.items() if need in method.needs)
     target = " --target DIFFUSION_MODEL" if method.kind == "diffusion" else ""
