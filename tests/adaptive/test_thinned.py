@@ -17,6 +17,7 @@ from specjax import Request, UsageError, adaptive, decode, drafters
 from specjax.catalog import of_kind, parse_depth
 from specjax.drafters import autoregressive
 from specjax.engine.prefill import prefill
+from specjax.parallel import fingerprint
 
 NAMES = ["calm", "saturation", "skip_decode", "ffn_skip", "dynamax", "first", "unified"]
 THROUGH = [name for name in NAMES if name != "unified"]  # whose layers are not taken out
@@ -200,3 +201,22 @@ def test_options_and_defaults_are_those_of_the_function(name):
     }
     assert {option.name: option.default for option in row.options} == defaults
     assert row.guarantee == "lossy" and row.make is getattr(adaptive, name)
+
+
+def test_a_checkpoint_is_of_one_depth():
+    """What decides the text is in the fingerprint, and where the model lies is not."""
+    of = lambda depth, target: fingerprint.of_model(adaptive.thinned(target, depth))
+    depth = adaptive.calm(0.5, every=2)
+    others = (
+        adaptive.calm(0.4, every=2),
+        adaptive.calm(0.5, every=3),
+        adaptive.calm(0.5, every=2, horizon=20),
+        adaptive.calm(0.5, every=2, form="follow_up"),
+        adaptive.skip_decode(2.0),
+        adaptive.skip_decode(2.0, horizon=20),
+    )
+    whole = depths.target()
+    found = [of(other, whole) for other in (depth, *others)]
+    assert len({*found}) == len(found)
+    assert of(adaptive.calm(0.5, every=2), whole) == found[0]
+    assert of(depth, specjax.shard(whole, specjax.parallel.mesh(1, 2))) == found[0]
