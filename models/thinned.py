@@ -35,15 +35,21 @@ def thinned(target: Target, depth: Depth) -> Target:
 
     Raises: UsageError for a model that is not of `specjax.models`, and for layers that it does not have.
     """
-    base = target.model
-    if base.config is None or not base.capabilities.layer_skipping:
-        raise UsageError(f"{base.name} has no layers to choose from; give a model of specjax.models")
-    depth.check(base.capabilities.num_layers)
-    if depth.sparse(base.capabilities.num_layers) and getattr(base.config, "stacked", False):
+    num_layers = choosable_layers(target)
+    depth.check(num_layers)
+    if depth.sparse(num_layers) and getattr(target.model.config, "stacked", False):
         raise UsageError(f"{depth.name} has layers with caches of their own; load the model with stacked=False")
     if depth.keeps is not None:
-        return pruned(target, depth.keeps(base.capabilities.num_layers))
-    return Target(_model(base, depth.replace(params=())), {"base": target.params, "depth": depth.params})
+        return pruned(target, depth.keeps(num_layers))
+    return Target(_model(target.model, depth.replace(params=())), {"base": target.params, "depth": depth.params})
+
+
+def choosable_layers(target: Target) -> int:
+    """How many layers a depth chooses from. Raises: UsageError for a model that is not of `specjax.models`."""
+    model = target.model
+    if model.config is None or not model.capabilities.layer_skipping:
+        raise UsageError(f"{model.name} has no layers to choose from; give a model of specjax.models")
+    return model.capabilities.num_layers
 
 
 def over(target: Target, depth: Depth, cache: PyTree, prompt: Array, own: PyTree = ()) -> tuple[Target, Memory]:

@@ -56,8 +56,10 @@ def calm(
         raise UsageError(f'form must be one of {", ".join(DECAYS)}, not "{form}"')
     if horizon < 1:
         raise UsageError(f"horizon must be at least 1, not {horizon}")
-    if math.isnan(threshold) or not decay >= 0:
-        raise UsageError(f"threshold and decay must be numbers, decay at least 0, not {threshold} and {decay}")
+    if math.isnan(threshold) or not 0 <= decay < math.inf:
+        raise UsageError(
+            f"threshold and decay must be numbers, decay finite and at least 0, not {threshold} and {decay}"
+        )
     return _calm(confidence, every, float(decay), form, horizon).replace(params=jnp.float32(threshold))
 
 

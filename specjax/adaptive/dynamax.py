@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax.adaptive.exits import leaving, tested_layers
+from specjax.adaptive.exits import checked_layers, leaving
 from specjax.errors import UsageError
 from specjax.models.depth import Depth, Places, Seen
 from specjax.types import Array, Model, Target
@@ -46,12 +46,19 @@ def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> Depth:
         raise UsageError(
             f"probes are weight [layers, width] and bias [layers], not {probes.weight.shape} and {probes.bias.shape}"
         )
-    return _dynamax(every).replace(params=(probes, jnp.float32(threshold)))
+    return _dynamax(every, len(probes.bias)).replace(params=(probes, jnp.float32(threshold)))
 
 
 @functools.cache
-def _dynamax(every: int) -> Depth:
-    return leaving("dynamax", _confidence, _level, every)
+def _dynamax(every: int, layers: int) -> Depth:
+    depth = leaving("dynamax", _confidence, _level, every)
+
+    def check(num_layers: int) -> None:
+        if num_layers != layers:
+            raise UsageError(f"the probes are of {layers} layers, and the model has {num_layers}")
+        depth.check(num_layers)
+
+    return depth.replace(check=check)
 
 
 def _confidence(params, seen: Seen) -> Array:
@@ -80,9 +87,7 @@ def train_probes(
     model = target.model
     if model.head is None or not model.capabilities.taps:
         raise UsageError(f"the model {model.name} cannot read its own layers; give Model.head and taps")
-    layers = tested_layers(every, model.capabilities.num_layers)
-    if not layers:
-        raise UsageError(f"every must be below the number of layers of the model, not {every}")
+    layers = checked_layers(every, model.capabilities.num_layers)
     return _train(model, layers, steps, learning_rate, target.params, tokens, length)
 
 

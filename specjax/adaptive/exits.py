@@ -31,12 +31,10 @@ def leaving(
     """A token leaves behind the first tested layer, every `every`-th but the last, where `confidence(params, seen)`
     float32[B, T] is at least `level(params, places)` float32[B, T]. Later tokens find the keys and values of the stream
     that it left with. To be cached by the caller, which adds the parameters."""
-    if every < 1:
-        raise UsageError(f"every must be at least 1, not {every}")
+    _check_every(every)
 
     def check(num_layers: int) -> None:
-        if not tested_layers(every, num_layers):
-            raise UsageError(f"every must be below the number of layers of the model, {num_layers}, not {every}")
+        checked_layers(every, num_layers)
 
     return Depth(
         plan=functools.partial(_plan, level),
@@ -52,6 +50,19 @@ def leaving(
 def tested_layers(every: int, num_layers: int) -> tuple[int, ...]:
     """The layers, from 0, behind which a token may leave: behind the last there is nothing to save."""
     return tuple(range(every - 1, num_layers - 1, every))
+
+
+def checked_layers(every: int, num_layers: int) -> tuple[int, ...]:
+    """The same. Raises: UsageError if there are none."""
+    _check_every(every)
+    if every >= num_layers:
+        raise UsageError(f"every must be below the number of layers of the model, {num_layers}, not {every}")
+    return tested_layers(every, num_layers)
+
+
+def _check_every(every: int) -> None:
+    if every < 1:
+        raise UsageError(f"every must be at least 1, not {every}")
 
 
 def _plan(level, params: PyTree, places: Places, own: PyTree, num_layers: int) -> Exits:

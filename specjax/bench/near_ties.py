@@ -42,7 +42,7 @@ def difference(
     if position is None:
         return None
     before = plain[:position]
-    logits = next_logits(target, [*prompt, *before])
+    logits = next_logits(target, [*prompt, *before], len(prompt))
     if processors:
         logits = np.asarray(processing.after(processors, prompt, before, jnp.asarray(logits)))
     second, largest = np.sort(logits)[-2:]
@@ -73,18 +73,19 @@ def _first_unlike(ours: Sequence[int], plain: Sequence[int]) -> int | None:
     return None if len(ours) == len(plain) else min(len(ours), len(plain))
 
 
-def next_logits(target: Target, ids: Sequence[int]) -> np.ndarray:
-    """float32[V]: the target's logits after `ids`, from one pass over them."""
+def next_logits(target: Target, ids: Sequence[int], prompt: int) -> np.ndarray:
+    """float32[V]: the target's logits after `ids`, the first `prompt` of them a prompt, from one pass over them."""
     size = -(-len(ids) // CHUNK) * CHUNK
     tokens = np.zeros((1, size + CHUNK + 1), np.int32)
     tokens[0, : len(ids)] = ids
-    return parallel.gather(_next_logits(target, jnp.asarray(tokens), jnp.asarray([len(ids)], jnp.int32)))
+    length, prompts = jnp.asarray([len(ids)], jnp.int32), jnp.asarray([prompt], jnp.int32)
+    return parallel.gather(_next_logits(target, jnp.asarray(tokens), length, prompts))
 
 
 @jax.jit
-def _next_logits(target: Target, tokens: Array, length: Array) -> Array:
+def _next_logits(target: Target, tokens: Array, length: Array, prompt: Array) -> Array:
     model, params = target.model, target.params
-    cache = prefill(model, params, model.begin(params, None, *tokens.shape), tokens, length - 1)
+    cache = prefill(model, params, model.opened(params, None, prompt, tokens.shape[1]), tokens, length - 1)
     last = take_along(tokens, length[:, None] - 1, 1)
     output, _ = model.forward(params, last, cache, positions=length[:, None] - 1, mask=jnp.ones((1, 1, 1), bool))
     return output.logits[0, 0].astype(jnp.float32)

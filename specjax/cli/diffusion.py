@@ -9,7 +9,7 @@ from specjax.cli.options import require
 
 OF_DRAFTS = (
     "draft", "datastore", "num_draft_tokens", "tree", "draft_stop", "stop", "exit_layer", "source", "controller",
-    "costs", "verifier", "checkpoint", "coordinator", "num_processes", "process_id", "data", "model",
+    "costs", "verifier", "adapt", "checkpoint", "coordinator", "num_processes", "process_id", "data", "model",
     "speculative_config", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
     "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_token_map", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "logit_bias", "ban", "regex", "json_schema", "stop_string",

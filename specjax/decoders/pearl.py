@@ -279,7 +279,7 @@ def _place(role: Role) -> Role:
 def _read(role: Role, tokens: Array, count: Array) -> PyTree:
     """The cache of the first `count` int32[B] of tokens int32[B, S]."""
     model, params = role.target.model, role.target.params
-    return prefill(model, params, model.begin(params, role.inputs, *tokens.shape), tokens, count)
+    return prefill(model, params, model.opened(params, role.inputs, count + 1, tokens.shape[1]), tokens, count)
 
 
 @functools.partial(jax.jit, static_argnames=("gamma",), donate_argnames=("cache",))

@@ -123,7 +123,7 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
 def _read(role: Role, text: Text) -> PyTree:
     """The cache of the prompts but their last tokens."""
     model, params = role.target.model, role.target.params
-    cache = model.begin(params, role.inputs, *text.tokens.shape)
+    cache = model.opened(params, role.inputs, text.length, text.tokens.shape[1])
     return prefill(model, params, cache, text.tokens, text.length - 1)
 
 

@@ -158,7 +158,7 @@ def _run(
 ) -> SuperposedResult:
     model, params = target.model, target.params
     batch, k, n = prompt.shape[0], drafts, max_new_tokens
-    cache = prefill(model, params, model.begin(params, inputs, *prompt.shape), prompt, length - 1)
+    cache = prefill(model, params, model.opened(params, inputs, length, prompt.shape[1]), prompt, length - 1)
 
     def look(cache: PyTree, step: Array, mixture: Mixture) -> tuple[PyTree, Array, Array]:
         """The cache with one more input, the candidates int32[B, C], best first, and their log p."""

@@ -100,6 +100,7 @@ def test_keys_that_are_not_propagated_are_caught(monkeypatch):
         ({"horizon": 0}, "horizon must be at least 1, not 0"),
         ({"every": 0}, "every must be at least 1, not 0"),
         ({"threshold": float("nan")}, "threshold and decay must be numbers"),
+        ({"decay": float("inf")}, "decay finite and at least 0, not 0.9 and inf"),
     ],
 )
 def test_settings_out_of_range(options, words):

@@ -35,5 +35,10 @@ def test_probes_learn_where_the_prediction_stays():
 def test_a_layer_that_does_not_fit():
     with pytest.raises(UsageError, match="every must be below"):
         adaptive.train_probes(depths.target(), *lesson(), every=8)
+    with pytest.raises(UsageError, match="every must be at least 1, not 0"):
+        adaptive.train_probes(depths.target(), *lesson(), every=0)
+    with pytest.raises(UsageError, match="the probes are of 3 layers, and the model has 8"):
+        probes = adaptive.Probes(jnp.zeros((3, depths.WIDTH)), jnp.zeros(3))
+        adaptive.thinned(depths.target(), adaptive.dynamax(probes, every=2))
     with pytest.raises(UsageError, match="probes are weight"):
         adaptive.dynamax(adaptive.Probes(jnp.zeros((3, 4)), jnp.zeros(4)))

@@ -17,6 +17,7 @@ from specjax import Request, UsageError, adaptive, decode, drafters
 from specjax.catalog import of_kind, parse_depth
 from specjax.drafters import autoregressive
 from specjax.engine.prefill import prefill
+from specjax.parallel import fingerprint
 
 NAMES = ["calm", "saturation", "skip_decode", "ffn_skip", "dynamax", "first", "unified"]
 THROUGH = [name for name in NAMES if name != "unified"]  # whose layers are not taken out
@@ -52,7 +53,7 @@ def test_all_of_the_layers_write_the_text_of_the_whole_model(name):
         assert np.asarray(reading.ran.attention)[counts].all() and np.asarray(reading.ran.mlp)[counts].all()
 
 
-@pytest.mark.parametrize("name", those({*NAMES} - {"saturation", "unified"}, NAMES))
+@pytest.mark.parametrize("name", those({"calm", "ffn_skip", "first"}, NAMES))
 def test_speculation_changes_no_text(name):
     assert depths.texts(thinned(name), drafters.prompt_lookup(4)) == plain(name)
 
@@ -63,7 +64,7 @@ def test_trees_change_no_text(name):
     assert depths.texts(thinned(name), drafters.token_recycling(64, num_nodes=7)) == plain(name)
 
 
-@pytest.mark.parametrize("name", those({"calm"}, NAMES))
+@pytest.mark.parametrize("name", those((), NAMES))
 def test_coupled_text_is_that_of_plain_sampling(name):
     options = {"temperature": 1.0, "sampling": "coupled"}
     ours = depths.texts(thinned(name), drafters.prompt_lookup(4, min_ngram=1), **options)
@@ -87,7 +88,7 @@ def test_requests_that_join_are_told_where_their_prompt_ends(name):
     assert found == plain(name)
 
 
-@pytest.mark.parametrize("name", those({"calm"}, NAMES))
+@pytest.mark.parametrize("name", those((), NAMES))  # lora_drop wants such layers
 def test_layers_that_are_not_stacked_give_the_same_text(name):
     stack = depths.target().params["layers"]
     apart = {str(i): jax.tree.map(lambda x, i=i: x[i], stack) for i in range(depths.LAYERS)}
@@ -202,3 +203,22 @@ def test_options_and_defaults_are_those_of_the_function(name):
     }
     assert {option.name: option.default for option in row.options} == defaults
     assert row.guarantee == "lossy" and row.make is getattr(adaptive, name)
+
+
+def test_a_checkpoint_is_of_one_depth():
+    """What decides the text is in the fingerprint, and where the model lies is not."""
+    of = lambda depth, target: fingerprint.of_model(adaptive.thinned(target, depth))
+    depth = adaptive.calm(0.5, every=2)
+    others = (
+        adaptive.calm(0.4, every=2),
+        adaptive.calm(0.5, every=3),
+        adaptive.calm(0.5, every=2, horizon=20),
+        adaptive.calm(0.5, every=2, form="follow_up"),
+        adaptive.skip_decode(2.0),
+        adaptive.skip_decode(2.0, horizon=20),
+    )
+    whole = depths.target()
+    found = [of(other, whole) for other in (depth, *others)]
+    assert len({*found}) == len(found)
+    assert of(adaptive.calm(0.5, every=2), whole) == found[0]
+    assert of(depth, specjax.shard(whole, specjax.parallel.mesh(1, 2))) == found[0]

@@ -12,7 +12,7 @@ LAWS = np.array([[0.1, 0.5, 0.4], [0.2, 0.2, 0.6], [0.5, 0.4999, 0.0001]])
 
 
 def test_the_logits_are_those_after_the_last_token():
-    assert next_logits(last_token_model(LAWS), [0, 2, 1]) == pytest.approx(np.log(LAWS[1]), rel=1e-5)
+    assert next_logits(last_token_model(LAWS), [0, 2, 1], 1) == pytest.approx(np.log(LAWS[1]), rel=1e-5)
 
 
 @pytest.mark.parametrize(

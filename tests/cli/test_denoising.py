@@ -73,6 +73,7 @@ def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
         (("--target", "full", "--method", "sdar"), "sdar decodes block-causal models"),
         (("--target", "full", "--draft", "draft"), "--draft is of autoregressive models; leave it out"),
         (("--target", "full", "--verifier", "typical"), "--verifier is of autoregressive models"),
+        (("--target", "full", "--adapt", "calm"), "--adapt is of autoregressive models"),
         (("--target", "full", "--method", "constraint"), "the command line cannot load what constraint needs"),
         (("--target", "full", "--set", "tau=1"), 'method llada has no option "tau"'),
         (("--target", "full", "--set", "steps=some"), "--set steps"),

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.drafters.layers.early_exit import layers_of, self_draft, target_of
+from specjax.drafters.layers.early_exit import self_draft, target_of
 from specjax.errors import UsageError
 from specjax.models.depth import Depth
-from specjax.models.thinned import over
+from specjax.models.thinned import choosable_layers, over
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Sublayers, Target
 
@@ -40,10 +40,11 @@ def thinned(
 
     stop: ends a row's draft early, such as `trees.stops.confidence(0.6)`.
 
-    State: int32[B], the length of the prompt. Raises: UsageError for layers that the model does not have, and for a
-    depth that learns from the prompt, which is of `specjax.adaptive.thinned`.
+    State: int32[B], the length of the prompt. Raises: UsageError for a target that is not of `specjax.models` or is
+    thinned itself, for layers that it does not have, and for a depth that learns from the prompt, which is of
+    `specjax.adaptive.thinned`.
     """
-    num_layers = layers_of(target)
+    num_layers = choosable_layers(target)
     depth.check(num_layers)
     if jax.tree.leaves(depth.start(1, num_layers)):
         raise UsageError(

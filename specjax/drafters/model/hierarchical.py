@@ -103,8 +103,8 @@ def _functions(config: _Config) -> Drafter:
 
 def _init(config: _Config, params, context: Context) -> _State:
     model, (middle, inner) = beside(config.model, context.target), params
-    batch, buffer = context.tokens.shape
-    cache = model.begin(middle, model.reads(context.inputs), batch, buffer + config.longest + config.inner.num_nodes)
+    room = context.tokens.shape[1] + config.longest + config.inner.num_nodes
+    cache = model.opened(middle, model.reads(context.inputs), context.length, room)
     held = jnp.maximum(context.length - 1, 0)
     below = context._replace(target=Target(model, middle))
     draft, read = config.inner.init(inner, below), config.inner.read

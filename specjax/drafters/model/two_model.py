@@ -117,8 +117,8 @@ def functions(
 
     def init(params, context: Context):
         seen = context if shorten is None else shorten(context)
-        (batch, buffer), weights = seen.tokens.shape, weights_of(params)
-        cache = model.begin(weights, model.reads(seen.inputs), batch, buffer + slots)
+        weights, buffer = weights_of(params), seen.tokens.shape[1]
+        cache = model.opened(weights, model.reads(seen.inputs), seen.length, buffer + slots)
         cache = prefill(beside(model, context.target), weights, cache, seen.tokens, start(seen.length))
         return State(cache, start(seen.length), context.length - seen.length)
 
