@@ -37,7 +37,9 @@ def test_sampled_text_has_the_joint_law_of_the_target():
     """Two tokens of a vocabulary of 3, against all that the model says of them."""
     target = tiny_llama(layers=3, vocab=3, stacked=True)
     drafter = thinned(target, adaptive.calm(0.1, every=1), num_tokens=2)
-    ours = decode(target, drafter, [[1, 2]] * 128, key=jax.random.key(3), max_new_tokens=2, temperature=2.0)
+    ours = decode(
+        target, drafter, [[1, 2]], samples_per_prompt=128, key=jax.random.key(3), max_new_tokens=2, temperature=2.0
+    )
     first, second = np.asarray(ours.to_lists()).T
     counts = np.bincount(first * 3 + second, minlength=9).reshape(3, 3)
     chains = jnp.asarray([[1, 2, token] for token in range(3)])
