@@ -36,7 +36,8 @@ def thinned(target: Target, depth: Depth) -> Target:
     num_layers = choosable_layers(target)
     depth.check(num_layers)
     if depth.keeps is not None:
-        return pruned(target, depth.keeps(num_layers))
+        rest = pruned(target, depth.keeps(num_layers))
+        return Target(rest.model._replace(name=_name(target.model, depth)), rest.params)
     return Target(_model(target.model, depth.replace(params=())), {"base": target.params, "depth": depth.params})
 
 
@@ -52,6 +53,10 @@ def over(target: Target, depth: Depth, cache: PyTree, prompt: Array, own: PyTree
     """The thinned target over a cache that the whole one wrote: what drafts for it."""
     model = _model(target.model, depth.replace(params=()))
     return Target(model, {"base": target.params, "depth": depth.params}), Memory(cache, prompt, own)
+
+
+def _name(base: Model, depth: Depth) -> str:
+    return f"{base.name} by {depth.name}"
 
 
 @functools.cache
@@ -118,6 +123,6 @@ def _model(base: Model, depth: Depth) -> Model:
         unembed=of_base(base.unembed),
         head=of_base(base.head),
         config=None,
-        name=f"{base.name} by {depth.name}",
+        name=_name(base, depth),
         capabilities=base.capabilities._replace(groups=()),
     )
