@@ -40,7 +40,8 @@ def thinned(target: Target, depth: Depth) -> Target:
     if depth.sparse(num_layers) and getattr(target.model.config, "stacked", False):
         raise UsageError(f"{depth.name} has layers with caches of their own; load the model with stacked=False")
     if depth.keeps is not None:
-        return pruned(target, depth.keeps(num_layers))
+        rest = pruned(target, depth.keeps(num_layers))
+        return Target(rest.model._replace(name=_name(target.model, depth)), rest.params)
     return Target(_model(target.model, depth.replace(params=())), {"base": target.params, "depth": depth.params})
 
 
@@ -56,6 +57,10 @@ def over(target: Target, depth: Depth, cache: PyTree, prompt: Array, own: PyTree
     """The thinned target over a cache that the whole one wrote: what drafts for it."""
     model = _model(target.model, depth.replace(params=()))
     return Target(model, {"base": target.params, "depth": depth.params}), Memory(cache, prompt, own)
+
+
+def _name(base: Model, depth: Depth) -> str:
+    return f"{base.name} by {depth.name}"
 
 
 @functools.cache
@@ -130,7 +135,7 @@ def _model(base: Model, depth: Depth) -> Model:
         unembed=of_base(base.unembed),
         head=of_base(base.head),
         config=None,
-        name=f"{base.name} by {depth.name}",
+        name=_name(base, depth),
         capabilities=base.capabilities._replace(groups=()),
     )
 

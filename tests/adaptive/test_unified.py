@@ -16,7 +16,7 @@ def test_the_cards_layers():
 
 def test_the_others_are_taken_out():
     model = adaptive.thinned(depths.target(), adaptive.unified(2.0))
-    assert model.model.capabilities.num_layers == 4
+    assert model.model.capabilities.num_layers == 4 and model.model.name == "llama by unified"
     assert depths.texts(model) == depths.texts(pruned(depths.target(), kept_layers(2.0, depths.LAYERS)))
 
 
