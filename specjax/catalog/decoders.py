@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specjax import decoders
 from specjax.catalog.method import Method
-from specjax.catalog.options import REQUIRED, Option
+from specjax.catalog.options import REQUIRED, Option, yes_or_no
 
 PEARL = "Liu et al. 2024, arXiv 2408.11850"
 
@@ -54,6 +54,19 @@ DECODERS: dict[str, Method] = {
                 Option("ratio", ("path", "coupled", "aligned"), "path", "by which a draft is accepted"),
                 Option("prefill_ratio", float, 0.15, "part of the new tokens that the target writes alone"),
                 Option("max_tries", int, 1000, "candidates for a rejected token"),
+            ),
+        ),
+        Method(
+            "ceed_vla",
+            "decoder",
+            decoders.ceed_vla,
+            "lossy",
+            "a block at once by Jacobi iterations, left before they converge; greedy where they may converge",
+            "Song et al. 2025, arXiv 2506.13725; Santilli et al. 2023, arXiv 2305.10427",
+            options=(
+                Option("block", int, 16, "tokens of a block"),
+                Option("iterations", int, 8, "passes of a block at most"),
+                Option("stale_keys", yes_or_no, False, "keep the keys of a guess that did not converge"),
             ),
         ),
         Method(

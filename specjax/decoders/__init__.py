@@ -1,6 +1,7 @@
 """Loops that are not draft, verify, commit with a drafter beside the target, one published method per file."""
 
 from specjax.decoders.any_subset import AnySubsetModel, AnySubsetResult, any_subset
+from specjax.decoders.ceed_vla import ceed_vla
 from specjax.decoders.continuous import ContinuousModel, ContinuousResult, continuous
 from specjax.decoders.pearl import PearlResult, pearl
 from specjax.decoders.pearl_in_one_program import pearl_in_one_program
@@ -14,6 +15,7 @@ __all__ = [
     "PearlResult",
     "SuperposedResult",
     "any_subset",
+    "ceed_vla",
     "continuous",
     "pearl",
     "pearl_in_one_program",

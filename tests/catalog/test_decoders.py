@@ -44,6 +44,10 @@ def run(name, rows=(0, 1, 2), keys=KEYS, **options):
     if name == "continuous":
         starts = jnp.arange(1.0, 4.0)[jnp.array(rows), None, None]
         return decode(*HEADS, starts, key=keys, **{"max_new_tokens": 6, "window": 2} | options).to_lists()
+    if name == "ceed_vla":
+        return decode(
+            tiny_llama(), prompts, key=keys, **{"max_new_tokens": 12, "block": 4, "iterations": 2} | options
+        ).to_lists()
     return decode(tiny_llama(), prompts, **{"max_new_tokens": 12, "drafts": 2} | options).to_lists()
 
 
@@ -115,12 +119,17 @@ def of_one_greedy_draft(name):
     assert run(name, drafts=1) == plain()
 
 
+def of_the_fixed_point(name):
+    assert run(name, iterations=None) == plain()
+
+
 GUARANTEES = {
     "pearl": of_plain_decoding,
     "pearl_in_one_program": of_plain_decoding,
     "any_subset": of_any_window,
     "continuous": of_the_heads_distribution,
     "superposed_decoding": of_one_greedy_draft,
+    "ceed_vla": of_the_fixed_point,
 }
 
 
