@@ -127,7 +127,8 @@ def _filled(target: Target, batch: int, context: int, capacity: int):
         _, pending = _pass(target, cache, i * CHUNK, tokens)
         return model.commit(cache, pending, path, jnp.full((batch,), jnp.minimum(context - i * CHUNK, CHUNK)))
 
-    return jax.lax.fori_loop(0, -(-context // CHUNK), body, model.begin(target.params, None, batch, capacity))
+    empty = model.opened(target.params, None, jnp.full((batch,), context), capacity)
+    return jax.lax.fori_loop(0, -(-context // CHUNK), body, empty)
 
 
 @jax.jit

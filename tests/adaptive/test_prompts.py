@@ -10,6 +10,7 @@ from tiers import those
 
 from specjax import adaptive, decode, drafters
 from specjax.bench.near_ties import next_logits
+from specjax.costs.curves import _filled
 from specjax.decoders import pearl, superposed
 
 OPTIONS = {"key": jax.random.key(0), "max_new_tokens": depths.NEW}
@@ -51,3 +52,7 @@ def test_decoders_write_the_text_of_the_thinned_model():
 def test_logits_of_a_difference_are_those_of_the_thinned_model():
     for prompt, answer in zip(depths.PROMPTS, plain(), strict=True):
         assert next_logits(model(), prompt + answer[:-1], len(prompt)).argmax() == answer[-1]
+
+
+def test_passes_are_timed_behind_a_prompt():
+    assert _filled(model(), 2, 7, 300).prompt.tolist() == [7, 7]
