@@ -11,6 +11,7 @@ from specjax.adaptive.first import Routers, first, train_routers
 from specjax.adaptive.fitting import fit
 from specjax.adaptive.lora_drop import Corrections, blank_corrections, lora_drop
 from specjax.adaptive.measure import Reading, read, share_run
+from specjax.adaptive.s2d import s2d, sorted_loss, train_sorted
 from specjax.adaptive.skip_decode import skip_decode
 from specjax.adaptive.unified import unified
 from specjax.models.depth import Depth
@@ -31,10 +32,13 @@ __all__ = [
     "fit",
     "lora_drop",
     "read",
+    "s2d",
     "share_run",
     "skip_decode",
+    "sorted_loss",
     "thinned",
     "train_probes",
     "train_routers",
+    "train_sorted",
     "unified",
 ]

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from specjax.adaptive.exits import leaving, similarity
+from specjax.adaptive.exits import every_so_many, leaving, similarity
 from specjax.errors import UsageError
 from specjax.models.depth import Depth, Places, Seen
 from specjax.types import Array
@@ -66,7 +66,7 @@ def calm(
 @functools.cache
 def _calm(confidence: str, every: int, decay: float, form: str, horizon: int) -> Depth:
     sure = {"softmax": margin, "saturation": saturation}[confidence]
-    return leaving("calm", sure, functools.partial(level, decay, form, horizon), every)
+    return leaving("calm", sure, functools.partial(level, decay, form, horizon), every_so_many(every))
 
 
 def margin(params, seen: Seen) -> Array:

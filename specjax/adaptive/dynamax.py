@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax.adaptive.exits import checked_layers, leaving
+from specjax.adaptive.exits import every_so_many, leaving
 from specjax.errors import UsageError
 from specjax.models.depth import Depth, Places, Seen
 from specjax.types import Array, Model, Target
@@ -51,7 +51,7 @@ def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> Depth:
 
 @functools.cache
 def _dynamax(every: int, layers: int) -> Depth:
-    depth = leaving("dynamax", _confidence, _level, every)
+    depth = leaving("dynamax", _confidence, _level, every_so_many(every))
 
     def check(num_layers: int) -> None:
         if num_layers != layers:
@@ -87,7 +87,7 @@ def train_probes(
     model = target.model
     if model.head is None or not model.capabilities.taps:
         raise UsageError(f"the model {model.name} cannot read its own layers; give Model.head and taps")
-    layers = checked_layers(every, model.capabilities.num_layers)
+    layers = every_so_many(every)(model.capabilities.num_layers)
     return _train(model, layers, steps, learning_rate, target.params, tokens, length)
 
 

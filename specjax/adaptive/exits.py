@@ -26,43 +26,42 @@ def leaving(
     name: str,
     confidence: Callable[[PyTree, Seen], Array],
     level: Callable[[PyTree, Places], Array],
-    every: int,
+    tested: Callable[[int], tuple[int, ...]],
 ) -> Depth:
-    """A token leaves behind the first tested layer, every `every`-th but the last, where `confidence(params, seen)`
-    float32[B, T] is at least `level(params, places)` float32[B, T]. Later tokens find the keys and values of the stream
-    that it left with. To be cached by the caller, which adds the parameters."""
-    _check_every(every)
+    """A token leaves behind the first layer of `tested(num_layers)` where `confidence(params, seen)` float32[B, T] is
+    `level(params, places)` float32[B, T] or more. Later tokens find the keys and values of the stream that it left
+    with. To be cached by the caller, which adds the parameters. `tested` raises UsageError if a model does not fit.
+    """
 
     def check(num_layers: int) -> None:
-        checked_layers(every, num_layers)
+        tested(num_layers)
 
     return Depth(
         plan=functools.partial(_plan, level),
         runs=lambda carry, layer: Sublayers(~carry.out, ~carry.out),
         see=functools.partial(_see, confidence),
-        sees=functools.partial(tested_layers, every),
+        sees=tested,
         repair="propagate",
         check=check,
         name=name,
     )
 
 
-def tested_layers(every: int, num_layers: int) -> tuple[int, ...]:
-    """The layers, from 0, behind which a token may leave: behind the last there is nothing to save."""
-    return tuple(range(every - 1, num_layers - 1, every))
-
-
-def checked_layers(every: int, num_layers: int) -> tuple[int, ...]:
-    """The same. Raises: UsageError if there are none."""
-    _check_every(every)
-    if every >= num_layers:
-        raise UsageError(f"every must be below the number of layers of the model, {num_layers}, not {every}")
-    return tested_layers(every, num_layers)
-
-
-def _check_every(every: int) -> None:
+def every_so_many(every: int) -> Callable[[int], tuple[int, ...]]:
+    """`tested_layers` of any model. Raises: UsageError for a number below 1."""
     if every < 1:
         raise UsageError(f"every must be at least 1, not {every}")
+    return functools.partial(tested_layers, every)
+
+
+def tested_layers(every: int, num_layers: int) -> tuple[int, ...]:
+    """The layers, from 0, behind which a token may leave: behind the last there is nothing to save.
+
+    Raises: UsageError if there are none.
+    """
+    if every >= num_layers:
+        raise UsageError(f"every must be below the number of layers of the model, {num_layers}, not {every}")
+    return tuple(range(every - 1, num_layers - 1, every))
 
 
 def _plan(level, params: PyTree, places: Places, own: PyTree, num_layers: int) -> Exits:

@@ -61,6 +61,13 @@ ADAPTIVE: dict[str, Method] = {
             Option("speedup", float, 1.5, "layers of the model in those that run"),
         ),
         _row(
+            adaptive.s2d,
+            "a draft model of which a token leaves at the first of a few exits that is sure",
+            "Kavehzadeh et al. 2024, arXiv 2407.01955",
+            Option("threshold", float, 0.7, "probability of the likeliest token that is enough, above 1 none"),
+            Option("exits", int, 3, "of the draft model, at equal parts of its depth"),
+        ),
+        _row(
             adaptive.dynamax,
             "a token leaves the model where a trained probe says that its prediction will stay",
             "Nogales et al. 2025, arXiv 2504.20922",

@@ -1,0 +1,114 @@
+"""S2D: one draft model with several exits, each a smaller model, drafts for targets of several sizes.
+
+Kavehzadeh, Pourreza, Valipour, Zhu, Bai, Ghodsi, Chen, Rezagholizadeh: S2D: Sorted Speculative Decoding For More
+Efficient Deployment of Nested LLMs (2024), arXiv 2407.01955.
+
+Rule: the draft model's exits lie at equal parts of its depth, l_1 < ... < l_K, the last its own. A token leaves behind
+the first at which max softmax(head(norm(h_l))) >= theta, and is drafted with that q; at the last it always leaves.
+Training, sorted fine-tuning: the mean over the exits of the cross entropy of each.
+Guarantee: as a target lossy; as the draft model of `drafters.two_model` the text is the target's.
+
+Deviations: layers above find the keys and values of the stream that a token left with, in place of a later pass that
+runs them. Tokens of the prompt run everything. One threshold for all exits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from specjax.adaptive.exits import leaving
+from specjax.errors import UsageError
+from specjax.indexing import take_along
+from specjax.models.depth import Depth, Places, Seen
+from specjax.types import Array, Model, PyTree, Target
+
+
+def s2d(threshold: float = 0.7, *, exits: int = 3) -> Depth:
+    """For `drafters.two_model(specjax.adaptive.thinned(draft, s2d()))`; `train_sorted` makes such a draft model.
+
+    threshold: theta, a parameter; above 1 only the last exit is taken. exits: K.
+    """
+    if math.isnan(threshold):
+        raise UsageError("threshold must be a number")
+    if exits < 2:
+        raise UsageError(f"exits must be at least 2, not {exits}")
+    return _s2d(exits).replace(params=jnp.float32(threshold))
+
+
+def exit_layers(exits: int, num_layers: int) -> tuple[int, ...]:
+    """How many layers each exit has run, the last all. Raises: UsageError for more exits than layers."""
+    if not 1 <= exits <= num_layers:
+        raise UsageError(f"exits must be from 1 to the {num_layers} layers of the model, not {exits}")
+    return tuple(round(num_layers * number / exits) for number in range(1, exits + 1))
+
+
+@functools.cache
+def _s2d(exits: int) -> Depth:
+    def tested(num_layers: int) -> tuple[int, ...]:
+        return tuple(count - 1 for count in exit_layers(exits, num_layers)[:-1])
+
+    return leaving("s2d", _likeliest, _level, tested)
+
+
+def _likeliest(params, seen: Seen) -> Array:
+    logits = seen.head(seen.after)
+    return jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1))
+
+
+def _level(threshold: Array, places: Places) -> Array:
+    return jnp.where(threshold > 1, jnp.inf, jnp.broadcast_to(threshold, places.positions.shape))
+
+
+def sorted_loss(model: Model, params: PyTree, tokens: Array, length: Array, exits: tuple[int, ...]) -> Array:
+    """The mean over `exits`, layers that have run, of the cross entropy of what each says of the next token.
+
+    tokens: int32[B, T], of `length` int32[B] tokens.
+    """
+    batch, size = tokens.shape
+    output, _ = model.forward(
+        params, tokens, model.begin(params, None, batch, 0),
+        positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
+        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)), taps=exits,
+    )  # fmt: skip
+    counts = jnp.arange(size - 1) < length[:, None] - 1
+
+    def of_exit(stream: Array) -> Array:
+        assert model.head is not None
+        log_p = jax.nn.log_softmax(model.head(params, stream[:, :-1]))
+        return -jnp.sum(take_along(log_p, tokens[:, 1:, None], 2)[..., 0] * counts) / jnp.sum(counts)
+
+    return sum(map(of_exit, output.taps), jnp.float32(0)) / len(exits)
+
+
+def train_sorted(
+    draft: Target, tokens: Array, length: Array, *, exits: int = 3, steps: int = 100, learning_rate: float = 1e-3
+) -> tuple[Target, Array]:
+    """A draft model all of whose exits say something of the text, and the loss of each step; all texts are one batch.
+
+    draft: may be the first layers of a target (`specjax.models.pruned`). Raises: UsageError for a model without taps.
+    """
+    able = draft.model.capabilities
+    if not able.taps or draft.model.head is None:
+        raise UsageError(f"the model {draft.model.name} cannot read its own layers; give Model.head and taps")
+    layers = exit_layers(exits, able.num_layers)
+    params, losses = _train(draft.model, layers, steps, learning_rate, draft.params, tokens, length)
+    return Target(draft.model, params), losses
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: float, params, tokens, length):
+    optimizer = optax.adam(learning_rate)
+
+    def step(carry, _):
+        params, state = carry
+        value, gradient = jax.value_and_grad(sorted_loss, argnums=1)(model, params, tokens, length, layers)
+        updates, state = optimizer.update(gradient, state)
+        return (optax.apply_updates(params, updates), state), value
+
+    (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), None, steps)
+    return params, losses
