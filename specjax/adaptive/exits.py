@@ -74,7 +74,7 @@ def _see(confidence, params: PyTree, carry: Exits, seen: Seen) -> Exits:
     def judge():
         return carry.out | (undecided & (confidence(params, seen) >= carry.level))
 
-    # Of a chunk of the prompt nothing is asked: a confidence may cost the head over all of its tokens.
+    # Of a chunk within all prompts nothing is asked: a confidence may cost the head over all of its tokens.
     return carry._replace(out=jax.lax.cond(jnp.any(undecided), judge, lambda: carry.out))
 
 

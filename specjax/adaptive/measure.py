@@ -61,7 +61,8 @@ def _read(model: Model, params, tokens: Array, prompt: Array) -> Reading:
 def share_run(ran: Sublayers, counts: Array, config) -> Array:
     """float32[]: which part of the weights of the layers the tokens `counts` bool[B, L] were multiplied with.
 
-    config: of the model. The head, and what the tests of a method cost, are not in it.
+    config: of the whole model. The head, what the tests of a method cost, and keys and values that are propagated
+    (`models.depth.Repair`) are not in it.
     """
     c = config
     attention = c.width * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
