@@ -237,13 +237,13 @@ def generate(
         generation.run(log, out)
     except BaseException as error:
         if as_json and first and generation.texts:
-            print_json(_document(generation, bad))
+            print_json(_document(generation, bad, adapt))
             if isinstance(error, KeyboardInterrupt):
                 done = len(generation.texts)
                 raise KeyboardInterrupt(f"stdout has the {done} of {len(rows)} prompts that were done") from None
         raise
     if as_json and first:
-        print_json(_document(generation, bad))
+        print_json(_document(generation, bad, adapt))
     elif first:
         show(generation, out)
     if bad:
@@ -331,7 +331,9 @@ def _collaborate(
         raise UsageError(p.describe(bad, batch_file))
 
 
-def _document(generation: Generation | Denoisings | collaborating.Collaboration, bad: list) -> dict[str, Any]:
+def _document(
+    generation: Generation | Denoisings | collaborating.Collaboration, bad: list, adapt: str | None = None
+) -> dict[str, Any]:
     from specjax.cli.session import provenance
 
     names = "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"
@@ -339,6 +341,7 @@ def _document(generation: Generation | Denoisings | collaborating.Collaboration,
     return {
         **generation.record(),
         **provenance(generation.session),
+        "adapt": adapt,  # the guarantee is of the target as it is adapted: lossy beside the whole model
         "settings": settings | {"batch_size": generation.batch_size},
         "results": generation.results(),
         "differences": getattr(generation, "differences", []),

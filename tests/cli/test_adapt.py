@@ -1,0 +1,58 @@
+"""`specjax generate --adapt`: a target that does less."""
+
+import json
+
+import pytest
+from toy import tiny_llama
+
+import specjax
+from specjax import adaptive
+from specjax.bench import measure
+
+SHORT = ("--max-new-tokens", 16)
+
+
+@pytest.fixture(autouse=True)
+def six_layers(monkeypatch):
+    plain = specjax.load
+    model = tiny_llama(layers=6, vocab=259, stacked=True)
+    monkeypatch.setattr(specjax, "load", lambda *args, **options: (model, plain(*args, **options)[1]), raising=False)
+    return model
+
+
+def test_the_text_is_that_of_the_thinned_target(cli, six_layers):
+    result = cli("generate", "hello", "--adapt", "skip_decode:1.5", *SHORT, "--json", "--compare")
+    document = json.loads(result.out)
+    assert "lossy: skip_decode leaves layers of llama out, token by token" in " ".join(result.err.split())
+    assert document["adapt"] == "skip_decode:1.5" and document["target"] == "llama by skip_decode"
+    assert document["method"] == "autoregressive" and document["identical"]
+    prompts = [specjax.load()[1].chat("hello")]
+    options = {"key": measure.row_keys(0, [0]), "max_new_tokens": 16, "eos": 2}
+    # The horizon is what is to be written.
+    thinned = adaptive.thinned(six_layers, adaptive.skip_decode(1.5, horizon=16))
+    ours = document["results"][0]["token_ids"]
+    assert ours == specjax.decode(thinned, "autoregressive", prompts, **options).to_lists()[0]
+    assert ours != specjax.decode(six_layers, "autoregressive", prompts, **options).to_lists()[0]
+
+
+def test_as_a_drafter_it_is_lossless(cli):
+    document = json.loads(
+        cli("generate", "hello", "--method", "thinned", "--set", "depth=ffn_skip:0.5,warm_up=0", *SHORT, "--json",
+            "--compare").out
+    )  # fmt: skip
+    assert document["identical"] and document["adapt"] is None and document["guarantee"] == "distribution"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--adapt", "dynamax"], '--adapt: "dynamax" needs arrays that only Python can give; choose one of calm,'),
+        (["--adapt", "auto"], '--adapt: "auto" chooses no layers'),
+        (["--adapt", "calm:every=6"], "--adapt: every must be below the number of layers of the model, 6, not 6"),
+        (["--adapt", "calm:depth=3"], "--adapt: "),
+        (["--method", "calm"], "use --adapt calm, or --method thinned --set depth=calm"),
+        (["--method", "thinned", "--set", "depth=first"], 'depth: "first" needs arrays that only Python can give'),
+    ],
+)
+def test_what_does_not_fit(refused, arguments, words):
+    assert words in refused("generate", "hello", *arguments, *SHORT)
