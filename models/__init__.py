@@ -5,7 +5,7 @@ from specjax.models.cache import lanes_of
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
-from specjax.models.pruning import pruned
+from specjax.models.pruning import narrowed, pruned
 
 __all__ = [
     "Gemma3Config",
@@ -17,5 +17,6 @@ __all__ = [
     "lanes_of",
     "load",
     "make_model",
+    "narrowed",
     "pruned",
 ]

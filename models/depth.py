@@ -87,6 +87,8 @@ class Depth:
 
     `keeps(num_layers)` names the layers that some token may run, if that is known at once: the others need no memory.
 
+    `narrow(mlp_width)` says how many hidden units each MLP has, its first ones, for all tokens alike.
+
     `become(params, carry, seen) -> stream [B, T, D]` is what goes on to the next layer in place of `seen.after`, for
     methods that put something in the place of a layer.
 
@@ -103,6 +105,7 @@ class Depth:
     note: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=_notes_nothing)
     learn: Callable[..., PyTree] = field(metadata=STATIC, default=_keeps)
     keeps: Callable[[int], tuple[int, ...]] | None = field(metadata=STATIC, default=None)
+    narrow: Callable[[int], int] | None = field(metadata=STATIC, default=None)
     become: Callable[..., Array] | None = field(metadata=STATIC, default=None)
     sparse: Callable[[int], tuple[int, ...]] = field(metadata=STATIC, default=lambda num_layers: ())
     check: Callable[[int], None] = field(metadata=STATIC, default=lambda num_layers: None)  # raises UsageError

@@ -1,4 +1,4 @@
-"""A model with some of its layers alone."""
+"""A model with some of its layers alone, or with a part of its MLPs."""
 
 from __future__ import annotations
 
@@ -38,3 +38,26 @@ def pruned(target: Target, layers: Sequence[int]) -> Target:
     mesh = target.model.mesh
     model = make_model(smaller) if mesh is None else make_model(smaller, mesh)
     return Target(model, target.params | {"layers": kept})
+
+
+def narrowed(target: Target, width: int) -> Target:
+    """The target with the first `width` hidden units of each MLP alone: slices of its own parameters.
+
+    Raises: UsageError for more than it has, and for a model that is not of `specjax.models`.
+    """
+    config = target.model.config
+    if config is None or not isinstance(target.params, dict) or "layers" not in target.params:
+        raise UsageError(f"{target.model.name} has no MLPs to cut; give a model of specjax.models")
+    if not 1 <= width <= config.mlp_width:
+        raise UsageError(f"an MLP of {config.mlp_width} hidden units has no first {width}")
+
+    def cut(path, leaf):
+        names = [getattr(part, "key", None) for part in path]
+        if "mlp" not in names:
+            return leaf
+        return leaf[..., :width] if "down" in names else leaf[..., :width, :]
+
+    layers = jax.tree_util.tree_map_with_path(cut, target.params["layers"])
+    smaller, mesh = dataclasses.replace(config, mlp_width=width), target.model.mesh
+    model = make_model(smaller) if mesh is None else make_model(smaller, mesh)
+    return Target(model, target.params | {"layers": layers})

@@ -14,7 +14,7 @@ from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models.depth import Depth, Places, Thinned, Through
-from specjax.models.pruning import pruned
+from specjax.models.pruning import narrowed, pruned
 from specjax.types import Array, Model, PyTree, Target
 
 
@@ -39,8 +39,9 @@ def thinned(target: Target, depth: Depth) -> Target:
     depth.check(num_layers)
     if depth.sparse(num_layers) and getattr(target.model.config, "stacked", False):
         raise UsageError(f"{depth.name} has layers with caches of their own; load the model with stacked=False")
-    if depth.keeps is not None:
-        rest = pruned(target, depth.keeps(num_layers))
+    if depth.keeps is not None or depth.narrow is not None:
+        rest = target if depth.keeps is None else pruned(target, depth.keeps(num_layers))
+        rest = rest if depth.narrow is None else _narrowed(rest, depth)
         return Target(rest.model._replace(name=_name(target.model, depth)), rest.params)
     return Target(_model(target.model, depth.replace(params=())), {"base": target.params, "depth": depth.params})
 
@@ -53,10 +54,17 @@ def choosable_layers(target: Target) -> int:
     return model.capabilities.num_layers
 
 
-def over(target: Target, depth: Depth, cache: PyTree, prompt: Array, own: PyTree = ()) -> tuple[Target, Memory]:
+def over(target: Target, depth: Depth, cache: PyTree, prompt: Array) -> tuple[Target, PyTree]:
     """The thinned target over a cache that the whole one wrote: what drafts for it."""
+    if depth.narrow is not None:
+        return _narrowed(target, depth), cache
     model = _model(target.model, depth.replace(params=()))
-    return Target(model, {"base": target.params, "depth": depth.params}), Memory(cache, prompt, own)
+    return Target(model, {"base": target.params, "depth": depth.params}), Memory(cache, prompt, ())
+
+
+def _narrowed(target: Target, depth: Depth) -> Target:
+    assert depth.narrow is not None
+    return narrowed(target, depth.narrow(target.model.config.mlp_width))
 
 
 def _name(base: Model, depth: Depth) -> str:

@@ -10,6 +10,7 @@ from specjax.adaptive.ffn_skip import ffn_skip
 from specjax.adaptive.first import Routers, first, train_routers
 from specjax.adaptive.fitting import fit
 from specjax.adaptive.lora_drop import Corrections, blank_corrections, lora_drop
+from specjax.adaptive.matformer import matformer, nested_loss, train_nested
 from specjax.adaptive.measure import Reading, read, share_run
 from specjax.adaptive.s2d import s2d, sorted_loss, train_sorted
 from specjax.adaptive.skip_decode import skip_decode
@@ -31,12 +32,15 @@ __all__ = [
     "first",
     "fit",
     "lora_drop",
+    "matformer",
+    "nested_loss",
     "read",
     "s2d",
     "share_run",
     "skip_decode",
     "sorted_loss",
     "thinned",
+    "train_nested",
     "train_probes",
     "train_routers",
     "train_sorted",

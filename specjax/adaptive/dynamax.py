@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from specjax.adaptive.descent import descend
 from specjax.adaptive.exits import every_so_many, leaving
 from specjax.errors import UsageError
 from specjax.models.depth import Depth, Places, Seen
@@ -106,14 +107,7 @@ def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: flo
         ]
         return jnp.sum(jnp.stack(each) * counts) / jnp.sum(counts)
 
-    optimizer = optax.adam(learning_rate)
-
-    def step(carry, _):
-        probes, state = carry
-        updates, state = optimizer.update(jax.grad(loss)(probes), state)
-        return (optax.apply_updates(probes, updates), state), ()
-
-    return jax.lax.scan(step, (blank, optimizer.init(blank)), None, steps)[0][0]
+    return descend(loss, blank, steps, learning_rate)[0]
 
 
 def lessons(model: Model, layers: tuple[int, ...], params, tokens: Array) -> tuple[list[Array], list[Array]]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from specjax.adaptive.descent import descend
 from specjax.indexing import take_along
 from specjax.models.depth import Depth
 from specjax.models.thinned import thinned
@@ -58,13 +58,4 @@ def _fit(model: Model, penalty, steps: int, learning_rate: float, base, params, 
         of_text = take_along(log_p, tokens[:, 1:, None], 2)[..., 0]
         return -jnp.sum(of_text * counts) / jnp.sum(counts) + penalty(pending.noted)
 
-    optimizer = optax.adam(learning_rate)
-
-    def step(carry, _):
-        params, state = carry
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradient, state)
-        return (optax.apply_updates(params, updates), state), value
-
-    (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), None, steps)
-    return params, losses
+    return descend(loss, params, steps, learning_rate)

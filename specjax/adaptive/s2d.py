@@ -19,8 +19,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from specjax.adaptive.descent import descend
 from specjax.adaptive.exits import leaving
 from specjax.errors import UsageError
 from specjax.indexing import take_along
@@ -102,13 +102,5 @@ def train_sorted(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: float, params, tokens, length):
-    optimizer = optax.adam(learning_rate)
-
-    def step(carry, _):
-        params, state = carry
-        value, gradient = jax.value_and_grad(sorted_loss, argnums=1)(model, params, tokens, length, layers)
-        updates, state = optimizer.update(gradient, state)
-        return (optax.apply_updates(params, updates), state), value
-
-    (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), None, steps)
-    return params, losses
+    loss = lambda params: sorted_loss(model, params, tokens, length, layers)
+    return descend(loss, params, steps, learning_rate)

@@ -61,6 +61,12 @@ ADAPTIVE: dict[str, Method] = {
             Option("speedup", float, 1.5, "layers of the model in those that run"),
         ),
         _row(
+            adaptive.matformer,
+            "the first hidden units of every MLP are a smaller model",
+            "Devvrit et al. 2023, arXiv 2310.07707",
+            Option("share", float, 0.25, "of the hidden units"),
+        ),
+        _row(
             adaptive.s2d,
             "a draft model of which a token leaves at the first of a few exits that is sure",
             "Kavehzadeh et al. 2024, arXiv 2407.01955",

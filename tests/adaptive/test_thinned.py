@@ -182,7 +182,7 @@ def test_a_model_of_which_layers_can_be_named_is_wanted():
 
 
 def test_every_method_is_in_the_table_and_reads_from_a_text():
-    names = {"calm", "skip_decode", "ffn_skip", "unified", "dynamax", "first", "lora_drop", "s2d"}
+    names = {"calm", "skip_decode", "ffn_skip", "unified", "dynamax", "first", "lora_drop", "s2d", "matformer"}
     assert set(of_kind("adaptive")) == names
     assert parse_depth("calm:0.5,every=2").params == np.float32(0.5)
     assert parse_depth("skip_decode", 20) is adaptive.skip_decode(horizon=20)

@@ -1,0 +1,79 @@
+"""MatFormer: MLPs whose first hidden units are a smaller model, which drafts for the whole one.
+
+Devvrit, Kudugunta, Kusupati, Dettmers, Chen, Dhillon, Tsvetkov, Hajishirzi, Kakade, Farhadi, Jain: MatFormer: Nested
+Transformer for Elastic Inference (2023), arXiv 2310.07707.
+
+Rule: of granularity m an MLP is W_d[:, :m] (act(W_g[:m] x) * (W_u[:m] x)). Attention, norms and embeddings are shared.
+Training: the mean over the granularities of the cross entropy of each, on the same tokens.
+Guarantee: as a target lossy; as a drafter (`drafters.thinned`) the text is the whole model's. Drafts read the whole
+model's keys and values, and the pass that verifies writes its own for what it accepts.
+
+Deviations: one granularity for all layers; choosing one per layer (Mix'n'Match) is left out. That draft and target
+share a cache is a choice of our own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from specjax.adaptive.descent import descend
+from specjax.adaptive.s2d import sorted_loss
+from specjax.errors import UsageError
+from specjax.models import narrowed
+from specjax.models.depth import Depth, Places
+from specjax.types import Array, Model, PyTree, Sublayers, Target
+
+
+def matformer(share: float = 0.25) -> Depth:
+    """For `drafters.thinned(target, matformer())`, or `specjax.adaptive.thinned`. share: m in the width of the MLPs."""
+    if not 0 < share <= 1:
+        raise UsageError(f"share must be above 0 and at most 1, not {share}")
+    return _matformer(float(share))
+
+
+def units(share: float, mlp_width: int) -> int:
+    """m, at least 1."""
+    return max(1, round(share * mlp_width))
+
+
+@functools.cache
+def _matformer(share: float) -> Depth:
+    def plan(params, places: Places, own, num_layers: int) -> Array:
+        return jnp.ones(places.positions.shape, bool)
+
+    return Depth(
+        plan=plan, runs=lambda every, layer: Sublayers(every, every), narrow=functools.partial(units, share),
+        name="matformer",
+    )  # fmt: skip
+
+
+def nested_loss(target: Target, tokens: Array, length: Array, shares: tuple[float, ...]) -> Array:
+    """The mean over `shares` of the cross entropy of the next token.
+
+    tokens: int32[B, T], of `length` int32[B] tokens.
+    """
+    layers, width = (target.model.capabilities.num_layers,), target.model.config.mlp_width
+
+    def of_part(share: float) -> Array:
+        part = narrowed(target, units(share, width))
+        return sorted_loss(part.model, part.params, tokens, length, layers)
+
+    return jnp.mean(jnp.stack([of_part(share) for share in shares]))
+
+
+def train_nested(
+    target: Target, tokens: Array, length: Array, *, shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0),
+    steps: int = 100, learning_rate: float = 1e-3,
+) -> tuple[Target, Array]:  # fmt: skip
+    """A target all of whose granularities say something of the text, and the loss of each step; one batch."""
+    params, losses = _train(target.model, shares, steps, learning_rate, target.params, tokens, length)
+    return Target(target.model, params), losses
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _train(model: Model, shares, steps: int, learning_rate: float, params: PyTree, tokens, length):
+    loss = lambda params: nested_loss(Target(model, params), tokens, length, shares)
+    return descend(loss, params, steps, learning_rate)
