@@ -10,6 +10,7 @@ import pytest
 
 import specjax
 from specjax import drafters
+from specjax.catalog.adaptive import depth_spec
 from specjax.cli.drafting import LOADABLE, Given, read_drafting
 from specjax.cli.session import Session
 from specjax.trees import parse, parse_paths
@@ -279,6 +280,7 @@ def test_every_option_can_be_written(name):
         if option.form == "FOLDER":  # read where it is written: test_heads.py
             continue
         text = texts.get(option.form, option.type[-1] if isinstance(option.type, tuple) else "confidence:0.5")
+        text = "unified:2" if option.type is depth_spec else text  # a name of another table
         flags = [f"{option.name}={text}"]
         draft = "draft" if row.needs & {"draft", "head"} else None
         datastore = "store" if "datastore" in row.needs else None
