@@ -245,7 +245,7 @@ def generate(
     if as_json and first:
         print_json(_document(generation, bad, adapt))
     elif first:
-        show(generation, out)
+        show(generation, out, adapt)
     if bad:
         raise UsageError(p.describe(bad, batch_file))
 

@@ -235,8 +235,8 @@ def heading(row: Encoded, out: Console) -> None:
         out.rule(f"line {row.prompt.line}", align="left", style="dim")
 
 
-def show(generation: Generation, out: Console) -> None:
-    """The table and, after a comparison, the verdict in words."""
+def show(generation: Generation, out: Console, adapt: str | None = None) -> None:
+    """The table and, after a comparison, the verdict in words. adapt: what was left out of the target."""
     record = generation.record()
     table = Table(show_header=False)
     depth = [f"{x:.2f}" if x is not None else "-" for x in record["acceptance_by_depth"]]
@@ -247,8 +247,9 @@ def show(generation: Generation, out: Console) -> None:
         if rule is not None and rule.distance is not None and not generation.settings.remark
         else ""
     )
+    lossy = "" if adapt is None else f" of the target by {adapt}, which is lossy"
     lines = {
-        "method": f"{record['method']} (guarantee: {record['guarantee']}{far})",
+        "method": f"{record['method']} (guarantee: {record['guarantee']}{far}{lossy})",
         "tokens": f"{record['tokens'] - resumed} in {record['seconds']:.2f} s"
         + (f", {resumed} before the restart" if resumed else ""),
         "tokens/s": f"{record['tokens_per_second']:.1f}",

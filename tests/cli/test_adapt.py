@@ -43,6 +43,11 @@ def test_as_a_drafter_it_is_lossless(cli):
     assert document["identical"] and document["adapt"] is None and document["guarantee"] == "distribution"
 
 
+def test_the_table_says_that_it_is_lossy(cli):
+    said = " ".join(cli("generate", "hello", "--adapt", "unified:1.5", *SHORT).out.replace("│", " ").split())
+    assert "(guarantee: distribution of the target by unified:1.5, which is lossy)" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
