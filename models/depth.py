@@ -11,9 +11,10 @@ does for it, and whatever drafts for such a model is as lossless as for any othe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -187,9 +188,8 @@ class Through(NamedTuple):
         return jnp.concatenate([first, stream[:-1], x[None]]), self._pending(k, v, step, x, ran, carry)
 
     def _watched(self, num_layers: int) -> tuple[int, ...]:
-        """The layers whose streams somebody looks at; the last changes nothing any more."""
-        sees = () if self.depth.see is None else self.depth.sees(num_layers)
-        return tuple(layer for layer in sees if layer < num_layers)
+        """The layers whose streams somebody looks at."""
+        return () if self.depth.see is None else self.depth.sees(num_layers)
 
     def _runs(self, carry: PyTree, layer: Array | int, step: L.Step) -> Sublayers:
         runs = self.depth.runs(carry, layer)
@@ -224,12 +224,9 @@ def _layer(weights: L.Weights, layer, x: Array, inputs: L.LayerInputs, runs: Sub
     return Seen(layer, x, between, after, runs, head), new
 
 
-def _shared(function, static: tuple[int, ...]):
-    """Under `jit`, so that equal layers share one trace, as in `layers.run_layers`."""
-    return jax.jit(function, static_argnums=static)
-
-
-def _attend_one(graphdef, repair: Repair, state, layer, x: Array, inputs: L.LayerInputs, tokens: Array):
+# Under `jit`, so that equal layers share one trace, as in `layers.run_layers`.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(graphdef, repair: Repair, state, layer, x: Array, inputs: L.LayerInputs, tokens: Array):
     block = lambda: L.Weights(graphdef, state, layer).block()
 
     def run(x):
@@ -243,14 +240,11 @@ def _attend_one(graphdef, repair: Repair, state, layer, x: Array, inputs: L.Laye
         return jax.lax.cond(jnp.any(tokens), run, lambda x: (x, left(x)), x)
 
 
-def _feed_one(graphdef, state, layer, x: Array, step: L.Step, tokens: Array) -> Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _feed(graphdef, state, layer, x: Array, step: L.Step, tokens: Array) -> Array:
     def run(x):
         y = L.Weights(graphdef, state, layer).block().feed(x, step)
         return jnp.where(tokens[..., None], x + y, x)
 
     with jax.named_scope(turns.SUBLAYER):
         return jax.lax.cond(jnp.any(tokens), run, lambda x: x, x)
-
-
-_attend: Any = _shared(_attend_one, (0, 1))
-_feed: Any = _shared(_feed_one, (0,))
