@@ -6,6 +6,7 @@ what a particle's tokens were drawn from belongs to its place, so two copies of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -60,7 +61,8 @@ def systematic(u0: Array, logw: Array) -> Array:
     n = logw.shape[1]
     total = jnp.cumsum(jax.nn.softmax(logw, 1), 1)
     u = (u0[:, None] + jnp.arange(n)) / n
-    ancestors = jnp.sum(total[:, None, :] <= u[:, :, None], 2, dtype=jnp.int32)
+    # Both rise, so the count is a place: of n particles no table of n x n is made.
+    ancestors = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(total, u).astype(jnp.int32)
     # Rounding may leave the last sum below 1: nobody descends from behind the last one that has any weight.
     last = n - 1 - jnp.argmax((logw > -jnp.inf)[:, ::-1], 1)
     return jnp.minimum(ancestors, last[:, None].astype(jnp.int32))

@@ -113,6 +113,8 @@ def _as_model(writers: Writers) -> Writers:
 def _log_reward(reward: Reward, text: TextState, start: Array, going: Array) -> Array:
     """log psi float32[R] of blocks from `start` on; 0 in rows that wrote none."""
     psi = reward(text.tokens, start, text.length, ~text.going)
+    if psi.shape != text.length.shape:
+        raise UsageError(f"reward must give one number per row, {text.length.shape}, not {psi.shape}")
     psi = jnp.where(psi >= 0, psi, jnp.nan)  # and what is below 0 is no reward
     return jnp.where(going, jnp.log(psi), 0.0)
 
