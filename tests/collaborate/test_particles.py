@@ -1,5 +1,6 @@
 """Weights and resampling by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,3 +28,13 @@ def test_expected_numbers_of_copies_are_the_weights():
     counts = np.stack([(np.asarray(ancestors) == i).sum(1) for i in range(4)], 1)
     np.testing.assert_allclose(counts.mean(0), [2, 1.2, 0.4, 0.4], atol=2e-3)
     assert np.abs(counts - [2, 1.2, 0.4, 0.4]).max() < 1
+
+
+def test_many_particles_need_no_table_of_all_pairs():
+    """As counted one by one where there are few, and 60,000 in little memory."""
+    rng = np.random.default_rng(0)
+    logw, u0 = jnp.asarray(rng.normal(size=(4, 50)) * 3, jnp.float32), jnp.asarray(rng.uniform(size=4), jnp.float32)
+    total, u = jnp.cumsum(jax.nn.softmax(logw, 1), 1), (u0[:, None] + jnp.arange(50)) / 50
+    counted = jnp.minimum(jnp.sum(total[:, None, :] <= u[:, :, None], 2), 49)
+    np.testing.assert_array_equal(systematic(u0, logw), counted)
+    assert systematic(jnp.array([0.5]), jnp.zeros((1, 60_000)))[0, -1] > 59_000

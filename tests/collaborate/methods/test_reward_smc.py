@@ -108,11 +108,17 @@ def test_passes_of_moves_count_whether_they_are_taken_or_not():
     assert (result.passes[:, 0] == 4 * 12 + 4 * 4 * resampled).all() and resampled.any()
 
 
+def a_column(tokens, start, length, ended):
+    return jnp.ones((len(length), 1))
+
+
 def test_what_is_wrong_is_one_sentence():
     with pytest.raises(UsageError, match="a particle's weight is NaN in row 1; a reward must be a number"):
         lib.run("reward_smc", reward=never_a_number, move=False)
     with pytest.raises(UsageError, match="no particle of row 2 is alive, as every reward was 0"):
         lib.run("reward_smc", reward=always_zero, move=False)
+    with pytest.raises(UsageError, match=r"reward must give one number per row, \(12,\), not \(12, 1\)"):
+        lib.run("reward_smc", reward=a_column, move=False)
     with pytest.raises(UsageError, match="temperature must be above 0"):
         lib.run("reward_smc", temperature=0)
     with pytest.raises(UsageError, match="top_k leaves no mass where the target law has some; leave it out"):
