@@ -64,6 +64,9 @@ def main() -> None:
     }
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for task, prompts in prompts_by_task(given.questions, given.limit, tokenizer, given.longest).items():
+        if not prompts:
+            print(f"{task}: its first prompts have more than {given.longest} tokens; left out", flush=True)
+            continue
         taken: dict[str, list[float]] = {name: [] for name in drafters}
         passes, tokens, texts = dict.fromkeys(drafters, 0), dict.fromkeys(drafters, 0), {}
         for ids in prompts:
