@@ -1,13 +1,14 @@
-"""Adam on a loss of parameters, in one loop: what the trainers of this folder share."""
+"""What the trainers of this folder share: one pass over whole texts, and Adam on a loss in one loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from specjax.types import Array, PyTree
+from specjax.types import Array, Model, Output, PyTree
 
 
 def descend(loss: Callable[[PyTree], Array], params: PyTree, steps: int, learning_rate: float) -> tuple[PyTree, Array]:
@@ -22,3 +23,14 @@ def descend(loss: Callable[[PyTree], Array], params: PyTree, steps: int, learnin
 
     (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), None, steps)
     return params, losses
+
+
+def one_pass(
+    model: Model, params: PyTree, tokens: Array, cache: PyTree, taps: tuple[int, ...] = ()
+) -> tuple[Output, PyTree]:
+    """`Model.forward` over whole texts `tokens` int32[B, T], from their first token on."""
+    batch, size = tokens.shape
+    return model.forward(
+        params, tokens, cache, positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
+        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)), taps=taps,
+    )  # fmt: skip

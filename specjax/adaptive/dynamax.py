@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax.adaptive.descent import descend
-from specjax.adaptive.exits import every_so_many, leaving
+from specjax.adaptive.descent import descend, one_pass
+from specjax.adaptive.exits import every_so_many, leaving, threshold_level
 from specjax.errors import UsageError
 from specjax.models.depth import Depth, Places, Seen
 from specjax.types import Array, Model, Target
@@ -67,8 +67,7 @@ def _confidence(params, seen: Seen) -> Array:
 
 
 def _level(params, places: Places) -> Array:
-    # A sigmoid of a large number is 1.
-    return jnp.where(params[1] > 1, jnp.inf, jnp.broadcast_to(params[1], places.positions.shape))
+    return threshold_level(params[1], places)
 
 
 def judged(probes: Probes, layer: Array | int, stream: Array) -> Array:
@@ -112,13 +111,8 @@ def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: flo
 
 def lessons(model: Model, layers: tuple[int, ...], params, tokens: Array) -> tuple[list[Array], list[Array]]:
     """Of each layer the stream [B, T, D] behind it, and whether it names the model's own token, float32[B, T]."""
-    batch, size = tokens.shape
-    output, _ = model.forward(
-        params, tokens, model.begin(params, None, batch, 0),
-        positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
-        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)),
-        taps=tuple(layer + 1 for layer in layers),
-    )  # fmt: skip
+    cache = model.begin(params, None, len(tokens), 0)
+    output, _ = one_pass(model, params, tokens, cache, tuple(layer + 1 for layer in layers))
     assert model.head is not None
     said = jnp.argmax(output.logits, -1)
     agrees = [(jnp.argmax(model.head(params, stream), -1) == said).astype(jnp.float32) for stream in output.taps]

@@ -64,6 +64,11 @@ def tested_layers(every: int, num_layers: int) -> tuple[int, ...]:
     return tuple(range(every - 1, num_layers - 1, every))
 
 
+def threshold_level(threshold: Array, places: Places) -> Array:
+    """float32[B, T]: one threshold for all; above 1 no token leaves, also where a probability is rounded to 1."""
+    return jnp.where(threshold > 1, jnp.inf, jnp.broadcast_to(threshold, places.positions.shape))
+
+
 def _plan(level, params: PyTree, places: Places, own: PyTree, num_layers: int) -> Exits:
     return Exits(jnp.zeros(places.positions.shape, bool), places.generated, level(params, places))
 

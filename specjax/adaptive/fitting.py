@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specjax.adaptive.descent import descend
+from specjax.adaptive.descent import descend, one_pass
 from specjax.indexing import take_along
 from specjax.models.depth import Depth
 from specjax.models.thinned import thinned
@@ -43,17 +43,12 @@ def fit(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _fit(model: Model, penalty, steps: int, learning_rate: float, base, params, tokens, prompt, length):
-    batch, size = tokens.shape
-    place = jnp.arange(size)
-    counts = (place[None, :-1] >= prompt[:, None] - 1) & (place[None, :-1] < length[:, None] - 1)
+    place = jnp.arange(tokens.shape[1] - 1)
+    counts = (place >= prompt[:, None] - 1) & (place < length[:, None] - 1)
 
     def loss(params) -> Array:
         both = {"base": base, "depth": params}
-        output, pending = model.forward(
-            both, tokens, model.opened(both, None, prompt, 0),
-            positions=jnp.broadcast_to(place, (batch, size)),
-            mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)),
-        )  # fmt: skip
+        output, pending = one_pass(model, both, tokens, model.opened(both, None, prompt, 0))
         log_p = jax.nn.log_softmax(output.logits[:, :-1])
         of_text = take_along(log_p, tokens[:, 1:, None], 2)[..., 0]
         return -jnp.sum(of_text * counts) / jnp.sum(counts) + penalty(pending.noted)

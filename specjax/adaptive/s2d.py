@@ -20,11 +20,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax.adaptive.descent import descend
-from specjax.adaptive.exits import leaving
+from specjax.adaptive.descent import descend, one_pass
+from specjax.adaptive.exits import leaving, threshold_level
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.models.depth import Depth, Places, Seen
+from specjax.models.depth import Depth, Seen
 from specjax.types import Array, Model, PyTree, Target
 
 
@@ -52,7 +52,7 @@ def _s2d(exits: int) -> Depth:
     def tested(num_layers: int) -> tuple[int, ...]:
         return tuple(count - 1 for count in exit_layers(exits, num_layers)[:-1])
 
-    return leaving("s2d", _likeliest, _level, tested)
+    return leaving("s2d", _likeliest, threshold_level, tested)
 
 
 def _likeliest(params, seen: Seen) -> Array:
@@ -60,22 +60,13 @@ def _likeliest(params, seen: Seen) -> Array:
     return jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1))
 
 
-def _level(threshold: Array, places: Places) -> Array:
-    return jnp.where(threshold > 1, jnp.inf, jnp.broadcast_to(threshold, places.positions.shape))
-
-
 def sorted_loss(model: Model, params: PyTree, tokens: Array, length: Array, exits: tuple[int, ...]) -> Array:
     """The mean over `exits`, layers that have run, of the cross entropy of what each says of the next token.
 
     tokens: int32[B, T], of `length` int32[B] tokens.
     """
-    batch, size = tokens.shape
-    output, _ = model.forward(
-        params, tokens, model.begin(params, None, batch, 0),
-        positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
-        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)), taps=exits,
-    )  # fmt: skip
-    counts = jnp.arange(size - 1) < length[:, None] - 1
+    output, _ = one_pass(model, params, tokens, model.begin(params, None, len(tokens), 0), exits)
+    counts = jnp.arange(tokens.shape[1] - 1) < length[:, None] - 1
 
     def of_exit(stream: Array) -> Array:
         assert model.head is not None

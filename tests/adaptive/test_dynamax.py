@@ -9,16 +9,8 @@ from specjax import UsageError, adaptive
 from specjax.adaptive.dynamax import judged, lessons
 
 
-def lesson():
-    text = depths.texts(depths.target())
-    whole = [prompt + answer for prompt, answer in zip(depths.PROMPTS, text, strict=True)]
-    size = max(map(len, whole))
-    tokens = jnp.asarray([row + [0] * (size - len(row)) for row in whole])
-    return tokens, jnp.asarray([len(row) for row in whole])
-
-
 def test_probes_learn_where_the_prediction_stays():
-    tokens, length = lesson()
+    tokens, length = depths.lesson()
     target = depths.target()
     probes = adaptive.train_probes(target, tokens, length, every=2, steps=300, learning_rate=0.03)
     streams, agrees = lessons(target.model, (1, 3, 5), target.params, tokens)
@@ -34,9 +26,9 @@ def test_probes_learn_where_the_prediction_stays():
 
 def test_a_layer_that_does_not_fit():
     with pytest.raises(UsageError, match="every must be below"):
-        adaptive.train_probes(depths.target(), *lesson(), every=8)
+        adaptive.train_probes(depths.target(), *depths.lesson(), every=8)
     with pytest.raises(UsageError, match="every must be at least 1, not 0"):
-        adaptive.train_probes(depths.target(), *lesson(), every=0)
+        adaptive.train_probes(depths.target(), *depths.lesson(), every=0)
     with pytest.raises(UsageError, match="the probes are of 3 layers, and the model has 8"):
         probes = adaptive.Probes(jnp.zeros((3, depths.WIDTH)), jnp.zeros(3))
         adaptive.thinned(depths.target(), adaptive.dynamax(probes, every=2))

@@ -1,7 +1,5 @@
 """The card's tests of MatFormer (drafters, B6)."""
 
-import functools
-
 import depths
 import jax
 import jax.numpy as jnp
@@ -15,20 +13,12 @@ from specjax.models import narrowed
 SHARES = (0.25, 0.5, 1.0)
 
 
-@functools.cache
-def lesson():
-    text = depths.texts(depths.target())
-    rows = [prompt + answer for prompt, answer in zip(depths.PROMPTS, text, strict=True)]
-    size = max(map(len, rows))
-    return jnp.asarray([row + [0] * (size - len(row)) for row in rows]), jnp.asarray([len(row) for row in rows])
-
-
 def small():
     return tiny_llama(seed=1, layers=2, stacked=True)
 
 
 def loss(target, share):
-    return float(adaptive.nested_loss(target, *lesson(), (share,)))
+    return float(adaptive.nested_loss(target, *depths.lesson(), (share,)))
 
 
 def with_mlp(target, change):
@@ -63,7 +53,7 @@ def test_units_beyond_the_part_do_not_matter():
         for name, part in mlp.items()
     })  # fmt: skip
     assert loss(broken, 0.25) == loss(target, 0.25) and np.isnan(loss(broken, 0.5))
-    part = lambda params: adaptive.nested_loss(Target(target.model, params), *lesson(), (0.25,))
+    part = lambda params: adaptive.nested_loss(Target(target.model, params), *depths.lesson(), (0.25,))
     gradient = jax.grad(part)(target.params)["layers"]["mlp"]
     assert jnp.any(gradient["down"]["weight"][..., :16]) and not jnp.any(gradient["down"]["weight"][..., 16:])
     assert jnp.any(gradient["up"]["weight"][..., :16, :]) and not jnp.any(gradient["up"]["weight"][..., 16:, :])
@@ -81,7 +71,7 @@ def test_units_may_change_places_within_a_band():
 
 
 def test_granularities_learn_together():
-    trained, losses = adaptive.train_nested(small(), *lesson(), shares=SHARES, steps=50, learning_rate=3e-3)
+    trained, losses = adaptive.train_nested(small(), *depths.lesson(), shares=SHARES, steps=50, learning_rate=3e-3)
     assert losses[-1] < 0.5 * losses[0]
     quarter, half, whole = (loss(trained, share) for share in SHARES)
     assert quarter > half > whole

@@ -48,36 +48,28 @@ def test_the_text_of_two_model_is_the_targets():
     assert drafted(0.3) == depths.texts(depths.target())
 
 
-@functools.cache
-def lesson():
-    text = depths.texts(depths.target())
-    rows = [prompt + answer for prompt, answer in zip(depths.PROMPTS, text, strict=True)]
-    size = max(map(len, rows))
-    return jnp.asarray([row + [0] * (size - len(row)) for row in rows]), jnp.asarray([len(row) for row in rows])
-
-
 def test_exits_learn_together():
-    trained, losses = adaptive.train_sorted(draft(), *lesson(), exits=3, steps=60, learning_rate=3e-3)
+    trained, losses = adaptive.train_sorted(draft(), *depths.lesson(), exits=3, steps=60, learning_rate=3e-3)
     assert losses[-1] < 0.4 * losses[0]
     model = trained.model
-    each = [float(adaptive.sorted_loss(model, trained.params, *lesson(), (exit,))) for exit in (2, 4, 6)]
-    before = [float(adaptive.sorted_loss(model, draft().params, *lesson(), (exit,))) for exit in (2, 4, 6)]
+    each = [float(adaptive.sorted_loss(model, trained.params, *depths.lesson(), (exit,))) for exit in (2, 4, 6)]
+    before = [float(adaptive.sorted_loss(model, draft().params, *depths.lesson(), (exit,))) for exit in (2, 4, 6)]
     assert all(after < 0.5 * old for after, old in zip(each, before, strict=True))
     np.testing.assert_allclose(
-        np.mean(each), adaptive.sorted_loss(model, trained.params, *lesson(), (2, 4, 6)), rtol=1e-5
+        np.mean(each), adaptive.sorted_loss(model, trained.params, *depths.lesson(), (2, 4, 6)), rtol=1e-5
     )
 
 
 def test_layers_above_an_exit_get_no_gradient_from_it():
     model, params = draft().model, draft().params
-    gradient = jax.grad(adaptive.sorted_loss, argnums=1)(model, params, *lesson(), (2,))
+    gradient = jax.grad(adaptive.sorted_loss, argnums=1)(model, params, *depths.lesson(), (2,))
     for leaf in jax.tree.leaves(gradient["layers"]):
         assert jnp.any(leaf[:2]) and not jnp.any(leaf[2:])
 
 
 def test_one_exit_is_ordinary_fine_tuning():
     model, params = draft().model, draft().params
-    tokens, length = lesson()
+    tokens, length = depths.lesson()
     size = tokens.shape[1]
     logits = model.forward(
         params, tokens, model.begin(params, None, 3, 0), positions=jnp.broadcast_to(jnp.arange(size), (3, size)),
