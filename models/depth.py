@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax import turns
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.types import STATIC, Array, PyTree, Sublayers
@@ -228,23 +227,10 @@ def _layer(weights: L.Weights, layer, x: Array, inputs: L.LayerInputs, runs: Sub
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(graphdef, repair: Repair, state, layer, x: Array, inputs: L.LayerInputs, tokens: Array):
     block = lambda: L.Weights(graphdef, state, layer).block()
-
-    def run(x):
-        y, new = block().attend(x, inputs)
-        return jnp.where(tokens[..., None], x + y, x), new
-
-    shapes = jax.eval_shape(run, x)[1]
-    nothing = lambda x: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    left = (lambda x: block().keys(x, inputs)) if repair == "propagate" else nothing
-    with jax.named_scope(turns.SUBLAYER):
-        return jax.lax.cond(jnp.any(tokens), run, lambda x: (x, left(x)), x)
+    left = (lambda x: block().keys(x, inputs)) if repair == "propagate" else None
+    return L.run_if(tokens, lambda x: block().attend(x, inputs), x, left)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _feed(graphdef, state, layer, x: Array, step: L.Step, tokens: Array) -> Array:
-    def run(x):
-        y = L.Weights(graphdef, state, layer).block().feed(x, step)
-        return jnp.where(tokens[..., None], x + y, x)
-
-    with jax.named_scope(turns.SUBLAYER):
-        return jax.lax.cond(jnp.any(tokens), run, lambda x: x, x)
+    return L.run_if(tokens, lambda x: (L.Weights(graphdef, state, layer).block().feed(x, step), ()), x)[0]

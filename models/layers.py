@@ -500,19 +500,23 @@ def _run_layer(weights: Weights, x: Array, inputs: LayerInputs):
         y, new = block.attend(x, inputs)
         x = x + y
         return x + block.feed(x, inputs.step), new
-    x, new = _run_if(inputs.runs.attention, lambda x: weights.block().attend(x, inputs), x)
-    x, _ = _run_if(inputs.runs.mlp, lambda x: (weights.block().feed(x, inputs.step), ()), x)
+    of_row = lambda runs: runs[:, None]
+    x, new = run_if(of_row(inputs.runs.attention), lambda x: weights.block().attend(x, inputs), x)
+    x, _ = run_if(of_row(inputs.runs.mlp), lambda x: (weights.block().feed(x, inputs.step), ()), x)
     return x, new
 
 
-def _run_if(rows: Array, sublayer, x: Array):
-    """x with what `sublayer(x) -> y, new` adds in these rows bool[B], and `new`; it runs if there are any."""
+def run_if(tokens: Array, sublayer, x: Array, left=None):
+    """x with what `sublayer(x) -> y, new` adds to these tokens bool[B, T] or rows bool[B, 1], and `new`.
+
+    It runs if there are any; else `new` is `left(x)`, None: zeros.
+    """
 
     def run(x):
         y, new = sublayer(x)
-        return jnp.where(rows[:, None, None], x + y, x), new
+        return jnp.where(tokens[..., None], x + y, x), new
 
     shapes = jax.eval_shape(run, x)[1]
-    skip = lambda x: (x, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+    zeros = lambda x: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     with jax.named_scope(turns.SUBLAYER):
-        return jax.lax.cond(jnp.any(rows), run, skip, x)
+        return jax.lax.cond(jnp.any(tokens), run, lambda x: (x, (left or zeros)(x)), x)
