@@ -38,6 +38,7 @@ _HOMES = {
     "compile_report": "planning",
     "decode": "facade",
     "denoise": "facade",
+    "explain": "analysis.rounds",
     "load": "facade",
     "load_head": "models.loading.heads",
     "make_drafter": "catalog.methods",

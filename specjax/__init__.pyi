@@ -7,6 +7,7 @@ from specjax import drafters as drafters
 from specjax import processors as processors
 from specjax import trees as trees
 from specjax import verifiers as verifiers
+from specjax.analysis.rounds import explain as explain
 from specjax.analysis.same_bits import check_bits as check_bits
 from specjax.catalog.methods import METHODS as METHODS
 from specjax.catalog.methods import make_drafter as make_drafter

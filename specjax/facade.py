@@ -119,11 +119,11 @@ def decode(
     """
     if isinstance(target, Denoiser):
         raise UsageError("decode takes an autoregressive target; a diffusion model is decoded by specjax.denoise")
-    settings = _settings(
+    settings = settings_of(
         temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, sampling=sampling, verifier=verifier,
         controller=controller, capacity=capacity, logprobs=logprobs, debug=debug, min_p=min_p, processors=processors,
     )  # fmt: skip
-    job = _prepare(
+    job = job_of(
         target, drafter, prompts, settings, key=key, max_new_tokens=max_new_tokens, inputs=inputs,
         samples=samples_per_prompt,
     )  # fmt: skip
@@ -162,21 +162,22 @@ def denoise(
     """
     if not isinstance(denoiser, Denoiser):
         raise UsageError("denoise takes a specjax.Denoiser, which says how a model is read; for others there is decode")
-    job = _prepare(
-        denoiser, method, prompts, _settings(**settings), key=key, max_new_tokens=max_new_tokens,
+    job = job_of(
+        denoiser, method, prompts, settings_of(**settings), key=key, max_new_tokens=max_new_tokens,
         samples=samples_per_prompt,
     )  # fmt: skip
     result: Denoised = run(job)
     return result.cut(max_new_tokens)
 
 
-def _prepare(
+def job_of(
     target: Target | Denoiser,
     drafter: Drafter | DraftHead | Procedure | str | None,
     prompts: Prompts,
     settings: Settings,
     **call: Any,
 ) -> Job:
+    """What `decode`, `denoise`, `stream` and `serve` run: their arguments, checked and laid out."""
     if isinstance(target, Denoiser):
         if call.pop("inputs", None) is not None:
             raise UsageError("a denoiser reads tokens only; leave inputs out")
@@ -192,7 +193,7 @@ def _procedure(denoiser: Denoiser, method: Any) -> Procedure:
     raise UsageError(f"a denoiser takes a method of kind diffusion, not {type(method).__name__}; see specjax.METHODS")
 
 
-def _settings(verifier: Any = None, controller: Any = None, **others: Any) -> Settings:
+def settings_of(verifier: Any = None, controller: Any = None, **others: Any) -> Settings:
     """With rules and controllers for their names."""
     return Settings(
         verifier=parse_rule(verifier) if isinstance(verifier, str) else verifier,
@@ -249,8 +250,8 @@ def stream(
     programs: `specjax.Kept(folder)`, to have the compiled programs of an earlier process, and nothing traced.
     """
     _refuse(settings, "stream", ("debug",))
-    job = _prepare(
-        target, drafter, prompts, _settings(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs,
+    job = job_of(
+        target, drafter, prompts, settings_of(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs,
         samples=samples_per_prompt,
     )  # fmt: skip
     compiled = programs_of(job, programs)
@@ -306,12 +307,12 @@ def serve(
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
     if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:
         raise UsageError("serve reads one prompt at a time, which a mesh cannot split over data; use data=1")
-    of_all = _settings(**settings)
+    of_all = settings_of(**settings)
     limits = Limits(longest_prompt, max_new_tokens, target.model.vocab_size, of_all, inputs, tokenizer)
     processor_settings(limits)
     per_row = dataclasses.replace(of_all, **row_settings(limits).sampling._asdict(), eos=())
     widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
     key = jax.random.key(0)
-    job = _prepare(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
+    job = job_of(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
     return serve_requests(job, requests, limits)

@@ -296,6 +296,9 @@ class Drafter:
 
     `axes(state)` has the place of B in the shape of each array of the state, `buffers.SHARED` for one that all rows
     share. Default: 0 for all.
+
+    `explain(before, after) -> str` says in one sentence why it drafted what it did, of the states of one row before and
+    after a round, on the host (`specjax.explain`). None: there is nothing to say.
     """
 
     propose: Callable[..., tuple[TokenTree, PyTree]] = field(metadata=STATIC)
@@ -317,6 +320,7 @@ class Drafter:
     prompts: Callable[..., Prompts] | None = field(metadata=STATIC, default=None)
     resume: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
     axes: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=buffers.rows_first)
+    explain: Callable[[PyTree, PyTree], str] | None = field(metadata=STATIC, default=None)
     taps: tuple[int, ...] = field(metadata=STATIC, default=())  # the target's streams that it reads
     longest: int | None = field(metadata=STATIC, default=None)  # tokens of a round, root included, that it can take in
     params: PyTree = ()

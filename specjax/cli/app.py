@@ -13,6 +13,7 @@ from specjax.cli import (
     compare_verifiers,
     compile,
     datastore,
+    explain,
     generate,
     inspect,
     methods,
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("explain")(explain.explain)
 app.command("bench")(bench.bench)
 app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
 app.command("compile")(compile.compile_)

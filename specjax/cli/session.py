@@ -81,6 +81,11 @@ class Session(NamedTuple):
             known[f"the head of {self.head.kind}"] = self.head.max_positions
         return known
 
+    def show_token(self, token: int) -> str:
+        """Its text, quoted, as `visible` has it; of what is no text its id."""
+        text = self.tokenizer.decode([token])
+        return visible(repr(text)) if text else f"<{token}>"
+
     def draft_cost(self, method: str) -> float:
         """A pass of what drafts by passes, in passes of the target."""
         row = METHODS[method]

@@ -151,6 +151,7 @@ def _functions(config: Config) -> Drafter:
         widths=config.widths[:-1],
         follows_any_tree=True,
         remember=functools.partial(_remember, config),
+        explain=_explain,
         taps=() if of_head is None else of_head.taps,
         rewinds=of_head is None,
     )
@@ -316,3 +317,14 @@ def _remember(config: Config, params, state: _State) -> Memory | Params:
     counts = hindsight.joined(earlier.counts, state.record.past.counts)
     learnt = Memory(remember(earlier.recycled, state.matrix), counts)
     return Params(learnt, params.head) if isinstance(params, Params) else learnt
+
+
+def _explain(before: _State, after: _State) -> str:
+    """Of one round: why it drafted, or did not."""
+    old, new = before.record, after.record
+    if old.rest > 0:
+        return f"rests, since drafts lately promised to save {float(old.promise):.2f} passes; drafts in {int(old.rest)}"
+    saved = float(old.promise + (new.promise - old.promise) / RECENT)
+    if saved < 0.005:
+        return "drafted, but nothing was likely enough to pay" + (f"; rests for {int(new.rest)}" if new.rest else "")
+    return f"promises to save {saved:.2f} passes"

@@ -1,0 +1,136 @@
+"""The picture of a run: what each round drafted and kept, and the tree of one. matplotlib is imported as it is drawn."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specjax.analysis.rounds import Round
+
+ACCEPTED, REJECTED, OWN = "#2a9d5c", "#c9ccd1", "#3b6fb6"
+MOST_LEAVES = 24
+"""Branches of a tree that a picture has room for."""
+
+
+def draw(rounds: Sequence[Round], shown: Callable[[int], str], number: int | None = None, title: str = "") -> bytes:
+    """A PNG: above, per round, what was drafted, what of it was kept, and the target's own token; below one tree.
+
+    shown: the text of a token. number: of the round whose tree is drawn, from 0; None: that which kept most.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    number = best(rounds) if number is None else number
+    one = rounds[number]
+    leaves = _heights(one.parents, _drawn(one))[1]
+    figure = Figure(figsize=(9.0, 3.2 + max(2.0, 0.34 * leaves)), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(2.4, max(2.0, 0.34 * leaves)))
+    _bars(above, rounds, number)
+    _tree(below, one, shown)
+    figure.suptitle(title, fontsize=9)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
+
+
+def best(rounds: Sequence[Round]) -> int:
+    """The round that kept most of its draft; of several the one that drafted most, then the first."""
+    return max(range(len(rounds)), key=lambda i: (rounds[i].drafted, len(rounds[i].tokens), -i))
+
+
+def _bars(axes, rounds: Sequence[Round], number: int) -> None:
+    x = np.arange(1, len(rounds) + 1)
+    drafted = np.array([len(r.tokens) - 1 for r in rounds])
+    kept, own = (np.array([f(r) for r in rounds]) for f in (lambda r: r.drafted, lambda r: len(r.added) - r.drafted))
+    axes.bar(x, -drafted, color=REJECTED, label="drafted")
+    axes.bar(x, kept, color=ACCEPTED, label="accepted")
+    axes.bar(x, own, bottom=kept, color=OWN, label="the target's own")
+    axes.plot(x, [r.cost for r in rounds], "k_", markersize=7, label="cost of the pass")
+    axes.axhline(0, color="0.2", linewidth=0.8)
+    axes.axvspan(number + 0.5, number + 1.5, color="0.93", zorder=0)
+    axes.set_xlim(0.4, len(rounds) + 0.6)
+    axes.set_xlabel("round")
+    axes.set_ylabel("tokens, plain passes")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _tree(axes, one: Round, shown: Callable[[int], str]) -> None:
+    drawn = _drawn(one)
+    heights, leaves = _heights(one.parents, drawn)
+    depth = depths(one.parents)
+    for node in drawn:
+        color = ACCEPTED if one.accepted[node] else "0.45"
+        if node:
+            parent = int(one.parents[node])
+            axes.plot(
+                [depth[parent], depth[node]], [heights[parent], heights[node]], color=color,
+                linewidth=2.2 if one.accepted[node] else 0.9, zorder=1,
+            )  # fmt: skip
+        said = shown(int(one.tokens[node])) + (f"\n{one.chances[node]:.2f}" if node else "")
+        box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": color}
+        axes.text(
+            depth[node], heights[node], said, ha="center", va="center", fontsize=7, bbox=box, zorder=2, parse_math=False
+        )
+    for token in one.added[one.drafted :]:
+        last = int(np.flatnonzero(one.accepted)[-1])
+        x, y = depth[last] + 0.5, heights[last] - 0.5
+        axes.plot([depth[last], x], [heights[last], y], color=OWN, linewidth=2.2, zorder=1)
+        box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": OWN}
+        axes.text(x, y, shown(token), ha="center", va="center", fontsize=7, bbox=box, zorder=2, parse_math=False)
+    left_out = len(one.tokens) - len(drawn)
+    axes.set_xlim(-0.5, max(depth[drawn]) + 1.0)
+    axes.set_ylim(-leaves - 0.1, 0.9)
+    axes.axis("off")
+    what = f"the target's chance below each token; {one.why or 'green: accepted'}"
+    axes.set_title(what + (f"; {left_out} nodes are not drawn" if left_out else ""), fontsize=8, loc="left")
+
+
+def depths(parents: np.ndarray) -> np.ndarray:
+    """int[n], of nodes whose parents come before them."""
+    found = np.zeros(len(parents), int)
+    for node in range(1, len(parents)):
+        found[node] = found[parents[node]] + 1
+    return found
+
+
+def _drawn(one: Round) -> list[int]:
+    """The accepted path, and the likeliest of the others as far as there is room: each with all that is above it."""
+    above = np.ones(len(one.tokens))  # how likely the target found the whole path
+    for node in range(1, len(one.tokens)):
+        above[node] = above[one.parents[node]] * one.chances[node]
+    chosen = set(np.flatnonzero(one.accepted).tolist())
+    for node in np.argsort(-above, kind="stable").tolist():
+        path, at = set(), node
+        while at not in chosen:
+            path.add(at)
+            at = int(one.parents[at])
+        if _heights(one.parents, sorted(chosen | path))[1] <= MOST_LEAVES:
+            chosen |= path
+    return sorted(chosen)
+
+
+def _heights(parents: np.ndarray, drawn: Sequence[int]) -> tuple[dict[int, float], int]:
+    """Of each node its height, 0 and falling by 1 from leaf to leaf; and how many leaves there are."""
+    children: dict[int, list[int]] = {}
+    for node in drawn:
+        if node:
+            children.setdefault(int(parents[node]), []).append(node)
+    heights: dict[int, float] = {}
+    leaves = 0
+    todo = [(0, False)]
+    while todo:
+        node, is_done = todo.pop()
+        below = children.get(node, [])
+        if is_done:
+            heights[node] = sum(heights[child] for child in below) / len(below)
+        elif below:
+            todo += [(node, True), *((child, False) for child in reversed(below))]
+        else:
+            heights[node] = -float(leaves)
+            leaves += 1
+    return heights, leaves

@@ -1,0 +1,64 @@
+"""`specjax explain`: a run told round by round."""
+
+import json
+import struct
+
+import pytest
+
+SHORT = ("--max-new-tokens", 24)
+
+
+def test_it_is_the_text_of_generate(cli):
+    ours = json.loads(cli("explain", "ababab", "--method", "prompt_lookup", *SHORT, "--json").out)
+    theirs = json.loads(cli("generate", "ababab", "--method", "prompt_lookup", *SHORT, "--json").out)
+    [result] = theirs["results"]
+    assert [token for one in ours["rounds"] for token in one["added"]] == result["token_ids"]
+    assert ours["passes"] == result["target_passes"] == len(ours["rounds"]) and ours["tokens"] == result["tokens"]
+    assert ours["tokens_per_cost"] == pytest.approx(ours["tokens"] / sum(one["cost"] for one in ours["rounds"]))
+    assert all(len(one["tokens"]) == len(one["parents"]) == len(one["chances"]) for one in ours["rounds"])
+
+
+def test_sampled_it_has_generates_key(cli):
+    flags = ("--temperature", 0.9, "--seed", 4, "--method", "prompt_lookup", *SHORT, "--json")
+    ours, theirs = (json.loads(cli(command, "ababab", *flags).out) for command in ("explain", "generate"))
+    assert [token for one in ours["rounds"] for token in one["added"]] == theirs["results"][0]["token_ids"]
+
+
+def test_rounds_are_told(cli, tmp_path):
+    picture = tmp_path / "run.png"
+    result = cli("explain", "ababab", "--method", "token_recycling", *SHORT, "--out", picture)
+    assert result.code == 0, result.err
+    assert "drafted; a pass of" in result.out and "└ " in result.out
+    assert "24 tokens in" in result.out and "of plain decoding's speed if drafting were free" in result.out
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG") and struct.unpack(">I", content[16:20])[0] > 500
+    assert "with the tree of round" in " ".join(result.err.split())
+
+
+def test_plain_rounds_share_a_line(cli):
+    lines = cli("explain", "hello", "--method", "autoregressive", *SHORT).out.splitlines()
+    assert lines[0].split()[0] == "1-24" and "nothing drafted" in lines[0] and len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--out", "run.pdf"], "--out must end in .png, not run.pdf"),
+        (["--round", 2], "--round says whose tree --out draws; give --out too"),
+        (["--method", "nothing"], '"nothing"'),
+        (["--method", "spec_reason"], "spec_reason"),
+        (["--max-new-tokens", 100000], "over the model's capacity"),
+    ],
+)
+def test_bad_input(refused, flags, words):
+    assert words in refused("explain", "hello", *flags)
+
+
+def test_a_round_that_there_is_not(refused, tmp_path):
+    flags = "--method", "autoregressive", *SHORT, "--out", tmp_path / "run.png", "--round", 99
+    assert "--round must be at most 24" in refused("explain", "hello", *flags)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_is_needed(refused):
+    assert "PROMPT is missing" in refused("explain")
