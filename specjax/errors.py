@@ -1,5 +1,21 @@
 """Errors that a user can mend."""
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
 
 class UsageError(ValueError):
     """One sentence that names the flag or field at fault and the fix. The command line prints it and exits with 2."""
+
+
+@contextlib.contextmanager
+def needing(extra: str, what: str) -> Iterator[None]:
+    """Around the imports of an optional package. Raises: UsageError where it is missing, with the extra that has it."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(
+            f"{what} the package {str(error.name).partition('.')[0]}; run pip install 'specjax[{extra}]'"
+        ) from None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from specjax.errors import UsageError
+from specjax.errors import UsageError, needing
 from specjax.models.loading import families
 from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.fields import ROWS, Fields
@@ -145,7 +145,8 @@ class _Cursor:
 
 
 def _kind(number: int) -> str:
-    from gguf.constants import GGMLQuantizationType
+    with needing("gguf", "a GGUF file needs"):
+        from gguf.constants import GGMLQuantizationType
 
     try:
         return GGMLQuantizationType(number).name

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax.errors import UsageError
+from specjax.errors import UsageError, needing
 from specjax.reading import shown
 
 SHOWN = 8  # names listed in an error
@@ -42,8 +42,9 @@ def block(kind: str) -> tuple[int, int]:
         return 1, PLAIN_BYTES[kind]
     if kind in INTEGERS:
         return 1, np.dtype(INTEGERS[kind]).itemsize
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize
+    with needing("gguf", "a GGUF file needs"):
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
 
     quant = getattr(GGMLQuantizationType, kind, None)
     if quant is None:

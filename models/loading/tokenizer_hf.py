@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specjax.errors import UsageError
+from specjax.errors import UsageError, needing
 from specjax.models.loading.fields import POSITIONS, Fields
 from specjax.models.loading.growth import MOST, growth
 from specjax.models.loading.hf import read_json
@@ -67,8 +67,9 @@ def _backend(folder: Path):
         raise UsageError(
             f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); download the whole repository"
         )
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
+    with needing("transformers", f"the tokenizer of {folder} has no tokenizer.json, and without it needs"):
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
 
     logging.set_verbosity_error()  # it quotes names out of the folder as they are
     try:  # it would ask whether to run code out of the folder: never

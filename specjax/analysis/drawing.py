@@ -1,4 +1,4 @@
-"""The picture of a run: what each round drafted and kept, and the tree of one. matplotlib is imported as it is drawn."""
+"""The picture of a run: what each round drafted and kept, and the tree of one. matplotlib is imported to draw it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specjax.analysis.rounds import Round
+from specjax.errors import needing
 
 ACCEPTED, REJECTED, OWN = "#2a9d5c", "#c9ccd1", "#3b6fb6"
 MOST_LEAVES = 24
@@ -19,8 +20,9 @@ def draw(rounds: Sequence[Round], shown: Callable[[int], str], number: int | Non
 
     shown: the text of a token. number: of the round whose tree is drawn, from 0; None: that which kept most.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with needing("plots", "drawing needs"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     number = best(rounds) if number is None else number
     one = rounds[number]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 from specjax.analysis.acceptance import Comparison
+from specjax.errors import needing
 
 LINES = {"with_replacement": "--", "without_replacement": ":"}
 
@@ -14,8 +15,9 @@ def plot(comparison: Comparison, title: str = "") -> bytes:
 
     Without error bars: all rules see the same rows, so their differences are far surer than their levels.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with needing("plots", "drawing needs"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.6), layout="constrained")
     axes = figure.subplots()

@@ -6,6 +6,7 @@ Here is how it ends, whatever happens. What takes time to import comes after Ctr
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -15,9 +16,16 @@ from types import FrameType
 
 from specjax.errors import UsageError
 
+NEEDED = "typer", "rich", "prompt_toolkit"
+"""Packages of the extra `cli`."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (default: of this process) and exit."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"specjax: the command line needs {', '.join(missing)}; run pip install 'specjax[cli]'", file=sys.stderr)
+        raise SystemExit(2)
     with Interrupts() as interrupts:
         try:
             _prepare()

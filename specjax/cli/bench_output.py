@@ -12,6 +12,7 @@ from specjax.cli.bench_run import PLAIN, Runs
 from specjax.cli.console import Console
 from specjax.cli.prompts import BadLine
 from specjax.cli.session import provenance
+from specjax.errors import needing
 
 
 def document(bench: Runs, bad: list[BadLine], skipped: list[BadLine]) -> dict:
@@ -113,8 +114,9 @@ def describe_difference(entry: dict) -> str:
 
 def plot(document: dict) -> bytes:
     """A PNG: the speed-up per task and method, with tokens per target pass (and what they cost) above the bars."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with needing("plots", "drawing needs"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     groups = sections(document)
     methods = list(document["overall"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -288,7 +289,9 @@ class Run:
             if history:
                 from specjax.training.plot import plot
 
-                (self.out / PICTURE).write_bytes(plot(history, f"{self.pupil.kind} for {session.target.model.name}"))
+                with contextlib.suppress(UsageError):  # matplotlib is not there; history.jsonl has the figures
+                    picture = plot(history, f"{self.pupil.kind} for {session.target.model.name}")
+                    (self.out / PICTURE).write_bytes(picture)
         return card
 
     def _bar(self, doing: str) -> Progress:

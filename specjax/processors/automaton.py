@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from specjax.errors import UsageError
+from specjax.errors import UsageError, needing
 from specjax.reading import reason
 
 MOST_STATES = 1 << 16
@@ -69,12 +69,8 @@ def json_schema(schema: str | Mapping[str, Any], tokenizer: Spells, *, eos: Sequ
 
 
 def _library() -> Any:
-    try:
+    with needing("constraints", "regular expressions and JSON schemas need"):
         import outlines_core
-    except ImportError:
-        raise UsageError(
-            "regular expressions and JSON schemas need the package outlines-core: pip install 'specjax[constraints]'"
-        ) from None
     return outlines_core
 
 

@@ -6,11 +6,14 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specjax.errors import needing
+
 
 def plot(history: Sequence[Mapping[str, Any]], title: str = "") -> bytes:
     """A PNG: how often drafts are right by depth, and tokens per pass on texts held out, by tokens trained on."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with needing("plots", "drawing needs"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -1,0 +1,58 @@
+"""What is not in the library's own dependencies: a sentence says which extra has it."""
+
+import importlib.util
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import specjax
+from specjax import analysis
+from specjax.cli import NEEDED, main
+from specjax.models.loading import gguf, tensors, tokenizer_hf
+from specjax.processors import automaton
+from specjax.retrieval.datastore import store
+from specjax.training.plot import plot
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def no_tokenizer_json(folder):
+    (folder / "tokenizer.model").write_bytes(b"")
+    return tokenizer_hf.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "call"),
+    [
+        ("matplotlib", "plots", lambda folder: analysis.plot(None)),
+        ("matplotlib", "plots", lambda folder: plot([])),
+        ("gguf", "gguf", lambda folder: gguf._kind(2)),
+        ("gguf", "gguf", lambda folder: tensors.block.__wrapped__("Q4_K")),
+        ("transformers", "transformers", no_tokenizer_json),
+        ("pydivsufsort", "datastore", lambda folder: store.make_shard(None)),
+        ("outlines_core", "constraints", lambda folder: automaton.regex("a+", None, eos=())),
+    ],
+)
+def test_what_is_missing_is_named(monkeypatch, tmp_path, package, extra, call):
+    for name in {package, *(name for name in sys.modules if name.startswith(f"{package}."))}:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(specjax.UsageError, match=rf"package {package}; run pip install 'specjax\[{extra}\]'"):
+        call(tmp_path)
+    assert extra in PROJECT["optional-dependencies"]
+
+
+def test_the_command_line_without_its_packages(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else found(name))
+    with pytest.raises(SystemExit) as stop:
+        main(["methods"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "specjax: the command line needs typer; run pip install 'specjax[cli]'\n"
+
+
+def test_the_library_is_light():
+    names = lambda lines: {line.split(">")[0].split("[")[0] for line in lines}
+    assert not names(PROJECT["dependencies"]) & {*NEEDED, "transformers", "matplotlib", "gguf"}
+    assert set(NEEDED) <= names(PROJECT["optional-dependencies"]["cli"])
