@@ -51,12 +51,6 @@ def test_what_no_text_satisfies_and_what_does_not_fit():
         decode(markov(), None, [[1]], key=0, max_new_tokens=2, processors=[processors.constraint(counting(VOCAB))])
 
 
-def test_without_the_library(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "outlines_core", None)
-    with pytest.raises(UsageError, match=r"need the package outlines-core: pip install 'specjax\[constraints\]'"):
-        processors.regex("a", Letters())
-
-
 @pytest.mark.parametrize("pattern", ["(ab|c)*1?", "[ab]{2}é+", "", "a"])
 def test_a_regular_expression_accepts_what_python_matches(pattern):
     """All texts of up to 3 tokens, in every spelling."""
