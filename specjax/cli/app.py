@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
+import typer.completion
 
 from specjax.cli import (
     bench,
@@ -26,9 +28,11 @@ from specjax.errors import UsageError
 GUESSES = {"--model": "the model itself is --target MODEL", "-m": "the model is --target MODEL"}
 """What people write who come from elsewhere, and what it is called here."""
 
+COMPLETING = "_SPECJAX_COMPLETE"
+"""Set by the completion that `specjax --install-completion` gives a shell."""
+
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -69,6 +73,9 @@ def run(arguments: list[str]) -> int:
     """Run a command; returns the exit code. Typer's own call would take interrupts and unexpected errors for itself."""
     command = typer.main.get_command(app)
     group(command)
+    if COMPLETING in os.environ:  # a shell asks what could come next; it wants typer's own call
+        typer.completion.completion_init()
+        command.main(arguments, prog_name="specjax")
     try:
         with command.make_context("specjax", arguments) as context:
             return command.invoke(context) or 0
