@@ -13,18 +13,20 @@ pytest.importorskip("ipykernel")
 
 FOLDER = pathlib.Path(__file__).parents[2] / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-PLOTS = {"first_decode": 1, "your_own_drafter": 1, "compare_verifiers": 2, "train_a_drafter": 1}
+PLOTS = {"first_decode": 1, "your_own_drafter": 1, "compare_verifiers": 2, "train_a_drafter": 1, "diffusion_watched": 2}
 TABLES = {
     "first_decode": "tokens per pass",
     "your_own_drafter": "tokens per pass",
     "compare_verifiers": "best possible",
     "train_a_drafter": "tokens per pass",
+    "diffusion_watched": "sort: right,",
 }
 SAYS = {
     "first_decode": "fox",
     "your_own_drafter": "Monday",
     "compare_verifiers": "24 positions",
     "train_a_drafter": "passes, as predicted",
+    "diffusion_watched": "full attention",
 }
 
 
@@ -56,7 +58,7 @@ def test_runs_and_shows_text_tables_and_plots(path, tmp_path):
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         # A real model runs longer than it compiles: first_decode takes 28 s so, 71 s with the flags of the other tests.
         # But train_a_drafter, of twelve tokens, takes 55 s of CPU time, 30 with them.
-        "XLA_FLAGS": flags(devices=8, quick=path.stem == "train_a_drafter"),
+        "XLA_FLAGS": flags(devices=8, quick=path.stem in ("train_a_drafter", "diffusion_watched")),
     }
     nbclient.NotebookClient(book, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path), env=environment)
     cells = [cell for cell in book.cells if cell.cell_type == "code"]
