@@ -22,12 +22,9 @@ NEEDED = "typer", "rich", "prompt_toolkit"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (default: of this process) and exit."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"specjax: the command line needs {', '.join(missing)}; run pip install 'specjax[cli]'", file=sys.stderr)
-        raise SystemExit(2)
     with Interrupts() as interrupts:
         try:
+            _check_packages()
             _prepare()
             from specjax.cli.app import run
 
@@ -54,6 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             else:
                 raise
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _check_packages() -> None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"specjax: the command line needs {', '.join(missing)}; run pip install 'specjax[cli]'", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def _prepare() -> None:

@@ -88,19 +88,16 @@ def explain(
     from specjax.bench import measure
     from specjax.cli.console import Console, print_json
     from specjax.cli.session import open_session, stage, weigh
-    from specjax.errors import UsageError
 
-    inputs, bad = p.from_arguments(prompt, None)
+    inputs, bad = p.asked(prompt, None)
     log = Console(stderr=True)
     session = open_session(log, target, draft, dtype, no_cache, datastore, has_head=head is not None)
-    rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest, system)
-    if not rows:
-        raise UsageError(p.describe(bad + unfit, None))
+    [row], _ = p.fitting(inputs, bad, session, max_new_tokens, raw, system, None)
     session = weigh(session, weighed, 1, log)
     with stage(log, "decoding", "decoded"):
-        key = measure.row_keys(seed, [rows[0].ordinal])  # as generate: the same text
+        key = measure.row_keys(seed, [row.ordinal])  # as generate: the same text
         rounds = rounds_of(
-            session.target, session.drafter(method, drafting), rows[0].ids, key=key, costs=session.costs,
+            session.target, session.drafter(method, drafting), row.ids, key=key, costs=session.costs,
             **session.keywords(decoding, method),
         )  # fmt: skip
     if out is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +19,7 @@ from specjax.cli.drafting import method_of, read_costs, read_depth, read_draftin
 if TYPE_CHECKING:
     from specjax.cli.denoising import Denoisings
     from specjax.cli.generation import Generation
+    from specjax.cli.prompts import BadLine
 
 HELP = """Continue a prompt, or many, and say how fast.
 
@@ -200,15 +204,12 @@ def generate(
     # Of a file what it says counts, which may differ from host to host.
     hosts.join(arguments | {"tree": tree and inline(tree), "source": drafting.source, "json_schema": schema})
 
-    from specjax.cli.console import Console, print_json
+    from specjax.cli.console import Console
     from specjax.cli.generation import Generation, show
     from specjax.cli.session import adapted, kept_programs, open_session, weigh
-    from specjax.errors import UsageError
     from specjax.parallel import check_same
 
-    inputs, bad = p.from_arguments(prompt, batch_file)
-    if not inputs:
-        raise UsageError(p.describe(bad, batch_file))
+    inputs, bad = p.asked(prompt, batch_file)
     first = hosts.is_first()
     log = Console(stderr=True, quiet=not first)
     if decoding.remark:
@@ -221,10 +222,7 @@ def generate(
     )  # fmt: skip
     session = adapted(session, depth, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
-    rows, unfit = p.encode(inputs, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest, system)
-    bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
-    if not rows:
-        raise UsageError(p.describe(bad, batch_file))
+    rows, bad = p.fitting(inputs, bad, session, max_new_tokens, raw, system, batch_file)
     session = weigh(session, weighed, min(batch_size, len(rows)), log)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
@@ -233,21 +231,8 @@ def generate(
         session.processors(processing), tuple(stop_string or ()), programs,
     )  # fmt: skip
     generation.compile(log)
-    try:
+    with _telling(generation, functools.partial(show, generation, out, adapt), bad, batch_file, as_json, first, adapt):
         generation.run(log, out)
-    except BaseException as error:
-        if as_json and first and generation.texts:
-            print_json(_document(generation, bad, adapt))
-            if isinstance(error, KeyboardInterrupt):
-                done = len(generation.texts)
-                raise KeyboardInterrupt(f"stdout has the {done} of {len(rows)} prompts that were done") from None
-        raise
-    if as_json and first:
-        print_json(_document(generation, bad, adapt))
-    elif first:
-        show(generation, out, adapt)
-    if bad:
-        raise UsageError(p.describe(bad, batch_file))
 
 
 generate.__doc__ = HELP
@@ -260,36 +245,21 @@ def _denoise(
 ) -> None:  # fmt: skip
     from specjax.catalog import METHODS
     from specjax.cli import prompts as p
-    from specjax.cli.console import Console, print_json
+    from specjax.cli.console import Console
     from specjax.cli.denoising import Denoisings, show
     from specjax.cli.drafting import read_options
     from specjax.cli.session import open_denoiser
-    from specjax.errors import UsageError
 
     name = diffusion.check_method(method or "llada", target)
     options = read_options(settings, {name: METHODS[name]})[name]
-    inputs, bad = p.from_arguments(prompt, batch_file)
-    if not inputs:
-        raise UsageError(p.describe(bad, batch_file))
+    inputs, bad = p.asked(prompt, batch_file)
     log, out = Console(stderr=True), Console(quiet=as_json)
     session, denoiser = open_denoiser(log, target, dtype, no_cache, cache_dtype)
-    rows, unfit = p.encode(
-        inputs, session.tokenizer, session.capacity, decoding.max_new_tokens, raw, session.shortest, system
-    )
-    bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
-    if not rows:
-        raise UsageError(p.describe(bad, batch_file))
+    rows, bad = p.fitting(inputs, bad, session, decoding.max_new_tokens, raw, system, batch_file)
     run = Denoisings(session, denoiser, decoding, name, options, rows, batch_size, compare, show_what)
     run.compile(log)
-    try:
+    with _telling(run, functools.partial(show, run, out), bad, batch_file, as_json):
         run.run(log, out)
-    finally:
-        if as_json and run.texts:
-            print_json(_document(run, bad))
-    if not as_json:
-        show(run, out)
-    if bad:
-        raise UsageError(p.describe(bad, batch_file))
 
 
 def _collaborate(
@@ -300,35 +270,51 @@ def _collaborate(
 ) -> None:  # fmt: skip
     from specjax.catalog import METHODS
     from specjax.cli import prompts as p
-    from specjax.cli.console import Console, print_json
+    from specjax.cli.console import Console
     from specjax.cli.drafting import read_options
     from specjax.cli.session import open_session
-    from specjax.errors import UsageError
 
     options = read_options(settings, {method: METHODS[method]})[method]
-    inputs, bad = p.from_arguments(prompt, batch_file)
-    if not inputs:
-        raise UsageError(p.describe(bad, batch_file))
+    inputs, bad = p.asked(prompt, batch_file)
     log, out = Console(stderr=True), Console(quiet=as_json)
     session = open_session(log, target, draft, dtype, no_cache, None, cache_dtype, same_bits=same_bits)
-    rows, unfit = p.encode(
-        inputs, session.tokenizer, session.capacity, decoding.max_new_tokens, raw, session.shortest, system
-    )
-    bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
-    if not rows:
-        raise UsageError(p.describe(bad, batch_file))
+    rows, bad = p.fitting(inputs, bad, session, decoding.max_new_tokens, raw, system, batch_file)
     run = collaborating.Collaboration(
         session, decoding, method, options, rows, batch_size, compare, session.processors(processing)
     )
-    try:
+    with _telling(run, functools.partial(collaborating.show, run, out), bad, batch_file, as_json):
         run.run(log, out)
-    finally:
-        if as_json and run.finished:
-            print_json(_document(run, bad))
-    if not as_json:
-        collaborating.show(run, out)
+
+
+@contextlib.contextmanager
+def _telling(
+    run: Generation | Denoisings | collaborating.Collaboration, show: Callable[[], None], bad: list[BadLine],
+    batch_file: Path | None, as_json: bool, first: bool = True, adapt: str | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Around a run: what was done is told, also of one that ends before its time. first: of several hosts.
+
+    Raises: UsageError about the prompts that were bad.
+    """
+    from specjax.cli.console import print_json
+    from specjax.cli.prompts import describe
+    from specjax.errors import UsageError
+
+    try:
+        yield
+    except BaseException as error:
+        done = len(run.rows) - run.left
+        if as_json and first and done:
+            print_json(_document(run, bad, adapt))
+            if isinstance(error, KeyboardInterrupt):
+                said = f"stdout has the {done} of {len(run.rows)} prompts that were done"
+                raise KeyboardInterrupt(said) from None
+        raise
+    if as_json and first:
+        print_json(_document(run, bad, adapt))
+    elif first:
+        show()
     if bad:
-        raise UsageError(p.describe(bad, batch_file))
+        raise UsageError(describe(bad, batch_file))
 
 
 def _document(
