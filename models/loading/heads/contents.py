@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -178,7 +177,7 @@ def layer_config(
     Raises: UsageError for a number of layers that is not `count`, the number in the file.
     """
     kind = fields.text("model_type", "llama")
-    written = {"model_type": kind if kind in llama.HF_TYPES else "llama", "attention_bias": None, "mlp_bias": None}
+    written = {"model_type": kind if kind in llama.ROWS_OF_HF else "llama", "attention_bias": None, "mlp_bias": None}
     if not windows:
         written |= {"layer_types": None, "sliding_window": None, "use_sliding_window": None}
     values = {**fields.values, **{fields.prefix + name: value for name, value in written.items()}}
@@ -189,10 +188,11 @@ def layer_config(
     config = llama.config_from_hf(
         fields, dtype=reader.dtype, cache_bits=jax.default_backend() == "cpu", name=reader.name
     )
+    if config.is_global is not None:
+        raise UsageError(f"{fields.where} mixes windowed and full attention layers, which specjax supports of no head")
     has = lambda part: f"{first}.{part}" in tensors
-    return dataclasses.replace(
-        config,
-        num_layers=count,
+    return config.of_head(
+        count,
         qkv_bias=has("q_proj.bias") or has("qkv_proj.bias"),
         qk_norm=has("q_norm.weight"),
         tied=False,
@@ -209,7 +209,7 @@ def layer_of_target(reader: Reader, what: str) -> LlamaConfig:
         raise UsageError(
             f"{what} is like a Llama's, and the target {reader.name} is none; choose a head of this target"
         )
-    return dataclasses.replace(config, num_layers=1, stacked=False, cache_dtype=None)
+    return config.of_head()
 
 
 def trained_for(contents: Contents) -> str | None:
