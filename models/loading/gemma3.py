@@ -12,7 +12,7 @@ from specjax.models.loading.assembly import Stored, Weight
 from specjax.models.loading.fields import HEADS, LAYERS, ROWS, WIDTH, Fields, check_heads
 
 HF_TYPES = ("gemma2", "gemma3_text", "gemma3")  # the last is multimodal; its text part is loaded
-GGUF_TYPES = ("gemma3",)
+GGUF_TYPES = ("gemma2", "gemma3")
 
 
 class Row(NamedTuple):
@@ -24,11 +24,12 @@ class Row(NamedTuple):
     attention_softcap: float | None
     logit_softcap: float | None
     max_positions: int
+    layers_of_27b: int
 
 
 ROWS_OF_HF = {
-    "gemma2": Row(2, 10_000.0, False, 50.0, 30.0, 8192),
-    "gemma3": Row(6, 1_000_000.0, True, None, None, 131_072),
+    "gemma2": Row(2, 10_000.0, False, 50.0, 30.0, 8192, 46),
+    "gemma3": Row(6, 1_000_000.0, True, None, None, 131_072, 62),
 }
 
 _SHARED = tuple(w for w in llama.WEIGHTS if not w.path.startswith("layers.*.mlp_norm") and not w.path.endswith("bias"))
@@ -124,20 +125,14 @@ def config_to_hf(c: Gemma3Config) -> dict[str, Any]:
 
 
 def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, **options) -> Gemma3Config:
-    """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: must be None."""
-    where = meta.where
-    if factors is not None:
-        raise UsageError(f"{where} has a rope_freqs.weight, which specjax does not support for Gemma 3")
+    """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: must be empty."""
+    where, row = meta.where, ROWS_OF_HF[meta.prefix.removesuffix(".")]
+    if factors:
+        raise UsageError(f"{where} has a {min(factors)}, which specjax does not support for Gemma")
     layers, width = meta.size("block_count", most=LAYERS), meta.size("embedding_length", most=WIDTH)
     heads, kv_heads = (meta.size(f"attention.head_count{kind}", most=HEADS) for kind in ("", "_kv"))
     head_dim = meta.size("attention.key_length", most=HEADS)
     check_heads(meta, llama.GGUF_HEADS, heads, kv_heads, head_dim)
-    # An array says of each layer whether it is windowed; a number is the period.
-    pattern = "attention.sliding_window_pattern"
-    if isinstance(meta.values.get(meta.prefix + pattern), list):
-        is_global = tuple(not w for w in meta.array(pattern, int, layers))
-    else:
-        is_global = llama.every(meta.size(pattern, ROWS_OF_HF["gemma3"].pattern), layers)
     base, scaling = rope.from_gguf(meta)
     return Gemma3Config(
         vocab_size=llama.vocabulary_of(shapes, where),
@@ -147,16 +142,18 @@ def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, 
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         mlp_width=meta.size("feed_forward_length", most=ROWS),
-        is_global=is_global,
+        is_global=llama.windowed_by_gguf(meta, layers, row.pattern),
         window=meta.size("attention.sliding_window", most=GLOBAL),
         rope_base=base,
         rope_scaling=scaling,
-        local_rope_base=meta.number("rope.freq_base_swa", 10_000.0, **rope.BASE),
-        # The format does not keep query_pre_attn_scalar: only the 27B model (62 layers) has one of its own.
-        query_scale=(width / heads if layers == 62 else head_dim) ** -0.5,
+        local_rope_base=meta.number("rope.freq_base_swa", 10_000.0, **rope.BASE) if row.qk_norm else None,
+        # The format does not keep query_pre_attn_scalar: only the 27B models have one of their own.
+        query_scale=(width / heads if layers == row.layers_of_27b else head_dim) ** -0.5,
         norm_eps=meta.number("attention.layer_norm_rms_epsilon", most=1.0),
         tied="output.weight" not in shapes,
-        logit_softcap=meta.number("final_logit_softcapping", None),
+        qk_norm=row.qk_norm,
+        attention_softcap=meta.number("attn_logit_softcapping", row.attention_softcap),
+        logit_softcap=meta.number("final_logit_softcapping", row.logit_softcap),
         max_positions=meta.size("context_length"),
         **options,
     )

@@ -54,8 +54,13 @@ ROWS_OF_HF = {
 }  # fmt: skip
 """By `model_type`."""
 
+ROWS_OF_GGUF = {"llama": Row(), "olmo2": ROWS_OF_HF["olmo3"]} | {
+    kind: ROWS_OF_HF[kind] for kind in ("qwen2", "qwen3", "phi3")
+}
+"""By `general.architecture`; olmo2 is OLMo 3's too, and llama Mistral's."""
+
 HF_TYPES = (*ROWS_OF_HF, "mistral3")  # the last is multimodal; its text part, of one of the others, is loaded
-GGUF_TYPES = ("llama", "qwen2", "qwen3")
+GGUF_TYPES = tuple(ROWS_OF_GGUF)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -125,13 +130,14 @@ def joined(config: LlamaConfig, attention: str, mlp: str) -> dict[str, Stored]:
 def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, Stored]:
     """By parameter path: what a GGUF keeps. Of "llama" files q and k are permuted, to rotate neighbouring rows."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if arch == "llama" else {}
-    return {w.path: Stored(w.gguf, heads=heads.get(w.path.split(".")[-2], 0)) for w in WEIGHTS}
+    stored = {w.path: Stored(w.gguf, heads=heads.get(w.path.split(".")[-2], 0)) for w in (*WEIGHTS, *POST_NORMS)}
+    return stored | (joined(config, "blk.*.attn_qkv.weight", "blk.*.ffn_up.weight") if arch == "phi3" else {})
 
 
 def config_from_hf(hf: Fields, **options) -> LlamaConfig:
     """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
     if hf.text("model_type") == "mistral3":
-        hf = text_part(hf, _MISTRAL_SMALL)
+        hf = text_part(hf, {"model_type": "mistral"})
     kind, where = hf.text("model_type"), hf.where
     if kind not in ROWS_OF_HF:
         raise UsageError(
@@ -174,17 +180,8 @@ def config_from_hf(hf: Fields, **options) -> LlamaConfig:
     )
 
 
-_MISTRAL_SMALL = MappingProxyType(
-    {
-        "model_type": "mistral", "vocab_size": 131_072, "hidden_size": 5120, "intermediate_size": 32_768,
-        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None,
-    }
-)  # fmt: skip
-
-
 def text_part(hf: Fields, defaults: Mapping[str, Any]) -> Fields:
-    """Of a multimodal file, which states what differs from the defaults of one model. Raises: UsageError without it."""
+    """Of a multimodal file; defaults: what it may leave out. Raises: UsageError without it."""
     stated = hf.inside("text_config")
     if not stated.values:
         raise UsageError(f"{hf.where} lacks the field text_config, so the shape of the model is unknown")
@@ -277,36 +274,56 @@ def _kind(c: LlamaConfig) -> str:
 
 
 def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, **options) -> LlamaConfig:
-    """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: its rope_freqs.weight, or None."""
+    """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: its tensors of rope.OF_GGUF."""
     arch, where = meta.prefix.removesuffix("."), meta.where
     if meta.size("expert_count", 0, least=0):
         raise UsageError(f"{where} is a mixture of experts, which specjax does not support")
     width, heads = meta.size("embedding_length", most=WIDTH), meta.size("attention.head_count", most=HEADS)
     kv_heads = meta.size("attention.head_count_kv", heads, most=HEADS)
+    row, layers = ROWS_OF_GGUF[arch], meta.size("block_count", most=LAYERS)
     rotated = meta.size("rope.dimension_count", width // heads, most=HEADS)
-    head_dim = meta.size("attention.key_length", rotated, most=HEADS)
+    head_dim = meta.size("attention.key_length", width // heads if row.partial else rotated, most=HEADS)
     check_heads(meta, GGUF_HEADS, heads, kv_heads, head_dim)
+    if row.partial and (rotated % 2 or rotated > head_dim):
+        raise UsageError(
+            f"{where} rotates {rotated} of the {head_dim} numbers of a head (rope.dimension_count); these must be even "
+            "and no more than there are"
+        )
     base, scaling = rope.from_gguf(meta)
-    if factors is not None:
-        scaling = rope.llama3_from_factors(factors, head_dim, base, where)
+    scaling = rope.divided(factors, meta, rotated if row.partial else head_dim, base) or scaling
+    window = meta.size("attention.sliding_window", None, least=0) or None  # Phi-3 has 0 for none
+    is_global = None if row.stretches_all or window is None else windowed_by_gguf(meta, layers, 4)
     return LlamaConfig(
         vocab_size=vocabulary_of(shapes, where),
         width=width,
-        num_layers=meta.size("block_count", most=LAYERS),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         mlp_width=meta.size("feed_forward_length", most=ROWS),
         rope_base=base,
         rope_scaling=scaling,
+        rotated=rotated if row.partial and rotated < head_dim else None,
         norm_eps=meta.number("attention.layer_norm_rms_epsilon", most=1.0),
         tied="output.weight" not in shapes,
-        qkv_bias=arch == "qwen2",
-        qk_norm=arch == "qwen3",
-        window=meta.size("attention.sliding_window", None),
+        window=window,
+        is_global=is_global,
+        local_rope_base=None if is_global is None else base,
         max_positions=meta.size("context_length"),
+        **row.shape,
         **options,
     )
+
+
+def windowed_by_gguf(meta: Fields, layers: int, pattern: int) -> tuple[bool, ...]:
+    """Which layers have full attention: an array says of each whether it is windowed, a number is the period.
+
+    pattern: that of a file that says neither.
+    """
+    name = "attention.sliding_window_pattern"
+    if isinstance(meta.values.get(meta.prefix + name), list):
+        return tuple(not windowed for windowed in meta.array(name, int, layers))
+    return every(meta.size(name, pattern), layers)
 
 
 def vocabulary_of(shapes: dict[str, tuple[int, ...]], where: str) -> int:

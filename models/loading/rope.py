@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,9 @@ from specjax.errors import UsageError
 from specjax.models.layers import RopeScaling, rope_frequencies
 from specjax.models.loading.fields import POSITIONS, Fields
 from specjax.reading import shown
+
+OF_GGUF = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+"""Tensors of GGUF files that are no parameters: what frequencies are divided by."""
 
 BASE = {"least": 1.0, "most": 1e15}
 FACTOR = {"least": 1e-6, "most": 1e9}
@@ -149,7 +153,7 @@ def _divisors(rope: Fields, name: str, count: int) -> tuple[float, ...]:
 
 
 def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) of GGUF metadata; see also `llama3_from_factors`."""
+    """(base, scaling) of GGUF metadata; see also `divided`."""
     base = meta.number("rope.freq_base", 10000.0, **BASE)
     kind = meta.text("rope.scaling.type", "none")
     factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0, least=0.0), least=0.0)
@@ -158,6 +162,26 @@ def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:
             f"{meta.where} has RoPE scaling {shown(kind)}, which specjax does not support (only linear, llama3)"
         )
     return base, RopeScaling("linear", factor) if factor not in (0.0, 1.0) else None
+
+
+def divided(factors: Mapping[str, np.ndarray], meta: Fields, rotated: int, base: float) -> RopeScaling | None:
+    """What the divisors of frequencies, by names in OF_GGUF, say of a file's scaling; None without any."""
+    plain, long, short = map(factors.get, OF_GGUF)
+    if plain is not None:
+        return llama3_from_factors(plain, rotated, base, meta.where)
+    if long is None and short is None:
+        return None
+    sets = {}
+    for name, found in zip(OF_GGUF[1:], (long, short), strict=True):
+        good = found is not None and found.shape == (rotated // 2,) and (found >= FACTOR["least"]).all()
+        if not good or not (found <= FACTOR["most"]).all():
+            raise UsageError(f"{meta.where} must have a {name} of {rotated // 2} numbers from 1e-06 to 1e+09")
+        sets[name] = tuple(map(float, found))
+    original = meta.size("rope.scaling.original_context_length", least=2, most=POSITIONS)
+    factor = meta.size("context_length") / original
+    amplitude = meta.number("rope.scaling.attn_factor", 1.0, **FACTOR)
+    long, short = (sets[name] for name in OF_GGUF[1:])
+    return RopeScaling("longrope", factor, original_positions=original, amplitude=amplitude, short=short, long=long)
 
 
 def llama3_from_factors(factors: np.ndarray, dim: int, base: float, where: str) -> RopeScaling:
