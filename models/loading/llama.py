@@ -227,15 +227,16 @@ def layer_types(c: DecoderConfig) -> list[str]:
 
 def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
     """What `config_from_hf` reads."""
-    kind, is_long = _kind(c), c.rope_scaling is not None and c.rope_scaling.kind == "longrope"
-    rotary = rope.to_hf(c.rope_base, c.rope_scaling)
+    kind, own = _kind(c), rope.to_hf(c.rope_base, c.rope_scaling)
     if kind == "olmo3":
         local = rope.to_hf(c.local_rope_base or c.rope_base, None)
-        rotary = {"rope_parameters": {FULL: rope.in_new_form(rotary), SLIDING: rope.in_new_form(local)}}
+        own = {"rope_parameters": {FULL: rope.in_new_form(own), SLIDING: rope.in_new_form(local)}}
     if c.rotated is not None:
-        rotary["partial_rotary_factor"] = c.rotated / c.head_dim
-    if is_long:
-        rotary["original_max_position_embeddings"] = c.rope_scaling.original_positions
+        own["partial_rotary_factor"] = c.rotated / c.head_dim
+    if c.rope_scaling is not None and c.rope_scaling.kind == "longrope":
+        own["original_max_position_embeddings"] = c.rope_scaling.original_positions
+    if kind == "phi3":
+        own["pad_token_id"] = None  # else it is 32000, and transformers refuses smaller vocabularies
     return {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
@@ -248,7 +249,7 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
         "head_dim": c.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
-        **rotary,
+        **own,
         "sliding_window": c.window,
         "use_sliding_window": c.window is not None,
         "layer_types": layer_types(c),
