@@ -227,7 +227,7 @@ def layer_types(c: DecoderConfig) -> list[str]:
 
 def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
     """What `config_from_hf` reads."""
-    kind, own = _kind(c), rope.to_hf(c.rope_base, c.rope_scaling)
+    kind, own = kind_of(c), rope.to_hf(c.rope_base, c.rope_scaling)
     if kind == "olmo3":
         local = rope.to_hf(c.local_rope_base or c.rope_base, None)
         own = {"rope_parameters": {FULL: rope.in_new_form(own), SLIDING: rope.in_new_form(local)}}
@@ -261,7 +261,7 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _kind(c: LlamaConfig) -> str:
+def kind_of(c: LlamaConfig) -> str:
     """The `model_type` whose code computes what a config says."""
     if c.norms == "after":
         return "olmo2" if c.window is None else "olmo3"

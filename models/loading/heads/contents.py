@@ -24,7 +24,10 @@ from specjax.types import Array, Target
 Rules = tuple[tuple[str, str | Callable[[re.Match], str]], ...]
 """Regular expressions and what replaces them: from the names in a file to those of a kind's table."""
 
-FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Gemma3": "gemma3"}
+FAMILIES = {
+    "Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Olmo2": "olmo2", "Olmo3": "olmo3",
+    "Gemma2": "gemma2", "Gemma3": "gemma3",
+}  # fmt: skip
 """Of `architectures` as config.json names them."""
 
 
@@ -117,9 +120,10 @@ def reader_of(target: Target) -> Reader:
     stream = jax.eval_shape(model.embed, target.params, jnp.zeros((1, 1), jnp.int32))
     family = None
     if isinstance(config, Gemma3Config):
-        family = "gemma3"
+        family = "gemma3" if config.qk_norm else "gemma2"
     elif isinstance(config, LlamaConfig):
-        family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+        kind = llama.kind_of(config)
+        family = kind if kind in FAMILIES.values() else "llama"
     layers = model.capabilities.num_layers
     return Reader(target, model.name, stream.shape[-1], model.vocab_size, layers, family, str(stream.dtype))
 
