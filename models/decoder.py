@@ -65,13 +65,14 @@ class DecoderConfig:
         amplitude = 1.0 if self.rope_scaling is None else self.rope_scaling.amplitude
         if self.is_global is None or self.window is None:
             return L.Reach(full, self.window, None if amplitude == 1.0 else amplitude)
-        is_local = self.local_rope_base is not None
-        local = L.rope_frequencies(size, self.local_rope_base) if is_local else full
+        local, local_amplitude = full, amplitude
+        if self.local_rope_base is not None:
+            local, local_amplitude = L.rope_frequencies(size, self.local_rope_base), 1.0
         is_global = jnp.array(self.is_global)
         return L.Reach(
             jnp.where(is_global[:, None], full, local),
             jnp.where(is_global, GLOBAL, self.window),
-            None if amplitude == 1.0 else jnp.where(is_global, amplitude, 1.0 if is_local else amplitude),
+            None if amplitude == 1.0 else jnp.where(is_global, amplitude, local_amplitude),
         )
 
     def of_head(self: C, num_layers: int = 1, **changes) -> C:

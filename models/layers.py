@@ -322,10 +322,10 @@ class Attention(nnx.Module):
         self.v = linear(fan_in, kv_heads * head_dim, bias=bias)
         self.o = linear(heads * head_dim, width)
         has_norm = qk_norm_eps is not None
-        norm = lambda heads: RMSNorm(
-            head_dim * (1 if norms_heads else heads), qk_norm_eps, dtype=dtype, same_bits=same_bits
-        )
-        self.q_norm, self.k_norm = (norm(heads), norm(kv_heads)) if has_norm else (None, None)
+        size = lambda heads: head_dim if norms_heads else heads * head_dim
+        norm = lambda heads: RMSNorm(size(heads), qk_norm_eps, dtype=dtype, same_bits=same_bits)
+        self.q_norm = norm(heads) if has_norm else None
+        self.k_norm = norm(kv_heads) if has_norm else None
         self.norms_heads = norms_heads
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap

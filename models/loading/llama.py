@@ -292,7 +292,8 @@ def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, 
         )
     base, scaling = rope.from_gguf(meta)
     scaling = rope.divided(factors, meta, rotated if row.partial else head_dim, base) or scaling
-    window = meta.size("attention.sliding_window", None, least=0) or None  # Phi-3 has 0 for none
+    least = 0 if arch == "phi3" else 1  # of a window: llama.cpp writes 0 for none
+    window = meta.size("attention.sliding_window", None, least=least) or None
     is_global = None if row.stretches_all or window is None else windowed_by_gguf(meta, layers, 4)
     return LlamaConfig(
         vocab_size=vocabulary_of(shapes, where),

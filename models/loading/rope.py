@@ -166,22 +166,23 @@ def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:
 
 def divided(factors: Mapping[str, np.ndarray], meta: Fields, rotated: int, base: float) -> RopeScaling | None:
     """What the divisors of frequencies, by names in OF_GGUF, say of a file's scaling; None without any."""
-    plain, long, short = map(factors.get, OF_GGUF)
-    if plain is not None:
-        return llama3_from_factors(plain, rotated, base, meta.where)
-    if long is None and short is None:
+    plain, *sets = OF_GGUF
+    if plain in factors:
+        return llama3_from_factors(factors[plain], rotated, base, meta.where)
+    if not factors:
         return None
-    sets = {}
-    for name, found in zip(OF_GGUF[1:], (long, short), strict=True):
-        good = found is not None and found.shape == (rotated // 2,) and (found >= FACTOR["least"]).all()
-        if not good or not (found <= FACTOR["most"]).all():
-            raise UsageError(f"{meta.where} must have a {name} of {rotated // 2} numbers from 1e-06 to 1e+09")
-        sets[name] = tuple(map(float, found))
+    long, short = (_divisors_of_gguf(factors.get(name), name, rotated // 2, meta.where) for name in sets)
     original = meta.size("rope.scaling.original_context_length", least=2, most=POSITIONS)
     factor = meta.size("context_length") / original
     amplitude = meta.number("rope.scaling.attn_factor", 1.0, **FACTOR)
-    long, short = (sets[name] for name in OF_GGUF[1:])
     return RopeScaling("longrope", factor, original_positions=original, amplitude=amplitude, short=short, long=long)
+
+
+def _divisors_of_gguf(found: np.ndarray | None, name: str, count: int, where: str) -> tuple[float, ...]:
+    if found is None or found.shape != (count,) or not FACTOR["least"] <= found.min() <= found.max() <= FACTOR["most"]:
+        wanted = f"{count} numbers from {FACTOR['least']:g} to {FACTOR['most']:g}"
+        raise UsageError(f"{where} must have a {name} of {wanted} beside the other set of longrope")
+    return tuple(map(float, found))
 
 
 def llama3_from_factors(factors: np.ndarray, dim: int, base: float, where: str) -> RopeScaling:
