@@ -263,12 +263,12 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
 
 def kind_of(c: LlamaConfig) -> str:
     """The `model_type` whose code computes what a config says."""
+    if c.rotated is not None:  # first: layers of heads may have q/k norms besides, which their files show
+        return "phi3"
     if c.norms == "after":
         return "olmo2" if c.window is None else "olmo3"
     if c.qk_norm or c.qkv_bias:
         return "qwen3" if c.qk_norm else "qwen2"
-    if c.rotated is not None:
-        return "phi3"
     if c.window is not None:
         return "mistral" if c.is_global is None else "ministral"
     return "llama"

@@ -137,6 +137,17 @@ def test_llama3_divisors(tiny, texts, tmp_path):
         read(write(model, tmp_path / "other.gguf", scaling=np.linspace(1, 8, 8, dtype=np.float32)))
 
 
+def test_half_of_longrope_is_refused(tiny, tmp_path, monkeypatch):
+    from specjax.models.loading import rope
+
+    file = write(tiny.model(**CASES["phi4-mini"]), tmp_path / "model.gguf")
+    config = read(file)[0].config
+    assert config.rope_scaling.long == (1.5, 3.0, 6.0) and config.rotated == 6
+    monkeypatch.setattr(rope, "OF_GGUF", ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_none.weight"))
+    with pytest.raises(UsageError, match=r"must have a rope_factors_none.weight of 3 numbers .* the other set"):
+        read(file)
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_stored_formats_equal_whole_tensor_dequantisation(kind, stacked, tiny, tmp_path):
