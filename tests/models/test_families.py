@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from tiers import those
 
-from specjax import decode, drafters
+from specjax import decode, drafters, load_head, save_head
 from specjax.engine.prefill import CHUNK
 from specjax.models import Gemma3Config, LlamaConfig, init_params, make_model
+from specjax.models.heads import eagle3
 from specjax.models.layers import RopeScaling
+from specjax.training import new_head
 from specjax.types import Target
 
 SHAPE = dict(
@@ -79,6 +81,18 @@ def test_greedy_text_is_that_of_one_pass_whoever_drafts_and_beside_whom(name):
     for drafter in (drafters.prompt_lookup(5), drafters.token_recycling(48, num_nodes=12)):
         assert decode(target, drafter, prompts(), **options).to_lists() == plain
     assert decode(target, drafters.autoregressive(), prompts()[1:], **options).to_lists() == plain[1:]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["phi", "olmo"])
+def test_a_head_begins_with_such_a_target_and_drafts_its_text(name, tmp_path):
+    target, options = target_of(CONFIGS[name]), dict(key=0, max_new_tokens=12)
+    head = new_head("eagle3", eagle3.of_target(CONFIGS[name]), target, jax.random.key(1))
+    plain = decode(target, drafters.autoregressive(), prompts(), **options).to_lists()
+    assert decode(target, head, prompts(), **options).to_lists() == plain
+    save_head(tmp_path, head, target=target)
+    found = load_head(tmp_path, target)
+    jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
 
 
 TEXT = np.random.default_rng(2).integers(0, 48, 40)
