@@ -131,9 +131,10 @@ def _longrope(hf: Fields, rope: Fields, rotated: int) -> RopeScaling:
     for name in ("short_mscale", "long_mscale"):
         if rope.given(name):
             raise UsageError(f"{hf.where} has {rope.prefix}{name}, which specjax does not support")
-    inside = rope.size("original_max_position_embeddings", hf.size("max_position_embeddings"), most=POSITIONS)
+    most = hf.size("max_position_embeddings")
+    inside = rope.size("original_max_position_embeddings", most, least=2, most=POSITIONS)
     original = hf.size("original_max_position_embeddings", inside, least=2, most=POSITIONS)
-    factor = rope.number("factor", hf.size("max_position_embeddings") / original, **FACTOR)
+    factor = rope.number("factor", most / original, **FACTOR)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     amplitude = rope.number("attention_factor", amplitude, **FACTOR)
     short, long = (_divisors(rope, name, rotated // 2) for name in ("short_factor", "long_factor"))
