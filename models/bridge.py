@@ -12,19 +12,20 @@ from jax.sharding import Mesh
 
 from specjax.errors import UsageError
 from specjax.models import cache as kv
-from specjax.models.gemma3 import Gemma3, Gemma3Config
+from specjax.models.decoder import Decoder, DecoderConfig
+from specjax.models.gemma3 import Gemma3Config
 from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, spread
-from specjax.models.llama import Llama, LlamaConfig
+from specjax.models.llama import LlamaConfig
 from specjax.types import Capabilities, Model, PyTree
 
-MODULES = {LlamaConfig: Llama, Gemma3Config: Gemma3}
-Config = LlamaConfig | Gemma3Config
+CONFIGS = LlamaConfig, Gemma3Config
+Config = DecoderConfig
 
 
 def abstract_module(config: Config) -> nnx.Module:
     """The module of `config` with shapes for parameters; nothing is allocated."""
-    return nnx.eval_shape(lambda: MODULES[type(config)](config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def abstract_params(config: Config) -> PyTree:
 
 def init_params(config: Config, key) -> PyTree:
     """Random parameters, for tests and for training from scratch."""
-    module = MODULES[type(config)](config, rngs=nnx.Rngs(params=key))
+    module = Decoder(config, rngs=nnx.Rngs(params=key))
     return nnx.to_pure_dict(nnx.split(module)[1])
 
 

@@ -164,22 +164,35 @@ class GatedMLP(nnx.Module):
 
 
 class RopeScaling(NamedTuple):
-    """How rotary frequencies are stretched. `kind`: "linear" (factor only), "llama3" or "yarn"."""
+    """How rotary frequencies are stretched. `kind`: "linear" (factor only), "llama3", "yarn" or "longrope"."""
 
     kind: str
     factor: float
     low: float = 1.0
     high: float = 4.0
     original_positions: int = 8192
-    amplitude: float = 1.0  # of rotated queries and of keys (yarn)
+    amplitude: float = 1.0  # of rotated queries and of keys (yarn, longrope)
     whole: bool = True  # yarn: between whole dimensions
+    short: tuple[float, ...] = ()  # longrope: what each frequency is divided by, of models of short texts
+    long: tuple[float, ...] = ()  # and of those of texts longer than `original_positions`
 
 
-def rope_frequencies(dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
-    """float32[dim / 2]: radians per position."""
+def rope_frequencies(
+    dim: int, base: float, scaling: RopeScaling | None = None, max_positions: int | None = None
+) -> Array:
+    """float32[dim / 2]: radians per position.
+
+    LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets of divisors. The longest text that the model takes,
+    `max_positions`, says which one holds (None: the long one), and not the text at hand: its keys are kept rotated, so
+    one that grew beyond `original_positions` would have to be read again, and the company of a long text would change
+    the others. transformers takes the short set for texts, or batches, up to `original_positions`.
+    """
     freq = 1.0 / base ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     if scaling is None:
         return freq
+    if scaling.kind == "longrope":
+        is_short = max_positions is not None and max_positions <= scaling.original_positions
+        return freq / jnp.array(scaling.short if is_short else scaling.long, jnp.float32)
     if scaling.kind == "linear":
         return freq / scaling.factor
     if scaling.kind == "yarn":
@@ -205,14 +218,25 @@ def _kept_by_yarn(dim: int, base: float, scaling: RopeScaling) -> Array:
     return 1 - stretched + stretched / scaling.factor
 
 
-def rope(x: Array, positions: Array, frequencies: Array, same_bits: bool = False) -> Array:
-    """Rotate the halves of x [B, T, H, h] by its positions int32[B, T]. same_bits: products of bfloat16 are exact."""
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies  # [B, T, 1, h/2]
+def rope(
+    x: Array, positions: Array, frequencies: Array, same_bits: bool = False, amplitude: Array | float | None = None
+) -> Array:
+    """Rotate the halves of x [B, T, H, h] by its positions int32[B, T]. same_bits: products of bfloat16 are exact.
+
+    Args:
+      frequencies: float32[r / 2]; the first r of the h numbers are rotated, the others are left as they are.
+      amplitude: what is rotated is multiplied by it.
+    """
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies  # [B, T, 1, r/2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if amplitude is not None:
+        cos, sin = amplitude * cos, amplitude * sin
     if same_bits:
         cos, sin = rounding.exact_factor(cos), rounding.exact_factor(sin)
-    a, b = jnp.split(rounding.as_bfloat16(x) if same_bits else x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    half = frequencies.shape[-1]
+    y = rounding.as_bfloat16(x) if same_bits else x.astype(jnp.float32)
+    a, b, rest = jnp.split(y, (half, 2 * half), -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -265,8 +289,9 @@ class Prefix(NamedTuple):
 class Reach(NamedTuple):
     """How attention counts positions, and how far back it sees: of all layers alike, or with a leading layer axis."""
 
-    frequencies: Array  # float32[h / 2], or [layers, h / 2]
+    frequencies: Array  # float32[r / 2], or [layers, r / 2]
     window: Array | int | None = None  # int32[layers] where layers differ
+    amplitude: Array | float | None = None  # of rotated queries and keys; float32[layers] where layers differ
 
     def of(self, layer: Array | int) -> Reach:
         """That of one layer."""
@@ -286,9 +311,10 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions, optional biases and q/k norms."""
 
     def __init__(
-        self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, scale=None, softcap=None,
-        same_bits=False, dtype, rngs,
+        self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, norms_heads=True,
+        scale=None, softcap=None, same_bits=False, dtype, rngs,
     ):  # fmt: skip
+        """norms_heads: q/k norms are of each head, with one weight for all; else of a whole projection."""
         fan_in = width if fan_in is None else fan_in  # of what it reads, where that is not as wide as the stream
         linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
         self.q = linear(fan_in, heads * head_dim, bias=bias)
@@ -296,8 +322,11 @@ class Attention(nnx.Module):
         self.v = linear(fan_in, kv_heads * head_dim, bias=bias)
         self.o = linear(heads * head_dim, width)
         has_norm = qk_norm_eps is not None
-        self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, same_bits=same_bits) if has_norm else None
-        self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, same_bits=same_bits) if has_norm else None
+        size = lambda heads: head_dim if norms_heads else heads * head_dim
+        norm = lambda heads: RMSNorm(size(heads), qk_norm_eps, dtype=dtype, same_bits=same_bits)
+        self.q_norm = norm(heads) if has_norm else None
+        self.k_norm = norm(kv_heads) if has_norm else None
+        self.norms_heads = norms_heads
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
         self.head_dim = head_dim
@@ -305,10 +334,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x, inputs: LayerInputs):
         """x [B, T, D] -> [B, T, D], (k, v) [B, K, T, h] of the new tokens, as the cache keeps them."""
-        step, prefix, (frequencies, window) = inputs.step, inputs.prefix, inputs.reach
+        step, prefix, reach = inputs.step, inputs.prefix, inputs.reach
         q, k, v = self._by_heads(step, self.q(x), self.k(x), self.v(x))
-        q = q if self.q_norm is None else self.q_norm(q)
-        q = rope(q, step.positions, frequencies, self.same_bits)
+        q = self._rotated(self._normed(self.q_norm, q), inputs)
         new = self._kept(k, v, inputs)
         join = lambda old, new: jnp.concatenate([old, new], 2)
         all_k, all_v = jax.tree.map(join, prefix.earlier, new) if prefix.earlier else new
@@ -321,7 +349,7 @@ class Attention(nnx.Module):
         seen = {} if step.first is None else {"first": step.first}
         out = attend(
             kv.fill_lanes(q, prefix.k), all_k, all_v, prefix.k, prefix.v, step.length, step.positions, step.mask,
-            key_positions=step.key_positions, layer=prefix.layer, window=window, **seen,
+            key_positions=step.key_positions, layer=prefix.layer, window=reach.window, **seen,
         )  # fmt: skip
         out = out[..., : self.head_dim].reshape(*x.shape[:2], -1)
         return step.sum(self.o(out), "heads"), new
@@ -340,9 +368,19 @@ class Attention(nnx.Module):
 
     def _kept(self, k: Array, v: Array, inputs: LayerInputs):
         """Keys and values by heads [B, T, K, h], as the cache keeps them."""
-        k = k if self.k_norm is None else self.k_norm(k)
-        k = rope(k, inputs.step.positions, inputs.reach.frequencies, self.same_bits)
+        k = self._rotated(self._normed(self.k_norm, k), inputs)
         return kv.as_kept(k.swapaxes(1, 2), inputs.prefix.k), kv.as_kept(v.swapaxes(1, 2), inputs.prefix.v)
+
+    def _normed(self, norm: RMSNorm | None, x: Array) -> Array:
+        """Queries or keys [B, T, H, h]."""
+        if norm is None or self.norms_heads:
+            return x if norm is None else norm(x)
+        return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+
+    def _rotated(self, x: Array, inputs: LayerInputs) -> Array:
+        """Likewise."""
+        reach = inputs.reach
+        return rope(x, inputs.step.positions, reach.frequencies, self.same_bits, reach.amplitude)
 
 
 def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):

@@ -232,17 +232,23 @@ def copies_of_kv_heads(config: Any, parts: int) -> int:
     return copies if (config.num_heads // config.num_kv_heads) % copies == 0 else 1
 
 
-def repeat_kv_heads(params: PyTree, head_dim: int, copies: int) -> PyTree:
-    """Parameters with each key/value head `copies` times in a row."""
+def counts_kv_heads(config: Any, part: str) -> bool:
+    """Whether the rows of a layer's `part` are those of key/value heads."""
+    return part in ("k", "v") or (part == "k_norm" and config.qk_norm_of == "projection")
+
+
+def repeat_kv_heads(params: PyTree, config: Any, copies: int) -> PyTree:
+    """Parameters of `config` with each key/value head `copies` times in a row."""
     if copies == 1:
         return params
 
     def one(path, leaf):
         names = [str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)][-2:]
-        if names[0] not in ("k", "v"):
+        if not counts_kv_heads(config, names[0]):
             return leaf
-        axis = leaf.ndim - (2 if names[1] == "weight" else 1)  # [.., K * h, D] and [.., K * h]
-        heads = leaf.reshape(*leaf.shape[:axis], -1, head_dim, *leaf.shape[axis + 1 :])
+        is_matrix = names[0] != "k_norm" and names[1] == "weight"
+        axis = leaf.ndim - (2 if is_matrix else 1)  # [.., K * h, D] and [.., K * h]
+        heads = leaf.reshape(*leaf.shape[:axis], -1, config.head_dim, *leaf.shape[axis + 1 :])
         return jnp.repeat(heads, copies, axis).reshape(*leaf.shape[:axis], -1, *leaf.shape[axis + 1 :])
 
     return jax.tree_util.tree_map_with_path(one, params)

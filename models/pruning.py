@@ -32,7 +32,7 @@ def pruned(target: Target, layers: Sequence[int]) -> Target:
     else:
         kept = jax.tree.map(lambda x: x[jnp.asarray(layers)], own)
     changes: dict[str, Any] = {"num_layers": len(layers)}
-    if hasattr(config, "is_global"):
+    if getattr(config, "is_global", None) is not None:
         changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
     smaller = dataclasses.replace(config, **changes)
     mesh = target.model.mesh

@@ -40,7 +40,8 @@ from specjax.verifiers import Verifier
 def load(source: str | Path | None = None, **options: Any) -> tuple[Target | Denoiser, Tokenizer]:
     """A model with its weights, and its tokenizer; of a diffusion model a `Denoiser`, read as its config says.
 
-    source, options: as for `specjax.models.loading.read_model`: dtype, stacked, cache_dtype, same_bits, mesh, over.
+    source, options: as for `specjax.models.loading.read_model`: dtype, stacked, cache_dtype, same_bits,
+    max_positions, mesh, over.
 
     Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
     """

@@ -27,7 +27,7 @@ def run_blocks(
     blocks: Sequence[Block], x: Array, step: L.Step, cache: kv.KVCache, c: LlamaConfig
 ) -> tuple[Array, kv.Pending]:
     """The stream behind `blocks`, one after another, and their keys and values."""
-    reach = L.Reach(L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling), c.window)
+    reach = c.reach()
     new = []
     for i, block in enumerate(blocks):
         earlier = () if step.earlier is None else (step.earlier.k[i], step.earlier.v[i])

@@ -13,7 +13,6 @@ where y is what they said of the trigram that it takes the place of; logits_i = 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -145,5 +144,5 @@ def chimera_head(config: ChimeraConfig) -> Head:
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> ChimeraConfig:
     """The shapes that the authors train for a target: a layer like its own."""
-    layer = dataclasses.replace(target, num_layers=1, stacked=False, cache_dtype=None, **changes)
+    layer = target.of_head(**changes)
     return ChimeraConfig(layer, target.vocab_size, num_heads)

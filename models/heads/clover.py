@@ -188,5 +188,5 @@ def clover_head(config: CloverConfig) -> Head:
 
 def of_target(target: LlamaConfig, **changes) -> CloverConfig:
     """Clover-2 as the authors train it for a target: two layers like its own."""
-    layer = dataclasses.replace(target, num_layers=2, stacked=False, cache_dtype=None)
+    layer = target.of_head(2)
     return dataclasses.replace(CloverConfig(layer, (target.num_layers,), vocab_size=target.vocab_size), **changes)

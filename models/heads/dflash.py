@@ -188,12 +188,13 @@ class DFlash(nnx.Module):
         """Of the text, as the layers see it: of features [B, T, F]."""
         c = self.config.layer
         context = self.hidden_norm(self.fc(features.astype(c.dtype)))
-        frequencies = L.rope_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
+        reach = c.reach()
         heads = lambda x: step.place(x.reshape(*x.shape[:2], -1, c.head_dim), "data", None, "heads", None)
 
         def of(attention: L.Attention, slots: Array) -> tuple:
             k, v = heads(attention.k(context)), heads(attention.v(context))
-            k = L.rope(k if attention.k_norm is None else attention.k_norm(k), step.positions, frequencies)
+            k = k if attention.k_norm is None else attention.k_norm(k)
+            k = L.rope(k, step.positions, reach.frequencies, amplitude=reach.amplitude)
             return kv.as_kept(k.swapaxes(1, 2), slots), kv.as_kept(v.swapaxes(1, 2), slots)
 
         k, v = zip(*(of(layer.attention, cache.k[i]) for i, layer in enumerate(self.layers)), strict=True)
@@ -354,9 +355,7 @@ def default_taps(target_layers: int, count: int) -> tuple[int, ...]:
 
 def of_target(target: LlamaConfig, *, num_layers: int = 5, block_size: int = 16, **changes) -> DFlashConfig:
     """The shapes that the authors train for a target; the mask is its last token."""
-    layer = dataclasses.replace(
-        target, num_layers=num_layers, qk_norm=True, qkv_bias=False, window=None, stacked=False, cache_dtype=None
-    )
+    layer = target.of_head(num_layers, qk_norm=True, qk_norm_of="head", qkv_bias=False, window=None)
     taps = default_taps(target.num_layers, num_layers)
     return DFlashConfig(layer, taps, target.width, target.vocab_size, block_size, target.vocab_size - 1, **changes)
 

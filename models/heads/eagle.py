@@ -12,7 +12,6 @@ residual doubled; the first half of what it says goes to W_o, the second is the 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from flax import nnx
 
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.models.decoder import attention_of
 from specjax.models.heads.autoregressive import autoregressive
 from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, unembed
 from specjax.models.heads.contract import Head
@@ -51,11 +51,7 @@ class Layer(nnx.Module):
 
     def __init__(self, c: LlamaConfig, *, has_norm: bool, outputs: int = 1, rngs: nnx.Rngs):
         self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype) if has_norm else None
-        self.attention = L.Attention(
-            c.width, c.num_heads, c.num_kv_heads, c.head_dim,
-            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, scale=c.attention_scale, dtype=c.dtype,
-            rngs=rngs,
-        )  # fmt: skip
+        self.attention = attention_of(c, rngs=rngs)
         self.mlp_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
         self.outputs = outputs
@@ -126,7 +122,7 @@ class Eagle(nnx.Module):
 
 def of_target(target: LlamaConfig, **changes) -> EagleConfig:
     """The shapes that the authors train for a target: a layer like its own."""
-    return EagleConfig(dataclasses.replace(target, num_layers=1, stacked=False, cache_dtype=None, **changes))
+    return EagleConfig(target.of_head(**changes))
 
 
 def eagle_head(config: EagleConfig) -> Head:

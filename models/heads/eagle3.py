@@ -10,7 +10,6 @@ The flags are those that published heads differ in; each defaults to what the au
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +18,7 @@ from flax import nnx
 
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.models.decoder import attention_of
 from specjax.models.heads.autoregressive import autoregressive
 from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, unembed
 from specjax.models.heads.contract import Head
@@ -58,11 +58,7 @@ class First(nnx.Module):
         c, self.norm_before_residual = config.layer, config.norm_before_residual
         norm = lambda: L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.embedding_norm, self.state_norm, self.mlp_norm = norm(), norm(), norm()
-        self.attention = L.Attention(
-            c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=2 * c.width,
-            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, scale=c.attention_scale, dtype=c.dtype,
-            rngs=rngs,
-        )  # fmt: skip
+        self.attention = attention_of(c, fan_in=2 * c.width, rngs=rngs)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
 
     def __call__(self, embedded: Array, state: Array, inputs: L.LayerInputs) -> tuple[Array, tuple]:
@@ -131,8 +127,5 @@ def of_target(
 ) -> Eagle3Config:
     """The shapes that the authors train for a target: a layer like its own, and a head of 32,000 ids."""
     size = min(draft_vocab_size, target.vocab_size)
-    layer = dataclasses.replace(
-        target, num_layers=1, vocab_size=size, stacked=False, cache_dtype=None, mlp_width=mlp_width or target.mlp_width,
-        **changes,
-    )  # fmt: skip
+    layer = target.of_head(vocab_size=size, mlp_width=mlp_width or target.mlp_width, **changes)
     return Eagle3Config(layer, default_taps(target.num_layers), target.width, target.vocab_size)

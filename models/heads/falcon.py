@@ -18,7 +18,6 @@ is, and only their queries are asked again.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -192,5 +191,5 @@ def falcon_head(config: FalconConfig) -> Head:
 
 def of_target(target: LlamaConfig, *, block_size: int = 2, **changes) -> FalconConfig:
     """The shapes that the authors train for a target: a layer like its own, k = 2."""
-    layer = dataclasses.replace(target, num_layers=1, stacked=False, cache_dtype=None)
+    layer = target.of_head()
     return FalconConfig(layer, block_size, **changes)

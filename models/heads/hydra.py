@@ -117,6 +117,6 @@ def hydra_head(config: HydraConfig) -> Head:
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> HydraConfig:
     """Hydra++ as the authors train it for a target: four layers a head, and a prefix layer like its own."""
-    layer = dataclasses.replace(target, num_layers=1, stacked=False, cache_dtype=None)
+    layer = target.of_head()
     config = HydraConfig(target.width, target.vocab_size, num_heads, 4, layer, target.dtype)
     return dataclasses.replace(config, **changes)

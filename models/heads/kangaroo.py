@@ -9,7 +9,7 @@ target's first layers, on its own cache.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.models.decoder import attention_of
 from specjax.models.heads.blocks import (
     among_drafted,
     bind,
@@ -57,11 +58,7 @@ class Kangaroo(nnx.Module):
     def __init__(self, config: KangarooConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
         self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
-        self.attention = L.Attention(
-            c.width, c.num_heads, c.num_kv_heads, c.head_dim,
-            bias=c.qkv_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None, scale=c.attention_scale, dtype=c.dtype,
-            rngs=rngs,
-        )  # fmt: skip
+        self.attention = attention_of(c, rngs=rngs)
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
 
     def layers(self, h: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
@@ -159,5 +156,5 @@ def kangaroo_head(config: KangarooConfig) -> Head:
 
 def of_target(target: LlamaConfig, *, exit_layer: int = 2, **changes) -> KangarooConfig:
     """The shapes that the authors train for a target: attention like its own."""
-    layer = replace(target, num_layers=1, stacked=False, cache_dtype=None, **changes)
+    layer = target.of_head(**changes)
     return KangarooConfig(layer, exit_layer)

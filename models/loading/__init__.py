@@ -52,6 +52,7 @@ def read_model(
     stacked: bool | None = None,
     cache_dtype: str | None = None,
     same_bits: bool = False,
+    max_positions: int | None = None,
     mesh: Mesh | None = None,
     over: tuple[str, ...] | None = None,
 ) -> Loaded:
@@ -67,6 +68,9 @@ def read_model(
         bfloat16. Another model than without, though nearly: methods keep their guarantees towards it. None: dtype.
       same_bits: of bfloat16: what a token's logits are, to the bit, does not depend on the pass that it is in, so that
         speculative text is that of plain decoding (docs/same_bits.md; `specjax.check_bits` asks this device).
+      max_positions: of the longest text, prompt and answer, if that is less than the model can take; None: what it can.
+        It also says which of longrope's two sets of frequencies holds (Phi-3, Phi-4-mini): up to the original length,
+        4,096 of these, the short one, else the long one, for all texts (`layers.rope_frequencies`).
       mesh, over: read each device's part of the weights straight to it, as `specjax.shard` would place them; of several
         hosts each holds only its own devices' parts, and reads only the rows of the file that these have a part in.
 
@@ -93,6 +97,13 @@ def read_model(
         check(checkpoint)
         known = denoisers.reading_of(_config(path), tokenizer) if path.is_dir() else None
     config = dataclasses.replace(checkpoint.config, same_bits=same_bits)
+    if max_positions is not None:
+        most = config.max_positions
+        if type(max_positions) is not int or not 1 <= max_positions <= most:
+            raise UsageError(
+                f"max_positions must be from 1 to {most}, what {path} can take, not {shown(max_positions)}"
+            )
+        config = dataclasses.replace(config, max_positions=max_positions)
     try:
         return Loaded(Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, known)
     except OSError as error:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from specjax.errors import UsageError
 from specjax.models.bridge import Config, abstract_params
-from specjax.models.layout import spread
+from specjax.models.layout import counts_kv_heads, spread
 from specjax.models.loading.tensors import Tensor, read_rows
 from specjax.reading import QUOTED, SENTENCE, cut, shown
 from specjax.types import PyTree
@@ -45,6 +45,8 @@ class Stored(NamedTuple):
     name: str
     add: float = 0.0  # added to every element
     heads: int = 0  # nonzero: rows of so many heads, each permuted for interleaved rotary pairs
+    first: int = 0  # row at which it begins, where several are joined to one tensor
+    rows: int = 0  # of that tensor; 0: it stands alone
 
 
 class Checkpoint(NamedTuple):
@@ -93,15 +95,16 @@ def check(checkpoint: Checkpoint) -> None:
     # Layers in one array each: a thousand of them apart are traced for a minute.
     stacked = dataclasses.replace(checkpoint.config, stacked=True)
     for leaf in leaves(checkpoint._replace(config=stacked)):
-        want = leaf.row_shape
         for part in leaf.parts:
+            want = (part.rows or leaf.row_shape[0], *leaf.row_shape[1:])
             needed.add(part.name)
             if part.name not in tensors:
                 missing.append(part.name)
             elif tensors[part.name].shape != want:
                 wrong.append(f"{part.name} is {shown(list(tensors[part.name].shape))}, not {list(want)}")
     extra = sorted(name for name in tensors if name not in needed and not checkpoint.ignored(name))
-    refuse(checkpoint.path, missing, wrong, extra)
+    once = lambda names: list(dict.fromkeys(names))  # a joined tensor was asked for by each of its parts
+    refuse(checkpoint.path, once(missing), once(wrong), extra)
 
 
 def refuse(path: Path, missing: list[str], wrong: list[str], extra: list[str]) -> None:
@@ -138,7 +141,7 @@ def leaves(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ..
         names = ["*" if isinstance(key, int) else key for key in keys]
         stored = checkpoint.stored[".".join(["layers", "*", *names[1:]] if in_stack else names)]
         parts = tuple(stored._replace(name=stored.name.replace("*", str(layer))) for layer in layers)
-        copies = wide.num_kv_heads // config.num_kv_heads if keys[-2] in ("k", "v") else 1
+        copies = wide.num_kv_heads // config.num_kv_heads if counts_kv_heads(config, keys[-2]) else 1
         yield Leaf(keys, struct.shape, struct.dtype, parts, in_stack, sharding, copies)
 
 
@@ -187,12 +190,12 @@ def _pieces(leaf: Leaf) -> list[Piece]:
 
 def _source_rows(leaf: Leaf, part: Stored, head_dim: int) -> np.ndarray | None:
     """int[rows]: the stored row of each row of the parameter; None if they are the same."""
-    if not part.heads and leaf.copies == 1:
+    if not part.heads and not part.rows and leaf.copies == 1:
         return None
-    rows = np.arange(leaf.row_shape[0])
+    rows = part.first + np.arange(leaf.row_shape[0])
     if part.heads:  # stored pairs (2i, 2i + 1) of a head are rows i and i + h/2
         rows = rows.reshape(part.heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    return np.repeat(rows.reshape(-1, head_dim), leaf.copies, 0).reshape(-1)
+    return rows if leaf.copies == 1 else np.repeat(rows.reshape(-1, head_dim), leaf.copies, 0).reshape(-1)
 
 
 def _place(slots: list, tensor: Tensor, start: int, stop: int, add: float, source: np.ndarray | None) -> None:

@@ -28,6 +28,10 @@ class Fields:
     def given(self, name: str) -> bool:
         return self.values.get(self.prefix + name) is not None
 
+    def stated(self, name: str) -> bool:
+        """Whether it is there, if only as null: then a family's default does not hold."""
+        return self.prefix + name in self.values
+
     def size(self, name: str, default: T = _REQUIRED, *, least: int = 1, most: int = POSITIONS) -> int | T:
         """A whole number."""
         wanted = f"a whole number from {least} to {most}"

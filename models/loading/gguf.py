@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from specjax.errors import UsageError, needing
-from specjax.models.loading import families
+from specjax.models.loading import families, rope
 from specjax.models.loading.assembly import Checkpoint
 from specjax.models.loading.fields import ROWS, Fields
 from specjax.models.loading.tensors import Tensor, check_sizes, read_rows
@@ -39,10 +39,9 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     arch = Fields(meta, where, "general.").text("architecture", "unnamed")
     family = families.by_gguf(arch, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    stored = tensors.get("rope_freqs.weight")
-    factors = None if stored is None else read_rows(stored, 0, stored.shape[0])
+    factors = {name: read_rows(tensors[name], 0, shapes[name][0]) for name in rope.OF_GGUF if name in tensors}
     config = family.config_from_gguf(Fields(meta, where, f"{arch}."), shapes, factors, **options)
-    return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), "rope_freqs.weight".__eq__), meta
+    return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), rope.OF_GGUF.__contains__), meta
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from specjax import reading
 from specjax.errors import UsageError
 from specjax.models.bridge import Config
 from specjax.models.loading import denoisers, families, torch_file
-from specjax.models.loading.assembly import Checkpoint
+from specjax.models.loading.assembly import Checkpoint, Stored
 from specjax.models.loading.fields import Fields
 from specjax.models.loading.tensors import Tensor, check_sizes
 from specjax.reading import QUOTED, check_regular, cut, parse_json, reason, shown
@@ -55,7 +54,7 @@ def read(folder: Path, **options) -> Checkpoint:
         raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file")
     if config.get("quantization_config"):
         raise UsageError(f"{where} says the weights are quantised; use the original checkpoint or a GGUF of it")
-    parsed, family = parse_config(config, where, **options)
+    parsed, stored = parse_config(config, where, **options)
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         for name, tensor in read_tensors(file).items():
@@ -71,14 +70,16 @@ def read(folder: Path, **options) -> Checkpoint:
             or name.startswith(_BESIDE_THE_TEXT)
         )
 
-    return Checkpoint(folder, parsed, tensors, family.stored_hf(parsed), ignored)
+    return Checkpoint(folder, parsed, tensors, stored, ignored)
 
 
-def parse_config(config: dict, where: str, **options) -> tuple[Config, ModuleType]:
-    """(config, family) of the contents of a config.json. `options`: as for `read`."""
+def parse_config(config: dict, where: str, **options) -> tuple[Config, dict[str, Stored]]:
+    """(config, what is stored by parameter path) of the contents of a config.json. `options`: as for `read`."""
     fields = denoisers.as_family(Fields(config, where))
-    family = families.by_hf(fields.text("model_type", "unnamed"), where)
-    return family.config_from_hf(fields, **options), family
+    kind = fields.text("model_type", "unnamed")
+    family = families.by_hf(kind, where)
+    parsed = family.config_from_hf(fields, **options)
+    return parsed, family.stored_hf(parsed, kind)
 
 
 def _text_name(name: str) -> str:

@@ -38,7 +38,7 @@ WANTED = {
 """Fields of the modelling code that change what it computes, and the one value that specjax has; absent is as good."""
 
 
-def stored_hf(config: LlamaConfig) -> dict[str, Stored]:
+def stored_hf(config: LlamaConfig, kind: str) -> dict[str, Stored]:
     """By parameter path: what a checkpoint keeps."""
     return {path: Stored(name) for path, name in NAMES.items()}
 

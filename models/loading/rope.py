@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,39 +13,74 @@ from specjax.models.layers import RopeScaling, rope_frequencies
 from specjax.models.loading.fields import POSITIONS, Fields
 from specjax.reading import shown
 
+OF_GGUF = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+"""Tensors of GGUF files that are no parameters: what frequencies are divided by."""
+
 BASE = {"least": 1.0, "most": 1e15}
 FACTOR = {"least": 1e-6, "most": 1e9}
 
 
-def from_hf(
-    hf: Fields, *, base: float = 10000.0, layer_type: str | None = None, yarn: bool = True
-) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) of a Hugging Face config, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
+class Rotary(NamedTuple):
+    """How a family's heads are rotated."""
 
-    `layer_type` picks the entry where the new form has one per kind of layer (Gemma 3). yarn: there may be YaRN.
+    base: float
+    scaling: RopeScaling | None
+    rotated: int | None  # numbers of a head; None: all
+
+
+def from_hf(
+    hf: Fields, head_dim: int, *, base: float = 10000.0, layer_type: str | None = None, partial: bool = False
+) -> Rotary:
+    """Of a Hugging Face config, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
+
+    `layer_type` picks the entry where the new form has one per kind of layer. partial: the family's code can rotate a
+    part of each head.
     """
     rope = hf.inside("rope_parameters" if hf.given("rope_parameters") else "rope_scaling")
     if layer_type is not None and rope.given(layer_type):
         rope = rope.inside(layer_type)
     base = rope.number("rope_theta", hf.number("rope_theta", base, **BASE), **BASE)
-    kind = rope.text("rope_type", None) or rope.text("type", "default")
-    if rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0)) != 1.0:
+    part = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0, most=1.0), most=1.0)
+    if part != 1.0 and not partial:
         raise UsageError(
-            f"{hf.where} rotates only part of each head (partial_rotary_factor), which specjax does not support"
+            f"{hf.where} rotates only part of each head (partial_rotary_factor), which specjax supports for phi3 only"
         )
+    rotated = int(head_dim * part)
+    if rotated % 2 or not rotated:
+        raise UsageError(
+            f"{hf.where} has partial_rotary_factor {part:g}, which rotates {rotated} of the {head_dim} numbers of a "
+            "head; these must be even"
+        )
+    return Rotary(base, _scaling(hf, rope, rotated), None if rotated == head_dim else rotated)
+
+
+def local_from_hf(hf: Fields, head_dim: int, base: float) -> float:
+    """The rotary base of windowed layers, which are never stretched. base: that of a file in the old form."""
+    if not hf.given("rope_parameters"):
+        return base
+    found = from_hf(hf, head_dim, layer_type="sliding_attention")
+    if found.scaling is not None:
+        raise UsageError(f"{hf.where} scales RoPE in its windowed layers, which specjax does not support")
+    return found.base
+
+
+def _scaling(hf: Fields, rope: Fields, rotated: int) -> RopeScaling | None:
+    kind = rope.text("rope_type", None) or rope.text("type", "default")
     if kind == "default":
-        return base, None
+        return None
     if kind == "linear":
-        return base, RopeScaling("linear", rope.number("factor", **FACTOR))
+        return RopeScaling("linear", rope.number("factor", **FACTOR))
     if kind == "llama3":
         low, high = (rope.number(f"{end}_freq_factor", **FACTOR) for end in ("low", "high"))
         if low >= high:
             raise UsageError(f"{hf.where} has low_freq_factor {low:g}, which must be below high_freq_factor, {high:g}")
         original = rope.size("original_max_position_embeddings", most=POSITIONS)
-        return base, RopeScaling("llama3", rope.number("factor", **FACTOR), low, high, original)
-    if kind == "yarn" and yarn:
-        return base, _yarn(hf, rope)
-    known = f"default, linear, llama3{', yarn' if yarn else ''}"
+        return RopeScaling("llama3", rope.number("factor", **FACTOR), low, high, original)
+    if kind in ("longrope", "su") or (kind == "yarn" and rope.given("long_factor")):  # so the first Phi-3 of 128k
+        return _longrope(hf, rope, rotated)
+    if kind == "yarn":
+        return _yarn(hf, rope)
+    known = "default, linear, llama3, yarn, longrope"
     raise UsageError(f"{hf.where} has RoPE scaling {shown(kind)}, which specjax does not support (only {known})")
 
 
@@ -63,7 +99,17 @@ def to_hf(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
             "beta_slow": scaling.low, "beta_fast": scaling.high, "attention_factor": scaling.amplitude,
             "original_max_position_embeddings": scaling.original_positions, "truncate": scaling.whole,
         }  # fmt: skip
+    if scaling.kind == "longrope":
+        said |= {
+            "short_factor": list(scaling.short), "long_factor": list(scaling.long),
+            "attention_factor": scaling.amplitude, "original_max_position_embeddings": scaling.original_positions,
+        }  # fmt: skip
     return {"rope_theta": base, "rope_scaling": said}
+
+
+def in_new_form(said: dict[str, Any]) -> dict[str, Any]:
+    """One entry of `rope_parameters`, of what `to_hf` says."""
+    return {"rope_type": "default", "rope_theta": said["rope_theta"], **(said["rope_scaling"] or {})}
 
 
 def _yarn(hf: Fields, rope: Fields) -> RopeScaling:
@@ -80,8 +126,35 @@ def _yarn(hf: Fields, rope: Fields) -> RopeScaling:
     return RopeScaling("yarn", factor, low, high, original, amplitude, rope.flag("truncate", True))
 
 
+def _longrope(hf: Fields, rope: Fields, rotated: int) -> RopeScaling:
+    """As transformers reads it: Phi keeps its original length outside of the other settings, which then counts."""
+    for name in ("short_mscale", "long_mscale"):
+        if rope.given(name):
+            raise UsageError(f"{hf.where} has {rope.prefix}{name}, which specjax does not support")
+    most = hf.size("max_position_embeddings")
+    inside = rope.size("original_max_position_embeddings", most, least=2, most=POSITIONS)
+    original = hf.size("original_max_position_embeddings", inside, least=2, most=POSITIONS)
+    factor = rope.number("factor", most / original, **FACTOR)
+    amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    amplitude = rope.number("attention_factor", amplitude, **FACTOR)
+    short, long = (_divisors(rope, name, rotated // 2) for name in ("short_factor", "long_factor"))
+    return RopeScaling("longrope", factor, original_positions=original, amplitude=amplitude, short=short, long=long)
+
+
+def _divisors(rope: Fields, name: str, count: int) -> tuple[float, ...]:
+    """One for each frequency."""
+    found = rope.array(name, (int, float), count)
+    if not found:
+        raise UsageError(f"{rope.where} lacks the field {rope.prefix}{name}, so the rotary frequencies are unknown")
+    wrong = [x for x in found if not FACTOR["least"] <= x <= FACTOR["most"]]
+    if wrong:
+        wanted = f"numbers from {FACTOR['least']:g} to {FACTOR['most']:g}"
+        raise UsageError(f"{rope.where} has {shown(wrong[0])} in {rope.prefix}{name}, which must have {wanted}")
+    return tuple(map(float, found))
+
+
 def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) of GGUF metadata; see also `llama3_from_factors`."""
+    """(base, scaling) of GGUF metadata; see also `divided`."""
     base = meta.number("rope.freq_base", 10000.0, **BASE)
     kind = meta.text("rope.scaling.type", "none")
     factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0, least=0.0), least=0.0)
@@ -90,6 +163,27 @@ def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:
             f"{meta.where} has RoPE scaling {shown(kind)}, which specjax does not support (only linear, llama3)"
         )
     return base, RopeScaling("linear", factor) if factor not in (0.0, 1.0) else None
+
+
+def divided(factors: Mapping[str, np.ndarray], meta: Fields, rotated: int, base: float) -> RopeScaling | None:
+    """What the divisors of frequencies, by names in OF_GGUF, say of a file's scaling; None without any."""
+    plain, *sets = OF_GGUF
+    if plain in factors:
+        return llama3_from_factors(factors[plain], rotated, base, meta.where)
+    if not factors:
+        return None
+    long, short = (_divisors_of_gguf(factors.get(name), name, rotated // 2, meta.where) for name in sets)
+    original = meta.size("rope.scaling.original_context_length", least=2, most=POSITIONS)
+    factor = meta.size("context_length") / original
+    amplitude = meta.number("rope.scaling.attn_factor", 1.0, **FACTOR)
+    return RopeScaling("longrope", factor, original_positions=original, amplitude=amplitude, short=short, long=long)
+
+
+def _divisors_of_gguf(found: np.ndarray | None, name: str, count: int, where: str) -> tuple[float, ...]:
+    if found is None or found.shape != (count,) or not FACTOR["least"] <= found.min() <= found.max() <= FACTOR["most"]:
+        wanted = f"{count} numbers from {FACTOR['least']:g} to {FACTOR['most']:g}"
+        raise UsageError(f"{where} must have a {name} of {wanted} beside the other set of longrope")
+    return tuple(map(float, found))
 
 
 def llama3_from_factors(factors: np.ndarray, dim: int, base: float, where: str) -> RopeScaling:

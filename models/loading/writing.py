@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models.bridge import MODULES, Config, abstract_params
+from specjax.models.bridge import CONFIGS, Config, abstract_params
 from specjax.models.loading import families, hf, tokenizer_writing
 from specjax.models.loading.assembly import Checkpoint, leaves
 from specjax.models.loading.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | 
 def check_model_writable(target: Target) -> dict[str, Any]:
     """The config.json that `save_model` writes, of a model of which shapes are enough. Raises: UsageError as that."""
     config: Any = target.model.config
-    if type(config) not in MODULES:
+    if type(config) not in CONFIGS:
         raise UsageError(f"{target.model.name} has no config of specjax.models, so no config.json describes it")
     shapes = lambda params: jax.tree.map(lambda x: x.shape, params)
     if shapes(target.params) != shapes(abstract_params(config)):
@@ -91,17 +91,25 @@ def _plain(config: Config) -> dict[str, Any]:
 def _tensors(target: Target) -> dict[str, jax.Array]:
     """By the names of the family's own files, a tensor for each layer."""
     config: Any = target.model.config
-    checkpoint = Checkpoint(Path(), config, {}, families.by_config(config).stored_hf(config))
+    family = families.by_config(config)
+    kind = family.config_to_hf(config)["model_type"]
+    checkpoint = Checkpoint(Path(), config, {}, family.stored_hf(config, kind))
     values = dict(jax.tree_util.tree_flatten_with_path(target.params)[0])
     values = {tuple(entry.key for entry in path): value for path, value in values.items()}
-    tensors = {}
+    tensors: dict[str, jax.Array] = {}
+    joined: dict[str, dict[int, jax.Array]] = {}  # by row, what is one tensor there
     for leaf in leaves(checkpoint):
         value = values[leaf.keys]
         for layer, stored in enumerate(leaf.parts):
             one = value[layer] if leaf.stacked else value
             # In float32 what is added when it is read is taken off without rounding.
-            tensors[stored.name] = one.astype(np.float32) - np.float32(stored.add) if stored.add else one
-    return tensors
+            one = one.astype(np.float32) - np.float32(stored.add) if stored.add else one
+            if stored.rows:
+                joined.setdefault(stored.name, {})[stored.first] = one
+            else:
+                tensors[stored.name] = one
+    whole = lambda parts: np.concatenate([parts[first] for first in sorted(parts)])
+    return tensors | {name: jax.numpy.asarray(whole(parts)) for name, parts in joined.items()}
 
 
 def _copied(source: Path, folder: Path) -> dict[str, Any]:

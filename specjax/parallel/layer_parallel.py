@@ -87,6 +87,11 @@ def check(config: Any, mesh: Mesh, group: int | None = None) -> None:
             f"{config.name} has {config.num_layers} layers, too few for a group of {size} between the first and the "
             'last; choose a mesh with fewer devices along "layer", or specjax.shard'
         )
+    if model > 1 and config.qk_norm and config.qk_norm_of == "projection":
+        raise UsageError(
+            f"{config.name} norms the queries of all heads at once, which a layer-parallel model cannot split; make "
+            'the axis "model" 1, or use specjax.shard'
+        )
     check_heads(config, model, ("model",))
 
 
@@ -97,7 +102,7 @@ def _arrange(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
     layers that a smaller group lacks, and the others [groups, layers of each, ..].
     """
     copies = copies_of_kv_heads(config, mesh.shape.get("model", 1))
-    params = repeat_kv_heads(params, config.head_dim, copies)
+    params = repeat_kv_heads(params, config, copies)
     group, layers = mesh.shape["layer"], params["layers"]
     take = lambda i: jax.tree.map(lambda leaf: leaf[i], layers) if config.stacked else layers[i]
     own, rest = [], []

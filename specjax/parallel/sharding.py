@@ -60,7 +60,7 @@ def shard(target: Target, mesh: Mesh, over: tuple[str, ...] | None = None) -> Ta
 
     config = config_to_spread(target)
     wide, layout = spread(config, mesh, over)
-    params = repeat_kv_heads(target.params, config.head_dim, wide.num_kv_heads // config.num_kv_heads)
+    params = repeat_kv_heads(target.params, config, wide.num_kv_heads // config.num_kv_heads)
     params = jax.tree.map(place_one, params, layout.params(params))
     return Target(make_model(config, mesh, over), params)
 

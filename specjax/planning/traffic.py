@@ -85,5 +85,5 @@ def _mean_context(config: Any, context: float) -> float:
     window = getattr(config, "window", None)
     if window is None:
         return context
-    full = getattr(config, "is_global", (False,) * config.num_layers)
+    full = getattr(config, "is_global", None) or (False,) * config.num_layers
     return sum(context if is_full else min(context, window) for is_full in full) / len(full)

@@ -99,8 +99,10 @@ def _joined_layer(own: dict, source: dict, config: Any) -> dict:
     Of the embedding, queries and keys are one random projection: a place attends to itself and to where its token stood
     before, and so the token, which says most of what comes next, is in the sum from the first step on.
     """
-    own = own | {"mlp": _fitted(own["mlp"], source["mlp"]), "mlp_norm": _fitted(own["mlp_norm"], source["mlp_norm"])}
-    own["state_norm"] = _fitted(own["state_norm"], source["attention_norm"])
+    pairs = {"mlp": "mlp", "mlp_norm": "mlp_norm", "state_norm": "attention_norm"}
+    own = own | {
+        name: _fitted(own[name], source[its]) for name, its in pairs.items() if its in source
+    }  # OLMo: no norms
     attention = dict(own["attention"])
     attention["o"] = _fitted(attention["o"], source["attention"]["o"])
     width = source["attention"]["k"]["weight"].shape[1]

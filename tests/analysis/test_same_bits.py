@@ -11,6 +11,7 @@ import specjax
 from specjax.analysis.same_bits import _Asking, check_bits
 from specjax.engine.prefill import CHUNK
 from specjax.models import Gemma3Config, LlamaConfig, init_params, make_model
+from specjax.models.layers import RopeScaling
 
 LLAMA = LlamaConfig(
     vocab_size=61, width=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=40, max_positions=512,
@@ -26,11 +27,15 @@ MORE = {"widths": (2, 7), "batches": (3,), "capacities": (1024,)}
 MODELS = {
     "llama": LLAMA,
     "qwen": dataclasses.replace(LLAMA, qkv_bias=True, qk_norm=True, tied=False, num_heads=2),
+    "phi and olmo": dataclasses.replace(
+        LLAMA, rotated=12, qk_norm=True, qk_norm_of="projection", norms="both", logit_softcap=3.0,
+        rope_scaling=RopeScaling("yarn", 4.0, 1.0, 2.0, 16, 1.3),
+    ),
     "gemma": GEMMA,
     "stacked": dataclasses.replace(LLAMA, stacked=True),
     "bits": dataclasses.replace(LLAMA, cache_bits=True),
     "int8": dataclasses.replace(LLAMA, cache_dtype="int8"),
-}
+}  # fmt: skip
 
 
 def target_of(config) -> specjax.Target:
@@ -38,7 +43,10 @@ def target_of(config) -> specjax.Target:
     return specjax.Target(make_model(config), params)
 
 
-REPEAT = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "qwen", "stacked", "bits", "int8")]
+REPEAT = [
+    pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in ("llama", "qwen", "phi and olmo", "stacked", "bits", "int8")
+]
 
 
 @pytest.mark.parametrize("name", ["gemma", *REPEAT])

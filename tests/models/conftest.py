@@ -42,19 +42,26 @@ def texts() -> np.ndarray:
 
 def hf_model(kind: str, **changes):
     """A tiny torch model of a Hugging Face `model_type` with weights large enough that every part of it matters."""
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     sizes = dict(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=128, attn_implementation="eager",
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **(sizes | changes)))
+    config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
+    return loud(transformers.AutoModelForCausalLM.from_config(config), kind.startswith("gemma"))
+
+
+def loud(model, centred: bool = False):
+    """With random weights for all. centred: its norms hold w and multiply by 1 + w."""
+    import torch
+
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
             if name.endswith("norm.weight"):
-                p.copy_((0.0 if kind.startswith("gemma") else 1.0) + 0.3 * noise)
+                p.copy_((0.0 if centred else 1.0) + 0.3 * noise)
             elif p.ndim == 1:
                 p.copy_(0.3 * noise)
             else:
@@ -129,4 +136,6 @@ def tiny():
     """The functions above, for tests that cannot import a neighbour."""
     from types import SimpleNamespace
 
-    return SimpleNamespace(model=hf_model, save=save, reference=reference, ours=ours, vocab=VOCAB, lengths=LENGTHS)
+    return SimpleNamespace(
+        model=hf_model, loud=loud, save=save, reference=reference, ours=ours, vocab=VOCAB, lengths=LENGTHS
+    )

@@ -18,6 +18,7 @@ from specjax import buffers
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
 from specjax.models import Gemma3Config, init_params, make_model
+from specjax.models.layers import RopeScaling
 from specjax.trees import operations
 from specjax.types import Target
 
@@ -28,11 +29,18 @@ TOKENS = np.random.default_rng(1).integers(0, VOCAB, (ROWS, 6)).astype(np.int32)
 PARENTS = np.array([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 0, 3, 4], [-1, 0, 1, 2, 3, 4]], np.int32)  # a row with a chain
 
 
+OPTIONS = dict(
+    norms="after", qk_norm=True, qk_norm_of="projection", rotated=6, rope_scaling=RopeScaling("yarn", 4.0, 1.0, 2.0, 4),
+    window=3, is_global=(False, True), local_rope_base=100.0,
+)  # fmt: skip
+"""What families of Llama's kind add."""
+
+
 @functools.cache
 def gemma() -> Target:
     config = Gemma3Config(
         vocab_size=VOCAB, width=16, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=32,
-        is_global=(False, True, False), window=3, logit_softcap=5.0,
+        is_global=(False, True, False), window=3, attention_softcap=1.0, logit_softcap=5.0,
     )  # fmt: skip
     return Target(make_model(config), init_params(config, jax.random.key(0)))
 
@@ -42,7 +50,7 @@ def case_of(name: str) -> tuple[Target, float]:
     if name == "llama":
         return tiny_llama(vocab=VOCAB), 1e-4
     if name == "stacked":
-        return tiny_llama(vocab=VOCAB, stacked=True), 1e-4
+        return tiny_llama(vocab=VOCAB, stacked=True, **OPTIONS), 1e-4
     if name == "int8":
         return tiny_llama(vocab=VOCAB, cache_dtype="int8"), 0.02
     return {"gemma": gemma, "recurrent": recurrent, "encoding": encoding}[name](), 1e-4

@@ -119,6 +119,23 @@ def test_neither_capacity_nor_other_rows_count(stacked):
         np.testing.assert_allclose(run(slice(1, 2), 48, dtype)[0], both[1], rtol=rounding, atol=rounding)
 
 
+@pytest.mark.parametrize(("window", "softcap"), [(None, 2.0), (5, 2.0)])
+def test_rows_that_share_a_prefix_are_capped_like_rows_that_do_not(window, softcap):
+    """Row 1 sees the prefix of row 0; each of its own length."""
+    arrays = list(case(np.random.default_rng(6), 6, [37, 9], "random"))
+    arrays[3], arrays[4] = (np.repeat(x[:1], BATCH, 0) for x in arrays[3:5])
+    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    wanted = plain(*arrays, **options)
+    q, k, v, prefix_k, prefix_v, *rest = (jnp.asarray(x) for x in arrays)
+    got = tree_attention(q, k, v, prefix_k[:1], prefix_v[:1], *rest, **options)
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    options["softcap"] = None
+    assert (
+        np.max(np.abs(np.asarray(tree_attention(q, k, v, prefix_k[:1], prefix_v[:1], *rest, **options)) - wanted))
+        > 0.01
+    )
+
+
 def test_bits_of_bfloat16_stand_for_them():
     q, k, v, *prefix, length, positions, mask = case(np.random.default_rng(5), 6, [3, 23], "random")
     q, k, v, *prefix = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, *prefix))

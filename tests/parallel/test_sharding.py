@@ -1,5 +1,6 @@
 """A sharded target gives the tokens of a whole one, and no device holds or gathers more than its part."""
 
+import dataclasses
 import re
 
 import jax
@@ -17,6 +18,8 @@ from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import run
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
+from specjax.parallel.layer_parallel import check
+from specjax.types import Target
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7], [3]]
 VOCAB = 1024  # large beside everything else, so that a gathered row of logits is seen
@@ -36,6 +39,20 @@ def test_mesh_equals_one_device(data, model, kv_heads, stacked):
         whole = specjax.decode(target, drafter, PROMPTS, **options)
         spread = specjax.decode(parallel.shard(target, mesh), drafter, PROMPTS, **options)
         assert spread.to_lists() == whole.to_lists()
+
+
+def test_a_norm_over_all_heads_is_that_of_one_device():
+    """OLMo 2's, of heads that lie on several devices, and of key/value heads that are repeated."""
+    target = tiny_llama(num_kv_heads=2, stacked=True, qk_norm=True, qk_norm_of="projection", norms="after", **HEADS)
+    noise = np.random.default_rng(0)
+    louder = lambda x: x + 0.2 * noise.normal(size=x.shape).astype(np.float32)
+    target = Target(target.model, jax.tree.map(louder, target.params))
+    options = {"key": jax.random.key(3), "max_new_tokens": 8}
+    whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
+    sharded = parallel.shard(target, parallel.mesh(2, 4))
+    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
+    with pytest.raises(UsageError, match="norms the queries of all heads at once"):
+        check(dataclasses.replace(target.model.config, num_layers=4), parallel.mesh(1, 2, layer=2))
 
 
 @pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 2), exhaustive(1, 8, 8)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,10 @@ from specjax.types import Array, Target
 Rules = tuple[tuple[str, str | Callable[[re.Match], str]], ...]
 """Regular expressions and what replaces them: from the names in a file to those of a kind's table."""
 
-FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Gemma3": "gemma3"}
+FAMILIES = {
+    "Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Olmo2": "olmo2", "Olmo3": "olmo3",
+    "Gemma2": "gemma2", "Gemma3": "gemma3",
+}  # fmt: skip
 """Of `architectures` as config.json names them."""
 
 
@@ -118,9 +120,10 @@ def reader_of(target: Target) -> Reader:
     stream = jax.eval_shape(model.embed, target.params, jnp.zeros((1, 1), jnp.int32))
     family = None
     if isinstance(config, Gemma3Config):
-        family = "gemma3"
+        family = "gemma3" if config.qk_norm else "gemma2"
     elif isinstance(config, LlamaConfig):
-        family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+        kind = llama.kind_of(config)
+        family = kind if kind in FAMILIES.values() else "llama"
     layers = model.capabilities.num_layers
     return Reader(target, model.name, stream.shape[-1], model.vocab_size, layers, family, str(stream.dtype))
 
@@ -178,7 +181,7 @@ def layer_config(
     Raises: UsageError for a number of layers that is not `count`, the number in the file.
     """
     kind = fields.text("model_type", "llama")
-    written = {"model_type": kind if kind in llama.HF_TYPES else "llama", "attention_bias": None, "mlp_bias": None}
+    written = {"model_type": kind if kind in llama.ROWS_OF_HF else "llama", "attention_bias": None, "mlp_bias": None}
     if not windows:
         written |= {"layer_types": None, "sliding_window": None, "use_sliding_window": None}
     values = {**fields.values, **{fields.prefix + name: value for name, value in written.items()}}
@@ -189,10 +192,11 @@ def layer_config(
     config = llama.config_from_hf(
         fields, dtype=reader.dtype, cache_bits=jax.default_backend() == "cpu", name=reader.name
     )
+    if config.is_global is not None:
+        raise UsageError(f"{fields.where} mixes windowed and full attention layers, which specjax supports of no head")
     has = lambda part: f"{first}.{part}" in tensors
-    return dataclasses.replace(
-        config,
-        num_layers=count,
+    return config.of_head(
+        count,
         qkv_bias=has("q_proj.bias") or has("qkv_proj.bias"),
         qk_norm=has("q_norm.weight"),
         tied=False,
@@ -209,7 +213,7 @@ def layer_of_target(reader: Reader, what: str) -> LlamaConfig:
         raise UsageError(
             f"{what} is like a Llama's, and the target {reader.name} is none; choose a head of this target"
         )
-    return dataclasses.replace(config, num_layers=1, stacked=False, cache_dtype=None)
+    return config.of_head()
 
 
 def trained_for(contents: Contents) -> str | None:

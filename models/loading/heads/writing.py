@@ -21,9 +21,6 @@ from specjax.models.loading.heads import kinds, vocabulary
 from specjax.reading import reason
 from specjax.types import Target
 
-ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-
 NUMBER = r"(?<=\.)\d+(?=\.)"
 NO_TENSORS = "vocabulary.place", "confidence.temperatures"
 """Parameters that are made of a map, or of the config."""
@@ -119,4 +116,4 @@ def _architectures(target: Target | None) -> list[str]:
 
     if target is None:
         return []
-    return [ARCHITECTURES.get(reader_of(target).family or "", "LlamaForCausalLM")]
+    return [f"{(reader_of(target).family or 'llama').capitalize()}ForCausalLM"]

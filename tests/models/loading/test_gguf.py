@@ -16,8 +16,10 @@ WORDS = [f"w{i}" for i in range(96)]
 def write(model, file, *, scaling=None, kind="F32"):
     """A torch model as GGUF, by the rules of llama.cpp's convert_hf_to_gguf.py."""
     c = model.config
-    arch = {"gemma3_text": "gemma3", "mistral": "llama"}.get(c.model_type, c.model_type)
-    family = gemma3 if arch == "gemma3" else llama
+    arch = {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2"}.get(c.model_type, c.model_type)
+    family = gemma3 if arch.startswith("gemma") else llama
+    windowed = getattr(c, "layer_types", None) or ()
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
     writer = gguf.GGUFWriter(str(file), arch)
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)
@@ -25,21 +27,41 @@ def write(model, file, *, scaling=None, kind="F32"):
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
     writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_key_length(c.head_dim if hasattr(c, "head_dim") else c.hidden_size // c.num_attention_heads)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    if arch == "gemma3":
-        writer.add_sliding_window(c.sliding_window)
-        writer.add_array("gemma3.attention.sliding_window_pattern", [t != "full_attention" for t in c.layer_types])
-        writer.add_rope_freq_base(c.rope_parameters["full_attention"]["rope_theta"])
+    if arch == "phi3":
+        writer.add_rope_dimension_count(int(8 * rope["partial_rotary_factor"]))
+        writer.add_sliding_window(c.sliding_window or 0)
     else:
-        writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+        writer.add_key_length(c.head_dim if hasattr(c, "head_dim") else c.hidden_size // c.num_attention_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    if "sliding_attention" in windowed:
+        writer.add_sliding_window(c.sliding_window)
+    if arch in ("gemma3", "olmo2") and windowed:
+        writer.add_array(f"{arch}.attention.sliding_window_pattern", [t != "full_attention" for t in c.layer_types])
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(c.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(c.final_logit_softcapping)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "longrope":
+        original = c.original_max_position_embeddings
+        writer.add_rope_scaling_orig_ctx_len(original)
+        factor = c.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors((1 + np.log(factor) / np.log(original)) ** 0.5)
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
     writer.add_tokenizer_model("llama")
     writer.add_token_list(WORDS)
     writer.add_token_scores([0.0] * len(WORDS))
     writer.add_eos_token_id(2)
     if scaling is not None:
         writer.add_tensor("rope_freqs.weight", scaling)
+    joined = {"qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up"}
     names = {w.hf: w.gguf for w in family.WEIGHTS}
+    names |= {w.hf: w.gguf for w in family.POST_NORMS} if arch == "olmo2" else {}
+    names |= {
+        f"model.layers.*.{part}.{name}.weight": f"blk.*.{joined[name]}.weight"
+        for part in ("self_attn", "mlp")
+        for name in joined
+    }
     for name, p in model.state_dict().items():
         parts = name.split(".")
         layer = parts[2] if parts[1] == "layers" else ""
@@ -47,7 +69,7 @@ def write(model, file, *, scaling=None, kind="F32"):
         if stored == "output.weight" and c.tie_word_embeddings:
             continue
         w = p.numpy().astype(np.float32)
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
             w = w + 1
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = c.num_attention_heads if "q_proj" in name else c.num_key_value_heads
@@ -67,13 +89,27 @@ CASES = {
     "mistral": dict(kind="mistral", sliding_window=None),
     "qwen2": dict(kind="qwen2", tie_word_embeddings=True),
     "qwen3": dict(kind="qwen3"),
+    "phi3": dict(kind="phi3", pad_token_id=0, sliding_window=None),
+    "phi4-mini": dict(
+        kind="phi3", pad_token_id=0, sliding_window=7, original_max_position_embeddings=10, tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 3.0, 6.0],
+        },
+    ),
+    "olmo2": dict(kind="olmo2"),
+    "olmo3": dict(kind="olmo3", sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+    "gemma2": dict(
+        kind="gemma2", sliding_window=5, query_pre_attn_scalar=8, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
     "gemma3": dict(
         kind="gemma3_text",
         sliding_window=5,
         query_pre_attn_scalar=8,
         layer_types=["sliding_attention", "full_attention"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,6 +135,17 @@ def test_llama3_divisors(tiny, texts, tmp_path):
     assert read(file)[0].config.rope_scaling == scaling
     with pytest.raises(UsageError, match=r"rope_freqs.weight that is not Llama 3's"):
         read(write(model, tmp_path / "other.gguf", scaling=np.linspace(1, 8, 8, dtype=np.float32)))
+
+
+def test_half_of_longrope_is_refused(tiny, tmp_path, monkeypatch):
+    from specjax.models.loading import rope
+
+    file = write(tiny.model(**CASES["phi4-mini"]), tmp_path / "model.gguf")
+    config = read(file)[0].config
+    assert config.rope_scaling.long == (1.5, 3.0, 6.0) and config.rotated == 6
+    monkeypatch.setattr(rope, "OF_GGUF", ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_none.weight"))
+    with pytest.raises(UsageError, match=r"must have a rope_factors_none.weight of 3 numbers .* the other set"):
+        read(file)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])

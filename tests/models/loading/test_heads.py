@@ -343,7 +343,7 @@ MISFITS = {
     ),
     "another kind": (lambda: {"speculators_model_type": "independent"}, target(), '"independent", which specjax'),
     "scaling of positions": (
-        lambda: {"transformer_layer_config": d.layers(8, rope_scaling={"rope_type": "longrope"})}, target(), "longrope",
+        lambda: {"transformer_layer_config": d.layers(8, rope_scaling={"rope_type": "dynamic"})}, target(), "dynamic",
     ),
     "quantised": (lambda: {"quantization_config": {"bits": 4}}, target(), "quantised"),
 }  # fmt: skip

@@ -20,7 +20,11 @@ LLAMA3 = {
 YARN = {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 2.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
-GEMMA_LAYERS = ["sliding_attention", "full_attention"]
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 3.0, 6.0],
+    "partial_rotary_factor": 0.75,
+}  # fmt: skip
+LOCAL_THEN_GLOBAL = ["sliding_attention", "full_attention"]
 
 VARIANTS = {
     "llama-tied": dict(kind="llama", tie_word_embeddings=True),
@@ -30,8 +34,25 @@ VARIANTS = {
     "mistral": dict(kind="mistral", sliding_window=5),
     "qwen2": dict(kind="qwen2"),
     "qwen3": dict(kind="qwen3", tie_word_embeddings=True),
-    "gemma3": dict(kind="gemma3_text", sliding_window=5, query_pre_attn_scalar=24, layer_types=GEMMA_LAYERS),
-}
+    "gemma3": dict(kind="gemma3_text", sliding_window=5, query_pre_attn_scalar=24, layer_types=LOCAL_THEN_GLOBAL),
+    "qwen2-some-windows": dict(kind="qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "ministral": dict(kind="ministral", sliding_window=5, layer_types=LOCAL_THEN_GLOBAL, head_dim=16),
+    "phi3": dict(kind="phi3", pad_token_id=0, sliding_window=7, tie_word_embeddings=True),
+    "phi4-mini": dict(
+        kind="phi3", pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=10,
+    ),
+    "olmo2": dict(kind="olmo2", rope_parameters=YARN),
+    "olmo3": dict(
+        kind="olmo3", sliding_window=5, layer_types=LOCAL_THEN_GLOBAL,
+        rope_parameters={
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "gemma2": dict(
+        kind="gemma2", sliding_window=5, query_pre_attn_scalar=24, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -130,6 +151,49 @@ def test_text_part_of_a_multimodal_gemma(tiny, tmp_path):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), plain.params, both.params))
 
 
+def test_text_part_of_mistral_small(tiny, texts, tmp_path):
+    """With its vision tower, by the names of published files and by those that it has within transformers."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.numpy import load_file, save_file
+
+    small = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    text = small | dict(vocab_size=tiny.vocab, num_key_value_heads=1, head_dim=16, max_position_embeddings=128)
+    config = transformers.Mistral3Config(
+        text_config=text | {"model_type": "mistral", "tie_word_embeddings": False},
+        vision_config=small | {"model_type": "pixtral"},
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    model = tiny.loud(transformers.AutoModelForImageTextToText.from_config(config))
+    folder = tiny.save(model, tmp_path)
+    written = load_file(folder / "model.safetensors")
+    assert any("vision_tower" in name for name in written)
+    logits, _ = tiny.reference(model, texts)
+    target, _ = load(folder)
+    assert difference(tiny.ours(target, texts)[0], logits) <= TOLERANCE
+
+    def new(name: str) -> str:
+        name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm", "lm")
+        return name if name.startswith(("model.", "lm_head")) else f"model.{name}"
+
+    save_file({new(name): x for name, x in written.items()}, folder / "model.safetensors")
+    again, _ = load(folder)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again.params, target.params))
+
+
+def test_longrope_of_a_model_of_short_texts(tiny, texts, tmp_path):
+    """transformers takes the short factors for a text of the original length; a model of that length does for all."""
+    model = tiny.model("phi3", pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    folder = tiny.save(model, tmp_path)
+    logits, _ = tiny.reference(model, texts)
+    short, _ = load(folder, max_positions=64)
+    assert difference(tiny.ours(short, texts)[0], logits) <= TOLERANCE
+    long, _ = load(folder)
+    assert difference(tiny.ours(long, texts)[0], logits) > 0.1
+    with pytest.raises(UsageError, match="max_positions must be from 1 to 128"):
+        load(folder, max_positions=129)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_checkpoints(kind, dtype, tiny, texts, tmp_path):
@@ -176,7 +240,27 @@ def test_truncated_safetensors(tiny, tmp_path):
 
 
 UNSUPPORTED = {
-    "longrope": ("llama", dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), '"longrope"'),
+    "rope type": ("llama", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}), '"dynamic"'),
+    "half of longrope": (
+        "llama",
+        dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}),
+        "lacks the field rope_parameters.long_factor",
+    ),
+    "too few divisors": (
+        "llama",
+        dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3}),
+        "rope_parameters.short_factor .* must be a list of 4",
+    ),
+    "mscale": ("phi3", dict(rope_parameters=LONGROPE | {"long_mscale": 1.2}), "rope_parameters.long_mscale"),
+    "partial": ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "odd part": (
+        "phi3",
+        dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.4}),
+        "partial_rotary_factor 0.4, which rotates 3 of the 8",
+    ),
+    "layer type": ("qwen3", dict(layer_types=["full_attention", "linear_attention"]), '"linear_attention"'),
+    "types of other layers": ("olmo3", dict(layer_types=["full_attention"]), "1 layer_types for 2 layers"),
+    "text part": ("mistral", dict(model_type="mistral3", text_config={"model_type": "ministral3"}), '"ministral3"'),
     "half of yarn": (
         "llama",
         dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
@@ -186,7 +270,6 @@ UNSUPPORTED = {
     "bias": ("llama", dict(attention_bias=True), "attention_bias"),
     "activation": ("llama", dict(hidden_act="gelu"), '"gelu"'),
     "missing field": ("llama", dict(hidden_size=None), "lacks the field hidden_size"),
-    "mixed windows": ("qwen2", dict(use_sliding_window=True, max_window_layers=1, layer_types=None), "mixes windowed"),
     "quantised": ("llama", dict(quantization_config={"quant_method": "gptq"}), "quantised"),
 }
 
@@ -194,7 +277,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_configurations_are_refused_by_name(name, tiny, tmp_path):
     kind, change, message = UNSUPPORTED[name]
-    folder = tiny.save(tiny.model(kind), tmp_path)
+    folder = tiny.save(tiny.model(kind, pad_token_id=0), tmp_path)
     hf.read(folder)
     rewrite(folder, lambda c: c.update(change))
     with pytest.raises(UsageError, match=message):

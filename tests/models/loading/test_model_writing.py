@@ -26,6 +26,10 @@ SHAPES = dict(
     name="tiny",
 )  # fmt: skip
 LLAMA3 = RopeScaling("llama3", 4.0, 1.0, 4.0, 16)
+LONGROPE = RopeScaling(
+    "longrope", 4.0, original_positions=10, amplitude=1.2, short=(1.0,) * 6, long=(1.5, 2.0, 3.0, 4.0, 5.0, 6.0)
+)
+BEHIND = dict(norms="after", qk_norm=True, qk_norm_of="projection")
 YARN = RopeScaling("yarn", 4.0, 1.0, 2.0, 16, 1.1)
 
 VARIANTS = {
@@ -34,8 +38,20 @@ VARIANTS = {
     "mistral": LlamaConfig(**SHAPES, window=5, rope_scaling=RopeScaling("linear", 3.0)),
     "qwen2": LlamaConfig(**SHAPES, qkv_bias=True, norm_eps=1e-6, stacked=True),
     "qwen3": LlamaConfig(**SHAPES, qk_norm=True, tied=False),
+    "qwen2-some-windows": LlamaConfig(**SHAPES, qkv_bias=True, window=5, is_global=(True, False)),
+    "ministral": LlamaConfig(**SHAPES, window=5, is_global=(False, True)),
+    "phi3": LlamaConfig(**SHAPES | {"width": 64}, rotated=12, rope_scaling=LONGROPE, window=7),
+    "olmo2": LlamaConfig(**SHAPES, **BEHIND, rope_scaling=YARN),
+    "olmo3": LlamaConfig(
+        **SHAPES, **BEHIND, rope_base=500.0, rope_scaling=YARN, window=5, is_global=(False, True),
+        local_rope_base=500.0, stacked=True,
+    ),
+    "gemma2": Gemma3Config(
+        **SHAPES | {"width": 64}, is_global=(False, True), window=5, qk_norm=False, local_rope_base=None,
+        query_scale=24**-0.5, attention_softcap=2.0, logit_softcap=3.0,
+    ),
     "gemma3": Gemma3Config(**SHAPES, is_global=(False, True), window=5, query_scale=24**-0.5),
-}
+}  # fmt: skip
 
 
 def drawn(config) -> Target:
@@ -58,7 +74,7 @@ def words() -> Tokenizer:
     return Tokenizer(LibraryCodec(backend), tuple(vocab), (2,), "{{ messages[0].content }}", {"eos_token": "</s>"})
 
 
-@pytest.mark.parametrize("name", those({"llama-bfloat16", "qwen2", "gemma3"}, VARIANTS))
+@pytest.mark.parametrize("name", those({"llama-bfloat16", "qwen2", "phi3", "gemma3"}, VARIANTS))
 def test_what_is_written_is_read_bit_by_bit(name, tmp_path):
     config = VARIANTS[name]
     target = drawn(config)
