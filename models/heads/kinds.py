@@ -12,9 +12,11 @@ from specjax.models.heads import (
     eagle,
     eagle3,
     falcon,
+    hamburger,
     hidden_transfer,
     hydra,
     kangaroo,
+    m2r2,
     medusa,
     mlp_speculator,
     p_eagle,
@@ -45,6 +47,9 @@ KINDS: dict[str, Kind] = {
     "eagle": Kind(eagle.Eagle, eagle.eagle_head, eagle.of_target),
     "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target, ("draft_vocab_size", "mlp_width")),
     "falcon": Kind(falcon.Falcon, falcon.falcon_head, falcon.of_target, ("block_size",)),
+    "hamburger": Kind(
+        hamburger.Hamburger, hamburger.hamburger_head, hamburger.of_target, ("num_layers", "segment")
+    ),
     "hidden_transfer": Kind(
         hidden_transfer.HiddenTransfer,
         hidden_transfer.hidden_transfer_head,
@@ -53,6 +58,7 @@ KINDS: dict[str, Kind] = {
     ),
     "hydra": Kind(hydra.Hydra, hydra.hydra_head, hydra.of_target, ("num_heads",)),
     "kangaroo": Kind(kangaroo.Kangaroo, kangaroo.kangaroo_head, kangaroo.of_target, ("exit_layer",)),
+    "m2r2": Kind(m2r2.M2R2, m2r2.m2r2_head, m2r2.of_target, ("exit_layer", "rank", "recent")),
     "medusa": Kind(medusa.Medusa, medusa.medusa_head, medusa.of_target, ("num_heads",)),
     "p_eagle": Kind(p_eagle.PEagle, p_eagle.p_eagle_head, p_eagle.of_target, ("num_layers", "draft_vocab_size")),
     "ppd": Kind(ppd.Ppd, ppd.ppd_head, ppd.of_target, ("num_prompts", "copies")),

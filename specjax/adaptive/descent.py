@@ -26,11 +26,11 @@ def descend(loss: Callable[[PyTree], Array], params: PyTree, steps: int, learnin
 
 
 def one_pass(
-    model: Model, params: PyTree, tokens: Array, cache: PyTree, taps: tuple[int, ...] = ()
+    model: Model, params: PyTree, tokens: Array, cache: PyTree, taps: tuple[int, ...] = (), **more
 ) -> tuple[Output, PyTree]:
-    """`Model.forward` over whole texts `tokens` int32[B, T], from their first token on."""
+    """`Model.forward` over whole texts `tokens` int32[B, T], from their first token on. more: what else it takes."""
     batch, size = tokens.shape
     return model.forward(
         params, tokens, cache, positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
-        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)), taps=taps,
+        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)), taps=taps, **more,
     )  # fmt: skip

@@ -51,6 +51,8 @@ OPTIONS = {
     "chimera": {"tree": trees.branching("2x1x1")},
     "falcon": {"tree": trees.branching("2x1x1")},
     "kangaroo": {"num_tokens": 3, "stop": trees.stops.confidence(0.1)},
+    "hamburger": {"num_tokens": 3, "stop": trees.stops.own(0.3)},
+    "m2r2": {"num_tokens": 3, "stop": trees.stops.own(0.3)},
     "hierarchical": {"min_tokens": 3},
     "input_guided": {"num_tokens": 6},
     "jacobi": {"window": 4},
@@ -312,8 +314,8 @@ DRAWN = {"dflash2", "dspark", "dynamic_exit", "eagle3", "early_exit", "easyspec"
 
 
 @pytest.mark.parametrize(
-    "name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, sorted({*EXACT} - {"thinned"}))
-)  # which wants layers: tests/drafters/layers/test_thinned.py
+    "name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, sorted({*EXACT} - {"m2r2", "thinned"}))
+)  # which want layers: tests/models/heads/test_m2r2.py, tests/drafters/layers/test_thinned.py
 def test_sampled_text_has_the_joint_law_of_the_target(name):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS)
     assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
