@@ -123,15 +123,9 @@ def hamburger_head(config: HamburgerConfig) -> Head:
         return newest(pairs.features, pairs.count, last)
 
     def start(params, last: Array, context: Context, places: int) -> tuple[Scratch, Said]:
-        module, streams = module_of(params), last.reshape(len(last), count, layer.width)
-        x = jnp.concatenate([streams, embed(None, context.root, context).astype(streams.dtype)], 1)
-        place = jnp.arange(count + 1)
-        positions = jnp.broadcast_to(place, x.shape[:2])
-        mask = jnp.broadcast_to(place <= place[:, None], (len(x), count + 1, count + 1))
-        cache = empty_cache(context, layer, len(x), 0)
-        h, pending = module.states(x, step_of(context, layer, cache, positions, mask), cache)
-        said = module.said(h[:, -1], context)
-        return Scratch(kv.widen(pending, count + places)), said
+        module = module_of(params)
+        h, pending = continued(module, last, context.root, context)
+        return Scratch(kv.widen(pending, count + places)), module.said(h[:, 0], context)
 
     def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Said]:
         module, tokens = module_of(params), drafted.tokens
@@ -151,6 +145,20 @@ def hamburger_head(config: HamburgerConfig) -> Head:
         taps=config.taps,
         deepest=config.segment - 1,
     )
+
+
+def continued(module: Hamburger, last: Array, tokens: Array, context: Context) -> tuple[Array, kv.Pending]:
+    """[B, T, D] of tokens int32[B, T], a segment or the beginning of one, behind the streams [B, F] of the base; and
+    what is pending of both."""
+    c, count = module.config.layer, len(module.config.taps)
+    streams = last.reshape(len(last), count, c.width)
+    x = jnp.concatenate([streams, embed(None, tokens, context).astype(streams.dtype)], 1)
+    place = jnp.arange(x.shape[1])
+    positions = jnp.broadcast_to(place, x.shape[:2])
+    mask = jnp.broadcast_to(place <= place[:, None], (len(x), *[x.shape[1]] * 2))
+    cache = empty_cache(context, c, len(x), 0)
+    h, pending = module.states(x, step_of(context, c, cache, positions, mask), cache)
+    return h[:, count:], pending
 
 
 def of_target(target: LlamaConfig, *, num_layers: int = 4, segment: int = 4, **changes) -> HamburgerConfig:
