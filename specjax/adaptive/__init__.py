@@ -7,7 +7,7 @@ for the whole model, which verifies. One file per method; what they share is `sp
 from specjax.adaptive.calm import calibrated, calm
 from specjax.adaptive.dynamax import Probes, dynamax, train_probes
 from specjax.adaptive.ffn_skip import ffn_skip
-from specjax.adaptive.first import Routers, first, train_routers
+from specjax.adaptive.first import Routers, first, train_lora, train_routers
 from specjax.adaptive.fitting import fit
 from specjax.adaptive.lora_drop import Corrections, blank_corrections, lora_drop
 from specjax.adaptive.m2r2 import blank_m2r2, train_m2r2
@@ -42,6 +42,7 @@ __all__ = [
     "skip_decode",
     "sorted_loss",
     "thinned",
+    "train_lora",
     "train_m2r2",
     "train_nested",
     "train_probes",

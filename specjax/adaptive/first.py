@@ -54,7 +54,7 @@ def first(routers: Routers) -> Depth:
         raise UsageError(
             f"routers are weight [layers, width] and bias [layers], not {routers.weight.shape} and {routers.bias.shape}"
         )
-    return _first(len(routers.bias)).replace(params=routers)
+    return _first(len(routers.bias)).replace(params=routers, width=routers.weight.shape[1])
 
 
 @functools.cache

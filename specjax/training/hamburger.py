@@ -102,6 +102,7 @@ def train_hamburger(
     prompt: Array,
     length: Array,
     *,
+    starts: Array | None = None,
     steps: int = 200,
     base_rate: float = 5e-5,
     learning_rate: float = 1e-4,
@@ -109,14 +110,16 @@ def train_hamburger(
     """The base, its other parts, and the loss of each step, from texts `tokens` int32[B, T] of `length` int32[B]
     tokens whose first `prompt` int32[B] are given; all of them are one batch.
 
+    starts: bool[B, T], which tokens begin a segment; default: by the entropies of the base, prompts token by token.
     base_rate, learning_rate: of the base and of the others, which fall to 1e-5 as a cosine. Raises: UsageError for parts
     that do not fit the base.
     """
     check(target, head)
     longest = head.head.config.segment
-    alone = jnp.arange(tokens.shape[1]) <= prompt[:, None]
-    begins = by_entropy(told(target, tokens)[1], longest=longest, alone=alone)
-    macro = macro_steps(tokens, length, begins, longest)
+    if starts is None:
+        alone = jnp.arange(tokens.shape[1]) <= prompt[:, None]
+        starts = by_entropy(told(target, tokens)[1], longest=longest, alone=alone)
+    macro = macro_steps(tokens, length, starts, longest)
     params = {"base": target.params, "new": head.params}
     arguments = target.model, head.head, steps, base_rate, learning_rate
     params, found = _train(*arguments, params, macro, prompt)
