@@ -1,6 +1,6 @@
-"""HAMburger: a small decoder writes the next few tokens from what the base says of the last ones, which it read as one.
+"""HAMburger: a small decoder writes the next few tokens from what the base says of the last ones, read as one.
 
-Liu, Zhang: HAMburger: Accelerating LLM Inference via Token Smashing (2025), arXiv 2505.20438. Three parts beside a base:
+Liu, Zhang: HAMburger: Accelerating LLM Inference via Token Smashing (2025), arXiv 2505.20438. Beside a base are
 
     merge   e_1, ..., e_s, embeddings of a segment, become mean(e) + W_o softmax(q . k / sqrt(h)) v, with q of mean(e),
             k and v of [e_i; p_i], p_i the embedding of a place; one token stays as it is

@@ -47,9 +47,7 @@ KINDS: dict[str, Kind] = {
     "eagle": Kind(eagle.Eagle, eagle.eagle_head, eagle.of_target),
     "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target, ("draft_vocab_size", "mlp_width")),
     "falcon": Kind(falcon.Falcon, falcon.falcon_head, falcon.of_target, ("block_size",)),
-    "hamburger": Kind(
-        hamburger.Hamburger, hamburger.hamburger_head, hamburger.of_target, ("num_layers", "segment")
-    ),
+    "hamburger": Kind(hamburger.Hamburger, hamburger.hamburger_head, hamburger.of_target, ("num_layers", "segment")),
     "hidden_transfer": Kind(
         hidden_transfer.HiddenTransfer,
         hidden_transfer.hidden_transfer_head,

@@ -1,7 +1,7 @@
 """M2R2: a second, faster stream through the target's first layers, which is there what the target's own is above.
 
-Bhendawade, Najibi, Naik, Belousova: M2R2: Mixture of Multi-Rate Residuals for Efficient Transformer Inference (2025), arXiv
-2502.02040. The equations are our own, of the paper's outline. Both streams begin with the embedding; behind layer l
+Bhendawade, Najibi, Naik, Belousova: M2R2: Mixture of Multi-Rate Residuals for Efficient Transformer Inference (2025),
+arXiv 2502.02040. The equations are our own, of its outline. Both streams begin with the embedding; behind layer l
 
     h_{l+1} = h_l + S_l(h_l)                                   the target's own
     a_{l+1} = a_l + S_l(a_l; keys and values of h) + B_l SiLU(A_l a_l)

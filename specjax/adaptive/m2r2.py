@@ -1,4 +1,4 @@
-"""Training the fast stream of M2R2 (Bhendawade, Najibi, Naik, Belousova 2025, arXiv 2502.02040), with the target frozen.
+"""Training the fast stream of M2R2 (Bhendawade, Najibi, Naik, Belousova 2025, arXiv 2502.02040), target frozen.
 
 Loss: sum over the layers l up to E, with p the target's distribution and L its layers, of
   SoftCE(p, softmax(head(norm(a_l)))) / E + 0.1 |a_l - h_min(R l, L)|^2 / D,

@@ -1,7 +1,7 @@
 """Lexical Unit Decoding: a model that was tuned for it fills several empty places at once, as far as it is sure.
 
-Sun, Zhang, Lin, Zhang, Zhang, Wang, Chen, Song, Zhang, Gai, Xiong: Decoding at the Speed of Thought: Harnessing Parallel
-Decoding of Lexical Units for LLMs (LREC-COLING 2024), arXiv 2405.15208.
+Sun, Zhang, Lin, Zhang, Zhang, Wang, Chen, Song, Zhang, Gai, Xiong: Decoding at the Speed of Thought: Harnessing
+Parallel Decoding of Lexical Units for LLMs (LREC-COLING 2024), arXiv 2405.15208.
 
 Rule: k tokens [PAD] stand behind the text in every pass, which gives k + 1 predictions. The first is taken; the others
 in turn, as long as the likeliest token has a probability of `threshold` or more, and repeats the token before it no

@@ -4,7 +4,7 @@ Kou, Hu, He, Deng, Zhang: CLLMs: Consistency Large Language Models (ICML 2024), 
 Song, Chen, Ding, Huang, Zhao, Wang, Li: CEED-VLA: Consistency Vision-Language-Action Model with Early-Exit Decoding
 (2025), arXiv 2506.13725. For `specjax.decoders.ceed_vla`.
 
-Of each block the states y^0, y^1, ..., y* that Jacobi decoding goes through are kept. Loss, y^j drawn anew in each step:
+Of each block the states y^0, ..., y* that Jacobi decoding goes through are kept. Loss, y^j drawn anew in each step:
   mean over the places behind the first at which y^j is not y* of -sum(p* log p), p of y^j and p* of y*, constant,
   + w times the cross entropy of the block, given what stands before each of its tokens.
 The labels of the latter are y*; with a ground truth, of which actions are `values`, they are that truth where the
@@ -37,9 +37,7 @@ class Trajectories(NamedTuple):
     states: Array  # int32[R, n + 1, n], y^0 ... y^n, the last of which is y*
 
 
-def trajectories(
-    target: Target, prompts: Prompts, *, key: Array, max_new_tokens: int, block: int = 16
-) -> Trajectories:
+def trajectories(target: Target, prompts: Prompts, *, key: Array, max_new_tokens: int, block: int = 16) -> Trajectories:
     """Of all blocks of the greedy answers of the target. Raises: UsageError for settings out of range."""
     if max_new_tokens < block:
         raise UsageError(f"max_new_tokens must be at least block, {block}, not {max_new_tokens}")
@@ -53,7 +51,9 @@ def trajectories(
     text = jnp.asarray([(row + [0] * size)[:size] for row, _, _ in rows], jnp.int32)
     start, given = (jnp.asarray([row[i] for row in rows], jnp.int32) for i in (1, 2))
     drawn = jax.random.randint(key, (len(rows), block), 0, given[:, None])
-    return Trajectories(text, start, _states(target.model, block, target.params, text, start, take_along(text, drawn, 1)))
+    return Trajectories(
+        text, start, _states(target.model, block, target.params, text, start, take_along(text, drawn, 1))
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -89,9 +89,7 @@ class Losses(NamedTuple):
     labels: Array
 
 
-def losses(
-    model: Model, params: PyTree, found: Trajectories, which: Array, labels: Array | None = None
-) -> Losses:
+def losses(model: Model, params: PyTree, found: Trajectories, which: Array, labels: Array | None = None) -> Losses:
     """Of the states `which` int32[R] of the blocks; labels int32[R, n]: default y*."""
     best = found.states[:, -1]
     state = take_along(found.states, which[:, None, None], 1)[:, 0]

@@ -111,8 +111,8 @@ def train_hamburger(
     tokens whose first `prompt` int32[B] are given; all of them are one batch.
 
     starts: bool[B, T], which tokens begin a segment; default: by the entropies of the base, prompts token by token.
-    base_rate, learning_rate: of the base and of the others, which fall to 1e-5 as a cosine. Raises: UsageError for parts
-    that do not fit the base.
+    base_rate, learning_rate: of the base and of the others, which fall to 1e-5 as a cosine. Raises: UsageError for
+    parts that do not fit the base.
     """
     check(target, head)
     longest = head.head.config.segment

@@ -15,6 +15,7 @@ Deviations: which unit a lesson empties is drawn; that the parts are equal, and 
 from __future__ import annotations
 
 import functools
+
 import jax
 import jax.numpy as jnp
 

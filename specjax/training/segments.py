@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -13,9 +14,7 @@ from specjax.indexing import take_along
 from specjax.types import Array, Model, Target
 
 
-def starts(
-    values: Array, joins: Callable[[Array, Array], Array], longest: int, alone: Array | None = None
-) -> Array:
+def starts(values: Array, joins: Callable[[Array, Array], Array], longest: int, alone: Array | None = None) -> Array:
     """bool[B, T]: which tokens begin a piece.
 
     Args:
@@ -63,4 +62,4 @@ def _told(model: Model, params, tokens: Array) -> tuple[Array, Array]:
     of_text = jnp.exp(take_along(log_p, tokens[:, 1:, None], 2)[..., 0])
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
     first = lambda x, value: jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
-    return first(of_text, 0.0), first(entropy, float(jnp.log(float(model.vocab_size))))
+    return first(of_text, 0.0), first(entropy, math.log(model.vocab_size))

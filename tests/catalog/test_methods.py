@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from heads import tiny_head
+from rules import takes_all
 from tiers import those
 from toy import (
     ADVERSARY,
@@ -327,16 +328,6 @@ def test_trees_drawn_without_replacement_have_the_joint_law_of_the_target(branch
     assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
 
-def accept_all(keys, tree, logits):
-    """A mutant: takes every drafted token."""
-    verdict = standard(keys, tree, logits)
-    n = tree.tokens.shape[1]
-    last = draw(keys[:, -1], logits[:, -1])
-    return verdict._replace(
-        path=jnp.broadcast_to(jnp.arange(n), tree.tokens.shape), num_nodes=jnp.full(len(last), n), next_token=last
-    )
-
-
 def bonus_without_residual(keys, tree, logits):
     """A mutant: after a rejection draws from p instead of the residual."""
     verdict = standard(keys, tree, logits)
@@ -352,7 +343,7 @@ def one_key_for_all_positions(keys, tree, logits):
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
-    [("two_model", accept_all), ("two_model", bonus_without_residual), ("prompt_lookup", one_key_for_all_positions)],
+    [("two_model", takes_all), ("two_model", bonus_without_residual), ("prompt_lookup", one_key_for_all_positions)],
 )
 def test_the_chi_square_catches_broken_rules(name, mutant):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS, verifier=mutant)

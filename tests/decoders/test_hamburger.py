@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from head_runs import random_params
 from heads import layer_of, tiny_head
+from rules import takes_all
 from toy import chi_square, markov, pairs_after, tiny_llama
 
 from specjax import UsageError, decoders, drafters, trees
+from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hamburger import Hamburger, HamburgerConfig, Merge, hamburger_head
-from specjax.models.heads.blocks import bind
 from specjax.models.heads.kinds import init_head
 from specjax.training.hamburger import losses, macro_steps, train_hamburger
 from specjax.training.segments import by_entropy, told
-from specjax.verifiers import standard
 
 NEW = 12
 
@@ -125,12 +125,7 @@ def drafter_for(target, taps=(1, 3)):
 
 @pytest.mark.parametrize("rule", ["exact", "a mutant"])
 def test_sampled_text_of_the_verified_form_has_the_joint_law_of_the_target(rule):
-    def accept_all(keys, tree, logits):
-        verdict, n = standard(keys, tree, logits), tree.tokens.shape[1]
-        path = jnp.broadcast_to(jnp.arange(n), tree.tokens.shape)
-        return verdict._replace(path=path, num_nodes=jnp.full(len(keys), n))
-
-    counts, law, _ = pairs_after(drafter_for, verifier=None if rule == "exact" else accept_all)
+    counts, law, _ = pairs_after(drafter_for, verifier=None if rule == "exact" else takes_all)
     assert (chi_square(counts, law) > 1e-3) == (rule == "exact")
 
 

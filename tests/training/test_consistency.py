@@ -94,7 +94,9 @@ def test_mixed_labels():
 
 
 def passes(target):
-    return int(ceed_vla(target, depths.PROMPTS, max_new_tokens=NEW, block=BLOCK, iterations=None).stats.target_passes.sum())
+    return int(
+        ceed_vla(target, depths.PROMPTS, max_new_tokens=NEW, block=BLOCK, iterations=None).stats.target_passes.sum()
+    )
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])

@@ -1,4 +1,4 @@
-"""HAMburger's parts beside a base, in a layout of our own: the names of our modules, layers as Hugging Face has them."""
+"""HAMburger's parts beside a base, in a layout of our own: names of our modules, layers as Hugging Face has them."""
 
 from __future__ import annotations
 
@@ -65,13 +65,15 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     wrong = [tap for tap in taps if isinstance(tap, bool) or not 0 <= tap <= reader.num_layers]
     if wrong or not taps:
         raise UsageError(
-            f"{where} reads the target's streams {shown(list(taps))}, and {reader.name} has {reader.num_layers} layers; "
-            "choose a head of this target"
+            f"{where} reads the target's streams {shown(list(taps))}, and {reader.name} has {reader.num_layers} "
+            "layers; choose a head of this target"
         )
     segment = tensors.shape("merge.places.weight", folder)[0]
     heads = c.size("merge_heads", most=HEADS)
     if not 2 <= segment <= LAYERS or layer.width % heads or layer.width % 2:
-        raise UsageError(f"{folder} merges {segment} tokens by {heads} heads of a width of {layer.width}, which no file has")
+        raise UsageError(
+            f"{folder} merges {segment} tokens by {heads} heads of a width of {layer.width}, which no file has"
+        )
     config = HamburgerConfig(layer, taps, segment, heads)
     return Plan("hamburger", dialect, config, TABLE, tensors, {"streams": taps, "segment": segment})
 

@@ -35,7 +35,7 @@ def kind_of(contents: Contents) -> str:
 
 def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
     """Raises: UsageError for a stream that does not fit the target."""
-    c, folder, where = contents.config, contents.folder, contents.config.where
+    c, folder = contents.config, contents.folder
     if token_map is not None:
         raise UsageError(f"{folder} is a stream of M2R2, which takes no token map; leave it out")
     tensors = renamed(contents, ())

@@ -1,7 +1,7 @@
 """M2R2: a second, faster stream through the target's first layers drafts until its router is not sure.
 
-Bhendawade, Najibi, Naik, Belousova: M2R2: Mixture of Multi-Rate Residuals for Efficient Transformer Inference (2025), arXiv
-2502.02040.
+Bhendawade, Najibi, Naik, Belousova: M2R2: Mixture of Multi-Rate Residuals for Efficient Transformer Inference (2025),
+arXiv 2502.02040.
 
 Rule: `specjax.models.heads.m2r2`. q(. | text) = softmax(head(norm(a_E))), a_E the fast stream behind layer E; it reads
 the target's own keys and values, and drafted tokens leave theirs of the slow stream beside it. Nothing is drafted where

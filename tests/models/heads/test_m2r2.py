@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import depths
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_runs import random_params
+from rules import takes_all
 from tiers import exhaustive
 from toy import chi_square, markov, pairs_after, tiny_llama
 
@@ -20,7 +20,6 @@ from specjax.adaptive.descent import one_pass
 from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.m2r2 import M2R2, M2R2Config, m2r2_head
-from specjax.verifiers import standard
 
 CONFIG = M2R2Config(depths.WIDTH, exit_layer=4, rank=4, router_width=4)
 NEVER = trees.stops.own(0.0)
@@ -50,9 +49,7 @@ def passed(params, target, tokens):
     """What is pending of the target's own stream in the first layers, and the fast streams behind them."""
     module = bind(M2R2, CONFIG)(params)
     cache = target.model.begin(target.params, None, len(tokens), 0)
-    output, pending = one_pass(
-        target.model, target.params, tokens, cache, (1, 2, 3, 4), run=module.accelerated()
-    )
+    output, pending = one_pass(target.model, target.params, tokens, cache, (1, 2, 3, 4), run=module.accelerated())
     return (pending.k, pending.v), output.taps
 
 
@@ -107,17 +104,12 @@ def test_sampled_text_has_the_joint_law_of_the_target():
 
 
 def test_a_rule_that_takes_every_draft_has_not():
-    def accept_all(keys, tree, logits):
-        verdict, n = standard(keys, tree, logits), tree.tokens.shape[1]
-        path = jnp.broadcast_to(jnp.arange(n), tree.tokens.shape)
-        return verdict._replace(path=path, num_nodes=jnp.full(len(keys), n))
-
-    counts, law, _ = pairs_after(drafter_for, verifier=accept_all)
+    counts, law, _ = pairs_after(drafter_for, verifier=takes_all)
     assert chi_square(counts, law) < 1e-3
 
 
 def test_what_does_not_fit():
     with pytest.raises(UsageError, match="markov has no layers for a second stream"):
         adaptive.train_m2r2(markov(), head_of(), *depths.lesson())
-    with pytest.raises(UsageError, match="of width 32 through the first 4 layers of its target, but .* has 2 of width"):
+    with pytest.raises(UsageError, match=r"of width 32 through the first 4 layers of its target, but .* has 2"):
         decode(tiny_llama(), drafters.m2r2(head_of(), 3), [[1, 2]], key=0, max_new_tokens=2)
