@@ -20,8 +20,7 @@ def descend(
     learning_rate: of Adam, or another optimizer. key: if given, the loss gets one of its own in each step, behind the
     parameters.
     """
-    is_rate = isinstance(learning_rate, int | float)
-    optimizer = optax.adam(learning_rate) if is_rate else learning_rate
+    optimizer = learning_rate if isinstance(learning_rate, optax.GradientTransformation) else optax.adam(learning_rate)
 
     def step(carry, number):
         params, state = carry

@@ -86,7 +86,7 @@ class _State(NamedTuple):
     cache: PyTree
     tokens: Array  # int32[B, L]
     length: Array  # int32[B]
-    count: Array  # int32[B], tokens of the last segment, which the base has not read
+    size: Array  # int32[B], tokens of the last segment, which the base has not read
     ended: Array  # bool[B], by an eos
     passes: Array  # int32[B]
 
@@ -105,7 +105,7 @@ class _Micro(NamedTuple):
 @in_32_bits
 def _run(target: Target, head: DraftHead, begun: Begun, confidence: Array, *, max_new_tokens: int) -> DecodeResult:
     model, params, config = target.model, target.params, head.head.config
-    (batch, size), most = begun.tokens.shape, config.segment
+    (batch, room), most = begun.tokens.shape, config.segment
     rows, zero, alone = jnp.arange(batch), jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch, 1, 1), bool)
     merge = bind(Hamburger, config)(head.params).merge
 
@@ -113,19 +113,17 @@ def _run(target: Target, head: DraftHead, begun: Begun, confidence: Array, *, ma
         """One more token of the rows that are going."""
         keys = node_keys(begun.keys, now.length, zero)[:, 0]
         token = draw(keys, warp(logits, begun.sampling))
-        tokens = now.tokens.at[rows, jnp.where(now.going, now.length, size)].set(token, mode="drop")
+        tokens = now.tokens.at[rows, jnp.where(now.going, now.length, room)].set(token, mode="drop")
         length, ended = now.length + now.going, now.ended | (now.going & jnp.any(token[:, None] == begun.eos, 1))
-        return _Micro(tokens, length, now.count + now.going, ended, now.going & ~ended & (length < begun.stop))
+        return _Micro(tokens, length, now.size + now.going, ended, now.going & ~ended & (length < begun.stop))
 
     def segment(now: _Micro, last: Array) -> _Micro:
         """The tokens behind the first, where the base said the streams [B, F] of the segment before."""
         context = Context(now.tokens, now.length, target=target)
         scratch, said = head.head.start(head.params, last.astype(config.layer.dtype), context, most)
-        carry = now, scratch, said
+        carry = sure(now, said), scratch, said
         for depth in range(1, most):
-            carry = jax.lax.cond(
-                jnp.any(sure(*carry[::2]).going), functools.partial(micro, depth), lambda carry: carry, carry
-            )
+            carry = jax.lax.cond(jnp.any(carry[0].going), functools.partial(micro, depth), lambda carry: carry, carry)
         return carry[0]
 
     def sure(now: _Micro, said: Said) -> _Micro:
@@ -134,34 +132,35 @@ def _run(target: Target, head: DraftHead, begun: Begun, confidence: Array, *, ma
 
     def micro(depth: int, carry):
         now, scratch, said = carry
-        now = write(sure(now, said), said.logits)
+        now = write(now, said.logits)
         if depth == most - 1:
-            return now._replace(going=jnp.zeros_like(now.going)), scratch, said
+            return now, scratch, said
         place = jnp.arange(most)
         seen = jnp.broadcast_to((place > 0) & (place < depth), (batch, 1, most))
         token = take_along(now.tokens, now.length[:, None] - 1, 1)
         drafted = Drafted(token, zero + depth, jnp.int32(depth), zero + depth - 1, seen)
         context = Context(now.tokens, now.length, target=target)
         scratch, said = head.head.follow(head.params, scratch, drafted, context)
-        return now, scratch, jax.tree.map(lambda x: x[:, 0], said)
+        said = jax.tree.map(lambda x: x[:, 0], said)
+        return sure(now, said), scratch, said
 
     def step(state: _State) -> _State:
         going = ~state.ended & (state.length < begun.stop)
-        place = (state.length - state.count)[:, None] + jnp.arange(most)
-        text = take_along(state.tokens, jnp.minimum(place, size - 1), 1)
+        place = (state.length - state.size)[:, None] + jnp.arange(most)
+        text = take_along(state.tokens, jnp.minimum(place, room - 1), 1)
         assert model.embed is not None
-        merged = merge(model.embed(params, text), state.count)[:, None]
+        merged = merge(model.embed(params, text), state.size)[:, None]
         output, pending = model.forward(
             params, Stream(merged), state.cache, positions=state.length[:, None] - 1, mask=alone, taps=config.taps
         )
         cache = model.commit(state.cache, pending, zero, going.astype(jnp.int32))
-        now = _Micro(state.tokens, state.length, jnp.where(going, 0, state.count), state.ended, going)
+        now = _Micro(state.tokens, state.length, jnp.where(going, 0, state.size), state.ended, going)
         now = write(now, output.logits[:, 0])
         last = head.head.features_of(output)[:, 0]
         now = jax.lax.cond(jnp.any(now.going), lambda: segment(now, last), lambda: now)
-        return _State(cache, now.tokens, now.length, now.count, now.ended, state.passes + going)
+        return _State(cache, now.tokens, now.length, now.size, now.ended, state.passes + going)
 
-    cache = model.opened(params, begun.inputs, begun.prompts, size)
+    cache = model.opened(params, begun.inputs, begun.prompts, room)
     cache = prefill(model, params, cache, begun.tokens, begun.prompts - 1)
     nothing = jnp.zeros((batch,), jnp.int32)
     state = _State(cache, begun.tokens, begun.prompts, nothing + 1, nothing > 0, nothing)

@@ -36,7 +36,7 @@ class Macro(NamedTuple):
     """Texts in macro steps, as many as they have tokens at most."""
 
     tokens: Array  # int32[B, M, s], of each segment
-    count: Array  # int32[B, M], how many; 0: there is none
+    size: Array  # int32[B, M], how many; 0: there is none
     last: Array  # int32[B, M], the position of the last
 
 
@@ -66,33 +66,44 @@ class Losses(NamedTuple):
         return self.tokens + STOPS * self.stops
 
 
-def losses(model: Model, head: Head, base: PyTree, params: PyTree, macro: Macro, prompt: Array) -> Losses:
-    """Of texts whose first `prompt` int32[B] tokens are given."""
+class Said(NamedTuple):
+    """What is said of the segments of texts but the first."""
+
+    first: Array  # float32[B, M - 1, V], logits of the first token of each, by the base
+    others: Array  # float32[B, M - 1, s - 1, V], of the tokens behind it, by the decoder
+    stops: Array  # float32[B, M - 1, s - 1], logits that the segment ends with these
+
+
+def said(model: Model, head: Head, base: PyTree, params: PyTree, macro: Macro) -> Said:
+    """One pass over the macro steps of texts, and one of the decoder over all segments: what decoding them does."""
     module, (batch, steps, most) = bind(Hamburger, head.config)(params), macro.tokens.shape
-    target, count = Target(model, base), macro.count[:, 1:]
-    context = Context(macro.tokens[:, :, 0], jnp.ones((batch,), jnp.int32), target=target)
+    context = Context(macro.tokens[:, :, 0], jnp.ones((batch,), jnp.int32), target=Target(model, base))
     assert model.embed is not None
     embedded = model.embed(base, macro.tokens.reshape(batch, -1)).reshape(batch, steps, most, -1)
-    merged = module.merge(embedded, jnp.maximum(macro.count, 1))
+    merged = module.merge(embedded, jnp.maximum(macro.size, 1))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((steps, steps), bool)), (batch, steps, steps))
     output, _ = model.forward(
         base, Stream(merged), model.begin(base, None, batch, 0), positions=macro.last, mask=mask, taps=head.taps
     )
-    asked = (count > 0) & (macro.last[:, 1:] - count + 1 >= prompt[:, None])
-    following = macro.tokens[:, 1:]
-    surprise = lambda logits, tokens: -take_along(jax.nn.log_softmax(logits), tokens[..., None], tokens.ndim)[..., 0]
-    first = surprise(output.logits[:, :-1], following[:, :, 0])
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     streams = rows(head.features_of(output)[:, :-1]).astype(head.config.layer.dtype)
-    h, _ = continued(module, streams, rows(following[:, :, :-1]), context)
-    others = surprise(unembed(h, context), rows(following[:, :, 1:])).reshape(batch, steps - 1, -1)
-    place = jnp.arange(1, most)  # of the token that the decoder is at, in its segment
-    goes_on = asked[:, :, None] & (place < count[:, :, None])
-    here, ends = asked[:, :, None] & (place <= count[:, :, None]), place == count[:, :, None]
-    stops = optax.sigmoid_binary_cross_entropy(module.stops(h).reshape(ends.shape), ends.astype(jnp.float32))
-    total = jnp.sum(first * asked) + jnp.sum(others * goes_on)
-    tokens = total / jnp.maximum(jnp.sum(asked) + jnp.sum(goes_on), 1)
-    return Losses(tokens, jnp.sum(stops * here) / jnp.maximum(jnp.sum(here), 1))
+    h, _ = continued(module, streams, rows(macro.tokens[:, 1:, :-1]), context)
+    by_segment = lambda x: x.reshape(batch, steps - 1, *x.shape[1:])
+    return Said(output.logits[:, :-1], by_segment(unembed(h, context)), by_segment(module.stops(h)))
+
+
+def losses(model: Model, head: Head, base: PyTree, params: PyTree, macro: Macro, prompt: Array) -> Losses:
+    """Of texts whose first `prompt` int32[B] tokens are given."""
+    found, size, following = said(model, head, base, params, macro), macro.size[:, 1:], macro.tokens[:, 1:]
+    asked = (size > 0) & (macro.last[:, 1:] - size + 1 >= prompt[:, None])
+    surprise = lambda logits, tokens: -take_along(jax.nn.log_softmax(logits), tokens[..., None], tokens.ndim)[..., 0]
+    place = jnp.arange(1, macro.tokens.shape[2])  # of the token that the decoder is at, in its segment
+    goes_on = asked[:, :, None] & (place < size[:, :, None])
+    here, ends = asked[:, :, None] & (place <= size[:, :, None]), place == size[:, :, None]
+    first, others = surprise(found.first, following[:, :, 0]), surprise(found.others, following[:, :, 1:])
+    total, count = jnp.sum(first * asked) + jnp.sum(others * goes_on), jnp.sum(asked) + jnp.sum(goes_on)
+    stops = optax.sigmoid_binary_cross_entropy(found.stops, ends.astype(jnp.float32))
+    return Losses(total / jnp.maximum(count, 1), jnp.sum(stops * here) / jnp.maximum(jnp.sum(here), 1))
 
 
 def train_hamburger(

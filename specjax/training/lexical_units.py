@@ -77,7 +77,7 @@ def train_lud(
 def _train(model: Model, pad_token: int, steps: int, learning_rate: float, params, tokens, length, starts, key):
     def loss(params, key) -> Array:
         inputs = emptied(key, tokens, length, starts, pad_token)
-        each = (unit_loss(model, params, x, tokens, length) for x in (inputs, tokens))
-        return 0.5 * sum(each)
+        hidden, whole = (unit_loss(model, params, x, tokens, length) for x in (inputs, tokens))
+        return 0.5 * (hidden + whole)
 
     return descend(loss, params, steps, learning_rate, key)

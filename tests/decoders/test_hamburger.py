@@ -19,7 +19,7 @@ from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hamburger import Hamburger, HamburgerConfig, Merge, hamburger_head
 from specjax.models.heads.kinds import init_head
-from specjax.training.hamburger import losses, macro_steps, train_hamburger
+from specjax.training.hamburger import losses, macro_steps, said, train_hamburger
 from specjax.training.segments import by_entropy, told
 
 NEW = 12
@@ -52,7 +52,7 @@ def test_positions_of_the_cards_segments():
     starts = jnp.asarray([[1, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1]], bool)
     macro = macro_steps(jnp.arange(11)[None] + 50, jnp.array([10]), starts, 4)
     assert macro.last[0, 2:6].tolist() == [2, 4, 8, 9]
-    assert macro.count[0].tolist() == [1, 1, 1, 2, 4, 1, 0, 0, 0, 0, 0]
+    assert macro.size[0].tolist() == [1, 1, 1, 2, 4, 1, 0, 0, 0, 0, 0]
     assert macro.tokens[0, 4].tolist() == [55, 56, 57, 58]
 
 
@@ -103,6 +103,39 @@ def test_the_loss_is_that_of_the_steps_that_decoding_takes():
     counts = (place >= prompt[:, None]) & (place < length[:, None])
     surprise = -jnp.log(told(tiny_llama(), tokens)[0])
     np.testing.assert_allclose(ours, jnp.sum(jnp.where(counts, surprise, 0)) / counts.sum(), rtol=1e-4)
+
+
+@functools.cache
+def of_four():
+    """A text in whole segments, as it was decoded, and in macro steps, as it is learnt."""
+    head, prompt = tiny_head("hamburger", tiny_llama()), depths.PROMPTS[0]
+    result = decoders.hamburger(tiny_llama(), head, [prompt], max_new_tokens=NEW, confidence=0.0)
+    assert result.stats.target_passes.tolist() == [NEW // 4]
+    tokens = jnp.asarray([prompt + result.to_lists()[0]])
+    behind = jnp.arange(tokens.shape[1])[None] - len(prompt)
+    return head, macro_steps(tokens, jnp.array([tokens.shape[1]]), (behind < 0) | (behind % 4 == 0), 4)
+
+
+def names(macro):
+    """Of each of the last three segments, the likeliest tokens, int32[3, 4]."""
+    head, target = of_four()[0], tiny_llama()
+    found = jax.jit(functools.partial(said, target.model, head.head))(target.params, head.params, macro)
+    begin, end = len(depths.PROMPTS[0]) - 1, len(depths.PROMPTS[0]) + 2
+    best = jnp.concatenate([found.first[:, :, None], found.others], 2)[0, begin:end]
+    return np.asarray(jnp.argmax(best, -1)), np.asarray(macro.tokens[0, begin + 1 : end + 1])
+
+
+def test_one_reading_is_the_decoding():
+    """And another one is not: of entries that stand at the place of their first token, or that merge other tokens."""
+    _, macro = of_four()
+    np.testing.assert_array_equal(*names(macro))
+    for mutant in (
+        macro._replace(last=macro.last - macro.size + 1),
+        macro._replace(size=jnp.minimum(macro.size, 3)),
+        macro._replace(last=jnp.arange(macro.last.shape[1])[None]),
+    ):
+        ours, text = names(mutant)
+        assert (ours != text).any()
 
 
 def test_one_token_a_segment_is_the_base():
