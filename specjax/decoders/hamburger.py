@@ -96,7 +96,7 @@ class _Micro(NamedTuple):
 
     tokens: Array
     length: Array
-    count: Array
+    size: Array
     ended: Array
     going: Array  # bool[B]
 
