@@ -12,7 +12,7 @@ greedy text, or after `iterations` passes as it is then; the next one goes on be
 Guarantee: lossy; without a limit of iterations (or with one of at least n) greedy.
 
 A target that was distilled to jump to the fixed point from anywhere (Kou et al. 2024, CLLM, arXiv 2403.00835) needs few
-passes. Of others a pass makes little more than one token.
+passes: `specjax.training.consistency` does that. Of others a pass makes little more than one token.
 
 Deviations: keys and values of a block that ended early belong to its last guess but one. They are read again, together
 with the first pass of the next block; `stale_keys=True` keeps them, as cheaper and further from the model.

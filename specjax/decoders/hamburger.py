@@ -9,7 +9,7 @@ the micro-step decoder writes the others, until 1 - p_stop is below `confidence`
 Guarantee: lossy; above a confidence of 1 all segments are of one token, and the text is the base's own, at any
 temperature. Without loss it is `drafters.hamburger`.
 
-A base that was not trained to read segments cannot: `specjax.training.hamburger` trains all parts together.
+A base that was not trained to read segments cannot: `specjax.training.train_hamburger` trains all parts together.
 """
 
 from __future__ import annotations
