@@ -5,6 +5,7 @@ Latency Reduction (2024), arXiv 2410.12513.
 
 Rule: at layer l each token of the prompt gives r = sigmoid(w_l . h_l + b_l). Where the mean of the prompt is below 1/2,
 the answer leaves layer l out. The prompt runs everything.
+Training: routers alone (`train_routers`), then low-rank changes of the model with the routers frozen (`train_lora`).
 Guarantee: lossy.
 
 Deviations: the mean is over all tokens of the prompt but the last, which is read in the first pass of the decoding; a

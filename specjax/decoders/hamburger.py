@@ -121,6 +121,7 @@ def _run(target: Target, head: DraftHead, begun: Begun, confidence: Array, *, ma
         """The tokens behind the first, where the base said the streams [B, F] of the segment before."""
         context = Context(now.tokens, now.length, target=target)
         scratch, said = head.head.start(head.params, last.astype(config.layer.dtype), context, most)
+        assert isinstance(said, Said)
         carry = sure(now, said), scratch, said
         for depth in range(1, most):
             carry = jax.lax.cond(jnp.any(carry[0].going), functools.partial(micro, depth), lambda carry: carry, carry)
