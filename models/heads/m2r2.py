@@ -60,7 +60,7 @@ class M2R2(nnx.Module):
         self.up = nnx.Param(jnp.zeros((c.exit_layer, c.width, c.rank), c.dtype))
         self.key = nnx.Param(normal(c.router_width, c.width))
         self.query = nnx.Param(jnp.zeros((c.router_width,), c.dtype))
-        self.bias = nnx.Param(jnp.zeros((), c.dtype))
+        self.bias = nnx.Param(jnp.zeros((1,), c.dtype))
 
     def accelerated(self) -> Accelerated:
         """The loop over layers."""

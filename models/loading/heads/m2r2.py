@@ -46,13 +46,18 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
             f"{folder} has accelerators of {exit_layer} layers, and {reader.name} has {reader.num_layers}; choose a "
             "head of this target"
         )
+    router_width = (*tensors.shape("router.query", folder), 0)[0]
+    if min(rank, router_width) < 1:
+        raise UsageError(
+            f"{folder} has accelerators of rank {rank} and a router of {router_width} numbers, not 1 or more"
+        )
     config = M2R2Config(
         width,
         exit_layer,
         rank,
         rate=c.number("rate", 2.0),
         recent=c.size("recent", 4, most=LAYERS),
-        router_width=(*tensors.shape("router.query", folder), 0)[0],
+        router_width=router_width,
         dtype=reader.dtype,
     )
     return Plan("m2r2", dialect, config, TABLE, tensors, {"exit_layer": exit_layer, "rank": rank})
