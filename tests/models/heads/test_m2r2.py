@@ -35,13 +35,13 @@ def run(drafter, target=None, **options):
     return result.to_lists(), result.stats.target_passes.tolist()
 
 
-@pytest.mark.parametrize("stacked", [True, exhaustive(False)])
-def test_a_stream_that_is_not_faster_is_an_early_exit(stacked):
+@pytest.mark.parametrize(("stacked", "temperature"), [(True, 0.0), exhaustive(True, 1.0), exhaustive(False, 1.0)])
+def test_a_stream_that_is_not_faster_is_an_early_exit(stacked, temperature):
     """B = 0: drafts, and what they were drawn from, are those of the first layers."""
     head, target = head_of(up=np.zeros((4, depths.WIDTH, 4), np.float32)), depths.target(stacked)
-    ours = run(drafters.m2r2(head, 3, stop=NEVER), target, temperature=1.0)
-    assert ours == run(drafters.early_exit(target, 4, num_tokens=3), target, temperature=1.0)
-    assert ours != run(drafters.m2r2(head_of(), 3, stop=NEVER), target, temperature=1.0)
+    ours = run(drafters.m2r2(head, 3, stop=NEVER), target, temperature=temperature)
+    assert ours == run(drafters.early_exit(target, 4, num_tokens=3), target, temperature=temperature)
+    assert ours != run(drafters.m2r2(head_of(), 3, stop=NEVER), target, temperature=temperature)
 
 
 @jax.jit
