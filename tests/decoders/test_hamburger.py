@@ -17,7 +17,7 @@ from toy import chi_square, markov, pairs_after, tiny_llama
 from specjax import UsageError, decoders, drafters, trees
 from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.hamburger import Hamburger, HamburgerConfig, Merge, hamburger_head
+from specjax.models.heads.hamburger import HamburgerConfig, Merge, hamburger_head
 from specjax.models.heads.kinds import init_head
 from specjax.training.hamburger import losses, macro_steps, said, train_hamburger
 from specjax.training.segments import by_entropy, told
@@ -171,4 +171,3 @@ def test_what_does_not_fit():
         run(tiny_llama(window=8), head)
     with pytest.raises(UsageError, match="the head reads stream 3, and markov has 2 layers"):
         run(markov(), DraftHead(hamburger_head(HamburgerConfig(layer_of(markov()), (1, 3))), {}))
-    assert Hamburger

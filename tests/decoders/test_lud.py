@@ -86,7 +86,7 @@ def test_a_tuned_model_fills_several_places_at_once():
 
 
 def test_without_slots_or_above_any_threshold_it_is_plain_decoding():
-    [eos] = {greedy()[0][4]}
+    eos = greedy()[0][4]
     plain = depths.texts(tiny_llama(), max_new_tokens=NEW, eos=eos)
     for options in ({"slots": 0}, {"threshold": 1.1}):
         assert run(tiny_llama(), eos=eos, **options).to_lists() == plain
