@@ -93,6 +93,7 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
         shardings=None if layout is None else layout.cache,
         config=whole,
         mesh=mesh,
+        over=over,
         capabilities=Capabilities(
             config.num_layers,
             taps=True,

@@ -164,6 +164,12 @@ def widen(pending: Pending, slots: int) -> Pending:
     return pending._replace(k=k, v=v, positions=buffers.widen(pending.positions, slots))
 
 
+def first_of(pending: Pending, count: int) -> Pending:
+    """The first `count` tokens of what is pending."""
+    k, v = _along_tokens(lambda axis, x: jax.lax.slice_in_dim(x, 0, count, axis=axis), (pending.k, pending.v))
+    return pending._replace(k=k, v=v, positions=pending.positions[:, :count])
+
+
 def nothing_pending(cache: KVCache, slots: int) -> Pending:
     """Room for `slots` tokens beside a cache of arrays that are not stacked, nothing in it."""
 

@@ -109,6 +109,7 @@ class Depth:
     become: Callable[..., Array] | None = field(metadata=STATIC, default=None)
     sparse: Callable[[int], tuple[int, ...]] = field(metadata=STATIC, default=lambda num_layers: ())
     check: Callable[[int], None] = field(metadata=STATIC, default=lambda num_layers: None)  # raises UsageError
+    width: int | None = field(metadata=STATIC, default=None)  # of the streams that its parameters read; None: any
     name: str = field(metadata=STATIC, default="depth")
     params: PyTree = ()
 

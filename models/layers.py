@@ -462,7 +462,7 @@ def _unrolled(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, gro
     # Under `jit` so that equal layers share one trace: 30 layers in five programs take 2.9 s of CPU time, not 10.3.
     @functools.partial(jax.jit, static_argnums=0)
     def run_layer(graphdef, state, x, inputs):
-        return _run_layer(Weights(graphdef, state), x, inputs)
+        return one_layer(Weights(graphdef, state), x, inputs)
 
     def inputs_of(i: int) -> LayerInputs:
         prefix = Prefix(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
@@ -501,7 +501,7 @@ def _scanned(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, grou
             members = [Weights(graphdef, state, first + i) for i in range(size)]
         inputs = [inputs_of(first + i) for i in range(size)]
         if size == 1:
-            x, new = _run_layer(members[0], x, inputs[0])
+            x, new = one_layer(members[0], x, inputs[0])
             return x, (x[None], jax.tree.map(lambda leaf: leaf[None], new))
         outputs, new = _run_group([weights.block() for weights in members], x, inputs)
         return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new))
@@ -531,7 +531,7 @@ def _run_group(blocks: list, x: Array, inputs: list[LayerInputs]) -> tuple[list[
     return take_turns(x, attended, lambda i, x: blocks[i].feed(x, inputs[i].step)), list(new)
 
 
-def _run_layer(weights: Weights, x: Array, inputs: LayerInputs):
+def one_layer(weights: Weights, x: Array, inputs: LayerInputs):
     """One layer, or what `inputs.runs` says of it: the stream after it, and (k, v)."""
     if inputs.runs is None:
         block = weights.block()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.models.bridge import make_model
-from specjax.types import Target
+from specjax.types import Model, Target
 
 
 def pruned(target: Target, layers: Sequence[int]) -> Target:
@@ -34,10 +34,7 @@ def pruned(target: Target, layers: Sequence[int]) -> Target:
     changes: dict[str, Any] = {"num_layers": len(layers)}
     if getattr(config, "is_global", None) is not None:
         changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
-    smaller = dataclasses.replace(config, **changes)
-    mesh = target.model.mesh
-    model = make_model(smaller) if mesh is None else make_model(smaller, mesh)
-    return Target(model, target.params | {"layers": kept})
+    return Target(_spread_as(target, dataclasses.replace(config, **changes)), target.params | {"layers": kept})
 
 
 def narrowed(target: Target, width: int) -> Target:
@@ -58,6 +55,10 @@ def narrowed(target: Target, width: int) -> Target:
         return leaf[..., :width] if "down" in names else leaf[..., :width, :]
 
     layers = jax.tree_util.tree_map_with_path(cut, target.params["layers"])
-    smaller, mesh = dataclasses.replace(config, mlp_width=width), target.model.mesh
-    model = make_model(smaller) if mesh is None else make_model(smaller, mesh)
-    return Target(model, target.params | {"layers": layers})
+    return Target(_spread_as(target, dataclasses.replace(config, mlp_width=width)), target.params | {"layers": layers})
+
+
+def _spread_as(target: Target, config: Any) -> Model:
+    """The model of a smaller config, over the same axes of the same mesh."""
+    mesh, over = target.model.mesh, target.model.over
+    return make_model(config) if mesh is None else make_model(config, mesh, over)

@@ -35,8 +35,7 @@ def thinned(target: Target, depth: Depth) -> Target:
 
     Raises: UsageError for a model that is not of `specjax.models`, and for layers that it does not have.
     """
-    num_layers = choosable_layers(target)
-    depth.check(num_layers)
+    num_layers = check_depth(target, depth)
     if depth.sparse(num_layers) and getattr(target.model.config, "stacked", False):
         raise UsageError(f"{depth.name} has layers with caches of their own; load the model with stacked=False")
     if depth.keeps is not None or depth.narrow is not None:
@@ -44,6 +43,18 @@ def thinned(target: Target, depth: Depth) -> Target:
         rest = rest if depth.narrow is None else _narrowed(rest, depth)
         return Target(rest.model._replace(name=_name(target.model, depth)), rest.params)
     return Target(_model(target.model, depth.replace(params=())), {"base": target.params, "depth": depth.params})
+
+
+def check_depth(target: Target, depth: Depth) -> int:
+    """How many layers it chooses from. Raises: UsageError for a target that it does not fit, as `thinned`."""
+    num_layers, width = choosable_layers(target), target.model.config.width
+    depth.check(num_layers)
+    if depth.width not in (None, width):
+        raise UsageError(
+            f"what {depth.name} was given reads streams of width {depth.width}, and the model {target.model.name} has "
+            f"{width}; train it for this model"
+        )
+    return num_layers
 
 
 def choosable_layers(target: Target) -> int:

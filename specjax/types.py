@@ -186,6 +186,7 @@ class Model(NamedTuple):
     capabilities: Capabilities = Capabilities()
     config: Any = None  # what it was made from, if by `specjax.models`
     mesh: jax.sharding.Mesh | None = None  # over which its parameters lie
+    over: tuple[str, ...] | None = None  # the axes of it that split them, besides "data"; None: all
 
     def reads(self, inputs: PyTree) -> PyTree:
         """`inputs` for `begin` if the model reads any, else None: of a draft model beside a target that does."""

@@ -76,6 +76,14 @@ def ppd_head(config: PpdConfig) -> Head:
     )  # fmt: skip
 
 
+def prompts_of_token(target: Target, token: int, num_prompts: int = 3) -> DraftHead:
+    """Prompts that are all the embedding of one token, such as the [PAD] of `specjax.decoders.lud`."""
+    assert target.model.embed is not None
+    [[row]] = target.model.embed(target.params, jnp.full((1, 1), token, jnp.int32))
+    config = PpdConfig(row.shape[0], num_prompts, dtype=str(row.dtype))
+    return DraftHead(ppd_head(config), {"prompts": {"weight": jnp.tile(row, (num_prompts, 1))}})
+
+
 def rank_accuracy(
     target: Target, head: DraftHead, tokens: Sequence[int], ranks: int = 10
 ) -> tuple[tuple[float, ...], ...]:

@@ -7,9 +7,10 @@ for the whole model, which verifies. One file per method; what they share is `sp
 from specjax.adaptive.calm import calibrated, calm
 from specjax.adaptive.dynamax import Probes, dynamax, train_probes
 from specjax.adaptive.ffn_skip import ffn_skip
-from specjax.adaptive.first import Routers, first, train_routers
+from specjax.adaptive.first import Routers, first, train_lora, train_routers
 from specjax.adaptive.fitting import fit
 from specjax.adaptive.lora_drop import Corrections, blank_corrections, lora_drop
+from specjax.adaptive.m2r2 import blank_m2r2, train_m2r2
 from specjax.adaptive.matformer import matformer, nested_loss, train_nested
 from specjax.adaptive.measure import Reading, read, share_run
 from specjax.adaptive.s2d import s2d, sorted_loss, train_sorted
@@ -25,6 +26,7 @@ __all__ = [
     "Reading",
     "Routers",
     "blank_corrections",
+    "blank_m2r2",
     "calibrated",
     "calm",
     "dynamax",
@@ -40,6 +42,8 @@ __all__ = [
     "skip_decode",
     "sorted_loss",
     "thinned",
+    "train_lora",
+    "train_m2r2",
     "train_nested",
     "train_probes",
     "train_routers",

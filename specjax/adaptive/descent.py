@@ -11,26 +11,34 @@ import optax
 from specjax.types import Array, Model, Output, PyTree
 
 
-def descend(loss: Callable[[PyTree], Array], params: PyTree, steps: int, learning_rate: float) -> tuple[PyTree, Array]:
-    """The parameters after `steps`, and the loss before each: float32[steps]. Inside of `jit`."""
-    optimizer = optax.adam(learning_rate)
+def descend(
+    loss: Callable[..., Array], params: PyTree, steps: int, learning_rate: float | optax.GradientTransformation,
+    key: Array | None = None,
+) -> tuple[PyTree, Array]:  # fmt: skip
+    """The parameters after `steps`, and the loss before each: float32[steps]. Inside of `jit`.
 
-    def step(carry, _):
+    learning_rate: of Adam, or another optimizer. key: if given, the loss gets one of its own in each step, behind the
+    parameters.
+    """
+    optimizer = learning_rate if isinstance(learning_rate, optax.GradientTransformation) else optax.adam(learning_rate)
+
+    def step(carry, number):
         params, state = carry
-        value, gradient = jax.value_and_grad(loss)(params)
+        own = () if key is None else (jax.random.fold_in(key, number),)
+        value, gradient = jax.value_and_grad(loss)(params, *own)
         updates, state = optimizer.update(gradient, state)
         return (optax.apply_updates(params, updates), state), value
 
-    (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), None, steps)
+    (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(steps))
     return params, losses
 
 
 def one_pass(
-    model: Model, params: PyTree, tokens: Array, cache: PyTree, taps: tuple[int, ...] = ()
+    model: Model, params: PyTree, tokens: Array, cache: PyTree, taps: tuple[int, ...] = (), **more
 ) -> tuple[Output, PyTree]:
-    """`Model.forward` over whole texts `tokens` int32[B, T], from their first token on."""
+    """`Model.forward` over whole texts `tokens` int32[B, T], from their first token on. more: what else it takes."""
     batch, size = tokens.shape
     return model.forward(
         params, tokens, cache, positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
-        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)), taps=taps,
+        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)), taps=taps, **more,
     )  # fmt: skip

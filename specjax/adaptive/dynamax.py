@@ -47,7 +47,9 @@ def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> Depth:
         raise UsageError(
             f"probes are weight [layers, width] and bias [layers], not {probes.weight.shape} and {probes.bias.shape}"
         )
-    return _dynamax(every, len(probes.bias)).replace(params=(probes, jnp.float32(threshold)))
+    return _dynamax(every, len(probes.bias)).replace(
+        params=(probes, jnp.float32(threshold)), width=probes.weight.shape[1]
+    )
 
 
 @functools.cache

@@ -5,11 +5,12 @@ Latency Reduction (2024), arXiv 2410.12513.
 
 Rule: at layer l each token of the prompt gives r = sigmoid(w_l . h_l + b_l). Where the mean of the prompt is below 1/2,
 the answer leaves layer l out. The prompt runs everything.
+Training: routers alone (`train_routers`), then low-rank changes of the model with the routers frozen (`train_lora`).
 Guarantee: lossy.
 
 Deviations: the mean is over all tokens of the prompt but the last, which is read in the first pass of the decoding; a
 prompt of one token runs everything. Each row has layers of its own, a batch saves what all of its rows leave out.
-LoRA of the second stage of training is left out. Routers begin with a bias, so that they begin by running everything.
+Routers begin with a bias, so that they begin by running everything.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.adaptive.fitting import fit
+from specjax.adaptive.descent import descend, one_pass
+from specjax.adaptive.fitting import fit, surprise
 from specjax.errors import UsageError
 from specjax.models.depth import Depth, Places, Seen
-from specjax.types import Array, Sublayers, Target
+from specjax.models.low_rank import Changes, blank_changes, changed
+from specjax.models.thinned import thinned
+from specjax.types import Array, Model, Sublayers, Target
 
 
 class Routers(NamedTuple):
@@ -51,7 +55,7 @@ def first(routers: Routers) -> Depth:
         raise UsageError(
             f"routers are weight [layers, width] and bias [layers], not {routers.weight.shape} and {routers.bias.shape}"
         )
-    return _first(len(routers.bias)).replace(params=routers)
+    return _first(len(routers.bias)).replace(params=routers, width=routers.weight.shape[1])
 
 
 @functools.cache
@@ -138,3 +142,48 @@ def _soft(layers: int) -> Depth:
         return (r * seen.after + (1 - r) * seen.before).astype(seen.after.dtype)
 
     return Depth(plan=plan, runs=_runs, see=_see, note=_note, become=become, name="first_trained")
+
+
+def train_lora(
+    target: Target,
+    routers: Routers,
+    tokens: Array,
+    prompt: Array,
+    length: Array,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    key: Array | int = 0,
+    steps: int = 100,
+    learning_rate: float = 1e-3,
+) -> tuple[Target, Array]:
+    """The second stage: the target with low-rank changes of its queries' and values' projections, under which it holds
+    the texts likelier with the layers that the frozen routers leave, and the loss of each step.
+
+    Texts as `fit` takes them. The routers see the changed model, in each step anew, as they will when it decodes. For
+    `thinned(target, first(routers))` with the target that this returns.
+    """
+    model = thinned(target, first(routers)).model
+    key = jax.random.key(key) if isinstance(key, int) else key
+    blank = blank_changes(target, key, rank)
+    changes, losses = _train_lora(
+        model, target.model, alpha, steps, learning_rate, target.params, routers, blank, tokens, prompt, length
+    )
+    return changed(target, changes, alpha), losses
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _train_lora(
+    model: Model, whole: Model, alpha: float, steps: int, learning_rate: float, base, routers, changes, tokens, prompt,
+    length,
+):  # fmt: skip
+    def loss(changes: Changes) -> Array:
+        both = {"base": changed(Target(whole, base), changes, alpha).params, "depth": routers}
+        memory = model.opened(both, None, prompt, 0)
+        # The prompt is read once to ask the routers, with what the answer runs still open.
+        _, pending = one_pass(model, jax.lax.stop_gradient(both), tokens, memory)
+        place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        asked = _learn(memory.own, pending.noted, Places(place, prompt), place < prompt[:, None])
+        return surprise(model, both, tokens, prompt, length, memory._replace(own=asked))[0]
+
+    return descend(loss, changes, steps, learning_rate)

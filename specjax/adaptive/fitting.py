@@ -43,14 +43,21 @@ def fit(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _fit(model: Model, penalty, steps: int, learning_rate: float, base, params, tokens, prompt, length):
-    place = jnp.arange(tokens.shape[1] - 1)
-    counts = (place >= prompt[:, None] - 1) & (place < length[:, None] - 1)
-
     def loss(params) -> Array:
         both = {"base": base, "depth": params}
-        output, pending = one_pass(model, both, tokens, model.opened(both, None, prompt, 0))
-        log_p = jax.nn.log_softmax(output.logits[:, :-1])
-        of_text = take_along(log_p, tokens[:, 1:, None], 2)[..., 0]
-        return -jnp.sum(of_text * counts) / jnp.sum(counts) + penalty(pending.noted)
+        mean, pending = surprise(model, both, tokens, prompt, length, model.opened(both, None, prompt, 0))
+        return mean + penalty(pending.noted)
 
     return descend(loss, params, steps, learning_rate)
+
+
+def surprise(
+    model: Model, params: PyTree, tokens: Array, prompt: Array, length: Array, cache: PyTree
+) -> tuple[Array, PyTree]:
+    """The mean cross entropy of what follows the prompts in texts as `fit` takes them, and what is pending."""
+    place = jnp.arange(tokens.shape[1] - 1)
+    counts = (place >= prompt[:, None] - 1) & (place < length[:, None] - 1)
+    output, pending = one_pass(model, params, tokens, cache)
+    log_p = jax.nn.log_softmax(output.logits[:, :-1])
+    of_text = take_along(log_p, tokens[:, 1:, None], 2)[..., 0]
+    return -jnp.sum(of_text * counts) / jnp.sum(counts), pending

@@ -116,5 +116,6 @@ def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) ->
 
     return Depth(
         plan=plan, runs=runs, become=become, see=see, sees=lambda num_layers: which, start=start,
-        note=lambda carry: carry.streams, learn=learn, sparse=droppable, check=check, name="lora_drop",
+        note=lambda carry: carry.streams, learn=learn, sparse=droppable, check=check, width=width,
+        name="lora_drop",
     )  # fmt: skip

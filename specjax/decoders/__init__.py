@@ -3,6 +3,8 @@
 from specjax.decoders.any_subset import AnySubsetModel, AnySubsetResult, any_subset
 from specjax.decoders.ceed_vla import ceed_vla
 from specjax.decoders.continuous import ContinuousModel, ContinuousResult, continuous
+from specjax.decoders.hamburger import hamburger
+from specjax.decoders.lud import lud
 from specjax.decoders.pearl import PearlResult, pearl
 from specjax.decoders.pearl_in_one_program import pearl_in_one_program
 from specjax.decoders.superposed import SuperposedResult, superposed
@@ -17,6 +19,8 @@ __all__ = [
     "any_subset",
     "ceed_vla",
     "continuous",
+    "hamburger",
+    "lud",
     "pearl",
     "pearl_in_one_program",
     "superposed",

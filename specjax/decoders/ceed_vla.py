@@ -12,7 +12,7 @@ greedy text, or after `iterations` passes as it is then; the next one goes on be
 Guarantee: lossy; without a limit of iterations (or with one of at least n) greedy.
 
 A target that was distilled to jump to the fixed point from anywhere (Kou et al. 2024, CLLM, arXiv 2403.00835) needs few
-passes. Of others a pass makes little more than one token.
+passes: `specjax.training.consistency` does that. Of others a pass makes little more than one token.
 
 Deviations: keys and values of a block that ended early belong to its last guess but one. They are read again, together
 with the first pass of the next block; `stale_keys=True` keeps them, as cheaper and further from the model.
@@ -26,11 +26,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.decoders.begun import written
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
 from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.engine.results import DecodeResult
-from specjax.engine.statistics import zero_stats
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
 from specjax.precision import in_32_bits
@@ -157,9 +157,4 @@ def _run(
         nothing >= max_new_tokens, nothing > 0, nothing,
     )  # fmt: skip
     state = jax.lax.while_loop(lambda state: ~jnp.all(state.done), body, state)
-    place = prompts[:, None] + jnp.arange(max_new_tokens)
-    lengths = state.length - prompts
-    new = take_along(state.tokens, jnp.minimum(place, prompt.shape[1] - 1), 1)
-    new = jnp.where(jnp.arange(max_new_tokens) < lengths[:, None], new, -1)
-    stats = zero_stats(batch, 0)._replace(target_passes=state.all_passes, hit_eos=state.hit_eos)
-    return DecodeResult(new, lengths, state.hit_eos, stats)
+    return written(prompts, state.tokens, state.length, state.all_passes, state.hit_eos, max_new_tokens)

@@ -12,9 +12,11 @@ from specjax.drafters.heads.dspark import dspark
 from specjax.drafters.heads.eagle import eagle
 from specjax.drafters.heads.eagle3 import eagle3
 from specjax.drafters.heads.falcon import falcon
+from specjax.drafters.heads.hamburger import hamburger
 from specjax.drafters.heads.hidden_transfer import hidden_transfer
 from specjax.drafters.heads.hydra import hydra
 from specjax.drafters.heads.kangaroo import kangaroo
+from specjax.drafters.heads.m2r2 import m2r2
 from specjax.drafters.heads.medusa import medusa
 from specjax.drafters.heads.mlp_speculator import mlp_speculator
 from specjax.drafters.heads.p_eagle import p_eagle
@@ -59,6 +61,7 @@ __all__ = [
     "early_exit",
     "easyspec",
     "falcon",
+    "hamburger",
     "hidden_transfer",
     "hierarchical",
     "hydra",
@@ -66,6 +69,7 @@ __all__ = [
     "jacobi",
     "kangaroo",
     "lookahead",
+    "m2r2",
     "medusa",
     "mlp_speculator",
     "nar_block",

@@ -1,11 +1,15 @@
 """Training drafters on what their target writes: docs/training.md.
 
 `train` is the loop, `loop.train_step` one pure step of it; `served` says what a head serves,
-exactly and without decoding.
+exactly and without decoding. Models that write several tokens a pass by themselves are trained whole:
+`train_hamburger`, `train_lud`, `train_consistency`.
 """
 
 from specjax.training.answers import Answers, answer, own_prompts
+from specjax.training.consistency import mixed_labels, train_consistency, trajectories
+from specjax.training.hamburger import train_hamburger
 from specjax.training.lessons import Lesson, Text, pack
+from specjax.training.lexical_units import train_lud
 from specjax.training.loop import Progress, train, train_step
 from specjax.training.losses import LOSSES
 from specjax.training.recipes import RECIPES, Recipe, recipe_of
@@ -22,11 +26,16 @@ __all__ = [
     "Served",
     "Text",
     "answer",
+    "mixed_labels",
     "new_head",
     "own_prompts",
     "pack",
     "recipe_of",
     "served",
     "train",
+    "train_consistency",
+    "train_hamburger",
+    "train_lud",
     "train_step",
+    "trajectories",
 ]

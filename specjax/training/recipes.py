@@ -84,6 +84,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "clover": Recipe((("soft_ce", 1.0),), depths=4, decay=0.7),
         "chimera": Recipe((("ce", 1.0),), depths=4),
         "kangaroo": Recipe(depths=1, learning_rate=5e-4),
+        "m2r2": Recipe(depths=1, confidence=1.0, learning_rate=1e-3),  # its own loss: `specjax.adaptive.train_m2r2`
+        "hamburger": Recipe((("ce", 1.0),), depths=3, decay=1.0, confidence=0.5, learning_rate=1e-4),  # verified
         "hidden_transfer": Recipe((("kl", 1.0),), depths=3),
         "ppd": Recipe((("kl", 1.0),), depths=3, learning_rate=1e-2, weight_decay=0.0),
         "dflash": _BLOCK.replace(losses=(("soft_ce", 1.0),)),

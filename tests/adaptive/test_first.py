@@ -1,12 +1,14 @@
 """The card's tests of FiRST (B6)."""
 
 import depths
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax import Target, UsageError, adaptive
 from specjax.adaptive.unified import kept_layers
+from specjax.models.low_rank import blank_changes, changed
 
 
 def ran(routers, prompts=depths.PROMPTS):
@@ -60,3 +62,42 @@ def test_routers_learn_what_can_be_left_out():
     reading, _ = depths.read_again(model, text)
     ran = np.asarray(reading.ran.attention)[0, 1]
     assert not ran[3] and ran.sum() > 3
+
+
+def taught():
+    """Prompts, texts of the whole model behind them, and the routers whose layers these are to be written with."""
+    tokens, length = depths.lesson()
+    return tokens, jnp.asarray(list(map(len, depths.PROMPTS))), length, depths.some(adaptive.Routers, 4)
+
+
+def held(target, routers):
+    """float32: the mean surprise of the texts, as one reads them that decodes so."""
+    model = adaptive.thinned(target, adaptive.first(routers))
+    reading, counts = depths.read_again(model, depths.texts(depths.target()))
+    return -np.asarray(reading.logprobs)[counts].mean()
+
+
+def test_the_second_stage_learns_with_the_layers_that_decoding_runs():
+    tokens, prompt, length, routers = taught()
+    target, losses = adaptive.train_lora(
+        depths.target(), routers, tokens, prompt, length, rank=4, steps=40, learning_rate=1e-2
+    )
+    np.testing.assert_allclose(losses[0], held(depths.target(), routers), rtol=1e-4)
+    assert losses[-1] < 0.6 * losses[0]
+    assert held(target, routers) < 0.6 * losses[0]
+    before, after = depths.target().params["layers"], target.params["layers"]
+    for part, name in (("attention", "k"), ("attention", "o"), ("mlp", "up")):
+        np.testing.assert_array_equal(before[part][name]["weight"], after[part][name]["weight"])
+    for name in ("q", "v"):
+        difference = np.asarray(after["attention"][name]["weight"] - before["attention"][name]["weight"])
+        assert max(np.linalg.matrix_rank(layer, tol=1e-4) for layer in difference) == 4
+
+
+def test_changes_that_change_nothing():
+    changes = blank_changes(depths.target(), jax.random.key(0))
+    same = changed(depths.target(), changes)
+    jax.tree.map(np.testing.assert_array_equal, same.params, depths.target().params)
+    apart = blank_changes(depths.target(False), jax.random.key(0), of=("down",))
+    assert len(apart) == depths.LAYERS and len(changes) == 2
+    with pytest.raises(UsageError, match="llama has no weights called nothing in its layers"):
+        blank_changes(depths.target(), jax.random.key(0), of=("nothing",))

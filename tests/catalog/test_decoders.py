@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import tiny_head
 from scipy.stats import kstest, norm
 from toy import TARGET_ROWS, joint_distribution, tiny_llama, tiny_llama_alike
 from toy_decoders import exact, linear
@@ -44,6 +45,12 @@ def run(name, rows=(0, 1, 2), keys=KEYS, **options):
     if name == "continuous":
         starts = jnp.arange(1.0, 4.0)[jnp.array(rows), None, None]
         return decode(*HEADS, starts, key=keys, **{"max_new_tokens": 6, "window": 2} | options).to_lists()
+    if name == "hamburger_decoding":
+        settings = {"max_new_tokens": 12, "temperature": 0.8, "confidence": 0.5} | options
+        return decode(tiny_llama(), tiny_head("hamburger", tiny_llama()), prompts, key=keys, **settings).to_lists()
+    if name == "lud":
+        settings = {"max_new_tokens": 12, "temperature": 0.8, "threshold": 0.2, "pad_token": 63} | options
+        return decode(tiny_llama(), prompts, key=keys, **settings).to_lists()
     if name == "ceed_vla":
         return decode(
             tiny_llama(), prompts, key=keys, **{"max_new_tokens": 12, "block": 4, "iterations": 2} | options
@@ -123,6 +130,15 @@ def of_the_fixed_point(name):
     assert run(name, iterations=None) == plain()
 
 
+def of_the_base_one_by_one(name):
+    """lossy, but with an unreachable threshold plain decoding at any temperature."""
+    assert DECODERS[name].guarantee == "lossy"
+    never = {"confidence": 1.1} if name == "hamburger_decoding" else {"threshold": 1.1}
+    assert run(name) != plain(temperature=0.8)
+    for temperature in (0.0, 0.8):
+        assert run(name, temperature=temperature, **never) == plain(temperature=temperature)
+
+
 GUARANTEES = {
     "pearl": of_plain_decoding,
     "pearl_in_one_program": of_plain_decoding,
@@ -130,6 +146,8 @@ GUARANTEES = {
     "continuous": of_the_heads_distribution,
     "superposed_decoding": of_one_greedy_draft,
     "ceed_vla": of_the_fixed_point,
+    "hamburger_decoding": of_the_base_one_by_one,
+    "lud": of_the_base_one_by_one,
 }
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from heads import tiny_head
+from rules import takes_all
 from tiers import those
 from toy import (
     ADVERSARY,
@@ -51,6 +52,8 @@ OPTIONS = {
     "chimera": {"tree": trees.branching("2x1x1")},
     "falcon": {"tree": trees.branching("2x1x1")},
     "kangaroo": {"num_tokens": 3, "stop": trees.stops.confidence(0.1)},
+    "hamburger": {"num_tokens": 3, "stop": trees.stops.own(0.3)},
+    "m2r2": {"num_tokens": 3, "stop": trees.stops.own(0.3)},
     "hierarchical": {"min_tokens": 3},
     "input_guided": {"num_tokens": 6},
     "jacobi": {"window": 4},
@@ -312,8 +315,8 @@ DRAWN = {"dflash2", "dspark", "dynamic_exit", "eagle3", "early_exit", "easyspec"
 
 
 @pytest.mark.parametrize(
-    "name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, sorted({*EXACT} - {"thinned"}))
-)  # which wants layers: tests/drafters/layers/test_thinned.py
+    "name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, sorted({*EXACT} - {"m2r2", "thinned"}))
+)  # which want layers: tests/models/heads/test_m2r2.py, tests/drafters/layers/test_thinned.py
 def test_sampled_text_has_the_joint_law_of_the_target(name):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS)
     assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
@@ -323,16 +326,6 @@ def test_sampled_text_has_the_joint_law_of_the_target(name):
 def test_trees_drawn_without_replacement_have_the_joint_law_of_the_target(branching):
     drafter = branching_drafter(branching).replace(params=jnp.asarray(DRAFT_ROWS))
     assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
-
-
-def accept_all(keys, tree, logits):
-    """A mutant: takes every drafted token."""
-    verdict = standard(keys, tree, logits)
-    n = tree.tokens.shape[1]
-    last = draw(keys[:, -1], logits[:, -1])
-    return verdict._replace(
-        path=jnp.broadcast_to(jnp.arange(n), tree.tokens.shape), num_nodes=jnp.full(len(last), n), next_token=last
-    )
 
 
 def bonus_without_residual(keys, tree, logits):
@@ -350,7 +343,7 @@ def one_key_for_all_positions(keys, tree, logits):
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
-    [("two_model", accept_all), ("two_model", bonus_without_residual), ("prompt_lookup", one_key_for_all_positions)],
+    [("two_model", takes_all), ("two_model", bonus_without_residual), ("prompt_lookup", one_key_for_all_positions)],
 )
 def test_the_chi_square_catches_broken_rules(name, mutant):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS, verifier=mutant)

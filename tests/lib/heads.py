@@ -17,10 +17,12 @@ from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.models.heads.falcon import FalconConfig
+from specjax.models.heads.hamburger import HamburgerConfig
 from specjax.models.heads.hidden_transfer import HiddenTransferConfig
 from specjax.models.heads.hydra import HydraConfig
 from specjax.models.heads.kangaroo import KangarooConfig
 from specjax.models.heads.kinds import abstract_head, init_head
+from specjax.models.heads.m2r2 import M2R2Config
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.heads.p_eagle import PEagleConfig
@@ -77,6 +79,10 @@ def config_of(kind: str, target: Target):
         return FalconConfig(layer_of(target), carries=True)
     if kind == "hidden_transfer":
         return HiddenTransferConfig(width, (1, layers, 1))
+    if kind == "m2r2":
+        return M2R2Config(width, exit_layer=1, rank=2, router_width=4)
+    if kind == "hamburger":
+        return HamburgerConfig(layer_of(target, num_layers=2), (1, layers), merge_heads=2)
     if kind == "ppd":
         return PpdConfig(width, num_prompts=3, copies=2)
     if kind == "kangaroo":

@@ -212,6 +212,24 @@ def sampled_triples(drafter, rows, count=20_000, verifier=None, **options):
     return np.bincount(index, minlength=vocab**3).reshape((vocab,) * 3)
 
 
+def pairs_after(drafter_of, layers: int = 3, **options):
+    """Counts [3, 3] of two tokens of a vocabulary of 3 that a tiny Llama samples, by `drafter_of(target)`, the law that
+    the target says of them, and the result."""
+    target = tiny_llama(layers=layers, vocab=3, stacked=True)
+    result = decode(
+        target, drafter_of(target), [[1, 2]], samples_per_prompt=128, key=jax.random.key(3), max_new_tokens=2,
+        temperature=2.0, **options,
+    )  # fmt: skip
+    first, second = np.asarray(result.to_lists()).T
+    chains = jnp.asarray([[1, 2, token] for token in range(3)])
+    logits = target.model.forward(
+        target.params, chains, target.model.begin(target.params, None, 3, 128),
+        positions=jnp.broadcast_to(jnp.arange(3), (3, 3)), mask=jnp.tril(jnp.ones((3, 3, 3), bool)),
+    )[0].logits  # fmt: skip
+    p = np.asarray(jax.nn.softmax(logits / 2.0))
+    return np.bincount(first * 3 + second, minlength=9).reshape(3, 3), p[0, 1][:, None] * p[:, 2], result
+
+
 def chi_square(counts, distribution):
     """p-value of counts against a distribution, cells expecting fewer than 5 merged."""
     expected = distribution.ravel() * counts.sum()

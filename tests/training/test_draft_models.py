@@ -13,7 +13,7 @@ from toy_models import alike
 import specjax
 from specjax import UsageError
 from specjax.drafters import autoregressive, two_model
-from specjax.models import pruned
+from specjax.models import narrowed, pruned
 from specjax.models.vocabulary import of_vocabulary
 from specjax.training import losses
 from specjax.training.draft_models import OnPolicy, answered_by, leading_hits, loss_of
@@ -153,6 +153,8 @@ def test_pruned_layers_are_those_of_the_target():
     )
     tokens = texts()[0].tokens
     assert not np.allclose(logits_of(few, tokens), logits_of(pruned(target(), [2, 0]), tokens))
+    spread = specjax.shard(target(), specjax.parallel.mesh(1, 2), over=())
+    assert pruned(spread, [0, 2]).model.over == narrowed(spread, 8).model.over == ()
     with pytest.raises(UsageError, match="layers 0 to 2; keep one or more of these"):
         pruned(target(), [3])
     with pytest.raises(UsageError, match="has no layers by number"):

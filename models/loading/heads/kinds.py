@@ -12,9 +12,11 @@ from specjax.models.loading.heads import (
     eagle,
     eagle3,
     falcon,
+    hamburger,
     hidden_transfer,
     hydra,
     kangaroo,
+    m2r2,
     medusa,
     mlp_speculator,
     p_eagle,
@@ -25,8 +27,8 @@ from specjax.models.loading.heads.contents import Contents
 from specjax.reading import shown
 
 FILES: tuple[ModuleType, ...] = (
-    eagle3, p_eagle, dflash, eagle, falcon, medusa, hydra, ppd, mlp_speculator, redrafter, clover, chimera,
-    kangaroo, hidden_transfer,
+    hamburger, eagle3, p_eagle, dflash, eagle, falcon, medusa, hydra, ppd, mlp_speculator, redrafter, clover, chimera,
+    kangaroo, hidden_transfer, m2r2,
 )  # fmt: skip
 
 

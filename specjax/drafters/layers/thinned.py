@@ -20,7 +20,7 @@ from specjax import trees
 from specjax.drafters.layers.early_exit import self_draft, target_of
 from specjax.errors import UsageError
 from specjax.models.depth import Depth
-from specjax.models.thinned import choosable_layers, over
+from specjax.models.thinned import check_depth, over
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Sublayers, Target
 
@@ -44,8 +44,7 @@ def thinned(
     thinned itself, for layers that it does not have, and for a depth that learns from the prompt, which is of
     `specjax.adaptive.thinned`.
     """
-    num_layers = choosable_layers(target)
-    depth.check(num_layers)
+    num_layers = check_depth(target, depth)
     if jax.tree.leaves(depth.start(1, num_layers)):
         raise UsageError(
             f"{depth.name} learns from the prompt and cannot draft; use specjax.adaptive.thinned, or another"

@@ -1,0 +1,84 @@
+"""Training the fast stream of M2R2 (Bhendawade, Najibi, Naik, Belousova 2025, arXiv 2502.02040), target frozen.
+
+Loss: sum over the layers l up to E, with p the target's distribution and L its layers, of
+  SoftCE(p, softmax(head(norm(a_l)))) / E + 0.1 |a_l - h_min(R l, L)|^2 / D,
+and the binary cross entropy of the router and whether the fast stream names the token that the target names. The router
+alone learns from the latter.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.adaptive.descent import descend, one_pass
+from specjax.models.heads.blocks import bind
+from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.kinds import init_head
+from specjax.models.heads.m2r2 import M2R2, M2R2Config, check_target, of_target
+from specjax.types import Array, Model, PyTree, Target
+
+ALIGNMENT = 0.1
+
+
+class Streams(NamedTuple):
+    """What two passes over texts say."""
+
+    predicted: Array  # float32[], the mean over layers of the soft cross entropy of the fast stream
+    apart: Array  # float32[], the sum over layers of how far the fast stream is from the slow one above
+    sure: Array  # float32[], the binary cross entropy of the router
+    agrees: Array  # float32[], how often the fast stream names the target's token
+
+    @property
+    def loss(self) -> Array:
+        return self.predicted + ALIGNMENT * self.apart + self.sure
+
+
+def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
+    """A stream that is not faster than the target's own yet. changes: `exit_layer`, `rank` and others of
+    `specjax.models.heads.m2r2.M2R2Config`."""
+    config = of_target(target.model.config, **changes)
+    check_target(config, target.model)
+    return init_head("m2r2", config, key)
+
+
+def train_m2r2(
+    target: Target, head: DraftHead, tokens: Array, length: Array, *, steps: int = 200, learning_rate: float = 1e-3
+) -> tuple[DraftHead, Array]:
+    """The head after `steps`, and the loss of each. tokens: int32[B, T], of `length` int32[B] tokens; one batch."""
+    check_target(head.head.config, target.model)
+    arguments = head.head.config, steps, learning_rate
+    params, losses = _train(target.model, *arguments, target.params, head.params, tokens, length)
+    return head.replace(params=params), losses
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _train(model: Model, config: M2R2Config, steps: int, learning_rate: float, base, params, tokens, length):
+    loss = lambda params: streams(model, config, base, params, tokens, length).loss
+    return descend(loss, params, steps, learning_rate)
+
+
+def streams(model: Model, config: M2R2Config, base: PyTree, params: PyTree, tokens: Array, length: Array) -> Streams:
+    """The slow stream and the fast one over texts `tokens` int32[B, T]."""
+    module, head = bind(M2R2, config)(params), model.head
+    assert head is not None
+    layers = tuple(range(1, config.exit_layer + 1))
+    above = tuple(min(round(config.rate * layer), model.capabilities.num_layers) for layer in layers)
+    cache = model.begin(base, None, len(tokens), 0)
+    slow, _ = jax.lax.stop_gradient(one_pass(model, base, tokens, cache, above))
+    fast, _ = one_pass(model, base, tokens, cache, layers, run=module.accelerated())
+    p, named = jax.nn.softmax(slow.logits), jnp.argmax(slow.logits, -1)
+    counts = jnp.arange(tokens.shape[1]) < length[:, None]
+    mean = lambda x: jnp.sum(x * counts) / jnp.sum(counts)
+    soft = [mean(-jnp.sum(p * jax.nn.log_softmax(head(base, a)), -1)) for a in fast.taps]
+    apart = [
+        mean(jnp.mean(jnp.square(a.astype(jnp.float32) - h.astype(jnp.float32)), -1))
+        for a, h in zip(fast.taps, slow.taps, strict=True)
+    ]
+    agrees = (jnp.argmax(fast.logits, -1) == named).astype(jnp.float32)
+    chance = jnp.clip(module.sure(tuple(fast.taps[layer - 1] for layer in config.watched)), 1e-6, 1 - 1e-6)
+    sure = -agrees * jnp.log(chance) - (1 - agrees) * jnp.log1p(-chance)
+    return Streams(jnp.mean(jnp.stack(soft)), jnp.sum(jnp.stack(apart)), mean(sure), mean(agrees))

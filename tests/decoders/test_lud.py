@@ -1,0 +1,138 @@
+"""The card's tests of Lexical Unit Decoding (drafters, B9), its lessons, and the drafter that it makes."""
+
+from __future__ import annotations
+
+import functools
+
+import depths
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import markov, tiny_llama
+
+from specjax import UsageError, decode, decoders, drafters
+from specjax.models.heads.ppd import prompts_of_token
+from specjax.training.lexical_units import emptied, train_lud, unit_loss
+from specjax.training.segments import by_confidence
+
+NEW, PAD, SLOTS = 12, 63, 3
+
+
+@functools.cache
+def greedy():
+    return depths.texts(tiny_llama(), max_new_tokens=NEW)
+
+
+@functools.cache
+def lesson():
+    texts = [prompt + answer for prompt, answer in zip(depths.PROMPTS, greedy(), strict=True)]
+    assert not any(PAD in text for text in texts)
+    size = max(map(len, texts))
+    return jnp.asarray([text + [0] * (size - len(text)) for text in texts]), jnp.asarray([*map(len, texts)])
+
+
+def test_units_of_the_cards_confidences():
+    starts = by_confidence(jnp.asarray([[0.5, 0.95, 0.97, 0.6, 0.99]]), threshold=0.9)
+    assert np.diff([*np.flatnonzero(starts[0]), 5]).tolist() == [3, 2]
+    longer = by_confidence(jnp.full((1, 5), 0.95), longest=2)
+    assert np.flatnonzero(longer[0]).tolist() == [0, 2, 4]
+
+
+def test_a_lesson_hides_one_unit_but_its_first_token():
+    starts = jnp.asarray([[1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 0]], bool)
+    tokens, length = jnp.arange(14).reshape(2, 7), jnp.array([7, 6])
+    found = {
+        tuple(np.flatnonzero(np.asarray(row == PAD)).tolist())
+        for seed in range(20)
+        for row in emptied(jax.random.key(seed), tokens, length, starts, PAD)
+    }
+    assert found == {(1, 2), (4,), (6,), ()}  # of the second text nothing: its last token is not its own
+    inputs = emptied(jax.random.key(0), tokens, length, starts, PAD)
+    assert (inputs[1] == tokens[1]).all()
+
+
+def test_slots_change_nothing_before_them():
+    target = tiny_llama()
+    tokens = jnp.asarray([[3, 1, 4, PAD, PAD]])
+    model, params = target.model, target.params
+    forward = lambda tokens: model.forward(
+        params, tokens, model.begin(params, None, 1, 0), positions=jnp.arange(tokens.shape[1])[None],
+        mask=jnp.tril(jnp.ones((1, *[tokens.shape[1]] * 2), bool)),
+    )[0].logits  # fmt: skip
+    np.testing.assert_allclose(forward(tokens)[:, :3], forward(tokens[:, :3]), atol=1e-5)
+
+
+@functools.cache
+def tuned():
+    """All units of as many tokens as there can be."""
+    return train_lud(
+        tiny_llama(), *lesson(), pad_token=PAD, key=jax.random.key(0), slots=SLOTS, threshold=0.0, steps=150,
+        learning_rate=1e-2,
+    )  # fmt: skip
+
+
+def run(target, **options):
+    options = {"max_new_tokens": NEW, "pad_token": PAD, "slots": SLOTS, "threshold": 0.5} | options
+    return decoders.lud(target, depths.PROMPTS, **options)
+
+
+def test_a_tuned_model_fills_several_places_at_once():
+    target, losses = tuned()
+    assert losses[-1] < 0.25 * losses[0]
+    result = run(target)
+    assert result.to_lists() == greedy()
+    assert result.stats.target_passes.sum() <= 3 * NEW / 2
+
+
+def test_without_slots_or_above_any_threshold_it_is_plain_decoding():
+    eos = greedy()[0][4]
+    plain = depths.texts(tiny_llama(), max_new_tokens=NEW, eos=eos)
+    for options in ({"slots": 0}, {"threshold": 1.1}):
+        assert run(tiny_llama(), eos=eos, **options).to_lists() == plain
+    assert run(tiny_llama(), threshold=0.0).to_lists() != greedy()
+    assert run(tiny_llama(), threshold=0.0, repeats=99).stats.target_passes.tolist() == [NEW // (SLOTS + 1)] * 3
+
+
+def test_a_token_is_not_repeated_for_ever():
+    """A model that says but one token is sure of all of them: two passes in a row take `repeats` more."""
+    same = jnp.tile(jnp.array([[0.02, 0.96, 0.02]]), (3, 1))
+    passes = {
+        repeats: decoders.lud(
+            markov(np.asarray(same)), [[1]], max_new_tokens=12, pad_token=2, slots=3, repeats=repeats
+        ).stats.target_passes.tolist()
+        for repeats in (0, 1, 2, 9)
+    }
+    assert passes == {0: [12], 1: [12], 2: [6], 9: [3]}
+
+
+def test_the_verified_form_has_the_text_of_the_tuned_model():
+    target, _ = tuned()
+    head = prompts_of_token(target, PAD, SLOTS)
+    drafter = drafters.ppd(head, 8, accuracy=((0.9,), (0.9,), (0.9,)), costs=(1.0,) * 8)
+    result = decode(target, drafter, depths.PROMPTS, key=0, max_new_tokens=NEW)
+    plain = decode(target, "autoregressive", depths.PROMPTS, key=0, max_new_tokens=NEW)
+    assert result.to_lists() == plain.to_lists()
+    assert result.stats.target_passes.sum() < 0.7 * 3 * NEW
+
+
+def test_hidden_places_are_what_is_learnt():
+    """The loss of hidden places falls; that of a text as it is is the loss of any language model."""
+    target, _ = tuned()
+    tokens, length = lesson()
+    starts = by_confidence(jnp.ones(tokens.shape), longest=SLOTS + 1)
+    hidden = emptied(jax.random.key(9), tokens, length, starts, PAD)
+    of = lambda params, inputs: float(unit_loss(target.model, params, inputs, tokens, length))
+    assert of(target.params, hidden) < 0.3 * of(tiny_llama().params, hidden)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pad_token": 64}, "pad_token must be a token of the model, below 64, not 64"),
+        ({"slots": -1}, "slots and repeats"),
+    ],
+)
+def test_settings_out_of_range(options, words):
+    with pytest.raises(UsageError, match=words):
+        run(tiny_llama(), **options)

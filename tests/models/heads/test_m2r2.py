@@ -1,0 +1,118 @@
+"""The card's tests of M2R2 (drafters, B7): the fast stream beside the target's own, and what it learns."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import depths
+import jax
+import numpy as np
+import pytest
+from head_runs import random_params
+from rules import takes_all
+from tiers import exhaustive
+from toy import chi_square, markov, pairs_after, tiny_llama
+
+from specjax import UsageError, adaptive, decode, drafters, trees
+from specjax.adaptive import m2r2
+from specjax.adaptive.descent import one_pass
+from specjax.models.heads.blocks import bind
+from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.m2r2 import M2R2, M2R2Config, m2r2_head
+
+CONFIG = M2R2Config(depths.WIDTH, exit_layer=4, rank=4, router_width=4)
+NEVER = trees.stops.own(0.0)
+
+
+def head_of(config=CONFIG, **changes) -> DraftHead:
+    return DraftHead(m2r2_head(config), random_params("m2r2", config) | changes)
+
+
+def run(drafter, target=None, **options):
+    options = {"key": jax.random.key(0), "max_new_tokens": depths.NEW} | options
+    result = decode(target or depths.target(), drafter, depths.PROMPTS, **options)
+    return result.to_lists(), result.stats.target_passes.tolist()
+
+
+@pytest.mark.parametrize(("stacked", "temperature"), [(True, 0.0), exhaustive(True, 1.0), exhaustive(False, 1.0)])
+def test_a_stream_that_is_not_faster_is_an_early_exit(stacked, temperature):
+    """B = 0: drafts, and what they were drawn from, are those of the first layers."""
+    head, target = head_of(up=np.zeros((4, depths.WIDTH, 4), np.float32)), depths.target(stacked)
+    ours = run(drafters.m2r2(head, 3, stop=NEVER), target, temperature=temperature)
+    assert ours == run(drafters.early_exit(target, 4, num_tokens=3), target, temperature=temperature)
+    assert ours != run(drafters.m2r2(head_of(), 3, stop=NEVER), target, temperature=temperature)
+
+
+@jax.jit
+def passed(params, target, tokens):
+    """What is pending of the target's own stream in the first layers, and the fast streams behind them."""
+    module = bind(M2R2, CONFIG)(params)
+    cache = target.model.begin(target.params, None, len(tokens), 0)
+    output, pending = one_pass(target.model, target.params, tokens, cache, (1, 2, 3, 4), run=module.accelerated())
+    return (pending.k, pending.v), output.taps
+
+
+def test_no_bit_of_the_slow_stream_depends_on_the_accelerators():
+    tokens, target = depths.lesson()[0], depths.target()
+    (slow, fast), (again, faster) = (
+        passed(params, target, tokens) for params in (head_of().params, random_params("m2r2", CONFIG, 1))
+    )
+    jax.tree.map(np.testing.assert_array_equal, slow, again)
+    assert not np.allclose(fast[0], faster[0])
+    cache = target.model.begin(target.params, None, len(tokens), 0)
+    _, whole = jax.jit(one_pass, static_argnums=0)(target.model, target.params, tokens, cache)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[:4], atol=1e-5), slow, (whole.k, whole.v))
+
+
+@functools.cache
+def trained():
+    blank = adaptive.blank_m2r2(depths.target(), jax.random.key(1), exit_layer=4, rank=8)
+    return blank, *adaptive.train_m2r2(depths.target(), blank, *depths.lesson(), steps=120, learning_rate=1e-2)
+
+
+def test_streams_come_closer_and_say_the_same_more_often():
+    blank, head, losses = trained()
+    assert losses[-1] < 0.6 * losses[0]
+    target = depths.target()
+    before, after = (
+        m2r2.streams(target.model, head.head.config, target.params, of.params, *depths.lesson()) for of in (blank, head)
+    )
+    assert after.apart < 0.8 * before.apart
+    assert after.agrees > before.agrees + 0.3
+    assert after.sure < before.sure
+
+
+def test_a_trained_stream_drafts_what_the_target_says():
+    passes = [sum(run(drafters.m2r2(of, 3, stop=NEVER))[1]) for of in trained()[:2]]
+    assert passes[1] < 0.8 * passes[0]  # of the texts that it was trained on
+
+
+def test_a_router_that_is_not_sure_ends_the_draft():
+    text, passes = run(drafters.m2r2(trained()[1], 3))
+    assert text == depths.texts(depths.target())
+    never = run(drafters.m2r2(trained()[1], 3, stop=trees.stops.own(1.1)))
+    assert never == (text, [depths.NEW] * 3) and passes != never[1]
+
+
+def drafter_for(target):
+    config = replace(CONFIG, exit_layer=2)
+    return drafters.m2r2(DraftHead(m2r2_head(config), random_params("m2r2", config)), 2, stop=NEVER)
+
+
+def test_sampled_text_has_the_joint_law_of_the_target():
+    counts, law, result = pairs_after(drafter_for)
+    assert chi_square(counts, law) > 1e-3
+    assert 15 < result.stats.accepted.sum() < 240
+
+
+def test_a_rule_that_takes_every_draft_has_not():
+    counts, law, _ = pairs_after(drafter_for, verifier=takes_all)
+    assert chi_square(counts, law) < 1e-3
+
+
+def test_what_does_not_fit():
+    with pytest.raises(UsageError, match="markov has no layers for a second stream"):
+        adaptive.train_m2r2(markov(), head_of(), *depths.lesson())
+    with pytest.raises(UsageError, match=r"of width 32 through the first 4 layers of its target, but .* has 2"):
+        decode(tiny_llama(), drafters.m2r2(head_of(), 3), [[1, 2]], key=0, max_new_tokens=2)
