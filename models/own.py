@@ -1,0 +1,172 @@
+"""Models of a user's own: a Flax module or a function, as it stands, becomes a `Target`.
+
+What it remembers is one of two things. Without `cache`, the text: every pass reads all of it again, which is slow, and
+right for any causal model (`specjax.models.own_memories.of_text`). With `cache`, what the model itself keeps of each
+token, in slots as gemma and Tunix have them (`of_slots`). `specjax.check_model` says whether a model does as it should.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from specjax.errors import UsageError
+from specjax.models import own_memories
+from specjax.types import Array, Model, PyTree, Target
+
+NAMES = {"positions": "positions", "cache": "cache", "mask": "mask", "attention_mask": "mask"}
+"""Parameters that a model is given where it has them, and what each is."""
+
+
+class Call(NamedTuple):
+    """A user's forward pass with its parameters as an argument. Hashable: equal ones are one model."""
+
+    run: Callable[..., Any]  # (definition, params, tokens, **given)
+    definition: Any  # a graph definition, a Linen module or a function
+    takes: frozenset[tuple[str, str]]  # names of its parameters, and what they are
+    name: str
+
+    def wants(self, what: str) -> bool:
+        return any(kind == what for _, kind in self.takes)
+
+    def __call__(self, params: PyTree, tokens: Array, **given: Any) -> tuple[Array, PyTree]:
+        """(logits float32[B, T, V], the cache that came back)."""
+        out = self.run(self.definition, params, tokens, **{name: given[kind] for name, kind in self.takes})
+        if isinstance(out, tuple):
+            return out[0].astype(jnp.float32), out[1] if len(out) > 1 else None
+        logits = getattr(out, "logits", out)
+        return logits.astype(jnp.float32), getattr(out, "cache", None)
+
+
+def target_of(
+    model: nnx.Module | linen.Module | Callable[..., Any],
+    params: PyTree = None,
+    *,
+    max_positions: int,
+    cache: Callable[[int, int], PyTree] | None = None,
+    trees: bool | None = None,
+    name: str | None = None,
+) -> Target:
+    """A model of your own as a target or draft model. Its parameters are used as they lie, without a copy.
+
+    Args:
+      model: an NNX module, called as `model(tokens)`; a Linen module, as `model.apply(params, tokens)`; or a function
+        `model(params, tokens)`. It gives logits [B, T, V], alone or first of a tuple, or as `.logits`. By keyword it is
+        further given those of these that its signature names: `positions` int32[B, T]; `mask` or `attention_mask`, bool
+        [B, T, S], which of the S tokens that it reads or has in its cache each token sees; and `cache`.
+      params: of an NNX module by default its own; variables or parameters of a Linen module; of a function anything.
+      max_positions: tokens of the longest text it reads.
+      cache: `cache(batch, slots)` makes its empty cache: arrays with an axis of rows and one of slots, and integers
+        that say at which slot the next token goes, the same for all rows. The model writes what it keeps of T tokens
+        into T slots from there on, and gives `(logits, cache)`, or both as attributes. None: it is called without one
+        (`cache=None`), on the whole text in every pass.
+      trees: whether it can be given trees. Default: if it takes a mask. False for a model that counts places of its
+        input instead of positions, as sliding windows of some do; without `cache` it reads plain texts then.
+      name: default: that of the module's class or of the function.
+
+    Equal modules, or the same function, with the same `cache` are the same model: a second call of `decode` compiles
+    nothing. Dropout and the like must be off.
+
+    Raises: UsageError for a model that asks for something else, or gives no logits.
+    """
+    call, params = _call_of(model, params, name)
+    if cache is not None and not call.wants("cache"):
+        raise UsageError(f"cache is of models with a parameter `cache`, which {call.name} has not; leave it out")
+    if trees is None:
+        trees = call.wants("mask")
+    if (trees or cache is not None) and not call.wants("mask"):
+        raise UsageError(
+            f"{call.name} has no parameter `mask` or `attention_mask`, which "
+            f"{'trees' if cache is None else 'cache'} needs; leave it out, or give the model one"
+        )
+    if (trees or cache is not None) and not call.wants("positions"):
+        raise UsageError(
+            f"{call.name} takes a mask but no `positions`, so it would count those of other tokens too; give it the "
+            "parameter, or set trees=False without cache"
+        )
+    return Target(_model_of(call, cache, max_positions, trees, _vocabulary(call, params, cache)), params)
+
+
+def _call_of(model: Any, params: PyTree, name: str | None) -> tuple[Call, PyTree]:
+    """How to run it, and its parameters."""
+    if isinstance(model, nnx.Module):
+        definition, state = nnx.split(model)
+        params = nnx.to_pure_dict(state) if params is None else params
+        params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+        name = name or type(model).__name__
+        return Call(_run_nnx, definition, _takes(type(model).__call__, name, first=1), name), params
+    if params is None:
+        raise UsageError(
+            "params of a Linen module or of a function must be given, as what a function closes over becomes a "
+            "constant of the program; pass () if there are none"
+        )
+    if isinstance(model, linen.Module):
+        name = name or type(model).__name__
+        return Call(_run_linen, model, _takes(type(model).__call__, name, first=1), name), params
+    if not callable(model):
+        raise UsageError(f"model must be a Flax module or a function, not {type(model).__name__}")
+    name = name or getattr(model, "__name__", type(model).__name__)
+    return Call(_run_function, model, _takes(model, name, first=1), name), params
+
+
+def _run_nnx(definition, params, tokens, **given):
+    return nnx.merge(definition, nnx.State(params))(tokens, **given)
+
+
+def _run_linen(module, params, tokens, **given):
+    variables = params if "params" in params else {"params": params}
+    return module.apply(variables, tokens, **given)
+
+
+def _run_function(function, params, tokens, **given):
+    return function(params, tokens, **given)
+
+
+def _takes(function: Callable[..., Any], name: str, first: int) -> frozenset[tuple[str, str]]:
+    """Of NAMES those that it has behind its `first` parameter and the tokens."""
+    parameters = list(inspect.signature(function).parameters.values())[first + 1 :]
+    for one in parameters:
+        needed = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        if needed and one.name not in NAMES:
+            raise UsageError(
+                f"{name} takes `{one.name}`, which it cannot be given; pass a function of (params, tokens) and of "
+                "those of positions, cache and mask that it needs, which calls it"
+            )
+    return frozenset((one.name, NAMES[one.name]) for one in parameters if one.name in NAMES)
+
+
+def _vocabulary(call: Call, params: PyTree, cache: Callable[[int, int], PyTree] | None) -> int:
+    """How many logits it gives. Nothing is computed."""
+
+    def forward(params):
+        tokens, mask = jnp.zeros((1, 2), jnp.int32), jnp.tril(jnp.ones((1, 2, 2), bool))
+        held = None if cache is None else cache(1, 2)
+        return call(params, tokens, positions=jnp.arange(2)[None], mask=mask, cache=held)[0]
+
+    logits = jax.eval_shape(forward, params)
+    if logits.ndim != 3 or logits.shape[:2] != (1, 2):
+        raise UsageError(f"{call.name} must give logits [1, 2, V] for tokens [1, 2], not {list(logits.shape)}")
+    return logits.shape[2]
+
+
+def _model_of(call: Call, cache, max_positions: int, trees: bool, vocab_size: int) -> Model:
+    settings = call, cache, max_positions, trees, vocab_size
+    try:
+        return _made(*settings)
+    except TypeError:  # what cannot be hashed is a model of its own each time
+        return _made.__wrapped__(*settings)
+
+
+@functools.cache
+def _made(call: Call, cache, max_positions: int, trees: bool, vocab_size: int) -> Model:
+    if cache is None:
+        made = own_memories.of_text(call, call.name, max_positions, trees)
+    else:
+        made = own_memories.of_slots(call, call.name, cache)
+    return Model(vocab_size=vocab_size, max_positions=max_positions, name=call.name, **made)
