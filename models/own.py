@@ -76,20 +76,17 @@ def target_of(
     Raises: UsageError for a model that asks for something else, or gives no logits.
     """
     call, params = _call_of(model, params, name)
-    if cache is not None and not call.wants("cache"):
-        raise UsageError(f"cache is of models with a parameter `cache`, which {call.name} has not; leave it out")
     if trees is None:
         trees = call.wants("mask")
-    if (trees or cache is not None) and not call.wants("mask"):
-        raise UsageError(
-            f"{call.name} has no parameter `mask` or `attention_mask`, which "
-            f"{'trees' if cache is None else 'cache'} needs; leave it out, or give the model one"
-        )
-    if (trees or cache is not None) and not call.wants("positions"):
-        raise UsageError(
-            f"{call.name} takes a mask but no `positions`, so it would count those of other tokens too; give it the "
-            "parameter, or set trees=False without cache"
-        )
+    if cache is not None and not call.wants("cache"):
+        raise UsageError(f"cache is of models with a parameter `cache`, which {call.name} has not; leave cache out")
+    for what, names in (("mask", "`mask` or `attention_mask`"), ("positions", "`positions`")):
+        if (trees or cache is not None) and not call.wants(what):
+            reason = "its own cache needs" if cache is not None else "trees need"
+            raise UsageError(
+                f"{call.name} has no parameter {names}, which {reason}; give it one, or leave cache out and set "
+                "trees=False"
+            )
     return Target(_model_of(call, cache, max_positions, trees, _vocabulary(call, params, cache)), params)
 
 

@@ -48,11 +48,12 @@ class ModelCheck(NamedTuple):
 
     model: str
     promises: tuple[Promise, ...]  # those that were asked for, up to the first that is broken
+    kept: bool  # all of them
     tolerance: float  # largest difference allowed
     sentence: str  # what is wrong, or that nothing is
 
     def __bool__(self) -> bool:
-        return all(promise.kept for promise in self.promises)
+        return self.kept
 
     def __str__(self) -> str:
         return self.sentence
@@ -81,23 +82,31 @@ def check_model(
     """
     if model.max_positions < LONGEST:
         raise UsageError(f"max_positions of the model is {model.max_positions}, and the check has texts of {LONGEST}")
-    ask = _Asking(Target(model, params), inputs, seed)
-    found: list[Promise] = []
+    ask, found = _Asking(Target(model, params), inputs, seed), []
+    limit = 0.0 if tolerance is None else tolerance
+
+    def check(kept: bool, sentence: str) -> ModelCheck:
+        return ModelCheck(model.name, tuple(found), kept, limit, sentence)
+
     try:
-        limit = ask.tolerance() if tolerance is None else tolerance
+        logits, _ = ask.look(ask.filled())
+        if np.isnan(logits).any() or not np.isfinite(logits).any(-1).all():
+            found.append(Promise("finite", False, np.inf, ""))
+            return check(False, f"{model.name}: its logits are not numbers")
+        limit = ask.tolerance(logits) if tolerance is None else tolerance
         for name, words, pairs in ask.promises(reference):
             largest, where = _largest_difference(pairs())
             found.append(Promise(name, largest <= limit, largest, where))
             if largest > limit:
                 said = f"{words}: their logits differ by {largest:.2g} (allowed: {limit:.2g}) at {where}"
                 notice = ask.notice_of_positions(limit, reference) if name in ABOUT_POSITIONS else ""
-                return ModelCheck(model.name, tuple(found), limit, f"{model.name}: {said}{notice}")
-    except UsageError as error:
+                return check(False, f"{model.name}: {said}{notice}")
+    except UsageError as error:  # logits or a memory of another form
         found.append(Promise("form", False, np.inf, ""))
-        return ModelCheck(model.name, tuple(found), tolerance or 0.0, str(error))
+        return check(False, str(error))
     furthest = max(promise.largest for promise in found)
-    said = f"{model.name} keeps all {len(found)} promises; logits that should be equal differ by {furthest:.1g} at most"
-    return ModelCheck(model.name, tuple(found), limit, said)
+    said = f"keeps all {len(found)} promises; logits that should be equal differ by {furthest:.1g} at most"
+    return check(True, f"{model.name} {said}")
 
 
 ABOUT_POSITIONS = "reference", "steps", "prompt", "tree"
@@ -114,13 +123,13 @@ class _Asking:
         self.tokens = rng.integers(0, vocab, (len(LENGTHS), WIDTH)).astype(np.int32)
         self.others = ((self.tokens + 1 + rng.integers(0, vocab - 1, self.tokens.shape)) % vocab).astype(np.int32)
 
-    def tolerance(self) -> float:
-        logits, _ = self.look(self.filled())
+    def tolerance(self, logits: np.ndarray) -> float:
+        """For a model with such logits."""
         short = any(
             jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
             for x in jax.tree.leaves(self.target.params)
         )
-        return (ROUNDED if short else EXACT) * float(np.abs(logits, where=np.isfinite(logits), out=0 * logits).max())
+        return (ROUNDED if short else EXACT) * float(np.abs(logits[np.isfinite(logits)]).max())
 
     def promises(self, reference) -> Iterator[tuple[str, str, Callable[[], list[Pair]]]]:
         """(name, what is said where it is broken, the logits that should be equal), the plainest first."""
@@ -271,9 +280,22 @@ class _Asking:
     def moved(self) -> list[Pair]:
         own, others = self.filled(), self.filled(np.ascontiguousarray(self.text[:, ::-1]))
         alone = self.filled(rows=slice(1, 2))
-        mixed = buffers.put_row(others, alone, jnp.int32(1), self.target.model.axes(others))
+        mixed = self.with_row(others, alone, 1)
         wanted = [self.look(cache)[0] for cache in (others, own, others)]
         return [(self.look(mixed)[0], np.stack([logits[row] for row, logits in enumerate(wanted)]))]
+
+    def with_row(self, batch: PyTree, one: PyTree, row: int) -> PyTree:
+        """Raises: UsageError if `axes` are those of other arrays."""
+        shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+        try:
+            mixed = buffers.put_row(batch, one, jnp.int32(row), self.target.model.axes(batch))
+            fits = shapes(mixed) == shapes(batch)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            name = self.target.model.name
+            raise UsageError(f"axes of the model {name} must say where the rows are in each array of its memory")
+        return mixed
 
     def notice_of_positions(self, limit: float, reference) -> str:
         """Where the mistake is one of positions: what they would have to be, or that they are not read."""
