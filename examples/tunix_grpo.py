@@ -146,7 +146,9 @@ def main(arguments: list[str] | None = None) -> list[Rollout]:
         actor=policy,
         tokenizer=Numbers(),
         cluster_config=rl_cluster.ClusterConfig(
-            role_to_mesh=dict.fromkeys((rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh),
+            role_to_mesh=dict.fromkeys(
+                (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh
+            ),
             rollout_engine=SpecjaxRollout,
             training_config=rl_cluster.RLTrainingConfig(
                 actor_optimizer=optax.adam(options.learning_rate), max_steps=options.updates, eval_every_n_steps=10**6

@@ -19,7 +19,7 @@ from specjax.engine import forms
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
 from specjax.trees import operations
-from specjax.types import Array, Model, PyTree, Target
+from specjax.types import Array, Model, PyTree
 
 LENGTHS = 7, 1, 4  # of the texts, one per row
 WIDTH = 6  # tokens of a pass
@@ -82,7 +82,7 @@ def check_model(
     """
     if model.max_positions < LONGEST:
         raise UsageError(f"max_positions of the model is {model.max_positions}, and the check has texts of {LONGEST}")
-    ask, found = _Asking(Target(model, params), inputs, seed), []
+    ask, found = _Asking(model, params, inputs, seed), []
     limit = 0.0 if tolerance is None else tolerance
 
     def check(kept: bool, sentence: str) -> ModelCheck:
@@ -115,10 +115,11 @@ ABOUT_POSITIONS = "reference", "steps", "prompt", "tree"
 class _Asking:
     """A model, three texts, tokens that may follow them, and passes over these."""
 
-    def __init__(self, target: Target, inputs: PyTree, seed: int):
+    def __init__(self, model: Model, params: PyTree, inputs: PyTree, seed: int):
         rng = np.random.default_rng(seed)
-        vocab = target.model.vocab_size
-        self.target, self.inputs, self.lengths = target, inputs, np.array(LENGTHS, np.int32)
+        vocab = model.vocab_size
+        self.model, self.params, self.inputs = model, params, inputs
+        self.lengths = np.array(LENGTHS, np.int32)
         self.text = rng.integers(0, vocab, (len(LENGTHS), LONGEST)).astype(np.int32)
         self.tokens = rng.integers(0, vocab, (len(LENGTHS), WIDTH)).astype(np.int32)
         self.others = ((self.tokens + 1 + rng.integers(0, vocab - 1, self.tokens.shape)) % vocab).astype(np.int32)
@@ -126,8 +127,7 @@ class _Asking:
     def tolerance(self, logits: np.ndarray) -> float:
         """For a model with such logits."""
         short = any(
-            jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
-            for x in jax.tree.leaves(self.target.params)
+            jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(self.params)
         )
         return (ROUNDED if short else EXACT) * float(np.abs(logits[np.isfinite(logits)]).max())
 
@@ -140,9 +140,9 @@ class _Asking:
         yield "prompt", "a prompt read at once leaves another memory than the same tokens read one by one", self.prompt
         yield "rows", "a row of a batch has other logits than the row alone", self.rows
         yield "commit", "what was drafted and not committed is not forgotten", self.commit
-        if self.target.model.rewind is not None:
+        if self.model.rewind is not None:
             yield "rewind", "what a rewind takes back is not forgotten", self.rewind
-        if self.target.model.capabilities.trees:
+        if self.model.capabilities.trees:
             yield "siblings", "a node of a tree sees nodes that are not above it", self.siblings
             yield "tree", "a node of a tree has other logits than its path alone", self.tree
             yield "branch", "a branch of a tree leaves another memory than the same text", self.branch
@@ -156,17 +156,27 @@ class _Asking:
         """The memory of the first `count` tokens of each text."""
         text, count = self.text if text is None else text, self.lengths if count is None else count
         inputs = jax.tree.map(lambda x: jnp.asarray(x)[rows], self.inputs)
-        return _read(self.target, inputs, text[rows], np.asarray(count)[rows], self.lengths[rows], capacity)
+        plain = self.model._replace(rewind=None, axes=buffers.rows_first)  # which reading has nothing to do with
+        return _read(plain, self.params, inputs, text[rows], np.asarray(count)[rows], self.lengths[rows], capacity)
 
-    def look(self, cache, tokens=None, start=None, mask=None, earlier=None, shift: int = 0) -> tuple[np.ndarray, PyTree]:
+    def look(
+        self, cache, tokens=None, start=None, mask=None, earlier=None, shift: int = 0
+    ) -> tuple[np.ndarray, PyTree]:
         """(logits, what is pending) of a pass behind texts of `start` tokens: over a chain, or with `mask`."""
         tokens, start = self.tokens if tokens is None else tokens, self.lengths if start is None else start
         count = tokens.shape[1]
         mask = np.tril(np.ones((count, count), bool)) if mask is None else mask
         mask = np.broadcast_to(mask, (len(tokens), *mask.shape[-2:]))
         positions = start[:, None] + mask.sum(2) - 1 + shift
-        logits, pending = _pass(self.target, cache, tokens, positions.astype(np.int32), mask, earlier)
-        return np.asarray(logits), pending
+        positions = positions.astype(np.int32)
+        output, pending = _pass(self.model.forward, self.params, cache, tokens, positions, mask, earlier)
+        forms.check_output(self.model, output, *tokens.shape)
+        return np.asarray(output.logits, np.float32), pending
+
+    def committed(self, cache, pending, path, count) -> PyTree:
+        after = _committed(self.model.commit, cache, pending, path, count)
+        forms.check_same(f"commit of the model {self.model.name}", cache, after)
+        return after
 
     def joined(self, count, path=None, start=None) -> np.ndarray:
         """The texts of `start` tokens with the first `count` [B] tokens that may follow, or nodes of a path, behind."""
@@ -186,7 +196,7 @@ class _Asking:
     # What should be equal.
 
     def as_reference(self, reference) -> list[Pair]:
-        whole = np.asarray(jax.jit(reference)(self.target.params, jnp.asarray(self.joined(WIDTH))), np.float32)
+        whole = np.asarray(jax.jit(reference)(self.params, jnp.asarray(self.joined(WIDTH))), np.float32)
         place = self.lengths[:, None] + np.arange(WIDTH)
         return [(self.look(self.filled())[0], np.take_along_axis(whole, place[:, :, None], 1))]
 
@@ -199,7 +209,7 @@ class _Asking:
         cache, found = self.filled(), []
         for i in range(WIDTH):
             logits, pending = self.look(cache, self.tokens[:, i : i + 1], self.lengths + i, shift=shift)
-            cache = _commit(self.target, cache, pending, np.zeros((3, 1), np.int32), np.ones(3, np.int32))
+            cache = self.committed(cache, pending, np.zeros((3, 1), np.int32), np.ones(3, np.int32))
             found.append(logits)
         return np.concatenate(found, 1), cache
 
@@ -220,13 +230,13 @@ class _Asking:
     def commit(self) -> list[Pair]:
         cache, count = self.filled(), np.array([PIECE, 1, 0], np.int32)
         path = np.where(np.arange(WIDTH) < count[:, None], np.arange(WIDTH), -1).astype(np.int32)
-        return [self.after(_commit(self.target, cache, self.look(cache)[1], path, count), count)]
+        return [self.after(self.committed(cache, self.look(cache)[1], path, count), count)]
 
     def rewind(self) -> list[Pair]:
         kept = np.array([5, 1, 0], np.int32)
-        short = _rewound(self.target, self.filled(), kept)
+        short = _rewound(self.model.rewind, self.filled(), kept)
         again = self.filled(count=kept)
-        goes_on = _commit(self.target, short, self.look(short, start=kept)[1], *_all_of(WIDTH))
+        goes_on = self.committed(short, self.look(short, start=kept)[1], *_all_of(WIDTH))
         return [
             (self.look(short, start=kept)[0], self.look(again, start=kept)[0]),
             self.same(goes_on, self.joined(WIDTH, start=kept), kept + WIDTH),
@@ -255,22 +265,22 @@ class _Asking:
     def branch(self) -> list[Pair]:
         cache, count = self.filled(), np.array([3, 2, 3], np.int32)
         path = np.broadcast_to(np.array([*BRANCH, -1, -1, -1], np.int32), (3, WIDTH))
-        committed = _commit(self.target, cache, self.look(cache, mask=_above())[1], path, count)
+        committed = self.committed(cache, self.look(cache, mask=_above())[1], path, count)
         return [self.same(committed, self.joined(count, BRANCH), self.lengths + count)]
 
     def pending(self) -> list[Pair]:
         """The second half of a tree, or of a chain, while the first one is pending; then a path through both."""
-        trees = self.target.model.capabilities.trees
+        trees = self.model.capabilities.trees
         above = _above() if trees else np.tril(np.ones((WIDTH, WIDTH), bool))
         path = BRANCH if trees else range(PIECE + 1)
         cache = self.filled()
         at_once, _ = self.look(cache, mask=above)
         first, before = self.look(cache, self.tokens[:, :PIECE], mask=above[:PIECE, :PIECE])
         second, new = self.look(cache, self.tokens[:, PIECE:], mask=above[PIECE:], earlier=before)
-        both = _both(self.target, before, new)
+        both = _both(self.model.widen, self.model.insert, before, new)
         nodes = np.broadcast_to(np.resize(np.array([*path, *[-1] * WIDTH]), WIDTH).astype(np.int32), (3, WIDTH))
         count = np.full(3, len(path), np.int32)
-        committed = _commit(self.target, cache, both, nodes, count)
+        committed = self.committed(cache, both, nodes, count)
         text = self.joined(count, path)
         return [(np.concatenate([first, second], 1), at_once), self.same(committed, text, self.lengths + count)]
 
@@ -288,13 +298,14 @@ class _Asking:
         """Raises: UsageError if `axes` are those of other arrays."""
         shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
         try:
-            mixed = buffers.put_row(batch, one, jnp.int32(row), self.target.model.axes(batch))
+            mixed = buffers.put_row(batch, one, jnp.int32(row), self.model.axes(batch))
             fits = shapes(mixed) == shapes(batch)
         except (TypeError, ValueError):
             fits = False
         if not fits:
-            name = self.target.model.name
-            raise UsageError(f"axes of the model {name} must say where the rows are in each array of its memory")
+            raise UsageError(
+                f"axes of the model {self.model.name} must say where the rows are in each array of its memory"
+            )
         return mixed
 
     def notice_of_positions(self, limit: float, reference) -> str:
@@ -303,11 +314,15 @@ class _Asking:
         plain, _ = self.look(self.filled())
         for shift, words in off.items():
             steps = self.one_by_one(shift)[0]
-            if _largest_difference([(plain, steps)])[0] <= limit < _largest_difference([(plain, self.one_by_one()[0])])[0]:
+            if (
+                _largest_difference([(plain, steps)])[0]
+                <= limit
+                < _largest_difference([(plain, self.one_by_one()[0])])[0]
+            ):
                 return f"; a pass over one token counts positions {words}"
             if reference is not None:
                 empty, none = self.filled(count=0 * self.lengths), 0 * self.lengths
-                whole = np.asarray(jax.jit(reference)(self.target.params, jnp.asarray(self.tokens)), np.float32)
+                whole = np.asarray(jax.jit(reference)(self.params, jnp.asarray(self.tokens)), np.float32)
                 told = [self.look(empty, start=none, shift=by)[0] for by in (0, shift)]
                 near = [_largest_difference([(logits, whole)])[0] <= limit for logits in told]
                 if near == [False, True]:
@@ -339,33 +354,32 @@ def _largest_difference(pairs: list[Pair]) -> tuple[float, str]:
     return largest, where
 
 
-@functools.partial(jax.jit, static_argnums=(5,))
-def _read(target: Target, inputs, text, count, prompts, capacity: int):
-    cache = target.model.opened(target.params, inputs, prompts, capacity)
+# Compiled for the functions of a model that they call: models that share some share these programs.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def _read(model: Model, params, inputs, text, count, prompts, capacity: int):
     text = jnp.pad(text, ((0, 0), (0, CHUNK - text.shape[1])))
-    return prefill(target.model, target.params, cache, text, count)
+    return prefill(model, params, model.opened(params, inputs, prompts, capacity), text, count)
 
 
-@jax.jit
-def _pass(target: Target, cache, tokens, positions, mask, earlier):
+@functools.partial(jax.jit, static_argnums=0)
+def _pass(forward, params, cache, tokens, positions, mask, earlier):
     more = {} if earlier is None else {"earlier": earlier}
-    output, pending = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask, **more)
-    forms.check_output(target.model, output, *tokens.shape)
-    return output.logits.astype(jnp.float32), pending
+    output, pending = forward(params, tokens, cache, positions=positions, mask=mask, **more)
+    return output, pending
 
 
-@jax.jit
-def _commit(target: Target, cache, pending, path, count):
-    after = target.model.commit(cache, pending, path, count)
-    forms.check_same(f"commit of the model {target.model.name}", cache, after)
-    return after
+@functools.partial(jax.jit, static_argnums=0)
+def _committed(commit, cache, pending, path, count):
+    return commit(cache, pending, path, count)
 
 
-@jax.jit
-def _rewound(target: Target, cache, length):
-    return target.model.rewound(cache, length)
+@functools.partial(jax.jit, static_argnums=0)
+def _rewound(rewind, cache, length):
+    return rewind(cache, length)
 
 
-@jax.jit
-def _both(target: Target, before, new):
-    return target.model.insert(target.model.widen(before, WIDTH), new, PIECE)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _both(widen, insert, before, new):
+    return insert(widen(before, WIDTH), new, PIECE)

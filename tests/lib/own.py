@@ -75,7 +75,7 @@ class Bag(NamedTuple):
 
 @functools.cache
 def bag_model() -> Model:
-    """What a token predicts is a function of all that it sees, whatever the order; parameters: those of the transformer."""
+    """What a token predicts is linear in the mean of all that it sees; parameters: those of the transformer."""
 
     def forward(params, tokens, cache, *, positions, mask, earlier=None):
         new = params["embed"][tokens] * (1 + params["place"][positions])
@@ -83,7 +83,7 @@ def bag_model() -> Model:
         held = jnp.arange(cache.values.shape[1]) < cache.length[:, None]
         held = jnp.broadcast_to(held[:, None], (*tokens.shape, held.shape[1]))
         seen = jnp.concatenate([held, mask], 2)
-        hidden = jnp.tanh(seen @ every / jnp.sqrt(seen.sum(2, keepdims=True)))
+        hidden = seen @ every / seen.sum(2, keepdims=True)
         return Output(hidden @ params["head"], hidden), new
 
     def commit(cache, pending, path, num_nodes):
