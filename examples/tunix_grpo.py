@@ -6,8 +6,8 @@
 Tunix (github.com/google/tunix) trains; `ClusterConfig(rollout_engine=SpecjaxRollout)` is all that it is told. A rollout
 reads the trainer's module as it stands, so there are no weights to send. Speculation keeps the distribution of the
 samples, so the policy that is updated is the one that sampled: the largest difference between the log-probabilities of
-the sampler and those of Tunix's own pass is printed for each rollout. The reward is a toy, the share of even tokens, and
-the policy a tiny random Qwen3, which learns it within a minute on two CPU cores.
+the sampler and those of Tunix's own pass is printed for each rollout. The reward is a toy, the share of even tokens,
+and the policy a tiny random Qwen3, which learns it within a minute on two CPU cores.
 """
 
 from __future__ import annotations

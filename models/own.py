@@ -39,9 +39,13 @@ class Call(NamedTuple):
         """(logits float32[B, T, V], the cache that came back)."""
         out = self.run(self.definition, params, tokens, **{name: given[kind] for name, kind in self.takes})
         if isinstance(out, tuple):
-            return out[0].astype(jnp.float32), out[1] if len(out) > 1 else None
-        logits = getattr(out, "logits", out)
-        return logits.astype(jnp.float32), getattr(out, "cache", None)
+            logits, cache = out[0], out[1] if len(out) > 1 else None
+        else:
+            logits, cache = getattr(out, "logits", out), getattr(out, "cache", None)
+        if jnp.ndim(logits) != 3 or logits.shape[:2] != tokens.shape:
+            shapes = f"for tokens {list(tokens.shape)}, not {list(jnp.shape(logits))}"
+            raise UsageError(f"{self.name} must give logits [B, T, V] {shapes}")
+        return logits.astype(jnp.float32), cache
 
 
 def target_of(
@@ -87,7 +91,9 @@ def target_of(
                 f"{call.name} has no parameter {names}, which {reason}; give it one, or leave cache out and set "
                 "trees=False"
             )
-    return Target(_model_of(call, cache, max_positions, trees, _vocabulary(call, params, cache)), params)
+    memory = _memory_of(call, cache, max_positions, trees)
+    vocab_size = _vocabulary(call.name, memory, params)
+    return Target(Model(vocab_size=vocab_size, max_positions=max_positions, name=call.name, **memory), params)
 
 
 def _call_of(model: Any, params: PyTree, name: str | None) -> tuple[Call, PyTree]:
@@ -138,32 +144,27 @@ def _takes(function: Callable[..., Any], name: str, first: int) -> frozenset[tup
     return frozenset((one.name, NAMES[one.name]) for one in parameters if one.name in NAMES)
 
 
-def _vocabulary(call: Call, params: PyTree, cache: Callable[[int, int], PyTree] | None) -> int:
+def _vocabulary(name: str, memory: dict[str, Any], params: PyTree) -> int:
     """How many logits it gives. Nothing is computed."""
 
     def forward(params):
-        tokens, mask = jnp.zeros((1, 2), jnp.int32), jnp.tril(jnp.ones((1, 2, 2), bool))
-        held = None if cache is None else cache(1, 2)
-        return call(params, tokens, positions=jnp.arange(2)[None], mask=mask, cache=held)[0]
+        cache = memory["begin"](params, None, 1, 2)
+        mask = jnp.tril(jnp.ones((1, 2, 2), bool))
+        return memory["forward"](params, jnp.zeros((1, 2), jnp.int32), cache, positions=jnp.arange(2)[None], mask=mask)
 
-    logits = jax.eval_shape(forward, params)
-    if logits.ndim != 3 or logits.shape[:2] != (1, 2):
-        raise UsageError(f"{call.name} must give logits [1, 2, V] for tokens [1, 2], not {list(logits.shape)}")
-    return logits.shape[2]
+    return jax.eval_shape(forward, params)[0].logits.shape[2]
 
 
-def _model_of(call: Call, cache, max_positions: int, trees: bool, vocab_size: int) -> Model:
-    settings = call, cache, max_positions, trees, vocab_size
+def _memory_of(call: Call, cache: Callable[[int, int], PyTree] | None, max_positions: int, trees: bool):
     try:
-        return _made(*settings)
+        return _made(call, cache, max_positions, trees)
     except TypeError:  # what cannot be hashed is a model of its own each time
-        return _made.__wrapped__(*settings)
+        return _made.__wrapped__(call, cache, max_positions, trees)
 
 
 @functools.cache
-def _made(call: Call, cache, max_positions: int, trees: bool, vocab_size: int) -> Model:
+def _made(call: Call, cache, max_positions: int, trees: bool) -> dict[str, Any]:
+    """The fields of a `Model` that have to do with what it remembers."""
     if cache is None:
-        made = own_memories.of_text(call, call.name, max_positions, trees)
-    else:
-        made = own_memories.of_slots(call, call.name, cache)
-    return Model(vocab_size=vocab_size, max_positions=max_positions, name=call.name, **made)
+        return own_memories.of_text(call, call.name, max_positions, trees)
+    return own_memories.of_slots(call, call.name, cache)

@@ -24,7 +24,7 @@ def weights(seed: int = 0) -> dict[str, jax.Array]:
 
 
 def transformer(params, tokens, positions=None, mask=None, cache=None):
-    """Logits [B, T, V], and the cache if there is one: keys and values [B, layers, S, 2, D], written from slot `next` on."""
+    """Logits [B, T, V], and the cache if there is one: keys and values [B, layers, S, 2, D], written from `next` on."""
     count = tokens.shape[1]
     positions = jnp.arange(count)[None] if positions is None else positions
     mask = jnp.tril(jnp.ones((count, count), bool)) if mask is None else mask

@@ -1,4 +1,4 @@
-"""`specjax.target_of`: users' functions and Flax modules as targets and drafts, with the text or a cache for a memory."""
+"""`specjax.target_of`: users' functions and Flax modules as targets and drafts, which remember the text or a cache."""
 
 import functools
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from own import LONGEST, VOCAB, OwnLinen, OwnNNX, empty_cache, plain, transformer, weights
-from tiers import exhaustive
+from tiers import those
 
 import specjax
 from specjax import Target, UsageError, check_model, decode, target_of, trees
-from specjax.drafters import two_model
+from specjax.drafters import prompt_lookup, two_model
 
 PROMPTS = [[1, 2, 3, 1, 2, 3], [5], [7, 8]]
 OPTIONS = {"key": jax.random.key(1), "max_new_tokens": 12}
@@ -47,10 +47,18 @@ def greedy_texts() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["function, text, chains", "function, text, trees", "function, cache"]
-    + [exhaustive(name) for name in MADE if not name.startswith("function")],
+    those(["function, cache"], MADE),
 )
 def test_texts_are_those_of_the_function(name):
+    """With drafts that are accepted and drafts that are not."""
+    found = decode(made(name), prompt_lookup(3), PROMPTS, **OPTIONS)
+    assert found.to_lists() == greedy_texts()
+    assert 0 < int(found.stats.accepted.sum()) < int(found.stats.drafted.sum())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MADE)
+def test_texts_under_drafts_of_an_own_model_are_those_of_the_function(name):
     target = made(name)
     able = target.model.capabilities.trees
     assert able == ("chains" not in name and name != "nnx, text")
@@ -61,23 +69,35 @@ def test_texts_are_those_of_the_function(name):
     assert float(found.mean_accepted.mean()) > 0.5 and int(found.stats.drafted.sum() - found.stats.accepted.sum())
 
 
-@pytest.mark.parametrize("name", ["function, cache", *(exhaustive(name) for name in MADE if name != "function, cache")])
+@pytest.mark.parametrize("name", those([name for name in MADE if name.startswith("function")], MADE))
 def test_all_promises_are_kept(name):
     target = made(name)
     found = check_model(target.model, target.params, reference=lambda params, tokens: plain(weights(), tokens))
     assert found and len(found.promises) == (13 if target.model.capabilities.trees else 10), found
 
 
-def test_modules_are_their_function():
-    """All are one model: the same logits behind the same text, and nothing is copied."""
-    texts, logits = jnp.array([PROMPTS[0]]), {}
-    mask = jnp.tril(jnp.ones((1, 6, 6), bool))
-    for name in MADE:
-        model, params = made(name).model, made(name).params
-        cache = model.begin(params, None, 1, 1)
-        logits[name] = model.forward(params, texts, cache, positions=jnp.arange(6)[None], mask=mask)[0].logits
-        assert (model.vocab_size, model.max_positions) == (VOCAB, LONGEST)
-        np.testing.assert_allclose(logits[name], plain(weights(), texts), atol=1e-5)
+@jax.jit
+def logits_of(target):
+    """Of a text, by a pass over its end behind its beginning, and by the function."""
+    model, text = target.model, jnp.array([PROMPTS[0]])
+    cache, seen = model.begin(target.params, None, 1, 8), []
+    for start, end in ((0, 2), (2, 6)):
+        mask = jnp.tril(jnp.ones((1, end - start, end - start), bool))
+        positions = jnp.arange(start, end)[None]
+        output, pending = model.forward(target.params, text[:, start:end], cache, positions=positions, mask=mask)
+        cache = model.commit(cache, pending, jnp.arange(end - start)[None], jnp.array([end - start]))
+        seen.append(output.logits)
+    return jnp.concatenate(seen, 1), plain(weights(), text)
+
+
+@pytest.mark.parametrize("name", ["nnx, cache", "linen, text"])
+def test_a_module_is_its_function(name):
+    model = made(name).model
+    assert (model.vocab_size, model.max_positions) == (VOCAB, LONGEST)
+    np.testing.assert_allclose(*logits_of(made(name)), atol=1e-5)
+
+
+def test_nothing_is_copied():
     module = OwnNNX()
     pairs = [(target_of(module, max_positions=8).params, nnx.state(module))]
     pairs += [(made(name).params, weights()) for name in ("linen, cache", "linen, text", "function, cache")]
@@ -87,10 +107,10 @@ def test_modules_are_their_function():
 
 
 def test_equal_models_are_one():
-    assert made("nnx, cache").model is target_of(OwnNNX(seed=3), max_positions=LONGEST, cache=empty_cache).model
-    assert made("linen, text").model is target_of(OwnLinen(), weights(3), max_positions=LONGEST).model
-    assert made("function, cache").model is MADE["function, cache"]().model
-    assert made("function, cache").model is not made("function, text, trees").model
+    assert made("nnx, cache").model == target_of(OwnNNX(seed=3), max_positions=LONGEST, cache=empty_cache).model
+    assert made("linen, text").model == target_of(OwnLinen(), weights(3), max_positions=LONGEST).model
+    assert made("function, cache").model == MADE["function, cache"]().model
+    assert made("function, cache").model != made("function, text, trees").model
     assert made("nnx, cache").model.name == "OwnNNX" and made("function, cache").model.name == "transformer"
 
 
@@ -103,8 +123,8 @@ def test_what_a_pass_leaves_undone_is_refused_before_anything_runs():
         target_of(plain, max_positions=8)
     with pytest.raises(UsageError, match="takes `segments`, which it cannot be given; pass a function"):
         target_of(lambda params, tokens, segments: tokens, (), max_positions=8, name="mine")
-    with pytest.raises(UsageError, match="must give logits .1, 2, V. for tokens"):
-        target_of(lambda params, tokens: tokens, (), max_positions=8)
+    with pytest.raises(UsageError, match=r"mine must give logits \[B, T, V\] for tokens \[1, 4\], not \[1, 4\]"):
+        target_of(lambda params, tokens: tokens, (), max_positions=8, name="mine")
     with pytest.raises(UsageError, match="must be a Flax module or a function, not str"):
         target_of("llama", (), max_positions=8)
     ring = lambda batch, slots: {"kv": jnp.zeros((batch, 2, 64, 2, 8)), "next": jnp.zeros((batch,), jnp.int32)}
@@ -134,7 +154,7 @@ def test_objects_with_logits_and_a_cache_that_has_another_order():
         return {"kv": jnp.zeros((2, slots, batch, 2, 8)), "next": jnp.int32(0)}
 
     target = target_of(turned, weights(), max_positions=LONGEST, cache=cache)
-    assert decode(target, None, PROMPTS, **OPTIONS).to_lists() == greedy_texts()
+    np.testing.assert_allclose(*logits_of(target), atol=1e-5)
 
 
 def test_new_parameters_of_a_module_that_is_trained():
@@ -142,10 +162,11 @@ def test_new_parameters_of_a_module_that_is_trained():
     target = target_of(module, max_positions=LONGEST)
     nnx.update(module, nnx.state(OwnNNX(seed=5)))
     again = target_of(module, max_positions=LONGEST)
-    assert again.model is target.model
+    assert again.model == target.model
     np.testing.assert_array_equal(again.params["embed"], weights(5)["embed"])
 
 
+@pytest.mark.exhaustive
 def test_it_is_served():
     target = made("function, cache")
     requests = [specjax.Request(prompt, jax.random.key(i), 6) for i, prompt in enumerate(PROMPTS)]
