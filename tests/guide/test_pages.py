@@ -74,6 +74,22 @@ def test_the_example_of_training(capsys):
     assert 1 <= float(per_pass) <= 4
 
 
+@pytest.fixture(scope="module")
+def own_models():
+    """What the page of own models has defined at its end; its lines are printed."""
+    given = {"__name__": "own_models"}
+    for block in blocks(ROOT / "docs/own_models.md"):
+        exec(compile(block.replace("max_new_tokens=24", "max_new_tokens=8"), "own_models.md", "exec"), given)
+    return given
+
+
+def test_the_examples_of_own_models(own_models):
+    """They decode by the text and by a cache; both are asked, and give the same text."""
+    for name in ("target", "quick"):
+        assert specjax.check_model(own_models[name].model, own_models[name].params)
+    assert own_models["again"].to_lists() == own_models["result"].to_lists()
+
+
 @pytest.mark.parametrize("lines", [["one", "two and three", "4"]])
 def test_serve(lines, small, monkeypatch, capsys):
     """Every line of stdin gets a text that ends, as that of its request alone; split characters are not shown."""

@@ -94,7 +94,7 @@ def logits_of(target):
 def test_a_module_is_its_function(name):
     model = made(name).model
     assert (model.vocab_size, model.max_positions) == (VOCAB, LONGEST)
-    np.testing.assert_allclose(*logits_of(made(name)), atol=1e-5)
+    np.testing.assert_allclose(*logits_of(made(name)), atol=1e-4)
 
 
 def test_nothing_is_copied():
@@ -154,7 +154,7 @@ def test_objects_with_logits_and_a_cache_that_has_another_order():
         return {"kv": jnp.zeros((2, slots, batch, 2, 8)), "next": jnp.int32(0)}
 
     target = target_of(turned, weights(), max_positions=LONGEST, cache=cache)
-    np.testing.assert_allclose(*logits_of(target), atol=1e-5)
+    np.testing.assert_allclose(*logits_of(target), atol=1e-4)
 
 
 def test_new_parameters_of_a_module_that_is_trained():
