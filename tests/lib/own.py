@@ -4,12 +4,15 @@ model that compiles quickly, to be broken in many ways."""
 from __future__ import annotations
 
 import functools
+import pathlib
+import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
+import specjax
 from specjax.types import Model, Output
 
 VOCAB, WIDTH, LAYERS, LONGEST = 16, 8, 2, 64
@@ -66,6 +69,15 @@ class OwnLinen(linen.Module):
         init = lambda key, shape: jax.random.normal(key, shape)
         params = {name: self.param(name, init, shape) for name, shape in SHAPES.items()}
         return transformer(params, tokens, positions, mask, cache)
+
+
+def of_page(name: str):
+    """A function as docs/own_models.md defines it."""
+    page = (pathlib.Path(__file__).parents[2] / "docs/own_models.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^```python\n(def {name}\(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    given = {"jax": jax, "jnp": jnp, "specjax": specjax}
+    exec(compile(block, "own_models.md", "exec"), given)
+    return given[name]
 
 
 class Bag(NamedTuple):

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from own import of_page
 
-from specjax import check_model, target_of
+from specjax import check_model
 
 pytest.importorskip("gemma", reason="gemma is not installed")
 from gemma.gm.nn._config import TransformerConfig
@@ -18,10 +19,6 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 
 
-def slots(batch: int, count: int):
-    return CONFIG.init_cache(batch, jnp.float32, cache_length=count)
-
-
 def test_all_promises_are_kept_with_its_own_cache():
     """Its windows count positions, so that trees are right too."""
     model = Transformer(config=CONFIG, dtype=jnp.float32)
@@ -30,7 +27,7 @@ def test_all_promises_are_kept_with_its_own_cache():
     keys = jax.random.split(jax.random.key(1), len(begun))
     noisy = [x + 0.3 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, begun, strict=True)]
     variables = structure.unflatten(noisy)
-    target = target_of(model, variables["params"], max_positions=128, cache=slots)
+    target = of_page("of_gemma")(model, variables["params"])
     found = check_model(
         target.model, target.params, reference=lambda params, tokens: model.apply({"params": params}, tokens + 0).logits
     )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from own import of_page
 
 from specjax import check_model, decode, target_of
 
@@ -61,7 +62,7 @@ def whole(module: nnx.Module):
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama3"])
 def test_all_promises_are_kept_with_its_own_cache(name):
     module = made(name)
-    target = target_of(module, max_positions=LONGEST, cache=slots)
+    target = of_page("of_tunix")(module, module.config)
     found = check_model(target.model, target.params, reference=whole(module))
     assert found and len(found.promises) == 13, found
     for ours, theirs in zip(jax.tree.leaves(target.params), jax.tree.leaves(nnx.state(module)), strict=True):
