@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,8 @@ NAMES = {"positions": "positions", "cache": "cache", "mask": "mask", "attention_
 """Parameters that a model is given where it has them, and what each is."""
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """A user's forward pass with its parameters as an argument. Hashable: equal ones are one model."""
 
     run: Callable[..., Any]  # (definition, params, tokens, **given)
@@ -42,9 +44,10 @@ class Call(NamedTuple):
             logits, cache = out[0], out[1] if len(out) > 1 else None
         else:
             logits, cache = getattr(out, "logits", out), getattr(out, "cache", None)
-        if jnp.ndim(logits) != 3 or logits.shape[:2] != tokens.shape:
-            shapes = f"for tokens {list(tokens.shape)}, not {list(jnp.shape(logits))}"
-            raise UsageError(f"{self.name} must give logits [B, T, V] {shapes}")
+        shape = getattr(logits, "shape", None)
+        if shape is None or len(shape) != 3 or shape[:2] != tokens.shape:
+            found = type(logits).__name__ if shape is None else list(shape)
+            raise UsageError(f"{self.name} must give logits [B, T, V] for tokens {list(tokens.shape)}, not {found}")
         return logits.astype(jnp.float32), cache
 
 
@@ -71,7 +74,8 @@ def target_of(
         into T slots from there on, and gives `(logits, cache)`, or both as attributes. None: it is called without one
         (`cache=None`), on the whole text in every pass.
       trees: whether it can be given trees. Default: if it takes a mask. False for a model that counts places of its
-        input instead of positions, as sliding windows of some do; without `cache` it reads plain texts then.
+        input instead of positions, as sliding windows of some do; without `cache` it reads plain texts then, and with
+        `cache` it would be wrong.
       name: default: that of the module's class or of the function.
 
     Equal modules, or the same function, with the same `cache` are the same model: a second call of `decode` compiles
@@ -92,7 +96,7 @@ def target_of(
                 "trees=False"
             )
     memory = _memory_of(call, cache, max_positions, trees)
-    vocab_size = _vocabulary(call.name, memory, params)
+    vocab_size = _vocabulary(memory, params)
     return Target(Model(vocab_size=vocab_size, max_positions=max_positions, name=call.name, **memory), params)
 
 
@@ -103,7 +107,7 @@ def _call_of(model: Any, params: PyTree, name: str | None) -> tuple[Call, PyTree
         params = nnx.to_pure_dict(state) if params is None else params
         params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
         name = name or type(model).__name__
-        return Call(_run_nnx, definition, _takes(type(model).__call__, name, first=1), name), params
+        return Call(_run_nnx, definition, _takes(type(model).__call__, name), name), params
     if params is None:
         raise UsageError(
             "params of a Linen module or of a function must be given, as what a function closes over becomes a "
@@ -111,11 +115,11 @@ def _call_of(model: Any, params: PyTree, name: str | None) -> tuple[Call, PyTree
         )
     if isinstance(model, linen.Module):
         name = name or type(model).__name__
-        return Call(_run_linen, model, _takes(type(model).__call__, name, first=1), name), params
+        return Call(_run_linen, model, _takes(type(model).__call__, name), name), params
     if not callable(model):
         raise UsageError(f"model must be a Flax module or a function, not {type(model).__name__}")
-    name = name or getattr(model, "__name__", type(model).__name__)
-    return Call(_run_function, model, _takes(model, name, first=1), name), params
+    name = name or str(getattr(model, "__name__", type(model).__name__))
+    return Call(_run_function, model, _takes(model, name), name), params
 
 
 def _run_nnx(definition, params, tokens, **given):
@@ -131,9 +135,9 @@ def _run_function(function, params, tokens, **given):
     return function(params, tokens, **given)
 
 
-def _takes(function: Callable[..., Any], name: str, first: int) -> frozenset[tuple[str, str]]:
-    """Of NAMES those that it has behind its `first` parameter and the tokens."""
-    parameters = list(inspect.signature(function).parameters.values())[first + 1 :]
+def _takes(function: Callable[..., Any], name: str) -> frozenset[tuple[str, str]]:
+    """Of NAMES those that it has behind the parameters, or `self`, and the tokens."""
+    parameters = list(inspect.signature(function).parameters.values())[2:]
     for one in parameters:
         needed = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         if needed and one.name not in NAMES:
@@ -144,7 +148,7 @@ def _takes(function: Callable[..., Any], name: str, first: int) -> frozenset[tup
     return frozenset((one.name, NAMES[one.name]) for one in parameters if one.name in NAMES)
 
 
-def _vocabulary(name: str, memory: dict[str, Any], params: PyTree) -> int:
+def _vocabulary(memory: dict[str, Any], params: PyTree) -> int:
     """How many logits it gives. Nothing is computed."""
 
     def forward(params):
@@ -167,4 +171,4 @@ def _made(call: Call, cache, max_positions: int, trees: bool) -> dict[str, Any]:
     """The fields of a `Model` that have to do with what it remembers."""
     if cache is None:
         return own_memories.of_text(call, call.name, max_positions, trees)
-    return own_memories.of_slots(call, call.name, cache)
+    return own_memories.of_slots(call, call.name, max_positions, trees, cache)

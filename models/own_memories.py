@@ -63,7 +63,9 @@ def of_text(call: Callable[..., Any], name: str, max_positions: int, trees: bool
     return {"begin": begin, "forward": forward, "commit": commit, "rewind": rewind, "capabilities": _able(trees)}
 
 
-def of_slots(call: Callable[..., Any], name: str, make_cache: Callable[[int, int], PyTree]) -> dict[str, Any]:
+def of_slots(
+    call: Callable[..., Any], name: str, max_positions: int, trees: bool, make_cache: Callable[[int, int], PyTree]
+) -> dict[str, Any]:
     """Of a model with a cache of its own, which all rows fill from the same slot on.
 
     Here each row has a length of its own. So a pass gets a longer cache: what is committed, what is pending, and slots
@@ -85,14 +87,17 @@ def of_slots(call: Callable[..., Any], name: str, make_cache: Callable[[int, int
         committed = jnp.arange(cache.held[0].shape[1]) < cache.length[:, None]  # bool[B, S]
         seen = jnp.concatenate([jnp.broadcast_to(committed[:, None], (batch, count, committed.shape[1])), mask], 2)
         filled = layout.filled(make_cache(batch, count), whole, slots - count)
+        positions = _within(positions, max_positions)
         logits, after = call(params, tokens, positions=positions, mask=seen, cache=filled)
+        if jax.tree.structure(after) != layout.structure:
+            raise UsageError(f"{name} must give its cache beside the logits, in the form in which it got it")
         return _output(logits), tuple(x[:, slots - count :] for x in layout.taken(after))
 
     def commit(cache, pending, path, num_nodes):
         write = lambda x, new: _append(x, new, cache.length, path, num_nodes)
         return Slots(tuple(map(write, cache.held, pending)), cache.length + num_nodes)
 
-    return {"begin": begin, "forward": forward, "commit": commit, "rewind": rewind, "capabilities": _able(True)}
+    return {"begin": begin, "forward": forward, "commit": commit, "rewind": rewind, "capabilities": _able(trees)}
 
 
 def rewind(cache: Text | Slots, length: Array) -> Text | Slots:
@@ -107,6 +112,11 @@ def _able(trees: bool) -> Capabilities:
 def _output(logits: Array) -> Output:
     """Without the hidden states, which the model does not give."""
     return Output(logits, jnp.zeros((*logits.shape[:2], 1)))
+
+
+def _within(positions: Array, max_positions: int) -> Array:
+    """Those of padding may be beyond what the model reads, and `nnx.Embed` makes NaN of them, which no mask hides."""
+    return jnp.minimum(positions, max_positions - 1)
 
 
 def _append(held: Array, new: Array, length: Array, path: Array, num_nodes: Array) -> Array:
@@ -141,8 +151,7 @@ def _tree_behind(cache: Text, pending: Unread, mask: Array, max_positions: int):
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size + count), bool)), (batch, size, size + count))
     seen = jnp.concatenate([causal, jnp.concatenate([held, among], 2)], 1)
     place = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    # Beyond the length of a row places may be beyond what the model reads: it must not make NaN of them.
-    positions = jnp.minimum(jnp.concatenate([place, pending.positions], 1), max_positions - 1)
+    positions = _within(jnp.concatenate([place, pending.positions], 1), max_positions)
     text = jnp.concatenate([cache.tokens, pending.tokens], 1)
     return text, positions, seen, jnp.broadcast_to(size + count - new + jnp.arange(new), (batch, new))
 

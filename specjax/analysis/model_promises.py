@@ -82,7 +82,8 @@ def check_model(
     """
     if model.max_positions < LONGEST:
         raise UsageError(f"max_positions of the model is {model.max_positions}, and the check has texts of {LONGEST}")
-    ask, found = _Asking(model, params, inputs, seed), []
+    ask = _Asking(model, params, inputs, seed)
+    found: list[Promise] = []
     limit = 0.0 if tolerance is None else tolerance
 
     def check(kept: bool, sentence: str) -> ModelCheck:
@@ -191,7 +192,8 @@ class _Asking:
 
     def same(self, cache, text, length) -> Pair:
         """What a memory predicts, and what that of the first `length` tokens of a text does."""
-        return tuple(self.look(one, self.others, length)[0] for one in (cache, self.filled(text, length)))
+        ours, theirs = (self.look(one, self.others, length)[0] for one in (cache, self.filled(text, length)))
+        return ours, theirs
 
     # What should be equal.
 
@@ -249,7 +251,8 @@ class _Asking:
             changed = self.tokens.copy()
             changed[:, above[:, node]] = self.others[:, above[:, node]]
             elsewhere = ~above[:, node]
-            pairs.append(tuple(self.look(cache, t, mask=above)[0][:, elsewhere] for t in (changed, self.tokens)))
+            ours, theirs = (self.look(cache, tokens, mask=above)[0] for tokens in (changed, self.tokens))
+            pairs.append((ours[:, elsewhere], theirs[:, elsewhere]))
         return pairs
 
     def tree(self) -> list[Pair]:
@@ -285,7 +288,8 @@ class _Asking:
         return [(np.concatenate([first, second], 1), at_once), self.same(committed, text, self.lengths + count)]
 
     def capacity(self) -> list[Pair]:
-        return [tuple(self.look(self.filled(capacity=capacity))[0] for capacity in CAPACITIES)]
+        small, large = (self.look(self.filled(capacity=capacity))[0] for capacity in CAPACITIES)
+        return [(small, large)]
 
     def moved(self) -> list[Pair]:
         own, others = self.filled(), self.filled(np.ascontiguousarray(self.text[:, ::-1]))

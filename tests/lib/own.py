@@ -15,7 +15,7 @@ from flax import linen, nnx
 import specjax
 from specjax.types import Model, Output
 
-VOCAB, WIDTH, LAYERS, LONGEST = 16, 8, 2, 64
+VOCAB, WIDTH, LAYERS, LONGEST = 16, 8, 2, 40
 SHAPES = {"embed": (VOCAB, WIDTH), "place": (LONGEST, WIDTH), "qkv": (LAYERS, 3, WIDTH, WIDTH), "head": (WIDTH, VOCAB)}
 
 
@@ -31,7 +31,7 @@ def transformer(params, tokens, positions=None, mask=None, cache=None):
     count = tokens.shape[1]
     positions = jnp.arange(count)[None] if positions is None else positions
     mask = jnp.tril(jnp.ones((count, count), bool)) if mask is None else mask
-    x = params["embed"][tokens] + params["place"][positions]
+    x = params["embed"][tokens] + jnp.take(params["place"], positions, 0)  # NaN behind the last place, as `nnx.Embed`
     kept = None if cache is None else cache["kv"]
     for layer in range(LAYERS):
         q, k, v = jnp.einsum("btd,nde->nbte", x, params["qkv"][layer])

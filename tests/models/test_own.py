@@ -13,6 +13,7 @@ from tiers import those
 import specjax
 from specjax import Target, UsageError, check_model, decode, target_of, trees
 from specjax.drafters import prompt_lookup, two_model
+from specjax.models import own_memories
 
 PROMPTS = [[1, 2, 3, 1, 2, 3], [5], [7, 8]]
 OPTIONS = {"key": jax.random.key(1), "max_new_tokens": 12}
@@ -127,6 +128,11 @@ def test_what_a_pass_leaves_undone_is_refused_before_anything_runs():
         target_of(lambda params, tokens: tokens, (), max_positions=8, name="mine")
     with pytest.raises(UsageError, match="must be a Flax module or a function, not str"):
         target_of("llama", (), max_positions=8)
+    with pytest.raises(UsageError, match=r"mine must give logits .* not dict"):
+        target_of(lambda params, tokens: {"logits": tokens}, (), max_positions=8, name="mine")
+    silent = lambda params, tokens, positions, mask, cache: transformer(params, tokens, positions, mask, cache)[0]
+    with pytest.raises(UsageError, match="mine must give its cache beside the logits"):
+        target_of(silent, weights(), max_positions=8, cache=empty_cache, name="mine")
     ring = lambda batch, slots: {"kv": jnp.zeros((batch, 2, 64, 2, 8)), "next": jnp.zeros((batch,), jnp.int32)}
     with pytest.raises(UsageError, match=r"float32\[2, 2, 64, 2, 8\] at \['kv'\] for 2 rows of 128 slots"):
         target_of(transformer, weights(), max_positions=8, cache=ring)
@@ -135,6 +141,18 @@ def test_what_a_pass_leaves_undone_is_refused_before_anything_runs():
         decode(made("function, text, chains"), drafter, PROMPTS, **OPTIONS)
     with pytest.raises(UsageError, match="reads nothing besides tokens"):
         made("function, cache").model.begin(None, jnp.zeros(1), 1, 8)
+
+
+def test_padding_behind_the_last_place_is_no_number_otherwise(monkeypatch):
+    """The model has fewer places than a chunk of a prompt."""
+    monkeypatch.setattr(own_memories, "_within", lambda positions, max_positions: positions)
+    target = target_of(transformer, weights(), max_positions=LONGEST, cache=empty_cache, name="beyond")
+    assert str(check_model(target.model, target.params)) == "beyond: its logits are not numbers"
+
+
+def test_a_cache_may_be_of_chains_alone():
+    target = target_of(transformer, weights(), max_positions=LONGEST, cache=empty_cache, trees=False)
+    assert not target.model.capabilities.trees
 
 
 def test_objects_with_logits_and_a_cache_that_has_another_order():
