@@ -150,6 +150,16 @@ def test_padding_behind_the_last_place_is_no_number_otherwise(monkeypatch):
     assert str(check_model(target.model, target.params)) == "beyond: its logits are not numbers"
 
 
+@pytest.mark.exhaustive
+def test_pending_nodes_that_do_not_see_those_above_them(monkeypatch):
+    alone = lambda mask, positions: jnp.broadcast_to(jnp.eye(3, 6, dtype=bool), (len(mask), 3, 6))
+    right = own_memories._among_earlier
+    broken = lambda mask, positions: alone(mask, positions) if mask.shape[1:] == (3, 6) else right(mask, positions)
+    monkeypatch.setattr(own_memories, "_among_earlier", broken)
+    target = target_of(transformer, weights(), max_positions=LONGEST, name="alone")
+    assert "alone: tokens that are pending are read otherwise" in str(check_model(target.model, target.params))
+
+
 def test_a_cache_may_be_of_chains_alone():
     target = target_of(transformer, weights(), max_positions=LONGEST, cache=empty_cache, trees=False)
     assert not target.model.capabilities.trees
