@@ -250,9 +250,8 @@ class _Asking:
         for node in (1, 2):
             changed = self.tokens.copy()
             changed[:, above[:, node]] = self.others[:, above[:, node]]
-            elsewhere = ~above[:, node]
             ours, theirs = (self.look(cache, tokens, mask=above)[0] for tokens in (changed, self.tokens))
-            pairs.append((ours[:, elsewhere], theirs[:, elsewhere]))
+            pairs.append((np.where(above[:, node, None], theirs, ours), theirs))
         return pairs
 
     def tree(self) -> list[Pair]:
@@ -262,7 +261,9 @@ class _Asking:
         for last in (3, 4, 5):
             path = np.flatnonzero(above[last])
             alone, _ = self.look(cache, np.concatenate([self.tokens[:, path], self.others[:, PIECE:]], 1))
-            pairs.append((nodes[:, path], alone[:, : len(path)]))
+            wanted = nodes.copy()
+            wanted[:, path] = alone[:, : len(path)]
+            pairs.append((nodes, wanted))
         return pairs
 
     def branch(self) -> list[Pair]:
