@@ -6,7 +6,6 @@ so. Memories are compared by what is predicted from them, so that any will do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,24 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import buffers
-from specjax.engine import forms
-from specjax.engine.prefill import CHUNK, prefill
+from specjax.analysis.model_passes import CAPACITIES, LENGTHS, LONGEST, PIECE, WIDTH, Pair, Passes
 from specjax.errors import UsageError
 from specjax.trees import operations
 from specjax.types import Array, Model, PyTree
 
-LENGTHS = 7, 1, 4  # of the texts, one per row
-WIDTH = 6  # tokens of a pass
 TREE = -1, 0, 0, 1, 1, 2  # two children of the root; below the first two more, below the second one
 BRANCH = 0, 2, 5  # a path that leaves out siblings
-PIECE = 3  # tokens that are pending when others come, or are committed before them
-LONGEST = max(LENGTHS) + 2 * WIDTH
-CAPACITIES = 2 * CHUNK, 3 * CHUNK
 EXACT, ROUNDED = 1e-3, 0.05
 """The largest difference allowed, as a share of the largest logit: in float32, and in shorter dtypes."""
-
-Pair = tuple[np.ndarray, np.ndarray]  # logits [B, T, V] that should be equal
 
 
 class Promise(NamedTuple):
@@ -113,17 +103,8 @@ def check_model(
 ABOUT_POSITIONS = "reference", "steps", "prompt", "tree"
 
 
-class _Asking:
-    """A model, three texts, tokens that may follow them, and passes over these."""
-
-    def __init__(self, model: Model, params: PyTree, inputs: PyTree, seed: int):
-        rng = np.random.default_rng(seed)
-        vocab = model.vocab_size
-        self.model, self.params, self.inputs = model, params, inputs
-        self.lengths = np.array(LENGTHS, np.int32)
-        self.text = rng.integers(0, vocab, (len(LENGTHS), LONGEST)).astype(np.int32)
-        self.tokens = rng.integers(0, vocab, (len(LENGTHS), WIDTH)).astype(np.int32)
-        self.others = ((self.tokens + 1 + rng.integers(0, vocab - 1, self.tokens.shape)) % vocab).astype(np.int32)
+class _Asking(Passes):
+    """What should be equal."""
 
     def tolerance(self, logits: np.ndarray) -> float:
         """For a model with such logits."""
@@ -151,52 +132,6 @@ class _Asking:
         yield "capacity", "a cache of another capacity gives other logits", self.capacity
         yield "axes", "a row put into another batch, by `axes`, is another text there", self.moved
 
-    # The memory of texts, and passes.
-
-    def filled(self, text=None, count=None, rows=slice(None), capacity: int = CAPACITIES[0]) -> PyTree:
-        """The memory of the first `count` tokens of each text."""
-        text, count = self.text if text is None else text, self.lengths if count is None else count
-        inputs = jax.tree.map(lambda x: jnp.asarray(x)[rows], self.inputs)
-        plain = self.model._replace(rewind=None, axes=buffers.rows_first)  # which reading has nothing to do with
-        return _read(plain, self.params, inputs, text[rows], np.asarray(count)[rows], self.lengths[rows], capacity)
-
-    def look(
-        self, cache, tokens=None, start=None, mask=None, earlier=None, shift: int = 0
-    ) -> tuple[np.ndarray, PyTree]:
-        """(logits, what is pending) of a pass behind texts of `start` tokens: over a chain, or with `mask`."""
-        tokens, start = self.tokens if tokens is None else tokens, self.lengths if start is None else start
-        count = tokens.shape[1]
-        mask = np.tril(np.ones((count, count), bool)) if mask is None else mask
-        mask = np.broadcast_to(mask, (len(tokens), *mask.shape[-2:]))
-        positions = start[:, None] + mask.sum(2) - 1 + shift
-        positions = positions.astype(np.int32)
-        output, pending = _pass(self.model.forward, self.params, cache, tokens, positions, mask, earlier)
-        forms.check_output(self.model, output, *tokens.shape)
-        return np.asarray(output.logits, np.float32), pending
-
-    def committed(self, cache, pending, path, count) -> PyTree:
-        after = _committed(self.model.commit, cache, pending, path, count)
-        forms.check_same(f"commit of the model {self.model.name}", cache, after)
-        return after
-
-    def joined(self, count, path=None, start=None) -> np.ndarray:
-        """The texts of `start` tokens with the first `count` [B] tokens that may follow, or nodes of a path, behind."""
-        text, start = self.text.copy(), self.lengths if start is None else start
-        for row, n in enumerate(np.broadcast_to(count, len(text))):
-            text[row, start[row] : start[row] + n] = self.tokens[row, list(path or range(WIDTH))[:n]]
-        return text
-
-    def after(self, cache, count) -> Pair:
-        """What a memory predicts, and what that of the text with `count` tokens behind it does."""
-        return self.same(cache, self.joined(count), self.lengths + count)
-
-    def same(self, cache, text, length) -> Pair:
-        """What a memory predicts, and what that of the first `length` tokens of a text does."""
-        ours, theirs = (self.look(one, self.others, length)[0] for one in (cache, self.filled(text, length)))
-        return ours, theirs
-
-    # What should be equal.
-
     def as_reference(self, reference) -> list[Pair]:
         whole = np.asarray(jax.jit(reference)(self.params, jnp.asarray(self.joined(WIDTH))), np.float32)
         place = self.lengths[:, None] + np.arange(WIDTH)
@@ -206,14 +141,6 @@ class _Asking:
         cache, changed = self.filled(), self.tokens.copy()
         changed[:, PIECE:] = self.others[:, PIECE:]
         return [(self.look(cache, changed)[0][:, :PIECE], self.look(cache)[0][:, :PIECE])]
-
-    def one_by_one(self, shift: int = 0) -> tuple[np.ndarray, PyTree]:
-        cache, found = self.filled(), []
-        for i in range(WIDTH):
-            logits, pending = self.look(cache, self.tokens[:, i : i + 1], self.lengths + i, shift=shift)
-            cache = self.committed(cache, pending, np.zeros((3, 1), np.int32), np.ones(3, np.int32))
-            found.append(logits)
-        return np.concatenate(found, 1), cache
 
     def steps(self) -> list[Pair]:
         return [(self.look(self.filled())[0], self.one_by_one()[0])]
@@ -236,7 +163,7 @@ class _Asking:
 
     def rewind(self) -> list[Pair]:
         kept = np.array([5, 1, 0], np.int32)
-        short = _rewound(self.model.rewind, self.filled(), kept)
+        short = self.rewound(self.filled(), kept)
         again = self.filled(count=kept)
         goes_on = self.committed(short, self.look(short, start=kept)[1], *_all_of(WIDTH))
         return [
@@ -281,7 +208,7 @@ class _Asking:
         at_once, _ = self.look(cache, mask=above)
         first, before = self.look(cache, self.tokens[:, :PIECE], mask=above[:PIECE, :PIECE])
         second, new = self.look(cache, self.tokens[:, PIECE:], mask=above[PIECE:], earlier=before)
-        both = _both(self.model.widen, self.model.insert, before, new)
+        both = self.both(before, new)
         nodes = np.broadcast_to(np.resize(np.array([*path, *[-1] * WIDTH]), WIDTH).astype(np.int32), (3, WIDTH))
         count = np.full(3, len(path), np.int32)
         committed = self.committed(cache, both, nodes, count)
@@ -298,20 +225,6 @@ class _Asking:
         mixed = self.with_row(others, alone, 1)
         wanted = [self.look(cache)[0] for cache in (others, own, others)]
         return [(self.look(mixed)[0], np.stack([logits[row] for row, logits in enumerate(wanted)]))]
-
-    def with_row(self, batch: PyTree, one: PyTree, row: int) -> PyTree:
-        """Raises: UsageError if `axes` are those of other arrays."""
-        shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
-        try:
-            mixed = buffers.put_row(batch, one, jnp.int32(row), self.model.axes(batch))
-            fits = shapes(mixed) == shapes(batch)
-        except (TypeError, ValueError):
-            fits = False
-        if not fits:
-            raise UsageError(
-                f"axes of the model {self.model.name} must say where the rows are in each array of its memory"
-            )
-        return mixed
 
     def notice_of_positions(self, limit: float, reference) -> str:
         """Where the mistake is one of positions: what they would have to be, or that they are not read."""
@@ -357,34 +270,3 @@ def _largest_difference(pairs: list[Pair]) -> tuple[float, str]:
             row, token = np.unravel_index(np.argmax(apart), apart.shape)
             largest, where = float(apart.max()), f"row {row}, token {token}"
     return largest, where
-
-
-# Compiled for the functions of a model that they call: models that share some share these programs.
-
-
-@functools.partial(jax.jit, static_argnums=(0, 6))
-def _read(model: Model, params, inputs, text, count, prompts, capacity: int):
-    text = jnp.pad(text, ((0, 0), (0, CHUNK - text.shape[1])))
-    return prefill(model, params, model.opened(params, inputs, prompts, capacity), text, count)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _pass(forward, params, cache, tokens, positions, mask, earlier):
-    more = {} if earlier is None else {"earlier": earlier}
-    output, pending = forward(params, tokens, cache, positions=positions, mask=mask, **more)
-    return output, pending
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _committed(commit, cache, pending, path, count):
-    return commit(cache, pending, path, count)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _rewound(rewind, cache, length):
-    return rewind(cache, length)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _both(widen, insert, before, new):
-    return insert(widen(before, WIDTH), new, PIECE)
