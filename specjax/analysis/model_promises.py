@@ -227,26 +227,21 @@ class _Asking(Passes):
         return [(self.look(mixed)[0], np.stack([logits[row] for row, logits in enumerate(wanted)]))]
 
     def notice_of_positions(self, limit: float, reference) -> str:
-        """Where the mistake is one of positions: what they would have to be, or that they are not read."""
-        off = {-1: "one too high", 1: "one too low"}
+        """Where the mistake is one of positions: what is wrong with them, or that they are not read."""
+        equal = lambda *pair: _largest_difference([pair])[0] <= limit
         plain, _ = self.look(self.filled())
-        for shift, words in off.items():
-            steps = self.one_by_one(shift)[0]
-            if (
-                _largest_difference([(plain, steps)])[0]
-                <= limit
-                < _largest_difference([(plain, self.one_by_one()[0])])[0]
-            ):
+        steps, _ = self.one_by_one()
+        none = 0 * self.lengths
+        for shift, words in ((-1, "one too high"), (1, "one too low")):
+            if not equal(plain, steps) and equal(plain, self.one_by_one(shift)[0]):
                 return f"; a pass over one token counts positions {words}"
             if reference is not None:
-                empty, none = self.filled(count=0 * self.lengths), 0 * self.lengths
                 whole = np.asarray(jax.jit(reference)(self.params, jnp.asarray(self.tokens)), np.float32)
-                told = [self.look(empty, start=none, shift=by)[0] for by in (0, shift)]
-                near = [_largest_difference([(logits, whole)])[0] <= limit for logits in told]
-                if near == [False, True]:
+                told = [self.look(self.filled(count=none), start=none, shift=by)[0] for by in (0, shift)]
+                if [equal(logits, whole) for logits in told] == [False, True]:
                     return f"; it counts positions {words}"
         moved, _ = self.look(self.filled(), shift=1)
-        return "; it takes no notice of `positions`" if _largest_difference([(plain, moved)])[0] == 0 else ""
+        return "; it takes no notice of `positions`" if np.array_equal(plain, moved) else ""
 
 
 def _above() -> np.ndarray:
