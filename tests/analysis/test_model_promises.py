@@ -170,6 +170,7 @@ BROKEN = {
 
 
 REPEATED = (
+    "commit of another path", "positions counted by the pass",
     "positions one too low in steps", "commit that keeps what is behind a prompt", "axes of other arrays",
     "pending tokens that are not", "capacity that matters", "axes of the row before",
 )  # fmt: skip

@@ -91,7 +91,7 @@ def logits_of(target):
     return jnp.concatenate(seen, 1), plain(weights(), text)
 
 
-@pytest.mark.parametrize("name", ["nnx, cache", "linen, text"])
+@pytest.mark.parametrize("name", those(["linen, text"], ["nnx, cache", "linen, text"]))
 def test_a_module_is_its_function(name):
     model = made(name).model
     assert (model.vocab_size, model.max_positions) == (VOCAB, LONGEST)
@@ -143,6 +143,7 @@ def test_what_a_pass_leaves_undone_is_refused_before_anything_runs():
         made("function, cache").model.begin(None, jnp.zeros(1), 1, 8)
 
 
+@pytest.mark.exhaustive
 def test_padding_behind_the_last_place_is_no_number_otherwise(monkeypatch):
     """The model has fewer places than a chunk of a prompt."""
     monkeypatch.setattr(own_memories, "_within", lambda positions, max_positions: positions)
@@ -165,6 +166,7 @@ def test_a_cache_may_be_of_chains_alone():
     assert not target.model.capabilities.trees
 
 
+@pytest.mark.exhaustive
 def test_objects_with_logits_and_a_cache_that_has_another_order():
     """The axes of rows and slots are found; `.logits` and `.cache` will do in place of a tuple."""
 
