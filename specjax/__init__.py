@@ -35,6 +35,7 @@ _HOMES = {
     "__version__": "version",
     "arrivals": "engine.requests",
     "check_bits": "analysis.same_bits",
+    "check_model": "analysis.model_promises",
     "compile_report": "planning",
     "decode": "facade",
     "denoise": "facade",
@@ -50,6 +51,7 @@ _HOMES = {
     "shard": "parallel",
     "shard_head": "parallel",
     "stream": "facade",
+    "target_of": "models.own",
 }
 
 __all__ = [

@@ -7,6 +7,7 @@ from specjax import drafters as drafters
 from specjax import processors as processors
 from specjax import trees as trees
 from specjax import verifiers as verifiers
+from specjax.analysis.model_promises import check_model as check_model
 from specjax.analysis.rounds import explain as explain
 from specjax.analysis.same_bits import check_bits as check_bits
 from specjax.catalog.methods import METHODS as METHODS
@@ -29,6 +30,7 @@ from specjax.facade import stream as stream
 from specjax.models.loading.heads import load_head as load_head
 from specjax.models.loading.heads import save_head as save_head
 from specjax.models.loading.writing import save_model as save_model
+from specjax.models.own import target_of as target_of
 from specjax.parallel import mesh as mesh
 from specjax.parallel import shard as shard
 from specjax.parallel import shard_head as shard_head

@@ -74,6 +74,20 @@ def test_the_example_of_training(capsys):
     assert 1 <= float(per_pass) <= 4
 
 
+def test_the_examples_of_own_models(capsys):
+    """Both targets keep their promises; the texts, here plain and drafted, are the same."""
+    given = {"__name__": "own_models"}
+    short = {"max_new_tokens=24": "max_new_tokens=8", "target, None": 'target, "autoregressive"'}
+    short["quick, None"] = 'quick, "prompt_lookup"'
+    for block in blocks(ROOT / "docs/own_models.md"):
+        for long, brief in short.items():
+            block = block.replace(long, brief)
+        exec(compile(block, "own_models.md", "exec"), given)
+    first, texts, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("Mine keeps all 13 promises") and second.startswith("Mine keeps all 12 promises")
+    assert str(given["again"].to_lists()) in texts
+
+
 @pytest.mark.parametrize("lines", [["one", "two and three", "4"]])
 def test_serve(lines, small, monkeypatch, capsys):
     """Every line of stdin gets a text that ends, as that of its request alone; split characters are not shown."""
