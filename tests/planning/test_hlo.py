@@ -92,7 +92,8 @@ def test_of_a_conditional_the_dearest_branch_counts():
         before=branch.format("narrow", CYCLES % 5) + "\n" + branch.format("wide", CYCLES % 50),
     )
     assert hlo.totals(module).cycles == 50
-    assert hlo.totals(module, taken=lambda conditional: 0.1).cycles == 5
+    assert hlo.totals(module, taken=lambda conditional: 0.1).cycles == pytest.approx(0.1 * 50 + 0.9 * 5)
+    assert hlo.totals(module, taken=lambda conditional: 0.0).cycles == 5
 
 
 @pytest.mark.parametrize(

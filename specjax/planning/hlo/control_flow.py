@@ -25,7 +25,7 @@ Trips = Callable[[Loop], float]
 """How often a loop runs whose trip count depends on the data."""
 
 Taken = Callable[[Instruction], float]
-"""How often a conditional takes its dearest branch, from 0 to 1; else it does nothing."""
+"""How often a conditional takes its dearest branch, from 0 to 1; else it takes its cheapest."""
 
 
 def always(conditional: Instruction) -> float:
@@ -38,6 +38,7 @@ def walk(
     """(computation, instruction, how often it runs) of everything that control flow reaches; fusions are one thing.
 
     Of a conditional's branches the dearest one in cycles runs, as often as `taken` says: here, the widest verify pass.
+    Else the cheapest does.
     """
 
     def of(name: str, times: float, depth: int, path: tuple[str, ...]) -> Iterator[tuple[str, Instruction, float]]:
@@ -53,7 +54,11 @@ def walk(
                 branches = instruction.called("branch_computations", "true_computation", "false_computation")
                 if branches:
                     cycles = lambda branch: sum(i.cycles * n for _, i, n in of(branch, 1.0, depth, path))
-                    yield from of(max(branches, key=cycles), times * taken(instruction), depth, path)
+                    dearest, share = max(branches, key=cycles), taken(instruction)
+                    yield from of(dearest, times * share, depth, path)
+                    if share < 1 and len(branches) > 1:
+                        cheapest = min((branch for branch in branches if branch != dearest), key=cycles)
+                        yield from of(cheapest, times * (1 - share), depth, path)
             elif instruction.opcode in ("call", "async-start"):
                 for part in instruction.called("to_apply", "calls", "called_computations"):
                     yield from of(part, times, depth, path)
