@@ -16,4 +16,5 @@ SUBLAYER = "sublayer"
 CATCH_UP = "catch_up"
 """A draft model's passes over what was decoded while nothing was drafted; none where every round drafts."""
 RENEWAL = "renewal"
-"""Of a branch: what of a canvas is read anew before or beside a window, such as a block that is finished."""
+"""Of a branch: what of a canvas is read anew before or beside a window, such as a block that is finished. Where it is
+not always the dearest one, the name stands within it, too."""

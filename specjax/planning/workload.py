@@ -132,8 +132,9 @@ def make_workload(
     row = METHODS[method] if reading is not None else _drafter(method)
     _check_head(row, head, draft)
     if row.needs - {"draft", "head"}:
-        what = " and ".join(sorted(row.needs - {"draft", "head"}))
-        raise UsageError(f"--method {method} needs a {what}, of which nothing is known here; choose another method")
+        needs = sorted(row.needs - {"draft", "head"})
+        what = " and ".join(f"{'an' if need[0] in 'aeiou' else 'a'} {need}" for need in needs)
+        raise UsageError(f"--method {method} needs {what}, of which nothing is known here; choose another method")
     if ("draft" in row.needs) != (draft is not None):
         fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
         raise UsageError(f"--method {method} needs {'a' if draft is None else 'no'} draft model; {fix}")

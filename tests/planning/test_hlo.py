@@ -96,6 +96,22 @@ def test_of_a_conditional_the_dearest_branch_counts():
     assert hlo.totals(module, taken=lambda conditional: 0.0).cycles == 5
 
 
+def test_of_a_conditional_the_branch_counts_in_which_its_scope_is_named():
+    """Though the other one is dearer: that of a few columns may be, which have to be padded."""
+    name = 'metadata={{op_name="jit(step)/renewal/cond{}"}}'.format
+    branch = (
+        "%{0} (p.{0}: f32[8]) -> f32[8] {{\n  %p.{0} = f32[8]{{0}} parameter(0)\n"
+        "  ROOT %r.{0} = f32[8]{{0}} negate(%p.{0}), {1}, {2}\n}}\n"
+    )
+    branches = ("few", CYCLES % 50, name("/branch_0_fun/neg")), ("many", CYCLES % 5, name("/branch_1_fun/renewal/neg"))
+    module = one(
+        "  %which = s32[] parameter(0)\n  %x = f32[8]{0} parameter(1)\n"
+        f"  ROOT %c = f32[8]{{0}} conditional(%which, %x, %x), branch_computations={{%few, %many}}, {name('')}",
+        before="\n".join(branch.format(*words) for words in branches),
+    )
+    assert [hlo.totals(module, taken=lambda _, share=share: share).cycles for share in (1.0, 0.0)] == [5, 50]
+
+
 @pytest.mark.parametrize(
     ("groups", "size"),
     [

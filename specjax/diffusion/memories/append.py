@@ -70,6 +70,7 @@ def _several(denoiser: Denoiser, state: State, canvases: Canvas, window: Window,
         """Rows that have finished a block read it, the others look at their window."""
         return blocks(jnp.where(finished, state.kept, window.start))
 
+    @jax.named_scope(turns.RENEWAL)
     def together() -> tuple[Array, PyTree]:
         clean = window.start[:, None] - width + offset
         tokens, columns = windows(window.start)
