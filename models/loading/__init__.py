@@ -23,7 +23,16 @@ from specjax.models.loading.tokenizer import Tokenizer, first_difference
 from specjax.reading import SENTENCE, check_folder, cut, reading, shown
 from specjax.types import Target
 
-__all__ = ["Loaded", "Tokenizer", "first_difference", "is_diffusion", "load", "load_reading", "load_tokenizer", "read_model"]
+__all__ = [
+    "Loaded",
+    "Tokenizer",
+    "first_difference",
+    "is_diffusion",
+    "load",
+    "load_reading",
+    "load_tokenizer",
+    "read_model",
+]
 
 DEMO = "smollm2-135m"
 DTYPES = ("float32", "bfloat16")

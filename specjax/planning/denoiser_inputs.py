@@ -30,7 +30,9 @@ def check_denoiser(target: Any, reading: Reading, method: str | None, drafts: Ma
     """The method, by default that of the model's paper. Raises: UsageError for what is of autoregressive models."""
     for flag, value in drafts.items():
         if value is not None:
-            raise UsageError(f"{flag} is of autoregressive models, and {target.name} is a diffusion model; leave it out")
+            raise UsageError(
+                f"{flag} is of autoregressive models, and {target.name} is a diffusion model; leave it out"
+            )
     known = of_kind("diffusion")
     if method is not None and method not in known:
         what = f"is a {METHODS[method].kind} of autoregressive models" if method in METHODS else "is unknown"

@@ -122,7 +122,10 @@ def _show_blocks(report: Report, out, say: Callable[..., None]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     fused = report.blocks[0].passes_apart is not None
     headings = ["columns per pass", "passes per block", *(f"{clock} ms/token" for clock in CLOCKS)]
-    for heading in (*headings, *(["clean pass apart", *(f"{clock}: times as long" for clock in CLOCKS)] if fused else [])):
+    for heading in (
+        *headings,
+        *(["clean pass apart", *(f"{clock}: times as long" for clock in CLOCKS)] if fused else []),
+    ):
         table.add_column(heading, justify="right")
     for row in report.blocks:
         more = [str(row.passes_apart), *(f"{row.gain[clock]:.2f}" for clock in CLOCKS)] if fused else []

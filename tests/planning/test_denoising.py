@@ -111,7 +111,9 @@ def test_full_attention_makes_logits_of_the_window_alone():
     options = {"reading": FULL, "model": 1, "cache": False, **SHORT}
     whole = compile_report(wide, "v6e:1x1", **options)
     kept = compile_report(wide, "v6e:1x1", method="fast_dllm", options={"memory": "dual"}, **options)
-    assert whole.program("renewing pass") is None and not [f for p in (*whole.programs, *kept.programs) for f in p.findings]
+    assert whole.program("renewing pass") is None and not [
+        f for p in (*whole.programs, *kept.programs) for f in p.findings
+    ]
     for program in (whole.program("pass"), kept.program("pass"), kept.program("renewing pass")):
         assert program.logits["rows"] == 32, program.name
     assert kept.program("pass").flops < whole.program("pass").flops < kept.program("renewing pass").flops

@@ -54,7 +54,10 @@ def walk(
                 branches = instruction.called("branch_computations", "true_computation", "false_computation")
                 if branches:
                     cycles = lambda branch: sum(i.cycles * n for _, i, n in of(branch, 1.0, depth, path))
-                    counted, share = _named(module, instruction, branches) or max(branches, key=cycles), taken(instruction)
+                    counted, share = (
+                        _named(module, instruction, branches) or max(branches, key=cycles),
+                        taken(instruction),
+                    )
                     yield from of(counted, times * share, depth, path)
                     if share < 1 and len(branches) > 1:
                         cheapest = min((branch for branch in branches if branch != counted), key=cycles)
