@@ -1,7 +1,7 @@
 """An autoregressive model made a block-diffusion model: what training on plain texts makes of it.
 
-    python benchmarks/blocks_from_autoregressive.py train stories260K.bin --texts tinystories.txt --out blocks.safetensors
-    python benchmarks/blocks_from_autoregressive.py measure stories260K.bin blocks.safetensors --texts tinystories.txt
+    python benchmarks/blocks_from_autoregressive.py train stories260K.bin --texts stories.txt --out blocks.safetensors
+    python benchmarks/blocks_from_autoregressive.py measure stories260K.bin blocks.safetensors --texts stories.txt
 
 `train` begins with the weights as they are and teaches them to fill masked columns of blocks, of which each sees itself
 as it is masked and the blocks before as they are (`specjax.training.masked`). With --alignment shifted the row of a
@@ -27,7 +27,7 @@ import numpy as np
 
 import specjax
 from specjax.catalog.diffusion import procedure_of
-from specjax.diffusion import Denoiser, autoregressive
+from specjax.diffusion import Denoiser
 from specjax.training import Text, denoisers, masked, recipe_of, train
 from specjax.training.lessons import pack
 

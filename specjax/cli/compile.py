@@ -78,10 +78,11 @@ def compile_(
     log = Console(stderr=True)
     with p.progress(log) as notify:
         report = compile_report(
-            target, topology, draft=draft, head=head, method=method, block=block, tree=tree, num_draft_tokens=num_draft_tokens,
-            options=options, batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype,
-            cache_dtype=cache_dtype, same_bits=same_bits, temperature=temperature, data=data, model=model, layer=layer,
-            sequence=sequence, cache=not no_cache, on_step=notify,
+            target, topology, draft=draft, head=head, method=method, block=block, tree=tree,
+            num_draft_tokens=num_draft_tokens, options=options, batch=batch_size, context=context,
+            max_new_tokens=max_new_tokens, dtype=dtype, cache_dtype=cache_dtype, same_bits=same_bits,
+            temperature=temperature, data=data, model=model, layer=layer, sequence=sequence, cache=not no_cache,
+            on_step=notify,
         )  # fmt: skip
     if as_json:
         print_json(report.to_json())

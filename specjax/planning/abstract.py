@@ -49,8 +49,8 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
     head = None if work.head is None else _head(work, mesh)
     drafter = drafter or drafter_of(work, target, head or draft)
     settings = Settings(temperature=work.temperature)
-    everywhere = lambda *shape, dtype: place(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
-    by_rows = lambda tree: place(tree, buffers.rows_first(tree), work, mesh)
+    everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
+    by_rows = lambda tree: place_rows(tree, buffers.rows_first(tree), work, mesh)
     parts = Parts(
         loop=LOOP,
         target=target,
@@ -85,7 +85,7 @@ def spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
     return parallel.abstract_target(config, mesh, parallel.over_that_fits(config, mesh))
 
 
-def place(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
+def place_rows(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
     """Shapes with their rows, on these axes, over "data"."""
 
     def one(axis: int, leaf) -> NamedSharding:
@@ -98,7 +98,7 @@ def place(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
 
 def place_state(work: Workload, args: Abstract, state: PyTree) -> PyTree:
     """The state between two steps: caches as their models have them, all else by its rows."""
-    placed = place(state, step.axes(args.job.parts, state), work, args.mesh)
+    placed = place_rows(state, step.axes(args.job.parts, state), work, args.mesh)
     if args.mesh.size == 1:
         return placed
     placed = placed._replace(cache=_place_cache(args.job.parts.target, state.cache))

@@ -31,7 +31,7 @@ from specjax.models import abstract_params, make_model
 from specjax.models.cache import KVCache, Pending
 from specjax.parallel.arrays import with_shardings
 from specjax.planning import hlo
-from specjax.planning.abstract import Abstract, is_cache_of, place, shard_bytes, spread
+from specjax.planning.abstract import Abstract, is_cache_of, place_rows, shard_bytes, spread
 from specjax.planning.programs import BLOCK, Program, Programs, compiler_of, device_kind, in_loop_of, keys_of
 from specjax.planning.traffic import bytes_per_token, pass_bytes
 from specjax.planning.workload import Workload
@@ -97,8 +97,8 @@ def abstract_denoising(work: Workload, devices: list) -> Abstract:
     target = spread(work.target, mesh)
     denoiser = Denoiser(target.model, target.params, **work.reading._asdict())
     made, settings = procedure(work, denoiser), Settings(temperature=work.temperature)
-    everywhere = lambda *shape, dtype: place(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
-    by_rows = lambda tree: place(tree, buffers.rows_first(tree), work, mesh)
+    everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
+    by_rows = lambda tree: place_rows(tree, buffers.rows_first(tree), work, mesh)
     width = made.schedule.width or up(work.max_new_tokens)
     parts = Denoising(
         denoiser=denoiser,
@@ -118,7 +118,7 @@ def abstract_denoising(work: Workload, devices: list) -> Abstract:
 def _placed(work: Workload, args: Abstract, state: PyTree) -> PyTree:
     """The state between two passes: keys and values as the model has them, all else by its rows."""
     parts = args.job.parts
-    placed = place(state, parts.loop.axes(parts, state), work, args.mesh)
+    placed = place_rows(state, parts.loop.axes(parts, state), work, args.mesh)
     if args.mesh.size == 1:
         return placed
     held = lambda part: isinstance(part, KVCache | Pending)

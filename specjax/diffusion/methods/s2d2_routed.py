@@ -64,8 +64,8 @@ def s2d2_routed(
     below: float = -5.0,
     least: int = 2,
 ) -> Procedure:
-    """router: `span` verifies runs of `least` columns; `score` where the score is above `above`; `hysteresis` from there
-    until it is below `below`; `bandit` learns where it pays. chance, beta, dynamic, cost: of the score.
+    """router: `span` verifies runs of `least` columns; `score` where the score is above `above`; `hysteresis` from
+    there until it is below `below`; `bandit` learns where it pays. chance, beta, dynamic, cost: of the score.
 
     Raises: UsageError for a model with full attention, or whose logits are shifted.
     """
