@@ -123,6 +123,18 @@ def is_cache_of(target: Target, part: PyTree) -> bool:
     return jax.tree.structure(part) == wanted
 
 
+def is_pending_of(target: Target, part: PyTree) -> bool:
+    """Whether it has the form of what is pending after a pass of this model."""
+    one = jnp.zeros((1, 1), jnp.int32)
+
+    def pending(params: PyTree) -> PyTree:
+        cache = target.model.begin(params, None, 1, 1)
+        return target.model.forward(params, one, cache, positions=one, mask=jnp.ones((1, 1, 1), bool))[1]
+
+    wanted: Any = jax.tree.structure(jax.eval_shape(pending, target.params))
+    return jax.tree.structure(part) == wanted
+
+
 def cache_shapes(target: Target, batch: int, capacity: int) -> PyTree:
     """Shapes of a cache of the model."""
     return jax.eval_shape(lambda params: target.model.begin(params, None, batch, capacity), target.params)

@@ -37,9 +37,7 @@ def compile_report(
 def report_on(work: Workload, cache: bool, notify: Notify) -> Report:
     """As `compile_report`, for a workload."""
     if work.reading is not None:
-        found, blocks, window = programs_and_blocks(work, cache, notify)
-        fits = tuple(suggest(work, found, cache, notify))
-        return Report(describe(work), _chip(work), versions(), tuple(found), fits=fits, blocks=blocks, window=window)
+        return _of_denoising(work, cache, notify)
     plain = work.plain
     found: list[ProgramReport] = []
     speedups: list[SpeedUp] = []
@@ -58,6 +56,13 @@ def report_on(work: Workload, cache: bool, notify: Notify) -> Report:
                 speedups.append(SpeedUp(rate, e, e / ratio["roofline"], e / ratio["schedule"]))
     fits = suggest(work, found, cache, notify)
     return Report(describe(work), _chip(work), versions(), tuple(found), tuple(speedups), ratio, tuple(fits))
+
+
+def _of_denoising(work: Workload, cache: bool, notify: Notify) -> Report:
+    """Of a diffusion model."""
+    found, blocks, window = programs_and_blocks(work, cache, notify)
+    fits = tuple(suggest(work, found, cache, notify))
+    return Report(describe(work), _chip(work), versions(), tuple(found), fits=fits, blocks=blocks, window=window)
 
 
 def _chip(work: Workload) -> dict[str, Any]:

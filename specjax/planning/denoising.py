@@ -28,10 +28,9 @@ from specjax.engine.prepare import Settings
 from specjax.engine.run import run, start, step
 from specjax.engine.step import buffer_size
 from specjax.models import abstract_params, make_model
-from specjax.models.cache import KVCache, Pending
 from specjax.parallel.arrays import with_shardings
 from specjax.planning import hlo
-from specjax.planning.abstract import Abstract, is_cache_of, place_rows, shard_bytes, spread
+from specjax.planning.abstract import Abstract, is_cache_of, is_pending_of, place_rows, shard_bytes, spread
 from specjax.planning.programs import BLOCK, Program, Programs, compiler_of, device_kind, in_loop_of, keys_of
 from specjax.planning.traffic import bytes_per_token, pass_bytes
 from specjax.planning.workload import Workload
@@ -121,8 +120,9 @@ def _placed(work: Workload, args: Abstract, state: PyTree) -> PyTree:
     placed = place_rows(state, parts.loop.axes(parts, state), work, args.mesh)
     if args.mesh.size == 1:
         return placed
-    held = lambda part: isinstance(part, KVCache | Pending)
-    own = lambda part: with_shardings(part, parts.target.model.shardings(part)) if held(part) else part
+    target = parts.target
+    held = lambda part: is_cache_of(target, part) or is_pending_of(target, part)
+    own = lambda part: with_shardings(part, target.model.shardings(part)) if held(part) else part
     return placed._replace(cache=jax.tree.map(own, placed.cache, is_leaf=held))
 
 

@@ -77,7 +77,7 @@ def load_reading(source: str | Path, flag: str = "--target") -> Reading | None:
     folder = os.path.expanduser(source)
     if not os.path.exists(folder):
         module = _modules().get(_name(source))
-        return module.get_reading() if hasattr(module, "get_reading") else None
+        return None if module is None or not hasattr(module, "get_reading") else module.get_reading()
     try:
         return loading.load_reading(folder) if os.path.isdir(folder) else None
     except UsageError as error:

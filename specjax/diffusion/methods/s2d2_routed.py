@@ -17,6 +17,7 @@ draft stands if it is the likeliest token; which rounds the bandit tells apart i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -74,7 +75,7 @@ def s2d2_routed(
         raise UsageError(
             "s2d2_routed asks a mask for its own column, and this model's logits are shifted; choose linear_spec"
         )
-    kinds = {
+    kinds: dict[str, Callable[[], Router]] = {
         "always": routers.always,
         "span": lambda: routers.span(least),
         "score": lambda: routers.score(above, cost, dynamic),
