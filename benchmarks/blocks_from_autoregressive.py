@@ -55,13 +55,14 @@ def teach(args: argparse.Namespace) -> None:
     pupil, tokenizer = denoiser_of(args)
     pieces = stories(args.texts, tokenizer, args.length)
     lessons = [Text(tuple(one), 1) for one in pieces[:-HELD_OUT]]
+    lessons = lessons if args.pieces is None else lessons[: args.pieces]
     epochs = args.epochs
     recipe = recipe_of("masked_diffusion", learning_rate=args.learning_rate, packs=True)
     print(f"{len(lessons)} pieces, {sum(len(text.tokens) for text in lessons)} tokens, {epochs} epochs", flush=True)
     started = time.perf_counter()
 
     def listen(progress) -> None:
-        if progress.step % 50 == 0 or progress.step == 1:
+        if progress.step % 10 == 0 or progress.step == 1:
             print(f"{progress.step}/{progress.steps} loss {progress.loss:.3f} right {progress.accuracy[0]:.3f} "
                   f"{progress.seconds:.0f} s", flush=True)  # fmt: skip
 
@@ -150,6 +151,7 @@ def main() -> None:
     learn.add_argument("--block", type=int, default=4)
     learn.add_argument("--alignment", choices=["same", "shifted"], default="shifted")
     learn.add_argument("--mask-token", type=int, default=0, help="a token that no text has; default: <unk>")
+    learn.add_argument("--pieces", type=int, help="of the texts, the first; default: all")
     learn.add_argument("--epochs", type=int, default=4)
     learn.add_argument("--rows", type=int, default=16)
     learn.add_argument("--learning-rate", type=float, default=1e-3)

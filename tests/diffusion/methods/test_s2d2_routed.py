@@ -70,7 +70,7 @@ def test_a_bandit_learns_where_verifying_pays():
     assert np.asarray(state.rounds).sum((1, 2)).tolist() == [40, 40]
 
 
-@pytest.mark.parametrize("temperature", [exhaustive(0.0), 0.8])
+@pytest.mark.parametrize("temperature", [exhaustive(0.0), exhaustive(0.8)])
 def test_a_router_that_never_verifies_is_sdar(temperature):
     denoiser = toys.causal()
     settings = {"key": 3, "max_new_tokens": 18, "temperature": temperature, "logprobs": True}
