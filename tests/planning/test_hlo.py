@@ -163,6 +163,16 @@ def test_a_fusion_reads_only_the_layer_that_it_slices_out_of_the_stack():
         assert hlo.totals(module).hbm_bytes == 8 * 128 * 2 + written
 
 
+def test_a_slice_that_is_fetched_ahead_moves_itself_and_not_what_it_is_cut_from():
+    for space, written in (("", 8 * 128 * 2), ("S(1)", 0)):
+        module = one(
+            "  %w = bf16[30,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)\n"
+            "  ROOT %s = ((bf16[30,8,128]{2,1,0:T(8,128)(2,1)}), "
+            f"bf16[1,8,128]{{2,1,0:T(8,128)(2,1){space}}}, s32[]{{:S(2)}}) slice-start(%w), slice={{[3:4], [0:8], [0:128]}}"
+        )
+        assert hlo.totals(module).hbm_bytes == 8 * 128 * 2 + written
+
+
 def test_a_fusion_that_converts_all_of_an_operand_reads_all_of_it():
     whole = """%whole (p0: bf16[30,128]) -> f32[30,128] {
   %p0 = bf16[30,128]{1,0} parameter(0)
