@@ -168,7 +168,8 @@ def test_a_slice_that_is_fetched_ahead_moves_itself_and_not_what_it_is_cut_from(
         module = one(
             "  %w = bf16[30,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)\n"
             "  ROOT %s = ((bf16[30,8,128]{2,1,0:T(8,128)(2,1)}), "
-            f"bf16[1,8,128]{{2,1,0:T(8,128)(2,1){space}}}, s32[]{{:S(2)}}) slice-start(%w), slice={{[3:4], [0:8], [0:128]}}"
+            f"bf16[1,8,128]{{2,1,0:T(8,128)(2,1){space}}}, s32[]{{:S(2)}}) slice-start(%w), "
+            "slice={[3:4], [0:8], [0:128]}"
         )
         assert hlo.totals(module).hbm_bytes == 8 * 128 * 2 + written
 
