@@ -101,7 +101,7 @@ def compile_program(work: Workload, program: Program, least: float) -> ProgramRe
         collectives=tuple(dataclasses.asdict(entry) for entry in totals.collectives),
         findings=tuple(dataclasses.asdict(entry) for entry in found),
         assumed=program.assumed if hlo.dynamic_loops(module) else {},
-        logits=logits and logits._asdict(),
+        logits=logits and {**logits._asdict(), "shape": list(logits.shape)},  # as it is read back from a file
     )
 
 
