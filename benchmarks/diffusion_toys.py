@@ -3,6 +3,7 @@
     python benchmarks/diffusion_toys.py train full --out tests/data/diffusion --run /tmp/full
     python benchmarks/diffusion_toys.py train block4 --steps 800 --start tests/data/diffusion/full.safetensors ...
     python benchmarks/diffusion_toys.py measure --out docs/diffusion_results.md
+    python benchmarks/diffusion_toys.py grid --out docs/diffusion_results.md
 
 `train` teaches one model of 0.8 million parameters the tasks of `specjax.analysis.parallel_bench`, with full attention
 or block-causal in blocks of 4, on questions drawn for it; a run that was ended goes on in its folder.
@@ -10,6 +11,9 @@ or block-causal in blocks of 4, on questions drawn for it; a run that was ended 
 `measure` decodes the same questions greedily with every method of the kind `diffusion` that takes the model, with its
 defaults and a small grid, and says per task how many answers are right (Wilson's 95 % interval), how many tokens a pass
 decides and how many columns a token costs. What was measured already is kept in a JSON file beside the document.
+
+`grid` has ParallelBench's operations on lists of 3 to 6 names answered by the exact distribution, at temperature 1, in
+several degrees of parallelism, and the area under accuracy (AUP) of each family of them.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import numpy as np
 
 import specjax
 from specjax.analysis import parallel_bench as bench
+from specjax.analysis import parallel_bench_grid
 from specjax.analysis.parallelism import aup, global_ar_ness, local_ar_ness, order_of, wilson
 from specjax.catalog import of_kind
 from specjax.catalog.diffusion import procedure_of
@@ -193,6 +198,78 @@ def measure(args: argparse.Namespace) -> None:
     document(Path(args.out), list(cells.values()), args.count)
 
 
+FAMILIES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "the surest, n, 3, 2 and 1 passes": ("llada", [{}, {"steps": 3}, {"steps": 2}, {"steps": 1}]),
+    "by margin": ("llada", [{"by": "margin", "steps": steps} for steps in (3, 2)]),
+    "by entropy": ("llada", [{"by": "entropy", "steps": steps} for steps in (3, 2)]),
+    "from left to right": ("llada", [{"by": "left_to_right", "steps": steps} for steps in (3, 2)]),
+    "at random": ("llada", [{"by": "random", "steps": steps} for steps in (3, 2)]),
+    "threshold": ("fast_dllm", [{"tau": tau} for tau in (0.9, 0.5, 0.3)]),
+    "factor": ("fast_dllm", [{"rule": "factor", "factor": factor} for factor in (0.5, 1.0, 2.0)]),
+}
+"""Degrees of parallelism, by what chooses columns."""
+
+
+def grid(args: argparse.Namespace) -> None:
+    """All tasks and sizes with all degrees of parallelism, into the document."""
+    tasks = {(task, n): make(n) for task, make in parallel_bench_grid.GRID.items() for n in parallel_bench_grid.SIZES}
+    rows = max(map(len, tasks.values()))
+    columns = max(len(answers[0]) for answers in tasks.values())
+    cells: dict[tuple[str, int], dict[tuple[str, int], tuple[float, float, float]]] = defaultdict(dict)
+    for family, (method, settings) in FAMILIES.items():
+        for degree, options in enumerate(settings):
+            for question, answers in tasks.items():
+                denoiser = parallel_bench_grid.exact(answers, rows, columns)
+                way = procedure_of(method, denoiser, block=None, **options)
+                prompts = [[bench.NOTHING]] * args.count
+                job = prepare(denoiser, way, prompts, Settings(temperature=1.0), key=1, max_new_tokens=columns)
+                result = run(dataclasses.replace(job, stop=job.lengths + len(answers[0])))
+                right = np.mean([tuple(text) in set(answers) for text in result.to_lists()])
+                tokens, passes = int(result.lengths.sum()), int(result.stats.target_passes.sum())
+                cells[family, degree][question] = (
+                    100 * float(right),
+                    tokens / passes,
+                    float(result.columns.sum()) / tokens,
+                )
+            print(family, options, {f"{t}{n}": f"{x[0]:.0f}@{x[1]:.2f}" for (t, n), x in cells[family, degree].items()},
+                  flush=True)  # fmt: skip
+    into(Path(args.out), "grid", grid_tables(cells, args.count))
+
+
+def grid_tables(cells: dict, count: int) -> list[str]:
+    names, sizes = list(parallel_bench_grid.GRID), parallel_bench_grid.SIZES
+    lines = ["| names | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    at_once = cells["the surest, n, 3, 2 and 1 passes", 3]
+    for n in sizes:
+        levels = [100 * parallel_bench_grid.together(parallel_bench_grid.GRID[name](n)) for name in names]
+        said = [f"{at_once[name, n][0]:.1f} ({level:.1f})" for name, level in zip(names, levels, strict=True)]
+        lines.append(f"| {n}, all at once (what independent draws reach) | " + " | ".join(said) + " |")
+    largest = sizes[-1]
+    for (family, degree), found in cells.items():
+        options = ", ".join(f"{key} {x}" for key, x in FAMILIES[family][1][degree].items() if key not in ("by", "rule"))
+        said = [f"{y:.0f} @ {rho:.2f} @ {c:.1f}" for y, rho, c in (found[name, largest] for name in names)]
+        lines.append(f"| {largest}, {family}{': ' * bool(options)}{options} | " + " | ".join(said) + " |")
+    one = cells["the surest, n, 3, 2 and 1 passes", 0]
+    for family in FAMILIES:
+        own = [found for (other, _), found in cells.items() if other == family]
+        own = own if one in own else [one, *own]  # all begin where one column is decided a pass
+        area = [np.mean([aup([found[name, n][1::-1] for found in own]) for n in sizes]) for name in names]
+        lines.append(f"| AUP, {family} | " + " | ".join(f"{x:.0f}" for x in area) + " |")
+    low, high = wilson(count // 2, count)
+    return [
+        *lines,
+        "",
+        f"{count} texts a cell; of 50 % right the 95 % interval is {100 * low:.0f} to {100 * high:.0f}.",
+    ]
+
+
+def into(file: Path, mark: str, lines: list[str]) -> None:
+    """Between two marks of the document, whose words around them stay."""
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
+    before, rest = file.read_text().split(begin)
+    file.write_text(before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+
+
 def of(x: dict) -> tuple[float, float, float]:
     """(percent right, tokens per pass, columns per token)."""
     return 100 * x["right"] / x["asked"], x["tokens"] / max(x["passes"], 1), x["columns"] / max(x["tokens"], 1)
@@ -209,10 +286,9 @@ def document(file: Path, cells: list[dict], count: int) -> None:
     ends = [wilson(n, count) for n in (count, round(0.95 * count), round(0.5 * count))]
     said = "; ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ends)
     lines += [f"Of {count} questions, 95 % intervals (Wilson) at 100, 95 and 50 % right: {said}."]
-    begin, end = "<!-- tables -->\n", "<!-- end of tables -->\n"
-    text = file.read_text() if file.exists() else f"# Diffusion methods on small trained models\n\n{begin}{end}"
-    before, rest = text.split(begin)
-    file.write_text(before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+    if not file.exists():
+        file.write_text("# Diffusion methods on small trained models\n\n<!-- tables -->\n<!-- end of tables -->\n")
+    into(file, "tables", lines)
     for model in dict.fromkeys(cell["model"] for cell in cells):
         draw(file.with_name(f"{file.stem}_{model}.svg"), [cell for cell in cells if cell["model"] == model])
 
@@ -294,6 +370,10 @@ def main() -> None:
     weigh.add_argument("--count", type=int, default=48, help="questions of each task")
     weigh.add_argument("--out", default="docs/diffusion_results.md")
     weigh.set_defaults(do=measure)
+    exactly = commands.add_parser("grid")
+    exactly.add_argument("--count", type=int, default=200, help="texts of each cell")
+    exactly.add_argument("--out", default="docs/diffusion_results.md")
+    exactly.set_defaults(do=grid)
     args = parser.parse_args()
     args.do(args)
 

@@ -1,4 +1,4 @@
-"""Names of the loops of compiled programs that run as often as the data say, by which the planner knows them.
+"""Names of loops and branches of compiled programs that run as often as the data say, by which the planner knows them.
 
 `with jax.named_scope(NAME)` around a loop; the planner's counts for them are in `specjax.planning.programs`.
 """
@@ -15,3 +15,6 @@ SUBLAYER = "sublayer"
 """Not of a loop but of a branch: attention or MLP of a layer of the target, where some may be skipped."""
 CATCH_UP = "catch_up"
 """A draft model's passes over what was decoded while nothing was drafted; none where every round drafts."""
+RENEWAL = "renewal"
+"""Of a branch: what of a canvas is read anew before or beside a window, such as a block that is finished. Where it is
+not always the dearest one, the name stands within it, too."""

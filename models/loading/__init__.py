@@ -23,7 +23,16 @@ from specjax.models.loading.tokenizer import Tokenizer, first_difference
 from specjax.reading import SENTENCE, check_folder, cut, reading, shown
 from specjax.types import Target
 
-__all__ = ["Loaded", "Tokenizer", "first_difference", "is_diffusion", "load", "load_tokenizer", "read_model"]
+__all__ = [
+    "Loaded",
+    "Tokenizer",
+    "first_difference",
+    "is_diffusion",
+    "load",
+    "load_reading",
+    "load_tokenizer",
+    "read_model",
+]
 
 DEMO = "smollm2-135m"
 DTYPES = ("float32", "bfloat16")
@@ -120,6 +129,18 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
             return tokenizer_gguf.from_metadata(gguf.read_header(path)[0], str(path))
         config = llama2c.read(path, dtype="float32", stacked=True, name=path.stem).config
         return llama2c.read_tokenizer(path, config.vocab_size)
+
+
+def load_reading(folder: str | Path) -> Reading | None:
+    """How the model of a folder is read as a denoiser, by its config and tokenizer; None: it is autoregressive.
+
+    Raises: UsageError where these do not say it.
+    """
+    path = Path(folder)
+    if not is_diffusion(path):
+        return None
+    with reading(path):
+        return denoisers.reading_of(_config(path), tokenizer_hf.from_folder(path))
 
 
 def is_diffusion(source: str | Path | None) -> bool:

@@ -24,6 +24,12 @@ bound, which sees no waiting. Schedule: the compiler's own cycles; an upper one
 for programs of many small pieces. Neither is a measurement; docs/tpu.md says
 which to believe for what.
 
+Of a diffusion model (llada_8b, sdar_4b, dream_7b, ...) the programs are a
+pass, one that also renews what is kept, such as the pass over a finished
+block that is fused with the first one over the next, and the whole loop; the
+table is by columns that a pass decides, and the largest array of logits is
+named, which should have a window's columns and not a canvas'.
+
 What does not compile is a result (exit code 0), with the smallest changes
 that do. The table by acceptance counts the siblings of a tree as accepted
 with the same chance, one after another.
@@ -39,10 +45,12 @@ def compile_(
         str | None,
         typer.Option(
             "--method",
-            help="Of `specjax methods`; default: that of --head, two_model with --draft.",
+            help="Of `specjax methods`; default: that of --head, two_model with --draft, of diffusion models sdar or "
+            "llada.",
             show_default=False,
         ),
     ] = None,
+    block: p.BlockOption = None,
     tree: o.TreeOption = None,
     num_draft_tokens: o.BudgetOption = None,
     settings: o.SetOption = None,
@@ -60,8 +68,8 @@ def compile_(
     as_json: o.JsonOption = False,
     no_cache: p.NoCacheOption = False,
 ) -> None:
-    named = method or (head and head.partition(":")[0]) or ("two_model" if draft else "autoregressive")
-    options = read_settings(settings, named) if settings else {}
+    named = method or (head and head.partition(":")[0]) or (draft and "two_model")
+    options = read_settings(settings, named or _default_method(target)) if settings else {}
 
     from specjax.cli.console import Console, print_json
     from specjax.planning import compile_report
@@ -70,15 +78,25 @@ def compile_(
     log = Console(stderr=True)
     with p.progress(log) as notify:
         report = compile_report(
-            target, topology, draft=draft, head=head, method=method, tree=tree, num_draft_tokens=num_draft_tokens,
-            options=options, batch=batch_size, context=context, max_new_tokens=max_new_tokens, dtype=dtype,
-            cache_dtype=cache_dtype, same_bits=same_bits, temperature=temperature, data=data, model=model, layer=layer,
-            sequence=sequence, cache=not no_cache, on_step=notify,
+            target, topology, draft=draft, head=head, method=method, block=block, tree=tree,
+            num_draft_tokens=num_draft_tokens, options=options, batch=batch_size, context=context,
+            max_new_tokens=max_new_tokens, dtype=dtype, cache_dtype=cache_dtype, same_bits=same_bits,
+            temperature=temperature, data=data, model=model, layer=layer, sequence=sequence, cache=not no_cache,
+            on_step=notify,
         )  # fmt: skip
     if as_json:
         print_json(report.to_json())
     else:
         show_report(report, Console())
+
+
+def _default_method(target: str) -> str:
+    """Where nothing is said of drafts."""
+    from specjax.planning.denoiser_inputs import default_method
+    from specjax.planning.model_configs import load_reading
+
+    reading = load_reading(target)
+    return "autoregressive" if reading is None else default_method(reading)
 
 
 compile_.__doc__ = HELP

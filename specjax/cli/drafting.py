@@ -259,9 +259,9 @@ def read_settings(settings: Sequence[str], method: str) -> dict[str, str]:
 
     Raises: UsageError for a method or an option that there is not, or one given twice.
     """
-    from specjax.catalog import find_drafter
+    from specjax.catalog import find_drafter, of_kind
 
-    rows, found = {method: parsed("--method", find_drafter, method)}, {}
+    rows, found = {method: of_kind("diffusion").get(method) or parsed("--method", find_drafter, method)}, {}
     for text in settings:
         _, option, value = _read_setting(text, rows)
         require(option.name not in found, f"--set {text}: --set has set {option.name} already; leave one out")

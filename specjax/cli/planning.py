@@ -24,6 +24,14 @@ HeadOption = Annotated[
         show_default=False,
     ),
 ]
+BlockOption = Annotated[
+    int | None,
+    typer.Option(
+        "--block",
+        help="Columns of a block of a diffusion model; default: the model's own, or the method's.",
+        show_default=False,
+    ),
+]
 ContextOption = Annotated[int, typer.Option("--context", help="Tokens of the prompt, which a step finds in the cache.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")]
 DataOption = Annotated[int, typer.Option("--data", help="Devices that the batch is split over.")]

@@ -33,7 +33,7 @@ def prepare(
 
     Raises: UsageError for prompts as `decode` has it, and for parts that do not fit the denoiser or each other.
     """
-    memory = procedure.memory or (append() if denoiser.is_causal else WHOLE)
+    memory = memory_of(denoiser, procedure)
     check(denoiser, procedure, memory)
     for name in ("verifier", "controller", "processors", "debug"):
         if getattr(settings, name):
@@ -66,6 +66,11 @@ def prepare(
     )
     keys = sample_keys(key, tokens.shape[0], samples)
     return Job(parts, tokens, lengths, keys, repeated(lengths, samples) + count, samples=samples)
+
+
+def memory_of(denoiser: Denoiser, procedure: Procedure) -> Memory:
+    """The procedure's, or the exact one of the denoiser's attention."""
+    return procedure.memory or (append() if denoiser.is_causal else WHOLE)
 
 
 def check(denoiser: Denoiser, procedure: Procedure, memory: Memory) -> None:

@@ -6,8 +6,10 @@ split itself is `specjax.models.layout`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -46,9 +48,14 @@ def mesh(
     return Mesh(np.array(devices[: math.prod(shape)]).reshape(shape), ("data", "layer", "sequence", "model"))
 
 
-def shard(target: Target, mesh: Mesh, over: tuple[str, ...] | None = None) -> Target:
+OfModel = TypeVar("OfModel", bound=Any)
+"""A `Target`, or a `Denoiser`: a dataclass with a model and its parameters."""
+
+
+def shard(target: OfModel, mesh: Mesh, over: tuple[str, ...] | None = None) -> OfModel:
     """The same model with its parameters spread over `mesh`.
 
+    target: a `Target`, or a `Denoiser`, which stays one.
     over: the axes that split it, besides "data"; None: all. `over=()` gives every device the whole model, as suits a
     small draft model.
 
@@ -62,7 +69,7 @@ def shard(target: Target, mesh: Mesh, over: tuple[str, ...] | None = None) -> Ta
     wide, layout = spread(config, mesh, over)
     params = repeat_kv_heads(target.params, config, wide.num_kv_heads // config.num_kv_heads)
     params = jax.tree.map(place_one, params, layout.params(params))
-    return Target(make_model(config, mesh, over), params)
+    return dataclasses.replace(target, model=make_model(config, mesh, over), params=params)
 
 
 def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> Target:
@@ -102,7 +109,7 @@ def over_that_fits(config, mesh: Mesh) -> tuple[str, ...]:
     return ()
 
 
-def config_to_spread(target: Target):
+def config_to_spread(target: Any):
     """Of a model that can be spread over a mesh. Raises: UsageError for one that cannot."""
     if target.model.config is None:
         raise UsageError(

@@ -44,13 +44,13 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
     Rows of the batch lie over "data", parameters and caches as `specjax.models.layout` says, all else everywhere.
     """
     mesh = work.mesh(devices)
-    target = _spread(work.target, mesh)
-    draft = None if work.draft is None else _spread(work.draft, mesh, work.is_layer_parallel)
+    target = spread(work.target, mesh)
+    draft = None if work.draft is None else spread(work.draft, mesh, work.is_layer_parallel)
     head = None if work.head is None else _head(work, mesh)
     drafter = drafter or drafter_of(work, target, head or draft)
     settings = Settings(temperature=work.temperature)
-    everywhere = lambda *shape, dtype: _place(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
-    by_rows = lambda tree: _place(tree, buffers.rows_first(tree), work, mesh)
+    everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
+    by_rows = lambda tree: place_rows(tree, buffers.rows_first(tree), work, mesh)
     parts = Parts(
         loop=LOOP,
         target=target,
@@ -72,7 +72,7 @@ def _head(work: Workload, mesh: Mesh) -> DraftHead:
     return head.replace(params=with_shardings(head.params, parallel.head_shardings(head, mesh)))
 
 
-def _spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
+def spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
     """Shapes of a model, over as much of the mesh as divides it; on one device the plain model, as `load` gives it."""
     if mesh.size == 1:
         params = abstract_params(config)
@@ -85,7 +85,7 @@ def _spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
     return parallel.abstract_target(config, mesh, parallel.over_that_fits(config, mesh))
 
 
-def _place(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
+def place_rows(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
     """Shapes with their rows, on these axes, over "data"."""
 
     def one(axis: int, leaf) -> NamedSharding:
@@ -98,7 +98,7 @@ def _place(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
 
 def place_state(work: Workload, args: Abstract, state: PyTree) -> PyTree:
     """The state between two steps: caches as their models have them, all else by its rows."""
-    placed = _place(state, step.axes(args.job.parts, state), work, args.mesh)
+    placed = place_rows(state, step.axes(args.job.parts, state), work, args.mesh)
     if args.mesh.size == 1:
         return placed
     placed = placed._replace(cache=_place_cache(args.job.parts.target, state.cache))
@@ -120,6 +120,18 @@ def _place_cache(target: Target, cache: PyTree) -> PyTree:
 def is_cache_of(target: Target, part: PyTree) -> bool:
     """Whether a part of a drafter's state has the form of this model's cache."""
     wanted: Any = jax.tree.structure(cache_shapes(target, 1, 1))
+    return jax.tree.structure(part) == wanted
+
+
+def is_pending_of(target: Target, part: PyTree) -> bool:
+    """Whether it has the form of what is pending after a pass of this model."""
+    one = jnp.zeros((1, 1), jnp.int32)
+
+    def pending(params: PyTree) -> PyTree:
+        cache = target.model.begin(params, None, 1, 1)
+        return target.model.forward(params, one, cache, positions=one, mask=jnp.ones((1, 1, 1), bool))[1]
+
+    wanted: Any = jax.tree.structure(jax.eval_shape(pending, target.params))
     return jax.tree.structure(part) == wanted
 
 

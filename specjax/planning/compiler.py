@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from specjax.costs import roofline
 from specjax.costs.chips import gib
-from specjax.planning import drafting, hlo, programs, stored
-from specjax.planning.programs import Program
+from specjax.planning import denoising, drafting, hlo, programs, stored
+from specjax.planning.programs import Program, Programs
 from specjax.planning.report import Memory, ProgramReport
 from specjax.planning.topologies import describe_devices
 from specjax.planning.traffic import must_bytes
@@ -28,12 +28,17 @@ def compile_programs(
     cache: bool,
     notify: Notify,
     *,
-    only: tuple[str, ...] = ("prefill", "step", "loop"),
+    only: tuple[str, ...] | None = None,
     rename: dict[str, str] | None = None,
     nodes: int | None = None,
 ) -> list[ProgramReport]:
-    """Reports on the programs of a workload named `only`. nodes: verify so many with a draft that costs nothing."""
+    """Reports on the programs of a workload named `only`; None: on all.
+
+    nodes: verify so many with a draft that costs nothing.
+    """
     rename = rename or {}
+    if only is None:
+        only = ("prefill", "step", "loop") if work.reading is None else denoising.names_of(work)
     reports: dict[str, ProgramReport] = {}
     for name in only:
         kept = stored.load(work, name, nodes) if cache else None
@@ -41,12 +46,7 @@ def compile_programs(
             reports[name] = kept
     missing = [name for name in only if name not in reports]
     if missing:
-        devices = describe_devices(work.topology)
-        drafter = None if nodes is None else drafting.probe(nodes)
-        rounds = math.ceil(work.max_new_tokens / (drafting.tokens_of(work)(ROUNDS_AT) if nodes is None else 1.0))
-        built = programs.build(work, devices, drafter=drafter, rounds=rounds)
-        passes = 0 if nodes is not None else drafting.draft_passes(work)
-        needed = must_bytes(work, built.arguments, built.state, passes, rounds)
+        built, needed = build(work, nodes)
         for program in built.programs:
             if program.name in missing:
                 notify(rename.get(program.name, program.name))
@@ -56,12 +56,24 @@ def compile_programs(
     return [dataclasses.replace(reports[name], name=rename.get(name, name)) for name in only]
 
 
+def build(work: Workload, nodes: int | None = None) -> tuple[Programs, dict[str, float]]:
+    """The programs of a workload, and the bytes that a device has to move in each. nodes: as for `compile_programs`."""
+    devices = describe_devices(work.topology)
+    if work.reading is not None:
+        return denoising.build(work, devices)
+    drafter = None if nodes is None else drafting.probe(nodes)
+    rounds = math.ceil(work.max_new_tokens / (drafting.tokens_of(work)(ROUNDS_AT) if nodes is None else 1.0))
+    built = programs.build(work, devices, drafter=drafter, rounds=rounds)
+    passes = 0 if nodes is not None else drafting.draft_passes(work)
+    return built, must_bytes(work, built.arguments, built.state, passes, rounds)
+
+
 def compile_program(work: Workload, program: Program, least: float) -> ProgramReport:
     """What the compiler says of one program, of which a device must move `least` bytes."""
     chip = work.topology.chip
     start = time.perf_counter()
     try:
-        compiled = program.lower().compile()
+        compiled = program.compiled()
     except Exception as error:  # what the compiler refuses is a result: too large, an unsupported shape, ...
         return _refused(work, program, str(error) or type(error).__name__)
     seconds = time.perf_counter() - start
@@ -71,9 +83,10 @@ def compile_program(work: Workload, program: Program, least: float) -> ProgramRe
     memory = Memory(
         m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, chip.hbm_bytes
     )
-    found = hlo.findings(
-        module, program.trips, program.taken, vocab_size=work.target.vocab_size, large=program.large
-    )  # fmt: skip
+    vocab = work.target.vocab_size
+    found = hlo.findings(module, program.trips, program.taken, vocab_size=vocab, large=program.large)
+    parts = frozenset({vocab, vocab // (work.devices // work.data)})
+    logits = hlo.largest_logits(module, program.trips, program.taken, vocab_sizes=parts)
     return ProgramReport(
         name=program.name,
         compiles=True,
@@ -88,6 +101,7 @@ def compile_program(work: Workload, program: Program, least: float) -> ProgramRe
         collectives=tuple(dataclasses.asdict(entry) for entry in totals.collectives),
         findings=tuple(dataclasses.asdict(entry) for entry in found),
         assumed=program.assumed if hlo.dynamic_loops(module) else {},
+        logits=logits and {**logits._asdict(), "shape": list(logits.shape)},  # as it is read back from a file
     )
 
 

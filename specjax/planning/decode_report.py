@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from specjax.planning.compiler import Notify, compile_programs
+from specjax.planning.denoising_report import programs_and_blocks
 from specjax.planning.drafting import tokens_of
 from specjax.planning.fitting import suggest
 from specjax.planning.report import ProgramReport, Report, SpeedUp
@@ -26,7 +27,7 @@ def compile_report(
       topology: a slice of chips such as "v5e:2x4".
       cache: keep results on disk. on_step: told what is about to be compiled.
       options: of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context, max_new_tokens,
-        dtype, cache_dtype, same_bits, temperature, data, model, layer, sequence.
+        dtype, cache_dtype, same_bits, temperature, data, model, layer, sequence; of diffusion models reading, block.
 
     Raises: UsageError for bad options or a missing compiler. A program that does not compile is a result.
     """
@@ -35,6 +36,8 @@ def compile_report(
 
 def report_on(work: Workload, cache: bool, notify: Notify) -> Report:
     """As `compile_report`, for a workload."""
+    if work.reading is not None:
+        return _of_denoising(work, cache, notify)
     plain = work.plain
     found: list[ProgramReport] = []
     speedups: list[SpeedUp] = []
@@ -53,6 +56,13 @@ def report_on(work: Workload, cache: bool, notify: Notify) -> Report:
                 speedups.append(SpeedUp(rate, e, e / ratio["roofline"], e / ratio["schedule"]))
     fits = suggest(work, found, cache, notify)
     return Report(describe(work), _chip(work), versions(), tuple(found), tuple(speedups), ratio, tuple(fits))
+
+
+def _of_denoising(work: Workload, cache: bool, notify: Notify) -> Report:
+    """Of a diffusion model."""
+    found, blocks, window = programs_and_blocks(work, cache, notify)
+    fits = tuple(suggest(work, found, cache, notify))
+    return Report(describe(work), _chip(work), versions(), tuple(found), fits=fits, blocks=blocks, window=window)
 
 
 def _chip(work: Workload) -> dict[str, Any]:

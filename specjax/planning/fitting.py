@@ -6,11 +6,10 @@ import dataclasses
 
 from specjax.engine.prefill import CHUNK
 from specjax.models.layout import fits_heads
-from specjax.planning import programs
 from specjax.planning.abstract import shard_bytes
-from specjax.planning.compiler import Notify, compile_programs
+from specjax.planning.compiler import Notify, build, compile_programs
 from specjax.planning.report import Fit, ProgramReport
-from specjax.planning.topologies import describe_devices, larger
+from specjax.planning.topologies import larger
 from specjax.planning.workload import Workload
 
 TRIES = 4  # compilations per kind of change
@@ -69,6 +68,6 @@ def _halved(work: Workload, name: str, flag: str, least: int) -> list[tuple[str,
 
 def _arguments(work: Workload) -> int:
     """Bytes per device of the parameters and the cache of a workload, without compiling."""
-    built = programs.build(work, describe_devices(work.topology))
-    step = next(p for p in built.programs if p.name == "step")
+    built, _ = build(work)
+    step = next(p for p in built.programs if p.name in ("step", "pass"))
     return shard_bytes(step.arguments)

@@ -15,16 +15,26 @@ import jax
 
 from specjax import configs
 from specjax.errors import UsageError
-from specjax.models import abstract_params, lanes_of
+from specjax.models import abstract_params, lanes_of, loading
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.loading import gguf, hf
+from specjax.models.loading.denoisers import Reading
 from specjax.reading import SENTENCE, cut, reading
 
 
 def builtin_configs() -> dict[str, Callable[..., Any]]:
     """`get_config` of every file of configs/, by name."""
+    return {name: module.get_config for name, module in _modules().items()}
+
+
+def _modules() -> dict[str, Any]:
     names = sorted(module.name for module in pkgutil.iter_modules(configs.__path__))
-    return {name: importlib.import_module(f"specjax.configs.{name}").get_config for name in names}
+    return {name: importlib.import_module(f"specjax.configs.{name}") for name in names}
+
+
+def _name(source: str | Path) -> str:
+    """As a file of configs/ would be called."""
+    return str(source).replace("-", "_").replace(".", "_").lower()
 
 
 ON_TPU = {"stacked": True, "cache_lanes": lanes_of("tpu")}
@@ -39,7 +49,7 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
     if dtype not in ("float32", "bfloat16"):
         raise UsageError(f'--dtype must be float32 or bfloat16, not "{dtype}"')
     known = builtin_configs()
-    name = str(source).replace("-", "_").replace(".", "_").lower()
+    name = _name(source)
     path = Path(os.path.expanduser(source))
     is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # of names that no system takes too
     if name in known and not os.path.exists(path):
@@ -57,6 +67,21 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
         f'{flag}: "{cut(str(source), SENTENCE // 2)}" is no built-in config, folder with a config.json or .gguf file; '
         f"built in are {', '.join(known)}"
     )
+
+
+def load_reading(source: str | Path, flag: str = "--target") -> Reading | None:
+    """How the model of a source that `load_config` takes is read as a denoiser; None: it is autoregressive.
+
+    Raises: UsageError for a folder that does not say it, naming `flag`.
+    """
+    folder = os.path.expanduser(source)
+    if not os.path.exists(folder):
+        module = _modules().get(_name(source))
+        return None if module is None or not hasattr(module, "get_reading") else module.get_reading()
+    try:
+        return loading.load_reading(folder) if os.path.isdir(folder) else None
+    except UsageError as error:
+        raise UsageError(f"{flag}: {error}") from None
 
 
 def _from_folder(folder: Path, options: dict) -> Any:

@@ -6,6 +6,7 @@ The state between steps is what `jax.eval_shape` says of the real functions of `
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class Program(NamedTuple):
     """One function and its abstract arguments."""
 
     name: str
-    lower: Callable[[], Any]  # -> jax.stages.Lowered
+    compiled: Callable[[], Any]  # -> jax.stages.Compiled
     arguments: PyTree  # of ShapeDtypeStruct with shardings
     trips: hlo.Trips  # of loops whose trip count depends on the data
     assumed: dict[str, float]  # what `trips` and `taken` assume, for the report
@@ -54,7 +55,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     """
     args = abstract_job(work, devices, drafter)
     parts = args.job.parts
-    with _device_kind(args.mesh):
+    with device_kind(args.mesh):
         state = jax.eval_shape(start, args.job)
     state = place_state(work, args, state)
     chunks = max(1, math.ceil((work.context - 1) / CHUNK))
@@ -67,18 +68,16 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     share = share_of_layers(work)
     if share < 1:
         assumed["share_of_layers"] = share
-    large = frozenset(_keys_of(state.cache) | _keys_of(parts.target.params))
+    large = frozenset(keys_of(state.cache) | keys_of(parts.target.params))
     # As many blocks as a chunk sees on average.
     in_prefill = lambda loop: chunks if loop.depth == 0 else max(1.0, blocks / 2)
     in_step = _named(passes, lambda loop: float(blocks))
-    in_loop = _named(passes, _in_loop(chunks, blocks, assumed["rounds"]))
+    in_loop = _named(passes, in_loop_of(chunks, blocks, assumed["rounds"]))
 
     def program(name: str, function, arguments: tuple, trips: hlo.Trips) -> Program:
-        def lower():
-            with _device_kind(args.mesh):
-                return function.lower(*arguments)
-
-        return Program(name, lower, arguments, trips, assumed, large, _sublayers(share))
+        return Program(
+            name, compiler_of(function, arguments, args.mesh), arguments, trips, assumed, large, _sublayers(share)
+        )
 
     found = [
         program("prefill", start, (args.job,), in_prefill),
@@ -88,7 +87,19 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     return Programs(found, args, state)
 
 
-def _device_kind(mesh: Mesh):
+def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any]:
+    """Lowers and compiles a function for the devices of its arguments; what it gives is kept."""
+
+    @functools.cache
+    def compiled() -> Any:
+        with device_kind(mesh):
+            lowered = function.lower(*arguments)
+        return lowered.compile()
+
+    return compiled
+
+
+def device_kind(mesh: Mesh):
     """Tells kernels which chip they are lowered for; they would ask the devices of this process."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size == 1 else contextlib.nullcontext()
 
@@ -112,7 +123,7 @@ def _sublayers(share: float) -> hlo.Taken:
     return lambda conditional: share if name.search(conditional.attributes) else 1.0
 
 
-def _in_loop(chunks: float, blocks: float, rounds: float) -> hlo.Trips:
+def in_loop_of(chunks: float, blocks: float, rounds: float) -> hlo.Trips:
     """Trips in the whole program: the loops over prompts come first, the loop over rounds last; within them, blocks."""
     last: set[str] = set()
 
@@ -127,7 +138,7 @@ def _in_loop(chunks: float, blocks: float, rounds: float) -> hlo.Trips:
     return trips
 
 
-def _keys_of(tree: PyTree) -> set[tuple]:
+def keys_of(tree: PyTree) -> set[tuple]:
     """(dtype, sorted dims) of the arrays of over a megabyte that one device holds."""
     names = {"bfloat16": "bf16", "float32": "f32", "int8": "s8"}
     leaves = [leaf for leaf in jax.tree.leaves(tree) if str(leaf.dtype) in names]

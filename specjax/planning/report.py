@@ -43,6 +43,7 @@ class ProgramReport:
     collectives: tuple[dict, ...] = ()  # kind, count, bytes, wire_bytes, group
     findings: tuple[dict, ...] = ()  # kind, count, bytes, sentence
     assumed: dict[str, float] = field(default_factory=dict)  # trips of loops that depend on the data
+    logits: dict | None = None  # the largest array of them: dtype, shape, rows, bytes; None: there are none
 
     @classmethod
     def from_json(cls, record: dict) -> ProgramReport:
@@ -70,6 +71,17 @@ class SpeedUp:
 
 
 @dataclass(frozen=True)
+class BlockRow:
+    """Of a diffusion model: what a block costs if each pass decides so many of its columns."""
+
+    columns: int
+    passes: int  # per block, one that only reads what is decided among them if there is one
+    passes_apart: int | None  # likewise, were the clean pass one of its own; None: it is none, or there is none
+    seconds_per_token: dict[str, float]  # roofline, schedule
+    gain: dict[str, float]  # how many times as long it took with the clean pass apart
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything about one target, draft and topology."""
 
@@ -80,6 +92,8 @@ class Report:
     speedups: tuple[SpeedUp, ...] = ()
     cost_ratio: dict[str, float] = field(default_factory=dict)  # step of the method over a plain one
     fits: tuple[Fit, ...] = ()
+    blocks: tuple[BlockRow, ...] = ()
+    window: dict[str, int] = field(default_factory=dict)  # of a diffusion model: columns of the window and the canvas
     clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # of seconds, speed-ups and cost ratio
 
     def program(self, name: str) -> ProgramReport | None:

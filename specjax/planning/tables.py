@@ -99,7 +99,39 @@ def show_report(report: Report, out) -> None:
         for row in report.speedups:
             table.add_row(f"{row.acceptance:.2f}", f"{row.tokens:.2f}", f"{row.roofline:.2f}", f"{row.schedule:.2f}")
         out.print(table)
+    if report.window:
+        _show_blocks(report, out, say)
     _show_clocks(report.clocks, say)
+
+
+def _show_blocks(report: Report, out, say: Callable[..., None]) -> None:
+    """Of a diffusion model: over how many columns logits are made, and what a block costs."""
+    from rich import box
+    from rich.table import Table
+
+    made = [program for program in report.programs if program.logits is not None and program.name != "loop"]
+    for program in made:
+        logits: dict[str, Any] = program.logits or {}
+        shape = f"{logits['dtype']}[{','.join(map(str, logits['shape']))}]"
+        say(
+            f"{program.name}: the largest logits are {shape} per device, of {logits['rows']} columns; a window has "
+            f"{report.window['window']}, a canvas {report.window['canvas']}"
+        )
+    if not report.blocks:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    fused = report.blocks[0].passes_apart is not None
+    headings = ["columns per pass", "passes per block", *(f"{clock} ms/token" for clock in CLOCKS)]
+    for heading in (
+        *headings,
+        *(["clean pass apart", *(f"{clock}: times as long" for clock in CLOCKS)] if fused else []),
+    ):
+        table.add_column(heading, justify="right")
+    for row in report.blocks:
+        more = [str(row.passes_apart), *(f"{row.gain[clock]:.2f}" for clock in CLOCKS)] if fused else []
+        times = [milliseconds(row.seconds_per_token[clock]) for clock in CLOCKS]
+        table.add_row(str(row.columns), str(row.passes), *times, *more)
+    out.print(table)
 
 
 def show_training(report: TrainingReport, out) -> None:

@@ -94,10 +94,10 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
     key = jax.eval_shape(lambda: jax.random.key(0))
     arguments = state, rest, target, lesson, by_rows((rows, places), jnp.int32), key
 
-    def lower():
-        return train_step.lower(plan, *arguments)
+    def compiled():
+        return train_step.lower(plan, *arguments).compile()
 
-    return Program("training step", lower, arguments, lambda loop: 1.0, {}, frozenset())
+    return Program("training step", compiled, arguments, lambda loop: 1.0, {}, frozenset())
 
 
 def _state(plan: Plan, params: PyTree, mesh) -> tuple[State, PyTree]:

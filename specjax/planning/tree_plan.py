@@ -71,6 +71,10 @@ def plan(
     notify = on_step or (lambda name: None)
     draft = options.pop("draft", None)
     pair = make_workload(target, topology, draft=draft, **options)
+    if pair.reading is not None:
+        raise UsageError(
+            f"--target: {pair.target.name} is a diffusion model, for which no tree is drafted; see specjax compile"
+        )
     work = dataclasses.replace(pair, method="autoregressive", draft=None)
     reports = []
     for n in sizes:

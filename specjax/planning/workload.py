@@ -13,13 +13,15 @@ from typing import Any
 from jax.sharding import Mesh
 
 from specjax import parallel, trees
-from specjax.catalog import Method, find_drafter, of_kind
+from specjax.catalog import METHODS, Method, find_drafter, of_kind
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig
 from specjax.models.bridge import check_cache_dtype
 from specjax.models.heads.kinds import KINDS
 from specjax.models.layout import fits_heads
-from specjax.planning.model_configs import load_config, num_params, num_params_of_head
+from specjax.models.loading.denoisers import Reading
+from specjax.planning.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
+from specjax.planning.model_configs import load_config, load_reading, num_params, num_params_of_head
 from specjax.planning.topologies import Topology, parse_topology
 
 
@@ -43,6 +45,7 @@ class Workload:
     model: int = 1
     layer: int = 1
     sequence: int = 1
+    reading: Reading | None = None  # of a diffusion model, how it is read as a denoiser; None: it is autoregressive
 
     @property
     def devices(self) -> int:
@@ -86,10 +89,14 @@ def make_workload(
     model: int | None = None,
     layer: int = 1,
     sequence: int = 1,
+    reading: Reading | None = None,
+    block: int | None = None,
 ) -> Workload:
     """Check what is asked for, before anything is compiled.
 
     Args:
+      reading: how a config given as `target` is read as a denoiser; sources that are names or files say it themselves.
+      block: of a diffusion model, columns of a block.
       head: a kind of learned head as its authors train it for such a target, such as "eagle3", or with changes, such as
         "eagle3:draft_vocab_size=8192".
       options: values of other options of the method, as texts by name.
@@ -105,15 +112,29 @@ def make_workload(
     kind = None if head is None else head.partition(":")[0]
     if kind is not None and kind not in KINDS:
         raise UsageError(f'--head: "{kind}" is no kind of head; choose one of {", ".join(KINDS)}')
+
+    def load(source, flag: str):
+        config = load_config(source, dtype, flag) if isinstance(source, str | Path) else source
+        return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
+
+    target_config = load(target, "--target")
+    reading = load_reading(target) if isinstance(target, str | Path) else reading
+    if reading is None:
+        check_autoregressive(target_config, method, block)
+    else:
+        drafts = {
+            "--draft": draft, "--head": head, "--tree": tree, "--num-draft-tokens": num_draft_tokens,
+            "--same-bits": same_bits or None,
+        }  # fmt: skip
+        method = check_denoiser(target_config, reading, method, drafts)
+        reading, options = in_blocks(reading, METHODS[method], options, block)
     method = method or kind or ("two_model" if draft is not None else "autoregressive")
-    try:
-        row = find_drafter(method)
-    except UsageError as error:
-        raise UsageError(f"--method: {error}") from None
+    row = METHODS[method] if reading is not None else _drafter(method)
     _check_head(row, head, draft)
     if row.needs - {"draft", "head"}:
-        what = " and ".join(sorted(row.needs - {"draft", "head"}))
-        raise UsageError(f"--method {method} needs a {what}, of which nothing is known here; choose another method")
+        needs = sorted(row.needs - {"draft", "head"})
+        what = " and ".join(f"{'an' if need[0] in 'aeiou' else 'a'} {need}" for need in needs)
+        raise UsageError(f"--method {method} needs {what}, of which nothing is known here; choose another method")
     if ("draft" in row.needs) != (draft is not None):
         fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
         raise UsageError(f"--method {method} needs {'a' if draft is None else 'no'} draft model; {fix}")
@@ -136,11 +157,6 @@ def make_workload(
     if batch % data:
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
 
-    def load(source, flag: str):
-        config = load_config(source, dtype, flag) if isinstance(source, str | Path) else source
-        return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
-
-    target_config = load(target, "--target")
     if same_bits:
         _check_same_bits(
             target_config, {"--data": data, "--layer": layer, "--sequence": sequence, "--model": model or 1}
@@ -162,8 +178,16 @@ def make_workload(
     return Workload(
         target_config, slice_, draft_config, head_config, method, tree, num_draft_tokens,
         tuple(sorted(options.items())), batch, context, max_new_tokens, float(temperature), data, model, layer,
-        sequence,
+        sequence, reading,
     )  # fmt: skip
+
+
+def _drafter(method: str) -> Method:
+    """Its row. Raises: UsageError for another method."""
+    try:
+        return find_drafter(method)
+    except UsageError as error:
+        raise UsageError(f"--method: {error}") from None
 
 
 def _check_head(row: Method, head: str | None, draft: Any) -> None:
@@ -265,6 +289,7 @@ def describe(work: Workload) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "options": dict(work.options),
+        "reading": None if work.reading is None else work.reading._asdict(),
         "target": work.target.name,
         "target_params": num_params(work.target),
         "draft": work.draft.name if work.draft else None,

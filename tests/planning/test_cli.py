@@ -69,6 +69,21 @@ def command(name, **changes):
         ({"draft": "smollm2_135m", "set": "tree=2x1"}, ("--set tree=2x1", "--tree")),
         ({"draft": "smollm2_135m", "set": "num_tokens=3", "num_draft_tokens": 2}, ("--set", "--num-draft-tokens")),
         ({"draft": "smollm2_135m", "set": "num_tokens=3", "tree": "2x1"}, ("--set num_tokens", "--tree")),
+        ({"method": "sdar"}, ("--method sdar", "smollm2-135m is autoregressive", "llada_8b")),
+        ({"method": "sdar", "set": "tau=0.5"}, ("--method sdar", "smollm2-135m is autoregressive")),
+        ({"block": 4}, ("--block", "smollm2-135m is autoregressive", "leave it out")),
+        ({"target": "llada_8b", "draft": "smollm2_135m"}, ("--draft", "llada-8b is a diffusion model")),
+        ({"target": "llada_8b", "head": "eagle3"}, ("--head", "llada-8b is a diffusion model")),
+        ({"target": "sdar_4b", "tree": "2x1"}, ("--tree", "sdar-4b is a diffusion model")),
+        ({"target": "sdar_4b", "num_draft_tokens": 3}, ("--num-draft-tokens", "sdar-4b is a diffusion model")),
+        ({"target": "dream_7b", "method": "prompt_lookup"}, ("--method prompt_lookup", "dream-7b", "llada, sdar")),
+        ({"target": "dream_7b", "method": "nothing"}, ("--method nothing is unknown", "llada, sdar")),
+        ({"target": "dream_7b", "method": "constraint"}, ("--method constraint needs an automaton",)),
+        ({"target": "llada_8b", "method": "sdar"}, ("sdar decodes block-causal models", "llada")),
+        ({"target": "llada_8b", "method": "dream", "block": 8}, ("--block", "dream has no blocks")),
+        ({"target": "llada_8b", "block": 8, "set": "block=16"}, ("--block", "--set block")),
+        ({"target": "sdar_4b", "block": 0}, ("--block must be at least 1",)),
+        ({"target": "sdar_4b", "set": "block=4"}, ("--set block=4", "sdar", "tau")),
     ],
 )
 def test_bad_options_of_compile(refused, changes, words):
@@ -93,6 +108,7 @@ def test_the_same_bits_are_of_one_device_and_of_bfloat16(refused):
         ({"acceptance": ".5", "widths": "1"}, ("--widths",)),
         ({"acceptance": ".5", "topology": "v5e"}, ("--topology",)),
         ({"acceptance": "missing.json"}, ("--acceptance", "missing.json")),
+        ({"acceptance": ".5", "target": "sdar_4b"}, ("--target: sdar-4b is a diffusion model", "specjax compile")),
     ],
 )
 def test_bad_options_of_plan(refused, changes, words):

@@ -92,7 +92,24 @@ def test_of_a_conditional_the_dearest_branch_counts():
         before=branch.format("narrow", CYCLES % 5) + "\n" + branch.format("wide", CYCLES % 50),
     )
     assert hlo.totals(module).cycles == 50
-    assert hlo.totals(module, taken=lambda conditional: 0.1).cycles == 5
+    assert hlo.totals(module, taken=lambda conditional: 0.1).cycles == pytest.approx(0.1 * 50 + 0.9 * 5)
+    assert hlo.totals(module, taken=lambda conditional: 0.0).cycles == 5
+
+
+def test_of_a_conditional_the_branch_counts_in_which_its_scope_is_named():
+    """Though the other one is dearer: that of a few columns may be, which have to be padded."""
+    name = 'metadata={{op_name="jit(step)/renewal/cond{}"}}'.format
+    branch = (
+        "%{0} (p.{0}: f32[8]) -> f32[8] {{\n  %p.{0} = f32[8]{{0}} parameter(0)\n"
+        "  ROOT %r.{0} = f32[8]{{0}} negate(%p.{0}), {1}, {2}\n}}\n"
+    )
+    branches = ("few", CYCLES % 50, name("/branch_0_fun/neg")), ("many", CYCLES % 5, name("/branch_1_fun/renewal/neg"))
+    module = one(
+        "  %which = s32[] parameter(0)\n  %x = f32[8]{0} parameter(1)\n"
+        f"  ROOT %c = f32[8]{{0}} conditional(%which, %x, %x), branch_computations={{%few, %many}}, {name('')}",
+        before="\n".join(branch.format(*words) for words in branches),
+    )
+    assert [hlo.totals(module, taken=lambda _, share=share: share).cycles for share in (1.0, 0.0)] == [5, 50]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +159,17 @@ def test_a_fusion_reads_only_the_layer_that_it_slices_out_of_the_stack():
             "  %w = bf16[30,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)\n  %i = s32[]{:T(128)S(6)S(1)} parameter(1)\n"
             f"  ROOT %f = bf16[8,128]{{1,0:T(8,128)(2,1){space}}} fusion(%w, %i), kind=kLoop, calls=%sliced",
             before=SLICED,
+        )
+        assert hlo.totals(module).hbm_bytes == 8 * 128 * 2 + written
+
+
+def test_a_slice_that_is_fetched_ahead_moves_itself_and_not_what_it_is_cut_from():
+    for space, written in (("", 8 * 128 * 2), ("S(1)", 0)):
+        module = one(
+            "  %w = bf16[30,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)\n"
+            "  ROOT %s = ((bf16[30,8,128]{2,1,0:T(8,128)(2,1)}), "
+            f"bf16[1,8,128]{{2,1,0:T(8,128)(2,1){space}}}, s32[]{{:S(2)}}) slice-start(%w), "
+            "slice={[3:4], [0:8], [0:128]}"
         )
         assert hlo.totals(module).hbm_bytes == 8 * 128 * 2 + written
 

@@ -11,13 +11,16 @@ from specjax.planning.model_configs import builtin_configs, load_config, num_par
 
 # Parameters as the model cards and the safetensors files of the original checkpoints state them.
 PARAMETERS = {
+    "dream_7b": 7_615_616_512,
     "gemma3_270m": 268_098_176,
+    "llada_8b": 8_015_581_184,
     "llama3_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "qwen2_5_coder_0_5b": 494_032_768,
     "qwen2_5_coder_1_5b": 1_543_714_304,
     "qwen3_8b": 8_190_735_360,
+    "sdar_4b": 4_411_424_256,
     "smollm2_135m": 134_515_008,
 }
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
+from specjax import buffers, turns
 from specjax.diffusion.passes import forward, more_than_chunk, read_blocks, shown
 from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
 from specjax.types import Array, PyTree
@@ -70,6 +70,7 @@ def _several(denoiser: Denoiser, state: State, canvases: Canvas, window: Window,
         """Rows that have finished a block read it, the others look at their window."""
         return blocks(jnp.where(finished, state.kept, window.start))
 
+    @jax.named_scope(turns.RENEWAL)
     def together() -> tuple[Array, PyTree]:
         clean = window.start[:, None] - width + offset
         tokens, columns = windows(window.start)
@@ -94,7 +95,8 @@ def _several(denoiser: Denoiser, state: State, canvases: Canvas, window: Window,
         predicted = jnp.broadcast_to(~finished[:, None], (batch, width))
     else:
         any_finished = jnp.any(finished)
-        hidden, pending = jax.lax.cond(any_finished, together, alone)
+        with jax.named_scope(turns.RENEWAL):
+            hidden, pending = jax.lax.cond(any_finished, together, alone)
         columns = total + jnp.full((batch,), width) * any_finished.astype(jnp.int32)
         predicted = jnp.ones((batch, width), bool)
     hidden = jnp.moveaxis(hidden.reshape(batch, copies, width, -1), 1, 0)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax import turns
 from specjax.diffusion.passes import forward, over_canvas, shown
 from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
 from specjax.errors import UsageError
@@ -53,7 +54,8 @@ def _look(
         return jax.tree.map(choose, denoiser.model.axes(fresh), fresh, state.left)
 
     any_due = jnp.any(due)
-    left = jax.lax.cond(any_due, renewed, lambda: state.left)
+    with jax.named_scope(turns.RENEWAL):
+        left = jax.lax.cond(any_due, renewed, lambda: state.left)
 
     count = window.width + denoiser.is_shifted
     columns = window.start[:, None] - denoiser.is_shifted + jnp.arange(count)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax import turns
 from specjax.diffusion.passes import forward, over_canvas, shown
 from specjax.diffusion.types import Canvas, Denoiser, Seen, Window
 from specjax.errors import UsageError
@@ -98,7 +99,8 @@ def look(denoiser: Denoiser, left: Left, canvas: Canvas, window: Window, plan: P
         chosen = take_along(hidden, jnp.clip(place, 0, width - 1)[..., None], 1)
         return chosen, denoiser.model.insert(left.pending, fresh, kept)
 
-    hidden, pending = jax.lax.switch(branch, [functools.partial(compute, width) for width in widths])
+    with jax.named_scope(turns.RENEWAL):
+        hidden, pending = jax.lax.switch(branch, [functools.partial(compute, width) for width in widths])
     return Seen(
         hidden=hidden,
         predicted=take_along(live, inside, 1) & (wanted >= 0) & (wanted < size),

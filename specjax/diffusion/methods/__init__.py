@@ -24,6 +24,7 @@ from specjax.diffusion.methods.local_leap import local_leap
 from specjax.diffusion.methods.prophet import prophet
 from specjax.diffusion.methods.r2_dllm import r2_dllm
 from specjax.diffusion.methods.s2d2 import s2d2
+from specjax.diffusion.methods.s2d2_routed import s2d2_routed
 from specjax.diffusion.methods.sdar import sdar
 from specjax.diffusion.methods.window_diffusion import window_diffusion
 
@@ -52,6 +53,7 @@ __all__ = [
     "prophet",
     "r2_dllm",
     "s2d2",
+    "s2d2_routed",
     "sdar",
     "window_diffusion",
 ]

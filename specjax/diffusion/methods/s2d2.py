@@ -9,7 +9,7 @@ the model says of one open column. Left to right accept d_i with probability min
 first rejection one token of norm([q_i - p_i]+), else one of q: the chain verifier.
 Guarantee: distribution, of the model's own mode with blocks of one and logits of the same position.
 Deviations: this is the setting in which every round verifies, with k = 1 and a token-causal cache. The routers, which
-decide by expected acceptance whether to verify, and the cache of whole blocks are not here: with them it is lossy. At
+decide by expected acceptance whether to verify, and the cache of whole blocks are `s2d2_routed`, which is lossy. At
 temperature 0 a draft stands if it is the likeliest token; the release keeps its random test. The window begins behind
 the last decided column. Models with shifted logits have `linear_spec`, which needs no masks.
 """

@@ -11,8 +11,10 @@ from specjax.planning.hlo.control_flow import Loop, Taken, Trips, always, dynami
 from specjax.planning.hlo.parsing import Module, parse
 from specjax.planning.hlo.slow_parts import findings
 from specjax.planning.hlo.sums import totals
+from specjax.planning.hlo.vocabulary import Logits, largest_logits
 
 __all__ = [
+    "Logits",
     "Loop",
     "Module",
     "Taken",
@@ -20,6 +22,7 @@ __all__ = [
     "always",
     "dynamic_loops",
     "findings",
+    "largest_logits",
     "parse",
     "totals",
     "trip_count",

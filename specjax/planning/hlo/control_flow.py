@@ -25,7 +25,7 @@ Trips = Callable[[Loop], float]
 """How often a loop runs whose trip count depends on the data."""
 
 Taken = Callable[[Instruction], float]
-"""How often a conditional takes its dearest branch, from 0 to 1; else it does nothing."""
+"""How often a conditional takes the branch that counts, from 0 to 1; else it takes the cheapest of the others."""
 
 
 def always(conditional: Instruction) -> float:
@@ -37,7 +37,8 @@ def walk(
 ) -> Iterator[tuple[str, Instruction, float]]:
     """(computation, instruction, how often it runs) of everything that control flow reaches; fusions are one thing.
 
-    Of a conditional's branches the dearest one in cycles runs, as often as `taken` says: here, the widest verify pass.
+    Of a conditional's branches one runs as often as `taken` says: that within which the name of the scope around the
+    conditional stands again, or else the dearest in cycles: here, the widest verify pass. Otherwise the cheapest runs.
     """
 
     def of(name: str, times: float, depth: int, path: tuple[str, ...]) -> Iterator[tuple[str, Instruction, float]]:
@@ -53,12 +54,29 @@ def walk(
                 branches = instruction.called("branch_computations", "true_computation", "false_computation")
                 if branches:
                     cycles = lambda branch: sum(i.cycles * n for _, i, n in of(branch, 1.0, depth, path))
-                    yield from of(max(branches, key=cycles), times * taken(instruction), depth, path)
+                    counted, share = (
+                        _named(module, instruction, branches) or max(branches, key=cycles),
+                        taken(instruction),
+                    )
+                    yield from of(counted, times * share, depth, path)
+                    if share < 1 and len(branches) > 1:
+                        cheapest = min((branch for branch in branches if branch != counted), key=cycles)
+                        yield from of(cheapest, times * (1 - share), depth, path)
             elif instruction.opcode in ("call", "async-start"):
                 for part in instruction.called("to_apply", "calls", "called_computations"):
                     yield from of(part, times, depth, path)
 
     yield from of(module.entry, 1.0, 0, ())
+
+
+def _named(module: Module, conditional: Instruction, branches: list[str]) -> str | None:
+    """The branch within which the scope around a conditional is named again; None: there is none."""
+    found = re.search(r"(?:^|/)([^/]+)/cond$", conditional.source)
+    if found is None:
+        return None
+    again = re.compile(rf"/{re.escape(found.group(1))}/cond/branch_\d+_fun/{re.escape(found.group(1))}(/|$)")
+    inside = lambda branch: any(again.search(i.source) for i in module.computations.get(branch, {}).values())
+    return next(filter(inside, branches), None)
 
 
 def loops_of(module: Module, name: str, depth: int = 0, path: tuple[str, ...] = ()) -> dict[str, Loop]:

@@ -31,7 +31,10 @@ def traffic(module: Module, computation: dict[str, Instruction], instruction: In
         return 2.0 * written
     if instruction.opcode == "dynamic-update-slice":
         return 2.0 * sum(a.bytes for a in operands[1].arrays) if len(operands) > 1 else 0.0
-    if instruction.opcode in ("copy-start", "slice-start", "async-start"):  # (destination, source, context)
+    if instruction.opcode == "slice-start":  # ((source), destination, context): of the source only the slice is read
+        part = instruction.arrays[1]
+        return float(part.bytes * (not instruction.arrays[0].in_vmem) + part.bytes * (not part.in_vmem))
+    if instruction.opcode in ("copy-start", "async-start"):  # (destination, source, context)
         first = instruction.arrays[0].bytes if instruction.arrays else 0
         kept = [a for a in instruction.arrays[:1] if not a.in_vmem]
         return float(first + sum(a.bytes for a in kept))

@@ -9,6 +9,7 @@ import pytest
 import specjax
 from specjax import Denoiser, Target, UsageError
 from specjax.models.loading import denoisers, is_diffusion, read_model
+from specjax.planning import make_workload
 
 MASK = 95
 FULL = {"attention": "full", "block": None, "alignment": "same", "seeding": "all_masked"}
@@ -172,6 +173,17 @@ def test_llada_with_another_formula_is_refused(tiny, tmp_path):
     write_llada(tmp_path, tiny, alibi=True)
     with pytest.raises(UsageError, match=r"has alibi .*; of LLaDA specjax supports"):
         specjax.load(tmp_path)
+
+
+def test_a_folder_is_planned_as_the_denoiser_that_it_is(tiny, tmp_path):
+    """By its config and tokenizer alone."""
+    publish(tiny, tmp_path, "sdar")
+    (tmp_path / "model.safetensors").unlink()
+    work = make_workload(str(tmp_path), "v5e:1x1", context=8, max_new_tokens=8, block=2)
+    assert (work.method, work.reading) == ("sdar", (MASK, *(BLOCKS | {"block": 2}).values()))
+    rewrite(tmp_path / "config.json", {"block_size": None})
+    with pytest.raises(UsageError, match=r"--target: .* how many columns its blocks have"):
+        make_workload(str(tmp_path), "v5e:1x1")
 
 
 def test_autoregressive_folders_stay_targets(tiny, tmp_path):

@@ -1,0 +1,28 @@
+"""LLaDA 8B, a diffusion language model."""
+
+from specjax.models import LlamaConfig
+from specjax.models.loading.denoisers import Reading
+
+
+def get_config(dtype: str = "bfloat16") -> LlamaConfig:
+    """Shapes of GSAI-ML/LLaDA-8B-Instruct."""
+    return LlamaConfig(
+        vocab_size=126464,
+        width=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        mlp_width=12288,
+        rope_base=500000.0,
+        tied=False,
+        max_positions=4096,
+        dtype=dtype,
+        stacked=True,
+        name="llada-8b",
+    )
+
+
+def get_reading() -> Reading:
+    """How it is read as a denoiser."""
+    return Reading(126336, "full", None, "same", "all_masked")

@@ -1,0 +1,30 @@
+"""SDAR 4B, a block-diffusion language model."""
+
+from specjax.models import LlamaConfig
+from specjax.models.loading.denoisers import Reading
+
+
+def get_config(dtype: str = "bfloat16") -> LlamaConfig:
+    """Shapes of JetLM/SDAR-4B-Chat."""
+    return LlamaConfig(
+        vocab_size=151936,
+        width=2560,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_width=9728,
+        rope_base=1000000.0,
+        norm_eps=1e-6,
+        tied=False,
+        qk_norm=True,
+        max_positions=32768,
+        dtype=dtype,
+        stacked=True,
+        name="sdar-4b",
+    )
+
+
+def get_reading() -> Reading:
+    """How it is read as a denoiser; there are variants with blocks of 8 to 64."""
+    return Reading(151669, "block_causal", 4, "same", "all_masked")

@@ -1,0 +1,185 @@
+"""The programs of a diffusion model: prompts, a pass, one that also renews what is kept, and the whole loop.
+
+A pass and the renewing one are the same compiled program, of which the branch behind `turns.RENEWAL` runs in the latter
+alone: of block-causal models that reads a finished block beside the first look at the next one (*fused pass*), of a
+cache over full attention the canvas (*renewing pass*).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import buffers, turns
+from specjax.buffers import SHARED
+from specjax.catalog import METHODS
+from specjax.catalog.diffusion import procedure_of
+from specjax.diffusion.loop import LOOP, Denoising
+from specjax.diffusion.memories import append
+from specjax.diffusion.prepare import check, memory_of, up
+from specjax.diffusion.types import Denoiser, Procedure
+from specjax.engine.parts import Job
+from specjax.engine.prefill import CHUNK
+from specjax.engine.prepare import Settings
+from specjax.engine.run import run, start, step
+from specjax.engine.step import buffer_size
+from specjax.models import abstract_params, make_model
+from specjax.parallel.arrays import with_shardings
+from specjax.planning import hlo
+from specjax.planning.abstract import Abstract, is_cache_of, is_pending_of, place_rows, shard_bytes, spread
+from specjax.planning.programs import BLOCK, Program, Programs, compiler_of, device_kind, in_loop_of, keys_of
+from specjax.planning.traffic import bytes_per_token, pass_bytes
+from specjax.planning.workload import Workload
+from specjax.sampling import row_keys
+from specjax.types import PyTree, Sampling, Target
+
+COLUMNS_AT = 2  # columns that a pass decides, in the whole loop as it is timed
+
+
+def procedure(work: Workload, denoiser: Denoiser) -> Procedure:
+    """Of the workload's method.
+
+    Raises: UsageError where it is not made for the model.
+    """
+    row, written = METHODS[work.method], dict(work.options)
+    options = {option.name: option.parse(written[option.name]) for option in row.options if option.name in written}
+    made = procedure_of(work.method, denoiser, **options)
+    check(denoiser, made, memory_of(denoiser, made))
+    return made
+
+
+def shape(work: Workload) -> tuple[Denoiser, Procedure]:
+    """The denoiser on one device, of which only the static fields are used, and its procedure."""
+    assert work.reading is not None
+    target = Target(make_model(work.target), abstract_params(work.target))
+    denoiser = Denoiser(target.model, target.params, **work.reading._asdict())
+    return denoiser, procedure(work, denoiser)
+
+
+def window(work: Workload) -> int:
+    """Columns that a pass looks at to decide."""
+    return shape(work)[1].schedule.width or up(work.max_new_tokens)
+
+
+def canvas_columns(work: Workload, width: int) -> int:
+    """Of the token buffer: with slack behind the text where a cache needs it, of full attention what a pass reads."""
+    size = buffer_size(work.context, work.max_new_tokens, 2 * width, work.target.max_positions)
+    assert work.reading is not None
+    return size if work.reading.attention == "block_causal" else min(size, up(work.context + work.max_new_tokens))
+
+
+def renewal(work: Workload) -> str | None:
+    """What the pass is called that renews what is kept; None: there is none."""
+    denoiser, made = shape(work)
+    memory = memory_of(denoiser, made)
+    name = memory.name.partition(",")[0]  # of guided ones, two looks
+    if name == "append":
+        return None if denoiser.is_shifted or memory == append(fuse=False) else "fused pass"
+    return "renewing pass" if name in ("dual", "prefix", "delayed", "phases") else None
+
+
+def names_of(work: Workload) -> tuple[str, ...]:
+    """Of the programs; prompts of full attention are part of the canvas, and not read before."""
+    assert work.reading is not None
+    found = ("prefill" if work.reading.attention == "block_causal" else None, "pass", renewal(work), "loop")
+    return tuple(name for name in found if name)
+
+
+def abstract_denoising(work: Workload, devices: list) -> Abstract:
+    """What `denoise` would pass to its program, as `specjax.planning.abstract.abstract_job` has it."""
+    assert work.reading is not None
+    mesh = work.mesh(devices)
+    target = spread(work.target, mesh)
+    denoiser = Denoiser(target.model, target.params, **work.reading._asdict())
+    made, settings = procedure(work, denoiser), Settings(temperature=work.temperature)
+    everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
+    by_rows = lambda tree: place_rows(tree, buffers.rows_first(tree), work, mesh)
+    width = made.schedule.width or up(work.max_new_tokens)
+    parts = Denoising(
+        denoiser=denoiser,
+        procedure=made,
+        sampling=Sampling() if settings.is_greedy else Sampling(everywhere(dtype=jnp.float32)),
+        eos=everywhere(1, dtype=jnp.int32),
+        memory=memory_of(denoiser, made),
+        width=width,
+        loop=LOOP,
+    )
+    size = canvas_columns(work, width)
+    tokens, rows = (by_rows(jax.ShapeDtypeStruct((work.batch, *more), jnp.int32)) for more in ((size,), ()))
+    keys = by_rows(jax.eval_shape(lambda: row_keys(0, work.batch)))
+    return Abstract(Job(parts, tokens, rows, keys, rows), mesh, None, None)
+
+
+def _placed(work: Workload, args: Abstract, state: PyTree) -> PyTree:
+    """The state between two passes: keys and values as the model has them, all else by its rows."""
+    parts = args.job.parts
+    placed = place_rows(state, parts.loop.axes(parts, state), work, args.mesh)
+    if args.mesh.size == 1:
+        return placed
+    target = parts.target
+    held = lambda part: is_cache_of(target, part) or is_pending_of(target, part)
+    own = lambda part: with_shardings(part, target.model.shardings(part)) if held(part) else part
+    return placed._replace(cache=jax.tree.map(own, placed.cache, is_leaf=held))
+
+
+def build(work: Workload, devices: list) -> tuple[Programs, dict[str, float]]:
+    """The programs of the workload, and the bytes that a device has to move in each."""
+    args = abstract_denoising(work, devices)
+    parts = args.job.parts
+    with device_kind(args.mesh):
+        state = jax.eval_shape(start, args.job)
+    state = _placed(work, args, state)
+    causal = parts.denoiser.is_causal
+    chunks = max(1, math.ceil((work.context - 1) / CHUNK))
+    blocks = math.ceil(work.context / BLOCK) if causal else 1
+    rounds = math.ceil(work.max_new_tokens / COLUMNS_AT)
+    share = min(1.0, COLUMNS_AT / parts.width)
+    assumed = {
+        "prefill_chunks": float(chunks), "rounds": float(rounds), "cache_blocks": float(blocks), "renewals": share
+    }  # fmt: skip
+    large = frozenset(keys_of(state.cache) | keys_of(parts.target.params))
+    in_prefill = lambda loop: chunks if loop.depth == 0 else max(1.0, blocks / 2)
+    in_step = lambda loop: float(blocks)
+    one = compiler_of(step, (parts, state), args.mesh)
+
+    def program(name: str, compiled: Any, trips: hlo.Trips, renewals: float, arguments: tuple) -> Program:
+        return Program(name, compiled, arguments, trips, assumed, large, _renewing(renewals))
+
+    of_job = lambda function: compiler_of(function, (args.job,), args.mesh)
+    found = [
+        program("prefill", of_job(start), in_prefill, 1.0, (args.job,)),
+        program("pass", one, in_step, 0.0, (parts, state)),
+        program(renewal(work) or "", one, in_step, 1.0, (parts, state)),
+        program("loop", of_job(run), in_loop_of(chunks, blocks, float(rounds)), share, (args.job,)),
+    ]
+    names = names_of(work)
+    return Programs([one for one in found if one.name in names], args, state), _must_bytes(
+        work, args, state, chunks, rounds
+    )
+
+
+def _renewing(share: float) -> hlo.Taken:
+    """How often what is kept is renewed; of other branches the dearest one runs."""
+    name = re.compile(rf'op_name="[^"]*/{turns.RENEWAL}/cond')
+    return lambda conditional: share if name.search(conditional.attributes) else 1.0
+
+
+def _must_bytes(work: Workload, args: Abstract, state: PyTree, chunks: int, rounds: int) -> dict[str, float]:
+    """Per program: the weights of each pass, and of what is kept the text's share, or all of a canvas."""
+    target = args.job.parts.target
+    is_cache = lambda part: is_cache_of(target, part)
+    caches = [part for part in jax.tree.leaves(state.cache, is_leaf=is_cache) if is_cache(part)]
+    grows = args.job.parts.denoiser.is_causal
+    per_token = sum(bytes_per_token(target, work.batch, cache) for cache in caches) if grows else 0.0
+    whole = 0.0 if grows else float(shard_bytes(state.cache))
+    one = lambda context, **more: pass_bytes(work.target, target.params, per_token, context, **more) + whole
+    prefill = chunks * one(work.context / 2, head=False) if grows else 0.0
+    of_pass, middle = one(work.context), work.context + work.max_new_tokens / 2
+    return {
+        "prefill": prefill, "pass": of_pass, "fused pass": of_pass, "renewing pass": of_pass,
+        "loop": prefill + rounds * one(middle),
+    }  # fmt: skip
