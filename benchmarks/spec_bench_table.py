@@ -1,0 +1,60 @@
+"""Spec-Bench's leaderboard for specjax: speed-ups by task, tokens per pass, of what `specjax bench` measured.
+
+    specjax bench question.jsonl --limit 1 --max-new-tokens 64 --method auto --method prompt_lookup --out free.json
+    specjax bench question.jsonl --limit 1 --max-new-tokens 64 --draft smollm2-135m-eagle3 --method auto --out head.json
+    python benchmarks/spec_bench_table.py free.json head.json --out docs/spec_bench.md
+
+Xia et al.: Unlocking Efficiency in Large Language Model Inference: A Comprehensive Survey of Speculative Decoding
+(2024), arXiv 2401.07851. Rows are in falling order of the overall ratio; each ratio has both of its sides in one run.
+The table takes the place of the one that is in the page, between two marks; what stands around it stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+TASKS = {
+    "mt_bench": "Multi-turn conversation", "translation": "Translation", "summarization": "Summarization",
+    "qa": "Question answering", "math_reasoning": "Mathematical reasoning", "rag": "Retrieval-augmented generation",
+}  # fmt: skip
+BEGIN, END = "<!-- table -->", "<!-- end of the table -->"
+
+
+def rows(document: dict) -> list[tuple[float, str]]:
+    """(overall ratio, line of the table) of each method of a run."""
+    found = []
+    draft, head = document["draft"], document["head"]
+    for name, overall in document["overall"].items():
+        ratio = lambda entry: "differs" if entry["refused"] else f"{entry['speedup']:.2f}x"
+        cells = [ratio(document["tasks"][task][name]) if task in document["tasks"] else "-" for task in TASKS]
+        same = {True: "yes", False: "near-tie", None: "-"}[overall["identical"]]
+        who = f"{name}, head" if head else f"{name}, {draft}" if draft else name
+        cells += [f"{overall['block_efficiency']:.2f}", ratio(overall), same]
+        found.append((0.0 if overall["refused"] else overall["speedup"], f"| {who} | {' | '.join(cells)} |"))
+    return found
+
+
+def table(documents: list[dict]) -> str:
+    """Markdown."""
+    head = ["Method", *TASKS.values(), "#tokens per pass", "Overall", "Same text"]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    found = sorted((row for document in documents for row in rows(document)), reverse=True)
+    return "\n".join([*lines, *(line for _, line in found)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    page = args.out.read_text(encoding="utf-8") if args.out.exists() else f"{BEGIN}\n{END}\n"
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = table([json.loads(path.read_text(encoding="utf-8")) for path in args.runs])
+    args.out.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
