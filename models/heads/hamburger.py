@@ -15,7 +15,7 @@ root, what follows are drafts.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -163,7 +163,7 @@ def continued(module: Hamburger, last: Array, tokens: Array, context: Context) -
 
 def of_target(target: LlamaConfig, *, num_layers: int = 4, segment: int = 4, **changes) -> HamburgerConfig:
     """The shapes that the authors train for a base: layers like its own, streams behind each quarter of it."""
-    layer = replace(target, num_layers=num_layers, stacked=False, cache_dtype=None)
+    layer = target.of_head(num_layers)
     taps = tuple(-(-target.num_layers * quarter // 4) for quarter in range(1, 5))
     heads = next(heads for heads in (64, 32, 16, 8, 4, 2, 1) if target.width % heads == 0)
     return HamburgerConfig(layer, taps, segment, **{"merge_heads": heads} | changes)

@@ -125,15 +125,20 @@ def m2r2_head(config: M2R2Config) -> Head:
 
 def check_target(config: M2R2Config, model) -> None:
     """Raises: UsageError for a model that two streams cannot run through."""
+    check_layers(model)
     able = model.capabilities
-    if model.config is None or not able.layer_skipping:
-        raise UsageError(f"{model.name} has no layers for a second stream; give a model of specjax.models")
     if model.config.width != config.width or not 1 <= config.exit_layer <= able.num_layers:
         raise UsageError(
             f"the head is a stream of width {config.width} through the first {config.exit_layer} layers of its target, "
             f"but the model {model.name} has {able.num_layers} of width {model.config.width}; give it the target that "
             "it was trained for"
         )
+
+
+def check_layers(model) -> None:
+    """Raises: UsageError for a model without layers that two streams can run through."""
+    if model.config is None or not model.capabilities.layer_skipping:
+        raise UsageError(f"{model.name} has no layers for a second stream; give a model of specjax.models")
 
 
 def of_target(target: LlamaConfig, *, exit_layer: int | None = None, rank: int | None = None, **changes) -> M2R2Config:

@@ -67,7 +67,8 @@ def config_from_hf(hf: Fields, **options) -> Gemma3Config:
     check_heads(hf, llama.HF_HEADS, heads, kv_heads, head_dim)
     base, scaling, _ = rope.from_hf(hf, head_dim, base=row.rope_base, layer_type=llama.FULL)
     softcap = lambda name, default: hf.number(name, None if hf.stated(name) else default)
-    local = rope.local_from_hf(hf, head_dim, hf.number("rope_local_base_freq", 10_000.0, **rope.BASE))
+    has_local = row.qk_norm  # of Gemma 2 all layers are rotated, and stretched, alike
+    local_base = lambda: rope.local_from_hf(hf, head_dim, hf.number("rope_local_base_freq", 10_000.0, **rope.BASE))
     return Gemma3Config(
         vocab_size=hf.size("vocab_size", most=ROWS),
         width=hf.size("hidden_size", most=WIDTH),
@@ -80,7 +81,7 @@ def config_from_hf(hf: Fields, **options) -> Gemma3Config:
         window=hf.size("sliding_window", 4096, most=GLOBAL),
         rope_base=base,
         rope_scaling=scaling,
-        local_rope_base=local if row.qk_norm else None,
+        local_rope_base=local_base() if has_local else None,
         query_scale=hf.number("query_pre_attn_scalar", 256.0) ** -0.5,
         norm_eps=hf.number("rms_norm_eps", 1e-6, most=1.0),
         tied=hf.flag("tie_word_embeddings", True),
@@ -143,7 +144,8 @@ def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, 
         head_dim=head_dim,
         mlp_width=meta.size("feed_forward_length", most=ROWS),
         is_global=llama.windowed_by_gguf(meta, layers, row.pattern),
-        window=meta.size("attention.sliding_window", most=GLOBAL),
+        # The first files of Gemma 2 leave it out: all of its models have the same one.
+        window=meta.size("attention.sliding_window", *() if row.qk_norm else (4096,), most=GLOBAL),
         rope_base=base,
         rope_scaling=scaling,
         local_rope_base=meta.number("rope.freq_base_swa", 10_000.0, **rope.BASE) if row.qk_norm else None,

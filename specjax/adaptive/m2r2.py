@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.adaptive.descent import descend, one_pass
+from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import init_head
-from specjax.models.heads.m2r2 import M2R2, M2R2Config, check_target, of_target
+from specjax.models.heads.m2r2 import M2R2, M2R2Config, check_layers, check_target, of_target
 from specjax.types import Array, Model, PyTree, Target
 
 ALIGNMENT = 0.1
@@ -40,6 +41,7 @@ class Streams(NamedTuple):
 def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
     """A stream that is not faster than the target's own yet. changes: `exit_layer`, `rank` and others of
     `specjax.models.heads.m2r2.M2R2Config`."""
+    check_layers(target.model)
     config = of_target(target.model.config, **changes)
     check_target(config, target.model)
     return init_head("m2r2", config, key)
@@ -48,7 +50,12 @@ def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
 def train_m2r2(
     target: Target, head: DraftHead, tokens: Array, length: Array, *, steps: int = 200, learning_rate: float = 1e-3
 ) -> tuple[DraftHead, Array]:
-    """The head after `steps`, and the loss of each. tokens: int32[B, T], of `length` int32[B] tokens; one batch."""
+    """The head after `steps`, and the loss of each. tokens: int32[B, T], of `length` int32[B] tokens; one batch.
+
+    Raises: UsageError for a head of another kind, or of another target.
+    """
+    if head.head.kind != "m2r2":
+        raise UsageError(f"train_m2r2 trains heads of m2r2, and this is one of {head.head.kind}; see blank_m2r2")
     check_target(head.head.config, target.model)
     arguments = head.head.config, steps, learning_rate
     params, losses = _train(target.model, *arguments, target.params, head.params, tokens, length)

@@ -80,6 +80,11 @@ def check(target: Target, head: DraftHead) -> None:
         raise UsageError(f"{model.name} cannot read segments: it has windows, or reads tokens alone; choose another")
     if max(config.taps) > able.num_layers:
         raise UsageError(f"the head reads stream {max(config.taps)}, and {model.name} has {able.num_layers} layers")
+    if model.config is not None and model.config.width != config.layer.width:
+        raise UsageError(
+            f"the head reads streams of width {config.layer.width}, and {model.name} has {model.config.width}; give it "
+            "the base that it was trained with"
+        )
 
 
 class _State(NamedTuple):

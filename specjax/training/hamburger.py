@@ -21,6 +21,7 @@ import optax
 
 from specjax.adaptive.descent import descend
 from specjax.decoders.hamburger import check
+from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.models.heads.blocks import bind, unembed
 from specjax.models.heads.contract import DraftHead, Head
@@ -123,7 +124,7 @@ def train_hamburger(
 
     starts: bool[B, T], which tokens begin a segment; default: by the entropies of the base, prompts token by token.
     base_rate, learning_rate: of the base and of the others, which fall to 1e-5 as a cosine. Raises: UsageError for
-    parts that do not fit the base.
+    parts that do not fit the base, and for segments that they cannot merge.
     """
     check(target, head)
     longest = head.head.config.segment
@@ -131,6 +132,11 @@ def train_hamburger(
         alone = jnp.arange(tokens.shape[1]) <= prompt[:, None]
         starts = by_entropy(told(target, tokens)[1], longest=longest, alone=alone)
     macro = macro_steps(tokens, length, starts, longest)
+    if not jnp.all(starts[:, 0]) or jnp.max(macro.size) > longest:
+        raise UsageError(
+            f"starts must have the first token of each text, and no segment of more than the {longest} tokens that the "
+            "head merges"
+        )
     params = {"base": target.params, "new": head.params}
     arguments = target.model, head.head, steps, base_rate, learning_rate
     params, found = _train(*arguments, params, macro, prompt)

@@ -171,3 +171,14 @@ def test_what_does_not_fit():
         run(tiny_llama(window=8), head)
     with pytest.raises(UsageError, match="the head reads stream 3, and markov has 2 layers"):
         run(markov(), DraftHead(hamburger_head(HamburgerConfig(layer_of(markov()), (1, 3))), {}))
+    with pytest.raises(UsageError, match="the head reads streams of width 32, and narrow has 16"):
+        run(tiny_llama(width=16, num_heads=2, name="narrow"), head)
+
+
+def test_segments_that_cannot_be_learnt():
+    tokens, prompt, length = lesson()
+    head = tiny_head("hamburger", tiny_llama())
+    place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    for starts in (place % 5 == 0, place % 4 == 1):
+        with pytest.raises(UsageError, match="no segment of more than the 4 tokens that the head merges"):
+            train_hamburger(tiny_llama(), head, tokens, prompt, length, starts=starts)

@@ -15,7 +15,7 @@ from tiers import those
 from specjax import decode, drafters, load_head, save_head
 from specjax.engine.prefill import CHUNK
 from specjax.models import Gemma3Config, LlamaConfig, init_params, make_model
-from specjax.models.heads import eagle3
+from specjax.models.heads import chimera, clover, eagle, eagle3, falcon, hamburger, hydra, kangaroo
 from specjax.models.layers import RopeScaling
 from specjax.training import new_head
 from specjax.types import Target
@@ -81,6 +81,14 @@ def test_greedy_text_is_that_of_one_pass_whoever_drafts_and_beside_whom(name):
     for drafter in (drafters.prompt_lookup(5), drafters.token_recycling(48, num_nodes=12)):
         assert decode(target, drafter, prompts(), **options).to_lists() == plain
     assert decode(target, drafters.autoregressive(), prompts()[1:], **options).to_lists() == plain[1:]
+
+
+@pytest.mark.parametrize("kind", [chimera, clover, eagle, eagle3, falcon, hamburger, hydra, kangaroo])
+def test_layers_of_heads_are_those_that_files_describe(kind):
+    """Whatever the target's have besides: heads are read without it."""
+    layer = kind.of_target(CONFIGS["olmo"]).layer
+    found = layer.norms, layer.qk_norm_of, layer.is_global, layer.window, layer.stacked
+    assert found == ("before", "head", None, None, False)
 
 
 @pytest.mark.exhaustive

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from head_runs import random_params
+from heads import tiny_head
 from rules import takes_all
 from tiers import exhaustive
 from toy import chi_square, markov, pairs_after, tiny_llama
@@ -114,5 +115,9 @@ def test_a_rule_that_takes_every_draft_has_not():
 def test_what_does_not_fit():
     with pytest.raises(UsageError, match="markov has no layers for a second stream"):
         adaptive.train_m2r2(markov(), head_of(), *depths.lesson())
+    with pytest.raises(UsageError, match="markov has no layers for a second stream"):
+        adaptive.blank_m2r2(markov(), jax.random.key(0))
+    with pytest.raises(UsageError, match="train_m2r2 trains heads of m2r2, and this is one of medusa"):
+        adaptive.train_m2r2(tiny_llama(), tiny_head("medusa", tiny_llama()), *depths.lesson())
     with pytest.raises(UsageError, match=r"of width 32 through the first 4 layers of its target, but .* has 2"):
         decode(tiny_llama(), drafters.m2r2(head_of(), 3), [[1, 2]], key=0, max_new_tokens=2)

@@ -137,6 +137,17 @@ def test_llama3_divisors(tiny, texts, tmp_path):
         read(write(model, tmp_path / "other.gguf", scaling=np.linspace(1, 8, 8, dtype=np.float32)))
 
 
+def test_the_first_files_of_gemma2_have_the_window_that_all_have(tiny, tmp_path, monkeypatch):
+    """llama.cpp's converter wrote neither window nor soft caps in June 2024; its reader has these numbers."""
+    monkeypatch.setattr(gguf.GGUFWriter, "add_sliding_window", lambda *_: None)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_attn_logit_softcapping", lambda *_: None)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_final_logit_softcapping", lambda *_: None)
+    config = read(write(tiny.model(**CASES["gemma2"]), tmp_path / "model.gguf"))[0].config
+    assert (config.window, config.attention_softcap, config.logit_softcap) == (4096, 50.0, 30.0)
+    with pytest.raises(UsageError, match=r"lacks the field gemma3.attention.sliding_window"):
+        read(write(tiny.model(**CASES["gemma3"]), tmp_path / "model.gguf"))
+
+
 def test_half_of_longrope_is_refused(tiny, tmp_path, monkeypatch):
     from specjax.models.loading import rope
 

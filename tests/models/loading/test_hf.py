@@ -50,7 +50,7 @@ VARIANTS = {
     ),
     "gemma2": dict(
         kind="gemma2", sliding_window=5, query_pre_attn_scalar=24, attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
+        final_logit_softcapping=3.0, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
     ),
 }  # fmt: skip
 
