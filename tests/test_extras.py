@@ -43,13 +43,13 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path, package, extra, call):
     assert extra in PROJECT["optional-dependencies"]
 
 
-def test_the_command_line_without_its_packages(monkeypatch, capsys):
+def test_the_command_line_without_its_packages(monkeypatch, capfd):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else found(name))
     with pytest.raises(SystemExit) as stop:
         main(["methods"])
     assert stop.value.code == 2
-    assert capsys.readouterr().err == "specjax: the command line needs typer; run pip install 'specjax[cli]'\n"
+    assert capfd.readouterr().err == "specjax: the command line needs typer; run pip install 'specjax[cli]'\n"
 
 
 def test_the_library_is_light():

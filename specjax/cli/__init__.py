@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _check_packages() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"specjax: the command line needs {', '.join(missing)}; run pip install 'specjax[cli]'", file=sys.stderr)
+        os.write(2, f"specjax: the command line needs {', '.join(missing)}; run pip install 'specjax[cli]'\n".encode())
         raise SystemExit(2)
 
 
