@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from specjax import pictures
 from specjax.analysis.rounds import Round
-from specjax.errors import needing
 
 ACCEPTED, REJECTED, OWN = "#2a9d5c", "#c9ccd1", "#3b6fb6"
 MOST_LEAVES = 24
@@ -20,21 +19,16 @@ def draw(rounds: Sequence[Round], shown: Callable[[int], str], number: int | Non
 
     shown: the text of a token. number: of the round whose tree is drawn, from 0; None: that which kept most.
     """
-    with needing("plots", "drawing needs"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
     number = best(rounds) if number is None else number
     one = rounds[number]
-    leaves = _heights(one.parents, _drawn(one))[1]
-    figure = Figure(figsize=(9.0, 3.2 + max(2.0, 0.34 * leaves)), layout="constrained")
+    drawn = _drawn(one)
+    heights, leaves = _heights(one.parents, drawn)
+    figure = pictures.begun(9.0, 3.2 + max(2.0, 0.34 * leaves))
     above, below = figure.subplots(2, 1, height_ratios=(2.4, max(2.0, 0.34 * leaves)))
     _bars(above, rounds, number)
-    _tree(below, one, shown)
+    _tree(below, one, shown, drawn, heights, leaves)
     figure.suptitle(title, fontsize=9)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    return pictures.png(figure)
 
 
 def best(rounds: Sequence[Round]) -> int:
@@ -57,13 +51,12 @@ def _bars(axes, rounds: Sequence[Round], number: int) -> None:
     axes.set_ylabel("tokens, plain passes")
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    pictures.open_corner(axes)
 
 
-def _tree(axes, one: Round, shown: Callable[[int], str]) -> None:
-    drawn = _drawn(one)
-    heights, leaves = _heights(one.parents, drawn)
+def _tree(
+    axes, one: Round, shown: Callable[[int], str], drawn: Sequence[int], heights: dict[int, float], leaves: int
+) -> None:
     depth = depths(one.parents)
     for node in drawn:
         color = ACCEPTED if one.accepted[node] else "0.45"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
-
+from specjax import pictures
 from specjax.analysis.acceptance import Comparison
-from specjax.errors import needing
 
 LINES = {"with_replacement": "--", "without_replacement": ":"}
 
@@ -15,11 +13,7 @@ def plot(comparison: Comparison, title: str = "") -> bytes:
 
     Without error bars: all rules see the same rows, so their differences are far surer than their levels.
     """
-    with needing("plots", "drawing needs"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.6), layout="constrained")
+    figure = pictures.begun(7.0, 4.6)
     axes = figure.subplots()
     for draws, bound in comparison.bounds.items():
         name = f"best possible, {draws.replace('_', ' ')}"
@@ -32,9 +26,6 @@ def plot(comparison: Comparison, title: str = "") -> bytes:
     axes.set_xlabel("drafts per node")
     axes.set_ylabel("acceptance of a node")
     figure.suptitle(title, fontsize=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    pictures.open_corner(axes)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    return pictures.png(figure)

@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax.costs import Curve, at
 from specjax.engine import run
-from specjax.engine.parts import Job, Keep, Parts
+from specjax.engine.parts import Keep, Parts
 from specjax.errors import UsageError
 from specjax.facade import job_of, settings_of
 from specjax.indexing import take_along
@@ -59,12 +59,7 @@ def explain(
     job = job_of(target, drafter, [prompt], settings_of(**settings), key=key, max_new_tokens=max_new_tokens)
     if not isinstance(job.parts, Parts):
         raise UsageError("explain tells of drafts, which a diffusion model does not make; decode it with denoise")
-    return rounds_of(job, costs)
-
-
-def rounds_of(job: Job, costs: Curve | None = None) -> list[Round]:
-    """As `explain`, of a job of one row."""
-    parts: Parts = dataclasses.replace(job.parts, keep=Keep(scored=True))
+    parts = dataclasses.replace(job.parts, keep=Keep(scored=True))
     state, rounds = run.start(dataclasses.replace(job, parts=parts)), []
     before = _memory(parts.drafter, state)
     while not bool(state.done[0]):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
-
 from rich import box
 from rich.table import Table
 
+from specjax import pictures
 from specjax.bench.records import dtypes, tokens_per_second
 from specjax.cli.bench_run import PLAIN, Runs
 from specjax.cli.console import Console
 from specjax.cli.prompts import BadLine
 from specjax.cli.session import provenance
-from specjax.errors import needing
 
 
 def document(bench: Runs, bad: list[BadLine], skipped: list[BadLine]) -> dict:
@@ -114,10 +112,6 @@ def describe_difference(entry: dict) -> str:
 
 def plot(document: dict) -> bytes:
     """A PNG: the speed-up per task and method, with tokens per target pass (and what they cost) above the bars."""
-    with needing("plots", "drawing needs"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
     groups = sections(document)
     methods = list(document["overall"])
     denoising = is_denoising(document)
@@ -126,7 +120,7 @@ def plot(document: dict) -> bytes:
     if denoising:
         above = "tokens per pass | columns computed per token"
         said = lambda entry: f"{entry['tokens_per_pass']:.2f} | {entry['columns_per_token']:.0f}"
-    figure = Figure(figsize=(max(5.0, 1.2 + 0.75 * len(groups) * (len(methods) + 0.6)), 4.2), layout="constrained")
+    figure = pictures.begun(max(5.0, 1.2 + 0.75 * len(groups) * (len(methods) + 0.6)), 4.2)
     axes = figure.subplots()
     width = 0.8 / len(methods)
     for number, name in enumerate(methods):
@@ -142,8 +136,5 @@ def plot(document: dict) -> bytes:
     where = f"{document['target']}, {dtypes(document)}, {document['machine']['device_kind']}"
     axes.set_title(f"{where}\nabove the bars: {above}", fontsize=9)
     figure.legend(loc="outside lower center", ncols=min(len(methods), 4), frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    pictures.open_corner(axes)
+    return pictures.png(figure)

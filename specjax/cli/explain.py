@@ -83,8 +83,8 @@ def explain(
     drafting = read_drafting([method], draft, datastore, named=named, settings=settings, source=source, head=head)
     weighed = read_costs(costs, [method], controller)
 
+    from specjax.analysis import rounds as told
     from specjax.analysis.drawing import best, draw
-    from specjax.analysis.rounds import explain as rounds_of
     from specjax.bench import measure
     from specjax.cli.console import Console, print_json
     from specjax.cli.session import open_session, stage, weigh
@@ -96,7 +96,7 @@ def explain(
     session = weigh(session, weighed, 1, log)
     with stage(log, "decoding", "decoded"):
         key = measure.row_keys(seed, [row.ordinal])  # as generate: the same text
-        rounds = rounds_of(
+        rounds = told.explain(
             session.target, session.drafter(method, drafting), row.ids, key=key, costs=session.costs,
             **session.keywords(decoding, method),
         )  # fmt: skip

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specjax.errors import needing
+from specjax import pictures
 
 
 def plot(history: Sequence[Mapping[str, Any]], title: str = "") -> bytes:
     """A PNG: how often drafts are right by depth, and tokens per pass on texts held out, by tokens trained on."""
-    with needing("plots", "drawing needs"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+    figure = pictures.begun(8.4, 3.4)
     left, right = figure.subplots(1, 2)
     tokens = [entry["tokens"] for entry in history]
     for depth in range(len(history[0]["accuracy"])):
@@ -31,12 +26,9 @@ def plot(history: Sequence[Mapping[str, Any]], title: str = "") -> bytes:
     right.set_ylabel("tokens per pass, held out")
     for axes in (left, right):
         axes.set_xlabel("places trained on")
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        pictures.open_corner(axes)
     figure.suptitle(title, fontsize=9)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    return pictures.png(figure)
 
 
 def _smoothed(values: Sequence[float], keep: float = 0.9) -> list[float]:
