@@ -37,8 +37,11 @@ docs: $(VENV)/.dev linked
 docs-serve: $(VENV)/.dev linked
 	$(SITE) serve
 
+# Compilers allocate much and keep little: memory that is kept is not zeroed and merged anew.
+MALLOC := GLIBC_TUNABLES=glibc.malloc.mxfast=0:glibc.malloc.trim_threshold=4294967296:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.top_pad=67108864
+
 check: $(VENV)/.dev
-	$(BIN)/pytest -n auto --dist loadfile -m "not exhaustive"
+	$(MALLOC) $(BIN)/pytest -n auto --dist loadfile -m "not exhaustive"
 
 # With what repeats a proof for more methods, meshes and settings (an hour on two cores): before a release.
 test-all: lint types

@@ -1,6 +1,7 @@
 """Eight fake devices on CPU, exact float32, and quick compilation: the tests compile far more than they compute."""
 
 import gc
+import itertools
 import os
 import re
 
@@ -23,7 +24,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 # CPU time with the collector running, 74 s without).
 gc.disable()
 
+LOOK = 16  # every so many tests; looking takes 5 ms once there are many (of the verifiers' tests 4 % of the time)
 MAPS = 16_000  # a quarter of what Linux gives a process by default, and some 4 GB; every compiled program takes some
+TESTS = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +35,20 @@ def release_programs():
     import jax  # after the flags are set
 
     yield
-    if memory_maps() > MAPS:
+    if next(TESTS) % LOOK == 0 and memory_maps() > MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def one_width(request, monkeypatch):
+    """Four folders of drafters, trees and loops: 241 s of CPU time with all widths, 213 with one."""
+    from one_width import FOLDERS, parts_of_one_width  # after the flags are set
+
+    folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
+    is_quick = "not exhaustive" in request.config.option.markexpr
+    if is_quick and folder in FOLDERS and not request.node.get_closest_marker("all_widths"):
+        monkeypatch.setattr("specjax.engine.prepare.Parts", parts_of_one_width)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,6 +32,8 @@ from specjax.trees import stops
 from specjax.trees.operations import depths
 from specjax.types import Capabilities, Context, Controller, Model, Output, Said, Sampling, Target
 
+pytestmark = pytest.mark.all_widths
+
 bild, standard = module("bild"), module("standard")
 
 # ------------------------------------------------------------------------------------------------------ the cards
