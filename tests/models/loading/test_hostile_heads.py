@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import dialects as d
 import pytest
 from head_oracles import target
 from heads import numbered_head
@@ -19,15 +20,55 @@ from specjax.models.loading.heads import read_head, recognise
 def test_heads(kind, rng, count, tmp_path):
     """Config and header of the tensors, of every kind in the layout that it is written in."""
     save_head(tmp_path, numbered_head(kind, target()), target=target())
-    described, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    attacked(tmp_path, "model.safetensors", rng, count)
+
+
+WRITERS = {
+    **{f"eagle3 of {writer}": files for writer, files in d.eagle3_dialects(d.eagle3()).items()},
+    "eagle of its authors": (d.layers(8) | {"architectures": ["LlamaForCausalLM"]}, d.eagle()),
+    "eagle of speculators": (
+        d.of_speculators("eagle", fusion_bias=True, layernorms=False),
+        d.renamed(d.eagle(), ("layers.0.", "transformer."), ("fc.", "fusion_fc.")),
+    ),
+    "falcon": (d.layers(8) | {"architectures": ["LlamaForCausalLM"], "k_mask": 2, "bias": True}, d.falcon()),
+    "medusa of vLLM": ({"model_type": "medusa", "num_heads": 3}, d.medusa()),
+    "hydra": ({"hydra_num_heads": 2, "hydra_num_layers": 2, "hydra_head_arch": "mlp"}, d.hydra()),
+    "kangaroo": (d.layers(8), d.kangaroo()),
+    "clover": (d.layers(8, num_hidden_layers=2), d.clover()),
+    "mlp_speculator": (
+        {
+            "model_type": "mlp_speculator", "n_predict": 2, "vocab_size": d.V, "emb_dim": d.D, "inner_dim": 16,
+            "tie_weights": False, "scale_input": False,
+        },
+        d.mlp_speculator(),
+    ),
+    "redrafter": (
+        {"model_type": "recurrent_drafting_drafter", "hidden_size": d.D, "exit_dim": 40, "num_draft_layers": 2},
+        d.redrafter(),
+    ),
+}  # fmt: skip
+"""(config, tensors) in the layouts of others."""
+
+
+@pytest.mark.parametrize(("rng", "count"), attacks(6, 6_000))
+@pytest.mark.parametrize("writer", WRITERS)
+def test_heads_of_others(writer, rng, count, tmp_path):
+    name = {"hydra": "hydra_lm_head.safetensors"}.get(writer, "model.safetensors")
+    attacked(d.write(tmp_path / "head", *WRITERS[writer], name), name, rng, count)
+
+
+def attacked(folder, name, rng, count):
+    """A head's folder, read with its config or the header of its tensors changed."""
+    described, weights = folder / "config.json", folder / name
     config, whole = json.loads(described.read_text()), weights.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
 
     def use():
-        recognise(tmp_path)
-        read_head(tmp_path, target())
+        recognise(folder)
+        read_head(folder, target())
 
+    assert survives(use) is None, "as it was written"
     for case in range(count):
         of_config = rng.random() < 0.6
         described.write_bytes(as_json(rng, changed_json(rng, config)) if of_config else json.dumps(config).encode())
