@@ -359,7 +359,7 @@ def use_cache(on: bool) -> None:
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
-OF_A_TEXT = ("prompt", "batch_file", "seed")
+OF_A_TEXT = ("prompt", "batch_file", "seed", "system")
 """Arguments that no program depends on."""
 
 
