@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import diffusion
 from specjax.cli import options as o
 from specjax.cli.drafting import method_of, read_costs, read_drafting, read_options, recognised
@@ -59,6 +60,7 @@ def bench(
             help="May be given several times; default: auto, with a head too; with a draft model two_model; of a "
             "diffusion model fast_dllm.",
             show_default=False,
+            autocompletion=words.of("drafters", "diffusion"),
         ),
     ] = None,
     limit: Annotated[

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import options as o
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ def chat(
     draft: o.DraftOption = None,
     method: Annotated[
         str | None,
-        typer.Option("--method", help="See `specjax methods`; default: as for generate.", show_default=False),
+        typer.Option(
+            "--method", help="See `specjax methods`; default: as for generate.", show_default=False,
+            autocompletion=words.of("drafters"),
+        ),
     ] = None,
     settings: o.SetOption = None,
     system: o.SystemOption = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import options as o
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ def explain(
     datastore: o.DatastoreOption = None,
     method: Annotated[
         str | None,
-        typer.Option("--method", help="See `specjax methods`; default: as for generate.", show_default=False),
+        typer.Option(
+            "--method", help="See `specjax methods`; default: as for generate.", show_default=False,
+            autocompletion=words.of("drafters"),
+        ),
     ] = None,
     num_draft_tokens: o.BudgetOption = None,
     tree: o.TreeOption = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specjax.cli import collaborating, diffusion, hosts
+from specjax.cli import completing as words
 from specjax.cli import options as o
 from specjax.cli import processing as c
 from specjax.cli import speculative as s
@@ -69,6 +70,7 @@ def generate(
             "--method",
             help="See `specjax methods`; default: auto, with a head too; with a draft model two_model.",
             show_default=False,
+            autocompletion=words.of("drafters", "diffusion", "collaborations"),
         ),
     ] = None,
     num_draft_tokens: o.BudgetOption = None,
@@ -115,7 +117,12 @@ def generate(
         bool, typer.Option("--compare", help="Run plain decoding too; compare texts and speed.")
     ] = False,
     show_what: Annotated[
-        str, typer.Option("--show", help="Of a diffusion model: text, or order, the canvas while it fills up.")
+        str,
+        typer.Option(
+            "--show",
+            help="Of a diffusion model: text, or order, the canvas while it fills up.",
+            autocompletion=words.one_of("text", "order"),
+        ),
     ] = "text",
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import options as o
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def train(
             help="A kind of head, see `specjax methods`, or two_model for a draft model; default: what --draft is, or "
             "eagle3.",
             show_default=False,
+            autocompletion=words.of("recipes", also=["two_model"]),
         ),
     ] = None,
     draft: Annotated[
