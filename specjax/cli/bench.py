@@ -94,6 +94,7 @@ def bench(
     raw: o.RawOption = False,
     dtype: o.DtypeOption = "auto",
     cache_dtype: o.CacheDtypeOption = None,
+    max_positions: o.PositionsOption = None,
     same_bits: o.SameBitsOption = False,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
@@ -126,8 +127,9 @@ def bench(
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
     session = open_session(
-        log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None, same_bits=same_bits
-    )
+        log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None, same_bits=same_bits,
+        max_positions=max_positions,
+    )  # fmt: skip
     rows, skipped = _encode(lines, session, max_new_tokens, raw, prompts)
     session = weigh(session, weighed, min(batch_size, len(rows)), log)
     run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)
@@ -152,7 +154,9 @@ def _denoise(given: dict[str, Any], decoding: o.Settings) -> None:
     from specjax.cli.bench_denoising import DenoisingBench
     from specjax.cli.session import open_denoiser
 
-    session, denoiser = open_denoiser(log, target, given["dtype"], given["no_cache"], given["cache_dtype"])
+    session, denoiser = open_denoiser(
+        log, target, given["dtype"], given["no_cache"], given["cache_dtype"], given["max_positions"]
+    )
     rows, skipped = _encode(lines, session, given["max_new_tokens"], given["raw"], prompts)
     run = DenoisingBench(session, denoiser, decoding, options, rows, given["batch_size"], given["repeats"])
     _run(run, bad, skipped, prompts, given["out"], given["as_json"], log)

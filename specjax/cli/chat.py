@@ -56,6 +56,7 @@ def chat(
     top_p: o.TopPOption = None,
     seed: o.SeedOption = 0,
     dtype: o.DtypeOption = "auto",
+    max_positions: o.PositionsOption = None,
     no_cache: o.NoCacheOption = False,
 ) -> None:  # fmt: skip
     arguments = dict(locals())
@@ -72,7 +73,7 @@ def chat(
 
     log = Console(stderr=True)
     programs = kept_programs(arguments)
-    session = open_session(log, target, draft, dtype, no_cache, has_head=head is not None)
+    session = open_session(log, target, draft, dtype, no_cache, has_head=head is not None, max_positions=max_positions)
     room = session.capacity - max_new_tokens
     o.require(room >= 64, f"--max-new-tokens {max_new_tokens} leaves no room of {session.capacity} tokens; lower it")
     o.require(context is None or context <= room, f"--context must be at most {room} here, not {context}")

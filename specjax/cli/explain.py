@@ -65,6 +65,7 @@ def explain(
         typer.Option("--round", help="Whose tree is drawn; default: that which kept most.", show_default=False),
     ] = None,
     dtype: o.DtypeOption = "auto",
+    max_positions: o.PositionsOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:  # fmt: skip
@@ -95,7 +96,9 @@ def explain(
 
     inputs, bad = p.asked(prompt, None)
     log = Console(stderr=True)
-    session = open_session(log, target, draft, dtype, no_cache, datastore, has_head=head is not None)
+    session = open_session(
+        log, target, draft, dtype, no_cache, datastore, has_head=head is not None, max_positions=max_positions
+    )
     [row], _ = p.fitting(inputs, bad, session, max_new_tokens, raw, system, None)
     session = weigh(session, weighed, 1, log)
     with stage(log, "decoding", "decoded"):

@@ -156,6 +156,15 @@ DtypeOption = Annotated[
         autocompletion=words.one_of("auto", "float32", "bfloat16"),
     ),
 ]
+PositionsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-positions",
+        help="Longest text that the target is to take, prompt and answer, in tokens; default: what it can. Models with "
+        "two sets of frequencies (longrope) choose by it.",
+        show_default=False,
+    ),
+]
 SameBitsOption = Annotated[
     bool,
     typer.Option(

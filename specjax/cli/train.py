@@ -188,6 +188,7 @@ def train(
         ),
     ] = None,
     dtype: o.DtypeOption = "auto",
+    max_positions: o.PositionsOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
@@ -229,6 +230,7 @@ def train(
     shapes = {} if method == MODEL else _shapes(method, shape, draft_vocab)
     sizes = _budgets(budgets)
     if report is not None:
+        o.require(max_positions is None, "--report is of steps of --length tokens; leave --max-positions out")
         o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
         o.require(given is None, "--report is of shapes alone, and --draft is a head with parameters; leave one out")
         _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, as_json)
@@ -255,7 +257,7 @@ def train(
         num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes,
         keep_states=keep_states,
     )  # fmt: skip
-    run.open(target, draft, dtype, no_cache, has_head=given is not None)
+    run.open(target, draft, dtype, no_cache, has_head=given is not None, max_positions=max_positions)
     run.run(as_json)
 
 
