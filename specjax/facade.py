@@ -278,6 +278,7 @@ def serve(
     max_new_tokens: int,
     tokenizer: Decodes | None = None,
     inputs: PyTree = None,
+    programs: Kept | None = None,
     **settings: Any,
 ) -> Generator[Served, PyTree, None]:
     """Decode requests as they come, `slots` of them at a time, and yield what each step adds to each of them.
@@ -292,6 +293,7 @@ def serve(
       slots: rows of the batch. longest_prompt, max_new_tokens: of any request, which set the size of the cache.
       tokenizer: to have the text too (`Served.text`), and for requests with stop strings; its `decode(ids)` is used.
       inputs: those of one request, for their shapes, if the model takes any (`Request.inputs`).
+      programs: as for `stream`.
       settings: those of `decode` but `logprobs`: sampling, verifier, controller and capacity for all requests alike;
         temperature, top_k, top_p, min_p, eos and processors of those that do not say. Requests have a min_p or
         processors only if `serve` has (0, and ones that change nothing, will do): others are not compiled.
@@ -316,4 +318,4 @@ def serve(
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
     key = jax.random.key(0)
     job = job_of(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
-    return serve_requests(job, requests, limits)
+    return serve_requests(job, requests, limits, programs)

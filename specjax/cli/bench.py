@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import diffusion
 from specjax.cli import options as o
 from specjax.cli.drafting import method_of, read_costs, read_drafting, read_options, recognised
@@ -59,6 +60,7 @@ def bench(
             help="May be given several times; default: auto, with a head too; with a draft model two_model; of a "
             "diffusion model fast_dllm.",
             show_default=False,
+            autocompletion=words.of("drafters", "diffusion"),
         ),
     ] = None,
     limit: Annotated[
@@ -92,6 +94,7 @@ def bench(
     raw: o.RawOption = False,
     dtype: o.DtypeOption = "auto",
     cache_dtype: o.CacheDtypeOption = None,
+    max_positions: o.PositionsOption = None,
     same_bits: o.SameBitsOption = False,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
@@ -124,8 +127,9 @@ def bench(
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
     session = open_session(
-        log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None, same_bits=same_bits
-    )
+        log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None, same_bits=same_bits,
+        max_positions=max_positions,
+    )  # fmt: skip
     rows, skipped = _encode(lines, session, max_new_tokens, raw, prompts)
     session = weigh(session, weighed, min(batch_size, len(rows)), log)
     run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)
@@ -150,7 +154,9 @@ def _denoise(given: dict[str, Any], decoding: o.Settings) -> None:
     from specjax.cli.bench_denoising import DenoisingBench
     from specjax.cli.session import open_denoiser
 
-    session, denoiser = open_denoiser(log, target, given["dtype"], given["no_cache"], given["cache_dtype"])
+    session, denoiser = open_denoiser(
+        log, target, given["dtype"], given["no_cache"], given["cache_dtype"], given["max_positions"]
+    )
     rows, skipped = _encode(lines, session, given["max_new_tokens"], given["raw"], prompts)
     run = DenoisingBench(session, denoiser, decoding, options, rows, given["batch_size"], given["repeats"])
     _run(run, bad, skipped, prompts, given["out"], given["as_json"], log)

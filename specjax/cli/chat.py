@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import options as o
 
 if TYPE_CHECKING:
     from specjax.cli.session import Session
+    from specjax.engine.kept import Kept
     from specjax.engine.requests import Request
 
 HELP = """Talk with a model.
@@ -34,7 +36,10 @@ def chat(
     draft: o.DraftOption = None,
     method: Annotated[
         str | None,
-        typer.Option("--method", help="See `specjax methods`; default: as for generate.", show_default=False),
+        typer.Option(
+            "--method", help="See `specjax methods`; default: as for generate.", show_default=False,
+            autocompletion=words.of("drafters"),
+        ),
     ] = None,
     settings: o.SetOption = None,
     system: o.SystemOption = None,
@@ -51,8 +56,10 @@ def chat(
     top_p: o.TopPOption = None,
     seed: o.SeedOption = 0,
     dtype: o.DtypeOption = "auto",
+    max_positions: o.PositionsOption = None,
     no_cache: o.NoCacheOption = False,
 ) -> None:  # fmt: skip
+    arguments = dict(locals())
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed)
     o.require(context is None or context >= 64, f"--context must be at least 64, not {context}")
     from specjax.cli.drafting import method_of, read_drafting, recognised
@@ -62,15 +69,16 @@ def chat(
     drafting = read_drafting([method], draft, settings=settings, head=head)
 
     from specjax.cli.console import Console
-    from specjax.cli.session import open_session
+    from specjax.cli.session import kept_programs, open_session
 
     log = Console(stderr=True)
-    session = open_session(log, target, draft, dtype, no_cache, has_head=head is not None)
+    programs = kept_programs(arguments)
+    session = open_session(log, target, draft, dtype, no_cache, has_head=head is not None, max_positions=max_positions)
     room = session.capacity - max_new_tokens
     o.require(room >= 64, f"--max-new-tokens {max_new_tokens} leaves no room of {session.capacity} tokens; lower it")
     o.require(context is None or context <= room, f"--context must be at most {room} here, not {context}")
     drafter = session.drafter(method, drafting)
-    Chat(session, drafter, decoding, context or min(room, 4096), system, log).run(decoding, method)
+    Chat(session, drafter, decoding, context or min(room, 4096), system, log).run(decoding, method, programs)
 
 
 chat.__doc__ = HELP
@@ -90,7 +98,7 @@ class Chat:
         self.seconds = 0.0
         self.number = 0
 
-    def run(self, settings: o.Settings, method: str) -> None:
+    def run(self, settings: o.Settings, method: str, programs: Kept | None = None) -> None:
         """Until there is no more to be said."""
         import time
 
@@ -102,8 +110,9 @@ class Chat:
         self.log.print(f"Type {ORDERS}.", style="dim")
         text, begin = TextStream(self.session.tokenizer, eos), 0.0
         for news in specjax.serve(
-            self.session.target, self.drafter, self.requests(), slots=1, longest_prompt=self.context, **keywords
-        ):
+            self.session.target, self.drafter, self.requests(), slots=1, longest_prompt=self.context,
+            programs=programs, **keywords,
+        ):  # fmt: skip
             if text.taken == 0:
                 begin = time.perf_counter()
             if news.error is not None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import options as o
 from specjax.cli import planning as p
 from specjax.cli.drafting import read_settings
@@ -48,6 +49,7 @@ def compile_(
             help="Of `specjax methods`; default: that of --head, two_model with --draft, of diffusion models sdar or "
             "llada.",
             show_default=False,
+            autocompletion=words.of("drafters", "diffusion"),
         ),
     ] = None,
     block: p.BlockOption = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import options as o
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ def explain(
     datastore: o.DatastoreOption = None,
     method: Annotated[
         str | None,
-        typer.Option("--method", help="See `specjax methods`; default: as for generate.", show_default=False),
+        typer.Option(
+            "--method", help="See `specjax methods`; default: as for generate.", show_default=False,
+            autocompletion=words.of("drafters"),
+        ),
     ] = None,
     num_draft_tokens: o.BudgetOption = None,
     tree: o.TreeOption = None,
@@ -61,6 +65,7 @@ def explain(
         typer.Option("--round", help="Whose tree is drawn; default: that which kept most.", show_default=False),
     ] = None,
     dtype: o.DtypeOption = "auto",
+    max_positions: o.PositionsOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:  # fmt: skip
@@ -91,7 +96,9 @@ def explain(
 
     inputs, bad = p.asked(prompt, None)
     log = Console(stderr=True)
-    session = open_session(log, target, draft, dtype, no_cache, datastore, has_head=head is not None)
+    session = open_session(
+        log, target, draft, dtype, no_cache, datastore, has_head=head is not None, max_positions=max_positions
+    )
     [row], _ = p.fitting(inputs, bad, session, max_new_tokens, raw, system, None)
     session = weigh(session, weighed, 1, log)
     with stage(log, "decoding", "decoded"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specjax.cli import collaborating, diffusion, hosts
+from specjax.cli import completing as words
 from specjax.cli import options as o
 from specjax.cli import processing as c
 from specjax.cli import speculative as s
@@ -69,6 +70,7 @@ def generate(
             "--method",
             help="See `specjax methods`; default: auto, with a head too; with a draft model two_model.",
             show_default=False,
+            autocompletion=words.of("drafters", "diffusion", "collaborations"),
         ),
     ] = None,
     num_draft_tokens: o.BudgetOption = None,
@@ -109,13 +111,19 @@ def generate(
     batch_size: o.BatchOption = 1,
     dtype: o.DtypeOption = "auto",
     cache_dtype: o.CacheDtypeOption = None,
+    max_positions: o.PositionsOption = None,
     same_bits: o.SameBitsOption = False,
     adapt: o.AdaptOption = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding too; compare texts and speed.")
     ] = False,
     show_what: Annotated[
-        str, typer.Option("--show", help="Of a diffusion model: text, or order, the canvas while it fills up.")
+        str,
+        typer.Option(
+            "--show",
+            help="Of a diffusion model: text, or order, the canvas while it fills up.",
+            autocompletion=words.one_of("text", "order"),
+        ),
     ] = "text",
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
@@ -159,14 +167,14 @@ def generate(
         collaborating.check_flags(arguments)
         _collaborate(
             prompt, batch_file, target, draft, str(method), settings, decoding, processing, batch_size, dtype,
-            cache_dtype, same_bits, raw, system, compare, as_json, no_cache,
+            cache_dtype, max_positions, same_bits, raw, system, compare, as_json, no_cache,
         )  # fmt: skip
         return
     if diffusion.is_diffusion([method] if method else None, target):
         diffusion.check_flags(arguments)
         _denoise(
-            prompt, batch_file, target, method, settings, decoding, batch_size, dtype, cache_dtype, raw, system,
-            compare, show_what, as_json, no_cache,
+            prompt, batch_file, target, method, settings, decoding, batch_size, dtype, cache_dtype, max_positions, raw,
+            system, compare, show_what, as_json, no_cache,
         )  # fmt: skip
         return
     o.require(show_what == "text", "--show order is of diffusion models, and --target is none; leave it out")
@@ -218,7 +226,7 @@ def generate(
     programs = kept_programs(arguments)
     session = open_session(
         log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh, has_head=head is not None,
-        token_map=speculative_token_map, same_bits=same_bits,
+        token_map=speculative_token_map, same_bits=same_bits, max_positions=max_positions,
     )  # fmt: skip
     session = adapted(session, depth, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
@@ -240,7 +248,7 @@ generate.__doc__ = HELP
 
 def _denoise(
     prompt: str | None, batch_file: Path | None, target: str | None, method: str | None, settings: list[str] | None,
-    decoding: o.Settings, batch_size: int, dtype: str, cache_dtype: str | None, raw: bool,
+    decoding: o.Settings, batch_size: int, dtype: str, cache_dtype: str | None, max_positions: int | None, raw: bool,
     system: str | None, compare: bool, show_what: str, as_json: bool, no_cache: bool,
 ) -> None:  # fmt: skip
     from specjax.catalog import METHODS
@@ -254,7 +262,7 @@ def _denoise(
     options = read_options(settings, {name: METHODS[name]})[name]
     inputs, bad = p.asked(prompt, batch_file)
     log, out = Console(stderr=True), Console(quiet=as_json)
-    session, denoiser = open_denoiser(log, target, dtype, no_cache, cache_dtype)
+    session, denoiser = open_denoiser(log, target, dtype, no_cache, cache_dtype, max_positions)
     rows, bad = p.fitting(inputs, bad, session, decoding.max_new_tokens, raw, system, batch_file)
     run = Denoisings(session, denoiser, decoding, name, options, rows, batch_size, compare, show_what)
     run.compile(log)
@@ -265,8 +273,8 @@ def _denoise(
 def _collaborate(
     prompt: str | None, batch_file: Path | None, target: str | None, draft: str | None, method: str,
     settings: list[str] | None, decoding: o.Settings, processing: c.Processing, batch_size: int, dtype: str,
-    cache_dtype: str | None, same_bits: bool, raw: bool, system: str | None, compare: bool, as_json: bool,
-    no_cache: bool,
+    cache_dtype: str | None, max_positions: int | None, same_bits: bool, raw: bool, system: str | None, compare: bool,
+    as_json: bool, no_cache: bool,
 ) -> None:  # fmt: skip
     from specjax.catalog import METHODS
     from specjax.cli import prompts as p
@@ -277,7 +285,9 @@ def _collaborate(
     options = read_options(settings, {method: METHODS[method]})[method]
     inputs, bad = p.asked(prompt, batch_file)
     log, out = Console(stderr=True), Console(quiet=as_json)
-    session = open_session(log, target, draft, dtype, no_cache, None, cache_dtype, same_bits=same_bits)
+    session = open_session(
+        log, target, draft, dtype, no_cache, None, cache_dtype, same_bits=same_bits, max_positions=max_positions
+    )
     rows, bad = p.fitting(inputs, bad, session, decoding.max_new_tokens, raw, system, batch_file)
     run = collaborating.Collaboration(
         session, decoding, method, options, rows, batch_size, compare, session.processors(processing)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import options as o
 from specjax.cli.options import parsed
 
@@ -25,7 +26,14 @@ With a METHOD, its options, for --set.
 
 
 def methods(
-    method: Annotated[str | None, typer.Argument(help="Show the options of this one.", show_default=False)] = None,
+    method: Annotated[
+        str | None,
+        typer.Argument(
+            help="Show the options of this one.",
+            show_default=False,
+            autocompletion=words.of("drafters", "diffusion", "collaborations", "adaptive"),
+        ),
+    ] = None,
     rules: Annotated[bool, typer.Option("--rules", help="List the acceptance rules, for --verifier.")] = False,
     trees: Annotated[bool, typer.Option("--trees", help="List the trees, for --tree, and --draft-stop.")] = False,
     controllers: Annotated[bool, typer.Option("--controllers", help="List them, for --controller.")] = False,

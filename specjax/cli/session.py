@@ -155,11 +155,12 @@ def open_session(
     token_map: Path | None = None,
     flag: str = "--draft",
     same_bits: bool = False,
+    max_positions: int | None = None,
 ) -> Session:
     """Load the models, spread over the mesh if there is one, with a progress line on `log`.
 
     has_head: `draft` is a learned head, which is compared with the target. token_map: of its ids. flag: what gave it.
-    same_bits: of the target, then in bfloat16.
+    same_bits: of the target, then in bfloat16. max_positions: of the target; None: what it can take.
 
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
@@ -175,7 +176,9 @@ def open_session(
     said = "bfloat16, the same bits in every pass" if same_bits else describe_dtype(dtype, chosen)
     doing, done = f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({said})"
     with stage(log, doing, done) as clock:
-        model, tokenizer = _load("--target", target, chosen, cache_dtype, mesh, same_bits=same_bits)
+        model, tokenizer = _load(
+            "--target", target, chosen, cache_dtype, mesh, same_bits=same_bits, max_positions=max_positions
+        )
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
             check_same(store.summary, "datastores")
@@ -275,7 +278,12 @@ def _open_datastore(folder: Path | None) -> Datastore | None:
 
 
 def open_denoiser(
-    log: Console, target: str | None, dtype: str, no_cache: bool, cache_dtype: str | None = None
+    log: Console,
+    target: str | None,
+    dtype: str,
+    no_cache: bool,
+    cache_dtype: str | None = None,
+    max_positions: int | None = None,
 ) -> tuple[Session, Denoiser]:
     """Load a diffusion model. Raises: UsageError for models that cannot be loaded, or are none."""
     require(dtype in ("auto", "float32", "bfloat16"), f'--dtype must be auto, float32 or bfloat16, not "{dtype}"')
@@ -283,7 +291,7 @@ def open_denoiser(
     use_cache(not no_cache)
     chosen = choose_dtype(dtype)
     with stage(log, f"loading {target}", f"loaded ({describe_dtype(dtype, chosen)})") as clock:
-        model, tokenizer = _load_any("--target", target, chosen, cache_dtype, None)
+        model, tokenizer = _load_any("--target", target, chosen, cache_dtype, None, max_positions=max_positions)
     if not isinstance(model, Denoiser):
         raise UsageError(
             f"--target: {target or 'SmolLM2-135M-Instruct'} is an autoregressive model, and --method is of diffusion "
@@ -303,12 +311,20 @@ def _load(flag: str, source: str | None, *arguments, **options):
     return model, tokenizer
 
 
-def _load_any(flag: str, source: str | None, dtype: str, cache_dtype: str | None, mesh, over=None, same_bits=False):
+def _load_any(
+    flag: str, source: str | None, dtype: str, cache_dtype: str | None, mesh, over=None, same_bits=False,
+    max_positions=None,
+):  # fmt: skip
     import specjax
 
     try:
-        return specjax.load(source, dtype=dtype, cache_dtype=cache_dtype, same_bits=same_bits, mesh=mesh, over=over)
+        return specjax.load(
+            source, dtype=dtype, cache_dtype=cache_dtype, same_bits=same_bits, max_positions=max_positions, mesh=mesh,
+            over=over,
+        )  # fmt: skip
     except UsageError as error:
+        if str(error).startswith("max_positions "):
+            raise UsageError(f"--max-positions {str(error).removeprefix('max_positions ')}") from None
         raise UsageError(f"{flag}: {error}") from None
 
 
@@ -359,7 +375,7 @@ def use_cache(on: bool) -> None:
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
-OF_A_TEXT = ("prompt", "batch_file", "seed")
+OF_A_TEXT = ("prompt", "batch_file", "seed", "system")
 """Arguments that no program depends on."""
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specjax.cli import completing as words
 from specjax.cli import options as o
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def train(
             help="A kind of head, see `specjax methods`, or two_model for a draft model; default: what --draft is, or "
             "eagle3.",
             show_default=False,
+            autocompletion=words.of("recipes", also=["two_model"]),
         ),
     ] = None,
     draft: Annotated[
@@ -186,6 +188,7 @@ def train(
         ),
     ] = None,
     dtype: o.DtypeOption = "auto",
+    max_positions: o.PositionsOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
@@ -227,6 +230,7 @@ def train(
     shapes = {} if method == MODEL else _shapes(method, shape, draft_vocab)
     sizes = _budgets(budgets)
     if report is not None:
+        o.require(max_positions is None, "--report is of steps of --length tokens; leave --max-positions out")
         o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
         o.require(given is None, "--report is of shapes alone, and --draft is a head with parameters; leave one out")
         _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, as_json)
@@ -253,7 +257,7 @@ def train(
         num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes,
         keep_states=keep_states,
     )  # fmt: skip
-    run.open(target, draft, dtype, no_cache, has_head=given is not None)
+    run.open(target, draft, dtype, no_cache, has_head=given is not None, max_positions=max_positions)
     run.run(as_json)
 
 

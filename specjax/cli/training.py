@@ -54,14 +54,19 @@ class Run:
     log: Console = field(default_factory=lambda: Console(stderr=True))
     session: Session | None = None
 
-    def open(self, target: str | None, draft: str | None, dtype: str, no_cache: bool, has_head: bool = False) -> None:
+    def open(
+        self, target: str | None, draft: str | None, dtype: str, no_cache: bool, has_head: bool = False,
+        max_positions: int | None = None,
+    ) -> None:  # fmt: skip
         """Load the models, and look whether the folder can be written before hours are spent."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / HISTORY.format("")).touch()
         except OSError as error:
             raise UsageError(f"--out: {self.out} cannot be written ({error.strerror}); give another folder") from error
-        session = self.session = open_session(self.log, target, draft, dtype, no_cache, has_head=has_head)
+        session = self.session = open_session(
+            self.log, target, draft, dtype, no_cache, has_head=has_head, max_positions=max_positions
+        )
         if self.length > session.capacity:
             raise UsageError(
                 f"--length {self.length} is more than the {session.capacity} tokens that {session.shortest} takes; "

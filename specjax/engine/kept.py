@@ -12,10 +12,10 @@ import contextlib
 import hashlib
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -37,10 +37,33 @@ class Programs(NamedTuple):
 
 
 TRACED = Programs(run.start, run.step)
+P = TypeVar("P", bound=tuple)  # a NamedTuple of programs
+
+
+class Family(NamedTuple, Generic[P]):
+    """The programs that drive a job together: traced when they are called, or lowered for it, in the same order."""
+
+    name: str
+    traced: P
+    lowered: Callable[[Job], Iterator[Any]]
+
+
+def shapes(tree: Any) -> Any:
+    """Of what a lowered program gives, to lower the next one for it."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _of_stream(job: Job) -> Iterator[Any]:
+    start = run.start.lower(job)
+    yield start
+    yield run.step.lower(job.parts, shapes(start.out_info))
+
+
+STREAM = Family("stream", TRACED, _of_stream)
 
 
 class Kept:
-    """A folder of compiled programs, for `specjax.stream(..., programs=Kept(folder))`.
+    """A folder of compiled programs, for `specjax.stream(..., programs=Kept(folder))` and `specjax.serve`.
 
     What lies in it is run, so nobody else should be able to write there.
     """
@@ -49,7 +72,7 @@ class Kept:
         """gib: how much it may hold; what was not used for longest goes."""
         self.folder, self.gib = Path(folder), gib
         self.found: bool | None = None  # whether the last programs asked for were there; None: they are not kept
-        self._ready: dict[Any, Programs] = {}
+        self._ready: dict[Any, tuple] = {}
         self._label: str | None = None
         self._expected: tuple[str, Future] | None = None
 
@@ -65,27 +88,27 @@ class Kept:
             self._expected = name, pool.submit(self._read, name)
             pool.shutdown(wait=False)
 
-    def of(self, job: Job) -> Programs:
+    def of(self, job: Job, family: Family[P] = STREAM) -> P:
         """The programs of a job: kept ones, or new ones, which are kept."""
         self.found = None
         if not _is_here(job):
-            return TRACED
+            return family.traced
         settings = identity.of_settings()
-        here = identity.outline(job), settings
-        if here in self._ready:
+        here = family.name, identity.outline(job), settings
+        if here not in self._ready:
+            try:
+                made_of = identity.of_arguments(job), identity.of_files(), identity.of_releases(), settings
+            except identity.Unknown:
+                return family.traced
+            name = identity.digest("".join((family.name, *made_of)))
+            programs = self._found(name)
+            self.found = programs is not None
+            self._ready[here] = type(family.traced)(*(programs or self._compiled(name, family.lowered(job))))
+        else:
             self.found = True
-            return self._ready[here]
-        try:
-            made_of = identity.of_arguments(job), identity.of_files(), identity.of_releases(), settings
-        except identity.Unknown:
-            return TRACED
-        name = identity.digest("".join(made_of))
-        programs = self._found(name)
-        self.found = programs is not None
-        self._ready[here] = programs = programs or self._compiled(name, job)
-        return programs
+        return self._ready[here]
 
-    def _found(self, name: str) -> Programs | None:
+    def _found(self, name: str) -> list[Callable] | None:
         """What is expected, if that is it; else read now, and expected the next time."""
         expected, self._expected = self._expected, None
         if expected and expected[0] == name:
@@ -95,7 +118,7 @@ class Kept:
                 write_whole(self.folder / f"{self._label}.last", name.encode())
         return self._read(name)
 
-    def _read(self, name: str) -> Programs | None:
+    def _read(self, name: str) -> list[Callable] | None:
         """Whatever is wrong with the file, it is as if there were none."""
         with contextlib.suppress(Exception):
             path = self.folder / name
@@ -103,22 +126,19 @@ class Kept:
             if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
                 return None
             with ThreadPoolExecutor() as pool:
-                programs = Programs(*pool.map(_loaded, pickle.loads(content[DIGEST:])))
+                programs = list(pool.map(_loaded, pickle.loads(content[DIGEST:])))
             os.utime(path)
             return programs
         return None
 
-    def _compiled(self, name: str, job: Job) -> Programs:
-        """Both at once, and written down where that can be done."""
-        lowered = run.start.lower(job)
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
-        with ThreadPoolExecutor() as pool:
-            begun = pool.submit(lowered.compile)
-            step = run.step.lower(job.parts, state).compile()
-            start = begun.result()
+    def _compiled(self, name: str, lowered: Iterator[Any]) -> list[Callable]:
+        """Each while the next is traced, and written down where that can be done."""
+        with _without_xla_cache(), ThreadPoolExecutor() as pool:
+            begun = [pool.submit(program.compile) for program in lowered]
+            programs = [program.result() for program in begun]
         with contextlib.suppress(Exception):  # a program that cannot be written is still one
-            self._write(name, [_stored(start), _stored(step)])
-        return Programs(start, step)
+            self._write(name, list(map(_stored, programs)))
+        return programs
 
     def _write(self, name: str, programs: list[tuple]) -> None:
         content = pickle.dumps(programs)
@@ -128,6 +148,23 @@ class Kept:
             room -= path.stat().st_size
             if room < 0:
                 path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _without_xla_cache() -> Iterator[None]:
+    """A program that came from there can on CPU be written down, but what is written cannot be read; and one that is
+    kept here need not be there too."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    name = "jax_enable_compilation_cache"
+    before = jax.config.values[name]
+    try:
+        jax.config.update(name, False)
+        compilation_cache.reset_cache()  # it asks for the setting once
+        yield
+    finally:
+        jax.config.update(name, before)
+        compilation_cache.reset_cache()
 
 
 def _stored(program: Any) -> tuple:
@@ -158,6 +195,6 @@ def _is_here(job: Job) -> bool:
     return all(leaf.devices() == {jax.devices()[0]} for leaf in arrays)
 
 
-def programs_of(job: Job, kept: Kept | None) -> Programs:
+def programs_of(job: Job, kept: Kept | None, family: Family[P] = STREAM) -> P:
     """Those of `kept`, or without it the traced ones."""
-    return TRACED if kept is None else kept.of(job)
+    return family.traced if kept is None else kept.of(job, family)

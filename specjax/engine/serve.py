@@ -17,14 +17,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax import buffers
+from specjax.engine.kept import Family, Kept, programs_of, shapes
 from specjax.engine.memory import lesson, taught
 from specjax.engine.parts import Job, Parts
 from specjax.engine.requests import Limits, Request, RowSettings, check, processor_settings, row_settings
@@ -79,12 +80,16 @@ class _Row:
         return Served(self.request, tokens, min(accepted, len(tokens)), reason, text=text, drafted=drafted)
 
 
-def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits) -> Generator[Served, PyTree, None]:
+def serve_requests(
+    job: Job, requests: Iterable[Request | None], limits: Limits, kept: Kept | None = None
+) -> Generator[Served, PyTree, None]:
     """As `specjax.serve`. `job`: of a batch of as many rows, with the longest prompts and the most tokens."""
     settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
     parts = dataclasses.replace(job.parts, serving=True, **settings._asdict())
-    state = _empty(dataclasses.replace(job, parts=parts))
-    parts, state = _without(parts, state, 0)  # from now on with parameters that `remember` gave
+    job = dataclasses.replace(job, parts=parts)
+    programs = programs_of(job, kept, SERVING)
+    learnt, state = programs.empty(job)
+    parts = _learnt(parts, learnt)  # from now on with parameters that `remember` gave
     memory = lambda: parts.drafter
     waiting, came = iter(requests), -1
     rows: list[_Row | None] = [None] * len(job.lengths)
@@ -113,10 +118,10 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
             rows[slot] = _Row(came, count, text)
             settings = _put(settings, slot, own)
             parts = dataclasses.replace(parts, **settings._asdict())
-            state = _admitted(parts, state, slot, request, key, count, changes)
+            state = programs.admit(*_admission(parts, state, slot, request, key, count, changes))
         before, read = read, None
         if any(rows):
-            state, info, _ = step(parts, state)
+            state, info, _ = programs.step(parts, state)
             read = replicate(info), list(rows)  # the device goes on while the step before is read
         elif more and before is None:
             time.sleep(IDLE)
@@ -126,7 +131,7 @@ def serve_requests(job: Job, requests: Iterable[Request | None], limits: Limits)
                 rows[slot] = None
                 if read is not None:
                     read[1][slot] = None
-                parts, state = _without(parts, state, slot)
+                parts, state = _without(programs, parts, state, slot)
                 served = served._replace(drafter=memory)
             parts = _with(parts, (yield served))
         if read is None and not any(rows) and not more:
@@ -164,28 +169,25 @@ def _put(settings: RowSettings, slot: int, own: RowSettings) -> RowSettings:
     return settings
 
 
-def _admitted(
-    parts: Parts,
-    state: DecodeState,
-    slot: int,
-    request: Request,
-    key: Array,
-    count: int,
+def _admission(
+    parts: Parts, state: DecodeState, slot: int, request: Request, key: Array, count: int,
     changes: Sequence[PyTree] = (),
-) -> DecodeState:
+) -> tuple:  # fmt: skip
+    """The arguments of `_admit`."""
     tokens = np.zeros((1, state.tokens.shape[1]), np.int32)
     tokens[0, : len(request.prompt)] = request.prompt
     length = np.array([len(request.prompt)], np.int32)
     inputs = jax.tree.map(lambda x: x[None], request.inputs)
-    return _admit(parts, state, np.int32(slot), tokens, length, key, length + np.int32(count), inputs, list(changes))
+    return parts, state, np.int32(slot), tokens, length, key, length + np.int32(count), inputs, list(changes)
 
 
 @jax.jit
 @in_32_bits
-def _empty(job: Job) -> DecodeState:
-    """A batch whose rows have all ended."""
+def _empty(job: Job) -> tuple[PyTree, DecodeState]:
+    """A batch whose rows have all ended, and what the drafter's parameters are after one of these."""
     ones = jnp.ones_like(job.lengths)
-    return job.parts.loop.init(job.parts, job.tokens, ones, job.keys, ones, job.inputs)
+    state = job.parts.loop.init(job.parts, job.tokens, ones, job.keys, ones, job.inputs)
+    return _lesson(job.parts.drafter, state, 0), state
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -201,14 +203,46 @@ def _admit(
     return buffers.put_row(state, alone, slot, parts.loop.axes(parts, state))
 
 
-def _without(parts: Parts, state: DecodeState, slot: int) -> tuple[Parts, DecodeState]:
-    """Row `slot` ended, and the drafter with what it taught it."""
-    learnt, state = _ended(parts.drafter, state, np.int32(slot))
-    return dataclasses.replace(parts, drafter=taught(parts.drafter, learnt)), state
-
-
 @functools.partial(jax.jit, donate_argnames=("state",))
 @in_32_bits
-def _ended(drafter: Drafter, state: DecodeState, slot) -> tuple[Drafter, DecodeState]:
-    own = buffers.take_row(state.draft, slot, drafter.axes(state.draft))
-    return lesson(drafter, own), state._replace(done=state.done.at[slot].set(True))
+def _ended(drafter: Drafter, state: DecodeState, slot) -> tuple[PyTree, DecodeState]:
+    """The batch without row `slot`, and the drafter's parameters after it."""
+    return _lesson(drafter, state, slot), state._replace(done=state.done.at[slot].set(True))
+
+
+def _lesson(drafter: Drafter, state: DecodeState, slot) -> PyTree:
+    return lesson(drafter, buffers.take_row(state.draft, slot, drafter.axes(state.draft))).params
+
+
+class Programs(NamedTuple):
+    """What serves requests."""
+
+    empty: Callable[[Job], tuple[PyTree, DecodeState]]
+    step: Callable[..., tuple[DecodeState, Info, Array]]
+    admit: Callable[..., DecodeState]
+    ended: Callable[..., tuple[PyTree, DecodeState]]
+
+
+def _lowered(job: Job) -> Iterator[Any]:
+    empty = _empty.lower(job)
+    yield empty
+    learnt, state = shapes(empty.out_info)
+    parts = _learnt(job.parts, learnt)
+    yield step.lower(parts, state)
+    request = Request([0], job.keys[0], inputs=jax.tree.map(lambda x: x[0], job.inputs))
+    changes = [processor.settings for processor in parts.processors]
+    yield _admit.lower(*_admission(parts, state, 0, request, job.keys[:1], 1, changes))
+    yield _ended.lower(parts.drafter, state, np.int32(0))
+
+
+SERVING = Family("serve", Programs(_empty, step, _admit, _ended), _lowered)
+
+
+def _without(programs: Programs, parts: Parts, state: DecodeState, slot: int) -> tuple[Parts, DecodeState]:
+    """Row `slot` ended, and the drafter with what it taught it."""
+    learnt, state = programs.ended(parts.drafter, state, np.int32(slot))
+    return _learnt(parts, learnt), state
+
+
+def _learnt(parts: Parts, learnt: PyTree) -> Parts:
+    return dataclasses.replace(parts, drafter=parts.drafter.replace(params=taught(parts.drafter, learnt)))

@@ -50,11 +50,17 @@ def tiny(monkeypatch):
     monkeypatch.setenv("SPECJAX_NO_CACHE", "1")
     monkeypatch.setenv("COLUMNS", "100")
 
-    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, mesh=None, over=None):
+    def load(
+        source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, max_positions=None, mesh=None,
+        over=None,
+    ):  # fmt: skip
         assert dtype in ("float32", "bfloat16") and (over is None or mesh is not None)
+        if not 1 <= (max_positions or 1) <= CONFIG.max_positions:
+            raise specjax.UsageError(f"max_positions must be from 1 to 512, what tiny can take, not {max_positions}")
         config = dataclasses.replace(
-            CONFIG, cache_dtype=cache_dtype, dtype=dtype if same_bits else CONFIG.dtype, same_bits=same_bits
-        )
+            CONFIG, cache_dtype=cache_dtype, dtype=dtype if same_bits else CONFIG.dtype, same_bits=same_bits,
+            max_positions=max_positions or CONFIG.max_positions,
+        )  # fmt: skip
         if source in (None, "target", "draft", "odd"):
             target = make_target(config, seed=int(source == "draft"))
             spread = target if mesh is None else specjax.shard(target, mesh, over)

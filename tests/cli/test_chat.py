@@ -8,7 +8,9 @@ import sys
 import pytest
 
 import specjax
+from specjax.cli import session
 from specjax.cli.console import visible
+from specjax.engine.kept import Kept
 
 
 @pytest.fixture
@@ -25,13 +27,13 @@ def said(cli, monkeypatch):
 CONTEXT = 160
 
 
-def answer(*messages: str) -> str:
+def answer(*messages: str, count: int = 12) -> str:
     """By the last turns that fit."""
     target, tokenizer = specjax.load()
     written = lambda messages: tokenizer.chat([{"content": words} for words in messages])
     while len(ids := written(messages)) > CONTEXT and len(messages) > 1:
         messages = messages[2:]
-    result = specjax.decode(target, "autoregressive", [ids], key=0, max_new_tokens=12, eos=tokenizer.eos)
+    result = specjax.decode(target, "autoregressive", [ids], key=0, max_new_tokens=count, eos=tokenizer.eos)
     return tokenizer.decode([i for i in result.to_lists()[0] if i not in tokenizer.eos])
 
 
@@ -60,6 +62,25 @@ def test_the_oldest_turns_are_forgotten_where_they_do_not_fit(said):
 def test_what_is_too_long_is_said_and_the_chat_goes_on(said):
     done = said(["a" * 300, "hello"])
     assert done.code == 0 and "prompt" in done.err and done.out == visible(answer("hello")) + "\n"
+
+
+def test_a_second_chat_finds_its_programs(said, tmp_path, monkeypatch):
+    monkeypatch.delenv("SPECJAX_NO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(session, "use_cache", lambda on: None)  # XLA's cache is of the whole process
+    found, of = [], Kept.of
+
+    def noted(self, *arguments):
+        programs = of(self, *arguments)
+        found.append(self.found)
+        return programs
+
+    monkeypatch.setattr(Kept, "of", noted)
+    new = "--method", "prompt_lookup", "--max-new-tokens", 11  # of no other chat: XLA cannot keep all that has run
+    texts = [said(["hello"], *new, "--system", system).out for system in ("Be brief.", "Be brief.", "Be long.")]
+    assert texts[0] == texts[1] == visible(answer("Be brief.", "hello", count=11)) + "\n"
+    assert found == [False, True, True]
+    assert len([path for path in (tmp_path / "specjax" / "programs").iterdir() if path.suffix == ".last"]) == 1
 
 
 def test_bad_input(refused):

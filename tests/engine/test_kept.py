@@ -11,12 +11,14 @@ import jax
 import numpy as np
 import pytest
 import toy
+from jax.experimental.compilation_cache import compilation_cache
 from toy import tiny_llama
 
 import specjax
-from specjax import identity
+from specjax import drafters, identity
 from specjax.drafters import autoregressive, prompt_lookup
 from specjax.engine import kept as kept_module
+from specjax.engine import serve as serve_module
 from specjax.engine.kept import Kept
 from specjax.engine.prepare import Settings, prepare
 
@@ -55,6 +57,30 @@ def test_the_second_asks_for_nothing_and_says_the_same(target, tmp_path, setting
     monkeypatch.setattr(kept_module.run, "step", None)
     other = Kept(tmp_path)
     assert text(target, other, **settings) == expected and other.found is True
+
+
+def served(target, drafter, programs=None):
+    texts = {}
+    requests = [specjax.Request(prompt, key, temperature=key % 2) for key, prompt in enumerate([*PROMPTS, [6, 1, 6]])]
+    for news in specjax.serve(
+        target, drafter, requests, slots=2, longest_prompt=8, max_new_tokens=9, programs=programs
+    ):
+        texts[news.request] = texts.get(news.request, []) + news.tokens
+    return texts
+
+
+def test_requests_too(target, tmp_path, monkeypatch):
+    """Of a drafter that remembers, whose parameters are from then on those of its last text."""
+    first, drafter = Kept(tmp_path), drafters.token_recycling(64, num_nodes=4)
+    kept = served(target, drafter, first)  # first: XLA cannot write down a sort that has run already
+    expected = served(target, drafter)
+    assert kept == expected and first.found is False
+    for name in ("_empty", "_ended", "step", "_admit"):
+        monkeypatch.setattr(serve_module, name, None)
+    broken = serve_module.SERVING._replace(traced=serve_module.Programs(None, None, None, None))
+    monkeypatch.setattr(serve_module, "SERVING", broken)
+    other = Kept(tmp_path)
+    assert served(target, drafter, other) == expected and other.found is True
 
 
 def test_the_state_is_written_in_its_place(target, tmp_path):
@@ -122,6 +148,27 @@ def test_a_damaged_file_is_made_again(target, tmp_path, damage):
     after = Kept(tmp_path)
     after.of(job)
     assert after.found is True
+
+
+def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
+    """On CPU, a program that was read there would be kept without its code."""
+    folder, enough = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[folder], jax.config.values[enough]
+    jax.config.update(folder, str(tmp_path / "xla"))
+    jax.config.update(enough, 0.0)
+    compilation_cache.reset_cache()
+    try:
+        job = job_of(target, prompt_lookup(num_tokens=1))
+        kept_module.TRACED.step(job.parts, kept_module.TRACED.start(job))
+        written = list((tmp_path / "xla").iterdir())
+        Kept(tmp_path / "kept").of(job)
+        again = Kept(tmp_path / "kept")
+        again.of(job)
+        assert again.found is True and written and set(written) >= set((tmp_path / "xla").iterdir())
+    finally:
+        jax.config.update(folder, before[0])
+        jax.config.update(enough, before[1])
+        compilation_cache.reset_cache()
 
 
 def test_what_was_not_used_for_longest_goes(target, tmp_path):

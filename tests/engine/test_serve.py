@@ -132,7 +132,8 @@ def test_nothing_of_the_row_before_is_left(monkeypatch):
         spoil = lambda x: x.at[slot].set(jnp.nan) if x.dtype == jnp.float32 and x.ndim > 2 else x
         return admit(parts, state._replace(cache=jax.tree.map(spoil, state.cache)), slot, *rest)
 
-    monkeypatch.setattr(module, "_admit", poisoned)
+    programs = module.SERVING.traced._replace(admit=poisoned)
+    monkeypatch.setattr(module, "SERVING", module.SERVING._replace(traced=programs))
     texts, _ = served(DRAFTERS["two_model"](), [0, 1, 2, 3, 4])
     assert texts == {i: alone("two_model", i) for i in range(5)}
 
@@ -151,10 +152,12 @@ def test_what_rows_share_is_kept_and_what_is_theirs_is_new():
     settings = Settings(controller=controllers.goodput(costs=(1.0,) * 6))
     key = jax.random.key(0)
     job = prepare(tiny_llama(), DRAFTERS["prompt_lookup"](), prompts, settings, key=key, max_new_tokens=4)
-    state = module._empty(job)
+    _, state = module._empty(job)
     used = state._replace(control=jax.tree.map(lambda x: x + 1, state.control))
     parts = dataclasses.replace(job.parts, eos=np.zeros((2, 0), np.int32))
-    after = module._admitted(parts, used, 1, Request([3, 4], jax.random.key(7)), jax.random.split(key, 1), 4)
+    after = module._admit(
+        *module._admission(parts, used, 1, Request([3, 4], jax.random.key(7)), jax.random.split(key, 1), 4)
+    )
     control, start = after.control, state.control
     np.testing.assert_array_equal(control.rate, start.rate + 1)
     np.testing.assert_array_equal(control.seen, start.seen + jnp.array([[1], [0]]))
@@ -299,10 +302,12 @@ def admitted(controller, slots, change=lambda control: control):
     drafter, key = DRAFTERS["prompt_lookup"](), jax.random.key(0)
     job = prepare(tiny_llama(), drafter, prompts, Settings(controller=controller), key=key, max_new_tokens=4)
     parts = dataclasses.replace(job.parts, eos=np.zeros((slots, 0), np.int32))
-    state = module._empty(job)
+    _, state = module._empty(job)
     state = state._replace(control=change(state.control))
     before = np.asarray(controller.limit(state.control))
-    after = module._admitted(parts, state, min(1, slots - 1), Request([3, 4], key), jax.random.split(key, 1), 4)
+    after = module._admit(
+        *module._admission(parts, state, min(1, slots - 1), Request([3, 4], key), jax.random.split(key, 1), 4)
+    )
     return before.tolist(), np.asarray(controller.limit(after.control)).tolist()
 
 

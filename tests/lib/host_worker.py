@@ -92,7 +92,10 @@ def cli(*arguments: str) -> None:
 
     conftest = load_conftest()
 
-    def load(source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, mesh=None, over=None):
+    def load(
+        source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, max_positions=None, mesh=None,
+        over=None,
+    ):  # fmt: skip
         config = dataclasses.replace(conftest.CONFIG, cache_dtype=cache_dtype)
         if source == "missing":
             if jax.process_index() == 1:

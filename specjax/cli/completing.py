@@ -1,0 +1,68 @@
+"""What a shell is told could stand behind a flag.
+
+A shell asks at every press of a key, and the catalogue takes JAX a second to import: what is needed of it is written
+down in words.json, by `python -m specjax.cli.words`, and a test compares them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import pkgutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+FILE = Path(__file__).with_name("words.json")
+DEMO = "smollm2-135m"
+HEAD = "smollm2-135m-eagle3"
+
+Pairs = list[tuple[str, str]]  # a word, and what it means
+
+
+@functools.cache
+def words() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def of(*sections: str, also: Iterable[str] = ()) -> Callable[[str], Pairs]:
+    """Completes with the words of sections of words.json, such as methods of a kind or "rules"."""
+
+    def complete(incomplete: str) -> Pairs:
+        known = {word: row["help"] for section in sections for word, row in words()[section].items()}
+        return _begun({**known, **dict.fromkeys(also, "")}, incomplete)
+
+    return complete
+
+
+def one_of(*known: str) -> Callable[[str], Pairs]:
+    return lambda incomplete: _begun(dict.fromkeys(known, ""), incomplete)
+
+
+def config(incomplete: str) -> Pairs:
+    """The built-in configs."""
+    spec = importlib.util.find_spec("specjax.configs")
+    places = spec.submodule_search_locations if spec else None
+    return _begun({module.name: "" for module in pkgutil.iter_modules(places)}, incomplete)
+
+
+def setting(ctx: typer.Context, incomplete: str) -> Pairs:
+    """NAME= of the methods that --method names, or of `auto`; behind it the values, where these can be told."""
+    given = ctx.params.get("method") or "auto"
+    names = [given] if isinstance(given, str) else list(given)
+    found = {}
+    for name in names:
+        rows = (row for section in words().values() for word, row in section.items() if word == name)
+        for option, told in next(rows, {}).get("options", {}).items():
+            whole = option if len(names) == 1 else f"{name}.{option}"
+            found[f"{whole}="] = told["help"]
+            if incomplete.startswith(f"{whole}="):
+                found |= {f"{whole}={value}": told["help"] for value in told["values"]}
+    return [pair for pair in _begun(found, incomplete) if pair[0] != incomplete]
+
+
+def _begun(known: dict[str, str], incomplete: str) -> Pairs:
+    return [(word, meaning) for word, meaning in known.items() if word.startswith(incomplete)]
