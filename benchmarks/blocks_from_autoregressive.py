@@ -68,7 +68,7 @@ def teach(args: argparse.Namespace) -> None:
 
     trained = train(
         None, pupil, lessons, recipe=recipe, epochs=epochs, rows=args.rows, length=args.length, places=1,
-        evaluate_every=100, seed=args.seed, folder=args.run, listen=listen,
+        evaluate_every=args.keep, seed=args.seed, folder=args.run, listen=listen,
     )  # fmt: skip
     about = {name: str(getattr(args, name)) for name in ("epochs", "rows", "length", "learning_rate", "seed")}
     about["seconds"] = f"{time.perf_counter() - started:.0f}"
@@ -155,6 +155,7 @@ def main() -> None:
     learn.add_argument("--rows", type=int, default=16)
     learn.add_argument("--learning-rate", type=float, default=1e-3)
     learn.add_argument("--seed", type=int, default=0)
+    learn.add_argument("--keep", type=int, default=100, help="steps between checkpoints")
     learn.add_argument("--run", help="the folder of checkpoints")
     learn.add_argument("--out", required=True)
     learn.set_defaults(do=teach)

@@ -2,11 +2,13 @@
 
     python benchmarks/diffusion_toys.py train full --out tests/data/diffusion --run /tmp/full
     python benchmarks/diffusion_toys.py train block4 --steps 800 --start tests/data/diffusion/full.safetensors ...
+    python benchmarks/diffusion_toys.py train words --rows 64 --out tests/data/diffusion --run /tmp/words
     python benchmarks/diffusion_toys.py measure --out docs/diffusion_results.md
     python benchmarks/diffusion_toys.py grid --out docs/diffusion_results.md
 
-`train` teaches one model of 0.8 million parameters the tasks of `specjax.analysis.parallel_bench`, with full attention
-or block-causal in blocks of 4, on questions drawn for it; a run that was ended goes on in its folder.
+`train` teaches one model of 0.8 million parameters the tasks of `specjax.analysis.parallel_bench`, or those of
+`specjax.analysis.word_problems`, with full attention or block-causal in blocks of 4, on questions drawn for it; a run
+that was ended goes on in its folder.
 
 `measure` decodes the same questions greedily with every method of the kind `diffusion` that takes the model, with its
 defaults and a small grid, and says per task how many answers are right (Wilson's 95 % interval), how many tokens a pass
@@ -24,14 +26,15 @@ import json
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import specjax
 from specjax.analysis import parallel_bench as bench
-from specjax.analysis import parallel_bench_grid
+from specjax.analysis import parallel_bench_grid, word_problems
 from specjax.analysis.parallelism import aup, global_ar_ness, local_ar_ness, order_of, wilson
 from specjax.catalog import of_kind
 from specjax.catalog.diffusion import procedure_of
@@ -43,37 +46,56 @@ from specjax.models import LlamaConfig
 from specjax.training import Text, denoisers, filters, recipe_of, train
 from specjax.training.lessons import pack
 
-CONFIG = LlamaConfig(
-    vocab_size=bench.VOCABULARY, width=128, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=32, mlp_width=384,
-    tied=False, qk_norm=True, max_positions=256, name="toy",
-)  # fmt: skip
-LENGTH = 20
-# Shares of the lessons. The square and the sums need more of them than the copies do.
-SHARES = {"copy": 2, "reverse": 2, "sort": 3, "shuffle": 4, "replace": 4, "latin": 3, "sudoku": 3, "sum": 4}
+
+class Suite(NamedTuple):
+    """Tasks that one model is taught."""
+
+    bench: ModuleType  # its tasks, and the numbers of its tokens
+    shares: dict[str, int]  # of the lessons
+    measured: tuple[str, ...]
+    length: int  # of a question and its answer
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=self.bench.VOCABULARY, width=128, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=32,
+            mlp_width=384, tied=False, qk_norm=True, max_positions=256, name="toy",
+        )  # fmt: skip
+
+    def texts(self, count: int, seed: int, causal: bool) -> list[Text]:
+        """Questions and answers; of block-causal models to the end of the block."""
+        rng = np.random.default_rng(seed)
+        weights = np.array(list(self.shares.values()))
+        made = []
+        for name in rng.choice(list(self.shares), count, p=weights / weights.sum()):
+            item = self.bench.lesson_item(rng, name)
+            answer = bench.filled(item.answer, self.bench.END)
+            answer = answer if causal else answer[: self.bench.TASKS_BY_NAME[name].columns]
+            made.append(Text((*item.prompt, *answer), len(item.prompt)))
+        return made
 
 
-def texts(count: int, seed: int, causal: bool) -> list[Text]:
-    """Questions and answers; of block-causal models to the end of the block."""
-    rng = np.random.default_rng(seed)
-    names = rng.choice(list(SHARES), count, p=np.array(list(SHARES.values())) / sum(SHARES.values()))
-    made = []
-    for name in names:
-        item = bench.lesson_item(rng, name)
-        answer = bench.filled(item.answer)
-        answer = answer if causal else answer[: bench.TASKS_BY_NAME[name].columns]
-        made.append(Text((*item.prompt, *answer), len(item.prompt)))
-    return made
+LISTS = Suite(
+    bench,
+    # The square and the sums need more of them than the copies do.
+    {"copy": 2, "reverse": 2, "sort": 3, "shuffle": 4, "replace": 4, "latin": 3, "sudoku": 3, "sum": 4},
+    ("copy", "reverse", "sort", "shuffle", "replace", "latin", "sudoku"),  # of sums the models know too little
+    20,
+)
+WORDS = Suite(word_problems, dict.fromkeys(word_problems.TASKS_BY_NAME, 1), tuple(word_problems.TASKS_BY_NAME), 36)
+SUITES = {"full": LISTS, "block4": LISTS, "words": WORDS, "words_block4": WORDS}
+"""By model."""
 
 
 def teach(args: argparse.Namespace) -> None:
-    causal = args.model != "full"
-    block = int(args.model.removeprefix("block")) if causal else None
-    read = {"mask_token": bench.MASK, "attention": "block_causal" if causal else "full", "block": block}
-    pupil = denoisers.new(CONFIG, seed=args.seed, **read)
+    suite, causal = SUITES[args.model], args.model.endswith("block4")
+    block = bench.BLOCK if causal else None
+    read = {"mask_token": suite.bench.MASK, "attention": "block_causal" if causal else "full", "block": block}
+    pupil = denoisers.new(suite.config, seed=args.seed, **read)
     if args.start:
         pupil = pupil.replace(params=denoisers.load(args.start).params)
     recipe = recipe_of("masked_diffusion", learning_rate=args.learning_rate)
-    lessons = texts(args.steps * args.rows, args.seed + 1, causal)
+    lessons = suite.texts(args.steps * args.rows, args.seed + 1, causal)
     started = time.perf_counter()
 
     def listen(progress) -> None:
@@ -82,7 +104,7 @@ def teach(args: argparse.Namespace) -> None:
                   f"{progress.seconds:.0f} s", flush=True)  # fmt: skip
 
     trained = train(
-        None, pupil, lessons, recipe=recipe, rows=args.rows, length=LENGTH, places=1, evaluate_every=args.keep,
+        None, pupil, lessons, recipe=recipe, rows=args.rows, length=suite.length, places=1, evaluate_every=args.keep,
         seed=args.seed, folder=args.run, listen=listen,
     )  # fmt: skip
     Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -91,8 +113,6 @@ def teach(args: argparse.Namespace) -> None:
     denoisers.save(Path(args.out) / f"{args.model}.safetensors", trained, **about)
 
 
-LISTS = ("copy", "reverse", "sort", "shuffle", "replace")
-MEASURED = (*LISTS, "latin", "sudoku")  # of sums the models know too little
 GRID: dict[str, list[dict[str, Any]]] = {
     "llada": [{"steps": 8}, {"steps": 2}, {"steps": 1}],
     "dream": [{"alg": "entropy"}, {"alg": "entropy", "steps": 4}],
@@ -111,43 +131,47 @@ GRID: dict[str, list[dict[str, Any]]] = {
 """Beside the defaults of each method."""
 
 
-def questions(count: int) -> dict[str, list[bench.Item]]:
+def questions(suite: Suite, count: int) -> dict[str, list[bench.Item]]:
     rng = np.random.default_rng(2026)
-    return {name: [task.draw(rng) for _ in range(count)] for name, task in bench.TASKS_BY_NAME.items()}
+    return {name: [task.draw(rng) for _ in range(count)] for name, task in suite.bench.TASKS_BY_NAME.items()}
 
 
-def procedure(name: str, denoiser: Denoiser, options: dict[str, Any]) -> Procedure:
+def procedure(suite: Suite, name: str, denoiser: Denoiser, options: dict[str, Any]) -> Procedure:
     """Raises: UsageError where the method is of other models."""
     if name == "learn2pd":
-        options = {**options, "filter": filter_of(denoiser)}
+        options = {**options, "filter": filter_of(suite, denoiser)}
     return procedure_of(name, denoiser, **options)
 
 
-def filter_of(denoiser: Denoiser, count: int = 32) -> filters.Filter:
+def filter_of(suite: Suite, denoiser: Denoiser, count: int = 32) -> filters.Filter:
     """Fitted to the oracle's replay of texts that the model wrote to questions of its own, one column a pass."""
     rng = np.random.default_rng(7)
-    items = [(name, bench.lesson_item(rng, name)) for name in MEASURED for _ in range(count)]
-    written = decoded(denoiser, procedure_of("llada", denoiser), items, eos=None).to_lists()
+    items = [(name, suite.bench.lesson_item(rng, name)) for name in suite.measured for _ in range(count)]
+    written = decoded(suite, denoiser, procedure_of("llada", denoiser), items, eos=None).to_lists()
     texts = [Text((*item.prompt, *text), len(item.prompt)) for (_, item), text in zip(items, written, strict=True)]
-    (lesson,) = pack(texts, len(texts), LENGTH, alone=True)
+    (lesson,) = pack(texts, len(texts), suite.length, alone=True)
     return filters.fit(filters.replay(denoiser, lesson, denoiser.block or 8), jax.random.key(0), steps=3000)
 
 
-def decoded(denoiser: Denoiser, way: Procedure, items: list[tuple[str, bench.Item]], **settings: Any) -> Denoised:
+def decoded(
+    suite: Suite, denoiser: Denoiser, way: Procedure, items: list[tuple[str, bench.Item]], **settings: Any
+) -> Denoised:
     """Greedily, all questions in one program; each row ends where an answer of its task does."""
-    columns = np.array([bench.TASKS_BY_NAME[task].columns for task, _ in items])
+    columns = np.array([suite.bench.TASKS_BY_NAME[task].columns for task, _ in items])
     prompts = [list(item.prompt) for _, item in items]
     job = prepare(denoiser, way, prompts, Settings(**settings), key=1, max_new_tokens=int(columns.max()))
     return run(dataclasses.replace(job, stop=job.lengths + columns))
 
 
-def measured(denoiser: Denoiser, name: str, options: dict[str, Any], asked: dict[str, list[bench.Item]]) -> dict:
+def measured(
+    suite: Suite, denoiser: Denoiser, name: str, options: dict[str, Any], asked: dict[str, list[bench.Item]]
+) -> dict:
     """By task. Raises: UsageError where the method is of other models."""
-    items = [(task, item) for task in MEASURED for item in asked[task]]
-    result = decoded(denoiser, procedure(name, denoiser, options), items, eos=bench.END)
+    items = [(task, item) for task in suite.measured for item in asked[task]]
+    result = decoded(suite, denoiser, procedure(suite, name, denoiser, options), items, eos=suite.bench.END)
     texts, order = result.to_lists(), np.asarray(result.decided_at)
     found = {}
-    for task in MEASURED:
+    for task in suite.measured:
         rows = np.array([row for row, (other, _) in enumerate(items) if other == task])
         orders = [order_of(order[row], len(texts[row])) for row in rows]
         tokens, passes, columns = (
@@ -155,7 +179,7 @@ def measured(denoiser: Denoiser, name: str, options: dict[str, Any], asked: dict
             for of_rows in (result.lengths, result.stats.target_passes, result.columns)
         )
         found[task] = {
-            "right": sum(is_right(task, items[row][1], texts[row]) for row in rows),
+            "right": sum(is_right(suite, task, items[row][1], texts[row]) for row in rows),
             "asked": len(rows),
             "tokens": tokens,
             "passes": passes,
@@ -166,15 +190,15 @@ def measured(denoiser: Denoiser, name: str, options: dict[str, Any], asked: dict
     return found
 
 
-def is_right(task: str, item: bench.Item, text: list[int]) -> bool:
-    known = bench.TASKS_BY_NAME[task]
-    return known.is_right(item.prompt, bench.answer_of(known, tuple(text)))
+def is_right(suite: Suite, task: str, item: bench.Item, text: list[int]) -> bool:
+    known = suite.bench.TASKS_BY_NAME[task]
+    return known.is_right(item.prompt, bench.answer_of(known, tuple(text), suite.bench.END))
 
 
 def measure(args: argparse.Namespace) -> None:
     kept = Path(args.out).with_suffix(".json")
     cells = json.loads(kept.read_text()) if kept.exists() else {}
-    asked = questions(args.count)
+    asked = {model: questions(SUITES[model], args.count) for model in args.models}
     readers = {model: denoisers.load(Path(args.weights) / f"{model}.safetensors") for model in args.models}
     names = args.methods or list(of_kind("diffusion"))
     jobs = [(model, name, {}) for model in readers for name in names]  # defaults first
@@ -186,7 +210,7 @@ def measure(args: argparse.Namespace) -> None:
             continue
         started = time.perf_counter()
         try:
-            by_task = measured(readers[model], name, options, asked)
+            by_task = measured(SUITES[model], readers[model], name, options, asked[model])
         except specjax.UsageError as error:
             print(f"{cell}: {error}", flush=True)
             refused.add((model, name))
@@ -299,7 +323,7 @@ def words(cell: dict) -> str:
 
 
 def table(cells: list[dict]) -> list[str]:
-    tasks = list(MEASURED)
+    tasks = list(cells[0]["tasks"])
     lines = [f"| method | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
     for cell in cells:
         said = [of(cell["tasks"][task]) for task in tasks]
@@ -308,7 +332,7 @@ def table(cells: list[dict]) -> list[str]:
 
 
 def areas(cells: list[dict]) -> list[str]:
-    tasks = list(MEASURED)
+    tasks = list(cells[0]["tasks"])
     lines = [f"| method | {' | '.join(tasks)} | local | global |", "|---" * (len(tasks) + 3) + "|"]
     by_method = defaultdict(list)
     for cell in cells:
@@ -329,8 +353,8 @@ def draw(file: Path, cells: list[dict]) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "specjax"
     import matplotlib.pyplot as plt
 
-    shown = ("reverse", "sort", "shuffle", "replace", "latin", "sudoku")
-    figure, axes = plt.subplots(2, 3, figsize=(11, 6.5), layout="constrained")
+    shown = [task for task in cells[0]["tasks"] if task != "copy"]  # as reverse
+    figure, axes = plt.subplots(2, -(-len(shown) // 2), figsize=(11, 6.5), layout="constrained")
     names = list(dict.fromkeys(cell["method"] for cell in cells))
     for task, axis in zip(shown, axes.flat, strict=True):
         for i, name in enumerate(names):
@@ -353,7 +377,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     learn = commands.add_parser("train")
-    learn.add_argument("model", choices=["full", "block4"])
+    learn.add_argument("model", choices=list(SUITES))
     learn.add_argument("--steps", type=int, default=1500)
     learn.add_argument("--rows", type=int, default=128)
     learn.add_argument("--learning-rate", type=float, default=2e-3)
@@ -364,7 +388,7 @@ def main() -> None:
     learn.add_argument("--out", default="tests/data/diffusion")
     learn.set_defaults(do=teach)
     weigh = commands.add_parser("measure")
-    weigh.add_argument("--models", nargs="+", default=["full", "block4"])
+    weigh.add_argument("--models", nargs="+", default=list(SUITES))
     weigh.add_argument("--methods", nargs="+", help="default: all")
     weigh.add_argument("--weights", default="tests/data/diffusion")
     weigh.add_argument("--count", type=int, default=48, help="questions of each task")

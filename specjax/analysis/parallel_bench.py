@@ -166,9 +166,9 @@ def shuffle_together(count: int) -> float:
     return float(sum(math.prod(share[place, name] for place, name in enumerate(order)) for order in orders))
 
 
-def filled(answer: List) -> List:
+def filled(answer: List, end: int = END) -> List:
     """With END up to a multiple of BLOCK; an answer that fills its blocks has none."""
-    return (*answer, *[END] * (-len(answer) % BLOCK))
+    return (*answer, *[end] * (-len(answer) % BLOCK))
 
 
 def lesson_item(rng: np.random.Generator, task: str) -> Item:
@@ -176,6 +176,6 @@ def lesson_item(rng: np.random.Generator, task: str) -> Item:
     return _sum(rng, False) if task == "sum" else TASKS_BY_NAME[task].draw(rng)
 
 
-def answer_of(task: Task, tokens: List) -> List:
+def answer_of(task: Task, tokens: List, end: int = END) -> List:
     """A text up to its END."""
-    return tokens[: tokens.index(END)] if END in tokens else tokens
+    return tokens[: tokens.index(end)] if end in tokens else tokens

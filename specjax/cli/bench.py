@@ -10,7 +10,7 @@ import typer
 from specjax.cli import completing as words
 from specjax.cli import diffusion
 from specjax.cli import options as o
-from specjax.cli.drafting import method_of, read_costs, read_drafting, read_options, recognised
+from specjax.cli.drafting import method_of, read_costs, read_drafting, recognised
 
 if TYPE_CHECKING:
     from specjax.cli.bench_run import Runs
@@ -43,7 +43,8 @@ leaves what it had measured ("left": prompts it did not reach).
 Diffusion models are compared with one column a pass in the same blocks.
 Tokens per pass is no speed there, as a pass costs by its columns: columns
 computed per token are stated beside it, and the share of tokens that are
-those of one column a pass. A method that promises the text of the procedure
+those of one column a pass; --grid states them over a method's options, such
+as --grid tau=0.5,0.7,0.9. A method that promises the text of the procedure
 that it speeds up is refused where it has another one.
 
 Prompts that do not fit the model are skipped and listed. Bad lines are listed
@@ -81,6 +82,15 @@ def bench(
     stop: o.OldStopOption = None,
     exit_layer: o.ExitOption = None,
     settings: o.SetOption = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--grid",
+            help="NAME=VALUE,VALUE,..., an option of a diffusion method with several values, each of which is run; of "
+            "several methods METHOD.NAME=... Given several times, all combinations are.",
+            show_default=False,
+        ),
+    ] = None,
     source: o.SourceOption = None,
     controller: o.ControllerOption = None,
     costs: o.CostsOption = None,
@@ -107,6 +117,7 @@ def bench(
     if diffusion.is_diffusion(method, target):
         _denoise(arguments, decoding)
         return
+    o.require(not grid, "--grid is of diffusion models; leave it out, or run bench once for each value")
     head = recognised(draft)
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
@@ -141,13 +152,13 @@ bench.__doc__ = HELP
 
 def _denoise(given: dict[str, Any], decoding: o.Settings) -> None:
     """Of a diffusion model, with the arguments of `bench`."""
-    from specjax.catalog import METHODS
     from specjax.cli.console import Console
+    from specjax.cli.ways import read_ways
 
     target, prompts = given["target"], given["prompts"]
     diffusion.check_flags(given)
     names = [diffusion.check_method(name, target) for name in given["method"] or ["fast_dllm"]]
-    options = read_options(given["settings"], {name: METHODS[name] for name in names})
+    ways = read_ways(names, given["settings"], given["grid"])
     lines, bad = _read(prompts, given["offset"], given["limit"], given["out"])
     log = Console(stderr=True)
 
@@ -158,7 +169,7 @@ def _denoise(given: dict[str, Any], decoding: o.Settings) -> None:
         log, target, given["dtype"], given["no_cache"], given["cache_dtype"], given["max_positions"]
     )
     rows, skipped = _encode(lines, session, given["max_new_tokens"], given["raw"], prompts)
-    run = DenoisingBench(session, denoiser, decoding, options, rows, given["batch_size"], given["repeats"])
+    run = DenoisingBench(session, denoiser, decoding, ways, rows, given["batch_size"], given["repeats"])
     _run(run, bad, skipped, prompts, given["out"], given["as_json"], log)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 
@@ -15,6 +14,7 @@ from specjax.cli.denoising import one_a_pass
 from specjax.cli.options import Settings
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes
+from specjax.cli.ways import Way
 from specjax.diffusion import Denoiser, Procedure
 
 ONE = "one column a pass"
@@ -28,25 +28,26 @@ def _same(one: Procedure, other: Procedure) -> bool:
 class DenoisingBench(Runs):
     """Methods against one column a pass, each in its own blocks.
 
-    options: by method. What promises the text of the procedure that it speeds up is compared with that, too.
+    ways: by what they are called. What promises the text of the procedure that it speeds up is compared with that, too.
     """
 
     def __init__(
-        self, session: Session, denoiser: Denoiser, settings: Settings, options: Mapping[str, Mapping[str, Any]],
-        rows: list[Encoded], batch_size: int, repeats: int,
+        self, session: Session, denoiser: Denoiser, settings: Settings, ways: Mapping[str, Way], rows: list[Encoded],
+        batch_size: int, repeats: int,
     ):  # fmt: skip
+        self.ways = ways
         self.denoiser, self.procedures, self.plain = denoiser, dict[str, Procedure](), {}
         self.static: dict[str, Procedure] = {}  # what an `identical` method speeds up, if it is not one column a pass
-        for name, own in options.items():
-            made: Procedure = METHODS[name].make(denoiser, **own)
+        for name, (method, own) in ways.items():
+            made: Procedure = METHODS[method].make(denoiser, **own)
             plain = one_a_pass(denoiser, own)
             in_blocks = f"{ONE}, blocks of {own['block']}" if "block" in own and not denoiser.is_causal else ONE
             self.procedures |= {in_blocks: plain, name: made}
             self.plain[name] = in_blocks
             static = made.replace(verify=None)
-            if METHODS[name].guarantee == "identical" and not _same(static, plain):
+            if METHODS[method].guarantee == "identical" and not _same(static, plain):
                 self.static[name] = static
-        super().__init__(session, settings, list(options), self.procedures, rows, batch_size, repeats)
+        super().__init__(session, settings, list(ways), self.procedures, rows, batch_size, repeats)
 
     def decode(self, program: str, group: Group) -> report.Run:
         """As `specjax.denoise`."""
@@ -54,7 +55,7 @@ class DenoisingBench(Runs):
 
     def differences(self, group: Group, method: str) -> Iterable[dict]:
         """Those from the procedure that the method promises the text of."""
-        if METHODS[method].guarantee != "identical":
+        if METHODS[self.ways[method].method].guarantee != "identical":
             return
         static = self.static.get(method)
         other = group.runs[self.plain[method]] if static is None else self._denoise(static, group)
@@ -76,16 +77,18 @@ class DenoisingBench(Runs):
         """
         own = self.of_task(method, task)
         refused = bool(own.differences) and self.session.dtype == "float32"
+        name, options = self.ways[method]
         entry = report.denoising_record(
-            method,
-            METHODS[method].guarantee,
+            name,
+            METHODS[name].guarantee,
             own.run,
             own.plain,
             refused=refused,
             compile_seconds=own.compile_seconds,
             peak_memory_bytes=peak_memory_bytes(),
         )
-        return entry | {"median_speedup": None if refused else own.median_speedup, "refused": refused}
+        more = {"options": options, "median_speedup": None if refused else own.median_speedup, "refused": refused}
+        return entry | more
 
     def _denoise(self, procedure: Procedure, group: Group) -> report.Run:
         own = self.settings

@@ -117,7 +117,7 @@ def read_drafting(
     )
     found = _read_named(named, rows)
     for text in settings or ():
-        name, option, value = _read_setting(text, rows)
+        name, option, value = read_setting(text, rows)
         earlier = found[name].get(option.name)
         if earlier is not None:
             raise UsageError(f"--set {text}: {earlier.flag} has set {option.name} already; leave one out")
@@ -263,7 +263,7 @@ def read_settings(settings: Sequence[str], method: str) -> dict[str, str]:
 
     rows, found = {method: of_kind("diffusion").get(method) or parsed("--method", find_drafter, method)}, {}
     for text in settings:
-        _, option, value = _read_setting(text, rows)
+        _, option, value = read_setting(text, rows)
         require(option.name not in found, f"--set {text}: --set has set {option.name} already; leave one out")
         found[option.name] = value
     return found
@@ -276,27 +276,30 @@ def read_options(settings: Sequence[str] | None, rows: Mapping[str, Method]) -> 
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in rows}
     for text in settings or ():
-        name, option, value = _read_setting(text, rows)
+        name, option, value = read_setting(text, rows)
         require(option.name not in found[name], f"--set {text}: --set has set {option.name} already; leave one out")
         found[name][option.name] = option.parse(value, f"--set {option.name}")
     return found
 
 
-def _read_setting(text: str, rows: Mapping[str, Method]) -> tuple[str, Option, str]:
-    """The method, the option and the value of one --set."""
+def read_setting(text: str, rows: Mapping[str, Method], flag: str = "--set") -> tuple[str, Option, str]:
+    """The method, the option and the value of one --set, or of another flag like it.
+
+    Raises: UsageError for a method or an option that there is not.
+    """
     left, equals, value = text.partition("=")
     name, dot, word = left.rpartition(".")
-    require(bool(equals and word), f'--set wants NAME=VALUE, such as group=3, not "{text}"')
+    require(bool(equals and word), f'{flag} wants NAME=VALUE, such as group=3, not "{text}"')
     require(
         bool(dot) or len(rows) == 1,
-        f"--set {text}: there are several methods; say which one, such as --set {next(iter(rows))}.{text}",
+        f"{flag} {text}: there are several methods; say which one, such as {flag} {next(iter(rows))}.{text}",
     )
     name = name or next(iter(rows))
-    require(name in rows, f"--set {text}: {name} is not among the methods of this run, {', '.join(rows)}")
+    require(name in rows, f"{flag} {text}: {name} is not among the methods of this run, {', '.join(rows)}")
     option, known = rows[name].option(word), ", ".join(option.name for option in rows[name].options)
     if option is None:
         fix = f"its options are {known}" if known else "it has none; leave it out"
-        raise UsageError(f'--set {text}: method {name} has no option "{word}"; {fix}')
+        raise UsageError(f'{flag} {text}: method {name} has no option "{word}"; {fix}')
     return name, option, value
 
 

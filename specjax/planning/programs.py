@@ -88,13 +88,22 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
 
 
 def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any]:
-    """Lowers and compiles a function for the devices of its arguments; what it gives is kept."""
+    """Lowers and compiles a function for the devices of its arguments; what it gives is kept, a refusal too."""
 
     @functools.cache
+    def outcome() -> Any:
+        try:
+            with device_kind(mesh):
+                lowered = function.lower(*arguments)
+            return lowered.compile()
+        except Exception as refusal:  # of several programs that are one and the same each says so
+            return refusal
+
     def compiled() -> Any:
-        with device_kind(mesh):
-            lowered = function.lower(*arguments)
-        return lowered.compile()
+        found = outcome()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     return compiled
 

@@ -189,6 +189,7 @@ def test_bad_lines_and_long_prompts(cli, tmp_path):
     [
         (["--method", "magic"], "--method"),
         (["--method", "two_model"], "--draft"),
+        (["--grid", "tau=0.5,0.7"], "--grid is of diffusion models"),
         (["--draft-stop", "entropy:1"], "--draft-stop"),
         (["--controller", "fixed:0.5"], "--controller"),
         (["--limit", 0], "--limit"),

@@ -112,6 +112,27 @@ def test_bench_counts_columns_beside_passes(cli, prompts, tmp_path):
     assert len(document["tasks"]) == 2 and (tmp_path / "b.png").exists()
 
 
+def test_bench_runs_a_grid_of_options(cli, prompts, tmp_path):
+    """A threshold that nothing reaches is one column a pass, one that all reach is a block a pass."""
+    grid = ("--method", "fast_dllm", "--grid", "tau=2,0", "--grid", "block=5,10", "--set", "rule=threshold")
+    result = cli(
+        "bench", prompts, "--limit", 1, "--target", "full", *grid, "--repeats", 1, "--out", tmp_path / "b.json", *SHORT,
+        "--json",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    found = json.loads(result.out)["overall"]
+    rates = {name: entry["tokens_per_pass"] for name, entry in found.items()}
+    assert rates == {
+        "fast_dllm tau=2, block=5": 1.0, "fast_dllm tau=2, block=10": 1.0,
+        "fast_dllm tau=0, block=5": 5.0, "fast_dllm tau=0, block=10": 10.0,
+    }  # fmt: skip
+    assert {entry["method"] for entry in found.values()} == {"fast_dllm"}
+    assert found["fast_dllm tau=0, block=5"]["options"] == {"rule": "threshold", "tau": 0.0, "block": 5}
+    cost = {name: entry["columns_per_token"] * rates[name] for name, entry in found.items()}
+    assert len(set(cost.values())) == 1, "a pass reads the canvas"
+    assert all(found[name]["agreement"] == 1 for name in rates if "tau=2" in name)
+
+
 def test_bench_refuses_the_speed_of_another_text_than_was_promised(cli, prompts, tmp_path, monkeypatch):
     from specjax.bench import measure
 
@@ -136,6 +157,10 @@ def test_bench_refuses_the_speed_of_another_text_than_was_promised(cli, prompts,
         (("--verifier", "typical"), "--verifier is of autoregressive models"),
         (("--method", "constraint"), "the command line cannot load what constraint needs; call specjax.diffusion"),
         (("--set", "steps=2"), 'method fast_dllm has no option "steps"'),
+        (("--grid", "steps=2,3"), '--grid steps=2,3: method fast_dllm has no option "steps"'),
+        (("--grid", "tau=0.5,,1"), "--grid tau"),
+        (("--grid", "tau=0.5,1", "--set", "tau=1"), "--grid tau=0.5,1: --set has set tau already"),
+        (("--grid", "tau=1", "--grid", "tau=2"), "--grid tau=2: --grid has set tau already"),
     ],
 )
 def test_what_does_not_fit_a_bench_is_one_sentence(arguments, words, prompts, refused):

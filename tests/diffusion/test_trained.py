@@ -8,6 +8,7 @@ import toy
 
 import specjax
 from specjax.analysis import parallel_bench as bench
+from specjax.analysis import word_problems as words
 from specjax.diffusion import methods
 from specjax.training import denoisers
 
@@ -22,11 +23,12 @@ def trained(name: str):
 
 def right(denoiser, task: str, method) -> tuple[float, float]:
     """(share of right answers, tokens per pass) of greedy decoding."""
-    known, rng = bench.TASKS_BY_NAME[task], np.random.default_rng(5)
+    tasks, end = (words.TASKS_BY_NAME, words.END) if task in words.TASKS_BY_NAME else (bench.TASKS_BY_NAME, bench.END)
+    known, rng = tasks[task], np.random.default_rng(5)
     items = [known.draw(rng) for _ in range(COUNT)]
     prompts = [list(item.prompt) for item in items]
-    result = specjax.denoise(denoiser, method, prompts, key=0, max_new_tokens=known.columns, eos=bench.END)
-    answers = [bench.answer_of(known, tuple(text)) for text in result.to_lists()]
+    result = specjax.denoise(denoiser, method, prompts, key=0, max_new_tokens=known.columns, eos=end)
+    answers = [bench.answer_of(known, tuple(text), end) for text in result.to_lists()]
     share = np.mean([known.is_right(item.prompt, answer) for item, answer in zip(items, answers, strict=True)])
     return float(share), float(np.sum(result.lengths) / np.sum(result.stats.target_passes))
 
@@ -61,3 +63,17 @@ def test_the_block_causal_model_keeps_its_answers_under_its_threshold(task, leas
     denoiser = trained("block4")
     share, rate = right(denoiser, task, "sdar")
     assert share >= least and rate > (2.0 if task == "sort" else 1.0)
+
+
+def test_a_word_problem_is_right_several_columns_a_pass_and_not_all_at_once():
+    """Its words are determined; a sum's terms hang together, and results have to be calculated."""
+    denoiser = trained("words")
+    share, rate = right(denoiser, "once", methods.fast_dllm(denoiser, tau=0.9))
+    assert share >= 0.75 and rate > 2.0
+    assert right(denoiser, "once", methods.llada(denoiser, steps=1))[0] < share
+
+
+@pytest.mark.exhaustive
+def test_the_block_causal_model_solves_word_problems_too():
+    share, rate = right(trained("words_block4"), "once", "sdar")
+    assert share >= 0.75 and rate > 1.3

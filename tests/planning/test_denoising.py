@@ -11,13 +11,16 @@ import jax
 import pytest
 import tpu
 from rich.console import Console
+from tiers import exhaustive
 
 from specjax import compile_report
 from specjax.cli import main
 from specjax.models import LlamaConfig
 from specjax.models.loading.denoisers import Reading
-from specjax.planning import compiler, model_configs
+from specjax.planning import compiler, denoising, model_configs
+from specjax.planning.programs import compiler_of
 from specjax.planning.tables import show_report
+from specjax.planning.workload import make_workload
 
 TINY = LlamaConfig(
     vocab_size=2048, width=256, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=64, mlp_width=512,
@@ -104,16 +107,43 @@ def test_a_fused_pass_costs_hardly_more_and_nothing_is_copied():
     json.dumps(report.to_json(), allow_nan=False)
 
 
+NARROW = dataclasses.replace(TINY, vocab_size=256, width=128, num_layers=2, num_heads=2, num_kv_heads=2, mlp_width=128)
+"""What the compiler needs time for are passes' widths, and the loop, which has the same passes once more."""
+
+
 @pytest.mark.tpu_compile
-def test_full_attention_makes_logits_of_the_window_alone():
+@pytest.mark.parametrize(
+    "config, size, loops",
+    [(NARROW, 64, False), exhaustive(dataclasses.replace(TINY, width=512), 256, True)],
+    ids=["passes", "passes and loops"],
+)
+def test_full_attention_makes_logits_of_the_window_alone(config, size, loops):
     tpu.devices()
-    wide = dataclasses.replace(TINY, width=512)
-    options = {"reading": FULL, "model": 1, "cache": False, **SHORT}
-    whole = compile_report(wide, "v6e:1x1", **options)
-    kept = compile_report(wide, "v6e:1x1", method="fast_dllm", options={"memory": "dual"}, **options)
-    assert whole.program("renewing pass") is None and not [
-        f for p in (*whole.programs, *kept.programs) for f in p.findings
-    ]
-    for program in (whole.program("pass"), kept.program("pass"), kept.program("renewing pass")):
-        assert program.logits["rows"] == 32, program.name
-    assert kept.program("pass").flops < whole.program("pass").flops < kept.program("renewing pass").flops
+    reading = FULL._replace(mask_token=config.vocab_size - 1)
+    options = {"reading": reading, "model": 1, "context": size, "max_new_tokens": 64}
+    found = {}
+    for name, method in (("whole", {}), ("kept", {"method": "fast_dllm", "options": {"memory": "dual"}})):
+        work = make_workload(config, "v6e:1x1", **options, **method)
+        names = tuple(one for one in denoising.names_of(work) if loops or one != "loop")
+        for program in compiler.compile_programs(work, False, lambda name: None, only=names):
+            found[name, program.name] = program
+    assert ("whole", "renewing pass") not in found and not [f for p in found.values() for f in p.findings]
+    passes = [found[key] for key in (("kept", "pass"), ("whole", "pass"), ("kept", "renewing pass"))]
+    assert [program.logits["rows"] for program in passes] == [32, 32, 32], "of a canvas of 128, or of 320"
+    assert passes[0].flops < passes[1].flops < passes[2].flops
+
+
+def test_what_a_compiler_refuses_it_is_asked_once():
+    """A pass and the one that renews what is kept are one program."""
+    asked = []
+
+    def refuse(*arguments):
+        asked.append(arguments)
+        raise RuntimeError("Used 20.00G of 15.75G hbm")
+
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    compiled = compiler_of(SimpleNamespace(lower=refuse), ("state",), mesh)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Used"):
+            compiled()
+    assert asked == [("state",)]

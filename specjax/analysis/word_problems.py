@@ -1,0 +1,153 @@
+"""Word problems from templates, with the steps of their answers: text of which most, but not all, is determined.
+
+GSM-like sums in the manner of `parallel_bench`, in a vocabulary of words and of numbers to 20, one token each:
+
+    ann has 7 apples . ann buys 5 apples . how many apples ?      7 + 5 = 12 . ann has 12 apples
+
+Signs, names and things of an answer are determined by the question alone, and may be decided together with anything.
+A result is so too, but has to be calculated, and that of a second step is calculated from the first. The terms of a sum
+come in either order: each place says so truly, and both together may say the same number twice.
+
+A prompt is filled with NOTHING, an answer with END, up to a multiple of 4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax.analysis.parallel_bench import BLOCK, Item, List, Task
+
+MOST = 20  # the largest number
+PEOPLE = ("ann", "ben", "cleo", "dan", "eva", "finn", "gus", "hana")
+THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
+SIGNS = {"buys": "+", "finds": "+", "loses": "-", "sells": "-", "more": "+", "fewer": "-"}
+OTHERS = ("has", "have", "and", "than", "how", "many", "in", "all", "they", "=", ".", "?", "+", "-", "<nothing>")
+WORDS = (*map(str, range(MOST + 1)), *PEOPLE, *THINGS, *SIGNS, *OTHERS, "<end>", "<mask>")
+VOCABULARY = len(WORDS)
+NOTHING, END, MASK = range(VOCABULARY - 3, VOCABULARY)
+_NUMBERED = {word: token for token, word in enumerate(WORDS)}
+
+Step = tuple[int, str, int]  # a term, the sign, the other term
+
+
+class Solution(NamedTuple):
+    """What an answer says: its steps, and who has how many of what."""
+
+    steps: tuple[Step, ...]
+    who: str
+    what: str
+
+
+class Template(NamedTuple):
+    """Questions of one form."""
+
+    text: str  # {who}, {other}, {what}, {beside}, {a}, {b}, {c}, {gets}, {then}, {more}
+    solve: Callable[[list[str]], Solution]  # of the words of a question
+
+
+def value(step: Step) -> int:
+    """What a step comes to."""
+    first, sign, second = step
+    return first + second if sign == "+" else first - second
+
+
+def _once(at: int) -> Callable[[list[str]], Solution]:
+    """at: of the verb."""
+
+    def solve(words: list[str]) -> Solution:
+        return Solution(((int(words[2]), SIGNS[words[at]], int(words[at + 1])),), f"{words[0]} has", words[3])
+
+    return solve
+
+
+def _twice(words: list[str]) -> Solution:
+    one = (int(words[2]), SIGNS[words[6]], int(words[7]))
+    return Solution((one, (value(one), SIGNS[words[11]], int(words[12]))), f"{words[0]} has", words[3])
+
+
+def _compared(words: list[str]) -> Solution:
+    one = (int(words[2]), SIGNS[words[8]], int(words[7]))
+    return Solution((one, (one[0], "+", value(one))), "they have", words[3])
+
+
+TEMPLATES = {
+    "once": Template("{who} has {a} {what} . {who} {gets} {b} {what} . how many {what} ?", _once(6)),
+    "beside": Template(
+        "{who} has {a} {what} and {b} {beside} . {who} {gets} {c} {what} . how many {what} ?", _once(9)
+    ),
+    "twice": Template(
+        "{who} has {a} {what} . {who} {gets} {b} {what} . {who} {then} {c} {what} . how many {what} ?", _twice
+    ),
+    "compared": Template(
+        "{who} has {a} {what} . {other} has {b} {more} {what} than {who} . how many in all ?", _compared
+    ),
+}  # fmt: skip
+"""By name."""
+
+
+def tokens(text: str) -> List:
+    """Of words with blanks between them."""
+    return tuple(_NUMBERED[word] for word in text.split())
+
+
+def text(tokens: List) -> str:
+    """As it is read; what fills up is left out."""
+    return " ".join(WORDS[token] for token in tokens if token not in (NOTHING, END))
+
+
+def answers(solution: Solution) -> list[List]:
+    """All right ones."""
+    said = [
+        [f"{a} {sign} {b} = {value((a, sign, b))} ." for a, b in ([(x, y)] if sign == "-" else {(x, y), (y, x)})]
+        for x, sign, y in solution.steps
+    ]
+    last = f"{solution.who} {value(solution.steps[-1])} {solution.what}"
+    return [tokens(" ".join((*steps, last))) for steps in itertools.product(*map(sorted, said))]
+
+
+def is_held_out(prompt: List) -> bool:
+    """Whether a question is asked only of those that were not taught it: one in seven."""
+    return sum((place + 1) * token for place, token in enumerate(prompt)) % 7 == 3
+
+
+def _ask(template: Template, rng: np.random.Generator, held_out: bool) -> Item:
+    while True:
+        who, other = rng.permutation(PEOPLE)[:2]
+        what, beside = rng.permutation(THINGS)[:2]
+        gets, then = rng.choice(list(SIGNS)[:4], 2)
+        a, b, c = rng.integers(1, 10, 3)
+        words = {
+            "who": who, "other": other, "what": what, "beside": beside, "gets": gets, "then": then,
+            "more": rng.choice(["more", "fewer"]), "a": a, "b": b, "c": c,
+        }  # fmt: skip
+        asked = template.text.format(**words)
+        prompt = tokens(asked)
+        prompt += (NOTHING,) * (-len(prompt) % BLOCK)
+        solution = template.solve(asked.split())
+        if is_held_out(prompt) == held_out and all(0 <= value(step) <= MOST for step in solution.steps):
+            right = answers(solution)
+            return Item(prompt, right[rng.integers(len(right))])
+
+
+def _task(name: str, steps: int) -> Task:
+    def is_right(prompt: List, answer: List) -> bool:
+        return answer in answers(TEMPLATES[name].solve(text(prompt).split()))
+
+    length = 6 * steps + 4
+    columns = length + (length % BLOCK > 0)
+    return Task(name, columns, lambda rng: _ask(TEMPLATES[name], rng, True), is_right, None)
+
+
+TASKS_BY_NAME: dict[str, Task] = {
+    task.name: task for task in (_task("once", 1), _task("beside", 1), _task("twice", 2), _task("compared", 2))
+}
+"""By name."""
+
+
+def lesson_item(rng: np.random.Generator, task: str) -> Item:
+    """A question to be taught, none of those that are asked."""
+    return _ask(TEMPLATES[task], rng, False)
