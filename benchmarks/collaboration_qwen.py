@@ -1,7 +1,7 @@
 """Texts of two models on real problems: who wrote them, what they cost, and whether they are right.
 
     python benchmarks/collaboration_qwen.py test.jsonl --target LARGE.gguf --draft SMALL.gguf --out gsm8k.json
-    python benchmarks/collaboration_qwen.py HumanEval.jsonl.gz --task humaneval --target LARGE --draft SMALL --out x.json
+    python benchmarks/collaboration_qwen.py HumanEval.jsonl.gz --task humaneval --target LARGE --draft SMALL
     python benchmarks/collaboration_qwen.py test.jsonl --draft SMALL.gguf --methods one_sample first_finish rpc
     python benchmarks/collaboration_qwen.py test.jsonl --task samples --draft SMALL.gguf --out samples.json
     python benchmarks/collaboration_qwen.py --table gsm8k.json  # of what has been run
@@ -33,6 +33,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 import specjax
+from specjax.bench import measure
 from specjax.cli.collaborating import JUDGING
 from specjax.collaborate import TextResult, after_strings, methods
 
@@ -164,14 +165,17 @@ def run_method(
     def packed(rows: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
         return np.stack([np.pad(row, (0, width - len(row))) for row in rows]), np.array([len(row) for row in rows])
 
-    options = {"key": jax.random.key(0), "eos": tokenizer.eos}
+    def decoded(rows: list[list[int]], width: int, new: int, start: int) -> Any:
+        keys = measure.row_keys(0, range(start, start + batch))
+        return jax.block_until_ready(call(packed(rows, width), key=keys, max_new_tokens=new, eos=tokenizer.eos))
+
     if len(entry["right"]) < len(chosen):  # compiled by texts of one token, in buffers of the same size
-        jax.block_until_ready(call(packed([[1]] * batch, width + new - 1), max_new_tokens=1, **options).tokens)
+        decoded([[1]] * batch, width + new - 1, 1, 0)
     for start in range(len(entry["right"]), len(chosen), batch):
         rows = chosen[start : start + batch]
         filled = [ids for _, ids in rows] + [rows[-1][1]] * (batch - len(rows))
         clock, work = time.perf_counter(), time.process_time()
-        result = call(packed(filled, width), max_new_tokens=new, **options)
+        result = decoded(filled, width, new, start)
         texts = [tokenizer.decode(ids) for ids in result.to_lists()[: len(rows)]]
         entry["seconds"].append(time.perf_counter() - clock)
         entry["processor"].append(time.process_time() - work)
