@@ -7,10 +7,10 @@
     python benchmarks/collaboration_qwen.py --table gsm8k.json  # of what has been run
 
 Greedy, but for the methods of several samples, which are of the small model. What is in --out already is not run again:
-a run that was killed goes on behind its last batch. Programs are compiled before they are timed; beside the wall's
-clock there is the processor time of the process, which says more on a machine that is shared. GSM8K is judged by the
-last number of the answer. HumanEval's tests run what a model wrote, in a process with limits of time and memory and no
-other walls: give it a machine that has nothing to lose.
+a run that was killed goes on behind its last batch, and one of more --problems behind the others. Programs are compiled
+before they are timed; beside the wall's clock there is the processor time of the process, which says more on a machine
+that is shared. GSM8K is judged by the last number of the answer. HumanEval's tests run what a model wrote, in a process
+with limits of time and memory and no other walls: give it a machine that has nothing to lose.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ BRIEF = {
 }
 PAIR = ["large", "small", "spec_reason", "entropy_adaptive", "fs_gen", "foreal"]
 SAMPLED = ["one_sample", "first_finish", "rpc"]
+LIMITS = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -156,11 +157,10 @@ def prompts_of(task: str, problems: list[dict], tokenizer, count: int, most: int
 
 
 def run_method(
-    name: str, call: Callable[..., Any], chosen: list, entry: dict, batch: int, new: int, tokenizer, task: str,
-    save: Callable[[], None],
+    name: str, call: Callable[..., Any], chosen: list, entry: dict, batch: int, width: int, new: int, tokenizer,
+    task: str, save: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Add to `entry` the batches that it lacks."""
-    width = max(len(ids) for _, ids in chosen)
+    """Add to `entry` the batches that it lacks; prompts are of at most `width` tokens, texts of at most `new`."""
 
     def packed(rows: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
         return np.stack([np.pad(row, (0, width - len(row))) for row in rows]), np.array([len(row) for row in rows])
@@ -257,7 +257,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
     chosen = prompts_of(args.task, read(args.file), tokenizer, args.problems, args.max_prompt)
     settings = {
         "task": args.task, "batch": args.batch, "max_new_tokens": args.max_new_tokens, "max_prompt": args.max_prompt,
-        "problems": len(chosen), "dtype": args.dtype, "samples": args.samples, "jax": jax.__version__,
+        "dtype": args.dtype, "samples": args.samples, "jax": jax.__version__,
     }  # fmt: skip
     if report.setdefault("settings", settings) != settings:
         raise SystemExit(f"--out: {args.out} was made with other settings, {report['settings']}; give another file")
@@ -266,7 +266,8 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
     for name in args.methods:
         entry = report.setdefault("methods", {}).setdefault(name, {key: [] for key in EMPTY})
         call = make(name, args.task, small, large, tokenizer, args.samples)
-        run_method(name, call, chosen, entry, args.batch, args.max_new_tokens, tokenizer, args.task, save)
+        sizes = args.batch, args.max_prompt, args.max_new_tokens
+        run_method(name, call, chosen, entry, *sizes, tokenizer, args.task, save)
 
 
 def main() -> None:

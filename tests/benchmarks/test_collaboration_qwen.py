@@ -38,7 +38,7 @@ def bench():
 
 def run(bench, name, entry, chosen=PROBLEMS, save=lambda: None):
     call = bench.make(name, "gsm8k", history(0), history(1), Words(), 3)
-    bench.run_method(name, call, chosen, entry, 2, 40, Words(), "gsm8k", save)
+    bench.run_method(name, call, chosen, entry, 2, 3, 40, Words(), "gsm8k", save)
     return entry
 
 
@@ -60,6 +60,7 @@ def test_the_last_number(bench):
         ("def f(x):\n    return x + 1", True),
         ("```python\ndef f(x):\n    return x + 2\n```", False),
         ("```python\ndef f(x):\n    return (x +", False),  # cut off
+        ("def f(x):\n    x = bytearray(1 << 31)\n    return 2", False),  # too much memory
         ("```python\nraise SystemExit(0)\n```", False),  # leaves before the tests
     ],
 )
@@ -103,7 +104,7 @@ def test_compilation_is_not_timed(bench):
         count.append(len(compiled) - before)
         return result
 
-    bench.run_method("entropy_adaptive", watched, PROBLEMS[:4], entry, 2, 48, Words(), "gsm8k", lambda: None)
+    bench.run_method("entropy_adaptive", watched, PROBLEMS[:4], entry, 2, 3, 48, Words(), "gsm8k", lambda: None)
     assert len(count) == 3 and count[2] == 0 and count[1] < 5  # what cuts a result to length, and no program
 
 
