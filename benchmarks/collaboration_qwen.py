@@ -64,9 +64,14 @@ def code_of(text: str) -> str:
 
 def passes_tests(problem: dict, text: str, seconds: float = 10.0) -> bool:
     """Whether the function in an answer passes the tests of a problem of HumanEval."""
-    program = (
-        f"{problem['prompt']}\n{code_of(text)}\n{problem['test']}\ncheck({problem['entry_point']})\nprint('passed')\n"
+    parts = (
+        LIMITS,
+        problem["prompt"],
+        code_of(text),
+        problem["test"],
+        f"check({problem['entry_point']})\nprint('passed')",
     )
+    program = "\n".join([*parts, ""])
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-I", "-c", program]
         try:
