@@ -219,7 +219,8 @@ def _drafter(target: Target, drafter: Drafter | DraftHead | str | None) -> Draft
     raise UsageError(f"drafter must be one of specjax.drafters or the name of a method, not {drafter!r}")
 
 
-def _refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
+def refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
+    """Raises: UsageError for a setting of `decode` whose outcome would be lost there."""
     for name in names:
         if settings.get(name):
             raise UsageError(f"{where} does not report {name}; leave it out, or use decode")
@@ -250,7 +251,7 @@ def stream(
 
     programs: `specjax.Kept(folder)`, to have the compiled programs of an earlier process, and nothing traced.
     """
-    _refuse(settings, "stream", ("debug",))
+    refuse(settings, "stream", ("debug",))
     job = job_of(
         target, drafter, prompts, settings_of(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs,
         samples=samples_per_prompt,
@@ -305,7 +306,7 @@ def serve(
     same requests at the same times, and sees all of their texts.
     Raises: UsageError for a setting outside its range, or a mesh that splits the batch.
     """
-    _refuse(settings, "serve", ("debug", "logprobs"))
+    refuse(settings, "serve", ("debug", "logprobs"))
     if slots < 1 or longest_prompt < 1:
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
     if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:

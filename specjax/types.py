@@ -403,7 +403,7 @@ class Signals(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A tree after the target's pass: what a verifier judges."""
+    """A tree after the target's pass: what a verifier judges. Behind the nodes of the pass, none of which is valid, zeros."""
 
     tree: TokenTree
     logits: Array  # float32[B, N, V], warped

@@ -27,7 +27,7 @@ def draw(rounds: Sequence[Round], shown: Callable[[int], str], number: int | Non
     above, below = figure.subplots(2, 1, height_ratios=(2.4, max(2.0, 0.34 * leaves)))
     _bars(above, rounds, number)
     _tree(below, one, shown, drawn, heights, leaves)
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(title, fontsize=9, parse_math=False)
     return pictures.png(figure)
 
 

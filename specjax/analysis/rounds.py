@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.costs import Curve, at
-from specjax.engine import run
+from specjax.costs import Curve, at, dtype_of
+from specjax.engine import checks, run
 from specjax.engine.parts import Keep, Parts
 from specjax.errors import UsageError
-from specjax.facade import job_of, settings_of
+from specjax.facade import job_of, refuse, settings_of
 from specjax.indexing import take_along
 from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Scored, Target
 
@@ -40,23 +40,24 @@ def explain(
     key: Array | int,
     max_new_tokens: int,
     costs: Curve | None = None,
+    inputs: PyTree = None,
     **settings: Any,
 ) -> list[Round]:
-    """The rounds of `decode(target, drafter, [prompt], ...)`, one by one.
-
-    Every pass is as wide as the drafter's largest tree here, so that all of it can be looked at: times mean nothing,
-    and the text is that of `decode` but where rounding decides a near-tie.
+    """The rounds of `decode(target, drafter, [prompt], ...)`, one by one: the same passes, but times mean nothing.
 
     Args:
-      target, drafter, key, max_new_tokens, settings: as for `decode`.
-      prompt: the ids of one text.
+      target, drafter, key, max_new_tokens, inputs: as for `decode`, of one text.
+      prompt: the ids of that text.
       costs: of passes by their width (`specjax.costs`); None: the rule of thumb for this device. What drafting itself
         costs is not in it.
+      settings: those of `decode` but `logprobs`, `debug` and `samples_per_prompt`.
 
     Chances are those that drafts were judged by; at temperature 0 those of the target's unchanged logits.
-    Raises: UsageError as `decode`, and for a denoiser.
+    Raises: UsageError as `decode`, for a denoiser, and for a target that gives NaN or Inf.
     """
-    job = job_of(target, drafter, [prompt], settings_of(**settings), key=key, max_new_tokens=max_new_tokens)
+    refuse(settings, "explain", ("logprobs", "debug"))
+    given = settings_of(**settings)
+    job = job_of(target, drafter, [prompt], given, key=key, max_new_tokens=max_new_tokens, inputs=inputs)
     if not isinstance(job.parts, Parts):
         raise UsageError("explain tells of drafts, which a diffusion model does not make; decode it with denoise")
     parts = dataclasses.replace(job.parts, keep=Keep(scored=True))
@@ -68,6 +69,8 @@ def explain(
         why = None if parts.drafter.explain is None else parts.drafter.explain(before, after)
         rounds.append(_round(parts, info, costs, why))
         before = after
+    if not bool(state.finite[0]):
+        raise UsageError(checks.explain(parts.target, parts.processors))
     return rounds
 
 
@@ -88,8 +91,7 @@ def _round(parts: Parts, info: Info, costs: Curve | None, why: str | None) -> Ro
     added = added[:count].tolist()
     path = _path(tokens[valid], parents, added[: int(accepted)])
     width = min(width for width in {*drafter.widths, drafter.num_nodes} if width >= valid.sum())
-    dtype = jax.tree.leaves(parts.target.params)[0].dtype
-    cost = float(at(costs, (1, width), 1, dtype)[1]) if width > 1 else 1.0
+    cost = float(at(costs, (1, width), 1, dtype_of(parts.target))[1]) if width > 1 else 1.0
     return Round(tokens[valid], parents, chances[valid], path, added, int(accepted), width, cost, why)
 
 
@@ -103,9 +105,11 @@ def _chances(scored: Scored) -> Array:
 
 
 def _path(tokens: np.ndarray, parents: np.ndarray, accepted: list[int]) -> np.ndarray:
-    """bool[n]: the root and, of each accepted token, the first child that has it."""
-    on, node = np.arange(len(tokens)) == 0, 0
+    """bool[n]: the nodes of the first path with these tokens. Of equal siblings it may be any that has what follows."""
+    ends = np.arange(len(tokens)) == 0  # of the paths with the tokens so far
     for token in accepted:
-        node = int(np.flatnonzero((parents == node) & (tokens == token))[0])
-        on[node] = True
+        ends = (parents >= 0) & ends[parents] & (tokens == token)
+    on, node = np.zeros(len(tokens), bool), int(np.argmax(ends))
+    while node >= 0:
+        on[node], node = True, int(parents[node])
     return on

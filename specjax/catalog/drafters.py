@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
-
 from specjax import drafters, trees
 from specjax.adaptive import Depth
 from specjax.catalog.adaptive import depth_spec, parse_depth
 from specjax.catalog.method import Method
 from specjax.catalog.options import REQUIRED, Option, numbers, read_call, two_numbers, yes_or_no
+from specjax.costs import dtype_of
 from specjax.diffusion import drafters as denoising
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
@@ -43,13 +42,9 @@ def _of_vocabulary(factory: Callable[..., Drafter]) -> Callable[..., Drafter]:
     return lambda target, draft, **options: factory(target.model.vocab_size, **options)
 
 
-def _dtype(target: Target) -> str:
-    return jax.tree.leaves(target.params)[0].dtype.name
-
-
 def _auto(target: Target, draft: Target | DraftHead | None, **options) -> Drafter:
     head = draft if isinstance(draft, DraftHead) else None
-    return drafters.auto(target.model.vocab_size, head=head, dtype=_dtype(target), **options)
+    return drafters.auto(target.model.vocab_size, head=head, dtype=dtype_of(target), **options)
 
 
 def _choice(
@@ -63,7 +58,7 @@ def _choice(
 ) -> Drafter:
     specs: Sequence[str | Drafter] = several.split("+") if isinstance(several, str) else several
     made = (_inner(spec, target, datastore, num_nodes) for spec in specs)
-    return drafters.choice(*made, dtype=_dtype(target), **options)
+    return drafters.choice(*made, dtype=dtype_of(target), **options)
 
 
 def _hierarchical(

@@ -9,6 +9,7 @@ import typer
 
 from specjax.cli import completing as words
 from specjax.cli import options as o
+from specjax.cli.processing import MinPOption
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -54,6 +55,7 @@ def explain(
     temperature: o.TemperatureOption = 0.0,
     top_k: o.TopKOption = None,
     top_p: o.TopPOption = None,
+    min_p: MinPOption = None,
     seed: o.SeedOption = 0,
     raw: o.RawOption = False,
     system: o.SystemOption = None,
@@ -69,7 +71,8 @@ def explain(
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:  # fmt: skip
-    decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
+    decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller, min_p)
+    o.check_system(raw, system)
     o.require(prompt is not None, "PROMPT is missing; give a text, or - to read it from stdin")
     o.require(out is None or out.suffix == ".png", f"--out must end in .png, not {out}")
     o.require(number is None or out is not None, "--round says whose tree --out draws; give --out too")
@@ -96,6 +99,8 @@ def explain(
 
     inputs, bad = p.asked(prompt, None)
     log = Console(stderr=True)
+    if decoding.remark:
+        log.print(decoding.remark, soft_wrap=True)
     session = open_session(
         log, target, draft, dtype, no_cache, datastore, has_head=head is not None, max_positions=max_positions
     )
@@ -120,6 +125,8 @@ def explain(
     console = Console()
     for line in (*lines(rounds, session.show_token), *summary(rounds)):
         console.print(line, soft_wrap=True)
+    if decoding.promise(method) == "lossy":
+        console.print("lossy: the text need not be one that the target would write", soft_wrap=True)
 
 
 explain.__doc__ = HELP
@@ -212,9 +219,10 @@ def summary(rounds: list[Round]) -> list[str]:
 def _document(rounds: list[Round], session: Session, method: str, decoding: o.Settings) -> dict[str, Any]:
     from specjax.cli.session import provenance
 
-    names = "max_new_tokens", "temperature", "top_k", "top_p", "seed"
+    names = "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"
     return {
         "method": method,
+        "guarantee": decoding.promise(method),
         **provenance(session),
         "settings": {name: getattr(decoding, name) for name in names},
         **totals(rounds),

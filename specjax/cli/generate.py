@@ -159,7 +159,7 @@ def generate(
         regex,
         schema,
     )
-    o.require(not (raw and system is not None), "--system is said through the chat template, which --raw leaves out")
+    o.check_system(raw, system)
     o.require(all(stop_string or ()), "--stop-string is empty; give a text")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
     o.require(show_what in ("text", "order"), f'--show must be text or order, not "{show_what}"')

@@ -274,6 +274,11 @@ def require(holds: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
+def check_system(raw: bool, system: str | None) -> None:
+    """Raises: UsageError where --system would not be heard."""
+    require(not (raw and system is not None), "--system is said through the chat template, which --raw leaves out")
+
+
 def parsed(flag: str, parse, spec):
     """`parse(spec)`. Raises: UsageError that names the flag."""
     try:

@@ -74,6 +74,12 @@ def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platf
     return np.asarray([cost(batch * width) / cost(batch) for width in widths], np.float32)
 
 
+def dtype_of(target: Target) -> str:
+    """That of its first floating parameter; of a model without any float32."""
+    dtypes = (jnp.result_type(leaf) for leaf in jax.tree.leaves(target.params))
+    return next((dtype.name for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)), "float32")
+
+
 def measured(
     target: Target, widths: Sequence[int] | None = None, batch: int = 1, context: int | None = None, repeats: int = 9
 ) -> Curve:

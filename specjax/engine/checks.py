@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.trees import operations
-from specjax.types import Array, Draws, Output, Target, TokenTree
+from specjax.types import Array, Draws, Output, Processor, Target, TokenTree
 
 VIOLATIONS = (
     "tree.parents is not topological: every node needs a valid parent of a lower number, and the root has parent -1",
@@ -92,11 +94,14 @@ def first_bad_parameter(target: Target) -> str | None:
     return None
 
 
-def explain(target: Target) -> str:
-    """A sentence on why a model gives NaN or Inf: the first of its parameters that holds some, or its config."""
+def explain(target: Target, processors: Sequence[Processor] = ()) -> str:
+    """A sentence on why there is nothing to draw from: the first of a model's parameters that holds NaN or Inf, the
+    processors, or its config."""
     name = first_bad_parameter(target)
     if name is not None:
         return f"the model {target.model.name} gives NaN or Inf, since its parameter {name} holds some"
+    if processors:
+        return "the processors leave no token to draw; leave one of them out"
     return (
         f"the model {target.model.name} gives NaN or Inf, though its parameters hold none; look at the constants of "
         "its config, such as the norms' eps and the base of its rotary positions"

@@ -62,8 +62,6 @@ def pass_over(
     """
     n = parts.drafter.num_nodes
     widths = sorted({w for w in parts.drafter.widths if w < n} | {n})
-    if parts.keep.scored:
-        widths = [n]
     needed = jnp.max(jnp.sum(tree.valid, 1))
 
     def over(widths: list[int], cache: PyTree) -> tuple[PyTree, Passed]:
@@ -138,7 +136,7 @@ def judge_at(
         logits=buffers.widen(take_along(logits, along_path, 1), n) if parts.keep.logits else None,
         logprobs=buffers.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
         violations=checks.of_target(part.valid, logits) if parts.keep.violations else None,
-        scored=Scored(part, logits, output.hidden) if parts.keep.scored else None,
+        scored=Scored(tree, *buffers.widen((logits, output.hidden), n)) if parts.keep.scored else None,
     )
     verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
     deepest, finite = jnp.max(depth, 1), checks.is_finite(raw)

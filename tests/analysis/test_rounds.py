@@ -1,12 +1,15 @@
 """Rounds of a run: they are those of `decode`, and what they say of drafts is what target and drafter said."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_denoisers
 from toy import DRAFT_ROWS, TARGET_ROWS, branching_drafter, markov, tiny_llama
+from toy_models import encoding, inputs_of
 
 import specjax
-from specjax import costs, drafters
+from specjax import costs, drafters, trees
 from specjax.analysis.drawing import best, draw
 from specjax.analysis.rounds import Round
 
@@ -23,9 +26,21 @@ def told(drafter, target=None, new=24, **options):
     return rounds, specjax.decode(target, drafter, [PROMPT], **options)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_rounds_add_the_text_of_decode(temperature):
-    rounds, result = told(drafters.prompt_lookup(num_tokens=4), temperature=temperature)
+@pytest.mark.parametrize(
+    ("drafter", "temperature"),
+    [
+        (drafters.prompt_lookup(num_tokens=4), 0.0),
+        (
+            drafters.choice(
+                drafters.prompt_lookup(num_tokens=3), drafters.token_recycling(64, num_nodes=4), depths=(2,)
+            ),
+            0.9,
+        ),
+    ],
+)
+def test_rounds_are_those_of_decode(drafter, temperature):
+    """The second learns from what the passes saw, which depends on their width."""
+    rounds, result = told(drafter, temperature=temperature)
     assert [token for one in rounds for token in one.added] == result.to_lists()[0]
     assert len(rounds) == int(result.stats.target_passes[0])
     assert sum(one.drafted for one in rounds) == int(result.stats.accepted[0])
@@ -53,6 +68,50 @@ def test_the_accepted_path_is_one():
         assert one.parents[on[1:]].tolist() == on[:-1].tolist()
         assert one.tokens[on[1:]].tolist() == one.added[: one.drafted]
         assert (one.parents[1:] < np.arange(1, len(one.parents))).all() and one.parents[0] == -1
+
+
+def test_equal_siblings_are_one_context():
+    """Of drafts drawn with replacement a rule may go on below any of them: some path has these tokens."""
+    drafter = drafters.two_model(markov(DRAFT_ROWS), tree=trees.branching("4x3x2", "with_replacement"))
+    options = {"key": 2, "max_new_tokens": 30, "temperature": 1.0}
+    rounds = specjax.explain(markov(), drafter, [0], **options)
+    result = specjax.decode(markov(), drafter, [[0]], **options)
+    assert [token for one in rounds for token in one.added] == result.to_lists()[0]
+    for one in rounds:
+        on = np.flatnonzero(one.accepted)
+        assert one.parents[on[1:]].tolist() == on[:-1].tolist()
+        assert one.tokens[on[1:]].tolist() == one.added[: one.drafted]
+        assert draw([one], str).startswith(b"\x89PNG")
+
+
+def test_a_model_without_parameters():
+    target = specjax.target_of(lambda params, tokens: jax.nn.one_hot(tokens + 1, 64), (), max_positions=256)
+    rounds = specjax.explain(target, drafters.prompt_lookup(num_tokens=4), PROMPT, key=0, max_new_tokens=8)
+    assert [token for one in rounds for token in one.added] == list(range(7, 15))
+    assert {one.width for one in rounds} == {1, 5}
+
+
+def test_a_model_that_reads_more_than_tokens():
+    options = {"key": 0, "max_new_tokens": 8, "inputs": inputs_of(1)}
+    rounds = specjax.explain(encoding(), "prompt_lookup", [1, 2], **options)
+    result = specjax.decode(encoding(), "prompt_lookup", [[1, 2]], **options)
+    assert [token for one in rounds for token in one.added] == result.to_lists()[0]
+
+
+def test_what_it_does_not_tell_is_refused():
+    for name in ("logprobs", "debug"):
+        with pytest.raises(specjax.UsageError, match=f"explain does not report {name}; leave it out"):
+            told("prompt_lookup", **{name: True})
+
+
+def test_a_run_without_numbers_is_refused():
+    target = tiny_llama()
+    params = {**target.params, "head": {"weight": target.params["head"]["weight"] * np.nan}}
+    with pytest.raises(specjax.UsageError, match="since its parameter head.weight holds some"):
+        specjax.explain(specjax.Target(target.model, params), "prompt_lookup", PROMPT, key=0, max_new_tokens=4)
+    nothing = specjax.Processor(process=lambda params, state, tree, above, logits: jnp.full_like(logits, -jnp.inf))
+    with pytest.raises(specjax.UsageError, match="the processors leave no token to draw"):
+        specjax.explain(target, "prompt_lookup", PROMPT, key=0, max_new_tokens=4, processors=[nothing])
 
 
 def test_costs_are_those_of_the_width_that_holds_the_tree():
@@ -97,6 +156,13 @@ def test_the_tree_drawn_is_that_which_kept_most():
     assert best(rounds) == 2
     pictures = {draw(rounds, str, number) for number in (None, 0, 2)}
     assert len(pictures) == 2 and all(picture.startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_what_tokens_and_names_say_is_no_formula(recwarn):
+    """Other people name models and write tokens."""
+    rounds = [one_round([-1, 0], [1, 1])]
+    draw(rounds, lambda token: f"'$x^$ \u4f60{token}'", title="of $b^$")
+    assert not recwarn.list
 
 
 def test_of_a_wide_tree_the_likeliest_branches_are_drawn():

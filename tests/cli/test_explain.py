@@ -24,6 +24,16 @@ def test_sampled_it_has_generates_key(cli):
     assert [token for one in ours["rounds"] for token in one["added"]] == theirs["results"][0]["token_ids"]
 
 
+def test_a_lossy_text_is_called_so(cli):
+    flags = ("hello", "--method", "prompt_lookup", "--verifier", "typical", *SHORT)
+    result = cli("explain", *flags, "--temperature", 1)
+    assert result.out.splitlines()[-1] == "lossy: the text need not be one that the target would write"
+    result = cli("explain", *flags, "--json", "--min-p", 0.1)
+    document = json.loads(result.out)
+    assert document["guarantee"] == "distribution" and document["settings"]["min_p"] == 0.1
+    assert "the text is exactly the greedy one" in " ".join(result.err.split())
+
+
 def test_rounds_are_told(cli, tmp_path):
     picture = tmp_path / "run.png"
     result = cli("explain", "ababab", "--method", "token_recycling", *SHORT, "--out", picture)
@@ -44,6 +54,7 @@ def test_plain_rounds_share_a_line(cli):
     ("flags", "words"),
     [
         (["--out", "run.pdf"], "--out must end in .png, not run.pdf"),
+        (["--raw", "--system", "be brief"], "--system is said through the chat template, which --raw leaves out"),
         (["--round", 2], "--round says whose tree --out draws; give --out too"),
         (["--method", "nothing"], '"nothing"'),
         (["--method", "spec_reason"], "spec_reason"),
