@@ -130,9 +130,21 @@ def test_hidden_places_are_what_is_learnt():
     ("options", "words"),
     [
         ({"pad_token": 64}, "pad_token must be a token of the model, below 64, not 64"),
-        ({"slots": -1}, "slots and repeats"),
+        ({"slots": -1}, "slots must be a whole number of at least 0, not -1"),
+        ({"slots": 1.5}, "slots must be a whole number of at least 0, not 1.5"),
+        ({"repeats": 0.5}, "repeats must be a whole number of at least 0, not 0.5"),
     ],
 )
 def test_settings_out_of_range(options, words):
     with pytest.raises(UsageError, match=words):
         run(tiny_llama(), **options)
+
+
+def test_a_lesson_of_half_a_step_is_refused_and_a_seed_will_do():
+    tokens, length = lesson()
+    learnt = functools.partial(train_lud, tiny_llama(), tokens, length, pad_token=PAD, steps=1)
+    assert learnt(key=3)[1] == learnt(key=jax.random.key(3))[1]
+    with pytest.raises(UsageError, match="steps must be a whole number of at least 0, not 1.5"):
+        train_lud(tiny_llama(), tokens, length, pad_token=PAD, key=3, steps=1.5)
+    with pytest.raises(UsageError, match="slots must be a whole number of at least 1, not 1.5"):
+        learnt(key=3, slots=1.5)
