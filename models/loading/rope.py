@@ -53,9 +53,7 @@ def from_hf(
         )
     scaling = _scaling(hf, rope, rotated)
     if base == 1 and scaling is not None and scaling.kind == "yarn":
-        raise UsageError(
-            f"{hf.where} has rope_theta 1, with which all frequencies are one, and YaRN knows none to keep"
-        )
+        raise UsageError(f"{hf.where} has rope_theta 1, by which YaRN cannot tell frequencies apart; give one above 1")
     return Rotary(base, scaling, None if rotated == head_dim else rotated)
 
 

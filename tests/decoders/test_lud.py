@@ -140,11 +140,9 @@ def test_settings_out_of_range(options, words):
         run(tiny_llama(), **options)
 
 
-def test_a_lesson_of_half_a_step_is_refused_and_a_seed_will_do():
-    tokens, length = lesson()
-    learnt = functools.partial(train_lud, tiny_llama(), tokens, length, pad_token=PAD, steps=1)
-    assert learnt(key=3)[1] == learnt(key=jax.random.key(3))[1]
-    with pytest.raises(UsageError, match="steps must be a whole number of at least 0, not 1.5"):
-        train_lud(tiny_llama(), tokens, length, pad_token=PAD, key=3, steps=1.5)
-    with pytest.raises(UsageError, match="slots must be a whole number of at least 1, not 1.5"):
-        learnt(key=3, slots=1.5)
+def test_a_seed_will_do_and_half_a_step_will_not():
+    given = {"pad_token": PAD, "key": 0, "slots": SLOTS, "threshold": 0.0, "steps": 150, "learning_rate": 1e-2}
+    np.testing.assert_array_equal(train_lud(tiny_llama(), *lesson(), **given)[1], tuned()[1])
+    for wrong in ({"steps": 1.5}, {"slots": 1.5}):
+        with pytest.raises(UsageError, match=r"(steps|slots) must be a whole number of at least ., not 1\.5"):
+            train_lud(tiny_llama(), *lesson(), **given | wrong)
