@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,9 @@ def target_of(
 
     Raises: UsageError for a model that asks for something else, or gives no logits.
     """
+    max_positions = _whole(max_positions)
     call, params = _call_of(model, params, name)
+    params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)  # Python's own numbers
     if trees is None:
         trees = call.wants("mask")
     if cache is not None and not call.wants("cache"):
@@ -100,8 +103,20 @@ def target_of(
     return Target(Model(vocab_size=vocab_size, max_positions=max_positions, name=call.name, **memory), params)
 
 
+def _whole(max_positions: int) -> int:
+    try:
+        number = 0 if isinstance(max_positions, bool) else operator.index(max_positions)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise UsageError(f"max_positions must be a whole number of at least 1, not {max_positions!r}")
+    return number
+
+
 def _call_of(model: Any, params: PyTree, name: str | None) -> tuple[Call, PyTree]:
     """How to run it, and its parameters."""
+    if isinstance(model, type):
+        raise UsageError(f"model is the class {model.__name__}; give a module, which calling the class makes")
     if isinstance(model, nnx.Module):
         definition, state = nnx.split(model)
         params = nnx.to_pure_dict(state) if params is None else params

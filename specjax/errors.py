@@ -12,10 +12,16 @@ class UsageError(ValueError):
 
 @contextlib.contextmanager
 def needing(extra: str, what: str) -> Iterator[None]:
-    """Around the imports of an optional package. Raises: UsageError where it is missing, with the extra that has it."""
+    """Around the imports of an optional package. Raises: UsageError where it is missing, with the extra that has it, or
+    where it is there and does not import."""
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise UsageError(
             f"{what} the package {str(error.name).partition('.')[0]}; run pip install 'specjax[{extra}]'"
+        ) from None
+    except ImportError as error:
+        raise UsageError(
+            f"{what} packages of which one is here and does not import ({error}); run pip install --upgrade "
+            f"'specjax[{extra}]'"
         ) from None

@@ -183,6 +183,11 @@ def job_of(
         if call.pop("inputs", None) is not None:
             raise UsageError("a denoiser reads tokens only; leave inputs out")
         return prepare_canvas(target, _procedure(target, drafter), prompts, settings, **call)
+    if not isinstance(target, Target):
+        raise UsageError(
+            f"target must be a specjax.Target, not {type(target).__name__}; specjax.load reads one, and "
+            "specjax.target_of makes one of a model of yours"
+        )
     if isinstance(drafter, Procedure):
         raise UsageError("a procedure is of diffusion models; give a Denoiser for a target, or a drafter")
     return prepare(target, _drafter(target, drafter), prompts, settings, **call)

@@ -403,7 +403,8 @@ class Signals(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A tree after the target's pass: what a verifier judges. Behind the nodes of the pass, none of which is valid, zeros."""
+    """A tree after the target's pass: what a verifier judges. What was not in the pass, which was cut behind the valid
+    nodes, has zeros."""
 
     tree: TokenTree
     logits: Array  # float32[B, N, V], warped

@@ -10,6 +10,7 @@ import pytest
 import specjax
 from specjax import analysis
 from specjax.cli import NEEDED, main
+from specjax.errors import needing
 from specjax.models.loading import gguf, tensors, tokenizer_hf
 from specjax.processors import automaton
 from specjax.retrieval.datastore import store
@@ -41,6 +42,14 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path, package, extra, call):
     with pytest.raises(specjax.UsageError, match=rf"package {package}; run pip install 'specjax\[{extra}\]'"):
         call(tmp_path)
     assert extra in PROJECT["optional-dependencies"]
+
+
+def test_what_is_broken_is_not_called_missing():
+    with (
+        pytest.raises(specjax.UsageError, match=r"does not import \(libx.so: cannot open\); run pip install --upgrade"),
+        needing("gguf", "a GGUF file needs"),
+    ):
+        raise ImportError("libx.so: cannot open")  # without a name, as extensions do
 
 
 def test_the_command_line_without_its_packages(monkeypatch, capfd):

@@ -51,7 +51,10 @@ def from_hf(
             f"{hf.where} has partial_rotary_factor {part:g}, which rotates {rotated} of the {head_dim} numbers of a "
             "head; these must be even"
         )
-    return Rotary(base, _scaling(hf, rope, rotated), None if rotated == head_dim else rotated)
+    scaling = _scaling(hf, rope, rotated)
+    if base == 1 and scaling is not None and scaling.kind == "yarn":
+        raise UsageError(f"{hf.where} has rope_theta 1, by which YaRN cannot tell frequencies apart; give one above 1")
+    return Rotary(base, scaling, None if rotated == head_dim else rotated)
 
 
 def local_from_hf(hf: Fields, head_dim: int, base: float) -> float:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from specjax.ranges import check_whole
 from specjax.types import Array, Model, Output, PyTree
 
 
@@ -18,8 +19,9 @@ def descend(
     """The parameters after `steps`, and the loss before each: float32[steps]. Inside of `jit`.
 
     learning_rate: of Adam, or another optimizer. key: if given, the loss gets one of its own in each step, behind the
-    parameters.
+    parameters. Raises: UsageError for no number of steps.
     """
+    check_whole("steps", steps, 0)
     optimizer = learning_rate if isinstance(learning_rate, optax.GradientTransformation) else optax.adam(learning_rate)
 
     def step(carry, number):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,26 @@ class Passes:
         output, pending = _pass(self.model.forward, self.params, cache, tokens, positions, mask, earlier)
         forms.check_output(self.model, output, *tokens.shape)
         return np.asarray(output.logits, np.float32), pending
+
+    def whole(self, reference, text: np.ndarray) -> np.ndarray:
+        """The reference's logits of whole texts [B, T]."""
+        logits = jax.jit(reference)(self.params, jnp.asarray(text))
+        wanted, found = [*text.shape, self.model.vocab_size], getattr(logits, "shape", None)
+        if found != tuple(wanted):
+            said = type(logits).__name__ if found is None else list(found)
+            raise UsageError(f"reference must give logits {wanted} for tokens {list(text.shape)}, not {said}")
+        return np.asarray(logits, np.float32)
+
+    def is_short(self) -> bool:
+        """Whether parameters, or anything that is computed from them, are of a dtype shorter than float32."""
+
+        def once(params):
+            cache = self.model.opened(params, self.inputs, jnp.asarray(self.lengths), CAPACITIES[0])
+            mask = jnp.broadcast_to(jnp.tril(jnp.ones((WIDTH, WIDTH), bool)), (len(LENGTHS), WIDTH, WIDTH))
+            positions = self.lengths[:, None] + jnp.arange(WIDTH)
+            return self.model.forward(params, jnp.asarray(self.tokens), cache, positions=positions, mask=mask)
+
+        return re.search(r"\b(bf16|f16|f8_\w+|f4_\w+)\[", str(jax.make_jaxpr(once)(self.params))) is not None
 
     def committed(self, cache, pending, path, count) -> PyTree:
         after = _committed(self.model.commit, cache, pending, path, count)

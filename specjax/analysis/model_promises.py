@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.analysis.model_passes import CAPACITIES, LENGTHS, LONGEST, PIECE, WIDTH, Pair, Passes
@@ -65,11 +63,16 @@ def check_model(
       reference: `reference(params, tokens[B, T]) -> logits[B, T, V]` of whole texts, such as the forward pass that it
         was trained with. Without one, nothing is known of a mistake that is the same in every pass.
       tolerance: how far two logits may be apart that should be equal. Default: 0.001 of the largest logit, and 0.05 of
-        it where parameters are of a dtype shorter than float32.
+        it where something in the model is of a dtype shorter than float32.
       seed: of the texts.
 
-    Raises: UsageError for a model that reads less than 19 tokens.
+    Raises: UsageError for what is no `Model`, and one that reads less than 19 tokens.
     """
+    if not isinstance(model, Model):
+        raise UsageError(
+            f"model must be a specjax.Model, not {type(model).__name__}; of a target: check_model(target.model, "
+            "target.params)"
+        )
     if model.max_positions < LONGEST:
         raise UsageError(f"max_positions of the model is {model.max_positions}, and the check has texts of {LONGEST}")
     ask = _Asking(model, params, inputs, seed)
@@ -108,10 +111,7 @@ class _Asking(Passes):
 
     def tolerance(self, logits: np.ndarray) -> float:
         """For a model with such logits."""
-        short = any(
-            jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(self.params)
-        )
-        return (ROUNDED if short else EXACT) * float(np.abs(logits[np.isfinite(logits)]).max())
+        return (ROUNDED if self.is_short() else EXACT) * float(np.abs(logits[np.isfinite(logits)]).max())
 
     def promises(self, reference) -> Iterator[tuple[str, str, Callable[[], list[Pair]]]]:
         """(name, what is said where it is broken, the logits that should be equal), the plainest first."""
@@ -133,7 +133,7 @@ class _Asking(Passes):
         yield "axes", "a row put into another batch, by `axes`, is another text there", self.moved
 
     def as_reference(self, reference) -> list[Pair]:
-        whole = np.asarray(jax.jit(reference)(self.params, jnp.asarray(self.joined(WIDTH))), np.float32)
+        whole = self.whole(reference, self.joined(WIDTH))
         place = self.lengths[:, None] + np.arange(WIDTH)
         return [(self.look(self.filled())[0], np.take_along_axis(whole, place[:, :, None], 1))]
 
@@ -236,7 +236,7 @@ class _Asking(Passes):
             if not equal(plain, steps) and equal(plain, self.one_by_one(shift)[0]):
                 return f"; a pass over one token counts positions {words}"
             if reference is not None:
-                whole = np.asarray(jax.jit(reference)(self.params, jnp.asarray(self.tokens)), np.float32)
+                whole = self.whole(reference, self.tokens)
                 told = [self.look(self.filled(count=none), start=none, shift=by)[0] for by in (0, shift)]
                 if [equal(logits, whole) for logits in told] == [False, True]:
                     return f"; it counts positions {words}"

@@ -30,6 +30,7 @@ from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.precision import in_32_bits
+from specjax.ranges import check_whole
 from specjax.sampling import draw, node_keys, warp
 from specjax.types import Array, Guarantee, PyTree, Target
 
@@ -63,8 +64,8 @@ def lud(
     """
     if not 0 <= pad_token < target.model.vocab_size:
         raise UsageError(f"pad_token must be a token of the model, below {target.model.vocab_size}, not {pad_token}")
-    if slots < 0 or repeats < 0:
-        raise UsageError(f"slots and repeats must be at least 0, not {slots} and {repeats}")
+    check_whole("slots", slots, 0)
+    check_whole("repeats", repeats, 0)
     settings = Settings(temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, capacity=capacity)
     begun = begin(
         target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=2 * slots + 1, inputs=inputs

@@ -23,9 +23,11 @@ import jax.numpy as jnp
 
 from specjax.adaptive.descent import descend, one_pass
 from specjax.decoders.ceed_vla import ceed_vla
-from specjax.engine.prompts import Prompts
+from specjax.engine.prompts import Prompts, new_tokens
 from specjax.errors import UsageError
 from specjax.indexing import first_largest, take_along
+from specjax.ranges import check_whole
+from specjax.sampling import threefry
 from specjax.types import Array, Model, PyTree, Target
 
 
@@ -37,8 +39,12 @@ class Trajectories(NamedTuple):
     states: Array  # int32[R, n + 1, n], y^0 ... y^n, the last of which is y*
 
 
-def trajectories(target: Target, prompts: Prompts, *, key: Array, max_new_tokens: int, block: int = 16) -> Trajectories:
+def trajectories(
+    target: Target, prompts: Prompts, *, key: Array | int, max_new_tokens: int, block: int = 16
+) -> Trajectories:
     """Of all blocks of the greedy answers of the target. Raises: UsageError for settings out of range."""
+    check_whole("block", block)
+    max_new_tokens, key = new_tokens(max_new_tokens), threefry(key)
     if max_new_tokens < block:
         raise UsageError(f"max_new_tokens must be at least block, {block}, not {max_new_tokens}")
     answers = ceed_vla(target, prompts, max_new_tokens=max_new_tokens, block=block, iterations=None).to_lists()
@@ -109,7 +115,7 @@ def train_consistency(
     target: Target,
     found: Trajectories,
     *,
-    key: Array,
+    key: Array | int,
     labels: Array | None = None,
     weight: float = 10.0,
     steps: int = 200,
@@ -117,8 +123,11 @@ def train_consistency(
 ) -> tuple[Target, Array]:
     """A target that converges in fewer passes, and the loss of each step; all blocks are one batch.
 
-    labels: int32[R, n] of `mixed_labels`; default: y*. weight: w.
+    labels: int32[R, n] of `mixed_labels`; default: y*. weight: w. Raises: UsageError for labels of another shape.
     """
+    wanted, key = found.states[:, -1].shape, threefry(key)
+    if labels is not None and jnp.shape(labels) != wanted:
+        raise UsageError(f"labels must be one per token of each block, {list(wanted)}, not {list(jnp.shape(labels))}")
     params, each = _train(target.model, weight, steps, learning_rate, target.params, found, labels, key)
     return Target(target.model, params), each
 

@@ -26,6 +26,7 @@ from specjax.indexing import take_along
 from specjax.models.heads.blocks import bind, unembed
 from specjax.models.heads.contract import DraftHead, Head
 from specjax.models.heads.hamburger import Hamburger, continued
+from specjax.ranges import check_whole
 from specjax.training.segments import by_entropy, told
 from specjax.types import Array, Context, Model, PyTree, Stream, Target
 
@@ -127,6 +128,7 @@ def train_hamburger(
     parts that do not fit the base, and for segments that they cannot merge.
     """
     check(target, head)
+    check_whole("steps", steps)
     longest = head.head.config.segment
     if starts is None:
         alone = jnp.arange(tokens.shape[1]) <= prompt[:, None]

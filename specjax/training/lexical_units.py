@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from specjax.adaptive.descent import descend, one_pass
 from specjax.errors import UsageError
 from specjax.indexing import take_along
+from specjax.ranges import check_whole
+from specjax.sampling import threefry
 from specjax.training.segments import by_confidence, told
 from specjax.types import Array, Model, PyTree, Target
 
@@ -52,7 +54,7 @@ def train_lud(
     length: Array,
     *,
     pad_token: int,
-    key: Array,
+    key: Array | int,
     slots: int = 3,
     threshold: float = 0.9,
     steps: int = 200,
@@ -63,8 +65,8 @@ def train_lud(
     tokens: int32[B, T], of `length` int32[B] tokens; one batch. pad_token: one that no text has. Raises: UsageError for
     settings out of range.
     """
-    if slots < 1:
-        raise UsageError(f"slots must be at least 1, not {slots}")
+    check_whole("slots", slots)
+    key = threefry(key)
     if not 0 <= pad_token < target.model.vocab_size:
         raise UsageError(f"pad_token must be a token of the model, below {target.model.vocab_size}, not {pad_token}")
     starts = by_confidence(told(target, tokens)[0], longest=slots + 1, threshold=threshold)

@@ -1,5 +1,7 @@
 """`specjax.check_model`: models that keep their promises, and models that break one each, which is the one named."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from toy import markov, tiny_llama
 from toy_models import encoding, fold_in_order, inputs_of, recurrent, recurrent_model
 
 from specjax import UsageError, buffers, check_model
+from specjax.analysis.model_promises import _Asking
 from specjax.engine.prefill import CHUNK
 from specjax.types import Target
 
@@ -227,3 +230,26 @@ def test_a_model_of_very_short_texts_is_refused():
     with pytest.raises(UsageError, match=f"max_positions of the model is 8.*texts of {19}"):
         check_model(GOOD._replace(max_positions=8), weights())
     assert LONGEST > 19
+
+
+def test_what_is_no_model_and_what_is_no_reference():
+    with pytest.raises(UsageError, match=r"not Target; of a target: check_model\(target.model, target.params\)"):
+        check_model(Target(GOOD, weights()), weights())
+    for reference, said in (
+        (lambda params, tokens: (whole(params, tokens), None), "tuple"),
+        (lambda params, tokens: whole(params, tokens)[:, :, :1], r"\[3, 19, 1\]"),  # which would be compared
+    ):
+        found = check_model(GOOD, weights(), reference=reference)
+        assert not found
+        assert re.search(rf"reference must give logits \[3, 19, {VOCAB}\] for tokens \[3, 19\], not {said}", str(found))
+
+
+def test_what_is_computed_in_bfloat16_is_rounded():
+    """As most Flax modules do: parameters of float32, products of less."""
+
+    def forward(params, tokens, cache, **options):
+        short = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, cache))
+        return GOOD.forward(short[0], tokens, short[1]._replace(length=cache.length), **options)
+
+    limit = [_Asking(model, weights(), None, 0).is_short() for model in (GOOD, GOOD._replace(forward=forward))]
+    assert limit == [False, True]

@@ -182,3 +182,5 @@ def test_segments_that_cannot_be_learnt():
     for starts in (place % 5 == 0, place % 4 == 1):
         with pytest.raises(UsageError, match="no segment of more than the 4 tokens that the head merges"):
             train_hamburger(tiny_llama(), head, tokens, prompt, length, starts=starts)
+    with pytest.raises(UsageError, match="steps must be a whole number of at least 1, not 0"):
+        train_hamburger(tiny_llama(), head, tokens, prompt, length, steps=0)

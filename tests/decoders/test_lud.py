@@ -130,9 +130,19 @@ def test_hidden_places_are_what_is_learnt():
     ("options", "words"),
     [
         ({"pad_token": 64}, "pad_token must be a token of the model, below 64, not 64"),
-        ({"slots": -1}, "slots and repeats"),
+        ({"slots": -1}, "slots must be a whole number of at least 0, not -1"),
+        ({"slots": 1.5}, "slots must be a whole number of at least 0, not 1.5"),
+        ({"repeats": 0.5}, "repeats must be a whole number of at least 0, not 0.5"),
     ],
 )
 def test_settings_out_of_range(options, words):
     with pytest.raises(UsageError, match=words):
         run(tiny_llama(), **options)
+
+
+def test_a_seed_will_do_and_half_a_step_will_not():
+    given = {"pad_token": PAD, "key": 0, "slots": SLOTS, "threshold": 0.0, "steps": 150, "learning_rate": 1e-2}
+    np.testing.assert_array_equal(train_lud(tiny_llama(), *lesson(), **given)[1], tuned()[1])
+    for wrong in ({"steps": 1.5}, {"slots": 1.5}):
+        with pytest.raises(UsageError, match=r"(steps|slots) must be a whole number of at least ., not 1\.5"):
+            train_lud(tiny_llama(), *lesson(), **given | wrong)

@@ -216,6 +216,12 @@ def test_what_is_no_drafter_is_named(drafter, message):
         decode(tiny_llama(), drafter, [[1]], key=jax.random.key(0), max_new_tokens=2)
 
 
+@pytest.mark.parametrize("target", [tiny_llama().model, lambda params, tokens: tokens])
+def test_what_is_no_target_is_named(target):
+    with pytest.raises(UsageError, match=r"target must be a specjax\.Target, not (Model|function); "):
+        decode(target, None, [[1]], key=0, max_new_tokens=2)
+
+
 def test_what_a_user_would_give_is_taken():
     """Names of rules and controllers, no eos, numbers of numpy and JAX."""
     run = lambda **change: decode(

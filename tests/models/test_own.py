@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from own import LONGEST, VOCAB, OwnLinen, OwnNNX, empty_cache, plain, transformer, weights
-from tiers import those
+from tiers import exhaustive, those
 
 import specjax
 from specjax import Target, UsageError, check_model, decode, target_of, trees
@@ -126,6 +126,12 @@ def test_what_a_pass_leaves_undone_is_refused_before_anything_runs():
         target_of(lambda params, tokens, segments: tokens, (), max_positions=8, name="mine")
     with pytest.raises(UsageError, match=r"mine must give logits \[B, T, V\] for tokens \[1, 4\], not \[1, 4\]"):
         target_of(lambda params, tokens: tokens, (), max_positions=8, name="mine")
+    for longest in (0, 1.5, True, "8", None):
+        with pytest.raises(UsageError, match="max_positions must be a whole number of at least 1, not "):
+            target_of(plain, weights(), max_positions=longest)
+    for module in (OwnNNX, OwnLinen):
+        with pytest.raises(UsageError, match=f"model is the class {module.__name__}; give a module"):
+            target_of(module, weights(), max_positions=8)
     with pytest.raises(UsageError, match="must be a Flax module or a function, not str"):
         target_of("llama", (), max_positions=8)
     with pytest.raises(UsageError, match=r"mine must give logits .* not dict"):
@@ -164,6 +170,16 @@ def test_pending_nodes_that_do_not_see_those_above_them(monkeypatch):
 def test_a_cache_may_be_of_chains_alone():
     target = target_of(transformer, weights(), max_positions=LONGEST, cache=empty_cache, trees=False)
     assert not target.model.capabilities.trees
+
+
+@pytest.mark.parametrize("params", [(), exhaustive({"scale": 5.0})])
+def test_a_function_with_hardly_any_parameters(params):
+    """Nor has it any by whose dtype costs could be told."""
+    scale = lambda params: params["scale"] if params else 1.0
+    function = lambda params, tokens: jax.nn.one_hot(tokens + 1, VOCAB) * scale(params)
+    target = target_of(function, params, max_positions=LONGEST)
+    assert specjax.make_drafter("choice", target).widths  # as `auto`, it weighs costs
+    assert check_model(target.model, target.params)
 
 
 @pytest.mark.exhaustive

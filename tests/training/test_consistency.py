@@ -115,3 +115,13 @@ def test_a_distilled_model_converges_in_fewer_passes(is_mixed):
 def test_blocks_that_no_answer_has():
     with pytest.raises(UsageError, match="max_new_tokens must be at least block, 5, not 4"):
         trajectories(tiny_llama(), depths.PROMPTS, key=jax.random.key(0), max_new_tokens=4, block=BLOCK)
+
+
+def test_a_seed_will_do_and_labels_of_another_shape_do_not():
+    ours = trajectories(tiny_llama(), depths.PROMPTS, key=0, max_new_tokens=NEW, block=BLOCK)
+    np.testing.assert_array_equal(ours.states, found().states)
+    for labels in (ours.states, ours.states[0, -1], ours.states[:, -1, :1]):
+        with pytest.raises(UsageError, match="labels must be one per token of each block"):
+            train_consistency(tiny_llama(), ours, key=0, labels=labels)
+    with pytest.raises(UsageError, match="block must be a whole number of at least 1, not 0"):
+        trajectories(tiny_llama(), depths.PROMPTS, key=0, max_new_tokens=NEW, block=0)

@@ -117,6 +117,8 @@ def test_what_does_not_fit():
         adaptive.train_m2r2(markov(), head_of(), *depths.lesson())
     with pytest.raises(UsageError, match="markov has no layers for a second stream"):
         adaptive.blank_m2r2(markov(), jax.random.key(0))
+    with pytest.raises(UsageError, match="rank must be a whole number of at least 1, not 0"):
+        adaptive.blank_m2r2(tiny_llama(), jax.random.key(0), rank=0)
     with pytest.raises(UsageError, match="train_m2r2 trains heads of m2r2, and this is one of medusa"):
         adaptive.train_m2r2(tiny_llama(), tiny_head("medusa", tiny_llama()), *depths.lesson())
     with pytest.raises(UsageError, match=r"of width 32 through the first 4 layers of its target, but .* has 2"):

@@ -266,6 +266,7 @@ UNSUPPORTED = {
         dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
         "lacks the field rope_parameters.original_max_position_embeddings",
     ),
+    "yarn of one frequency": ("llama", dict(rope_parameters=YARN | {"rope_theta": 1.0}), "has rope_theta 1, by which"),
     "architecture": ("llama", dict(model_type="mixtral"), '"mixtral"'),
     "bias": ("llama", dict(attention_bias=True), "attention_bias"),
     "activation": ("llama", dict(hidden_act="gelu"), '"gelu"'),
