@@ -140,9 +140,11 @@ def warm_stream(target: Target, drafter: Drafter, rows: Rows, options: dict, mea
     start = time.perf_counter()
     arrays, keys = spread(target, stand_ins, row_keys(0, range(len(rows))))
     programs = options.get("programs")
-    if programs is not None and not measured:
+    if programs is not None:
         programs.of(_job(target, drafter, arrays, keys, options))
-        return time.perf_counter() - start
+        if not measured:
+            return time.perf_counter() - start
+        programs.finish()
     steps = stream(target, drafter, arrays, key=keys, **options)
     for _ in itertools.islice(steps, 2):
         pass

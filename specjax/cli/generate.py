@@ -214,7 +214,7 @@ def generate(
 
     from specjax.cli.console import Console
     from specjax.cli.generation import Generation, show
-    from specjax.cli.session import adapted, kept_programs, open_session, weigh
+    from specjax.cli.session import adapted, kept_programs, open_session, stage, weigh
     from specjax.parallel import check_same
 
     inputs, bad = p.asked(prompt, batch_file)
@@ -241,6 +241,9 @@ def generate(
     generation.compile(log)
     with _telling(generation, functools.partial(show, generation, out, adapt), bad, batch_file, as_json, first, adapt):
         generation.run(log, out)
+    if programs is not None and programs.compiling is not None:
+        with stage(log, "compiling wider passes for the next time", "compiled wider passes for the next time"):
+            programs.finish()
 
 
 generate.__doc__ = HELP

@@ -384,7 +384,7 @@ def kept_programs(arguments: Mapping[str, Any]) -> Kept | None:
     --no-cache."""
     if arguments["no_cache"]:
         return None
-    kept = Kept(cache_folder() / "programs")
+    kept = Kept(cache_folder() / "programs", plain_first=True)
     kept.expect(repr(sorted((name, repr(value)) for name, value in arguments.items() if name not in OF_A_TEXT)))
     return kept
 

@@ -9,6 +9,7 @@ cannot be said to be the same nothing is kept, and it is compiled as ever.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import pickle
@@ -21,7 +22,7 @@ import jax
 
 from specjax import identity
 from specjax.engine import run
-from specjax.engine.parts import Job, Looped
+from specjax.engine.parts import Job, Looped, Parts
 from specjax.folders import write_whole
 from specjax.types import Array, DecodeState, Info
 
@@ -59,6 +60,31 @@ def _of_stream(job: Job) -> Iterator[Any]:
     yield run.step.lower(job.parts, shapes(start.out_info))
 
 
+def plain_step(job: Job) -> Callable[[Any], Any] | None:
+    """Of the lowered `start` of a job, a step over one token of what it gives; None: there is none, or the text for a
+    key would be another one."""
+    parts = job.parts
+    if not isinstance(parts, Parts) or 1 not in parts.drafter.widths or parts.drafter.num_nodes == 1:
+        return None
+    if parts.verifier.name not in ("greedy", "sample_and_match") or parts.keep.scored:
+        return None
+    return lambda start: run.step.lower(_plain(parts), shapes(start.out_info))
+
+
+def _plain(parts: Parts) -> Parts:
+    return dataclasses.replace(parts, plain=True)
+
+
+class _Meanwhile:
+    """Plain steps until the whole ones are there."""
+
+    def __init__(self, plain: Callable, whole: Future):
+        self.plain, self.whole = plain, whole
+
+    def __call__(self, parts: Parts, state: DecodeState) -> tuple[DecodeState, Info, Array]:
+        return self.whole.result()(parts, state) if self.whole.done() else self.plain(_plain(parts), state)
+
+
 STREAM = Family("stream", TRACED, _of_stream)
 
 
@@ -68,9 +94,14 @@ class Kept:
     What lies in it is run, so nobody else should be able to write there.
     """
 
-    def __init__(self, folder: str | Path, gib: float = 2.0):
-        """gib: how much it may hold; what was not used for longest goes."""
-        self.folder, self.gib = Path(folder), gib
+    def __init__(self, folder: str | Path, gib: float = 2.0, plain_first: bool = False):
+        """gib: how much it may hold; what was not used for longest goes.
+
+        plain_first: where nothing is found, `stream` begins with steps over one token, whose program is soon there, and
+        drafts as soon as the wider passes are compiled too; `finish` waits for these, as the end of the process does.
+        """
+        self.folder, self.gib, self.plain_first = Path(folder), gib, plain_first
+        self.compiling: Future | None = None  # what is still to come, if anything is
         self.found: bool | None = None  # whether the last programs asked for were there; None: they are not kept
         self._ready: dict[Any, tuple] = {}
         self._label: str | None = None
@@ -103,7 +134,10 @@ class Kept:
             name = identity.digest("".join((family.name, *made_of)))
             programs = self._found(name)
             self.found = programs is not None
-            self._ready[here] = type(family.traced)(*(programs or self._compiled(name, family.lowered(job))))
+            if programs is None:
+                plain = plain_step(job) if self.plain_first and family.name == STREAM.name else None
+                programs = self._compiled(name, family.lowered(job), plain)
+            self._ready[here] = type(family.traced)(*programs)
         else:
             self.found = True
         return self._ready[here]
@@ -131,14 +165,45 @@ class Kept:
             return programs
         return None
 
-    def _compiled(self, name: str, lowered: Iterator[Any]) -> list[Callable]:
-        """Each while the next is traced, and written down where that can be done."""
+    def finish(self) -> None:
+        """Wait until all is compiled and written down."""
+        if self.compiling is not None:
+            self.compiling.result()
+            self.compiling = None
+
+    def _compiled(self, name: str, lowered: Iterator[Any], plain: Callable[[Any], Any] | None = None) -> list[Callable]:
+        """Each while the next is traced, and written down where that can be done.
+
+        plain: gives, of the lowered first one, what stands in for the second until that is compiled.
+        """
+        self.finish()
+        if plain is None:
+            with _without_xla_cache(), ThreadPoolExecutor() as pool:
+                begun = [pool.submit(program.compile) for program in lowered]
+                programs = [program.result() for program in begun]
+            with contextlib.suppress(Exception):  # a program that cannot be written is still one
+                self._write(name, list(map(_stored, programs)))
+            return programs
+        first = next(lowered)
         with _without_xla_cache(), ThreadPoolExecutor() as pool:
-            begun = [pool.submit(program.compile) for program in lowered]
-            programs = [program.result() for program in begun]
-        with contextlib.suppress(Exception):  # a program that cannot be written is still one
-            self._write(name, list(map(_stored, programs)))
-        return programs
+            begun = [pool.submit(first.compile), pool.submit(plain(first).compile)]
+            start, step = [program.result() for program in begun]
+        stored = None
+        with contextlib.suppress(Exception):  # now: on CPU, XLA cannot write down a sort that has run
+            stored = _stored(start)
+
+        def rest() -> Callable:
+            with _without_xla_cache():
+                whole = next(lowered).compile()
+            with contextlib.suppress(Exception):
+                if stored is not None:
+                    self._write(name, [stored, _stored(whole)])
+            return whole
+
+        pool = ThreadPoolExecutor(1)
+        self.compiling = pool.submit(rest)
+        pool.shutdown(wait=False)
+        return [start, _Meanwhile(step, self.compiling)]
 
     def _write(self, name: str, programs: list[tuple]) -> None:
         content = pickle.dumps(programs)

@@ -70,6 +70,7 @@ class Parts:
     coupled: bool = field(default=False, metadata={"static": True})  # draft with the noise of the target's own draws
     serving: bool = field(default=False, metadata={"static": True})  # rows come and go, each with settings of its own
     keep: Keep = field(default=Keep(), metadata={"static": True})
+    plain: bool = field(default=False, metadata={"static": True})  # steps without a draft, of a state with one
     processors: tuple[Processor, ...] = ()  # in the order in which they change the target's logits
     loop: Loop = field(kw_only=True, metadata={"static": True})
 

@@ -151,7 +151,7 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
     drafter, batch = parts.drafter, len(state.length)
     limit = parts.controller.limit(state.control)
     forms.check_limit(limit, batch)
-    limit = jnp.clip(limit, 0, drafter.max_depth)
+    limit = jnp.clip(limit, 0, 0 if parts.plain else drafter.max_depth)
     # Deeper nodes than the row may still emit are wasted; a row that has ended keeps no draft loop going.
     limit = jnp.minimum(limit, jnp.where(state.done, 0, jnp.maximum(state.stop - state.length - 1, 0)))
     keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
@@ -161,6 +161,8 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
     # Whatever was drafted, it hangs below the last token and every node stands behind its parent: so any walk ends.
     node = jnp.arange(drafter.num_nodes, dtype=jnp.int32)
     goes_on = ~state.done if violations is None else ~state.done & (violations == 0)
+    if parts.plain:
+        goes_on = jnp.zeros_like(goes_on)
     return tree._replace(
         tokens=jnp.where(node == 0, context.root, tree.tokens),
         parents=jnp.minimum(tree.parents, node - 1),

@@ -76,6 +76,8 @@ def pass_over(
         forms.check_same(f"commit of the model {parts.target.model.name}", cache, committed)
         return committed, Passed(verdict, emitted, *others)
 
+    if parts.plain:
+        return over([1], state.cache)
     if widths[0] > 1 or len(widths) == 1:
         return over(widths, state.cache)
     # A plain step is a program of its own, with nothing in it that only wider ones need, such as keys and values with

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import Future
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -57,6 +60,39 @@ def test_the_second_asks_for_nothing_and_says_the_same(target, tmp_path, setting
     monkeypatch.setattr(kept_module.run, "step", None)
     other = Kept(tmp_path)
     assert text(target, other, **settings) == expected and other.found is True
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+def test_plain_steps_come_first_and_the_text_is_the_same(target, tmp_path, settings, monkeypatch):
+    """However many of the steps are plain ones."""
+    expected = text(target, None, capacity=64, **settings)
+    for plain in (0, 3, 99):
+        programs, done, seen = Kept(tmp_path / str(plain), plain_first=True), Future.done, []
+        monkeypatch.setattr(Future, "done", lambda self, seen=seen, plain=plain: seen.append(0) or len(seen) > plain)
+        steps = text(target, programs, capacity=64, **settings)
+        monkeypatch.setattr(Future, "done", done)
+        assert steps == expected and seen and programs.found is False
+        programs.finish()
+        again = Kept(tmp_path / str(plain), plain_first=True)
+        assert text(target, again, capacity=64, **settings) == expected and again.found is True
+
+
+def test_plain_steps_draft_nothing(target):
+    job = job_of(target)
+    step = kept_module.plain_step(job)(kept_module.run.start.lower(job)).compile()
+    whole, parts = kept_module.run.start(job), dataclasses.replace(job.parts, plain=True)
+    drafted = 0
+    for _ in range(6):
+        _, info, _ = kept_module.run.step(job.parts, jax.tree.map(jnp.copy, whole))
+        drafted += int(info.drafted.sum())
+        whole, info, _ = step(parts, whole)
+        assert not info.drafted.any() and (info.emitted == 1).all()
+    assert drafted, "the whole step would have"
+
+
+def test_where_texts_would_differ_no_step_is_plain(target):
+    lossy = job_of(target, temperature=0.8, verifier=specjax.verifiers.typical(0.2, 0.4))
+    assert kept_module.plain_step(lossy) is None and kept_module.plain_step(job_of(target, autoregressive())) is None
 
 
 def served(target, drafter, programs=None):
