@@ -37,8 +37,8 @@ from specjax.bench import measure
 from specjax.cli.collaborating import JUDGING
 from specjax.collaborate import TextResult, after_strings, methods
 
-BRIEF = {
-    "gsm8k": "Solve the problem in a few short lines, and end with a line that has nothing but the number asked for.",
+SYSTEM = {  # asked for few lines, the small model says a number without any
+    "gsm8k": "Please reason step by step, and put your final answer within \\boxed{}.",
     "humaneval": "Complete the Python function. Answer with its code alone.",
 }
 PAIR = ["large", "small", "spec_reason", "entropy_adaptive", "fs_gen", "foreal"]
@@ -154,7 +154,7 @@ def prompts_of(task: str, problems: list[dict], tokenizer, count: int, most: int
     word = "question" if task == "gsm8k" else "prompt"
     chosen = []
     for problem in problems:
-        messages = [{"role": "system", "content": BRIEF[task]}, {"role": "user", "content": problem[word]}]
+        messages = [{"role": "system", "content": SYSTEM[task]}, {"role": "user", "content": problem[word]}]
         ids = list(tokenizer.chat(messages))
         if len(ids) <= most:
             chosen.append((problem, ids))
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=40)
     parser.add_argument("--methods", nargs="+", default=PAIR, choices=[*PAIR, "oracle", "contrastive", *SAMPLED])
     parser.add_argument("--batch", type=int, default=8, help="rows that are decoded together")
-    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--max-prompt", type=int, default=256, help="problems with longer prompts are left out")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
