@@ -53,10 +53,11 @@ def setting(ctx: typer.Context, incomplete: str) -> Pairs:
     """NAME= of the methods that --method names, or of `auto`; behind it the values, where these can be told."""
     given = ctx.params.get("method") or "auto"
     names = [given] if isinstance(given, str) else list(given)
-    found = {}
+    found: dict[str, str] = {}
     for name in names:
         rows = (row for section in words().values() for word, row in section.items() if word == name)
-        for option, told in next(rows, {}).get("options", {}).items():
+        row: dict[str, Any] = next(rows, {})
+        for option, told in row.get("options", {}).items():
             whole = option if len(names) == 1 else f"{name}.{option}"
             found[f"{whole}="] = told["help"]
             if incomplete.startswith(f"{whole}="):

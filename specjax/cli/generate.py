@@ -29,7 +29,9 @@ target's own tokens are plain.
 
 Programs are compiled first, by a call of the same shapes (compile_seconds).
 The clock of tokens/s covers reading the prompt and all steps, and compiles
-nothing; tokens per target pass include the bonus token.
+nothing; tokens per target pass include the bonus token. Only a first run in
+float32 begins without drafts, while wider passes are compiled: its speed is not
+that of the next (with --compare all is compiled before).
 
 What a prompt says is text: control tokens such as <|im_end|> that are
 written out in it count as such with --raw only. Control characters of

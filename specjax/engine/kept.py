@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from specjax import identity
 from specjax.engine import run
@@ -61,9 +62,16 @@ def _of_stream(job: Job) -> Iterator[Any]:
 
 
 def plain_step(job: Job) -> Callable[[Any], Any] | None:
-    """Of the lowered `start` of a job, a step over one token of what it gives; None: there is none, or the text for a
-    key would be another one."""
+    """Of the lowered `start` of a job, a step over one token of what it gives.
+
+    None: there is none, or the text for a key would be another one, by the rule, or by rounding coarser than float32.
+    """
     parts = job.parts
+    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in jax.tree.leaves(parts.target)):
+        return None
+    config = getattr(parts.target.model, "config", None)
+    if getattr(config, "cache_dtype", None) is not None:
+        return None
     if not isinstance(parts, Parts) or 1 not in parts.drafter.widths or parts.drafter.num_nodes == 1:
         return None
     if parts.verifier.name not in ("greedy", "sample_and_match") or parts.keep.scored:
