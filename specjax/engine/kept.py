@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +39,13 @@ class Programs(NamedTuple):
 
 
 TRACED = Programs(run.start, run.step)
-P = TypeVar("P", bound=tuple)  # a NamedTuple of programs
 
 
-class Family(NamedTuple, Generic[P]):
+class Family(NamedTuple):
     """The programs that drive a job together: traced when they are called, or lowered for it, in the same order."""
 
     name: str
-    traced: P
+    traced: Any  # a NamedTuple of them
     lowered: Callable[[Job], Iterator[Any]]
 
 
@@ -127,7 +126,7 @@ class Kept:
             self._expected = name, pool.submit(self._read, name)
             pool.shutdown(wait=False)
 
-    def of(self, job: Job, family: Family[P] = STREAM) -> P:
+    def of(self, job: Job, family: Family = STREAM) -> Any:
         """The programs of a job: kept ones, or new ones, which are kept."""
         self.found = None
         if not _is_here(job):
@@ -268,6 +267,6 @@ def _is_here(job: Job) -> bool:
     return all(leaf.devices() == {jax.devices()[0]} for leaf in arrays)
 
 
-def programs_of(job: Job, kept: Kept | None, family: Family[P] = STREAM) -> P:
+def programs_of(job: Job, kept: Kept | None, family: Family = STREAM) -> Any:
     """Those of `kept`, or without it the traced ones."""
     return family.traced if kept is None else kept.of(job, family)
