@@ -1,10 +1,10 @@
 """The benchmark of texts of two models: its judges, its runs, which go on where they were killed, and its table."""
 
-import importlib.util
 import pathlib
 
 import jax
 import pytest
+from scripts import module_at
 from texts import history
 
 FILE = pathlib.Path(__file__).parents[2] / "benchmarks" / "collaboration_qwen.py"
@@ -30,10 +30,7 @@ class Words:
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("collaboration_qwen", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(FILE)
 
 
 def run(bench, name, entry, chosen=PROBLEMS, save=lambda: None):

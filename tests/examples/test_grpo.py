@@ -1,21 +1,18 @@
 """The rollout example: one update, its gradients and log-probabilities; what it learns in a few."""
 
-import importlib.util
 import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import module_at
 
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "grpo_rollout.py"
 
 
 @pytest.fixture(scope="module")
 def grpo():
-    spec = importlib.util.spec_from_file_location("grpo_rollout", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(FILE)
 
 
 def test_one_update(grpo, capsys):

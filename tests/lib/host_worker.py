@@ -86,11 +86,12 @@ def rounds(address: str, count: str, host: str, failing: str = "none") -> None:
 def cli(*arguments: str) -> None:
     """The command line on the tiny model of tests/cli."""
     import jax
+    from scripts import module_at  # where the path says
 
     import specjax
     from specjax.cli import main
 
-    conftest = load_conftest()
+    conftest = module_at(TESTS / "cli" / "conftest.py")
 
     def load(
         source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, max_positions=None, mesh=None,
@@ -131,16 +132,6 @@ def save_for_ever(folder: str) -> None:
         state = DecodeState(tokens, rows, rows < 0, rows, rows, cache, (), (), rows < 0)
         running.save(step, state, rows)
         print("saved", step, flush=True)
-
-
-def load_conftest():
-    import importlib.util
-
-    path = pathlib.Path(__file__).parent.parent / "cli" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("cli_conftest", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def join(address: str, count: str, host: str, heartbeat: float = 30):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from scripts import module_at
 from tiers import exhaustive
 from tpu import devices
 
@@ -217,16 +218,13 @@ def test_mutants_of_the_mask_are_caught(name, monkeypatch):
 )  # fmt: skip
 def test_mutants_of_the_kernel_are_caught(line, mutant, tmp_path):
     """Wrong in one line, the kernel gives another result, or none."""
-    import importlib.util
     import pathlib
 
     source = pathlib.Path(tpu.__file__).read_text()
     assert line in source
     path = tmp_path / "mutant.py"
     path.write_text(source.replace(line, mutant))
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_at(path)
     int8 = "scale" in line or "pairs" in line
     block = 256 if line.startswith("& (position") else BLOCK  # so that the last block overlaps the one before
 
