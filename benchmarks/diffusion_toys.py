@@ -192,7 +192,7 @@ def measured(
 
 def is_right(suite: Suite, task: str, item: bench.Item, text: list[int]) -> bool:
     known = suite.bench.TASKS_BY_NAME[task]
-    return known.is_right(item.prompt, bench.answer_of(known, tuple(text), suite.bench.END))
+    return known.is_right(item.prompt, bench.answer_of(tuple(text), suite.bench.END))
 
 
 def measure(args: argparse.Namespace) -> None:

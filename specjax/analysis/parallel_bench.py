@@ -176,6 +176,6 @@ def lesson_item(rng: np.random.Generator, task: str) -> Item:
     return _sum(rng, False) if task == "sum" else TASKS_BY_NAME[task].draw(rng)
 
 
-def answer_of(task: Task, tokens: List, end: int = END) -> List:
+def answer_of(tokens: List, end: int = END) -> List:
     """A text up to its END."""
     return tokens[: tokens.index(end)] if end in tokens else tokens

@@ -43,7 +43,7 @@ def test_a_right_answer_is_right_and_a_changed_one_is_wrong(name):
         for _ in range(20):
             item = draw(rng)
             assert task.is_right(item.prompt, item.answer)
-            assert bench.answer_of(task, bench.filled(item.answer)) == item.answer
+            assert bench.answer_of(bench.filled(item.answer)) == item.answer
             assert len(item.answer) + (len(item.answer) % bench.BLOCK > 0) == task.columns
             assert not task.is_right(item.prompt, (*item.answer[:-1], bench.NOTHING))
             assert not task.is_right(item.prompt, item.answer[:-1])

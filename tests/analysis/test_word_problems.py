@@ -50,7 +50,7 @@ def test_questions_and_answers(name):
             assert len(item.prompt) % words.BLOCK == 0 and max(item.answer) < words.NOTHING
             assert len(item.answer) + (len(item.answer) % words.BLOCK > 0) == task.columns
             filled = bench.filled(item.answer, words.END)
-            assert len(filled) % words.BLOCK == 0 and bench.answer_of(task, filled, words.END) == item.answer
+            assert len(filled) % words.BLOCK == 0 and bench.answer_of(filled, words.END) == item.answer
             said = words.text(item.answer)
             steps = re.findall(r"(\d+) ([+-]) (\d+) = (\d+) \.", said)
             assert [str(words.value((int(a), sign, int(b)))) for a, sign, b, _ in steps] == [step[3] for step in steps]

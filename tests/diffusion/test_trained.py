@@ -28,7 +28,7 @@ def right(denoiser, task: str, method) -> tuple[float, float]:
     items = [known.draw(rng) for _ in range(COUNT)]
     prompts = [list(item.prompt) for item in items]
     result = specjax.denoise(denoiser, method, prompts, key=0, max_new_tokens=known.columns, eos=end)
-    answers = [bench.answer_of(known, tuple(text), end) for text in result.to_lists()]
+    answers = [bench.answer_of(tuple(text), end) for text in result.to_lists()]
     share = np.mean([known.is_right(item.prompt, answer) for item, answer in zip(items, answers, strict=True)])
     return float(share), float(np.sum(result.lengths) / np.sum(result.stats.target_passes))
 
