@@ -63,11 +63,12 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*", help="of generate; default: a question, 24 tokens")
     given = parser.parse_args()
     arguments = given.arguments or [PROMPT, "--max-new-tokens", "24"]
-    cold = []
-    for _ in range(given.cold):
+    cold, runs = [], []
+    for number in range(given.cold):
         with tempfile.TemporaryDirectory() as folder:
             cold.append(first_character(arguments, folder))
-            runs = [first_character(arguments, folder) for _ in range(given.runs if len(cold) == given.cold else 0)]
+            if number == given.cold - 1:
+                runs = [first_character(arguments, folder) for _ in range(given.runs)]
     print(f"cold, median of {given.cold}: {told(cold)}", flush=True)
     if runs:
         print(f"warm, median of {given.runs}: {told(runs)}")

@@ -66,14 +66,13 @@ def plain_step(job: Job) -> Callable[[Any], Any] | None:
     None: there is none, or the text for a key would be another one, by the rule, or by rounding coarser than float32.
     """
     parts = job.parts
-    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in jax.tree.leaves(parts.target)):
-        return None
-    config = getattr(parts.target.model, "config", None)
-    if getattr(config, "cache_dtype", None) is not None:
-        return None
     if not isinstance(parts, Parts) or 1 not in parts.drafter.widths or parts.drafter.num_nodes == 1:
         return None
     if parts.verifier.name not in ("greedy", "sample_and_match") or parts.keep.scored:
+        return None
+    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in jax.tree.leaves(parts.target)):
+        return None
+    if getattr(parts.target.model.config, "cache_dtype", None) is not None:
         return None
     return lambda start: run.step.lower(_plain(parts), shapes(start.out_info))
 
@@ -122,9 +121,7 @@ class Kept:
         self._label = identity.digest(label + identity.of_files())
         with contextlib.suppress(OSError, UnicodeDecodeError):
             name = (self.folder / f"{self._label}.last").read_text(encoding="ascii")
-            pool = ThreadPoolExecutor(1)
-            self._expected = name, pool.submit(self._read, name)
-            pool.shutdown(wait=False)
+            self._expected = name, _beside(lambda: self._read(name))
 
     def of(self, job: Job, family: Family = STREAM) -> Any:
         """The programs of a job: kept ones, or new ones, which are kept."""
@@ -207,9 +204,7 @@ class Kept:
                     self._write(name, [stored, _stored(whole)])
             return whole
 
-        pool = ThreadPoolExecutor(1)
-        self.compiling = pool.submit(rest)
-        pool.shutdown(wait=False)
+        self.compiling = _beside(rest)
         return [start, _Meanwhile(step, self.compiling)]
 
     def _write(self, name: str, programs: list[tuple]) -> None:
@@ -220,6 +215,14 @@ class Kept:
             room -= path.stat().st_size
             if room < 0:
                 path.unlink(missing_ok=True)
+
+
+def _beside(work: Callable[[], Any]) -> Future:
+    """In a thread of its own, which ends with it."""
+    pool = ThreadPoolExecutor(1)
+    begun = pool.submit(work)
+    pool.shutdown(wait=False)
+    return begun
 
 
 @contextlib.contextmanager

@@ -52,6 +52,13 @@ def test_what_is_written_down_is_the_catalogue():
     assert completing.FILE.read_text(encoding="utf-8") == text(), "run python -m specjax.cli.words"
 
 
+def test_models_that_come_along_are_called_as_their_loaders_call_them():
+    from specjax.models import loading
+    from specjax.models.loading.heads import shipped
+
+    assert (completing.DEMO, completing.HEAD) == (loading.DEMO, shipped.NAME)
+
+
 def test_a_shell_need_not_wait_for_jax():
     asked = {"_SPECJAX_COMPLETE": "complete_bash", "COMP_WORDS": "specjax generate --method tok", "COMP_CWORD": "3"}
     code = """
