@@ -86,12 +86,11 @@ def rounds(address: str, count: str, host: str, failing: str = "none") -> None:
 def cli(*arguments: str) -> None:
     """The command line on the tiny model of tests/cli."""
     import jax
-    from scripts import module_at  # where the path says
 
     import specjax
     from specjax.cli import main
 
-    conftest = module_at(TESTS / "cli" / "conftest.py")
+    conftest = load_conftest()
 
     def load(
         source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, max_positions=None, mesh=None,
@@ -132,6 +131,12 @@ def save_for_ever(folder: str) -> None:
         state = DecodeState(tokens, rows, rows < 0, rows, rows, cache, (), (), rows < 0)
         running.save(step, state, rows)
         print("saved", step, flush=True)
+
+
+def load_conftest():
+    from scripts import module_at  # where the path says
+
+    return module_at(TESTS / "cli" / "conftest.py")
 
 
 def join(address: str, count: str, host: str, heartbeat: float = 30):
