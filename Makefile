@@ -37,7 +37,8 @@ docs: $(VENV)/.dev linked
 docs-serve: $(VENV)/.dev linked
 	$(SITE) serve
 
-# Compilers allocate much and keep little: memory that is kept is not zeroed and merged anew.
+# Compilers allocate much and keep little: memory that is kept is not zeroed and merged anew (four folders: 167 s of CPU
+# time without, 148 with).
 MALLOC := GLIBC_TUNABLES=glibc.malloc.mxfast=0:glibc.malloc.trim_threshold=4294967296:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.top_pad=67108864
 
 check: $(VENV)/.dev

@@ -40,17 +40,6 @@ def release_programs():
         gc.collect()
 
 
-@pytest.fixture(autouse=True)
-def one_width(request, monkeypatch):
-    """Four folders of drafters, trees and loops: 241 s of CPU time with all widths, 213 with one."""
-    from one_width import FOLDERS, parts_of_one_width  # after the flags are set
-
-    folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
-    is_quick = "not exhaustive" in request.config.option.markexpr
-    if is_quick and folder in FOLDERS and not request.node.get_closest_marker("all_widths"):
-        monkeypatch.setattr("specjax.engine.prepare.Parts", parts_of_one_width)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Before the tests of other tiers are left out."""

@@ -13,8 +13,6 @@ from specjax import costs, drafters, trees
 from specjax.analysis.drawing import best, draw
 from specjax.analysis.rounds import Round
 
-pytestmark = pytest.mark.all_widths
-
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 
 

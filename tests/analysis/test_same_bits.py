@@ -13,8 +13,6 @@ from specjax.engine.prefill import CHUNK
 from specjax.models import Gemma3Config, LlamaConfig, init_params, make_model
 from specjax.models.layers import RopeScaling
 
-pytestmark = pytest.mark.all_widths
-
 LLAMA = LlamaConfig(
     vocab_size=61, width=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=40, max_positions=512,
     dtype="bfloat16", same_bits=True,

@@ -32,8 +32,6 @@ from specjax.trees import stops
 from specjax.trees.operations import depths
 from specjax.types import Capabilities, Context, Controller, Model, Output, Said, Sampling, Target
 
-pytestmark = pytest.mark.all_widths
-
 bild, standard = module("bild"), module("standard")
 
 # ------------------------------------------------------------------------------------------------------ the cards

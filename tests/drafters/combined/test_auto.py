@@ -13,8 +13,6 @@ from specjax.drafters.combined.widths import LEAD, RECENT, weight_of
 from specjax.trees import operations
 from specjax.types import Context, Output, Verdict
 
-pytestmark = pytest.mark.all_widths
-
 
 def run(target, drafter, prompts=((0,),), new=120, **options):
     return decode(target, drafter, [list(p) for p in prompts], key=jax.random.key(0), max_new_tokens=new, **options)

@@ -22,8 +22,6 @@ from specjax.trees.operations import chain
 from specjax.trees.templates import Template
 from specjax.types import Context
 
-pytestmark = pytest.mark.all_widths
-
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 SMALL = {"widths": (1, 3, 6), "costs": (1.0, 1.01, 1.02), "num_recycled": 7, "head_tree": ((0,), (1,), (0, 0))}
 

@@ -14,8 +14,6 @@ from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start
 from specjax.engine.step import step
 
-pytestmark = pytest.mark.all_widths
-
 
 def cycle(n):
     """A target that goes round n tokens."""
