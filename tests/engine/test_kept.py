@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -62,19 +63,49 @@ def test_the_second_asks_for_nothing_and_says_the_same(target, tmp_path, setting
     assert text(target, other, **settings) == expected and other.found is True
 
 
+@contextlib.contextmanager
+def whole_after(plain, monkeypatch):
+    """Whole steps are there after so many plain ones. Gives how often they were asked for."""
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "done", lambda self: seen.append(0) or len(seen) > plain)
+        yield seen
+
+
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
 def test_plain_steps_come_first_and_the_text_is_the_same(target, tmp_path, settings, monkeypatch):
-    """However many of the steps are plain ones."""
+    """However many of the steps are plain ones, of programs that are compiled and of those that are read."""
     expected = text(target, None, capacity=64, **settings)
     for plain in (0, 3, 99):
-        programs, done, seen = Kept(tmp_path / str(plain), plain_first=True), Future.done, []
-        monkeypatch.setattr(Future, "done", lambda self, seen=seen, plain=plain: seen.append(0) or len(seen) > plain)
-        steps = text(target, programs, capacity=64, **settings)
-        monkeypatch.setattr(Future, "done", done)
-        assert steps == expected and seen and programs.found is False
+        programs = Kept(tmp_path / str(plain), plain_first=True)
+        with whole_after(plain, monkeypatch) as seen:
+            assert text(target, programs, capacity=64, **settings) == expected and seen and programs.found is False
         programs.finish()
         again = Kept(tmp_path / str(plain), plain_first=True)
-        assert text(target, again, capacity=64, **settings) == expected and again.found is True
+        with whole_after(plain, monkeypatch) as seen:
+            assert text(target, again, capacity=64, **settings) == expected and seen and again.found is True
+        other = Kept(tmp_path / str(plain))
+        with whole_after(99, monkeypatch) as seen:
+            assert text(target, other, capacity=64, **settings) == expected and other.found is True
+        assert not seen, "nobody asked for plain steps"
+
+
+def test_wider_passes_that_cannot_be_read_are_compiled(target, tmp_path, monkeypatch):
+    first = Kept(tmp_path, plain_first=True)
+    expected = text(target, first)
+    first.finish()
+    read, count = kept_module._loaded, []
+
+    def broken(stored):
+        count.append(0)
+        if len(count) == 3:
+            raise OSError("no")
+        return read(stored)
+
+    monkeypatch.setattr(kept_module, "_loaded", broken)
+    again = Kept(tmp_path, plain_first=True)
+    with whole_after(2, monkeypatch):
+        assert text(target, again) == expected and again.found is True and len(count) == 3
 
 
 def test_plain_steps_draft_nothing(target):
