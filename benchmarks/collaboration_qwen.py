@@ -37,9 +37,18 @@ from specjax.bench import measure
 from specjax.cli.collaborating import JUDGING
 from specjax.collaborate import TextResult, after_strings, methods
 
-SYSTEM = {  # asked for few lines, the small model says a number without any
-    "gsm8k": "Please reason step by step, and put your final answer within \\boxed{}.",
-    "humaneval": "Complete the Python function. Answer with its code alone.",
+BEFORE = {  # of each problem; without solved ones answers run to 300 tokens, or are a number alone
+    "gsm8k": [
+        ("system", "Answer in a few short lines of arithmetic, without an introduction."),
+        ("user", "A baker makes 24 rolls and half as many buns. She sells 30 pieces. How many are left?"),
+        (
+            "assistant",
+            "She makes 24 / 2 = 12 buns.\nThat is 24 + 12 = 36 pieces.\n36 - 30 = 6 are left.\nThe answer is 6.",
+        ),
+        ("user", "Tom reads 15 pages a day, and 5 more on Sunday. How many does he read in two weeks?"),
+        ("assistant", "In a week he reads 15 * 7 + 5 = 110 pages.\nIn two weeks 110 * 2 = 220.\nThe answer is 220."),
+    ],
+    "humaneval": [("system", "Complete the Python function. Answer with its code alone.")],
 }
 PAIR = ["large", "small", "spec_reason", "entropy_adaptive", "fs_gen", "foreal"]
 SAMPLED = ["one_sample", "first_finish", "rpc"]
@@ -154,8 +163,8 @@ def prompts_of(task: str, problems: list[dict], tokenizer, count: int, most: int
     word = "question" if task == "gsm8k" else "prompt"
     chosen = []
     for problem in problems:
-        messages = [{"role": "system", "content": SYSTEM[task]}, {"role": "user", "content": problem[word]}]
-        ids = list(tokenizer.chat(messages))
+        messages = [*BEFORE[task], ("user", problem[word])]
+        ids = list(tokenizer.chat([{"role": role, "content": content} for role, content in messages]))
         if len(ids) <= most:
             chosen.append((problem, ids))
     return chosen[:count]
