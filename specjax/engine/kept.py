@@ -70,11 +70,19 @@ def plain_step(job: Job) -> Callable[[Any], Any] | None:
         return None
     if parts.verifier.name not in ("greedy", "sample_and_match") or parts.keep.scored:
         return None
-    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in jax.tree.leaves(parts.target)):
-        return None
-    if getattr(parts.target.model.config, "cache_dtype", None) is not None:
+    if _is_coarse(parts):
         return None
     return lambda start: run.step.lower(_plain(parts), shapes(start.out_info))
+
+
+def _is_coarse(parts: Parts) -> bool:
+    """Whether the target computes anything in less than float32; by default, TPUs and GPUs multiply so."""
+    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in jax.tree.leaves(parts.target)):
+        return True
+    if getattr(parts.target.model.config, "cache_dtype", None) is not None:
+        return True
+    precision = jax.config.values["jax_default_matmul_precision"]
+    return jax.default_backend() != "cpu" and precision not in ("float32", "highest")
 
 
 def _plain(parts: Parts) -> Parts:

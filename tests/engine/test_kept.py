@@ -121,11 +121,15 @@ def test_plain_steps_draft_nothing(target):
     assert drafted, "the whole step would have"
 
 
-def test_where_texts_would_differ_no_step_is_plain(target):
+def test_where_texts_would_differ_no_step_is_plain(target, monkeypatch):
     lossy = job_of(target, temperature=0.8, verifier=specjax.verifiers.typical(0.2, 0.4))
     rounded = job_of(jax.tree.map(lambda x: x.astype(jnp.bfloat16), target))
     for job in (lossy, rounded, job_of(target, autoregressive())):
         assert kept_module.plain_step(job) is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")  # which multiplies float32 in bfloat16
+    assert kept_module.plain_step(job_of(target)) is None
+    with jax.default_matmul_precision("highest"):
+        assert kept_module.plain_step(job_of(target)) is not None
 
 
 def served(target, drafter, programs=None):
