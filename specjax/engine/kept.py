@@ -119,10 +119,11 @@ class Kept:
         """gib: how much it may hold; what was not used for longest goes.
 
         plain_first: `stream` begins with steps over one token, whose program is soon there, and drafts as soon as the
-        wider passes are compiled, or read, too; `finish` waits for what is compiled, as the end of the process does.
+        wider passes are compiled, or read, too; `finish` waits for these, as the end of the process does.
         """
         self.folder, self.gib, self.plain_first = Path(folder), gib, plain_first
         self.compiling: Future | None = None  # what is still to come, if anything is
+        self._reading: list[Future] = []
         self.found: bool | None = None  # whether the last programs asked for were there; None: they are not kept
         self._ready: dict[Any, tuple] = {}
         self._label: str | None = None
@@ -153,7 +154,9 @@ class Kept:
             name = identity.digest("".join((family.name, *made_of)))
             programs = self._found(name)
             self.found = programs is not None
-            if programs is None:
+            if programs is not None:
+                self._reading += [program.whole for program in programs if isinstance(program, _Meanwhile)]
+            else:
                 plain = plain_step(job) if self.plain_first and family.name == STREAM.name else None
                 programs = self._compiled(name, family.lowered(job), plain)
             self._ready[here] = type(family.traced)(*programs)
@@ -194,10 +197,11 @@ class Kept:
         return None
 
     def finish(self) -> None:
-        """Wait until all is compiled and written down."""
-        if self.compiling is not None:
-            self.compiling.result()
-            self.compiling = None
+        """Wait until all is read, or compiled and written down."""
+        for coming in (self.compiling, *self._reading):
+            if coming is not None:
+                coming.result()
+        self.compiling, self._reading = None, []
 
     def _compiled(self, name: str, lowered: Iterator[Any], plain: Callable[[Any], Any] | None = None) -> list[Callable]:
         """Each while the next is traced, and written down where that can be done.

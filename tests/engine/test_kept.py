@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from concurrent.futures import Future
 
 import jax
@@ -88,6 +89,21 @@ def test_plain_steps_come_first_and_the_text_is_the_same(target, tmp_path, setti
         with whole_after(99, monkeypatch) as seen:
             assert text(target, other, capacity=64, **settings) == expected and other.found is True
         assert not seen, "nobody asked for plain steps"
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_who_measures_can_wait_for_the_wider_passes(target, tmp_path, found, monkeypatch):
+    if found:
+        made = Kept(tmp_path, plain_first=True)
+        made.of(job_of(target))
+        made.finish()
+    read = kept_module._loaded_step
+    monkeypatch.setattr(kept_module, "_loaded_step", lambda stored: time.sleep(0.5) or read(stored))
+    programs = Kept(tmp_path, plain_first=True)
+    step = programs.of(job_of(target)).step
+    assert programs.found is found and not step.whole.done()
+    programs.finish()
+    assert step.whole.done()
 
 
 def test_wider_passes_that_cannot_be_read_are_compiled(target, tmp_path, monkeypatch):
