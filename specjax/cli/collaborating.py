@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specjax.cli.finished import Finished
 from specjax.cli.options import Settings, require
+from specjax.reading import reading
 
 if TYPE_CHECKING:
     from specjax.catalog import Method
@@ -20,7 +22,7 @@ GIVEN = {"draft", "safe", "segmenter", "judging", "cues"}
 
 OF_DRAFTS = (
     "datastore", "num_draft_tokens", "tree", "draft_stop", "stop", "exit_layer", "source", "controller", "costs",
-    "verifier", "adapt", "checkpoint", "coordinator", "num_processes", "process_id", "data", "model",
+    "verifier", "adapt", "coordinator", "num_processes", "process_id", "data", "model",
     "speculative_config", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
     "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_token_map", "stop_string",
 )  # fmt: skip
@@ -94,13 +96,33 @@ def words(name: str, tokenizer, vocab_size: int) -> dict[str, Any]:
     return found
 
 
+class Row(NamedTuple):
+    """A text that is done, of M models."""
+
+    tokens: list[int]
+    authors: list[int]
+    hit_eos: bool
+    passes: list[int]  # [M]
+    read: list[int]  # [M]
+
+
+class Batch(NamedTuple):
+    """What is kept of one."""
+
+    rows: list[Row]
+    seconds: float
+    plain_seconds: float
+    plain_tokens: int
+
+
 class Collaboration:
     """One method over some prompts, and the target alone beside it if asked for."""
 
     def __init__(
         self, session: Session, settings: Settings, method: str, options: Mapping[str, Any], rows: list[Encoded],
-        batch_size: int, compare: bool, processors: tuple = (),
+        batch_size: int, compare: bool, processors: tuple = (), checkpoint: str | None = None,
     ):  # fmt: skip
+        """checkpoint: a folder for the batches that are done, of which an earlier run may have left some there."""
         from specjax.catalog import METHODS
 
         self.session, self.settings, self.batch_size = session, settings, batch_size
@@ -114,8 +136,22 @@ class Collaboration:
             self.sampling["temperature"] = settings.temperature
         if processors:
             self.sampling["processors"] = processors
-        self.finished: list[tuple[TextResult, int]] = []
-        self.seconds, self.plain_seconds, self.plain_tokens = 0.0, 0.0, 0
+        self.batches: list[Batch] = []
+        self.kept = None if checkpoint is None else Finished(checkpoint, self._run())
+
+    def _run(self) -> dict[str, str]:
+        """Digests of what decides the texts, by which a checkpoint is known again."""
+        import jax
+        import numpy as np
+
+        from specjax.parallel.fingerprint import describe, digest, of_model
+
+        settings = [self.method.name, self.settings, self.options, self.sampling, self.told, self.compare]
+        settings += [np.asarray(x) for x in jax.tree.leaves((self.sampling, self.told)) if isinstance(x, jax.Array)]
+        prompts = [[(list(row.ids), row.ordinal) for row in group] for group in self.groups]
+        names = ["target"] if len(self.models) == 1 else ["draft model", "target"]
+        models = {name: of_model(model) for name, model in zip(names, self.models, strict=True)}
+        return {"prompts": digest(prompts), "settings": digest(describe(settings)), **models}
 
     def _keywords(self, group: Sequence[Encoded]) -> dict[str, Any]:
         from specjax.bench import measure
@@ -137,49 +173,77 @@ class Collaboration:
 
     def run(self, log: Console, out: Console) -> None:
         """Decode everything, printing texts to `out`. With a comparison each program has run before it is timed."""
+        for number, group in enumerate(self.groups):
+            found = None if self.kept is None else self._found(self.kept, number)
+            if found is not None:
+                batch = found
+                log.print(f"batch {number + 1} was done before", style="dim")
+            else:
+                batch = self._decoded(group, log)
+                if self.kept is not None:
+                    self.kept.write(number, batch)
+            self.batches.append(batch)
+            for prompt, row in zip(group, batch.rows, strict=True):
+                self._print(prompt, row, out)
+
+    def _found(self, kept: Finished, number: int) -> Batch | None:
+        """A batch that was done before. Raises: UsageError for what is none."""
+        found, size = kept.read(number), self.session.target.model.vocab_size
+        if found is None:
+            return None
+        with reading(f"batch {number} in {kept.folder}"):
+            rows, seconds, plain_seconds, plain_tokens = found
+            batch = Batch([Row(*row) for row in rows], float(seconds), float(plain_seconds), int(plain_tokens))
+            assert len(rows) == len(self.groups[number]), "texts are missing"
+            for row in batch.rows:
+                assert len(row.tokens) == len(row.authors), "authors are missing"
+                assert all(type(token) is int and 0 <= token < size for token in row.tokens), (
+                    "tokens are of no such model"
+                )
+                assert len(row.passes) == len(row.read) == len(self.models), "passes are missing"
+                assert sum(row.authors) + sum(row.passes) + sum(row.read) >= 0, "counts are negative"
+        return batch
+
+    def _decoded(self, group: Sequence[Encoded], log: Console) -> Batch:
         import jax
 
         from specjax.cli.session import stage
 
-        for group in self.groups:
-            with stage(log, "writing", "wrote"):
-                if self.compare:
-                    jax.block_until_ready(self._written(group))
-                begin = time.perf_counter()
-                result = jax.block_until_ready(self._written(group))
-                self.seconds += time.perf_counter() - begin
-            for place, row in enumerate(group):
-                self.finished.append((result, place))
-                self._print(row, result, place, out)
+        plain_seconds, plain_tokens = 0.0, 0
+        with stage(log, "writing", "wrote"):
             if self.compare:
-                with stage(log, "decoding with the target alone", "decoded with the target alone"):
-                    jax.block_until_ready(self._alone(group))
-                    begin = time.perf_counter()
-                    alone = jax.block_until_ready(self._alone(group))
-                    self.plain_seconds += time.perf_counter() - begin
-                    self.plain_tokens += int(alone.lengths.sum())
+                jax.block_until_ready(self._written(group))
+            begin = time.perf_counter()
+            result = jax.block_until_ready(self._written(group))
+            seconds = time.perf_counter() - begin
+        if self.compare:
+            with stage(log, "decoding with the target alone", "decoded with the target alone"):
+                jax.block_until_ready(self._alone(group))
+                begin = time.perf_counter()
+                plain_tokens = int(jax.block_until_ready(self._alone(group)).lengths.sum())
+                plain_seconds = time.perf_counter() - begin
+        return Batch([_row(result, place) for place in range(len(group))], seconds, plain_seconds, plain_tokens)
 
-    def _print(self, row: Encoded, result: TextResult, place: int, out: Console) -> None:
+    def _print(self, prompt: Encoded, row: Row, out: Console) -> None:
         from rich.text import Text
 
         from specjax.cli.generation import heading
         from specjax.cli.text import DRAFTED_STYLE, TextStream
 
-        heading(row, out)
+        heading(prompt, out)
         tokenizer = self.session.tokenizer
         stream = TextStream(tokenizer, tokenizer.eos)
         small = len(self.models) > 1
         pieces = [
-            stream.push(token, small and author == 0)
-            for token, author in zip(*self._tokens(result, place), strict=True)
+            stream.push(token, small and author == 0) for token, author in zip(row.tokens, row.authors, strict=True)
         ]
         out.print(Text.assemble(*pieces, stream.flush()), soft_wrap=True)
         if small and out.color_system and not out.quiet:
             out.print(Text.assemble((f"by {self.models[0].model.name}", DRAFTED_STYLE), ", plain: by the target"))
 
-    def _tokens(self, result: TextResult, place: int) -> tuple[list[int], list[int]]:
-        count = int(result.lengths[place])
-        return result.tokens[place, :count].tolist(), result.authors[place, :count].tolist()
+    @property
+    def finished(self) -> list[Row]:
+        return [row for batch in self.batches for row in batch.rows]
 
     @property
     def left(self) -> int:
@@ -188,22 +252,21 @@ class Collaboration:
 
     def record(self) -> dict[str, Any]:
         """The JSON record over all prompts that are done."""
-        tokens = sum(int(result.lengths[place]) for result, place in self.finished)
-        of = lambda what: [
-            sum(int(getattr(result, what)[place, who]) for result, place in self.finished)
-            for who in range(len(self.models))
-        ]
-        last = len(self.models) - 1
-        by_target = sum(self._tokens(result, place)[1].count(last) for result, place in self.finished)
-        speed = tokens / self.seconds if self.seconds else None
-        plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else None
+        rows, tokens = self.finished, sum(len(row.tokens) for row in self.finished)
+        of = lambda what: [sum(getattr(row, what)[who] for row in rows) for who in range(len(self.models))]
+        by_target = sum(row.authors.count(len(self.models) - 1) for row in rows)
+        seconds, plain_seconds, plain_tokens = (
+            sum(getattr(batch, name) for batch in self.batches) for name in ("seconds", "plain_seconds", "plain_tokens")
+        )
+        speed = tokens / seconds if seconds else None
+        plain = plain_tokens / plain_seconds if plain_seconds else None
         return {
             "method": self.method.name,
             "guarantee": self.method.guarantee,
             "options": self.options,
-            "prompts": len(self.finished),
+            "prompts": len(rows),
             "tokens": tokens,
-            "seconds": self.seconds,
+            "seconds": seconds,
             "seconds_include_compilation": not self.compare,
             "tokens_per_second": speed,
             "share_of_target": by_target / tokens if tokens else None,
@@ -216,23 +279,26 @@ class Collaboration:
 
     def results(self) -> list[dict[str, Any]]:
         """Per prompt that is done."""
-        found = []
-        for row, (result, place) in zip(self.rows, self.finished, strict=False):
-            tokens, authors = self._tokens(result, place)
-            found.append(
-                {
-                    "line": row.prompt.line,
-                    "question_id": row.prompt.question_id,
-                    "text": self.session.tokenizer.decode(tokens),
-                    "token_ids": tokens,
-                    "authors": authors,
-                    "finish_reason": "eos" if bool(result.hit_eos[place]) else "length",
-                    "prompt_tokens": len(row.ids),
-                    "tokens": len(tokens),
-                    "passes": result.passes[place].tolist(),
-                }
-            )
-        return found
+        return [
+            {
+                "line": asked.prompt.line,
+                "question_id": asked.prompt.question_id,
+                "text": self.session.tokenizer.decode(row.tokens),
+                "token_ids": row.tokens,
+                "authors": row.authors,
+                "finish_reason": "eos" if row.hit_eos else "length",
+                "prompt_tokens": len(asked.ids),
+                "tokens": len(row.tokens),
+                "passes": row.passes,
+            }
+            for asked, row in zip(self.rows, self.finished, strict=False)
+        ]
+
+
+def _row(result: TextResult, place: int) -> Row:
+    count = int(result.lengths[place])
+    text = result.tokens[place, :count].tolist(), result.authors[place, :count].tolist()
+    return Row(*text, bool(result.hit_eos[place]), result.passes[place].tolist(), result.read[place].tolist())
 
 
 def show(run: Collaboration, out: Console) -> None:

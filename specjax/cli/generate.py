@@ -57,7 +57,8 @@ up, on a terminal. --compare runs one column a pass beside it.
 With --distributed the same command runs on every host: the batch is split
 over --data devices, the weights over --model. The texts are those of one
 host. With --checkpoint a run that was ended continues, and prints its whole
-text.
+text; of texts that several models or samples write, batches that are done
+are kept.
 """
 
 
@@ -148,6 +149,7 @@ def generate(
     speculative_token_map: s.MapOption = None,
 ) -> None:
     arguments = dict(locals())
+    from specjax.cli import prompts as p
     from specjax.trees import inline
 
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller, min_p)
@@ -164,12 +166,15 @@ def generate(
     o.check_system(raw, system)
     o.require(all(stop_string or ()), "--stop-string is empty; give a text")
     o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
+    o.require(checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {checkpoint_every}")
+    good = checkpoint is None or (bool(checkpoint.strip()) and p.is_whole(checkpoint))
+    o.require(good, "--checkpoint is empty or no UTF-8 text; name a folder")
     o.require(show_what in ("text", "order"), f'--show must be text or order, not "{show_what}"')
     if collaborating.is_collaboration(method):
         collaborating.check_flags(arguments)
         _collaborate(
             prompt, batch_file, target, draft, str(method), settings, decoding, processing, batch_size, dtype,
-            cache_dtype, max_positions, same_bits, raw, system, compare, as_json, no_cache,
+            cache_dtype, max_positions, same_bits, raw, system, compare, as_json, no_cache, checkpoint,
         )  # fmt: skip
         return
     if diffusion.is_diffusion([method] if method else None, target):
@@ -205,12 +210,7 @@ def generate(
         not distributed or costs != "measured",
         "--costs measured differs from host to host, and all must run one program; with --distributed give a file",
     )
-    o.require(checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {checkpoint_every}")
-    from specjax.cli import prompts as p
-
     depth = read_depth(adapt, max_new_tokens, head)
-    good = checkpoint is None or (bool(checkpoint.strip()) and p.is_whole(checkpoint))
-    o.require(good, "--checkpoint is empty or no UTF-8 text; name a folder")
     # Of a file what it says counts, which may differ from host to host.
     hosts.join(arguments | {"tree": tree and inline(tree), "source": drafting.source, "json_schema": schema})
 
@@ -279,7 +279,7 @@ def _collaborate(
     prompt: str | None, batch_file: Path | None, target: str | None, draft: str | None, method: str,
     settings: list[str] | None, decoding: o.Settings, processing: c.Processing, batch_size: int, dtype: str,
     cache_dtype: str | None, max_positions: int | None, same_bits: bool, raw: bool, system: str | None, compare: bool,
-    as_json: bool, no_cache: bool,
+    as_json: bool, no_cache: bool, checkpoint: str | None,
 ) -> None:  # fmt: skip
     from specjax.catalog import METHODS
     from specjax.cli import prompts as p
@@ -295,7 +295,7 @@ def _collaborate(
     )
     rows, bad = p.fitting(inputs, bad, session, decoding.max_new_tokens, raw, system, batch_file)
     run = collaborating.Collaboration(
-        session, decoding, method, options, rows, batch_size, compare, session.processors(processing)
+        session, decoding, method, options, rows, batch_size, compare, session.processors(processing), checkpoint
     )
     with _telling(run, functools.partial(collaborating.show, run, out), bad, batch_file, as_json):
         run.run(log, out)

@@ -80,3 +80,83 @@ def test_words_are_what_the_method_takes(name):
 )
 def test_what_does_not_fit(refused, arguments, words):
     assert words in refused("generate", "hello", *arguments, *SHORT)
+
+
+FEW = ("--method", "entropy_adaptive", "--draft", "draft", "--batch-size", 2, *SHORT, "--json")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\ntwo\nthree\n")
+    return path
+
+
+def same(document):
+    return {name: value for name, value in document.items() if name not in ("date", "speedup") and "second" not in name}
+
+
+@pytest.mark.parametrize("compare", [(), ("--compare",)])
+def test_a_killed_run_goes_on_behind_its_last_batch(cli, prompts, tmp_path, monkeypatch, compare):
+    command = ("generate", "--batch-file", prompts, *FEW, *compare)
+    whole = json.loads(cli(*command).out)
+    folder, written, asked = tmp_path / "kept", collaborating.Collaboration._written, []
+
+    def killed(self, group):
+        asked.append([row.ordinal for row in group])
+        if 2 in asked[-1]:
+            raise KeyboardInterrupt
+        return written(self, group)
+
+    monkeypatch.setattr(collaborating.Collaboration, "_written", killed)
+    ended = cli(*command, "--checkpoint", folder)
+    assert ended.code == 130 and json.loads(ended.out)["left"] == 1
+    assert [path.name for path in folder.iterdir()] == ["batch-00000.json"]
+    asked.clear()
+    monkeypatch.setattr(collaborating.Collaboration, "_written", lambda *given: asked.append(0) or written(*given))
+    again = json.loads(cli(*command, "--checkpoint", folder).out)
+    assert same(again) == same(whole) and len(asked) == (2 if compare else 1)
+    assert bool(again["baseline_tokens_per_second"]) == bool(compare)
+    asked.clear()
+    assert same(json.loads(cli(*command, "--checkpoint", folder).out)) == same(whole) and not asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--seed", 1), "differs in settings;"),
+        (("--logit-bias", "5=3"), "differs in settings;"),
+        (("--set", "tau=0.1"), "differs in settings;"),
+        (("--raw",), "differs in prompts;"),
+        (("--target", "draft"), "differs in target;"),
+    ],
+)
+def test_the_texts_of_another_run_are_not_taken(cli, refused, prompts, tmp_path, flags, words):
+    command = ("generate", "--batch-file", prompts, *FEW, "--logit-bias", "5=2", "--checkpoint", tmp_path / "kept")
+    assert cli(*command).code == 0
+    assert words in refused(*command, *flags)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"run": 3, "batch": 4}', '{"run": {}, "batch": []}'])
+def test_damaged_batches_are_refused(cli, refused, prompts, tmp_path, content):
+    command = ("generate", "--batch-file", prompts, *FEW, "--checkpoint", tmp_path / "kept")
+    assert cli(*command).code == 0
+    (tmp_path / "kept" / "batch-00001.json").write_text(content)
+    assert "kept" in refused(*command)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, "a", None, [5]])
+def test_tokens_that_are_none_are_refused(cli, refused, prompts, tmp_path, token):
+    command = ("generate", "--batch-file", prompts, *FEW, "--checkpoint", tmp_path / "kept")
+    assert cli(*command).code == 0
+    path = tmp_path / "kept" / "batch-00001.json"
+    document = json.loads(path.read_text())
+    document["batch"][0][0][0][0] = token
+    path.write_text(json.dumps(document))
+    assert "batch 1 in" in refused(*command)
+
+
+def test_where_batches_cannot_be_kept(refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "give another folder" in refused("generate", "hello", *FEW, "--checkpoint", tmp_path / "file")
+    assert "give another one" in refused("generate", "hello", *FEW, "--checkpoint", "gs://bucket/kept")
