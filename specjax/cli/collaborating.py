@@ -197,9 +197,7 @@ class Collaboration:
             assert len(rows) == len(self.groups[number]), "texts are missing"
             for row in batch.rows:
                 assert len(row.tokens) == len(row.authors), "authors are missing"
-                assert all(type(token) is int and 0 <= token < size for token in row.tokens), (
-                    "tokens are of no such model"
-                )
+                assert all(type(token) is int and 0 <= token < size for token in row.tokens), "no tokens of this model"
                 assert len(row.passes) == len(row.read) == len(self.models), "passes are missing"
                 assert sum(row.authors) + sum(row.passes) + sum(row.read) >= 0, "counts are negative"
         return batch
