@@ -111,8 +111,8 @@ class Batch(NamedTuple):
 
     rows: list[Row]
     seconds: float
-    plain_seconds: float
-    plain_tokens: int
+    plain_seconds: float = 0.0
+    plain_tokens: int = 0
 
 
 class Collaboration:
@@ -176,15 +176,17 @@ class Collaboration:
         for number, group in enumerate(self.groups):
             found = None if self.kept is None else self._found(self.kept, number)
             if found is not None:
-                batch = found
                 log.print(f"batch {number + 1} was done before", style="dim")
-            else:
-                batch = self._decoded(group, log)
-                if self.kept is not None:
-                    self.kept.write(number, batch)
+            batch = found or self._decoded(group, log)
             self.batches.append(batch)
             for prompt, row in zip(group, batch.rows, strict=True):
                 self._print(prompt, row, out)
+            if found is not None:
+                continue
+            if self.compare:
+                batch = self.batches[-1] = self._compared(group, batch, log)
+            if self.kept is not None:
+                self.kept.write(number, batch)
 
     def _found(self, kept: Finished, number: int) -> Batch | None:
         """A batch that was done before. Raises: UsageError for what is none."""
@@ -207,20 +209,25 @@ class Collaboration:
 
         from specjax.cli.session import stage
 
-        plain_seconds, plain_tokens = 0.0, 0
         with stage(log, "writing", "wrote"):
             if self.compare:
                 jax.block_until_ready(self._written(group))
             begin = time.perf_counter()
             result = jax.block_until_ready(self._written(group))
             seconds = time.perf_counter() - begin
-        if self.compare:
-            with stage(log, "decoding with the target alone", "decoded with the target alone"):
-                jax.block_until_ready(self._alone(group))
-                begin = time.perf_counter()
-                plain_tokens = int(jax.block_until_ready(self._alone(group)).lengths.sum())
-                plain_seconds = time.perf_counter() - begin
-        return Batch([_row(result, place) for place in range(len(group))], seconds, plain_seconds, plain_tokens)
+        return Batch([_row(result, place) for place in range(len(group))], seconds)
+
+    def _compared(self, group: Sequence[Encoded], batch: Batch, log: Console) -> Batch:
+        import jax
+
+        from specjax.cli.session import stage
+
+        with stage(log, "decoding with the target alone", "decoded with the target alone"):
+            jax.block_until_ready(self._alone(group))
+            begin = time.perf_counter()
+            alone = jax.block_until_ready(self._alone(group))
+            seconds = time.perf_counter() - begin
+        return batch._replace(plain_seconds=seconds, plain_tokens=int(alone.lengths.sum()))
 
     def _print(self, prompt: Encoded, row: Row, out: Console) -> None:
         from rich.text import Text

@@ -5,12 +5,11 @@ For programs that write a whole batch at once, within which there is nothing to 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.cli.files import write_atomically
+from specjax.cli.files import write_json
 from specjax.errors import UsageError
 from specjax.reading import read_json, reading
 
@@ -33,24 +32,20 @@ class Finished:
 
     def read(self, number: int) -> Any:
         """What was written of a batch; None: nothing. Raises: UsageError for what is of another run, or damaged."""
+        from specjax.parallel.fingerprint import check_run
+
         path = self._path(number)
         if not path.exists():
             return None
         with reading(path):
             document = read_json(path, "remove it, or give another folder")
             run, batch = document["run"], document["batch"]
-            other = [name for name, value in self.run.items() if run.get(name) != value]
-        if other:
-            raise UsageError(
-                f"the checkpoint in {self.folder} is of another run, which differs in {' and '.join(other)}; repeat "
-                "that one, or give another folder"
-            )
+            check_run(self.folder, self.run, run)
         return batch
 
     def write(self, number: int, batch: Any) -> None:
         """Raises: UsageError if that cannot be done."""
-        content = json.dumps({"run": self.run, "batch": batch}).encode()
-        write_atomically(self._path(number), lambda file: file.write(content))
+        write_json(self._path(number), {"run": self.run, "batch": batch})
 
     def _path(self, number: int) -> Path:
         return self.folder / f"batch-{number:05d}.json"

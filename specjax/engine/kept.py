@@ -184,7 +184,7 @@ class Kept:
             content = path.read_bytes()
             if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
                 return None
-            stored = Stored(*pickle.loads(content[DIGEST:]))
+            stored: Stored = pickle.loads(content[DIGEST:])
             if self.plain_first and stored.plain is not None:
                 *first, whole = stored.programs
                 *programs, plain = map(_loaded, [*first, stored.plain])
@@ -236,7 +236,7 @@ class Kept:
         return [start, _Meanwhile(step, self.compiling)]
 
     def _write(self, name: str, stored: Stored) -> None:
-        content = pickle.dumps(tuple(stored))  # of plain types: whoever reads it need not find this class
+        content = pickle.dumps(stored)
         write_whole(self.folder / name, hashlib.sha256(content).digest() + content)
         room = self.gib * GIB
         for path in sorted(self.folder.iterdir(), key=lambda path: -path.stat().st_mtime):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.parallel import hosts
+from specjax.parallel import fingerprint, hosts
 from specjax.parallel.arrays import gather
 from specjax.reading import check_regular, reading
 from specjax.types import DecodeState, PyTree, Stats
@@ -111,12 +111,7 @@ class Running:
         about = self._read(step, about=args.JsonRestore())
         if not isinstance(about, dict) or not isinstance(about.get("run"), dict):
             raise self._broken(step)
-        other = [name for name, value in self.about.items() if about["run"].get(name) != value]
-        if other:
-            raise UsageError(
-                f"the checkpoint in {self.folder} is of another run, which differs in {' and '.join(other)}; repeat "
-                "that one, or give another folder"
-            )
+        fingerprint.check_run(self.folder, self.about, about["run"])
         if about.get("shapes") != _shapes(state):
             raise UsageError(
                 f"the checkpoint in {self.folder} is of a batch or cache of other shapes, as meshes that split the "

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from specjax.errors import UsageError
 from specjax.parallel.arrays import gather
 from specjax.types import Model, PyTree
 
@@ -34,6 +36,16 @@ def digest(value: Any) -> str:
 def of_model(target) -> str:
     """Of a target: its shape, and some values of every parameter."""
     return digest((describe(target.model), samples(target.params)))
+
+
+def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Raises: UsageError if a checkpoint in `folder` is of a run with other digests, by name."""
+    other = [name for name, value in ours.items() if theirs.get(name) != value]
+    if other:
+        raise UsageError(
+            f"the checkpoint in {folder} is of another run, which differs in {' and '.join(other)}; repeat that one, "
+            "or give another folder"
+        )
 
 
 def samples(params: PyTree) -> list:
