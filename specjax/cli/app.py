@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from specjax.cli import (
     check_bits,
     compare_verifiers,
     compile,
+    completing,
     datastore,
     explain,
     generate,
@@ -75,7 +77,9 @@ def run(arguments: list[str]) -> int:
     group(command)
     if COMPLETING in os.environ:  # a shell asks what could come next; it wants typer's own call
         typer.completion.completion_init()
-        command.main(arguments, prog_name="specjax")
+        bash = os.environ[COMPLETING] == "complete_bash"
+        with completing.words_as_bash_parts_them() if bash else contextlib.nullcontext():
+            command.main(arguments, prog_name="specjax")
     try:
         with command.make_context("specjax", arguments) as context:
             return command.invoke(context) or 0

@@ -6,11 +6,15 @@ down in words.json, by `python -m specjax.cli.words`, and a test compares them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import io
 import json
+import os
 import pkgutil
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,47 @@ def setting(ctx: typer.Context, incomplete: str) -> Pairs:
             if incomplete.startswith(f"{whole}="):
                 found |= {f"{whole}={value}": told["help"] for value in told["values"]}
     return [pair for pair in _begun(found, incomplete) if pair[0] != incomplete]
+
+
+@contextlib.contextmanager
+def words_as_bash_parts_them() -> Iterator[None]:
+    """Bash takes `seed_pool=y` for three words and completes the last: asked as one word, answered with its end."""
+    parts = _parted(os.environ["COMP_WORDS"])
+    at = min(int(os.environ["COMP_CWORD"]), len(parts))  # behind the last where what is completed is empty
+    whole = _rejoined(parts[: at + 1])
+    completed = at < len(parts)
+    os.environ |= {"COMP_WORDS": " ".join(whole), "COMP_CWORD": str(len(whole) - completed)}
+    stands = _what_stands(whole[-1]) if completed and whole[-1] != parts[at] else ""
+    with io.StringIO() as answer:
+        try:
+            with contextlib.redirect_stdout(answer):
+                yield
+        finally:
+            print("\n".join(line.removeprefix(stands) for line in answer.getvalue().splitlines()))
+
+
+def _parted(line: str) -> list[str]:
+    try:
+        return shlex.split(line, posix=False)
+    except ValueError:  # a quotation that is still open
+        return line.split(" ")
+
+
+def _rejoined(parts: list[str]) -> list[str]:
+    whole: list[str] = []
+    for before, part in zip(["", *parts], parts, strict=False):
+        if whole and "=" in (before, part):
+            whole[-1] += part
+        else:
+            whole.append(part)
+    return whole
+
+
+def _what_stands(word: str) -> str:
+    """Before what is completed. Of --set=seed_pool=y the parser is asked about seed_pool=y alone."""
+    before, equals, _ = word.rpartition("=")
+    flag, parted, value = before.partition("=")
+    return (value if parted and flag.startswith("--") else before) + equals
 
 
 def _begun(known: dict[str, str], incomplete: str) -> Pairs:

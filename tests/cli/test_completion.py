@@ -31,6 +31,13 @@ from specjax.cli import completing
         ("specjax generate --method lookahead --set gu", 5, {"guesses="}),
         ("specjax generate --method lookahead --set seed_pool=y", 5, {"seed_pool=yes"}),
         ("specjax bench --method lookahead --method auto --set lookahead.gu", 7, {"lookahead.guesses="}),
+        # as bash asks: `=` is a word, and what is completed stands behind it
+        ("specjax generate --method lookahead --set seed_pool =", 6, {"yes", "no"}),
+        ("specjax generate 'a = \"b\"' --method lookahead --set seed_pool = y", 8, {"yes"}),
+        ("specjax generate --method lookahead --set = seed_pool = y", 8, {"yes"}),
+        ("specjax generate --method = token_", 4, {"token_recycling"}),
+        ("specjax generate --method = lookahead --set gu", 6, {"guesses="}),
+        ("specjax generate --set a = 1 --meth", 6, {"--method"}),
     ],
 )
 def test_words_are_completed(cli, monkeypatch, words, at, found):
