@@ -20,6 +20,8 @@ from typing import Any
 
 import typer
 
+from specjax.cli.console import Console
+
 FILE = Path(__file__).with_name("words.json")
 DEMO = "smollm2-135m"
 HEAD = "smollm2-135m-eagle3"
@@ -83,7 +85,8 @@ def words_as_bash_parts_them() -> Iterator[None]:
             with contextlib.redirect_stdout(answer):
                 yield
         finally:
-            print("\n".join(line.removeprefix(stands) for line in answer.getvalue().splitlines()))
+            for line in answer.getvalue().splitlines():
+                Console().print(line.removeprefix(stands), soft_wrap=True)
 
 
 def _parted(line: str) -> list[str]:

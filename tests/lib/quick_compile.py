@@ -2,15 +2,34 @@
 
 import importlib.metadata
 
+SKIPPED = [
+    # XLA evaluates masks and templates of trees element by element (two files: 66 s of CPU time, 62 without; of the
+    # golden trees a quarter).
+    "constant_folding",
+    # What makes a program quicker, tried again and again until nothing changes, and what is for operations that are not
+    # here (four files: 176 s of CPU time with the passes below, 138 to 153 without).
+    *("simplify-while-loops", "while-loop-invariant-code-motion", "while-loop-constant-sinking"),
+    *("while-loop-trip-count-annotator", "small-while-loop-hoisting", "simplify-sorts", "simplify-conditional"),
+    *("conditional-to-select", "reshape-mover", "tree_reduction_rewriter", "batch-dot-simplification", "gemv-rewriter"),
+    *("literal-canonicalizer", "map-inline", "associative-scan-rewriter", "async-collective-replacer"),
+    *("cpu-all-reduce-combiner", "all_to_all_decomposer", "strip-memory-placement-annotations"),
+    *("dynamic-dimension-simplifier", "dynamic_padder", "propagate-call-metadata", "apply-xla-transforms"),
+    *("convolution-group-converter", "convolution-canonicalization", "reduce-window-rewriter", "reduce-window-resizer"),
+    *("select_and_scatter_expander", "batchnorm_expander", "cholesky_expander", "qr_expander", "eigh_expander"),
+    *("triangular_solve_expander", "rng-expander", "stochastic_convert_decomposer", "sub-byte-size-setter"),
+    *("float-normalization-u4", "float-normalization-s4", "float-normalization-f4e2m1fn"),
+    *("float-normalization-f8e3m4", "float-normalization-f8e4m3", "float-normalization-f8e4m3fn"),
+    *("float-normalization-f8e4m3fnuz", "float-normalization-f8e4m3b11fnuz", "float-normalization-f8e5m2"),
+    *("float-normalization-f8e5m2fnuz", "float-normalization-f8e8m0fnu"),
+]
+
 QUICK = [
     # A third of the compile time (two tree builders: 162 s with LLVM's optimisations, 51 s without).
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     # Programs are small and both cores busy already (two files of drafters: 25.7 s of CPU time, 23.5 so).
     "--xla_cpu_parallel_codegen_split_count=1",
-    # XLA evaluates masks and templates of trees element by element (two files: 66 s of CPU time, 62 without; of the
-    # golden trees a quarter).
-    "--xla_disable_hlo_passes=constant_folding",
+    f"--xla_disable_hlo_passes={','.join(SKIPPED)}",
 ]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later releases abort at flags they do not know
     # Two files of drafters: 60 s of CPU time, 38 without.
