@@ -137,10 +137,8 @@ def bench(
     log = Console(stderr=True)
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
-    session = open_session(
-        log, target, draft, dtype, no_cache, datastore, cache_dtype, has_head=head is not None, same_bits=same_bits,
-        max_positions=max_positions,
-    )  # fmt: skip
+    models = o.Models(target, draft, dtype, no_cache, cache_dtype, max_positions, same_bits)
+    session = open_session(log, models, datastore, has_head=head is not None)
     rows, skipped = _encode(lines, session, max_new_tokens, raw, prompts)
     session = weigh(session, weighed, min(batch_size, len(rows)), log)
     run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)
@@ -165,9 +163,8 @@ def _denoise(given: dict[str, Any], decoding: o.Settings) -> None:
     from specjax.cli.bench_denoising import DenoisingBench
     from specjax.cli.session import open_denoiser
 
-    session, denoiser = open_denoiser(
-        log, target, given["dtype"], given["no_cache"], given["cache_dtype"], given["max_positions"]
-    )
+    models = o.Models(target, None, given["dtype"], given["no_cache"], given["cache_dtype"], given["max_positions"])
+    session, denoiser = open_denoiser(log, models)
     rows, skipped = _encode(lines, session, given["max_new_tokens"], given["raw"], prompts)
     run = DenoisingBench(session, denoiser, decoding, ways, rows, given["batch_size"], given["repeats"])
     _run(run, bad, skipped, prompts, given["out"], given["as_json"], log)

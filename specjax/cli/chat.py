@@ -73,7 +73,8 @@ def chat(
 
     log = Console(stderr=True)
     programs = kept_programs(arguments)
-    session = open_session(log, target, draft, dtype, no_cache, has_head=head is not None, max_positions=max_positions)
+    models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
+    session = open_session(log, models, has_head=head is not None)
     room = session.capacity - max_new_tokens
     o.require(room >= 64, f"--max-new-tokens {max_new_tokens} leaves no room of {session.capacity} tokens; lower it")
     o.require(context is None or context <= room, f"--context must be at most {room} here, not {context}")

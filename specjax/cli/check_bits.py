@@ -39,7 +39,7 @@ def check_bits(
     o.require(length >= least, f"--length must be at least {least}, not {length}")
     o.require(plain or dtype != "float32", "--dtype float32 has no same bits; add --without to look at it as it is")
     log = Console(stderr=True)
-    session = open_session(log, target, None, dtype, no_cache, cache_dtype=cache_dtype, same_bits=not plain)
+    session = open_session(log, o.Models(target, None, dtype, no_cache, cache_dtype, same_bits=not plain))
     most = session.target.model.max_positions
     o.require(length <= most, f"--length {length} is more than the {most} tokens that the model reads")
     tokens = list(session.tokenizer.encode(TEXT * (1 + length // 20)))[:length]

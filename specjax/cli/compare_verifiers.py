@@ -159,7 +159,7 @@ def _record(log, path: Path, target, draft, limit, settings: o.Settings, raw, dt
 
     lines, bad = p.read(path, "PROMPTS", jsonl=True)
     o.require(bool(lines), f"PROMPTS: {p.describe(bad, path)}; no line is good" if bad else "")
-    session = open_session(log, target, draft, dtype, no_cache, cache_dtype=cache_dtype)
+    session = open_session(log, o.Models(target, draft, dtype, no_cache, cache_dtype))
     rows, skipped = p.encode(lines[:limit], session.tokenizer, session.capacity, settings.max_new_tokens, raw)
     o.require(bool(rows), f"PROMPTS: {p.describe(skipped, path)}" if skipped else "")
     assert session.draft is not None

@@ -97,14 +97,14 @@ def explain(
     from specjax.cli.console import Console, print_json
     from specjax.cli.session import open_session, stage, weigh
 
-    inputs, bad = p.asked(prompt, None)
+    asked = p.Asked(prompt, None, raw, system)
+    inputs, bad = asked.read()
     log = Console(stderr=True)
     if decoding.remark:
         log.print(decoding.remark, soft_wrap=True)
-    session = open_session(
-        log, target, draft, dtype, no_cache, datastore, has_head=head is not None, max_positions=max_positions
-    )
-    [row], _ = p.fitting(inputs, bad, session, max_new_tokens, raw, system, None)
+    models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
+    session = open_session(log, models, datastore, has_head=head is not None)
+    [row], _ = asked.fitting(inputs, bad, session, max_new_tokens)
     session = weigh(session, weighed, 1, log)
     with stage(log, "decoding", "decoded"):
         key = measure.row_keys(seed, [row.ordinal])  # as generate: the same text

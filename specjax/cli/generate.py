@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from specjax.cli.drafting import method_of, read_costs, read_depth, read_draftin
 if TYPE_CHECKING:
     from specjax.cli.denoising import Denoisings
     from specjax.cli.generation import Generation
-    from specjax.cli.prompts import BadLine
+    from specjax.cli.prompts import Asked, BadLine
 
 HELP = """Continue a prompt, or many, and say how fast.
 
@@ -170,19 +171,17 @@ def generate(
     good = checkpoint is None or (bool(checkpoint.strip()) and p.is_whole(checkpoint))
     o.require(good, "--checkpoint is empty or no UTF-8 text; name a folder")
     o.require(show_what in ("text", "order"), f'--show must be text or order, not "{show_what}"')
+    asked = p.Asked(prompt, batch_file, raw, system)
+    models = o.Models(target, draft, dtype, no_cache, cache_dtype, max_positions, same_bits)
     if collaborating.is_collaboration(method):
         collaborating.check_flags(arguments)
         _collaborate(
-            prompt, batch_file, target, draft, str(method), settings, decoding, processing, batch_size, dtype,
-            cache_dtype, max_positions, same_bits, raw, system, compare, as_json, no_cache, checkpoint,
-        )  # fmt: skip
+            asked, models, str(method), settings, decoding, processing, batch_size, compare, as_json, checkpoint
+        )
         return
     if diffusion.is_diffusion([method] if method else None, target):
         diffusion.check_flags(arguments)
-        _denoise(
-            prompt, batch_file, target, method, settings, decoding, batch_size, dtype, cache_dtype, max_positions, raw,
-            system, compare, show_what, as_json, no_cache,
-        )  # fmt: skip
+        _denoise(asked, models, method, settings, decoding, batch_size, compare, show_what, as_json)
         return
     o.require(show_what == "text", "--show order is of diffusion models, and --target is none; leave it out")
     method, draft, num_draft_tokens, tree, settings, also = s.read_speculative(
@@ -219,20 +218,20 @@ def generate(
     from specjax.cli.session import adapted, kept_programs, open_session, stage, weigh
     from specjax.parallel import check_same
 
-    inputs, bad = p.asked(prompt, batch_file)
+    inputs, bad = asked.read()
     first = hosts.is_first()
     log = Console(stderr=True, quiet=not first)
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
     mesh = hosts.make_mesh(distributed, data, model)
     programs = kept_programs(arguments)
+    models = dataclasses.replace(models, draft=draft)  # vLLM's and SGLang's flags may name it
     session = open_session(
-        log, target, draft, dtype, no_cache, datastore, cache_dtype, mesh, has_head=head is not None,
-        token_map=speculative_token_map, same_bits=same_bits, max_positions=max_positions,
-    )  # fmt: skip
+        log, models, datastore, mesh=mesh, has_head=head is not None, token_map=speculative_token_map
+    )
     session = adapted(session, depth, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
-    rows, bad = p.fitting(inputs, bad, session, max_new_tokens, raw, system, batch_file)
+    rows, bad = asked.fitting(inputs, bad, session, max_new_tokens)
     session = weigh(session, weighed, min(batch_size, len(rows)), log)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     out = Console(quiet=as_json or not first)
@@ -252,52 +251,45 @@ generate.__doc__ = HELP
 
 
 def _denoise(
-    prompt: str | None, batch_file: Path | None, target: str | None, method: str | None, settings: list[str] | None,
-    decoding: o.Settings, batch_size: int, dtype: str, cache_dtype: str | None, max_positions: int | None, raw: bool,
-    system: str | None, compare: bool, show_what: str, as_json: bool, no_cache: bool,
+    asked: Asked, models: o.Models, method: str | None, settings: list[str] | None, decoding: o.Settings,
+    batch_size: int, compare: bool, show_what: str, as_json: bool,
 ) -> None:  # fmt: skip
     from specjax.catalog import METHODS
-    from specjax.cli import prompts as p
     from specjax.cli.console import Console
     from specjax.cli.denoising import Denoisings, show
     from specjax.cli.drafting import read_options
     from specjax.cli.session import open_denoiser
 
-    name = diffusion.check_method(method or "llada", target)
+    name = diffusion.check_method(method or "llada", models.target)
     options = read_options(settings, {name: METHODS[name]})[name]
-    inputs, bad = p.asked(prompt, batch_file)
+    inputs, bad = asked.read()
     log, out = Console(stderr=True), Console(quiet=as_json)
-    session, denoiser = open_denoiser(log, target, dtype, no_cache, cache_dtype, max_positions)
-    rows, bad = p.fitting(inputs, bad, session, decoding.max_new_tokens, raw, system, batch_file)
+    session, denoiser = open_denoiser(log, models)
+    rows, bad = asked.fitting(inputs, bad, session, decoding.max_new_tokens)
     run = Denoisings(session, denoiser, decoding, name, options, rows, batch_size, compare, show_what)
     run.compile(log)
-    with _telling(run, functools.partial(show, run, out), bad, batch_file, as_json):
+    with _telling(run, functools.partial(show, run, out), bad, asked.batch_file, as_json):
         run.run(log, out)
 
 
 def _collaborate(
-    prompt: str | None, batch_file: Path | None, target: str | None, draft: str | None, method: str,
-    settings: list[str] | None, decoding: o.Settings, processing: c.Processing, batch_size: int, dtype: str,
-    cache_dtype: str | None, max_positions: int | None, same_bits: bool, raw: bool, system: str | None, compare: bool,
-    as_json: bool, no_cache: bool, checkpoint: str | None,
+    asked: Asked, models: o.Models, method: str, settings: list[str] | None, decoding: o.Settings,
+    processing: c.Processing, batch_size: int, compare: bool, as_json: bool, checkpoint: str | None,
 ) -> None:  # fmt: skip
     from specjax.catalog import METHODS
-    from specjax.cli import prompts as p
     from specjax.cli.console import Console
     from specjax.cli.drafting import read_options
     from specjax.cli.session import open_session
 
     options = read_options(settings, {method: METHODS[method]})[method]
-    inputs, bad = p.asked(prompt, batch_file)
+    inputs, bad = asked.read()
     log, out = Console(stderr=True), Console(quiet=as_json)
-    session = open_session(
-        log, target, draft, dtype, no_cache, None, cache_dtype, same_bits=same_bits, max_positions=max_positions
-    )
-    rows, bad = p.fitting(inputs, bad, session, decoding.max_new_tokens, raw, system, batch_file)
+    session = open_session(log, models)
+    rows, bad = asked.fitting(inputs, bad, session, decoding.max_new_tokens)
     run = collaborating.Collaboration(
         session, decoding, method, options, rows, batch_size, compare, session.processors(processing), checkpoint
     )
-    with _telling(run, functools.partial(collaborating.show, run, out), bad, batch_file, as_json):
+    with _telling(run, functools.partial(collaborating.show, run, out), bad, asked.batch_file, as_json):
         run.run(log, out)
 
 

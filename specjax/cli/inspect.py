@@ -34,7 +34,9 @@ def inspect(
         f"HEAD {head} is no learned head of a known kind, or there is no such folder",
     )
     quiet = Console(stderr=True, quiet=True)
-    session = open_session(quiet, target, head, dtype, no_cache, has_head=True, token_map=token_map, flag="HEAD")
+    session = open_session(
+        quiet, o.Models(target, head, dtype, no_cache), has_head=True, token_map=token_map, flag="HEAD"
+    )
     loaded, check = session.head, session.check
     assert loaded is not None and check is not None
     if as_json:

@@ -15,6 +15,31 @@ from specjax.errors import UsageError
 if TYPE_CHECKING:
     from specjax.types import Draws, Guarantee
 
+
+@dataclass(frozen=True)
+class Models:
+    """The flags that say what is loaded, and how."""
+
+    target: str | None
+    draft: str | None = None
+    dtype: str = "auto"
+    no_cache: bool = False
+    cache_dtype: str | None = None
+    max_positions: int | None = None  # of the target; None: what it can take
+    same_bits: bool = False  # of the target, then in bfloat16
+
+    def check(self) -> None:
+        require(
+            self.dtype in ("auto", "float32", "bfloat16"),
+            f'--dtype must be auto, float32 or bfloat16, not "{self.dtype}"',
+        )
+        require(self.cache_dtype in (None, "int8"), f'--cache-dtype must be int8 or left out, not "{self.cache_dtype}"')
+        require(
+            not self.same_bits or self.dtype != "float32",
+            "--same-bits is of bfloat16, not of --dtype float32; leave one out",
+        )
+
+
 MODEL_HELP = "a hub id, a folder or a GGUF file"
 TargetOption = Annotated[
     str | None,

@@ -159,24 +159,32 @@ def encode(
     return rows, bad
 
 
-def asked(prompt: str | None, batch_file: Path | None) -> tuple[list[Prompt], list[BadLine]]:
-    """As `from_arguments`. Raises: UsageError if no prompt is good."""
-    found, bad = from_arguments(prompt, batch_file)
-    if not found:
-        raise UsageError(describe(bad, batch_file))
-    return found, bad
+class Asked(NamedTuple):
+    """The flags that say what is continued."""
 
+    prompt: str | None
+    batch_file: Path | None = None
+    raw: bool = False
+    system: str | None = None
 
-def fitting(
-    prompts: list[Prompt], bad: list[BadLine], session: Any, max_new_tokens: int, raw: bool, system: str | None,
-    batch_file: Path | None,
-) -> tuple[list[Encoded], list[BadLine]]:  # fmt: skip
-    """Ids of those that fit the models of a session, and all that are bad. Raises: UsageError if none fits."""
-    rows, unfit = encode(prompts, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest, system)
-    bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
-    if not rows:
-        raise UsageError(describe(bad, batch_file))
-    return rows, bad
+    def read(self) -> tuple[list[Prompt], list[BadLine]]:
+        """As `from_arguments`, before the models are loaded. Raises: UsageError if no prompt is good."""
+        found, bad = from_arguments(self.prompt, self.batch_file)
+        if not found:
+            raise UsageError(describe(bad, self.batch_file))
+        return found, bad
+
+    def fitting(
+        self, prompts: list[Prompt], bad: list[BadLine], session: Any, max_new_tokens: int
+    ) -> tuple[list[Encoded], list[BadLine]]:
+        """Ids of those that fit the models of a session, and all that are bad. Raises: UsageError if none fits."""
+        rows, unfit = encode(
+            prompts, session.tokenizer, session.capacity, max_new_tokens, self.raw, session.shortest, self.system
+        )
+        bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
+        if not rows:
+            raise UsageError(describe(bad, self.batch_file))
+        return rows, bad
 
 
 NAMED = 5

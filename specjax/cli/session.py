@@ -23,7 +23,7 @@ from specjax.bench import near_ties
 from specjax.catalog import METHODS, Method, make_drafter, parse_rule
 from specjax.cli.console import Console, visible
 from specjax.cli.drafting import AS_EACH_DOES, Drafting
-from specjax.cli.options import Settings, parsed, require
+from specjax.cli.options import Models, Settings, parsed, require
 from specjax.diffusion import Denoiser
 from specjax.engine.kept import Kept
 from specjax.errors import UsageError
@@ -144,41 +144,35 @@ class Session(NamedTuple):
 
 def open_session(
     log: Console,
-    target: str | None,
-    draft: str | None,
-    dtype: str,
-    no_cache: bool,
+    models: Models,
     datastore: Path | None = None,
-    cache_dtype: str | None = None,
+    *,
     mesh=None,
     has_head: bool = False,
     token_map: Path | None = None,
     flag: str = "--draft",
-    same_bits: bool = False,
-    max_positions: int | None = None,
 ) -> Session:
     """Load the models, spread over the mesh if there is one, with a progress line on `log`.
 
-    has_head: `draft` is a learned head, which is compared with the target. token_map: of its ids. flag: what gave it.
-    same_bits: of the target, then in bfloat16. max_positions: of the target; None: what it can take.
+    has_head: --draft is a learned head, which is compared with the target. token_map: of its ids. flag: what gave it.
 
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
-    require(dtype in ("auto", "float32", "bfloat16"), f'--dtype must be auto, float32 or bfloat16, not "{dtype}"')
-    require(cache_dtype in (None, "int8"), f'--cache-dtype must be int8 or left out, not "{cache_dtype}"')
     from specjax.parallel import check_same
 
-    require(not same_bits or dtype != "float32", "--same-bits is of bfloat16, not of --dtype float32; leave one out")
+    models.check()
+    same_bits, draft = models.same_bits, models.draft
     require(not same_bits or mesh is None, "--same-bits is not promised over a mesh; leave it or the mesh's flags out")
-    use_cache(not no_cache)
+    use_cache(not models.no_cache)
     store = _open_datastore(datastore)
-    chosen = "bfloat16" if same_bits else choose_dtype(dtype)
-    said = "bfloat16, the same bits in every pass" if same_bits else describe_dtype(dtype, chosen)
-    doing, done = f"loading {target or 'SmolLM2-135M-Instruct'}", f"loaded ({said})"
+    chosen = "bfloat16" if same_bits else choose_dtype(models.dtype)
+    said = "bfloat16, the same bits in every pass" if same_bits else describe_dtype(models.dtype, chosen)
+    doing, done = f"loading {models.target or 'SmolLM2-135M-Instruct'}", f"loaded ({said})"
     with stage(log, doing, done) as clock:
         model, tokenizer = _load(
-            "--target", target, chosen, cache_dtype, mesh, same_bits=same_bits, max_positions=max_positions
-        )
+            "--target", models.target, chosen, models.cache_dtype, mesh, same_bits=same_bits,
+            max_positions=models.max_positions,
+        )  # fmt: skip
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
             check_same(store.summary, "datastores")
@@ -189,11 +183,11 @@ def open_session(
             head = parsed(flag, lambda source: read_head(source, model, token_map=ids), draft)
         elif draft is not None:
             everywhere = None if mesh is None else ()  # whole on every device
-            draft_model, other = _load("--draft", draft, chosen, cache_dtype, mesh, over=everywhere)
+            draft_model, other = _load("--draft", draft, chosen, models.cache_dtype, mesh, over=everywhere)
             _check_vocabularies(tokenizer, other)
     check = None if head is None else tell_head(head, model, tokenizer, log)
     return Session(
-        model, tokenizer, draft_model, chosen, clock.seconds, store, cache_dtype, head=head, check=check,
+        model, tokenizer, draft_model, chosen, clock.seconds, store, models.cache_dtype, head=head, check=check,
         same_bits=same_bits,
     )  # fmt: skip
 
@@ -277,27 +271,21 @@ def _open_datastore(folder: Path | None) -> Datastore | None:
         raise UsageError(f"--datastore: {error}") from None
 
 
-def open_denoiser(
-    log: Console,
-    target: str | None,
-    dtype: str,
-    no_cache: bool,
-    cache_dtype: str | None = None,
-    max_positions: int | None = None,
-) -> tuple[Session, Denoiser]:
+def open_denoiser(log: Console, models: Models) -> tuple[Session, Denoiser]:
     """Load a diffusion model. Raises: UsageError for models that cannot be loaded, or are none."""
-    require(dtype in ("auto", "float32", "bfloat16"), f'--dtype must be auto, float32 or bfloat16, not "{dtype}"')
-    require(cache_dtype in (None, "int8"), f'--cache-dtype must be int8 or left out, not "{cache_dtype}"')
-    use_cache(not no_cache)
-    chosen = choose_dtype(dtype)
-    with stage(log, f"loading {target}", f"loaded ({describe_dtype(dtype, chosen)})") as clock:
-        model, tokenizer = _load_any("--target", target, chosen, cache_dtype, None, max_positions=max_positions)
+    models.check()
+    use_cache(not models.no_cache)
+    target, chosen = models.target, choose_dtype(models.dtype)
+    with stage(log, f"loading {target}", f"loaded ({describe_dtype(models.dtype, chosen)})") as clock:
+        model, tokenizer = _load_any(
+            "--target", target, chosen, models.cache_dtype, None, max_positions=models.max_positions
+        )
     if not isinstance(model, Denoiser):
         raise UsageError(
             f"--target: {target or 'SmolLM2-135M-Instruct'} is an autoregressive model, and --method is of diffusion "
             "models; choose a drafter of `specjax methods`, or leave --method out"
         )
-    return Session(model.target, tokenizer, None, chosen, clock.seconds, None, cache_dtype), model
+    return Session(model.target, tokenizer, None, chosen, clock.seconds, None, models.cache_dtype), model
 
 
 def _load(flag: str, source: str | None, *arguments, **options):

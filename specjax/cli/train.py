@@ -257,7 +257,8 @@ def train(
         num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes,
         keep_states=keep_states,
     )  # fmt: skip
-    run.open(target, draft, dtype, no_cache, has_head=given is not None, max_positions=max_positions)
+    models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
+    run.open(models, has_head=given is not None)
     run.run(as_json)
 
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specjax.cli import prompts as p
 from specjax.cli.console import Console, print_json
+from specjax.cli.options import Models
 from specjax.cli.pupils import OfHead, OfModel
 from specjax.cli.session import Session, open_session, provenance, stage
 from specjax.errors import UsageError
@@ -54,19 +55,14 @@ class Run:
     log: Console = field(default_factory=lambda: Console(stderr=True))
     session: Session | None = None
 
-    def open(
-        self, target: str | None, draft: str | None, dtype: str, no_cache: bool, has_head: bool = False,
-        max_positions: int | None = None,
-    ) -> None:  # fmt: skip
+    def open(self, models: Models, has_head: bool = False) -> None:
         """Load the models, and look whether the folder can be written before hours are spent."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / HISTORY.format("")).touch()
         except OSError as error:
             raise UsageError(f"--out: {self.out} cannot be written ({error.strerror}); give another folder") from error
-        session = self.session = open_session(
-            self.log, target, draft, dtype, no_cache, has_head=has_head, max_positions=max_positions
-        )
+        session = self.session = open_session(self.log, models, has_head=has_head)
         if self.length > session.capacity:
             raise UsageError(
                 f"--length {self.length} is more than the {session.capacity} tokens that {session.shortest} takes; "
