@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,12 +14,12 @@ from specjax.bench import records as report
 from specjax.cli.console import Console
 from specjax.cli.drafting import Drafting
 from specjax.cli.options import Settings
+from specjax.cli.pace import Pace
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes
 from specjax.types import Drafter
 
 PLAIN = "plain decoding"
-SAY_EVERY = 30.0  # seconds
 
 
 @dataclass
@@ -66,8 +65,7 @@ class Runs:
         with Progress(*columns, TimeRemainingColumn(), console=log, disable=not log.is_terminal) as bar:
             compiling = bar.add_task("compiling", total=len(first) * len(self.programs))
             running = bar.add_task("decoding", total=len(self.groups) * runs * len(self.programs), start=False)
-            total = self.left
-            started = said = time.monotonic()
+            pace = Pace(log, total := self.left, shown=log.is_terminal)
             whole: dict[tuple[str, tuple[int, int]], float] = {}  # seconds of a first call: compiling, and one run
             for shape, group in first.items():
                 for name in self.programs:
@@ -82,9 +80,7 @@ class Runs:
                         self.compile_seconds[name, shape] = max(whole[name, shape] - run.seconds, 0.0)
                 self.done.append(group)
                 yield
-                if not log.is_terminal and time.monotonic() - said > SAY_EVERY:
-                    said = time.monotonic()
-                    log.print(f"{total - self.left} of {total} prompts, {said - started:.0f} s", style="dim")
+                pace.tell(total - self.left)
         log.print(f"compiled in {sum(self.compile_seconds.values()):.1f} s", style="dim")
 
     def _run_group(self, group: Group, number: int, advance) -> None:

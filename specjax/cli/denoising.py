@@ -18,6 +18,7 @@ from specjax.catalog import METHODS
 from specjax.cli.console import Console, visible
 from specjax.cli.generation import heading
 from specjax.cli.options import Settings
+from specjax.cli.pace import Pace
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import TextStream
@@ -94,8 +95,10 @@ class Denoisings:
 
     def run(self, log: Console, out: Console) -> None:
         """Decode everything, printing text to `out`."""
+        pace = Pace(log, len(self.rows), shown=not out.quiet)
         for group in self.groups:
             self._show(group, out)
+            pace.tell(len(self.texts))
         if self.plain is not None:
             with stage(log, "decoding one column a pass", "decoded one column a pass"):
                 for group in self.groups:

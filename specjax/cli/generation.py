@@ -12,6 +12,7 @@ from specjax.catalog import METHODS
 from specjax.cli.console import Console
 from specjax.cli.drafting import Drafting
 from specjax.cli.options import Settings
+from specjax.cli.pace import Pace
 from specjax.cli.prompts import Encoded
 from specjax.cli.session import Session, peak_memory_bytes, stage
 from specjax.cli.text import DRAFTED_STYLE, TextStream
@@ -77,8 +78,10 @@ class Generation:
         """Decode everything, printing text to `out`."""
         if out.color_system and not out.quiet:
             log.print(Text.assemble(("drafted and accepted", DRAFTED_STYLE), ", plain: the target's own"))
+        pace = Pace(log, len(self.rows), shown=not out.quiet)
         for number, group in enumerate(self.groups):
             self._run_group(group, out, log, self._checkpoints(number))
+            pace.tell(len(self.texts))
         if self.plain:
             columns = (TextColumn("plain decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:

@@ -10,7 +10,7 @@ import pytest
 from specjax.bench import measure, near_ties
 from specjax.bench.near_ties import Difference
 from specjax.cli import bench as command
-from specjax.cli import bench_run, files
+from specjax.cli import files, pace
 from specjax.cli.prompts import Prompt
 from specjax.errors import UsageError
 
@@ -114,7 +114,7 @@ def test_a_run_that_is_stopped_leaves_what_it_measured(cli, prompts, tmp_path, m
         return honest(*arguments)
 
     monkeypatch.setattr(measure, "run_decode", stopped)
-    monkeypatch.setattr(bench_run, "SAY_EVERY", 0.0)
+    monkeypatch.setattr(pace, "SAY_EVERY", 0.0)
     result = cli("bench", prompts, *SHORT, "--out", tmp_path / "out.json")
     assert result.code == 130 and "2 of 3 prompts that had run" in result.err and "Traceback" not in result.err
     assert "1 of 3 prompts, " in result.err

@@ -90,8 +90,7 @@ def prompt_file(folder: Path, count: int) -> Path:
 def test_generate_interrupted_keeps_what_was_done(tmp_path):
     options = ("--batch-file", prompt_file(tmp_path, 5000), "--max-new-tokens", 24, "--method", "autoregressive")
     command = Command(tmp_path, "generate", *options, "--json")
-    command.wait_for(lambda: "compiled" in command.read("err"))
-    time.sleep(2)
+    command.wait_for(lambda: " of 5000 prompts, " in command.read("err"))
     command.interrupt()
     code, line = command.end()
     document = json.loads(command.read("out"))
