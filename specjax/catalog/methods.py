@@ -5,6 +5,8 @@ The list in docs/methods.md, the command line's choices, the planner and the con
 
 from __future__ import annotations
 
+import difflib
+
 from specjax.catalog.adaptive import ADAPTIVE
 from specjax.catalog.collaboration import COLLABORATIONS
 from specjax.catalog.decoders import DECODERS
@@ -29,7 +31,9 @@ def of_kind(kind: Kind) -> dict[str, Method]:
 def find_drafter(name: str) -> Method:
     """The row of a drafter. Raises: UsageError for an unknown name, or the name of a loop of its own."""
     if name not in METHODS:
-        raise UsageError(f'unknown method "{name}"; choose one of {", ".join(of_kind("drafter"))}')
+        near = difflib.get_close_matches(name, METHODS, 1)
+        fix = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(of_kind('drafter'))}"
+        raise UsageError(f'unknown method "{name}"; {fix}')
     method = METHODS[name]
     if method.kind == "diffusion":
         raise UsageError(f"method {name} decodes diffusion models; call specjax.denoise, or give --target one of these")

@@ -176,7 +176,7 @@ class Chat:
         elif word == "/clear":
             self.turns.clear()
         else:
-            self.log.print(ORDERS if word == "/help" else f"there is no order {word}; there are {ORDERS}")
+            self.log.print(ORDERS if word == "/help" else f"there is no command {word}; there are {ORDERS}")
         return True
 
     def stats(self) -> str:

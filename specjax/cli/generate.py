@@ -183,7 +183,10 @@ def generate(
         diffusion.check_flags(arguments)
         _denoise(asked, models, method, settings, decoding, batch_size, compare, show_what, as_json)
         return
-    o.require(show_what == "text", "--show order is of diffusion models, and --target is none; leave it out")
+    o.require(
+        show_what == "text",
+        "--show order draws the canvas of a diffusion model, and this target is autoregressive; leave it out",
+    )
     method, draft, num_draft_tokens, tree, settings, also = s.read_speculative(
         method, draft, num_draft_tokens, tree, settings, config=speculative_config, algorithm=speculative_algorithm,
         model=speculative_draft_model_path, steps=speculative_num_steps, topk=speculative_eagle_topk,

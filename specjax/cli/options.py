@@ -301,7 +301,10 @@ def require(holds: bool, sentence: str) -> None:
 
 def check_system(raw: bool, system: str | None) -> None:
     """Raises: UsageError where --system would not be heard."""
-    require(not (raw and system is not None), "--system is said through the chat template, which --raw leaves out")
+    require(
+        not (raw and system is not None),
+        "--system is said through the chat template, which --raw leaves out; leave one of them out",
+    )
 
 
 def parsed(flag: str, parse, spec):

@@ -30,6 +30,9 @@ from specjax.types import Array, DecodeState, Info
 GIB = 2**30
 DIGEST = hashlib.sha256().digest_size
 
+READING = "reading programs"
+"""Begins the names of threads that only read: a process may end without them."""
+
 
 class Programs(NamedTuple):
     """What drives a job from Python."""
@@ -137,7 +140,7 @@ class Kept:
         self._label = identity.digest(label + identity.of_files())
         with contextlib.suppress(OSError, UnicodeDecodeError):
             name = (self.folder / f"{self._label}.last").read_text(encoding="ascii")
-            self._expected = name, _beside(lambda: self._read(name))
+            self._expected = name, _beside(lambda: self._read(name), READING)
 
     def of(self, job: Job, family: Family = STREAM) -> Any:
         """The programs of a job: kept ones, or new ones, which are kept."""
@@ -188,7 +191,7 @@ class Kept:
             if self.plain_first and stored.plain is not None:
                 *first, whole = stored.programs
                 *programs, plain = map(_loaded, [*first, stored.plain])
-                programs.append(_Meanwhile(plain, _beside(lambda: _loaded_step(whole))))
+                programs.append(_Meanwhile(plain, _beside(lambda: _loaded_step(whole), READING)))
             else:
                 with ThreadPoolExecutor() as pool:
                     programs = list(pool.map(_loaded, stored.programs))
@@ -245,9 +248,9 @@ class Kept:
                 path.unlink(missing_ok=True)
 
 
-def _beside(work: Callable[[], Any]) -> Future:
+def _beside(work: Callable[[], Any], name: str = "") -> Future:
     """In a thread of its own, which ends with it."""
-    pool = ThreadPoolExecutor(1)
+    pool = ThreadPoolExecutor(1, name)
     begun = pool.submit(work)
     pool.shutdown(wait=False)
     return begun

@@ -421,8 +421,10 @@ def test_a_name_will_do_and_none_is_auto():
 
 
 def test_unknown_and_incomplete_methods():
-    with pytest.raises(UsageError, match='unknown method "meduza"; choose one of auto, autoregressive'):
+    with pytest.raises(UsageError, match='unknown method "meduza"; did you mean medusa'):
         make_drafter("meduza", tiny_llama())
+    with pytest.raises(UsageError, match='unknown method "oracle"; choose one of auto, autoregressive'):
+        make_drafter("oracle", tiny_llama())
     with pytest.raises(UsageError, match="needs a draft model"):
         make_drafter("two_model", tiny_llama())
     with pytest.raises(UsageError, match="medusa needs a learned head of the target; give one with --draft"):

@@ -47,7 +47,7 @@ def test_a_turn_is_answered_by_all_that_was_said(said):
     )  # fmt: skip
     assert done.code == 0
     assert done.out == "".join(f"{visible(text)}\n" for text in (first, second, alone, alone))
-    assert "nothing was said yet" in done.err and "24 tokens" in done.err and "there is no order /what" in done.err
+    assert "nothing was said yet" in done.err and "24 tokens" in done.err and "there is no command /what" in done.err
 
 
 def test_the_oldest_turns_are_forgotten_where_they_do_not_fit(said):

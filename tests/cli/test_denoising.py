@@ -68,7 +68,7 @@ def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
         (("--target", "full", "--method", "pearl"), "--method pearl is a decoder of autoregressive models"),
         (("--target", "full", "--method", "none"), 'unknown method "none"; of diffusion models choose llada'),
         (("--method", "llada"), "SmolLM2-135M-Instruct is an autoregressive model, and --method is of diffusion"),
-        (("--show", "order"), "--show order is of diffusion models"),
+        (("--show", "order"), "--show order draws the canvas of a diffusion model"),
         (("--target", "full", "--show", "all"), "--show must be text or order"),
         (("--target", "full", "--method", "sdar"), "sdar decodes block-causal models"),
         (("--target", "full", "--draft", "draft"), "--draft is of autoregressive models; leave it out"),

@@ -342,3 +342,23 @@ def test_files_are_whole_or_as_they_were(tmp_path):
     assert path.read_bytes() == b"good" and list(tmp_path.iterdir()) == [path]
     with pytest.raises(UsageError, match="No such file"):
         files.write_atomically(tmp_path / "gone" / "file", fail)
+
+
+def test_it_does_not_wait_for_programs_that_nobody_needs(tmp_path):
+    """Which are read beside a text that has ended."""
+    code = """
+import sys, time
+from specjax import cli
+import specjax.cli.app as app
+from specjax.engine import kept
+
+def run(arguments):
+    kept._beside(lambda: time.sleep(60), kept.READING)
+    print("the text")
+    return 0
+
+app.run = run
+cli.main()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "the text\n", "")

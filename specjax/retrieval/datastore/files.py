@@ -72,9 +72,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = read_json(folder / META, "build the datastore anew")
     except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(
-            f"{folder} is not a datastore: it has no {META}; build one with `specjax datastore build`"
-        ) from None
+        why = f"it has no {META}" if folder.exists() else "there is no such folder"
+        raise UsageError(f"{folder} is not a datastore: {why}; build one with `specjax datastore build`") from None
     except OSError as error:
         raise UsageError(f"cannot read {folder / META} ({error.strerror or error}); check the path") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
