@@ -28,7 +28,15 @@ far; /system TEXT, what the model is told before everything, from then on;
 
 Turns that no longer fit are forgotten, the oldest first.
 """
-ORDERS = "/stats, /system TEXT, /undo, /clear, /help, /exit"
+COMMANDS = {
+    "/stats": "tokens per pass and per second so far",
+    "/system TEXT": "what the model is told before the first turn; without TEXT nothing",
+    "/undo": "forget the last question and its answer",
+    "/clear": "forget all turns",
+    "/help": "this list",
+    "/exit": "end, as Ctrl-D does",
+}
+KNOWN = ", ".join(COMMANDS)
 
 
 def chat(
@@ -108,7 +116,7 @@ class Chat:
 
         eos = self.session.tokenizer.eos
         keywords = self.session.keywords(settings, method)
-        self.log.print(f"Type {ORDERS}.", style="dim")
+        self.log.print(f"Type {KNOWN}.", style="dim")
         text, begin = TextStream(self.session.tokenizer, eos), 0.0
         for news in specjax.serve(
             self.session.target, self.drafter, self.requests(), slots=1, longest_prompt=self.context,
@@ -140,7 +148,7 @@ class Chat:
 
         for line in lines():
             if line.startswith("/"):
-                if self.order(line) is False:
+                if self.obey(line) is False:
                     return
                 continue
             if not line.strip():
@@ -162,7 +170,7 @@ class Chat:
             del self.turns[:2]
             self.log.print("(the oldest turn is forgotten: it no longer fits)", style="dim")
 
-    def order(self, line: str) -> bool:
+    def obey(self, line: str) -> bool:
         """What a line that begins with / asks for. False: the chat is over."""
         word, _, rest = line.strip().partition(" ")
         if word in ("/exit", "/quit"):
@@ -171,12 +179,18 @@ class Chat:
             self.log.print(self.stats())
         elif word == "/system":
             self.system = rest or None
+            self.log.print("(the system prompt is set)" if rest else "(no system prompt)", style="dim")
         elif word == "/undo":
+            self.log.print("(the last turn is forgotten)" if self.turns else "(no turn to forget)", style="dim")
             del self.turns[-2:]
         elif word == "/clear":
             self.turns.clear()
+            self.log.print("(all turns are forgotten)", style="dim")
+        elif word == "/help":
+            for command, meaning in COMMANDS.items():
+                self.log.print(f"{command:14}{meaning}")
         else:
-            self.log.print(ORDERS if word == "/help" else f"there is no command {word}; there are {ORDERS}")
+            self.log.print(f"there is no command {word}; there are {KNOWN}")
         return True
 
     def stats(self) -> str:

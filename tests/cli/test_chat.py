@@ -42,12 +42,19 @@ def test_a_turn_is_answered_by_all_that_was_said(said):
     second = answer("Be brief.", "hello", first, "and now?")
     alone = answer("hello")
     done = said(
-        ["/stats", "hello", "and now?", "", "/stats", "/clear", "/system", "hello", "/undo", "hello", "/what", "/exit",
-         "never"], "--system", "Be brief.",
+        ["/stats", "hello", "and now?", "", "/stats", "/clear", "/system", "hello", "/undo", "hello", "/what", "/help",
+         "/exit", "never"], "--system", "Be brief.",
     )  # fmt: skip
     assert done.code == 0
     assert done.out == "".join(f"{visible(text)}\n" for text in (first, second, alone, alone))
     assert "nothing was said yet" in done.err and "24 tokens" in done.err and "there is no command /what" in done.err
+    for told in (
+        "(all turns are forgotten)",
+        "(no system prompt)",
+        "(the last turn is forgotten)",
+        "/clear        forget",
+    ):
+        assert told in done.err
 
 
 def test_the_oldest_turns_are_forgotten_where_they_do_not_fit(said):

@@ -47,6 +47,10 @@ def test_words_are_completed(cli, monkeypatch, words, at, found):
     assert set(cli().out.split()) == found
 
 
+def test_a_prompt_without_quotes_is_told(refused):
+    assert "put a text of several words in quotes" in refused("generate", "why", "not")
+
+
 def test_a_shell_is_told_how_to_ask(cli, monkeypatch):
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # tests run below shells of every name
     shown = cli("--show-completion", "bash")
