@@ -53,6 +53,9 @@ class Drafting(NamedTuple):
 
 AS_EACH_DOES = Drafting()
 
+FEW = 4
+"""Methods that a sentence names."""
+
 LARGEST = 4096
 """Tokens that may be drafted per round. Far more than pays anywhere; a tree takes the square of it to describe."""
 
@@ -143,8 +146,12 @@ def _read_named(named: Mapping[str, Any], rows: Mapping[str, Method]) -> dict[st
         # A size is for all of them: what is compared should be equally large.
         lacking = [name for name, option in options.items() if option is None]
         if lacking and (flag == "--num-draft-tokens" or len(lacking) == len(rows)):
-            others = " and ".join(name for name, row in of_kind("drafter").items() if NAMED[flag](row))
-            raise UsageError(f"{flag} does not apply to method {' or '.join(lacking)}, only to {others}")
+            others = [name for name, row in of_kind("drafter").items() if NAMED[flag](row)]
+            known = " and ".join(others[:FEW]) + (f" and {len(others) - FEW} others" if len(others) > FEW else "")
+            raise UsageError(
+                f"{flag} does not apply to method {' or '.join(lacking)}, only to {known}; leave it out, or choose one "
+                "with --method"
+            )
         for name, option in options.items():
             if option is not None:
                 found[name][option.name] = Given(flag, option.parse(str(value), flag))
