@@ -7,7 +7,7 @@ DEMO := Fix the spelling and print the whole text: The quick brwon fox jumps ove
 # A process that may not keep its bytecode compiles all that it imports, 2.5 s of CPU time in place of 1.0; tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-tpu-compile lint linked types check docs docs-serve format bench clean
+.PHONY: demo test test-all test-tpu-compile lint linked types check docs docs-serve dist format bench clean
 
 # Decode a prompt with SmolLM2 next to plain decoding, and say whether the texts are identical.
 demo: $(VENV)/.demo
@@ -54,6 +54,14 @@ test-all: lint types
 test-tpu-compile: $(VENV)/.dev
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[tpu-compile]'
 	$(BIN)/pytest -m tpu_compile
+
+# The wheel and the source archive, checked as an index would.
+dist: $(VENV)/.dev
+	rm -rf build/dist
+	$(BIN)/uv pip install -q --python $(BIN)/python build twine check-wheel-contents
+	$(BIN)/python -m build -q --outdir build/dist .
+	$(BIN)/twine check --strict build/dist/*
+	$(BIN)/check-wheel-contents build/dist/*.whl
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
