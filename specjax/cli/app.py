@@ -86,10 +86,12 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as error:
         return error.exit_code
     except Exception as error:  # the parser's classes are click's or typer's own, by the version of typer
-        param = getattr(error, "param", None)
-        flag = getattr(error, "option_name", None) or (param and param.opts[0])
-        if hasattr(error, "format_message") and "extra argument" in error.format_message():
-            raise UsageError(f"{error.format_message()}; put a text of several words in quotes") from None
-        if not hasattr(error, "format_message") or flag not in GUESSES:
+        if not hasattr(error, "format_message"):
             raise
-        raise UsageError(f"{error.format_message()}; {GUESSES[flag]}") from None
+        said, param = error.format_message(), getattr(error, "param", None)
+        fix = GUESSES.get(getattr(error, "option_name", None) or (param.opts[0] if param else ""))
+        if "extra argument" in said:
+            fix = "put a text of several words in quotes"
+        if fix is None:
+            raise
+        raise UsageError(f"{said}; {fix}") from None

@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from specjax.engine.kept import Kept
     from specjax.engine.requests import Request
 
-HELP = """Talk with a model.
-
-On a colour terminal, text that was drafted and accepted is green. What the
-drafter learns in one turn it knows in the next. Ctrl-D ends the chat. On a
-terminal the keys of a shell work, arrows for earlier lines too.
-
-Lines that begin with / are orders: /stats, tokens per pass and per second so
-far; /system TEXT, what the model is told before everything, from then on;
-/undo, forget the last turn; /clear, forget all turns; /help; /exit.
-
-Turns that no longer fit are forgotten, the oldest first.
-"""
 COMMANDS = {
     "/stats": "tokens per pass and per second so far",
-    "/system TEXT": "what the model is told before the first turn; without TEXT nothing",
-    "/undo": "forget the last question and its answer",
+    "/system TEXT": "what the model is told before everything, from then on; without TEXT nothing",
+    "/undo": "forget the last turn",
     "/clear": "forget all turns",
     "/help": "this list",
     "/exit": "end, as Ctrl-D does",
 }
 KNOWN = ", ".join(COMMANDS)
+
+HELP = f"""Talk with a model.
+
+On a colour terminal, text that was drafted and accepted is green. What the
+drafter learns in one turn it knows in the next. Ctrl-D ends the chat. On a
+terminal the keys of a shell work, arrows for earlier lines too.
+
+Lines that begin with / are commands, and /help says what each does:
+{KNOWN}.
+
+Turns that no longer fit are forgotten, the oldest first.
+"""
 
 
 def chat(

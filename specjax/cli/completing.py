@@ -85,8 +85,9 @@ def words_as_bash_parts_them() -> Iterator[None]:
             with contextlib.redirect_stdout(answer):
                 yield
         finally:
+            console = Console()
             for line in answer.getvalue().splitlines():
-                Console().print(line.removeprefix(stands), soft_wrap=True)
+                console.print(line.removeprefix(stands), soft_wrap=True)
 
 
 def _parted(line: str) -> list[str]:

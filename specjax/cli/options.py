@@ -28,7 +28,7 @@ class Models:
     max_positions: int | None = None  # of the target; None: what it can take
     same_bits: bool = False  # of the target, then in bfloat16
 
-    def check(self) -> None:
+    def __post_init__(self):
         require(
             self.dtype in ("auto", "float32", "bfloat16"),
             f'--dtype must be auto, float32 or bfloat16, not "{self.dtype}"',

@@ -160,7 +160,6 @@ def open_session(
     """
     from specjax.parallel import check_same
 
-    models.check()
     same_bits, draft = models.same_bits, models.draft
     require(not same_bits or mesh is None, "--same-bits is not promised over a mesh; leave it or the mesh's flags out")
     use_cache(not models.no_cache)
@@ -273,7 +272,6 @@ def _open_datastore(folder: Path | None) -> Datastore | None:
 
 def open_denoiser(log: Console, models: Models) -> tuple[Session, Denoiser]:
     """Load a diffusion model. Raises: UsageError for models that cannot be loaded, or are none."""
-    models.check()
     use_cache(not models.no_cache)
     target, chosen = models.target, choose_dtype(models.dtype)
     with stage(log, f"loading {target}", f"loaded ({describe_dtype(models.dtype, chosen)})") as clock:

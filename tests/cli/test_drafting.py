@@ -197,6 +197,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--method", "suffix", "--set", "fallback=rest"], "rest needs a datastore"),
         (["--method", "suffix", "--set", "fallback=aded:depth=x"], "--set fallback: depth must be a whole number"),
         (["--method", "suffix", "--set", "num_tokens=2", "--num-draft-tokens", "3"], "--num-draft-tokens has set"),
+        (["--method", "suffix", "--tree", "2x1"], "--tree does not apply to method suffix, only to two_model and"),
         (["--method", "suffix", "--tree", "2x1"], "others; leave it out, or choose one with --method"),
         (["--draft", "draft", "--tree", "2x1", "--num-draft-tokens", "3"], "both set the size of the draft"),
         (
