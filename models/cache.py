@@ -134,7 +134,7 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, firs
         # Row by row: a `vmap` of this is a scatter, for which the TPU compiler wants the cache in another layout than
         # the attention kernel reads, and copies all of it twice per step.
         def row(b, slots):
-            place = [0] * slots.ndim
+            place: list[Any] = [0] * slots.ndim
             place[rows], place[axis] = b, start[b]
             new = jax.lax.dynamic_slice_in_dim(chosen, b, 1, rows)
             if first_slot is not None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specjax.errors import UsageError
 from specjax.types import Array, Drafter, Output, PyTree, TokenTree, Verdict
 
-_KINDS = {"i": jnp.integer, "b": jnp.bool_, "f": jnp.floating}
+_KINDS: dict[str, Any] = {"i": jnp.integer, "b": jnp.bool_, "f": jnp.floating}
 _WORDS = {"i": "integers", "b": "booleans", "f": "floats"}
 
 
