@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import reprlib
 import stat
@@ -39,6 +41,15 @@ def reading(what: object) -> Iterator[None]:
         raise
     except BaseException as error:  # panics of libraries written in Rust are no `Exception`
         raise UsageError(f"{what} is damaged, or of another kind than its name says ({reason(error)})") from error
+
+
+@functools.cache
+def orbax():
+    """The library of checkpoints, imported when first needed, and quieter than it is."""
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it would print what a damaged file holds
+    return ocp
 
 
 def check_regular(path: str | os.PathLike) -> None:

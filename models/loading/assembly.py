@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from specjax.errors import UsageError
 from specjax.models.bridge import Config, abstract_params
 from specjax.models.layout import counts_kv_heads, spread
-from specjax.models.loading.tensors import Tensor, read_rows
+from specjax.models.loading.tensors import Held, Tensor, read_rows
 from specjax.reading import QUOTED, SENTENCE, cut, shown
 from specjax.types import PyTree
 
@@ -54,7 +54,7 @@ class Checkpoint(NamedTuple):
 
     path: Path
     config: Config
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor | Held]
     stored: dict[str, Stored]  # by parameter path, `*` for the layer
     ignored: Callable[[str], bool] = lambda name: False  # tensors that no parameter needs
 
@@ -150,7 +150,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(cut(name, QUOTED) for name in names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def fill(leaf: Leaf, tensors: dict[str, Tensor], pool: ThreadPoolExecutor, head_dim: int = 1) -> jax.Array:
+def fill(leaf: Leaf, tensors: Mapping[str, Tensor | Held], pool: ThreadPoolExecutor, head_dim: int = 1) -> jax.Array:
     """Read, convert and place all parts of one parameter, a chunk of rows per task."""
     pieces = _pieces(leaf)
     tasks = []
@@ -198,7 +198,7 @@ def _source_rows(leaf: Leaf, part: Stored, head_dim: int) -> np.ndarray | None:
     return rows if leaf.copies == 1 else np.repeat(rows.reshape(-1, head_dim), leaf.copies, 0).reshape(-1)
 
 
-def _place(slots: list, tensor: Tensor, start: int, stop: int, add: float, source: np.ndarray | None) -> None:
+def _place(slots: list, tensor: Tensor | Held, start: int, stop: int, add: float, source: np.ndarray | None) -> None:
     """Stored rows `start:stop` to where they belong. What is added is added in float32, before rounding."""
     wanted: list[tuple] = []
     for (rows, *others), values in slots:

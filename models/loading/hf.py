@@ -10,7 +10,7 @@ from typing import Any
 from specjax import reading
 from specjax.errors import UsageError
 from specjax.models.bridge import Config
-from specjax.models.loading import denoisers, families, torch_file
+from specjax.models.loading import denoisers, families, maxtext, torch_file
 from specjax.models.loading.assembly import Checkpoint, Stored
 from specjax.models.loading.fields import Fields
 from specjax.models.loading.tensors import Tensor, check_sizes
@@ -51,10 +51,21 @@ def read(folder: Path, **options) -> Checkpoint:
     where = str(folder / "config.json")
     config = read_json(folder / "config.json")
     if config is None:
+        if maxtext.find(folder) is not None:
+            raise UsageError(
+                f"{folder} has no config.json; lay that and the tokenizer of the Hugging Face model that MaxText "
+                "trained beside its checkpoint"
+            )
         raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file")
     if config.get("quantization_config"):
         raise UsageError(f"{where} says the weights are quantised; use the original checkpoint or a GGUF of it")
     parsed, stored = parse_config(config, where, **options)
+    items = maxtext.find(folder)
+    if items is not None:
+        if any(folder.glob(f"*{SAFETENSORS}")):
+            raise UsageError(f"{folder} has safetensors and a checkpoint of MaxText; move one of the two away")
+        held, stored = maxtext.read(items, parsed, Fields(config, where).text("model_type", "unnamed"))
+        return Checkpoint(folder, parsed, held, stored)
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         for name, tensor in read_tensors(file).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,14 @@ class Tensor(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return bytes_of(self.kind, math.prod(self.shape))
+
+
+class Held(NamedTuple):
+    """One tensor of a store that reads itself, such as Orbax: `rows(start, stop)` gives rows of it as float32."""
+
+    file: Path
+    shape: tuple[int, ...]  # as `Tensor`'s
+    rows: Callable[[int, int], np.ndarray]
 
 
 @functools.cache
@@ -63,8 +72,10 @@ def bytes_of(kind: str, elements: int) -> int:
     return elements // unit * size
 
 
-def read_rows(tensor: Tensor, start: int, stop: int) -> np.ndarray:
+def read_rows(tensor: Tensor | Held, start: int, stop: int) -> np.ndarray:
     """float32[stop - start, ...]: rows of a tensor. `start` must fall on a block of the format."""
+    if isinstance(tensor, Held):
+        return tensor.rows(start, stop)
     return _float32(_raw(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
 
 

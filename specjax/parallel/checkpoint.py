@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -22,7 +20,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.parallel import fingerprint, hosts
 from specjax.parallel.arrays import gather
-from specjax.reading import check_regular, reading
+from specjax.reading import check_regular, orbax, reading
 from specjax.types import DecodeState, PyTree, Stats
 
 
@@ -43,7 +41,7 @@ def save(folder: str | os.PathLike, tree: PyTree) -> None:
 
     Raises: UsageError if the folder cannot be written, or holds something else than a checkpoint.
     """
-    ocp = _orbax()
+    ocp = orbax()
     _make(folder)
     free = _is_free(folder)
     hosts.check_same(free, f"contents of {folder}")  # nobody replaces it before all have looked
@@ -62,7 +60,7 @@ def restore(folder: str | os.PathLike, like: PyTree) -> PyTree:
 
     Raises: UsageError if there is no checkpoint, or its arrays are others.
     """
-    ocp = _orbax()
+    ocp = orbax()
     _check_files(folder)
     with reading(folder):
         try:
@@ -83,7 +81,7 @@ class Running:
     def __init__(self, checkpoints: Checkpoints, about: Mapping[str, str]):
         if checkpoints.every < 1:
             raise UsageError(f"a checkpoint can be written every 1 step or more, not every {checkpoints.every}")
-        ocp = _orbax()
+        ocp = orbax()
         self.folder, self.every, self.about = checkpoints.folder, checkpoints.every, dict(about)
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, cleanup_tmp_directories=True)
         handlers = {
@@ -102,7 +100,7 @@ class Running:
         Args: state, stats: as at the start of the run; the cache is freed and its place taken by the restored one.
         Raises: UsageError if the checkpoint belongs to another run or does not fit on this mesh.
         """
-        args = _orbax().args
+        args = orbax().args
         with reading(self.folder):
             step = self.manager.latest_step()  # from this host's own listing of the folder
         hosts.check_same(step, f"newest checkpoints in {self.folder}")
@@ -134,7 +132,7 @@ class Running:
     def _read(self, step: int, **item):
         [name] = item
         try:
-            return self.manager.restore(step, args=_orbax().args.Composite(**item))[name]
+            return self.manager.restore(step, args=orbax().args.Composite(**item))[name]
         except Exception as error:  # of Orbax, of TensorStore below it, of their reading of JSON
             raise self._broken(step) from error
 
@@ -146,7 +144,7 @@ class Running:
 
     def save(self, step: int, state: DecodeState, stats: Stats, *, over: bool = False) -> None:
         """Begin to write; when it returns, the state may be donated. `over`: only the text is still needed."""
-        args = _orbax().args
+        args = orbax().args
         text, rest = _parts(state, stats)
         about = {"run": self.about, "shapes": _shapes(state)}
         items = {"about": args.JsonSave(about), "text": args.StandardSave(_flat(text))}
@@ -266,12 +264,3 @@ def _check_shapes(folder, saved: Mapping, wanted: Mapping) -> None:
 def _absolute(folder: str | os.PathLike) -> str:
     text = os.fspath(folder)
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
-
-
-@functools.cache
-def _orbax():
-    """Imported when first needed, and quieter than it is."""
-    import orbax.checkpoint as ocp
-
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it would print what a damaged file holds
-    return ocp
