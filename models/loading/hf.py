@@ -51,12 +51,8 @@ def read(folder: Path, **options) -> Checkpoint:
     where = str(folder / "config.json")
     config = read_json(folder / "config.json")
     if config is None:
-        if maxtext.find(folder) is not None:
-            raise UsageError(
-                f"{folder} has no config.json; lay that and the tokenizer of the Hugging Face model that MaxText "
-                "trained beside its checkpoint"
-            )
-        raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file")
+        other = f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file"
+        raise UsageError(maxtext.why_none(folder) or other)
     if config.get("quantization_config"):
         raise UsageError(f"{where} says the weights are quantised; use the original checkpoint or a GGUF of it")
     parsed, stored = parse_config(config, where, **options)

@@ -73,6 +73,20 @@ def find(folder: Path) -> Path | None:
     return next((place for place in places if (place / METADATA).is_file()), None)
 
 
+def why_none(folder: Path) -> str | None:
+    """What to do with a folder of MaxText's that is no model folder, having no config.json."""
+    if find(folder) is not None:
+        return (
+            f"{folder} has no config.json; lay that and the tokenizer of the Hugging Face model that MaxText trained "
+            "beside its checkpoint"
+        )
+    steps = [step for step in folder.iterdir() if step.name.isdecimal() and find(step) is not None]
+    if steps:
+        last = max(steps, key=lambda step: int(step.name))
+        return f"{folder} holds the checkpoints of {len(steps)} steps; give the folder of one, such as {last}"
+    return None
+
+
 def read(place: Path, config: Config, kind: str) -> tuple[dict[str, Held], dict[str, Stored]]:
     """(tensors by name, what is stored by parameter path) of a checkpoint of a Hugging Face `model_type`.
 
@@ -159,7 +173,7 @@ class _Store:
         )
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                return _inside(reader.restore(self.place, args=args), path)
+                return _inside(reader.restore(self.place.absolute(), args=args), path)
         except Exception as error:  # of tensorstore, of zarr, of OCDBT, of the disk
             raise UsageError(
                 f"{'.'.join(path)} of {self.place} cannot be read ({reason(error)}); copy the checkpoint again"
@@ -169,7 +183,7 @@ class _Store:
         ocp = orbax()
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                found = reader.metadata(self.place)
+                found = reader.metadata(self.place.absolute())
         except Exception as error:
             raise UsageError(f"{self.place} is no whole folder of Orbax ({reason(error)}); copy it again") from error
         found = getattr(found, "item_metadata", found)  # newer versions say more, around it

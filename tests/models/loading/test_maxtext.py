@@ -123,10 +123,11 @@ def test_the_weights_of_each_kind_are_those_of_its_hugging_face_folder(models, s
     same(load(tmp_path, stacked=stacked)[0], load(folder, stacked=stacked)[0])
 
 
-def test_a_checkpoint_of_maxtext_gives_its_logits(data, tiny, tmp_path):
+def test_a_checkpoint_of_maxtext_gives_its_logits(data, tmp_path, monkeypatch):
     """Trained and saved by MaxText 0.2.5 itself, with the frequencies of Llama 3.1, and asked by it."""
     shutil.copytree(data / "maxtext", tmp_path / "it")
-    target, _ = load(tmp_path / "it")
+    monkeypatch.chdir(tmp_path)
+    target, _ = load("it")  # Orbax takes no relative paths
     asked = np.load(data / "maxtext" / "logits.npz")
     tokens, theirs = asked["tokens"], asked["logits"]
     cache, width = target.model.begin(target.params, None, *tokens.shape), tokens.shape[1]
@@ -185,6 +186,12 @@ def test_a_checkpoint_without_a_description(llama, tmp_path):
     write(tmp_path, llama[1], scanned=True)
     refused(tmp_path, "config.json", "MaxText", "tokenizer")
     refused(tmp_path / "items", "config.json", "MaxText")
+
+
+def test_a_run_of_many_steps(llama, tmp_path):
+    for step in ("9", "10"):
+        write(tmp_path / step, llama[1], scanned=True)
+    refused(tmp_path, "2 steps", str(tmp_path / "10"))
 
 
 def test_two_sets_of_weights_in_one_folder(llama, tmp_path):
