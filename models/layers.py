@@ -34,8 +34,15 @@ def project(x: Array, weight: Array, dtype=None) -> Array:
     return jax.lax.platform_dependent(x, weight, cpu=cpu, tpu=tpu, default=plain)
 
 
-PIECE = 2048
-"""Terms of a sum that every kernel takes in one go: XLA's on CPU cut those above 4,096, for some numbers of rows."""
+PIECE = 1024
+"""Terms of a sum that every kernel takes in one go: XLA's on CPU cut longer ones for some numbers of rows, above 4,096
+in jax 0.10, above 1,024 since 0.11."""
+
+
+LEAST_ROWS = 2 if jax.__version_info__ < (0, 12) else 16
+"""Of a bfloat16 product on CPU. Alone a row is multiplied as a vector, for which there is no kernel (190 ms a pass of
+SmolLM2, 24 with a second one). Since jax 0.12 up to 8 rows are summed in another order than more are, and more slowly:
+SmolLM2's head 5.7 ms for 2 rows and 5.4 for 16, a matrix of its MLP 0.21 and 0.15 (two cores with AVX-512)."""
 
 
 def project_in_pieces(x: Array, weight: Array, dtype=None) -> Array:
@@ -80,12 +87,13 @@ def _project_on_cpu(x: Array, weight: Array, dtype) -> Array:
 
     SmolLM2, 2 cores with AMX, 500 cached tokens, ms for 1 / 8 / 16 / 32 new tokens: float32 35 / 58 / 76 / 111,
     bfloat16 24 / 32 / 41 / 62. A bfloat16 result is computed by plain loops (about 180 ms), the weight on the right
-    costs half as much again. One bfloat16 row takes a second one along: alone it is a product with a vector, for which
-    there is no kernel (190 ms). The barriers keep the compiler from folding transpose and conversion into the product.
+    costs half as much again. One bfloat16 row takes others along (`LEAST_ROWS`). The barriers keep the compiler from
+    folding transpose and conversion into the product.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
-    rows = jax.lax.optimization_barrier(jnp.pad(rows, ((0, max(0, 2 - count)), (0, 0))))
+    least = LEAST_ROWS if x.dtype == jnp.bfloat16 else 2
+    rows = jax.lax.optimization_barrier(jnp.pad(rows, ((0, max(0, least - count)), (0, 0))))
     y = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(y)[:, :count].T.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 

@@ -5,7 +5,7 @@ a token sums up goes by slots: groups of them at multiples of GROUP, one after a
 order. So it makes no difference how many tokens are new, which tree stands around this one, which rows there are and
 how large the cache is. That holds
 
-- within a group, since the products over its slots are of one form: all slots of the group, at least four rows (XLA's
+- within a group, since the products over its slots are of one form: all slots of the group, at least ROWS rows (XLA's
   CPU kernels compute fewer in another order; a row does not depend on the others);
 - between groups, since each adds one float32 number to the sum, and since a change of the softmax's maximum, which is a
   power of two, multiplies exactly;
@@ -29,7 +29,9 @@ from specjax.rounding import FRACTION, fixed_point, power_of_two, sum_in_order, 
 
 GROUP = 64  # slots; a multiple of what matrix units sum up at once
 BLOCK = 256  # slots that one turn of the loop reads
-ROWS = 4  # rows of a product, at least: 8 took five times as long for 8 nodes on two cores
+ROWS = 4 if jax.__version_info__ < (0, 12) else 16
+"""Rows of a product, at least: XLA's CPU kernels sum fewer in another order. With jax 0.10 8 took five times as long
+as 4 for 8 nodes on two cores."""
 AT_ONCE = 32  # nodes whose slots are put together at a time
 NOTHING = -(1 << 20)  # the exponent of what is not seen
 LOG_2 = 0.6931471805599453

@@ -26,7 +26,9 @@ def test_the_loop_over_draft_passes_is_told_from_those_within():
 
     module = hlo.parse(jax.jit(program).lower(jnp.ones((8, 8)), jnp.eye(8)).compile().as_text())
     trips = _named(3, lambda loop: 99.0)
-    assert [(loop.depth, trips(loop)) for loop in hlo.dynamic_loops(module)] == [(0, 3.0), (1, 99.0)]
+    # Of quick compilation gathers are loops, too, since jax 0.12.
+    loops = [loop for loop in hlo.dynamic_loops(module) if '/while"' in loop.instruction.attributes]
+    assert [(loop.depth, trips(loop)) for loop in loops] == [(0, 3.0), (1, 99.0)]
 
 
 def test_of_a_rounds_two_passes_the_wide_one_is_counted():
