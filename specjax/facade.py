@@ -183,14 +183,18 @@ def job_of(
         if call.pop("inputs", None) is not None:
             raise UsageError("a denoiser reads tokens only; leave inputs out")
         return prepare_canvas(target, _procedure(target, drafter), prompts, settings, **call)
-    if not isinstance(target, Target):
+    _check_target(target)
+    if isinstance(drafter, Procedure):
+        raise UsageError("a procedure is of diffusion models; give a Denoiser for a target, or a drafter")
+    return prepare(target, _drafter(target, drafter), prompts, settings, **call)
+
+
+def _check_target(target: Any) -> None:
+    if not isinstance(target, Target | Denoiser):
         raise UsageError(
             f"target must be a specjax.Target, not {type(target).__name__}; specjax.load reads one, and "
             "specjax.target_of makes one of a model of yours"
         )
-    if isinstance(drafter, Procedure):
-        raise UsageError("a procedure is of diffusion models; give a Denoiser for a target, or a drafter")
-    return prepare(target, _drafter(target, drafter), prompts, settings, **call)
 
 
 def _procedure(denoiser: Denoiser, method: Any) -> Procedure:
@@ -312,6 +316,7 @@ def serve(
     Raises: UsageError for a setting outside its range, or a mesh that splits the batch.
     """
     refuse(settings, "serve", ("debug", "logprobs"))
+    _check_target(target)
     if slots < 1 or longest_prompt < 1:
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
     if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:

@@ -40,12 +40,20 @@ def mesh(
     if model is None:
         model = max(len(devices) // max(others, 1), 1)
     shape = data, layer, sequence, model
-    if min(shape) < 1 or math.prod(shape) > len(devices):
-        raise UsageError(
-            f"a mesh of {' x '.join(map(str, shape))} (data, layer, sequence, model) needs {math.prod(shape)} devices, "
-            f"but there are {len(devices)}"
+    if min(shape) < 1:
+        raise UsageError(f"the parts of a mesh (data, layer, sequence, model) must be at least 1, not {shape}")
+    wanted = math.prod(shape)
+    if wanted > len(devices):
+        more = (
+            f", or set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} to have as many of one CPU"
+            if devices[0].platform == "cpu"
+            else ""
         )
-    return Mesh(np.array(devices[: math.prod(shape)]).reshape(shape), ("data", "layer", "sequence", "model"))
+        raise UsageError(
+            f"a mesh of {' x '.join(map(str, shape))} (data, layer, sequence, model) needs {wanted} devices, but there "
+            f"are {len(devices)}; ask for fewer parts{more}"
+        )
+    return Mesh(np.array(devices[:wanted]).reshape(shape), ("data", "layer", "sequence", "model"))
 
 
 OfModel = TypeVar("OfModel", bound=Any)

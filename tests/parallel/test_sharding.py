@@ -162,8 +162,10 @@ def test_top_k_and_top_p_over_parts_of_the_vocabulary(ties):
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
-    with pytest.raises(UsageError, match="needs 16 devices, but there are 8"):
+    with pytest.raises(UsageError, match=r"needs 16 devices, but there are 8; ask for fewer parts, or set .*count=16"):
         specjax.mesh(2, 8)
+    with pytest.raises(UsageError, match=r"must be at least 1, not \(2, 0, 1, 1\)"):
+        specjax.mesh(2, 1, layer=0)
     with pytest.raises(UsageError, match='axes x; it needs "data"'):
         specjax.shard(tiny_llama(), jax.sharding.Mesh(np.array(jax.devices()[:2]), "x"))
     with pytest.raises(UsageError, match=r"8 parts .* 6 query and 3 key/value heads of .*; choose 1 or 2 or 3 or 6"):
