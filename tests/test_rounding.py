@@ -52,6 +52,18 @@ def test_sums_do_not_depend_on_how_many_there_are(size):
         np.testing.assert_array_equal(run(slice(5, 5 + count)), whole[5 : 5 + count])
 
 
+def test_norms_do_not_depend_on_how_many_there_are():
+    """With jax 0.12 the root next to the sum did, by whether the rows fill a vector."""
+    x = jnp.asarray(3 * np.random.default_rng(1).normal(size=(64, 4, 576)), jnp.bfloat16)
+    norm = lambda x: rounding.as_bfloat16(x) * rounding.root_mean_square(x, 1e-5)
+    run = jax.jit(
+        norm, compiler_options={"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    )
+    whole = np.asarray(run(x))
+    for rows in (1, 2, 3, 5, 8, 9, 15, 33):
+        np.testing.assert_array_equal(run(x[:rows]), whole[:rows])
+
+
 def test_derivatives_are_those_of_the_real_ones():
     """Integers have none: without a word of it that of the sigmoid would be zero, and SiLU's silently wrong."""
     x = jnp.asarray([-3.0, 0.0, 2.0], jnp.bfloat16)
