@@ -75,8 +75,8 @@ def exact_factor(x: Array) -> Array:
 def root_mean_square(x: Array, eps: float) -> Array:
     """float32[..., 1] of bfloat16 x [..., D]: 1 / sqrt(mean(x ** 2) + eps). The squares are exact.
 
-    The root is apart from the sum and product before it: in one loop with these, XLA on CPU takes it otherwise in vectors
-    than in what is left of a vector (since jax 0.12).
+    The root is apart from the sum and product before it: in one loop with these, XLA on CPU takes it otherwise in
+    vectors than in what is left of a vector (since jax 0.12).
     """
     size, y = x.shape[-1], as_bfloat16(x)
     mean = (sum_in_order(y * y) + np.float32(size * eps)) * np.float32(1 / size)
