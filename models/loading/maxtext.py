@@ -124,7 +124,7 @@ def _held(store: _Store, array: Array, name: str, layer: int | None, config: Con
 
     def rows(start: int, stop: int) -> np.ndarray:
         whole = store.array(array.path)
-        own = whole if layer is None else whole.take(layer, LAYERS_AXIS) if whole.ndim < 3 else whole[:, layer]
+        own = whole if layer is None else whole[:, layer]  # LAYERS_AXIS
         flat = own.reshape(ins, -1).T if matrix else own if part == "embedding" else own.reshape(-1)
         found = flat[start:stop].astype(np.float32)
         return found * np.float32(times) if times != 1.0 else found
@@ -183,11 +183,10 @@ class _Store:
         ocp = orbax()
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                found = reader.metadata(self.place.absolute())
+                found = reader.metadata(self.place.absolute()).item_metadata
         except Exception as error:
             raise UsageError(f"{self.place} is no whole folder of Orbax ({reason(error)}); copy it again") from error
-        found = getattr(found, "item_metadata", found)  # newer versions say more, around it
-        tree = getattr(found, "tree", found)
+        tree = getattr(found, "tree", None)
         if not isinstance(tree, dict):
             raise UsageError(f"{self.place} is no whole folder of Orbax: what is in it is not said; copy it again")
         return tree
