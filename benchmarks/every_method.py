@@ -9,7 +9,8 @@ sibling: its draft model is its own first 8 of 30 layers. The datastore of `rest
 not decoded.
 
 Where texts differ, the gap between the two best logits is given: below 1e-3 it is a near-tie that the width of the pass
-decides. Methods that are in the file --out already are not run again. Exit code 1 if a text differs.
+decides; with `--same-bits`, in bfloat16, there is no such thing. Methods that are in the file --out already are not run
+again. Exit code 1 if a text differs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from specjax.models import make_model
 from specjax.retrieval import datastore
 
 BATCH = 8
+MODELS_OF_THEIR_OWN = {"fill", "denoiser", "head"}
+"""What a method may need that SmolLM2 has not."""
 
 
 def make(name: str, target: specjax.Target, draft: specjax.Target, store, nodes: int) -> specjax.Drafter:
@@ -176,17 +179,19 @@ def hf_model(target, config_class, model_class, torch):
 
 def run(args, report: dict[str, Any]) -> None:
     """Add to `report`, and to the file after each method, what it lacks."""
-    target, tokenizer = specjax.load(args.target, dtype=args.dtype)
-    draft = specjax.load(args.draft, dtype=args.dtype)[0] if args.draft else first_layers(target, 8)
+    options = {"dtype": "bfloat16" if args.same_bits else args.dtype, "same_bits": args.same_bits}
+    target, tokenizer = specjax.load(args.target, **options)
+    draft = specjax.load(args.draft, **options)[0] if args.draft else first_layers(target, 8)
     chosen, others = select(args.prompts, args.limit)
     prompts = [tokenizer.chat(prompt.text) for prompt in chosen]
     texts = [np.asarray(tokenizer.encode(prompt.text)) for prompt in others]
     store = datastore.from_documents(texts, target.model.vocab_size)
-    known = [name for name, row in specjax.METHODS.items() if row.kind == "drafter" and "fill" not in row.needs]
+    lacks = lambda row: MODELS_OF_THEIR_OWN & set(row.needs)
+    known = [name for name, row in specjax.METHODS.items() if row.kind == "drafter" and not lacks(row)]
     names = [name for name in known if name in (args.method or known)]
     settings = {
         "target": target.model.name, "draft": draft.model.name if args.draft else "first 8 layers",
-        "prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "budget": args.budget,
+        "prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "budget": args.budget, **options,
     }  # fmt: skip
     if report.setdefault("settings", settings) != settings:
         raise SystemExit(f"--out: {args.out} was made with other settings, {report['settings']}; give another file")
@@ -261,6 +266,7 @@ def main() -> int:
     parser.add_argument("--target", help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--draft", help="default: the first 8 layers of the target")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--same-bits", action="store_true", help="bfloat16 with the same bits: any difference counts")
     parser.add_argument("--limit", type=int, default=11, help="prompts per task")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--budget", type=int, default=7, help="drafted nodes per pass, 6 or more")
