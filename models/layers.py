@@ -1,8 +1,4 @@
-"""The blocks that the model families share.
-
-Weights are kept as [out, in], the order of the checkpoints. Measured on a 2-core CPU, one token, SmolLM2 in float32:
-the matrix-vector products read 18 GB/s in this order and 13 GB/s as [in, out].
-"""
+"""The blocks that the model families share."""
 
 from __future__ import annotations
 
@@ -19,83 +15,10 @@ from flax import nnx
 from specjax import rounding, turns
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
+from specjax.models.products import project, same_project
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.quantization import Quantized
 from specjax.types import Appended, Array, Mixture, PyTree, Stream, Sublayers
-
-TILE_ROWS = 8
-
-
-def project(x: Array, weight: Array, dtype=None) -> Array:
-    """x [..., I] times the transpose of weight [O, I]: [..., O], of `dtype` or that of x."""
-    plain, cpu, tpu = (functools.partial(f, dtype=dtype) for f in (_project, _project_on_cpu, _project_on_tpu))
-    if x.size == x.shape[-1] and x.dtype == jnp.float32:  # one token: a product with a vector
-        cpu = plain
-    return jax.lax.platform_dependent(x, weight, cpu=cpu, tpu=tpu, default=plain)
-
-
-PIECE = 1024
-"""Terms of a sum that every kernel takes in one go: XLA's on CPU cut longer ones for some numbers of rows, above 4,096
-in jax 0.10, above 1,024 since 0.11."""
-
-
-LEAST_ROWS = 2 if jax.__version_info__ < (0, 12) else 16
-"""Of a bfloat16 product on CPU. Alone a row is multiplied as a vector, for which there is no kernel (190 ms a pass of
-SmolLM2, 24 with a second one). Since jax 0.12 up to 8 rows are summed in another order than more are, and more slowly:
-SmolLM2's head 5.7 ms for 2 rows and 5.4 for 16, a matrix of its MLP 0.21 and 0.15 (two cores with AVX-512)."""
-
-
-def project_in_pieces(x: Array, weight: Array, dtype=None) -> Array:
-    """As `project`, with the same bits for a row whatever others there are."""
-    parts = [
-        project(x[..., start : start + PIECE], weight[:, start : start + PIECE], jnp.float32)
-        for start in range(0, x.shape[-1], PIECE)
-    ]
-    return functools.reduce(jnp.add, parts).astype(dtype or x.dtype)
-
-
-def _project(x: Array, weight: Array, dtype) -> Array:
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
-
-
-def _project_on_tpu(x: Array, weight: Array, dtype) -> Array:
-    """At least 8 rows on a device, a full tile: the compiler keeps fewer off the matrix unit.
-
-    Llama 3 8B over four v5e chips, one token by the compiler's schedule: 673,000 cycles per layer and 1,840,000 for the
-    head without, 394,000 and 688,000 with padding, 376,000 and 667,000 with the barriers that keep it apart.
-    """
-    tokens = x.shape[-2] if x.ndim > 1 else 1
-    batch = x.size // (x.shape[-1] * tokens * _parts_of_batch())
-    wanted = -(-TILE_ROWS // max(batch, 1))
-    if tokens >= wanted:
-        return _project(x, weight, dtype)
-    # More tokens, not more rows of the batch: these may lie on several devices.
-    some = x.reshape(*x.shape[:-2], tokens, x.shape[-1])
-    some = jnp.pad(some, [(0, 0)] * (some.ndim - 2) + [(0, wanted - tokens), (0, 0)])
-    y = jax.lax.optimization_barrier(_project(jax.lax.optimization_barrier(some), weight, dtype))
-    return y[..., :tokens, :].reshape(*x.shape[:-1], -1)
-
-
-def _parts_of_batch() -> int:
-    """Over how many devices the rows of the batch are split in the program that is traced; 1 where arrays are local."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty or mesh.manual_axes else dict(mesh.shape).get("data", 1)
-
-
-def _project_on_cpu(x: Array, weight: Array, dtype) -> Array:
-    """The weight as the left operand and a float32 result, which XLA's fast CPU kernels ask for.
-
-    SmolLM2, 2 cores with AMX, 500 cached tokens, ms for 1 / 8 / 16 / 32 new tokens: float32 35 / 58 / 76 / 111,
-    bfloat16 24 / 32 / 41 / 62. A bfloat16 result is computed by plain loops (about 180 ms), the weight on the right
-    costs half as much again. One bfloat16 row takes others along (`LEAST_ROWS`). The barriers keep the compiler from
-    folding transpose and conversion into the product.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    count = len(rows)
-    least = LEAST_ROWS if x.dtype == jnp.bfloat16 else 2
-    rows = jax.lax.optimization_barrier(jnp.pad(rows, ((0, max(0, least - count)), (0, 0))))
-    y = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return jax.lax.optimization_barrier(y)[:, :count].T.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 
 
 class Linear(nnx.Module):
@@ -106,7 +29,7 @@ class Linear(nnx.Module):
     ):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (fan_out, fan_in), dtype) * fan_in**-0.5)
         self.bias = nnx.Param(jnp.zeros((fan_out,), dtype)) if bias else None
-        self.product = project_in_pieces if same_bits and fan_in > PIECE else project
+        self.product = same_project if same_bits else project
 
     def __call__(self, x):
         y = self.product(x, self.weight[...])
@@ -117,7 +40,7 @@ class Embedding(nnx.Module):
     """A table of token vectors, which may also serve as the head."""
 
     def __init__(self, vocab: int, width: int, *, same_bits: bool = False, dtype, rngs: nnx.Rngs):
-        self.product = project_in_pieces if same_bits and width > PIECE else project
+        self.product = same_project if same_bits else project
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (vocab, width), dtype) * width**-0.5)
 
     def __call__(self, tokens: Array | Mixture):

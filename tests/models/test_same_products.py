@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from specjax.errors import UsageError
-from specjax.models import LlamaConfig, layers, make_model
+from specjax.models import LlamaConfig, make_model, products
 
 
 def test_long_rows():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((24, 8192), (96, 8192)))
-    run = jax.jit(lambda x: layers.project_in_pieces(x, weight, jnp.float32))
+    run = jax.jit(lambda x: products.same_project(x, weight, jnp.float32))
     whole = np.asarray(run(x))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(whole, exact, atol=0.02)
