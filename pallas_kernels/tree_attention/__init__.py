@@ -57,6 +57,9 @@ def tree_attention(
         run = on_tpu
     elif implementation == "by_slot":
         run = functools.partial(_run_by_slot, **static)
+        if not with_total and not _tpu_by_slot().unsupported(q, k, prefix_k):
+            on_tpu = functools.partial(_run_tpu_by_slot, scale=scale, softcap=softcap)
+            run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, default=run)
     elif implementation == "xla" or _tpu().unsupported(q, k, prefix_k):
         run = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, rocm=on_gpu, default=on_xla)
     else:
@@ -90,6 +93,13 @@ def _tpu():
     return tpu
 
 
+@functools.cache
+def _tpu_by_slot():
+    from specjax.pallas_kernels.tree_attention import tpu_by_slot
+
+    return tpu_by_slot
+
+
 def _run_xla(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
     return _xla(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
@@ -109,6 +119,15 @@ def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_posit
 @in_32_bits  # as Mosaic's indices are
 def _run_tpu(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
     return _tpu().tree_attention(
+        q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
+        **static,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "softcap"))
+@in_32_bits
+def _run_tpu_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
+    return _tpu_by_slot().tree_attention_by_slot(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
         **static,
     )  # fmt: skip

@@ -1,10 +1,14 @@
 """Products of a row do not depend on the other rows, also where the row is longer than kernels sum up in one go."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tpu import devices
 
+from specjax import rounding
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig, make_model, products
 
@@ -18,6 +22,41 @@ def test_long_rows():
     np.testing.assert_allclose(whole, exact, atol=0.02)
     for rows in (1, 2, 9, 16):
         np.testing.assert_array_equal(run(x[:rows]), whole[:rows])
+
+
+def products_of(text: str) -> set[str]:
+    """Of a program compiled for a TPU: shape, way and windows of each product."""
+    found = re.findall(
+        r"= (\S+) fusion\([^\n]*dot_general[^\n]*?\"window_config\":(\{[^}]*\})[^\n]*emitter\":\"(\w+)", text
+    )
+    return {str(one) for one in found}
+
+
+@pytest.mark.tpu_compile
+def test_on_a_tpu_all_passes_have_the_same_products():
+    (device, *_) = devices("v5e:2x2")
+    place = jax.sharding.SingleDeviceSharding(device)
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=place)
+
+    def compiled(project, rows):
+        run = jax.jit(lambda x, weight: jnp.tanh(project(jnp.square(x), weight)))
+        return products_of(run.lower(shape(1, rows, 2048), shape(4096, 2048)).compile().as_text())
+
+    (wanted,) = compiled(products.same_project, 1)
+    for rows in (2, 8, 33, 64, 128):
+        assert compiled(products.same_project, rows) == {wanted}
+    # The mutant is the product of other passes, which is cut otherwise for more rows.
+    assert len(set.union(*(compiled(products.project, rows) for rows in (1, 64, 128)))) > 1
+
+
+def test_tiles_are_products_of_all_rows():
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 50, 7), (5, 7)))
+    for rows in (x, x[:1], x[0]):
+        got = jax.jit(lambda rows: rounding.in_tiles(lambda one: one @ weight.T, rows))(rows)
+        np.testing.assert_allclose(got, rows @ weight.T, atol=1e-5)
+    sums = rounding.in_tiles(rounding.sum_in_order, x)
+    np.testing.assert_allclose(sums, x.sum(-1), atol=1e-5)
 
 
 def test_float32_is_refused():

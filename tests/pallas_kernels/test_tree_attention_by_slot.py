@@ -8,39 +8,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slots import SCALE, Sizes, differing, exact, random_parents, tree_pass
 
 from specjax.pallas_kernels.tree_attention import by_slot, tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
 from specjax.quantization import quantize
 
 BATCH, HEADS, KV, DIM, SLOTS, GROUP, NODES = 2, 6, 2, 16, 48, 8, 6
-SIZES = {"scale": 0.3, "block": 16, "group": GROUP}
+SIZES = {"scale": SCALE, "block": 16, "group": GROUP}
 STATIC = "window", "softcap", "with_total"
 BY_SLOT = jax.jit(functools.partial(by_slot.tree_attention_by_slot, **SIZES), static_argnames=STATIC)
-XLA = jax.jit(functools.partial(tree_attention, scale=0.3, implementation="xla"), static_argnames=STATIC)
+XLA = jax.jit(functools.partial(tree_attention, scale=SCALE, implementation="xla"), static_argnames=STATIC)
 
 
 def case(seed: int, lengths, nodes: int = NODES):
     """Arrays of a pass over a random tree, and its parents."""
-    rng = np.random.default_rng(seed)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-    parents = [-1, *(int(rng.integers(max(0, i - 3), i)) for i in range(1, nodes))]
-    mask, depth = np.eye(nodes, dtype=bool), np.zeros(nodes, int)
-    for i in range(1, nodes):
-        mask[i] |= mask[parents[i]]
-        depth[i] = depth[parents[i]] + 1
-    length = np.array(lengths, np.int32)
-    arrays = (
-        normal(BATCH, nodes, HEADS, DIM), normal(BATCH, KV, nodes, DIM), normal(BATCH, KV, nodes, DIM),
-        normal(BATCH, KV, SLOTS, DIM), normal(BATCH, KV, SLOTS, DIM), jnp.asarray(length),
-        jnp.asarray(length[:, None] + depth, jnp.int32), jnp.asarray(np.broadcast_to(mask, (BATCH, nodes, nodes))),
-    )  # fmt: skip
-    return arrays, parents
+    parents = random_parents(seed, nodes)
+    return tree_pass(seed, Sizes(HEADS, KV, DIM, SLOTS), lengths, parents), parents
 
 
-def exact(arrays, **options) -> np.ndarray:
-    wide = [x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x for x in arrays]
-    return np.asarray(reference(*wide, scale=0.3, **options))
+def apart(run, seed: int, lengths, **options) -> int:
+    """`differing` of such a pass, in float32."""
+    return differing(lambda *arrays: run(*arrays, with_total=True, **options)[0], *case(seed, lengths))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -54,40 +43,11 @@ def test_is_one_softmax(window, softcap, seed, lengths):
     np.testing.assert_allclose(got, exact(arrays, **options), atol=0.03)
 
 
-def committed(arrays, path):
-    """The same pass after the first nodes of a path were committed, over the last one alone."""
-    q, k, v, prefix_k, prefix_v, length, positions, _ = arrays
-    for place, node in enumerate(path[:-1]):
-        for row in range(BATCH):
-            prefix_k = prefix_k.at[row, :, length[row] + place].set(k[row, :, node])
-            prefix_v = prefix_v.at[row, :, length[row] + place].set(v[row, :, node])
-    last = path[-1:]
-    alone = jnp.ones((BATCH, 1, 1), bool)
-    return (
-        q[:, last], k[:, :, last], v[:, :, last], prefix_k, prefix_v, length + len(path) - 1,
-        positions[:, last], alone,
-    )  # fmt: skip
-
-
-def differing(run, seed, lengths, **options) -> int:
-    """Numbers of a tree's output, in float32, that are not those of its nodes after their ancestors were committed."""
-    arrays, parents = case(seed, lengths)
-    run = functools.partial(run, with_total=True)
-    tree, count = np.asarray(run(*arrays, **options)[0]), 0
-    for node in range(NODES):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        alone = np.asarray(run(*committed(arrays, path), **options)[0])
-        count += int((alone[:, 0] != tree[:, node]).sum())
-    return count
-
-
 @pytest.mark.parametrize("window", [None, 5])
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 1000), lengths=st.tuples(*[st.sampled_from([0, 5, 7, 8, 15, 37])] * 2))
 def test_it_makes_no_difference_where_ancestors_lie(window, seed, lengths):
-    assert differing(BY_SLOT, seed, lengths, window=window) == 0
+    assert apart(BY_SLOT, seed, lengths, window=window) == 0
 
 
 def test_sizes_of_a_real_model(steps=4):
@@ -108,7 +68,7 @@ def test_sizes_of_a_real_model(steps=4):
 
 def test_pending_and_prefix_summed_apart_are_caught():
     """The mutant is the attention of other passes."""
-    assert sum(differing(XLA, seed, (7, 15), window=None) for seed in range(3)) > 0
+    assert sum(apart(XLA, seed, (7, 15), window=None) for seed in range(3)) > 0
 
 
 def test_neither_rows_nor_capacity_nor_layers_count():
@@ -140,4 +100,4 @@ def test_quantised_keys_and_values():
     (q, k, v, prefix_k, prefix_v, *rest), _ = case(3, (7, 30))
     kept = [quantize(x.astype(jnp.float32)) for x in (k, v, prefix_k, prefix_v)]
     got = np.asarray(BY_SLOT(q, *kept, *rest), np.float32)
-    np.testing.assert_allclose(got, np.asarray(reference(q.astype(jnp.float32), *kept, *rest, scale=0.3)), atol=0.03)
+    np.testing.assert_allclose(got, np.asarray(reference(q.astype(jnp.float32), *kept, *rest, scale=SCALE)), atol=0.03)
