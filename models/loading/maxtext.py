@@ -102,6 +102,11 @@ def read(place: Path, config: Config, kind: str) -> tuple[dict[str, Held], dict[
     arrays = {".".join(array.path[len(store.prefix) :]): array for array in store.arrays()}
     tensors = {}
     for name, array in arrays.items():
+        if name.endswith("query.kernel") and array.shape[-1] != config.head_dim:  # as a matrix it may fit all the same
+            raise UsageError(
+                f"{place} has heads of the width {array.shape[-1]}, and its config.json says {config.head_dim}; lay "
+                "the config.json of the model that was trained there"
+            )
         one_of_all = name.startswith("decoder.layers.")
         for layer in range(array.shape[LAYERS_AXIS] if one_of_all and len(array.shape) > LAYERS_AXIS else 1):
             own = name.replace("layers.", f"layers_{layer}.", 1) if one_of_all else name

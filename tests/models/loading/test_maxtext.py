@@ -214,6 +214,15 @@ def test_a_configuration_of_another_model(llama, tmp_path):
     refused(tmp_path, "decoder.layers_2.mlp.wi_0.kernel", "missing", "[48, 32], not [40, 32]")
 
 
+def test_heads_of_another_width_whose_matrices_are_of_the_same_shape(llama, tmp_path):
+    described(llama[0], tmp_path)
+    write(tmp_path, llama[1], scanned=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    heads = {name: 2 * config[name] for name in ("num_attention_heads", "num_key_value_heads")}
+    (tmp_path / "config.json").write_text(json.dumps(config | heads | {"head_dim": 4}))
+    refused(tmp_path, "heads", "width 8", "4", "config.json")
+
+
 def test_weights_that_nobody_asked_for(llama, tmp_path):
     folder, tree = llama
     described(folder, tmp_path)
