@@ -121,7 +121,8 @@ def _held(store: _Store, array: Array, name: str, layer: int | None, config: Con
     own = array.shape if layer is None else (*array.shape[:LAYERS_AXIS], *array.shape[LAYERS_AXIS + 1 :])
     *parts, part = name.split(".")
     matrix = part == "kernel"
-    ins = math.prod(own[:-1]) if parts[-1] in ("out", "wo") else own[0]
+    joined = parts[-1] in ("out", "wo")  # [..., out]; others are [in, ...]
+    ins = math.prod(own[:-1]) if joined else own[0]
     shape = (math.prod(own) // ins, ins) if matrix else own if part == "embedding" else (math.prod(own),)
     if name in (PATHS["embed.weight"], PATHS["head.weight"]):  # padded to a round number of rows
         shape = (min(shape[0], config.vocab_size), *shape[1:])
@@ -130,8 +131,11 @@ def _held(store: _Store, array: Array, name: str, layer: int | None, config: Con
     def rows(start: int, stop: int) -> np.ndarray:
         whole = store.array(array.path)
         own = whole if layer is None else whole[:, layer]  # LAYERS_AXIS
-        flat = own.reshape(ins, -1).T if matrix else own if part == "embedding" else own.reshape(-1)
-        found = flat[start:stop].astype(np.float32)
+        if joined:  # cut first: heads of a layer do not lie together, so to reshape them all is to copy them all
+            flat = own[..., start:stop].reshape(ins, -1).T
+        else:
+            flat = (own.reshape(ins, -1).T if matrix else own if part == "embedding" else own.reshape(-1))[start:stop]
+        found = flat.astype(np.float32)
         return found * np.float32(times) if times != 1.0 else found
 
     return Held(store.place, shape, rows)

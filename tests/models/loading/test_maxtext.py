@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import tracemalloc
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -162,6 +164,23 @@ def test_each_array_of_the_model_is_read_once_and_no_other(llama, stacked, tmp_p
     load(tmp_path, stacked=stacked)
     assert len(read) == len(set(read)) == 12
     assert {path[:2] for path in read} == {("params", "params")}
+
+
+@pytest.mark.parametrize(
+    "part, shape",
+    [("query", (256, 2, 8, 32)), ("out", (8, 2, 32, 256)), ("wi_0", (256, 2, 256)), ("wo", (256, 2, 256))],
+)
+def test_a_row_is_taken_without_a_copy_of_its_layer(part, shape):
+    whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    store = SimpleNamespace(place="here", array=lambda path: whole)
+    array, config = maxtext.Array((), shape), SimpleNamespace(head_dim=32, vocab_size=8)
+    held = maxtext._held(store, array, f"decoder.layers_1.{part}.kernel", 1, config, "qwen2")
+    tracemalloc.start()
+    row = held.rows(5, 6)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(row, whole[:, 1].reshape(256, 256).T[5:6])
+    assert most < whole[:, 1].nbytes / 4
 
 
 def test_each_device_gets_its_part(llama, tmp_path):
