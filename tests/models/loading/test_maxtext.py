@@ -13,6 +13,7 @@ import specjax
 from specjax.errors import UsageError
 from specjax.models import load
 from specjax.models.loading import maxtext
+from specjax.models.loading.heads import recognise
 
 LLAMA31 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -181,6 +182,12 @@ def test_a_row_is_taken_without_a_copy_of_its_layer(part, shape):
     tracemalloc.stop()
     np.testing.assert_array_equal(row, whole[:, 1].reshape(256, 256).T[5:6])
     assert most < whole[:, 1].nbytes / 4
+
+
+def test_a_draft_model_may_be_a_checkpoint(llama, tmp_path):
+    described(llama[0], tmp_path)
+    write(tmp_path, llama[1], scanned=True)
+    assert recognise(tmp_path) is None  # no head, but a whole model
 
 
 def test_each_device_gets_its_part(llama, tmp_path):
