@@ -75,15 +75,28 @@ def find(folder: Path) -> Path | None:
 
 def why_none(folder: Path) -> str | None:
     """What to do with a folder of MaxText's that is no model folder, having no config.json."""
-    if find(folder) is not None:
-        return (
-            f"{folder} has no config.json; lay that and the tokenizer of the Hugging Face model that MaxText trained "
-            "beside its checkpoint"
-        )
-    steps = [step for step in folder.iterdir() if step.name.isdecimal() and find(step) is not None]
+    if find(folder) is None:
+        return why_no_weights(folder)
+    if folder.name == ITEMS and (folder.parent / "config.json").is_file():
+        return f"{folder} has no config.json, which lies beside it; give {folder.parent}"
+    return (
+        f"{folder} has no config.json; lay that and the tokenizer of the Hugging Face model that MaxText trained "
+        "beside its checkpoint"
+    )
+
+
+def why_no_weights(folder: Path) -> str | None:
+    """What to do with a folder of MaxText's that has no whole checkpoint itself."""
+    if (folder / ITEMS).is_dir() or any(folder.glob(f"{ITEMS}.orbax-checkpoint-tmp*")):
+        return f"{folder} has no whole checkpoint: its {ITEMS} lack {METADATA}; copy it again, or give another step"
+    run = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    steps = [step for step in run.iterdir() if step.name.isdecimal() and find(step) is not None]
     if steps:
         last = max(steps, key=lambda step: int(step.name))
-        return f"{folder} holds the checkpoints of {len(steps)} steps; give the folder of one, such as {last}"
+        return (
+            f"{run} holds the checkpoints of a run; give the folder of one step, such as {last}, with the config.json "
+            "and the tokenizer in it"
+        )
     return None
 
 

@@ -214,10 +214,30 @@ def test_a_checkpoint_without_a_description(llama, tmp_path):
     refused(tmp_path / "items", "config.json", "MaxText")
 
 
-def test_a_run_of_many_steps(llama, tmp_path):
+def test_the_items_of_a_model_folder(llama, tmp_path):
+    described(llama[0], tmp_path)
+    write(tmp_path, llama[1], scanned=True)
+    refused(tmp_path / "items", "config.json", f"give {tmp_path}")
+
+
+@pytest.mark.parametrize("config", [False, True], ids=["alone", "described"])
+@pytest.mark.parametrize("given", ["run", "run/checkpoints"])
+def test_a_run_of_many_steps(llama, given, config, tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
     for step in ("9", "10"):
-        write(tmp_path / step, llama[1], scanned=True)
-    refused(tmp_path, "2 steps", str(tmp_path / "10"))
+        write(checkpoints / step, llama[1], scanned=True)
+    if config:
+        described(llama[0], tmp_path / given)
+    refused(tmp_path / given, "one step", str(checkpoints / "10"), "config.json")
+
+
+@pytest.mark.parametrize("name", ["items", "items.orbax-checkpoint-tmp-7"])
+@pytest.mark.parametrize("config", [False, True], ids=["alone", "described"])
+def test_a_checkpoint_that_is_half_written(llama, config, name, tmp_path):
+    if config:
+        described(llama[0], tmp_path)
+    (tmp_path / name).mkdir()
+    refused(tmp_path, "no whole checkpoint", "another step")
 
 
 def test_two_sets_of_weights_in_one_folder(llama, tmp_path):
