@@ -23,6 +23,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.bridge import Config
+from specjax.models.layers import RopeScaling
 from specjax.models.loading.assembly import Stored
 from specjax.models.loading.tensors import Held
 from specjax.reading import check_folder, orbax, reason, shown
@@ -34,6 +35,9 @@ SCALED = ("llama", "mistral")
 """Model types whose stored queries are divided by the square root of a head's width."""
 
 KINDS = (*SCALED, "qwen2", "qwen3")
+
+LLAMA31 = RopeScaling("llama3", factor=8.0, low=1.0, high=4.0, original_positions=8192)
+"""The only frequencies of that kind that MaxText has."""
 
 PATHS = {
     "embed.weight": "token_embedder.embedding",
@@ -124,7 +128,13 @@ def read(place: Path, config: Config, kind: str) -> tuple[dict[str, Held], dict[
         for layer in range(array.shape[LAYERS_AXIS] if one_of_all and len(array.shape) > LAYERS_AXIS else 1):
             own = name.replace("layers.", f"layers_{layer}.", 1) if one_of_all else name
             tensors[own] = _held(store, array, own, layer if one_of_all else None, config, kind)
-    neighbours = config.rope_scaling is not None and config.rope_scaling.kind == "llama3"
+    neighbours = config.rope_scaling is not None and config.rope_scaling.kind == LLAMA31.kind
+    if neighbours and config.rope_scaling != LLAMA31:
+        raise UsageError(
+            f"{place}: MaxText has Llama 3.1's frequencies alone, and its config.json those of another; for what "
+            f"MaxText computes give it factor {LLAMA31.factor:g}, low_freq_factor {LLAMA31.low:g}, high_freq_factor "
+            f"{LLAMA31.high:g} and original_max_position_embeddings {LLAMA31.original_positions}"
+        )
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if neighbours else {}
     return tensors, {path: Stored(name, heads=heads.get(path.split(".")[-2], 0)) for path, name in PATHS.items()}
 

@@ -269,6 +269,14 @@ def test_heads_of_another_width_whose_matrices_are_of_the_same_shape(llama, tmp_
     refused(tmp_path, "heads", "width 8", "4", "config.json")
 
 
+def test_frequencies_that_maxtext_does_not_have(llama, tmp_path):
+    described(llama[0], tmp_path)
+    write(tmp_path, llama[1], scanned=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": LLAMA31 | {"factor": 32.0}}))
+    refused(tmp_path, "Llama 3.1", "factor 8", "8192")
+
+
 def test_weights_that_nobody_asked_for(llama, tmp_path):
     folder, tree = llama
     described(folder, tmp_path)
