@@ -61,6 +61,7 @@ PATHS = {
 """By parameter path. Where layers are one array its name lacks the number: `decoder.layers.mlp.wi_0.kernel`."""
 
 LAYERS_AXIS = 1  # MaxText's param_scan_axis
+PADDING = 1024  # rows by which a vocabulary is filled up, at most; with more it is another one
 KEPT = 4  # arrays that are held at once: those of one size, whose layers are filled in turn
 
 
@@ -147,8 +148,9 @@ def _held(store: _Store, array: Array, name: str, layer: int | None, config: Con
     joined = parts[-1] in ("out", "wo")  # [..., out]; others are [in, ...]
     ins = math.prod(own[:-1]) if joined else own[0]
     shape = (math.prod(own) // ins, ins) if matrix else own if part == "embedding" else (math.prod(own),)
-    if name in (PATHS["embed.weight"], PATHS["head.weight"]):  # padded to a round number of rows
-        shape = (min(shape[0], config.vocab_size), *shape[1:])
+    of_words = name in (PATHS["embed.weight"], PATHS["head.weight"])
+    if of_words and 0 < shape[0] - config.vocab_size < PADDING:
+        shape = (config.vocab_size, *shape[1:])
     times = math.sqrt(config.head_dim) if kind in SCALED and parts[-1] == "query" else 1.0
 
     def rows(start: int, stop: int) -> np.ndarray:

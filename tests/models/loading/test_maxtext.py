@@ -260,6 +260,14 @@ def test_a_configuration_of_another_model(llama, tmp_path):
     refused(tmp_path, "decoder.layers_2.mlp.wi_0.kernel", "missing", "[48, 32], not [40, 32]")
 
 
+def test_a_vocabulary_that_is_no_padded_one(llama, tmp_path):
+    described(llama[0], tmp_path)
+    rows = np.zeros((2000, 32), np.float32)
+    head = llama[1]["decoder"] | {"logits_dense": {"kernel": rows.T}}
+    write(tmp_path, {"token_embedder": {"embedding": rows}, "decoder": head}, scanned=True)
+    refused(tmp_path, "token_embedder.embedding is [2000, 32]", "decoder.logits_dense.kernel is [2000, 32]")
+
+
 def test_heads_of_another_width_whose_matrices_are_of_the_same_shape(llama, tmp_path):
     described(llama[0], tmp_path)
     write(tmp_path, llama[1], scanned=True)
