@@ -7,7 +7,8 @@ one array, whose second axis they are, or each apart; what it does not do at run
 - queries are divided by the square root of a head's width, where attention does not do it (llama, mistral);
 - with the frequencies of Llama 3.1 the two numbers that are rotated together are neighbours (`Stored.heads`).
 
-An array is read whole when its first layer is wanted, so loading takes the memory of the model and of `KEPT` arrays.
+An array is read whole when its first layer is wanted, so loading takes the memory of the model, of `KEPT` arrays and of
+the one that is read.
 """
 
 from __future__ import annotations
