@@ -82,7 +82,8 @@ def read_model(
         It also says which of longrope's two sets of frequencies holds (Phi-3, Phi-4-mini): up to the original length,
         4,096 of these, the short one, else the long one, for all texts (`layers.rope_frequencies`).
       mesh, over: read each device's part of the weights straight to it, as `specjax.shard` would place them; of several
-        hosts each holds only its own devices' parts, and reads only the rows of the file that these have a part in.
+        hosts each holds only its own devices' parts, and reads only the rows of the file that these have a part in
+        (of a checkpoint of MaxText all).
 
     Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
     """

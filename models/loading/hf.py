@@ -105,7 +105,8 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / whole] if (folder / whole).exists() else sorted(folder.glob(f"*{kind}"))
         if files and (kind == SAFETENSORS or files == [folder / whole]):  # a .bin may be anything else
             return files
-    raise UsageError(f"{folder} has no *.safetensors file; save the model with safe_serialization=True")
+    other = f"{folder} has no *.safetensors file; save the model with safe_serialization=True"
+    raise UsageError(maxtext.why_no_weights(folder) or other)
 
 
 def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:

@@ -7,7 +7,8 @@ one array, whose second axis they are, or each apart; what it does not do at run
 - queries are divided by the square root of a head's width, where attention does not do it (llama, mistral);
 - with the frequencies of Llama 3.1 the two numbers that are rotated together are neighbours (`Stored.heads`).
 
-An array is read whole when its first layer is wanted, so loading takes the memory of the model and of `KEPT` arrays.
+An array is read whole when its first layer is wanted, so loading takes the memory of the model, of `KEPT` arrays and of
+the one that is read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.bridge import Config
+from specjax.models.layers import RopeScaling
 from specjax.models.loading.assembly import Stored
 from specjax.models.loading.tensors import Held
 from specjax.reading import check_folder, orbax, reason, shown
@@ -34,6 +36,9 @@ SCALED = ("llama", "mistral")
 """Model types whose stored queries are divided by the square root of a head's width."""
 
 KINDS = (*SCALED, "qwen2", "qwen3")
+
+LLAMA31 = RopeScaling("llama3", factor=8.0, low=1.0, high=4.0, original_positions=8192)
+"""The only frequencies of that kind that MaxText has."""
 
 PATHS = {
     "embed.weight": "token_embedder.embedding",
@@ -57,6 +62,7 @@ PATHS = {
 """By parameter path. Where layers are one array its name lacks the number: `decoder.layers.mlp.wi_0.kernel`."""
 
 LAYERS_AXIS = 1  # MaxText's param_scan_axis
+PADDING = 1024  # rows by which a vocabulary is filled up, at most; with more it is another one
 KEPT = 4  # arrays that are held at once: those of one size, whose layers are filled in turn
 
 
@@ -75,15 +81,28 @@ def find(folder: Path) -> Path | None:
 
 def why_none(folder: Path) -> str | None:
     """What to do with a folder of MaxText's that is no model folder, having no config.json."""
-    if find(folder) is not None:
-        return (
-            f"{folder} has no config.json; lay that and the tokenizer of the Hugging Face model that MaxText trained "
-            "beside its checkpoint"
-        )
-    steps = [step for step in folder.iterdir() if step.name.isdecimal() and find(step) is not None]
+    if find(folder) is None:
+        return why_no_weights(folder)
+    if folder.name == ITEMS and (folder.parent / "config.json").is_file():
+        return f"{folder} has no config.json, which lies beside it; give {folder.parent}"
+    return (
+        f"{folder} has no config.json; lay that and the tokenizer of the Hugging Face model that MaxText trained "
+        "beside its checkpoint"
+    )
+
+
+def why_no_weights(folder: Path) -> str | None:
+    """What to do with a folder of MaxText's that has no whole checkpoint itself."""
+    if (folder / ITEMS).is_dir() or any(folder.glob(f"{ITEMS}.orbax-checkpoint-tmp*")):
+        return f"{folder} has no whole checkpoint: its {ITEMS} lack {METADATA}; copy it again, or give another step"
+    run = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    steps = [step for step in run.iterdir() if step.name.isdecimal() and find(step) is not None]
     if steps:
         last = max(steps, key=lambda step: int(step.name))
-        return f"{folder} holds the checkpoints of {len(steps)} steps; give the folder of one, such as {last}"
+        return (
+            f"{run} holds the checkpoints of a run; give the folder of one step, such as {last}, with the config.json "
+            "and the tokenizer in it"
+        )
     return None
 
 
@@ -102,11 +121,22 @@ def read(place: Path, config: Config, kind: str) -> tuple[dict[str, Held], dict[
     arrays = {".".join(array.path[len(store.prefix) :]): array for array in store.arrays()}
     tensors = {}
     for name, array in arrays.items():
+        if name.endswith("query.kernel") and array.shape[-1] != config.head_dim:  # as a matrix it may fit all the same
+            raise UsageError(
+                f"{place} has heads of the width {array.shape[-1]}, and its config.json says {config.head_dim}; lay "
+                "the config.json of the model that was trained there"
+            )
         one_of_all = name.startswith("decoder.layers.")
         for layer in range(array.shape[LAYERS_AXIS] if one_of_all and len(array.shape) > LAYERS_AXIS else 1):
             own = name.replace("layers.", f"layers_{layer}.", 1) if one_of_all else name
             tensors[own] = _held(store, array, own, layer if one_of_all else None, config, kind)
-    neighbours = config.rope_scaling is not None and config.rope_scaling.kind == "llama3"
+    neighbours = config.rope_scaling is not None and config.rope_scaling.kind == LLAMA31.kind
+    if neighbours and config.rope_scaling != LLAMA31:
+        raise UsageError(
+            f"{place}: MaxText has Llama 3.1's frequencies alone, and its config.json those of another; for what "
+            f"MaxText computes give it factor {LLAMA31.factor:g}, low_freq_factor {LLAMA31.low:g}, high_freq_factor "
+            f"{LLAMA31.high:g} and original_max_position_embeddings {LLAMA31.original_positions}"
+        )
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if neighbours else {}
     return tensors, {path: Stored(name, heads=heads.get(path.split(".")[-2], 0)) for path, name in PATHS.items()}
 
@@ -116,17 +146,22 @@ def _held(store: _Store, array: Array, name: str, layer: int | None, config: Con
     own = array.shape if layer is None else (*array.shape[:LAYERS_AXIS], *array.shape[LAYERS_AXIS + 1 :])
     *parts, part = name.split(".")
     matrix = part == "kernel"
-    ins = math.prod(own[:-1]) if parts[-1] in ("out", "wo") else own[0]
+    joined = parts[-1] in ("out", "wo")  # [..., out]; others are [in, ...]
+    ins = math.prod(own[:-1]) if joined else own[0]
     shape = (math.prod(own) // ins, ins) if matrix else own if part == "embedding" else (math.prod(own),)
-    if name in (PATHS["embed.weight"], PATHS["head.weight"]):  # padded to a round number of rows
-        shape = (min(shape[0], config.vocab_size), *shape[1:])
+    of_words = name in (PATHS["embed.weight"], PATHS["head.weight"])
+    if of_words and 0 < shape[0] - config.vocab_size < PADDING:
+        shape = (config.vocab_size, *shape[1:])
     times = math.sqrt(config.head_dim) if kind in SCALED and parts[-1] == "query" else 1.0
 
     def rows(start: int, stop: int) -> np.ndarray:
         whole = store.array(array.path)
         own = whole if layer is None else whole[:, layer]  # LAYERS_AXIS
-        flat = own.reshape(ins, -1).T if matrix else own if part == "embedding" else own.reshape(-1)
-        found = flat[start:stop].astype(np.float32)
+        if joined:  # cut first: heads of a layer do not lie together, so to reshape them all is to copy them all
+            flat = own[..., start:stop].reshape(ins, -1).T
+        else:
+            flat = (own.reshape(ins, -1).T if matrix else own if part == "embedding" else own.reshape(-1))[start:stop]
+        found = flat.astype(np.float32)
         return found * np.float32(times) if times != 1.0 else found
 
     return Held(store.place, shape, rows)

@@ -20,7 +20,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
-from specjax.models.loading import hf
+from specjax.models.loading import hf, maxtext
 from specjax.models.loading.assembly import Leaf, Stored, fill, insert, refuse
 from specjax.models.loading.heads import kinds, vocabulary
 from specjax.models.loading.heads.contents import (
@@ -104,7 +104,7 @@ def recognise(source: str | Path) -> tuple[str, str] | None:
     if source != NAME and not path.is_dir() and (path.exists() or not _is_id(source)):
         return None
     path = resolve(source)
-    if not config_file(path).exists():
+    if not config_file(path).exists() or maxtext.find(path) is not None:
         return None
     with reading(path):
         contents = read_contents(path)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import tracemalloc
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import specjax
 from specjax.errors import UsageError
 from specjax.models import load
 from specjax.models.loading import maxtext
+from specjax.models.loading.heads import recognise
 
 LLAMA31 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -164,6 +167,29 @@ def test_each_array_of_the_model_is_read_once_and_no_other(llama, stacked, tmp_p
     assert {path[:2] for path in read} == {("params", "params")}
 
 
+@pytest.mark.parametrize(
+    "part, shape",
+    [("query", (256, 2, 8, 32)), ("out", (8, 2, 32, 256)), ("wi_0", (256, 2, 256)), ("wo", (256, 2, 256))],
+)
+def test_a_row_is_taken_without_a_copy_of_its_layer(part, shape):
+    whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    store = SimpleNamespace(place="here", array=lambda path: whole)
+    array, config = maxtext.Array((), shape), SimpleNamespace(head_dim=32, vocab_size=8)
+    held = maxtext._held(store, array, f"decoder.layers_1.{part}.kernel", 1, config, "qwen2")
+    tracemalloc.start()
+    row = held.rows(5, 6)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(row, whole[:, 1].reshape(256, 256).T[5:6])
+    assert most < whole[:, 1].nbytes / 4
+
+
+def test_a_draft_model_may_be_a_checkpoint(llama, tmp_path):
+    described(llama[0], tmp_path)
+    write(tmp_path, llama[1], scanned=True)
+    assert recognise(tmp_path) is None  # no head, but a whole model
+
+
 def test_each_device_gets_its_part(llama, tmp_path):
     folder, tree = llama
     described(folder, tmp_path)
@@ -188,10 +214,30 @@ def test_a_checkpoint_without_a_description(llama, tmp_path):
     refused(tmp_path / "items", "config.json", "MaxText")
 
 
-def test_a_run_of_many_steps(llama, tmp_path):
+def test_the_items_of_a_model_folder(llama, tmp_path):
+    described(llama[0], tmp_path)
+    write(tmp_path, llama[1], scanned=True)
+    refused(tmp_path / "items", "config.json", f"give {tmp_path}")
+
+
+@pytest.mark.parametrize("config", [False, True], ids=["alone", "described"])
+@pytest.mark.parametrize("given", ["run", "run/checkpoints"])
+def test_a_run_of_many_steps(llama, given, config, tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
     for step in ("9", "10"):
-        write(tmp_path / step, llama[1], scanned=True)
-    refused(tmp_path, "2 steps", str(tmp_path / "10"))
+        write(checkpoints / step, llama[1], scanned=True)
+    if config:
+        described(llama[0], tmp_path / given)
+    refused(tmp_path / given, "one step", str(checkpoints / "10"), "config.json")
+
+
+@pytest.mark.parametrize("name", ["items", "items.orbax-checkpoint-tmp-7"])
+@pytest.mark.parametrize("config", [False, True], ids=["alone", "described"])
+def test_a_checkpoint_that_is_half_written(llama, config, name, tmp_path):
+    if config:
+        described(llama[0], tmp_path)
+    (tmp_path / name).mkdir()
+    refused(tmp_path, "no whole checkpoint", "another step")
 
 
 def test_two_sets_of_weights_in_one_folder(llama, tmp_path):
@@ -212,6 +258,31 @@ def test_a_configuration_of_another_model(llama, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "intermediate_size": 40}))
     refused(tmp_path, "decoder.layers_2.mlp.wi_0.kernel", "missing", "[48, 32], not [40, 32]")
+
+
+def test_a_vocabulary_that_is_no_padded_one(llama, tmp_path):
+    described(llama[0], tmp_path)
+    rows = np.zeros((2000, 32), np.float32)
+    head = llama[1]["decoder"] | {"logits_dense": {"kernel": rows.T}}
+    write(tmp_path, {"token_embedder": {"embedding": rows}, "decoder": head}, scanned=True)
+    refused(tmp_path, "token_embedder.embedding is [2000, 32]", "decoder.logits_dense.kernel is [2000, 32]")
+
+
+def test_heads_of_another_width_whose_matrices_are_of_the_same_shape(llama, tmp_path):
+    described(llama[0], tmp_path)
+    write(tmp_path, llama[1], scanned=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    heads = {name: 2 * config[name] for name in ("num_attention_heads", "num_key_value_heads")}
+    (tmp_path / "config.json").write_text(json.dumps(config | heads | {"head_dim": 4}))
+    refused(tmp_path, "heads", "width 8", "4", "config.json")
+
+
+def test_frequencies_that_maxtext_does_not_have(llama, tmp_path):
+    described(llama[0], tmp_path)
+    write(tmp_path, llama[1], scanned=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": LLAMA31 | {"factor": 32.0}}))
+    refused(tmp_path, "Llama 3.1", "factor 8", "8192")
 
 
 def test_weights_that_nobody_asked_for(llama, tmp_path):
