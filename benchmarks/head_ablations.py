@@ -1,0 +1,231 @@
+"""What counts in training a head: one thing changed at a time, on equal tokens, several seeds; and a law of budgets.
+
+    python benchmarks/head_ablations.py stories260K.bin --texts stories.txt --out docs/head_ablations.json
+    python benchmarks/head_ablations.py stories260K.bin --texts stories.txt --plot docs/head_ablations.svg
+
+Beginnings of texts are continued by the target itself, and every head is trained on the same of its answers, from the
+target's own layers where these fit. Measured are tokens per pass that a greedy chain of three serves, bonus included,
+and how often the first draft is right, on greedy answers to beginnings that were held out. A variant is the reference,
+an EAGLE-3 head, but for what its name says. What is in --out already is not run again.
+
+The budgets are of answers, read once; the law (`specjax.training.scaling`) is fitted without the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import specjax
+from specjax.models.heads.kinds import KINDS
+from specjax.training import Text, new_head, recipe_of, scaling, served, train
+from specjax.training.vocabulary import likeliest_ids
+
+HELD_OUT = 64
+PROMPT, LENGTH, CHAIN = 12, 96, 3
+BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+GROUPS: dict[str, dict[str, dict[str, Any]]] = {
+    "answers": {"greedy (reference)": {}, "drawn, temperature 1": {"data": "drawn"}, "the corpus": {"data": "corpus"}},
+    "loss": {
+        "soft_ce (reference)": {},
+        **{name: {"recipe": {"losses": ((name, 1.0),)}} for name in ("ce", "rkl", "jsd", "tv", "lk_hybrid")},
+    },
+    "training-time test": {
+        "7 (reference)": {}, "3": {"recipe": {"depths": 3}}, "1": {"recipe": {"depths": 1}}
+    },
+    "draft vocabulary": {"512, all (reference)": {}, "256": {"vocab": 256}, "128": {"vocab": 128}},
+    "head": {
+        "EAGLE-3 (reference)": {},
+        "EAGLE-3.1": {"flags": {"norm_taps": "each", "norm_output": True}},
+        "P-EAGLE": {"kind": "p_eagle"}, "DFlash": {"kind": "dflash"}, "DSpark": {"kind": "dspark"},
+        "Hydra++": {"kind": "hydra"}, "Medusa": {"kind": "medusa"},
+    },
+    "start": {"the target's layers (reference)": {}, "random": {"random": True}},
+    "optimiser": {"AdamW (reference)": {}, "Muon": {"recipe": {"optimizer": "muon"}}},
+}  # fmt: skip
+"""What is changed -> name -> changes of the reference."""
+
+
+def beginnings(file: Path, tokenizer: Any, count: int) -> list[list[int]]:
+    """The first LENGTH tokens of as many texts of the file."""
+    texts = file.read_text(encoding="utf-8", errors="ignore").replace("<|endoftext|>", "\n\n").split("\n\n")
+    tokens = (tokenizer.encode(text.strip()) for text in texts if len(text) > 4 * LENGTH)
+    found = [one[:LENGTH] for one in tokens if len(one) >= LENGTH]
+    if len(found) < count + HELD_OUT:
+        raise SystemExit(f"--texts: {file} has {len(found)} texts long enough; give --answers {len(found) - HELD_OUT}")
+    return found[: count + HELD_OUT]
+
+
+def answered(target: specjax.Target, texts: list[list[int]], temperature: float) -> list[Text]:
+    """Their first PROMPT tokens as the target continues them."""
+    found = []
+    for start in range(0, len(texts), 64):
+        prompts = [one[:PROMPT] for one in texts[start : start + 64]]
+        key = jax.random.fold_in(jax.random.key(0), start)
+        options = {"temperature": temperature, "max_new_tokens": LENGTH - PROMPT}
+        answers = specjax.decode(target, None, prompts, key=key, **options).to_lists()
+        found += [Text((*prompt, *answer), PROMPT) for prompt, answer in zip(prompts, answers, strict=True)]
+    return found
+
+
+class Bench:
+    """A target, what it answered, and how heads are trained on it."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.target, tokenizer = specjax.load(args.model, dtype="float32")
+        texts = beginnings(args.texts, tokenizer, args.answers)
+        to_learn, apart = texts[:-HELD_OUT], texts[-HELD_OUT:]
+        self.data = {
+            "greedy": answered(self.target, to_learn, 0.0),
+            "drawn": answered(self.target, to_learn, 1.0),
+            "corpus": [Text(tuple(one), PROMPT) for one in to_learn],
+        }
+        self.held_out = answered(self.target, apart, 0.0)
+        self.epochs, self.rows = args.epochs, args.rows
+
+    def run(self, changes: dict[str, Any], seed: int, share: float = 1.0, epochs: int | None = None) -> dict:
+        kind = changes.get("kind", "eagle3")
+        shapes = {"draft_vocab_size": changes["vocab"]} if "vocab" in changes else {}
+        config = KINDS[kind].of_target(self.target.model.config, **shapes)
+        config = dataclasses.replace(config, **changes.get("flags", {}))
+        texts = self.data[changes.get("data", "greedy")]
+        texts = texts[: round(share * len(texts))]
+        vocab = self.target.model.vocab_size
+        ids = likeliest_ids(texts, changes["vocab"], vocab) if "vocab" in changes else None
+        key = jax.random.key(seed)
+        head = new_head(kind, config, self.target, key, ids=ids, random=changes.get("random", False))
+        started = time.perf_counter()
+        head = train(
+            self.target, head, texts, recipe=recipe_of(kind, **changes.get("recipe", {})),
+            epochs=epochs or self.epochs, rows=self.rows, length=LENGTH, seed=seed,
+        )  # fmt: skip
+        depths = min(CHAIN, head.head.deepest or CHAIN)
+        found = served(self.target, head, self.held_out, depths=depths, rows=self.rows, length=LENGTH)
+        tokens = sum(len(text.tokens) - PROMPT for text in texts)
+        return {
+            "per_pass": found.per_pass, "first": found.first, "tokens": tokens,
+            "parameters": sum(x.size for x in jax.tree.leaves(head.params)), "seconds": time.perf_counter() - started,
+        }  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> None:
+    settings = {name: getattr(args, name) for name in ("answers", "epochs", "rows")}
+    kept = json.loads(args.out.read_text()) if args.out.exists() else {"settings": settings, "runs": {}}
+    if kept["settings"] != settings:
+        raise SystemExit(f"--out: {args.out} was made with other settings, {kept['settings']}; give another file")
+    jobs = []
+    for seed in range(args.seeds):
+        jobs += [(group, name, changes, seed, 1.0) for group, of in GROUPS.items() for name, changes in of.items()]
+        jobs += [("budgets", f"{share:g}", {}, seed, share) for share in BUDGETS]
+    bench = None
+    for group, name, changes, seed, share in jobs:
+        same = group != "budgets" and not changes  # the reference stands in every group
+        cell = f"reference, seed {seed}" if same else f"{group}: {name}, seed {seed}"
+        if cell in kept["runs"]:
+            continue
+        bench = bench or Bench(args)
+        found = bench.run(changes, seed, share, epochs=1 if group == "budgets" else None)
+        kept["runs"][cell] = found
+        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+        print(
+            f"{cell}: {found['per_pass']:.3f} per pass, first {found['first']:.3f}, {found['seconds']:.0f} s",
+            flush=True,
+        )
+
+
+def results(kept: dict, group: str, name: str, is_reference: bool) -> list[dict]:
+    """A variant's runs, one a seed."""
+    start = "reference, seed " if is_reference else f"{group}: {name}, seed "
+    return [found for cell, found in kept["runs"].items() if cell.startswith(start)]
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Mean, and the least and largest."""
+    return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def tables(kept: dict) -> str:
+    """Markdown: all variants, then the budgets."""
+    lines = ["| | | tokens per pass | first draft right |", "| --- | --- | --- | --- |"]
+    for group, variants in GROUPS.items():
+        for name, changes in variants.items():
+            found = results(kept, group, name, not changes)
+            if found:
+                per_pass, first = spread([x["per_pass"] for x in found]), spread([100 * x["first"] for x in found], 0)
+                lines.append(f"| {group} | {name} | {per_pass} | {first} % |")
+    budgets, mean = law_of(kept)
+    if len(budgets) == len(BUDGETS):
+        law = scaling.fit(budgets[:-1], mean[:-1])
+        lines += [
+            "",
+            "| answer tokens, read once | tokens per pass | the law of the first four |",
+            "| --- | --- | --- |",
+        ]
+        lines += [f"| {x:,} | {y:.3f} | {law(x):.3f} |" for x, y in zip(budgets, mean, strict=True)]
+    return "\n".join(lines)
+
+
+def law_of(kept: dict) -> tuple[list[int], list[float]]:
+    """Tokens of each budget, and what it serves on average."""
+    runs = [results(kept, "budgets", f"{share:g}", False) for share in BUDGETS]
+    runs = [found for found in runs if found]
+    return [found[0]["tokens"] for found in runs], [float(np.mean([x["per_pass"] for x in found])) for found in runs]
+
+
+def plot(kept: dict, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "specjax"
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 4, figsize=(14, 6.5), layout="constrained")
+    reference = np.mean([x["per_pass"] for x in results(kept, "", "", True)])
+    for axis, (group, variants) in zip(axes.flat, GROUPS.items(), strict=False):
+        for i, (name, changes) in enumerate(variants.items()):
+            found = [x["per_pass"] for x in results(kept, group, name, not changes)]
+            axis.barh(i, np.mean(found) - 1, left=1, color="C0" if changes else "0.6", height=0.6)
+            axis.plot(found, [i] * len(found), "k.", ms=4)
+        axis.axvline(reference, color="0.4", lw=0.8, ls=":")
+        axis.set(
+            title=group, yticks=range(len(variants)), yticklabels=variants, xlabel="tokens per pass", xlim=(1, None)
+        )
+        axis.invert_yaxis()
+    budgets, mean = law_of(kept)
+    law, axis = scaling.fit(budgets[:-1], mean[:-1]), axes.flat[-1]
+    grid = np.geomspace(budgets[0], 2 * budgets[-1], 50)
+    axis.semilogx(grid, law(grid), "-", color="C1", label="law of the first four")
+    axis.semilogx(budgets, mean, "ko", label="measured")
+    axis.set(title="budget", xlabel="answer tokens, read once", ylabel="tokens per pass")
+    axis.legend()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("model", help="as of specjax.load")
+    flags.add_argument("--texts", type=Path, required=True, help="texts that an empty line or <|endoftext|> parts")
+    flags.add_argument("--answers", type=int, default=2048)
+    flags.add_argument("--epochs", type=int, default=2)
+    flags.add_argument("--rows", type=int, default=16)
+    flags.add_argument("--seeds", type=int, default=3)
+    flags.add_argument("--out", type=Path, default=Path("head_ablations.json"))
+    flags.add_argument("--plot", type=Path, help="only draw what is in --out, to this file")
+    args = flags.parse_args()
+    if args.plot is None:
+        measure(args)
+    kept = json.loads(args.out.read_text())
+    if args.plot is not None:
+        plot(kept, args.plot)
+    print(tables(kept))
+
+
+if __name__ == "__main__":
+    main()
