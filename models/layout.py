@@ -51,6 +51,9 @@ TABLE: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = MappingProxyTyp
 AXES = ("data", "layer", "sequence", "model")
 """Of a mesh; it may lack some, which then count as 1."""
 
+SPLITS_SUMS = ("data", "sequence")
+"""Axes by which passes of unlike sizes are cut into unlike parts: over the others the same bits are promised."""
+
 SPLIT = MappingProxyType(
     {
         "data": ("data",),

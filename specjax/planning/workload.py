@@ -102,7 +102,7 @@ def make_workload(
       options: values of other options of the method, as texts by name.
       data, layer, sequence, model: axes of the mesh, as of `specjax.mesh`; model None: as many as there are and the
         target's heads can be split over.
-      same_bits: as `specjax.load` has it, of the target, on one device.
+      same_bits: as `specjax.load` has it, of the target.
       cache_dtype: "int8" for both models' caches; None: as their configs say, else their dtype.
 
     Raises: UsageError that names the option at fault.
@@ -158,10 +158,8 @@ def make_workload(
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
 
     if same_bits:
-        _check_same_bits(
-            target_config, {"--data": data, "--layer": layer, "--sequence": sequence, "--model": model or 1}
-        )
-        target_config, model = dataclasses.replace(target_config, same_bits=True), 1
+        _check_same_bits(target_config, {"--data": data, "--sequence": sequence})
+        target_config = dataclasses.replace(target_config, same_bits=True)
     draft_config = None if draft is None else load(draft, "--draft")
     if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):
         raise UsageError(
@@ -238,13 +236,13 @@ def _check_options(row: Method, options: Mapping[str, str], tree: str | None, nu
 
 
 def _check_same_bits(config: Any, axes: Mapping[str, int]) -> None:
-    """Raises: UsageError for another dtype than bfloat16, or a mesh."""
+    """Raises: UsageError for another dtype than bfloat16, or a mesh that splits rows or slots."""
     if config.dtype != "bfloat16":
         raise UsageError(f"--same-bits is of bfloat16, not of --dtype {config.dtype}; leave one out")
     for flag, size in axes.items():
         if size > 1:
             raise UsageError(
-                f"--same-bits is not promised over a mesh, where sums go over devices; leave {flag} {size} out"
+                f"--same-bits is not promised where a mesh splits rows or slots; leave it or {flag} {size} out"
             )
 
 

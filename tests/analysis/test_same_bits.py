@@ -10,6 +10,7 @@ import pytest
 import specjax
 from specjax.analysis.same_bits import _Asking, check_bits
 from specjax.engine.prefill import CHUNK
+from specjax.errors import UsageError
 from specjax.models import Gemma3Config, LlamaConfig, init_params, make_model
 from specjax.models.layers import RopeScaling
 
@@ -55,6 +56,19 @@ def test_a_model_of_the_same_bits(name):
     assert [p for p in promises if p.differ] == []
     assert {p.name for p in promises} >= {"7 tokens in a pass", "a tree around 3 tokens", "read as a prompt"}
     assert all(p.compared >= 3 for p in promises)
+
+
+def test_over_a_mesh():
+    """Sums over four devices, two of them with a copy of a key/value head, have one order in every pass."""
+    config = dataclasses.replace(LLAMA, num_heads=8, mlp_width=48)
+    target = specjax.shard(target_of(config), specjax.mesh(model=4))
+    assert [p for p in check_bits(target, TEXT, **FEW) if p.differ] == []
+
+
+@pytest.mark.parametrize("axis", ["data", "sequence"])
+def test_meshes_that_split_rows_or_slots_are_refused(axis):
+    with pytest.raises(UsageError, match=f'splits rows or slots; make its axis "{axis}" 1'):
+        specjax.shard(target_of(LLAMA), specjax.mesh(**{axis: 2}, model=1))
 
 
 def test_a_model_without_them_is_told():
