@@ -21,11 +21,11 @@ def trained(name: str):
     return denoisers.load(FOLDER / f"{name}.safetensors")
 
 
-def right(denoiser, task: str, method) -> tuple[float, float]:
+def right(denoiser, task: str, method, count: int = COUNT) -> tuple[float, float]:
     """(share of right answers, tokens per pass) of greedy decoding."""
     tasks, end = (words.TASKS_BY_NAME, words.END) if task in words.TASKS_BY_NAME else (bench.TASKS_BY_NAME, bench.END)
     known, rng = tasks[task], np.random.default_rng(5)
-    items = [known.draw(rng) for _ in range(COUNT)]
+    items = [known.draw(rng) for _ in range(count)]
     prompts = [list(item.prompt) for item in items]
     result = specjax.denoise(denoiser, method, prompts, key=0, max_new_tokens=known.columns, eos=end)
     answers = [bench.answer_of(tuple(text), end) for text in result.to_lists()]
@@ -61,7 +61,7 @@ def test_a_threshold_keeps_the_square_and_is_quicker_and_a_loose_factor_does_not
 @pytest.mark.parametrize(("task", "least"), [("sort", 0.9), ("shuffle", 0.5), ("sudoku", 0.9)])
 def test_the_block_causal_model_keeps_its_answers_under_its_threshold(task, least):
     denoiser = trained("block4")
-    share, rate = right(denoiser, task, "sdar")
+    share, rate = right(denoiser, task, "sdar", count=48)  # of 8 shuffles 3 or 5 are right, as the processor rounds
     assert share >= least and rate > (2.0 if task == "sort" else 1.0)
 
 
