@@ -74,15 +74,16 @@ def in_tiles(sums: Callable[[Array], Array], x: Array) -> Array:
     """`sums(rows [TILE, D]) -> [TILE, ...]` of all rows of x [..., D], as many at a time; the missing ones are zero.
 
     A compiler chooses by the shape how it cuts a sum, and here there is one shape. The barriers keep it from seeing
-    which rows are used, and from joining what stands around, which may be of another shape.
+    which rows are used, and from joining what stands around, which may be of another shape. One tile after another
+    written out, as a product in a loop is cut otherwise (a layer's weights are cut out of their stack before it).
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
-    rows = jax.lax.optimization_barrier(jnp.pad(rows, ((0, -count % TILE), (0, 0))))
-    tiles = rows.reshape(-1, TILE, x.shape[-1])
-    y = sums(tiles[0])[None] if len(tiles) == 1 else jax.lax.map(sums, tiles)
-    y = jax.lax.optimization_barrier(y)
-    return y.reshape(-1, *y.shape[2:])[:count].reshape(*x.shape[:-1], *y.shape[2:])
+    rows = jnp.pad(rows, ((0, -count % TILE), (0, 0)))
+    barrier = jax.lax.optimization_barrier
+    tiles = [barrier(sums(barrier(rows[i : i + TILE]))) for i in range(0, len(rows), TILE)]
+    y = tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles)
+    return y[:count].reshape(*x.shape[:-1], *y.shape[1:])
 
 
 def as_bfloat16(x: Array) -> Array:
