@@ -100,12 +100,15 @@ def root_mean_square(x: Array, eps: float) -> Array:
     """float32[..., 1] of bfloat16 x [..., D]: 1 / sqrt(mean(x ** 2) + eps). The squares are exact.
 
     The root is apart from the sum and product before it: in one loop with these, XLA on CPU takes it otherwise in
-    vectors than in what is left of a vector (since jax 0.12).
+    vectors than in what is left of a vector (since jax 0.12). On TPU it is of a tile too, never of one number.
     """
     size, y = x.shape[-1], as_bfloat16(x)
-    total = jax.lax.platform_dependent(y * y, tpu=functools.partial(in_tiles, sum_in_order), default=sum_in_order)
-    mean = (total + np.float32(size * eps)) * np.float32(1 / size)
-    return jax.lax.rsqrt(jax.lax.optimization_barrier(mean))[..., None]
+
+    def root(squares):
+        mean = (sum_in_order(squares) + np.float32(size * eps)) * np.float32(1 / size)
+        return jax.lax.rsqrt(jax.lax.optimization_barrier(mean))
+
+    return jax.lax.platform_dependent(y * y, tpu=functools.partial(in_tiles, root), default=root)[..., None]
 
 
 @jax.custom_jvp

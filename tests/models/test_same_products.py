@@ -53,6 +53,17 @@ def test_on_a_tpu_all_passes_have_the_same_products():
     assert len(set.union(*(compiled(products.project, rows) for rows in (1, 64, 128)))) > 1
 
 
+@pytest.mark.tpu_compile
+def test_on_a_tpu_all_passes_have_the_same_roots():
+    (device, *_) = devices("v5e:2x2")
+    place = jax.sharding.SingleDeviceSharding(device)
+    run = jax.jit(lambda x: jnp.tanh(rounding.root_mean_square(jnp.square(x), 1e-5)))
+    for rows in (1, 33):
+        x = jax.ShapeDtypeStruct((1, rows, 512), jnp.bfloat16, sharding=place)
+        found = re.findall(r"= (\S+?)\{\S* rsqrt\(", run.lower(x).compile().as_text())
+        assert set(found) == {"f32[128]"}
+
+
 def test_tiles_are_products_of_all_rows():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 50, 7), (5, 7)))
