@@ -70,20 +70,21 @@ TILE = 128
 takes the time."""
 
 
-def in_tiles(sums: Callable[[Array], Array], x: Array) -> Array:
+def in_tiles(sums: Callable[[Array], Array], x: Array, *, in_loop: bool = False) -> Array:
     """`sums(rows [TILE, D]) -> [TILE, ...]` of all rows of x [..., D], as many at a time; the missing ones are zero.
 
     A compiler chooses by the shape how it cuts a sum, and here there is one shape. The barriers keep it from seeing
-    which rows are used, and from joining what stands around, which may be of another shape. One tile after another
-    written out, as a product in a loop is cut otherwise (a layer's weights are cut out of their stack before it).
+    which rows are used, and from joining what stands around, which may be of another shape.
+
+    in_loop: not for products. One in a loop is cut otherwise than alone, where a layer's weights are cut out of their
+    stack within it, so several tiles are written out.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
-    rows = jnp.pad(rows, ((0, -count % TILE), (0, 0)))
-    barrier = jax.lax.optimization_barrier
-    tiles = [barrier(sums(barrier(rows[i : i + TILE]))) for i in range(0, len(rows), TILE)]
-    y = tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles)
-    return y[:count].reshape(*x.shape[:-1], *y.shape[1:])
+    tiles = jnp.pad(rows, ((0, -count % TILE), (0, 0))).reshape(-1, TILE, x.shape[-1])
+    one = lambda rows: jax.lax.optimization_barrier(sums(jax.lax.optimization_barrier(rows)))
+    y = jax.lax.map(one, tiles) if in_loop and len(tiles) > 1 else jnp.stack([one(rows) for rows in tiles])
+    return y.reshape(-1, *y.shape[2:])[:count].reshape(*x.shape[:-1], *y.shape[2:])
 
 
 def as_bfloat16(x: Array) -> Array:
@@ -108,7 +109,8 @@ def root_mean_square(x: Array, eps: float) -> Array:
         mean = (sum_in_order(squares) + np.float32(size * eps)) * np.float32(1 / size)
         return jax.lax.rsqrt(jax.lax.optimization_barrier(mean))
 
-    return jax.lax.platform_dependent(y * y, tpu=functools.partial(in_tiles, root), default=root)[..., None]
+    tiles = functools.partial(in_tiles, root, in_loop=True)  # many, where each head of each token has a norm
+    return jax.lax.platform_dependent(y * y, tpu=tiles, default=root)[..., None]
 
 
 @jax.custom_jvp
