@@ -70,18 +70,20 @@ TILE = 128
 takes the time."""
 
 
-def in_tiles(sums: Callable[[Array], Array], x: Array) -> Array:
+def in_tiles(sums: Callable[[Array], Array], x: Array, *, in_loop: bool = False) -> Array:
     """`sums(rows [TILE, D]) -> [TILE, ...]` of all rows of x [..., D], as many at a time; the missing ones are zero.
 
     A compiler chooses by the shape how it cuts a sum, and here there is one shape. The barriers keep it from seeing
     which rows are used, and from joining what stands around, which may be of another shape.
+
+    in_loop: not for products. One in a loop is cut otherwise than alone, where a layer's weights are cut out of their
+    stack within it, so several tiles are written out.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
-    rows = jax.lax.optimization_barrier(jnp.pad(rows, ((0, -count % TILE), (0, 0))))
-    tiles = rows.reshape(-1, TILE, x.shape[-1])
-    y = sums(tiles[0])[None] if len(tiles) == 1 else jax.lax.map(sums, tiles)
-    y = jax.lax.optimization_barrier(y)
+    tiles = jnp.pad(rows, ((0, -count % TILE), (0, 0))).reshape(-1, TILE, x.shape[-1])
+    one = lambda rows: jax.lax.optimization_barrier(sums(jax.lax.optimization_barrier(rows)))
+    y = jax.lax.map(one, tiles) if in_loop and len(tiles) > 1 else jnp.stack([one(rows) for rows in tiles])
     return y.reshape(-1, *y.shape[2:])[:count].reshape(*x.shape[:-1], *y.shape[2:])
 
 
@@ -99,12 +101,16 @@ def root_mean_square(x: Array, eps: float) -> Array:
     """float32[..., 1] of bfloat16 x [..., D]: 1 / sqrt(mean(x ** 2) + eps). The squares are exact.
 
     The root is apart from the sum and product before it: in one loop with these, XLA on CPU takes it otherwise in
-    vectors than in what is left of a vector (since jax 0.12).
+    vectors than in what is left of a vector (since jax 0.12). On TPU it is of a tile too, never of one number.
     """
     size, y = x.shape[-1], as_bfloat16(x)
-    total = jax.lax.platform_dependent(y * y, tpu=functools.partial(in_tiles, sum_in_order), default=sum_in_order)
-    mean = (total + np.float32(size * eps)) * np.float32(1 / size)
-    return jax.lax.rsqrt(jax.lax.optimization_barrier(mean))[..., None]
+
+    def root(squares):
+        mean = (sum_in_order(squares) + np.float32(size * eps)) * np.float32(1 / size)
+        return jax.lax.rsqrt(jax.lax.optimization_barrier(mean))
+
+    tiles = functools.partial(in_tiles, root, in_loop=True)  # many, where each head of each token has a norm
+    return jax.lax.platform_dependent(y * y, tpu=tiles, default=root)[..., None]
 
 
 @jax.custom_jvp

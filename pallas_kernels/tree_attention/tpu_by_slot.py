@@ -1,9 +1,10 @@
 """Tree attention for TPU in which a token's result, to the bit, does not depend on the pass that it is in.
 
-`by_slot` says what that means and how sums go by slots; here in one Mosaic kernel, a program per row of the batch.
-Whole groups of slots that the cache holds are streamed from HBM, as in `tpu`. What lies behind the last one is a tail
-of a few groups: scores of the new tokens are moved to their slots by a product with ones and zeros, and their values
-are copied into the slots of a buffer, once where all tokens are of one path, else for one node after another.
+`by_slot` says what that means and how sums go by slots; here in one Mosaic kernel, a program per row of the batch, or
+several with some of its kv heads each. Whole groups of slots that the cache holds are streamed from HBM, as in `tpu`.
+What lies behind the last one is a tail of a few groups: scores of the new tokens are moved to their slots by a product
+with ones and zeros, and their values are copied into the slots of a buffer, once where all tokens are of one path, else
+for one node after another.
 
 Every sum is a product over one group, of rows that do not depend on each other, or of the lanes of one group. So what
 the matrix unit does with a row is the same in every pass.
@@ -30,6 +31,8 @@ from specjax.rounding import FRACTION, fixed_point, power_of_two, two_to
 
 GROUP = LANES
 TILE = 16  # rows of a tile of bfloat16
+AT_ONCE = 1 << 17  # scores of a head that are computed at once
+VMEM = 14 << 20  # bytes that a program may take: v4 has 16 MiB
 
 
 def unsupported(q, k, prefix_k) -> str | None:
@@ -66,7 +69,8 @@ def tree_attention_by_slot(
     kv_heads, slots, new = k.shape[1], prefix_k.shape[-2], k.shape[2]
     each = rows_of_node(heads // kv_heads)
     key_positions = positions if key_positions is None else key_positions
-    most = MAX_ROWS // each
+    tail = -(-(GROUP - 1 + new) // GROUP) * GROUP
+    most = max(1, AT_ONCE // tail // each)
     if t > most:  # tokens do not depend on each other
         parts = [
             tree_attention_by_slot(
@@ -79,10 +83,12 @@ def tree_attention_by_slot(
         return jnp.concatenate(parts, 1)
     if layer is None:
         layer, prefix_k, prefix_v = 0, prefix_k[None], prefix_v[None]
-    block = min(slots, block or tpu._block(kv_heads, dim, k.dtype.itemsize, slots))
-
     pad_rows, pad_keys = -(each * t) % TILE, -new % TILE
     rows = each * t + pad_rows
+    block = min(slots, block or tpu._block(kv_heads, dim, k.dtype.itemsize, slots))
+    block = max(GROUP, min(block, AT_ONCE // rows // GROUP * GROUP))
+    heads_at_once = _heads_at_once(kv_heads, rows, new + pad_keys, tail, block, dim)
+
     by_node = (q * jnp.asarray(scale, q.dtype)).reshape(batch, t, kv_heads, heads // kv_heads, dim)
     by_node = jnp.pad(by_node, ((0, 0), (0, 0), (0, 0), (0, each - heads // kv_heads), (0, 0)))
     queries = by_node.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, each * t, dim)  # row t * each + g
@@ -97,9 +103,11 @@ def tree_attention_by_slot(
     per_row = jnp.stack([length, jnp.min(positions, 1), is_one_path.astype(jnp.int32), deep]).astype(jnp.int32)
     shared = jnp.stack([jnp.asarray(x, jnp.int32) for x in (layer, ANY_DISTANCE if window is None else window)])
     whole = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b, *([0] * (x.ndim - 1))))
-    inputs = queries, k, v, by_row(pack_bits(mask)), by_row(positions[:, :, None]), slot_of_key
-    tail = -(-(GROUP - 1 + new) // GROUP) * GROUP
-    kept = lambda n: pltpu.VMEM((n, kv_heads, block, dim), k.dtype)
+    some_heads = lambda x: pl.BlockSpec((None, heads_at_once, *x.shape[2:]), lambda b, part, *_: (b, part, 0, 0))
+    by_head = queries, k, v
+    of_all = by_row(pack_bits(mask)), by_row(positions[:, :, None]), slot_of_key
+    of_heads = lambda *shape, dtype=jnp.float32: pltpu.VMEM((heads_at_once, *shape), dtype)
+    two_blocks = pltpu.VMEM((2, heads_at_once, block, dim), k.dtype)
     out = pl.pallas_call(
         functools.partial(
             _kernel, nodes=t, each=each, block=block, slots=slots, tail=tail, has_window=window is not None,
@@ -108,25 +116,22 @@ def tree_attention_by_slot(
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch,),
+            grid=(batch, kv_heads // heads_at_once),
             in_specs=[
                 pl.BlockSpec((None, *owners.shape[1:]), lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM),
-                *map(whole, inputs),
+                *map(some_heads, by_head), *map(whole, of_all),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
             ],
-            out_specs=whole(queries),
+            out_specs=some_heads(queries),
             scratch_shapes=[
-                kept(2), kept(2),
-                *[pltpu.VMEM((kv_heads, GROUP, dim), k.dtype)] * 2,
-                pltpu.VMEM((kv_heads, k.shape[2], dim), jnp.float32),
-                pltpu.VMEM((kv_heads, tail, dim), jnp.float32),
-                pltpu.VMEM((kv_heads, rows, tail), jnp.float32),
-                pltpu.VMEM((kv_heads, rows, dim), jnp.float32),
-                *[pltpu.VMEM((kv_heads, rows, 1), jnp.float32)] * 2,
+                two_blocks, two_blocks,
+                *[of_heads(GROUP, dim, dtype=k.dtype)] * 2,
+                of_heads(k.shape[2], dim), of_heads(tail, dim), of_heads(rows, tail), of_heads(rows, dim),
+                *[of_heads(rows, 1)] * 2,
                 pltpu.SemaphoreType.DMA((2, 2)), pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=64 << 20),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=64 << 20),
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * kv_heads * rows * (slots + tail) * dim,
             bytes_accessed=2 * prefix_k.nbytes // len(prefix_k),
@@ -134,9 +139,19 @@ def tree_attention_by_slot(
         ),
         interpret=interpret,
         name="tree_attention_by_slot",
-    )(per_row, shared, owners, *inputs, prefix_k, prefix_v)  # fmt: skip
+    )(per_row, shared, owners, *by_head, *of_all, prefix_k, prefix_v)  # fmt: skip
     out = out[:, :, : each * t].reshape(batch, kv_heads, t, each, dim)[:, :, :, : heads // kv_heads]
     return out.transpose(0, 2, 1, 3, 4).reshape(batch, t, heads, dim)
+
+
+def _heads_at_once(kv_heads: int, rows: int, new: int, tail: int, block: int, dim: int) -> int:
+    """The most kv heads of a program whose arrays fit into VMEM, a divisor of all; they do not depend on each other."""
+    lanes = -(-dim // LANES) * LANES
+    spilled = 13 * 4 * rows * max(block, tail)  # by the compiler, from v4 to v6e
+    of_all = 16 * rows * LANES
+    of_head = lanes * (8 * block + 4 * GROUP + 12 * new + 4 * tail + 12 * rows) + 4 * rows * (tail + 2 * LANES)
+    fitting = (VMEM - spilled - of_all) // of_head
+    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= max(1, fitting))
 
 
 def paths(length, key_positions, mask):
@@ -165,8 +180,9 @@ def _kernel(
     v_buffer, rest_k, rest_v, copied_v, tail_v, tail_weights, acc, total, top, arrived, rest_arrived,
     *, nodes, each, block, slots, tail, has_window, softcap,
 ):  # fmt: skip
-    """One row of the batch. q, out [K, R, h]; owners int32[T, M]; new_k, new_v [K, M, h]; words [R, W]."""
+    """K heads of one row of the batch. q, out [K, R, h]; owners int32[T, M]; new_k, new_v [K, M, h]; words [R, W]."""
     row, kv_heads = pl.program_id(0), q.shape[0]
+    heads = pl.ds(pl.program_id(1) * kv_heads, kv_heads)
     layer, window = shared[0], shared[1]
     length, is_one_path, deep = per_row[0, row], per_row[2, row] == 1, per_row[3, row]
     held = length // GROUP * GROUP
@@ -178,7 +194,7 @@ def _kernel(
         return pl.multiple_of(jnp.minimum(i * block, slots - block), GROUP)
 
     def copies(i, buffer):
-        here = (layer, row, slice(None), pl.ds(start_of(i), block))
+        here = (layer, row, heads, pl.ds(start_of(i), block))
         pairs = (prefix_k, k_buffer), (prefix_v, v_buffer)
         return [
             pltpu.make_async_copy(source.at[here], kept.at[buffer], arrived.at[n, buffer])
@@ -186,7 +202,7 @@ def _kernel(
         ]
 
     def copies_of_rest():
-        here = (layer, row, slice(None), pl.ds(pl.multiple_of(jnp.minimum(held, slots - GROUP), GROUP), GROUP))
+        here = (layer, row, heads, pl.ds(pl.multiple_of(jnp.minimum(held, slots - GROUP), GROUP), GROUP))
         pairs = (prefix_k, rest_k), (prefix_v, rest_v)
         return [
             pltpu.make_async_copy(source.at[here], kept, rest_arrived.at[n]) for n, (source, kept) in enumerate(pairs)

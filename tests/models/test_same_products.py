@@ -25,9 +25,11 @@ def test_long_rows():
 
 
 def products_of(text: str) -> set[str]:
-    """Of a program compiled for a TPU: shape, way and windows of each product."""
+    """Of a program compiled for a TPU: shape, windows, number of these, and way of each product."""
     found = re.findall(
-        r"= (\S+) fusion\([^\n]*dot_general[^\n]*?\"window_config\":(\{[^}]*\})[^\n]*emitter\":\"(\w+)", text
+        r"= (\S+) fusion\([^\n]*dot_general[^\n]*?\"window_config\":\{([^\n]*?),\"estimated_cycles[^\n]*?"
+        r"(\"iteration_bounds\":\[[^]]*\])[^\n]*emitter\":\"(\w+)",
+        text,
     )
     return {str(one) for one in found}
 
@@ -37,24 +39,38 @@ def test_on_a_tpu_all_passes_have_the_same_products():
     (device, *_) = devices("v5e:2x2")
     place = jax.sharding.SingleDeviceSharding(device)
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=place)
+    layer = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
 
     def compiled(project, rows):
-        run = jax.jit(lambda x, weight: jnp.tanh(project(jnp.square(x), weight)))
-        return products_of(run.lower(shape(1, rows, 2048), shape(4096, 2048)).compile().as_text())
+        """With the weight of a layer, which is in a stack."""
+        run = jax.jit(lambda x, weights, layer: jnp.tanh(project(jnp.square(x), weights[layer])))
+        return products_of(run.lower(shape(1, rows, 2048), shape(2, 4096, 2048), layer).compile().as_text())
 
     (wanted,) = compiled(products.same_project, 1)
-    for rows in (2, 8, 33, 64, 128):
+    for rows in (2, 33, 128, 300):  # the last in three tiles
         assert compiled(products.same_project, rows) == {wanted}
     # The mutant is the product of other passes, which is cut otherwise for more rows.
     assert len(set.union(*(compiled(products.project, rows) for rows in (1, 64, 128)))) > 1
+
+
+@pytest.mark.tpu_compile
+def test_on_a_tpu_all_passes_have_the_same_roots():
+    (device, *_) = devices("v5e:2x2")
+    place = jax.sharding.SingleDeviceSharding(device)
+    run = jax.jit(lambda x: jnp.tanh(rounding.root_mean_square(jnp.square(x), 1e-5)))
+    for rows in (1, 33, 1000):
+        x = jax.ShapeDtypeStruct((1, rows, 512), jnp.bfloat16, sharding=place)
+        found = re.findall(r"= (\S+?)\{\S* rsqrt\(", run.lower(x).compile().as_text())
+        assert found == ["f32[128]"]
 
 
 def test_tiles_are_products_of_all_rows():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 50, 7), (5, 7)))
     for rows in (x, x[:1], x[0]):
-        got = jax.jit(lambda rows: rounding.in_tiles(lambda one: one @ weight.T, rows))(rows)
-        np.testing.assert_allclose(got, rows @ weight.T, atol=1e-5)
+        for in_loop in (False, True):
+            got = jax.jit(lambda rows, w=in_loop: rounding.in_tiles(lambda one: one @ weight.T, rows, in_loop=w))(rows)
+            np.testing.assert_allclose(got, rows @ weight.T, atol=1e-5)
     sums = rounding.in_tiles(rounding.sum_in_order, x)
     np.testing.assert_allclose(sums, x.sum(-1), atol=1e-5)
 

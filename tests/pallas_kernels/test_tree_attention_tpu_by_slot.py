@@ -96,11 +96,31 @@ def test_one_path_beside_a_tree():
     np.testing.assert_array_equal(np.asarray(KERNEL(*both), np.float32), wanted)
 
 
+def test_heads_and_nodes_in_parts(monkeypatch):
+    """As where not all fit into the memory of a chip at once."""
+    arrays = tree_pass(4, SIZES, (100, 250), random_parents(4, 20))
+    wanted = np.asarray(KERNEL(*arrays), np.float32)
+    monkeypatch.setattr(tpu_by_slot, "VMEM", 0)
+    monkeypatch.setattr(tpu_by_slot, "AT_ONCE", 1 << 14)
+    parts = jax.jit(functools.partial(tpu_by_slot.tree_attention_by_slot, **(SIMULATED | {"block": 384})))
+    calls = [eqn.params for eqn in jax.make_jaxpr(parts)(*arrays).jaxpr.eqns[0].params["jaxpr"].eqns]
+    assert [call["grid_mapping"].grid for call in calls if "grid_mapping" in call] == [(2, 2)] * 2
+    np.testing.assert_array_equal(np.asarray(parts(*arrays), np.float32), wanted)
+
+
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("sizes", [Sizes(32, 8, 128, 1536), Sizes(9, 3, 128, 512), Sizes(16, 8, 256, 384)])
-@pytest.mark.parametrize("nodes", [1, 64])
-def test_compiles_for_a_tpu(sizes, nodes):
-    (device, *_) = devices("v5e:2x2")
+@pytest.mark.parametrize(
+    ("topology", "sizes", "nodes"),
+    [
+        ("v5e:2x2", Sizes(9, 3, 128, 512), 1),
+        ("v6e:1x1", Sizes(16, 8, 256, 384), 64),
+        ("v4:1x1x1", Sizes(32, 8, 128, 1536), 1),  # with 16 MiB of VMEM
+        ("v4:1x1x1", Sizes(32, 8, 128, 1536), 128),
+        ("v4:1x1x1", Sizes(9, 3, 128, 512), 128),
+    ],
+)
+def test_compiles_for_a_tpu(topology, sizes, nodes):
+    (device, *_) = devices(topology)
     mesh = jax.sharding.Mesh(np.array([device]), ("data",))
     place = jax.sharding.SingleDeviceSharding(device)
     arrays = jax.eval_shape(lambda: tree_pass(0, sizes, (0,), list(range(-1, nodes - 1))))
