@@ -18,7 +18,7 @@ SHOWN = 3  # copies named per program
 
 
 def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}" if seconds < 10 else f"{seconds * 1e3:.0f}"
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 
 def mesh_of(inputs: dict[str, Any]) -> str:
@@ -63,26 +63,32 @@ def show_report(report: Report, out) -> None:
         f"{models}; {what}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}\n"
         f"{inputs['topology']}, {mesh_of(inputs)}, per device:"
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("program", no_wrap=True)
-    for heading in ("HBM GiB", "args", "temps", "out", "alias", "roofline ms", "schedule ms", "must MB", "moved MB",
-                    "GFLOP", "collectives"):  # fmt: skip
-        table.add_column(heading, justify="right")
+    # Two tables, as one of all columns is too wide for 80 characters.
+    memory, times = (Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)) for _ in range(2))
+    for table, headings in (
+        (memory, ("HBM GiB", "args", "temps", "out", "alias")),
+        (times, ("roofline\nms", "schedule\nms", "must\nGB", "moved\nGB", "GFLOP", "collec-\ntives", "wire\nMB")),
+    ):
+        table.add_column("program", no_wrap=True)
+        for heading in headings:
+            table.add_column(heading, justify="right")
     for p in report.programs:
         if not p.compiles or p.memory is None:
-            need = "" if p.needed_bytes is None else f"{p.needed_bytes / GIB:.2f}!"
-            table.add_row(p.name, need, *[""] * 10, style="yellow")
+            memory.add_row(p.name, "" if p.needed_bytes is None else f"{p.needed_bytes / GIB:.2f}!", style="yellow")
             continue
         m = p.memory
         sizes = [f"{size / GIB:.2f}" for size in (m.total, m.arguments, m.temporaries, m.output, m.aliased)]
+        memory.add_row(p.name, *sizes)
         count = sum(entry["count"] for entry in p.collectives)
         wire = sum(entry["wire_bytes"] for entry in p.collectives)
-        table.add_row(
-            p.name, *sizes, milliseconds(p.seconds["roofline"]), milliseconds(p.seconds["schedule"]),
-            f"{p.must_bytes / 1e6:.0f}", f"{p.moved_bytes / 1e6:.0f}", f"{p.flops / 1e9:.4g}",
-            f"{count:.0f}, {wire / 1e6:.3g} MB" if count else "-",
+        times.add_row(
+            p.name, milliseconds(p.seconds["roofline"]), milliseconds(p.seconds["schedule"]),
+            f"{p.must_bytes / 1e9:.2f}", f"{p.moved_bytes / 1e9:.2f}", f"{p.flops / 1e9:,.0f}",
+            *((f"{count:,.0f}", f"{wire / 1e6:,.1f}") if count else "--"),
         )  # fmt: skip
-    out.print(table)
+    out.print(memory)
+    if times.row_count:
+        out.print(times)
     page = DOCS + report.chip["name"]
     say(f"of {gib(report.chip['hbm_bytes'])}; figures of the chip: {page} and others, see --json", style="dim")
     for line in warnings(report):
