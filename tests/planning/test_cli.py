@@ -96,6 +96,7 @@ def test_the_same_bits_are_of_rows_that_are_whole_and_of_bfloat16(refused):
     assert "not of --dtype float32" in refused(*command("compile", dtype="float32"), "--same-bits")
     work = make_workload("smollm2_135m", "v5e:2x2", draft="smollm2_135m", same_bits=True)
     assert work.target.same_bits and not work.draft.same_bits
+    assert work.devices == make_workload("smollm2_135m", "v5e:2x2", draft="smollm2_135m").devices
     assert describe(work)["same_bits"] is True
 
 

@@ -182,7 +182,9 @@ def assert_names_its_clocks(shown, found):
     """Both are columns of the table, and both are said to be good for something, in JSON too."""
     text = shown.file.getvalue()
     for clock, meaning in found.to_json()["clocks"].items():
-        assert [line for line in text.splitlines() if clock in line.split() and ":" not in line]
+        lines = text.splitlines()
+        (at, *_) = [i for i, line in enumerate(lines) if clock in line.split() and ":" not in line]
+        assert "ms" in f"{lines[at]} {lines[at + 1]}".split()  # the unit may stand below the name
         assert f"{clock}: {meaning}" in text
 
 
