@@ -2,11 +2,13 @@
 
     python benchmarks/shipped_head_prompts.py CORPORA --texts > texts.jsonl
     python benchmarks/shipped_head_prompts.py CORPORA > prompts.jsonl
+    python benchmarks/shipped_head_prompts.py CORPORA --more > more.jsonl
 
 CORPORA holds gsm8k_train.jsonl (MIT), gpteacher_codegen_instruct.json (MIT), c4_demo.jsonl (ODC-BY),
 wikitext2_valid.txt and wikitext2_test.txt (CC BY-SA), tinystories_sample.txt (CDLA-Sharing). Then, as its card says:
 
     specjax train --method eagle3 --texts texts.jsonl --prompts prompts.jsonl --out head ...
+    specjax train --draft head --prompts prompts.jsonl --prompts more.jsonl --out on_own_answers ...
 """
 
 from __future__ import annotations
@@ -61,11 +63,15 @@ def pages(folder: Path) -> list[str]:
     return [json.loads(line)["text"] for line in lines(folder / "c4_demo.jsonl")]
 
 
+def short_tasks_of_code(folder: Path, draw: random.Random) -> list[str]:
+    found = [entry for entry in tasks_of_code(folder) if len(entry["instruction"]) + len(entry["input"]) < 400]
+    draw.shuffle(found)
+    return list(map(asked, found))
+
+
 def prompts(folder: Path, draw: random.Random) -> list[str]:
     found = [entry["question"] for entry in sums(folder, draw)[:300]]
-    code = [entry for entry in tasks_of_code(folder) if len(entry["instruction"]) + len(entry["input"]) < 400]
-    draw.shuffle(code)
-    found += map(asked, code[:150])
+    found += short_tasks_of_code(folder, draw)[:150]
     passages = pages(folder)
     draw.shuffle(passages)
     found += [draw.choice(SUMMARIES).format(first(text, 110)) for text in passages[:150]]
@@ -74,6 +80,21 @@ def prompts(folder: Path, draw: random.Random) -> list[str]:
     wiki = [text.strip() for text in wiki if len(text) > 400 and "<unk>" not in text[:300]]
     draw.shuffle(wiki)
     found += [draw.choice(QUESTIONS).format(plain(first(text, 80))) for text in wiki[:100]]
+    draw.shuffle(found)
+    return found
+
+
+def more(folder: Path, draw: random.Random) -> list[str]:
+    """Prompts of the same kinds, none of those: of other problems, and of what stands further on in the pages."""
+    found = [entry["question"] for entry in sums(folder, draw)[300:1500]]
+    found += short_tasks_of_code(folder, draw)[150:950]
+    passages = [" ".join(text.split()[110:]) for text in pages(folder)]
+    passages = [text for text in passages if len(text) > 400]
+    found += [draw.choice(SUMMARIES).format(first(text, 110)) for text in passages]
+    found += [draw.choice(TASKS + QUESTIONS).format(first(text, 60)) for text in passages]
+    wiki = [text.strip() for text in lines(folder / "wikitext2_test.txt")]
+    wiki = [text for text in wiki if len(text) > 400 and "<unk>" not in text[:300]]
+    found += [draw.choice(QUESTIONS + SUMMARIES).format(plain(first(text, 80))) for text in wiki]
     draw.shuffle(found)
     return found
 
@@ -106,6 +127,6 @@ def texts(folder: Path, draw: random.Random) -> list[str]:
 
 
 if __name__ == "__main__":
-    chosen = texts if "--texts" in sys.argv else prompts
+    chosen = texts if "--texts" in sys.argv else more if "--more" in sys.argv else prompts
     for text in chosen(Path(sys.argv[1]), random.Random(0)):
         print(json.dumps({"prompt": text}))

@@ -15,7 +15,7 @@ from specjax.models import cache as kv
 from specjax.models.decoder import Decoder, DecoderConfig
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.layers import run_layers
-from specjax.models.layout import SPLITS_SUMS, Layout, spread
+from specjax.models.layout import Layout, axis_of_other_bits, spread
 from specjax.models.llama import LlamaConfig
 from specjax.types import Capabilities, Model, PyTree
 
@@ -64,10 +64,10 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
     if config.same_bits and config.dtype != "bfloat16":
         raise UsageError(f'same_bits is of dtype "bfloat16", not "{config.dtype}"; choose that, or leave same_bits out')
     if config.same_bits and mesh is not None:
-        split = [axis for axis in SPLITS_SUMS if axis in (over or mesh.axis_names) and mesh.shape.get(axis, 1) > 1]
-        if split:
+        axis = axis_of_other_bits({axis: mesh.shape.get(axis, 1) for axis in over or mesh.axis_names})
+        if axis is not None:
             raise UsageError(
-                f'same_bits is not promised where a mesh splits rows or slots; make its axis "{split[0]}" 1, or leave '
+                f'same_bits is not promised where a mesh splits rows or slots; make its axis "{axis}" 1, or leave '
                 "same_bits out"
             )
     whole = config

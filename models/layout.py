@@ -51,9 +51,6 @@ TABLE: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = MappingProxyTyp
 AXES = ("data", "layer", "sequence", "model")
 """Of a mesh; it may lack some, which then count as 1."""
 
-SPLITS_SUMS = ("data", "sequence")
-"""Axes by which passes of unlike sizes are cut into unlike parts: over the others the same bits are promised."""
-
 SPLIT = MappingProxyType(
     {
         "data": ("data",),
@@ -64,6 +61,11 @@ SPLIT = MappingProxyType(
     }
 )
 """What the dimensions of a model's arrays may count -> the axes of the mesh that it is split over."""
+
+
+def axis_of_other_bits(sizes: Mapping[str, int]) -> str | None:
+    """The first axis that cuts passes into unlike parts: over it the same bits are not promised. None: they are."""
+    return next((axis for axis in ("data", "sequence") if sizes.get(axis, 1) > 1), None)
 
 
 @dataclass(frozen=True)

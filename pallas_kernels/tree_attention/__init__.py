@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import jax
@@ -57,8 +58,8 @@ def tree_attention(
         run = on_tpu
     elif implementation == "by_slot":
         run = functools.partial(_run_by_slot, **static)
-        if not with_total and not _tpu_by_slot().unsupported(q, k, prefix_k):
-            on_tpu = functools.partial(_run_tpu_by_slot, scale=scale, softcap=softcap)
+        if not with_total and not _tpu("tpu_by_slot").unsupported(q, k, prefix_k):
+            on_tpu = functools.partial(_run_tpu, kernel="tpu_by_slot", scale=scale, softcap=softcap)
             run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, default=run)
     elif implementation == "xla" or _tpu().unsupported(q, k, prefix_k):
         run = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, rocm=on_gpu, default=on_xla)
@@ -85,19 +86,9 @@ def _run_reference(q, k, v, prefix_k, prefix_v, length, positions, mask, key_pos
     )  # fmt: skip
 
 
-@functools.cache
-def _tpu():
-    """Imported on first use: Pallas takes a moment."""
-    from specjax.pallas_kernels.tree_attention import tpu
-
-    return tpu
-
-
-@functools.cache
-def _tpu_by_slot():
-    from specjax.pallas_kernels.tree_attention import tpu_by_slot
-
-    return tpu_by_slot
+def _tpu(kernel: str = "tpu"):
+    """Its module, imported on first use: Pallas takes a moment."""
+    return importlib.import_module(f"{__name__}.{kernel}")
 
 
 def _run_xla(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
@@ -115,19 +106,12 @@ def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_posit
 
 
 # Under `jit` so that equal layers share one trace: 27 ms against 0.6 ms.
-@functools.partial(jax.jit, static_argnames=("scale", "softcap", "with_total"))
+@functools.partial(jax.jit, static_argnames=("kernel", "scale", "softcap", "with_total"))
 @in_32_bits  # as Mosaic's indices are
-def _run_tpu(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
-    return _tpu().tree_attention(
-        q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
-        **static,
-    )  # fmt: skip
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "softcap"))
-@in_32_bits
-def _run_tpu_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
-    return _tpu_by_slot().tree_attention_by_slot(
+def _run_tpu(
+    q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, *, kernel="tpu", **static
+):  # fmt: skip
+    return _tpu(kernel).tree_attention(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
         **static,
     )  # fmt: skip

@@ -54,7 +54,7 @@ def rows_of_node(heads: int) -> int:
     return 1 << (heads - 1).bit_length() if heads <= TILE else -(-heads // TILE) * TILE
 
 
-def tree_attention_by_slot(
+def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, block=None, interpret=False,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def tree_attention_by_slot(
     most = max(1, AT_ONCE // tail // each)
     if t > most:  # tokens do not depend on each other
         parts = [
-            tree_attention_by_slot(
+            tree_attention(
                 q[:, i : i + most], k, v, prefix_k, prefix_v, length, positions[:, i : i + most],
                 mask[:, i : i + most], key_positions=key_positions, layer=layer, scale=scale, window=window,
                 softcap=softcap, block=block, interpret=interpret,

@@ -29,7 +29,7 @@ from specjax.engine.kept import Kept
 from specjax.errors import UsageError
 from specjax.folders import cache_folder
 from specjax.models.heads.contract import DraftHead
-from specjax.models.layout import SPLITS_SUMS
+from specjax.models.layout import axis_of_other_bits
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.vocabulary import read_token_map
@@ -162,9 +162,8 @@ def open_session(
     from specjax.parallel import check_same
 
     same_bits, draft = models.same_bits, models.draft
-    for axis in SPLITS_SUMS if same_bits and mesh is not None else ():
-        said = f"--same-bits is not promised where a mesh splits rows or slots; leave it or --{axis} out"
-        require(mesh.shape.get(axis, 1) == 1, said)
+    axis = axis_of_other_bits(mesh.shape) if same_bits and mesh is not None else None
+    require(axis is None, f"--same-bits is not promised where a mesh splits rows or slots; leave it or --{axis} out")
     use_cache(not models.no_cache)
     store = _open_datastore(datastore)
     chosen = "bfloat16" if same_bits else choose_dtype(models.dtype)

@@ -18,7 +18,7 @@ from specjax.errors import UsageError
 from specjax.models import LlamaConfig
 from specjax.models.bridge import check_cache_dtype
 from specjax.models.heads.kinds import KINDS
-from specjax.models.layout import fits_heads
+from specjax.models.layout import axis_of_other_bits, fits_heads
 from specjax.models.loading.denoisers import Reading
 from specjax.planning.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
 from specjax.planning.model_configs import load_config, load_reading, num_params, num_params_of_head
@@ -131,20 +131,8 @@ def make_workload(
     method = method or kind or ("two_model" if draft is not None else "autoregressive")
     row = METHODS[method] if reading is not None else _drafter(method)
     _check_head(row, head, draft)
-    if row.needs - {"draft", "head"}:
-        needs = sorted(row.needs - {"draft", "head"})
-        what = " and ".join(f"{'an' if need[0] in 'aeiou' else 'a'} {need}" for need in needs)
-        raise UsageError(f"--method {method} needs {what}, of which nothing is known here; choose another method")
-    if ("draft" in row.needs) != (draft is not None):
-        fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
-        raise UsageError(f"--method {method} needs {'a' if draft is None else 'no'} draft model; {fix}")
-    if tree is not None:
-        option = row.option("tree")
-        if option is None or num_draft_tokens is not None:
-            grown = " and ".join(name for name, other in of_kind("drafter").items() if other.option("tree"))
-            raise UsageError(f"--tree applies to {grown}, and without --num-draft-tokens, which sets the size too")
-        option.parse(tree, "--tree")
-        tree = trees.inline(tree)  # results are kept by the workload, not by what a file once held
+    _check_needs(row, draft)
+    tree = None if tree is None else _tree(row, tree, num_draft_tokens)
     _check_options(row, options, tree, num_draft_tokens)
     for flag, value in (("--batch-size", batch), ("--context", context), ("--max-new-tokens", max_new_tokens),
                         ("--data", data), ("--layer", layer), ("--sequence", sequence),
@@ -158,7 +146,7 @@ def make_workload(
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
 
     if same_bits:
-        _check_same_bits(target_config, {"--data": data, "--sequence": sequence})
+        _check_same_bits(target_config, {"data": data, "sequence": sequence})
         target_config = dataclasses.replace(target_config, same_bits=True)
     draft_config = None if draft is None else load(draft, "--draft")
     if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):
@@ -186,6 +174,27 @@ def _drafter(method: str) -> Method:
         return find_drafter(method)
     except UsageError as error:
         raise UsageError(f"--method: {error}") from None
+
+
+def _check_needs(row: Method, draft: Any) -> None:
+    """Raises: UsageError for a method that needs what nothing is known of here, or a draft model too many or few."""
+    needs = sorted(row.needs - {"draft", "head"})
+    if needs:
+        what = " and ".join(f"{'an' if need[0] in 'aeiou' else 'a'} {need}" for need in needs)
+        raise UsageError(f"--method {row.name} needs {what}, of which nothing is known here; choose another method")
+    if ("draft" in row.needs) != (draft is not None):
+        fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
+        raise UsageError(f"--method {row.name} needs {'a' if draft is None else 'no'} draft model; {fix}")
+
+
+def _tree(row: Method, text: str, num_draft_tokens: int | None) -> str:
+    """A tree without files: results are kept by the workload, not by what a file once held. Raises: UsageError."""
+    option = row.option("tree")
+    if option is None or num_draft_tokens is not None:
+        grown = " and ".join(name for name, other in of_kind("drafter").items() if other.option("tree"))
+        raise UsageError(f"--tree applies to {grown}, and without --num-draft-tokens, which sets the size too")
+    option.parse(text, "--tree")
+    return trees.inline(text)
 
 
 def _check_head(row: Method, head: str | None, draft: Any) -> None:
@@ -239,11 +248,10 @@ def _check_same_bits(config: Any, axes: Mapping[str, int]) -> None:
     """Raises: UsageError for another dtype than bfloat16, or a mesh that splits rows or slots."""
     if config.dtype != "bfloat16":
         raise UsageError(f"--same-bits is of bfloat16, not of --dtype {config.dtype}; leave one out")
-    for flag, size in axes.items():
-        if size > 1:
-            raise UsageError(
-                f"--same-bits is not promised where a mesh splits rows or slots; leave it or {flag} {size} out"
-            )
+    axis = axis_of_other_bits(axes)
+    if axis is not None:
+        flag = f"--{axis} {axes[axis]}"
+        raise UsageError(f"--same-bits is not promised where a mesh splits rows or slots; leave it or {flag} out")
 
 
 def _check_layers(draft: Any, layer: int) -> None:

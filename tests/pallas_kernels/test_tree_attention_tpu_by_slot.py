@@ -18,7 +18,7 @@ from specjax.planning.programs import device_kind
 SIZES = Sizes(heads=6, kv_heads=2, dim=64, slots=384)
 SIMULATED = {"scale": SCALE, "block": 128, "interpret": True}
 OPTIONS = "window", "softcap"
-KERNEL = jax.jit(functools.partial(tpu_by_slot.tree_attention_by_slot, **SIMULATED), static_argnames=OPTIONS)
+KERNEL = jax.jit(functools.partial(tpu_by_slot.tree_attention, **SIMULATED), static_argnames=OPTIONS)
 USUAL = jax.jit(functools.partial(tpu.tree_attention, **SIMULATED), static_argnames=OPTIONS)
 EDGES = [0, 1, 7, 126, 127, 128, 129, 255, 256, 300, 376]
 
@@ -39,7 +39,7 @@ def test_copies_are_waited_for_and_what_holds_no_token_may_be_anything():
     slot = np.arange(SIZES.slots)[:, None] >= np.array((0, 250))[:, None, None, None]
     dead = [jnp.where(slot, jnp.nan, x) for x in arrays[3:5]]
     simulated = {**SIMULATED, "interpret": pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)}
-    got = tpu_by_slot.tree_attention_by_slot(*arrays[:3], *dead, *arrays[5:], **simulated)
+    got = tpu_by_slot.tree_attention(*arrays[:3], *dead, *arrays[5:], **simulated)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(KERNEL(*arrays), np.float32))
 
 
@@ -81,7 +81,7 @@ def test_neither_rows_nor_capacity_nor_blocks_nor_layers_count():
     np.testing.assert_array_equal(np.asarray(KERNEL(*[x[1:] for x in arrays]), np.float32)[0], both[1])
     q, k, v, prefix_k, prefix_v, *rest = arrays
     wider = [jnp.pad(x, ((0, 0), (0, 0), (0, 384), (0, 0)), constant_values=7) for x in (prefix_k, prefix_v)]
-    blocks = functools.partial(tpu_by_slot.tree_attention_by_slot, **{**SIMULATED, "block": 256})
+    blocks = functools.partial(tpu_by_slot.tree_attention, **{**SIMULATED, "block": 256})
     np.testing.assert_array_equal(np.asarray(jax.jit(blocks)(q, k, v, *wider, *rest), np.float32), both)
     stacked = [jnp.stack([x + 1, x]) for x in (prefix_k, prefix_v)]
     np.testing.assert_array_equal(np.asarray(KERNEL(q, k, v, *stacked, *rest, layer=jnp.int32(1)), np.float32), both)
@@ -102,7 +102,7 @@ def test_heads_and_nodes_in_parts(monkeypatch):
     wanted = np.asarray(KERNEL(*arrays), np.float32)
     monkeypatch.setattr(tpu_by_slot, "VMEM", 0)
     monkeypatch.setattr(tpu_by_slot, "AT_ONCE", 1 << 14)
-    parts = jax.jit(functools.partial(tpu_by_slot.tree_attention_by_slot, **(SIMULATED | {"block": 384})))
+    parts = jax.jit(functools.partial(tpu_by_slot.tree_attention, **(SIMULATED | {"block": 384})))
     calls = [eqn.params for eqn in jax.make_jaxpr(parts)(*arrays).jaxpr.eqns[0].params["jaxpr"].eqns]
     assert [call["grid_mapping"].grid for call in calls if "grid_mapping" in call] == [(2, 2)] * 2
     np.testing.assert_array_equal(np.asarray(parts(*arrays), np.float32), wanted)
@@ -125,7 +125,7 @@ def test_compiles_for_a_tpu(topology, sizes, nodes):
     place = jax.sharding.SingleDeviceSharding(device)
     arrays = jax.eval_shape(lambda: tree_pass(0, sizes, (0,), list(range(-1, nodes - 1))))
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays]
-    run = jax.jit(functools.partial(tpu_by_slot.tree_attention_by_slot, scale=SCALE))
+    run = jax.jit(functools.partial(tpu_by_slot.tree_attention, scale=SCALE))
     with device_kind(mesh):
         program = run.lower(*arrays).compile()
     assert "tree_attention_by_slot" in program.as_text()
