@@ -7,7 +7,7 @@ DEMO := Fix the spelling and print the whole text: The quick brwon fox jumps ove
 # A process that may not keep its bytecode compiles all that it imports, 2.5 s of CPU time in place of 1.0; tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-tpu-compile lint linked types check docs docs-serve dist format bench clean
+.PHONY: demo test test-all test-tpu-compile test-peers lint linked types check docs docs-serve dist format bench clean
 
 # Decode a prompt with SmolLM2 next to plain decoding, and say whether the texts are identical.
 demo: $(VENV)/.demo
@@ -54,6 +54,13 @@ test-all: lint types
 test-tpu-compile: $(VENV)/.dev
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[tpu-compile]'
 	$(BIN)/pytest -m tpu_compile
+
+# Models of Tunix and gemma, and `decode` as the sampler of Tunix: these packages want older ones beside them.
+PEERS := build/peers
+test-peers: $(VENV)/.dev
+	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python $(PEERS)
+	$(BIN)/uv pip install -q --python $(PEERS)/bin/python -e . google-tunix==0.1.7 gemma==3.3.0 pytest pytest-xdist hypothesis scipy
+	JAX_PLATFORMS=cpu $(PEERS)/bin/python -m pytest -q -rs tests/models/test_tunix.py tests/models/test_gemma.py tests/examples/test_tunix_grpo.py
 
 # The wheel and the source archive, checked as an index would.
 dist: $(VENV)/.dev
