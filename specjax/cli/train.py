@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specjax.cli import completing as words
+from specjax.cli import hosts
 from specjax.cli import options as o
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ def train(
     ] = None,
     dtype: o.DtypeOption = "auto",
     max_positions: o.PositionsOption = None,
+    data: hosts.DataOption = None,
+    model: hosts.ModelOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
@@ -233,8 +236,12 @@ def train(
         o.require(max_positions is None, "--report is of steps of --length tokens; leave --max-positions out")
         o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
         o.require(given is None, "--report is of shapes alone, and --draft is a head with parameters; leave one out")
-        _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, as_json)
+        axes = {name: size for name, size in (("data", data), ("model", model)) if size is not None}
+        _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, axes, as_json)
         return
+    split = data or 1
+    for flag, value in (("--rows", rows), ("--batch-size", batch_size)):
+        o.require(value % split == 0, f"{flag} {value} cannot be split over --data {split}; make it a multiple")
     o.require(recipe != RAW or bool(texts), f"--recipe {RAW} learns texts as they are; give them by --texts FILE")
 
     from specjax.cli.pupils import OfGivenHead, OfHead, OfModel
@@ -258,7 +265,7 @@ def train(
         keep_states=keep_states,
     )  # fmt: skip
     models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
-    run.open(models, has_head=given is not None)
+    run.open(models, hosts.make_mesh(False, data, model), has_head=given is not None)
     run.run(as_json)
 
 
@@ -284,7 +291,7 @@ def _recipe(
 
 def _report(
     target: str | None, topology: str, method: str, shapes: dict[str, int], recipe: Recipe, rows: int, length: int,
-    chunk: int | None, dtype: str, as_json: bool,
+    chunk: int | None, dtype: str, axes: dict[str, int], as_json: bool,
 ) -> None:  # fmt: skip
     from specjax.cli.console import Console, print_json
     from specjax.cli.planning import progress
@@ -296,6 +303,7 @@ def _report(
         found = training_report(
             target or "smollm2_135m", topology, head=f"{method}:{written}" if written else method, rows=rows,
             length=length, chunk=chunk, recipe=recipe, dtype="bfloat16" if dtype == "auto" else dtype, on_step=notify,
+            **axes,
         )  # fmt: skip
     if as_json:
         print_json(found.to_json())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specjax.cli import prompts as p
@@ -55,14 +56,14 @@ class Run:
     log: Console = field(default_factory=lambda: Console(stderr=True))
     session: Session | None = None
 
-    def open(self, models: Models, has_head: bool = False) -> None:
+    def open(self, models: Models, mesh: Mesh | None = None, has_head: bool = False) -> None:
         """Load the models, and look whether the folder can be written before hours are spent."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / HISTORY.format("")).touch()
         except OSError as error:
             raise UsageError(f"--out: {self.out} cannot be written ({error.strerror}); give another folder") from error
-        session = self.session = open_session(self.log, models, has_head=has_head)
+        session = self.session = open_session(self.log, models, mesh=mesh, has_head=has_head)
         if self.length > session.capacity:
             raise UsageError(
                 f"--length {self.length} is more than the {session.capacity} tokens that {session.shortest} takes; "

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.engine.requests import Request
 from specjax.errors import UsageError
-from specjax.facade import serve
+from specjax.facade import decode, serve
 from specjax.reading import reason, shown
 from specjax.training.lessons import Text
 from specjax.types import Drafter, Target
@@ -50,6 +52,15 @@ def answer(
     Args: numbers: of each prompt, where one is answered several times; None: 0 of all.
     """
     numbers = [0] * len(prompts) if numbers is None else numbers
+    mesh = target.model.mesh
+    if mesh is not None and mesh.shape.get("data", 1) > 1:  # whose rows `serve` cannot fill one by one
+        for start in range(0, len(prompts), slots):
+            some = slice(start, start + slots)
+            yield from _together(
+                target, drafter, prompts[some], numbers[some], slots, seed, eos=list(eos),
+                max_new_tokens=max_new_tokens, temperature=temperature,
+            )  # fmt: skip
+        return
     longest = max(map(len, prompts), default=1)
     told: dict[int, list[int]] = {}
     requests = (
@@ -67,6 +78,19 @@ def answer(
             prompt, tokens = prompts[step.request], told.pop(step.request)
             text = Text((*map(int, prompt), *tokens), len(prompt))
             yield Answer(text, step.finish_reason, numbers[step.request])
+
+
+def _together(
+    target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], rows: int,
+    seed: int, **settings: Any,
+) -> Iterator[Answer]:  # fmt: skip
+    """Answers to at most `rows` prompts, in a batch of as many."""
+    asked = list(zip(prompts, numbers, strict=True))
+    filled = [*asked, *[asked[-1]] * (rows - len(asked))]
+    keys = jnp.stack([jax.random.key(_seed(seed, number, prompt)) for prompt, number in filled])
+    result = decode(target, drafter, [list(prompt) for prompt, _ in filled], key=keys, **settings)
+    for (prompt, number), tokens, finish in zip(asked, result.to_lists(), result.finish_reasons, strict=False):
+        yield Answer(Text((*map(int, prompt), *tokens), len(prompt)), finish, number)
 
 
 def _seed(seed: int, number: int, prompt: Sequence[int]) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from specjax.errors import UsageError
 from specjax.parallel.checkpoint import restore, save
 from specjax.training.learners import Pupil
@@ -33,7 +35,7 @@ class Kept:
     """Where a run stands. Without a folder it remembers the best pupil alone.
 
     `run.json` names the state and the best, which are written before it and deleted after the next are named: whenever
-    a run is ended, it goes on from what that names.
+    a run is ended, it goes on from what that names. Of several hosts all see the folder.
     """
 
     def __init__(self, folder: str | Path | None, pupil: Pupil, state: PyTree, about: Mapping[str, Any]):
@@ -94,6 +96,8 @@ class Kept:
         if self.folder is None:
             return
         save(self._state(self.reached.step), state)
+        if jax.process_index():  # what is saved is of all hosts, what names it of the first
+            return
         part = self.folder / f"{ABOUT}.part"
         try:
             part.write_text(json.dumps({"about": self.about, "reached": self.reached._asdict()}, indent=2) + "\n")

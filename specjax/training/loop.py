@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.parallel import shard_head
+from specjax.parallel import place, shard_head
 from specjax.parallel.fingerprint import digest
 from specjax.training.keeping import Kept
 from specjax.training.learners import Learner, Pupil, learner_of
@@ -87,6 +88,18 @@ def one_step(
     new = State(optax.apply_updates(state.trained, updates), optimizer, state.step + 1)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
     return kept, Outcome(loss, report, finite)
+
+
+def _as_a_step_leaves_it(state: State, mesh: Mesh) -> State:
+    """All of it on the mesh, counts too, with shardings in the shortest words: else the second step compiles anew."""
+
+    def one(x: Array) -> Array:
+        spec = list(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else []
+        while spec and spec[-1] is None:
+            spec.pop()
+        return place(x, mesh, *spec)
+
+    return jax.tree.map(one, state)
 
 
 train_step = jax.jit(one_step, static_argnames="plan", donate_argnames="state")
@@ -234,6 +247,8 @@ def train(
         raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
     plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(trained))
     state, rest = begin(plan, pupil.params)
+    if target is not None and target.model.mesh is not None:
+        state = _as_a_step_leaves_it(state, target.model.mesh)
     depths = num_tokens or min(recipe.depths, learner.deepest or recipe.depths)
     known = {
         "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "texts": fingerprint(texts),

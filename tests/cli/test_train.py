@@ -118,11 +118,26 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", tmp_path / "none"), "--prompts: "),
         (("--out", prompts, "--prompts", prompts), "cannot be written"),
         (("--out", out, "--prompts", prompts, "--budgets", "8,9"), "--budgets needs at least 3 different numbers"),
+        (("--out", out, "--prompts", prompts, "--data", 3), "--rows 4 cannot be split over --data 3; make it"),
+        (("--out", out, "--prompts", prompts, "--data", 4, "--model", 4), "--data, --model: .* 16 devices, but there"),
         (("--report", "v5e:2x4", "--method", "two_model"), "--report is of heads, not of --method two_model"),
         (("--report", "v5e:9"), '"v5e:9" is not a slice of chips'),
     ):  # fmt: skip
         line = refused("train", *arguments)
         assert re.search(words, line), line
+
+
+@pytest.mark.exhaustive
+def test_devices_share_the_work(cli, prompts, tmp_path):
+    """Answers, and what is served, are those of one device."""
+    found = {}
+    for name, flags in (("one", ()), ("two", ("--data", 2, "--model", 1))):
+        arguments = ("--prompts", prompts, "--out", tmp_path / name, "--batch-size", 4, *SMALL, *flags)
+        result = cli("train", "--method", "medusa", *arguments, "--json")
+        assert result.code == 0, result.err
+        answers = sorted((tmp_path / name / "answers" / "answers-00000.jsonl").read_text().splitlines())
+        found[name] = json.loads(result.out)["served"], answers
+    assert found["two"] == found["one"]
 
 
 def test_the_target_cannot_write_prompts_without_a_template(refused, tmp_path):

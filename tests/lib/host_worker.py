@@ -83,6 +83,24 @@ def rounds(address: str, count: str, host: str, failing: str = "none") -> None:
             raise ValueError("this host has no room left")
 
 
+def training(address: str, count: str, host: str, folder: str, epochs: str) -> None:
+    """Losses of a head that all hosts train, and what it serves; kept in the folder, where it goes on."""
+    parallel = join(address, count, host)
+    from training_runs import head_of, recipe, target, texts
+
+    import specjax
+    from specjax.training import served, train
+
+    spread = specjax.shard(target(), parallel.mesh(int(count), 2))
+    losses: list[float] = []
+    fitted = train(
+        spread, head_of("eagle3"), texts(), recipe=recipe(), held_out=texts(), epochs=int(epochs), rows=4, length=32,
+        evaluate_every=2, folder=folder, listen=lambda progress: losses.append(progress.loss),
+    )  # fmt: skip
+    found = served(spread, fitted, texts(), depths=3, rows=4, length=32)
+    print(json.dumps({"losses": losses, "served": found}), flush=True)
+
+
 def cli(*arguments: str) -> None:
     """The command line on the tiny model of tests/cli."""
     import jax
@@ -147,5 +165,5 @@ def join(address: str, count: str, host: str, heartbeat: float = 30):
 
 
 if __name__ == "__main__":
-    known = methods, rounds, cli, of_version, save_for_ever
+    known = methods, rounds, training, cli, of_version, save_for_ever
     {function.__name__: function for function in known}[sys.argv[1]](*sys.argv[2:])

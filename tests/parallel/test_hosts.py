@@ -14,7 +14,7 @@ from tiers import exhaustive, those
 from toy import tiny_llama
 
 import specjax
-from specjax import parallel
+from specjax import parallel, training
 from specjax.catalog import of_kind
 from specjax.parallel import hosts
 
@@ -50,6 +50,27 @@ def test_texts_are_those_of_one_process(count, names):
         assert record["texts"][:7] == alone(record["name"])
         assert record["texts"][7] == record["texts"][0]  # the copy that fills the batch
         assert record["streamed"] in (None, record["texts"])
+
+
+@pytest.mark.parametrize("again", those((False,), (False, True)))
+def test_two_hosts_train_what_one_trains(tmp_path, again):
+    """The same losses, and the same head; what is kept is one run of both, which is found again."""
+    from training_runs import head_of, recipe, target, texts
+
+    losses = []
+    alone = training.train(
+        target(), head_of("eagle3"), texts(), recipe=recipe(), held_out=texts(), epochs=4, rows=4, length=32,
+        evaluate_every=2, listen=lambda progress: losses.append(progress.loss),
+    )  # fmt: skip
+    served = training.served(target(), alone, texts(), depths=3, rows=4, length=32)
+    for told in (losses, []) if again else (losses,):  # then it is done already
+        with Hosts(2, "training", *ADDRESS, str(tmp_path), "4") as running:
+            ended = running.wait()
+        assert [process.code for process in ended] == [0, 0], ended
+        for process in ended:
+            [found] = [json.loads(line) for line in process.out.splitlines() if line.startswith("{")]
+            np.testing.assert_allclose(found["losses"], told, rtol=1e-5)
+            assert found["served"] == list(served)
 
 
 @pytest.mark.parametrize("victim", those((1,), (0, 1)))

@@ -26,6 +26,16 @@ def test_answers_are_those_of_decode():
     assert {one.finish_reason for one in greedy()} == {"length"}
 
 
+def test_answers_over_a_mesh_are_those_of_one_device():
+    """In batches where rows are split; five prompts in fours, sampled, one of them twice."""
+    prompts, numbers = [*PROMPTS, [10]], [0, 0, 0, 0, 1]
+    options = {"eos": (3,), "max_new_tokens": 6, "temperature": 1.0, "slots": 4, "seed": 5, "numbers": numbers}
+    spread = specjax.shard(toy.tiny_llama(), specjax.mesh(2, 2))
+    many = list(answer(spread, prompts, **options))
+    assert [one.text.tokens[: one.text.answer] for one in many] == [tuple(prompt) for prompt in prompts]
+    assert set(many) == set(answer(toy.tiny_llama(), prompts, **options))
+
+
 def test_a_folder_goes_on_after_a_line_that_was_cut(tmp_path):
     about = {"target": "tiny", "temperature": 0.0}
     kept = Answers(tmp_path, about)

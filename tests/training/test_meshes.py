@@ -8,7 +8,7 @@ import pytest
 from training_runs import head_of, recipe, target, texts
 
 import specjax
-from specjax.training.loop import train
+from specjax.training.loop import train, train_step
 from specjax.training.served import served
 
 
@@ -27,7 +27,9 @@ def test_losses_and_parameters_are_those_of_one_device(data, model):
     def spread():
         return specjax.shard(target(), specjax.mesh(data=data, model=model))
 
-    alone, many = run("one"), run("many")
+    alone, before = run("one"), train_step._cache_size()
+    many = run("many")
+    assert train_step._cache_size() == before + 1, "the second step is the program of the first"
     np.testing.assert_allclose(losses["many"], losses["one"], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), many.params, alone.params)
     shape = {"depths": 3, "rows": 4, "length": 32}
