@@ -22,7 +22,15 @@ def project(x: Array, weight: Array, dtype=None) -> Array:
     plain, cpu, tpu = (functools.partial(f, dtype=dtype) for f in (_project, _project_on_cpu, _project_on_tpu))
     if x.size == x.shape[-1] and x.dtype == jnp.float32:  # one token: a product with a vector
         cpu = plain
+    if x.size >= MANY_ROWS * x.shape[-1]:
+        cpu = functools.partial(_project_many_on_cpu, dtype=dtype)
     return jax.lax.platform_dependent(x, weight, cpu=cpu, tpu=tpu, default=plain)
+
+
+MANY_ROWS = 512
+"""From which on a product on CPU is quicker as it is written, with rows in the result: what follows need not transpose.
+SmolLM2, 4 x 512 tokens: float32 4.1 s, 3.4 as written, bfloat16 2.9 and 2.4; 128 tokens 0.19 and 0.22, 0.13 and 0.17
+(two cores with AVX-512, jax 0.10)."""
 
 
 PIECE = 2048 if jax.__version_info__ < (0, 11) else 1024
@@ -50,12 +58,18 @@ def _project_tiles(x: Array, weight: Array, dtype) -> Array:
 
 def _project_pieces(x: Array, weight: Array, dtype) -> Array:
     if x.shape[-1] <= PIECE:
-        return project(x, weight, dtype)
+        return _project_piece(x, weight, dtype)
     parts = [
-        project(x[..., start : start + PIECE], weight[:, start : start + PIECE], jnp.float32)
+        _project_piece(x[..., start : start + PIECE], weight[:, start : start + PIECE], jnp.float32)
         for start in range(0, x.shape[-1], PIECE)
     ]
     return functools.reduce(jnp.add, parts).astype(dtype or x.dtype)
+
+
+def _project_piece(x: Array, weight: Array, dtype) -> Array:
+    """In one form for any number of rows."""
+    cpu, plain = (functools.partial(f, dtype=dtype) for f in (_project_on_cpu, _project))
+    return jax.lax.platform_dependent(x, weight, cpu=cpu, default=plain)
 
 
 def _project(x: Array, weight: Array, dtype) -> Array:
@@ -100,3 +114,8 @@ def _project_on_cpu(x: Array, weight: Array, dtype) -> Array:
     rows = jax.lax.optimization_barrier(jnp.pad(rows, ((0, max(0, least - count)), (0, 0))))
     y = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(y)[:, :count].T.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
+
+
+def _project_many_on_cpu(x: Array, weight: Array, dtype) -> Array:
+    """With a float32 result, as above."""
+    return _project(x, weight, jnp.float32).astype(dtype or x.dtype)

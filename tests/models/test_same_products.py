@@ -15,13 +15,26 @@ from specjax.models import LlamaConfig, make_model, products
 
 def test_long_rows():
     rng = np.random.default_rng(0)
-    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((24, 8192), (96, 8192)))
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((600, 8192), (96, 8192)))
     run = jax.jit(lambda x: products.same_project(x, weight, jnp.float32))
     whole = np.asarray(run(x))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(whole, exact, atol=0.02)
-    for rows in (1, 2, 9, 16):
+    for rows in (1, 2, 9, 16, 24):
         np.testing.assert_array_equal(run(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.2)])
+def test_a_product_is_one_in_every_form(dtype, error):
+    """One row, few and many, of which each has a form of its own on CPU; a result of the rows' dtype or of another."""
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((4, 150, 64), (96, 64)))
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    for some in (np.s_[:1, :1], np.s_[:2, :3], np.s_[:]):
+        for wanted in (None, "float32"):
+            found = products.project(x[some], weight, wanted)
+            assert found.dtype == (wanted or dtype)
+            np.testing.assert_allclose(np.asarray(found, np.float64), exact[some], atol=error)
 
 
 def products_of(text: str) -> set[str]:
