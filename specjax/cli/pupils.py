@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ class OfHead:
     kind: str
     shapes: dict[str, int]  # changes of its config
     start: str  # "target" or "random"
+    serves: ClassVar[bool] = False  # before it was trained
 
     @property
     def about(self) -> dict[str, Any]:
@@ -73,6 +74,7 @@ class OfGivenHead(OfHead):
     """A learned head that goes on from what it is: to more texts, or to a reader's own."""
 
     source: str  # of its files
+    serves = True
 
     @property
     def about(self) -> dict[str, Any]:
@@ -93,7 +95,8 @@ class OfModel:
     source: str | None  # of the model whose tokenizer it has: the draft model, or the target
     layers: tuple[int, ...]  # of the target; (): the draft model that the session has
     own: float  # share of the steps on what it answers itself
-    kind = "two_model"
+    kind: ClassVar[str] = "two_model"
+    serves: ClassVar[bool] = True
 
     @property
     def about(self) -> dict[str, Any]:

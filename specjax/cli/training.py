@@ -244,16 +244,20 @@ class Run:
                     file.writelines(json.dumps(known) + "\n" for known in history)
                 history.append(entry)
                 file.write(json.dumps(entry) + "\n")
-                rate = f"loss {progress.loss:.3f}  first draft {progress.accuracy[0]:.0%}"
-                rate += f"  {progress.tokens / max(progress.seconds, 1e-9):.0f} tokens/s"
+                rate, loss = "", ""
+                if progress.loss is not None:
+                    loss = f"loss {progress.loss:.3f}"
+                    rate = f"{loss}  first draft {progress.accuracy[0]:.0%}"
+                    rate += f"  {progress.tokens / max(progress.seconds, 1e-9):.0f} tokens/s"
                 bar.update(task, total=progress.steps, completed=progress.step, rate=rate)
                 if progress.best is not None:  # whatever happens later, it is there
                     self.pupil.save(self.out, session, progress.best, self.num_tokens)
                 if progress.served is not None:
                     file.flush()
                     said, best = progress.served, ", the best so far" if progress.best else ""
-                    line = f"step {progress.step}: loss {progress.loss:.3f}, {said.per_pass:.3f} tokens per pass, "
-                    self.log.print(line + f"first draft {said.first:.1%}{best}", style="dim")
+                    where = f"step {progress.step}: {loss}" if loss else "what it begins with"
+                    line = f"{where}, {said.per_pass:.3f} tokens per pass, first draft {said.first:.1%}{best}"
+                    self.log.print(line, style="dim")
 
             def reading(done: int, of: int) -> None:
                 bar.update(task, description="", total=of, completed=done, rate="tokens read by the target")
@@ -263,6 +267,7 @@ class Run:
                 fitted = train(
                     target, pupil, texts, recipe=self.recipe, held_out=greedy, epochs=self.epochs, rows=self.rows,
                     length=self.length, chunk=self.chunk, num_tokens=self.num_tokens, evaluate_every=self.every,
+                    evaluate_first=self.pupil.serves,
                     patience=self.patience, seed=self.seed, folder=self.out / f"run{name}", readings=shelf,
                     about=self.pupil.about, data=self.pupil.data(session), listen=listen,
                 )  # fmt: skip

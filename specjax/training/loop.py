@@ -132,7 +132,7 @@ class Progress(NamedTuple):
     epoch: int
     tokens: int  # places trained on so far
     seconds: float  # of training so far
-    loss: float
+    loss: float | None  # None: before the first step
     accuracy: tuple[float, ...]  # of drafts by depth
     served: Served | None = None  # of the texts held out, where they were looked at
     best: Any = None  # the pupil as it is served, where none before served more
@@ -195,6 +195,7 @@ def train(
     chunk: int | None = None,
     num_tokens: int | None = None,
     evaluate_every: int = 100,
+    evaluate_first: bool = False,
     patience: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -213,6 +214,7 @@ def train(
       places: the most of a row that rounds begin at.
       chunk: places of a row that are judged at a time: less memory, more arithmetic. None: all.
       num_tokens: of the chain that is measured; default: as many as the recipe drafts.
+      evaluate_first: before the first step too, of a pupil that serves already, and that stays if nothing serves more.
       patience: evaluations in a row that may not be better before it stops; None: any number.
       folder: where the run is kept at every evaluation; one that was ended there goes on, to the same bits.
       readings: where what the target says of the texts is kept; it then runs over them once, and not in every epoch.
@@ -263,6 +265,17 @@ def train(
             raise UsageError("what the target says is kept of texts that stay as they are; leave data or readings out")
         stored = readings.read(target, learner, texts, rows, length)
     state = kept.state
+
+    def measured(step: int, state: State) -> tuple[Served | None, Any]:
+        """(what is served, the pupil if that is the most so far)."""
+        if not held_out or target is None:
+            return None, None
+        now = as_served(pupil, state, rest)
+        found = served(target, now, held_out, depths=depths, rows=rows, length=length)
+        return found, now if kept.consider(now, step, found) else None
+
+    if evaluate_first and not int(state.step):
+        listen(Progress(0, schedule.steps, 0, 0, 0.0, None, (), *measured(0, state)))
     started, tokens = time.perf_counter() - kept.reached.seconds, kept.reached.tokens
     for number, (epoch, lesson, where, columns) in enumerate(schedule.after(int(state.step), seed), int(state.step)):
         if patience is not None and kept.reached.since_best > patience:
@@ -281,16 +294,11 @@ def train(
             )
         tokens += int(outcome.report.tokens)
         last = number + 1 == schedule.steps
-        measured = best = None
         seconds = time.perf_counter() - started
-        if held_out and target is not None and (last or (number + 1) % evaluate_every == 0):
-            now = as_served(pupil, state, rest)
-            measured = served(target, now, held_out, depths=depths, rows=rows, length=length)
-            best = now if kept.consider(now, number + 1, measured) else None
+        found: tuple[Served | None, Any] = None, None
         if last or (number + 1) % evaluate_every == 0:
+            found = measured(number + 1, state)
             kept.keep(state, tokens, seconds)
         accuracy = tuple(np.asarray(outcome.report.accuracy).tolist())
-        listen(
-            Progress(number + 1, schedule.steps, epoch, tokens, seconds, float(outcome.loss), accuracy, measured, best)
-        )
+        listen(Progress(number + 1, schedule.steps, epoch, tokens, seconds, float(outcome.loss), accuracy, *found))
     return kept.best or as_served(pupil, state, rest)

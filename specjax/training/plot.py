@@ -12,9 +12,10 @@ def plot(history: Sequence[Mapping[str, Any]], title: str = "") -> bytes:
     """A PNG: how often drafts are right by depth, and tokens per pass on texts held out, by tokens trained on."""
     figure = pictures.begun(8.4, 3.4)
     left, right = figure.subplots(1, 2)
-    tokens = [entry["tokens"] for entry in history]
-    for depth in range(len(history[0]["accuracy"])):
-        smooth = _smoothed([entry["accuracy"][depth] for entry in history])
+    steps = [entry for entry in history if entry["accuracy"]]  # but what was measured before the first
+    tokens = [entry["tokens"] for entry in steps]
+    for depth in range(len(steps[0]["accuracy"]) if steps else 0):
+        smooth = _smoothed([entry["accuracy"][depth] for entry in steps])
         left.plot(tokens, smooth, linewidth=1.3, label=f"draft {depth + 1}")
     left.set_ylabel("likeliest draft is the text's token")
     left.legend(frameon=False, fontsize=8)

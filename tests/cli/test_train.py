@@ -79,8 +79,11 @@ def test_a_head_that_there_is_goes_on_from_what_it_was(cli, prompts, tmp_path):
     assert after["method"] == "medusa" and after["served"] == before["served"]
     cli("train", "--method", "medusa", "--prompts", prompts, "--answers", out / "answers", *SMALL, "--json",
               "--out", tmp_path / "new", "--learning-rate", 1e-30)  # fmt: skip
-    steps = lambda folder: [json.loads(line)["loss"] for line in (folder / "history.jsonl").read_text().splitlines()]
-    assert steps(tuned)[0] < steps(tmp_path / "new")[0], "a new head knows less"
+    steps = lambda folder: list(map(json.loads, (folder / "history.jsonl").read_text().splitlines()))
+    start, first_step = steps(tuned)[:2]
+    assert (start["step"], start["loss"], start["served"]) == (0, None, steps(out)[-1]["served"])
+    assert "what it begins with" in result.err
+    assert first_step["loss"] < steps(tmp_path / "new")[0]["loss"], "a new head knows less"
     for arguments, words in (
         (("--method", "eagle3"), "--draft is a head of medusa, not of --method eagle3"),
         (("--start", "random"), "--start is of a new head, and --draft is one already"),

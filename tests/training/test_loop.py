@@ -122,6 +122,22 @@ def test_it_ends_after_measurements_that_are_no_better_also_when_it_goes_on(tmp_
         run()
 
 
+def test_a_head_that_serves_already_stays_if_nothing_serves_more(tmp_path):
+    """At a rate that ruins it; also when the run is asked for again."""
+    options = {"rows": 2, "length": 64, "recipe": recipe("medusa")}
+    head = train(target(), head_of("medusa"), texts(), epochs=20, **options)
+    begin = served(target(), head, texts(), depths=3, rows=2, length=64)
+    for _ in range(2):
+        told = []
+        options["recipe"] = recipe("medusa", learning_rate=10.0)
+        stays = train(
+            target(), head, texts(), held_out=texts(), evaluate_first=True, evaluate_every=1, folder=tmp_path,
+            listen=told.append, **options,
+        )  # fmt: skip
+        jax.tree.map(np.testing.assert_array_equal, stays.params, head.params)
+    assert begin.per_pass > 1.5 and not told, "it had ended"
+
+
 def test_what_cannot_be_measured_or_trained_is_refused():
     with pytest.raises(UsageError, match="no text held out has an answer of two tokens in its first 64"):
         train(target(), head_of("eagle3"), texts(), recipe=recipe(), held_out=[Text((1, 2), 2)], length=64)
