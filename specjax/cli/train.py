@@ -236,6 +236,7 @@ def train(
         o.require(max_positions is None, "--report is of steps of --length tokens; leave --max-positions out")
         o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
         o.require(given is None, "--report is of shapes alone, and --draft is a head with parameters; leave one out")
+        o.require(rows % (data or 1) == 0, f"--rows {rows} cannot be split over --data {data}; make it a multiple")
         axes = {name: size for name, size in (("data", data), ("model", model)) if size is not None}
         _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, axes, as_json)
         return

@@ -16,6 +16,7 @@ import numpy as np
 from specjax.engine.requests import Request
 from specjax.errors import UsageError
 from specjax.facade import decode, serve
+from specjax.parallel import gather
 from specjax.reading import reason, shown
 from specjax.training.lessons import Text
 from specjax.types import Drafter, Target
@@ -88,7 +89,7 @@ def _together(
     asked = list(zip(prompts, numbers, strict=True))
     filled = [*asked, *[asked[-1]] * (rows - len(asked))]
     keys = jnp.stack([jax.random.key(_seed(seed, number, prompt)) for prompt, number in filled])
-    result = decode(target, drafter, [list(prompt) for prompt, _ in filled], key=keys, **settings)
+    result = gather(decode(target, drafter, [list(prompt) for prompt, _ in filled], key=keys, **settings))
     for (prompt, number), tokens, finish in zip(asked, result.to_lists(), result.finish_reasons, strict=False):
         yield Answer(Text((*map(int, prompt), *tokens), len(prompt)), finish, number)
 

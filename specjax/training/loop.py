@@ -91,7 +91,10 @@ def one_step(
 
 
 def _as_a_step_leaves_it(state: State, mesh: Mesh) -> State:
-    """All of it on the mesh, counts too, with shardings in the shortest words: else the second step compiles anew."""
+    """All of it on the mesh, counts too, with shardings in the shortest words: else the second step compiles anew.
+
+    It still does, once, where XLA splits what the head keeps whole (a head whose attention the mesh does not divide).
+    """
 
     def one(x: Array) -> Array:
         spec = list(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else []

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.errors import UsageError
+from specjax.models import abstract_params
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import init_head
 from specjax.training.vocabulary import NAME, place_of
@@ -26,7 +28,18 @@ def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | N
     Args:
       ids: int64[size], ascending, what it is to draft if it has a vocabulary of its own.
       random: leave the parameters as their initial distributions draw them; else the target's stand where they fit.
+
+    Raises: UsageError for a target over a mesh that repeats some of its heads, of which nothing would fit.
     """
+    if (
+        not random
+        and target.model.mesh is not None
+        and _layer_shapes(target.params) != _layer_shapes(_abstract(target))
+    ):
+        raise UsageError(
+            f"the mesh repeats key/value heads of {target.model.name}, so a head cannot begin with them; split the "
+            "weights over fewer devices (--model), or begin at random (--start random)"
+        )
     head = init_head(kind, config, key)
     params = head.params
     if ids is not None and NAME in params:
@@ -34,6 +47,16 @@ def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | N
     if not random:
         params = _from_target(params, config, target, ids)
     return DraftHead(head.head, params)
+
+
+def _layer_shapes(params: Any) -> PyTree:
+    return jax.tree.map(jnp.shape, params["layers"])
+
+
+def _abstract(target: Target) -> PyTree:
+    """The parameters that its config says, as shapes."""
+    config: Any = target.model.config
+    return abstract_params(config)
 
 
 def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | None) -> dict:
@@ -50,13 +73,13 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
         params["head"] = _fitted(params["head"], {"weight": rows})
     if "embed" in params and "embed" in of_target:
         params["embed"] = _fitted(params["embed"], of_target["embed"])
-    if "first" in params:
+    if "attention" in params.get("first", {}):
         params["first"] = _joined_layer(params["first"], layers[-1], config.layer)
     for name in ("others", "stack", "layers"):
         if name in params:
             own = params[name]
             last = layers[-len(own) :] if len(own) <= len(layers) else layers
-            params[name] = {
+            params[name] = own | {
                 key: _layer(part, source)
                 for (key, part), source in zip(sorted(own.items(), key=lambda item: int(item[0])), last, strict=False)
             }
@@ -101,7 +124,7 @@ def _joined_layer(own: dict, source: dict, config: Any) -> dict:
     """
     pairs = {"mlp": "mlp", "mlp_norm": "mlp_norm", "state_norm": "attention_norm"}
     own = own | {
-        name: _fitted(own[name], source[its]) for name, its in pairs.items() if its in source
+        name: _fitted(own[name], source[its]) for name, its in pairs.items() if name in own and its in source
     }  # OLMo: no norms
     attention = dict(own["attention"])
     attention["o"] = _fitted(attention["o"], source["attention"]["o"])

@@ -10,6 +10,7 @@ from training_runs import head_of, recipe, target, texts
 import specjax
 from specjax.training.loop import train, train_step
 from specjax.training.served import served
+from specjax.training.starts import new_head
 
 
 @pytest.mark.parametrize("data, model", [(4, 2)])
@@ -34,3 +35,12 @@ def test_losses_and_parameters_are_those_of_one_device(data, model):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), many.params, alone.params)
     shape = {"depths": 3, "rows": 4, "length": 32}
     assert served(spread(), many, texts(), **shape) == served(target(), alone, texts(), **shape)
+
+
+def test_a_head_cannot_begin_with_heads_that_a_mesh_repeats():
+    """Two key/value heads over four devices; at random it can."""
+    config, spread = head_of("eagle3").head.config, specjax.shard(target(), specjax.mesh(1, 4))
+    with pytest.raises(specjax.UsageError, match="the mesh repeats key/value heads of llama"):
+        new_head("eagle3", config, spread, jax.random.key(0))
+    new_head("eagle3", config, spread, jax.random.key(0), random=True)
+    new_head("eagle3", config, specjax.shard(target(), specjax.mesh(2, 2)), jax.random.key(0))
