@@ -52,6 +52,12 @@ def check_cache_dtype(cache_dtype: str | None, name: str = "cache_dtype") -> Non
         raise UsageError(f'{name} must be "int8", or left out for that of the model, not "{cache_dtype}"')
 
 
+def has_repeated_heads(config: Config, params: PyTree) -> bool:
+    """Whether the parameters are not of the shapes that their config says: a mesh repeats some heads."""
+    shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+    return shapes(params) != shapes(abstract_params(config))
+
+
 @functools.cache
 def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> Model:
     """The `Model` of a config: the same object for equal arguments, so a second `decode` compiles nothing.

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models.bridge import CONFIGS, Config, abstract_params
+from specjax.models.bridge import CONFIGS, Config, has_repeated_heads
 from specjax.models.loading import families, hf, tokenizer_writing
 from specjax.models.loading.assembly import Checkpoint, leaves
 from specjax.models.loading.tokenizer import Tokenizer
@@ -67,8 +67,7 @@ def check_model_writable(target: Target) -> dict[str, Any]:
     config: Any = target.model.config
     if type(config) not in CONFIGS:
         raise UsageError(f"{target.model.name} has no config of specjax.models, so no config.json describes it")
-    shapes = lambda params: jax.tree.map(lambda x: x.shape, params)
-    if shapes(target.params) != shapes(abstract_params(config)):
+    if has_repeated_heads(config, target.params):
         raise UsageError(
             f"{target.model.name} lies over a mesh that repeats some of its heads; write it from one device"
         )

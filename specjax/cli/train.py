@@ -232,17 +232,17 @@ def train(
     chosen = _recipe(_recipe_name(recipe) if method == MODEL else method, learning_rate, optimizer, loss, depths)
     shapes = {} if method == MODEL else _shapes(method, shape, draft_vocab)
     sizes = _budgets(budgets)
+    split = data or 1
+    o.require(rows % split == 0, f"--rows {rows} cannot be split over --data {split}; make it a multiple")
     if report is not None:
         o.require(max_positions is None, "--report is of steps of --length tokens; leave --max-positions out")
         o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
         o.require(given is None, "--report is of shapes alone, and --draft is a head with parameters; leave one out")
-        o.require(rows % (data or 1) == 0, f"--rows {rows} cannot be split over --data {data}; make it a multiple")
         axes = {name: size for name, size in (("data", data), ("model", model)) if size is not None}
         _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, axes, as_json)
         return
-    split = data or 1
-    for flag, value in (("--rows", rows), ("--batch-size", batch_size)):
-        o.require(value % split == 0, f"{flag} {value} cannot be split over --data {split}; make it a multiple")
+    wanted = f"--batch-size {batch_size} cannot be split over --data {split}; make it a multiple"
+    o.require(batch_size % split == 0, wanted)
     o.require(recipe != RAW or bool(texts), f"--recipe {RAW} learns texts as they are; give them by --texts FILE")
 
     from specjax.cli.pupils import OfGivenHead, OfHead, OfModel

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models import abstract_params
+from specjax.models.bridge import has_repeated_heads
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import init_head
 from specjax.training.vocabulary import NAME, place_of
@@ -31,11 +31,8 @@ def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | N
 
     Raises: UsageError for a target over a mesh that repeats some of its heads, of which nothing would fit.
     """
-    if (
-        not random
-        and target.model.mesh is not None
-        and _layer_shapes(target.params) != _layer_shapes(_abstract(target))
-    ):
+    model: Any = target.model
+    if not random and model.mesh is not None and has_repeated_heads(model.config, target.params):
         raise UsageError(
             f"the mesh repeats key/value heads of {target.model.name}, so a head cannot begin with them; split the "
             "weights over fewer devices (--model), or begin at random (--start random)"
@@ -47,16 +44,6 @@ def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | N
     if not random:
         params = _from_target(params, config, target, ids)
     return DraftHead(head.head, params)
-
-
-def _layer_shapes(params: Any) -> PyTree:
-    return jax.tree.map(jnp.shape, params["layers"])
-
-
-def _abstract(target: Target) -> PyTree:
-    """The parameters that its config says, as shapes."""
-    config: Any = target.model.config
-    return abstract_params(config)
 
 
 def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | None) -> dict:
