@@ -116,6 +116,28 @@ def _project_on_cpu(x: Array, weight: Array, dtype) -> Array:
     return jax.lax.optimization_barrier(y)[:, :count].T.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _project_many_on_cpu(x: Array, weight: Array, dtype) -> Array:
-    """With a float32 result, as above."""
+    """With a float32 result, as above; derivatives are products in the dtype of x too.
+
+    Without that, they are float32's, whose kernels take twice as long: a step of training an EAGLE-3 head of SmolLM2,
+    1,300 rounds of three, takes 1.3 s in bfloat16 and 1.0 s so (two cores with AVX-512 BF16, jax 0.10).
+    """
     return _project(x, weight, jnp.float32).astype(dtype or x.dtype)
+
+
+def _many_forward(x: Array, weight: Array, dtype) -> tuple[Array, tuple[Array, Array]]:
+    return _project_many_on_cpu(x, weight, dtype), (x, weight)
+
+
+def _many_backward(dtype, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, weight = kept
+    gradient = gradient.astype(x.dtype)
+    rows = tuple(range(x.ndim - 1))
+    product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    of_x = product(gradient, weight, (((x.ndim - 1,), (0,)), ((), ())))
+    of_weight = product(gradient, x, ((rows, rows), ((), ())))
+    return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
+
+
+_project_many_on_cpu.defvjp(_many_forward, _many_backward)

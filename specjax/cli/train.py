@@ -190,11 +190,18 @@ def train(
     ] = None,
     dtype: o.DtypeOption = "auto",
     max_positions: o.PositionsOption = None,
+    distributed: hosts.DistributedOption = False,
+    coordinator: hosts.CoordinatorOption = None,
+    num_processes: hosts.NumProcessesOption = None,
+    process_id: hosts.ProcessIdOption = None,
+    connect_timeout: hosts.ConnectOption = 300,
+    heartbeat: hosts.HeartbeatOption = 30,
     data: hosts.DataOption = None,
     model: hosts.ModelOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
+    arguments = dict(locals())
     from specjax.cli.drafting import recognised
     from specjax.models.heads.kinds import KINDS
 
@@ -236,6 +243,7 @@ def train(
     o.require(rows % split == 0, f"--rows {rows} cannot be split over --data {split}; make it a multiple")
     if report is not None:
         o.require(max_positions is None, "--report is of steps of --length tokens; leave --max-positions out")
+        o.require(not distributed, "--report needs no hosts but this one; leave --distributed out")
         o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
         o.require(given is None, "--report is of shapes alone, and --draft is a head with parameters; leave one out")
         axes = {name: size for name, size in (("data", data), ("model", model)) if size is not None}
@@ -245,6 +253,9 @@ def train(
     o.require(batch_size % split == 0, wanted)
     o.require(recipe != RAW or bool(texts), f"--recipe {RAW} learns texts as they are; give them by --texts FILE")
 
+    hosts.join(arguments)
+
+    from specjax.cli.console import Console
     from specjax.cli.pupils import OfGivenHead, OfHead, OfModel
     from specjax.cli.training import Run
 
@@ -263,10 +274,10 @@ def train(
         own_prompts=own_prompts, texts=texts or [], temperature=temperature, max_new_tokens=max_new_tokens,
         held_out=held_out, epochs=epochs, rows=rows, length=length, chunk=chunk, every=every, patience=patience,
         num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes,
-        keep_states=keep_states,
+        keep_states=keep_states, first=hosts.is_first(), log=Console(stderr=True, quiet=not hosts.is_first()),
     )  # fmt: skip
     models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
-    run.open(models, hosts.make_mesh(False, data, model), has_head=given is not None)
+    run.open(models, hosts.make_mesh(distributed, data, model), has_head=given is not None)
     run.run(as_json)
 
 

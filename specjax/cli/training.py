@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specjax.cli import hosts
 from specjax.cli import prompts as p
 from specjax.cli.console import Console, print_json
 from specjax.cli.options import Models
 from specjax.cli.pupils import OfHead, OfModel
 from specjax.cli.session import Session, open_session, provenance, stage
 from specjax.errors import UsageError
+from specjax.parallel import check_same, gather
 from specjax.training import answers as a
 from specjax.training.lessons import BORDER, Text
 from specjax.training.recipes import Recipe
@@ -55,6 +58,7 @@ class Run:
     keep_states: float | None = None  # GiB
     log: Console = field(default_factory=lambda: Console(stderr=True))
     session: Session | None = None
+    first: bool = True  # of several hosts the one that writes, apart from the state of the run, which all write
 
     def open(self, models: Models, mesh: Mesh | None = None, has_head: bool = False) -> None:
         """Load the models, and look whether the folder can be written before hours are spent."""
@@ -64,6 +68,7 @@ class Run:
         except OSError as error:
             raise UsageError(f"--out: {self.out} cannot be written ({error.strerror}); give another folder") from error
         session = self.session = open_session(self.log, models, mesh=mesh, has_head=has_head)
+        hosts.check_models(session.target, session.draft, session.head and session.head.head)
         if self.length > session.capacity:
             raise UsageError(
                 f"--length {self.length} is more than the {session.capacity} tokens that {session.shortest} takes; "
@@ -91,9 +96,10 @@ class Run:
             head, history = self._trained(session, texts, greedy)
         card = self._write(session, head, texts, greedy, history, law)
         if as_json:
-            print_json(card)
+            if self.first:
+                print_json(card)
             return
-        out, served = Console(), card["served"]
+        out, served = Console(quiet=not self.first), card["served"]
         out.print(
             f"{self.pupil.kind}: {served['tokens_per_pass']:.2f} tokens per pass on {len(greedy)} texts held out "
             f"(chain of {self.num_tokens}, greedy, bonus included), first draft right at {served['first']:.0%}",
@@ -164,8 +170,9 @@ class Run:
         """Those of the folder, and the others, written into it as they come."""
         target = session.target.model
         known = {"target": target.name, "vocabulary": target.vocab_size, "temperature": temperature}
-        kept = a.Answers(folder, known | about)
+        kept = a.Answers(folder, known | about, writes=self.first)
         asked = list(zip(chats, numbers, strict=True))
+        check_same([(chat, number, kept.of(chat, number)) for chat, number in asked], "prompts and answers")
         # Texts of one length in a batch end together.
         open_ = sorted(((chat, number) for chat, number in asked if kept.of(chat, number) is None), key=_length)
         if open_:
@@ -233,7 +240,7 @@ class Run:
         pupil = self.pupil.begin(session, texts, self.seed)
         path = self.out / HISTORY.format(name)
         history = read_history(path)
-        with self._bar("training") as bar, path.open("a", encoding="utf-8") as file:
+        with self._bar("training") as bar, path.open("a", encoding="utf-8") if self.first else io.StringIO() as file:
             task = bar.add_task("", total=None, rate="")
 
             def listen(progress) -> None:
@@ -251,7 +258,7 @@ class Run:
                     rate += f"  {progress.tokens / max(progress.seconds, 1e-9):.0f} tokens/s"
                 bar.update(task, total=progress.steps, completed=progress.step, rate=rate)
                 if progress.best is not None:  # whatever happens later, it is there
-                    self.pupil.save(self.out, session, progress.best, self.num_tokens)
+                    self._save(session, progress.best)
                 if progress.served is not None:
                     file.flush()
                     said, best = progress.served, ", the best so far" if progress.best else ""
@@ -277,12 +284,17 @@ class Run:
                 raise KeyboardInterrupt(f"{kept} same command goes on from the last measurement") from None
         return fitted, history
 
+    def _save(self, session: Session, head: Any) -> None:
+        whole = replace(head, params=gather(head.params))
+        if self.first:
+            self.pupil.save(self.out, session, whole, self.num_tokens)
+
     def _write(
         self, session: Session, head: Any, texts: Sequence[Text], greedy: Sequence[Text], history: list[dict],
         law: dict[str, Any] | None,
     ) -> dict[str, Any]:  # fmt: skip
         said = self._served(session, head, greedy, history)
-        self.pupil.save(self.out, session, head, self.num_tokens)
+        self._save(session, head)
         answered = sum(len(text.tokens) - text.answer for text in texts)
         card = {
             **provenance(session), "method": self.pupil.kind, "recipe": asdict(self.recipe), "answers": len(texts),
@@ -291,6 +303,8 @@ class Run:
             "served": {**said, "num_draft_tokens": self.num_tokens, "texts": len(greedy)},
             "accuracy": history[-1]["accuracy"] if history else [], "law": law,
         }  # fmt: skip
+        if not self.first:
+            return card
         with stage(self.log, "writing the head", f"wrote {self.out}"):
             (self.out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
             if history:

@@ -54,7 +54,8 @@ def answer(
     """
     numbers = [0] * len(prompts) if numbers is None else numbers
     mesh = target.model.mesh
-    if mesh is not None and mesh.shape.get("data", 1) > 1:  # whose rows `serve` cannot fill one by one
+    # Rows over several devices, or several hosts' devices, are not filled one by one.
+    if mesh is not None and (mesh.shape.get("data", 1) > 1 or jax.process_count() > 1):
         for start in range(0, len(prompts), slots):
             some = slice(start, start + slots)
             yield from _together(
@@ -105,8 +106,9 @@ class Answers:
     was cut off is not read.
     """
 
-    def __init__(self, folder: str | Path, about: dict[str, Any]):
-        """about: whose answers they are, at which temperature and so on; "vocabulary": how many ids there are.
+    def __init__(self, folder: str | Path, about: dict[str, Any], writes: bool = True):
+        """about: whose answers they are, at which temperature and so on; "vocabulary": how many ids there are. writes:
+        whether what is added goes to the folder, which one of several hosts does.
 
         Raises: UsageError for a folder that cannot be written, that holds answers of another kind, or none.
         """
@@ -115,12 +117,15 @@ class Answers:
         self._ids = about.get("vocabulary", sys.maxsize)
         self._lines = 0
         self._cut = ""  # what ends a last line that was cut off
+        self._writes = writes
         known = self.folder / ABOUT
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not known.exists():
-                known.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-            found = json.loads(known.read_text(encoding="utf-8"))
+            if writes and not known.exists():
+                part = self.folder / f"{ABOUT}.part"  # of which another host reads nothing
+                part.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+                part.replace(known)
+            found = json.loads(known.read_text(encoding="utf-8")) if known.exists() else about
             shards = sorted(self.folder.glob("answers-*.jsonl"))
             texts = [path.read_text(encoding="utf-8") for path in shards]
         except (OSError, ValueError) as error:
@@ -159,6 +164,9 @@ class Answers:
 
     def add(self, answer: Answer) -> None:
         """Write one more."""
+        self._know(answer)
+        if not self._writes:
+            return
         tokens, count = answer.text
         entry: dict[str, Any] = {"prompt": tokens[:count], "answer": tokens[count:], "finish": answer.finish_reason}
         if answer.number:
@@ -171,7 +179,6 @@ class Answers:
             raise UsageError(f"{path} cannot be written ({error.strerror}); make room, and run it again") from error
         self._lines += 1
         self._cut = ""
-        self._know(answer)
 
 
 def _entry(found: Any, ids: int) -> Answer:

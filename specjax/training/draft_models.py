@@ -33,6 +33,7 @@ from specjax.errors import UsageError
 from specjax.facade import decode
 from specjax.indexing import take_along
 from specjax.models.vocabulary import beside
+from specjax.parallel.arrays import gather
 from specjax.training import losses
 from specjax.training.chunks import sum_in_chunks
 from specjax.training.lessons import Lesson
@@ -173,9 +174,11 @@ def answered_by(student: Target, lesson: Lesson, key: Array, *, eos: Sequence[in
     has = np.any(counts, axis=1)
     prompt = np.where(has, np.maximum(np.argmax(counts, 1), 1), 1).astype(np.int32)
     longest = int(size - prompt[has].min(initial=size - 1))
-    result = decode(
-        student, autoregressive(), (tokens, prompt), key=key, max_new_tokens=longest, temperature=temperature,
-        eos=list(eos),
+    result = gather(
+        decode(
+            student, autoregressive(), (tokens, prompt), key=key, max_new_tokens=longest, temperature=temperature,
+            eos=list(eos),
+        )
     )  # fmt: skip
     place = np.arange(size)
     behind = place - prompt[:, None]

@@ -238,8 +238,13 @@ def train(
         raise UsageError(
             f"no text held out has an answer of two tokens in its first {length}; hold out others, or give longer rows"
         )
-    if isinstance(pupil, DraftHead) and target is not None and target.model.mesh is not None:
-        pupil = shard_head(pupil, target.model.mesh)
+    mesh = None if target is None else target.model.mesh
+    if mesh is not None and rows % mesh.shape.get("data", 1):
+        raise UsageError(
+            f'rows={rows} cannot be split over the {mesh.shape["data"]} devices of "data"; give a multiple'
+        )
+    if isinstance(pupil, DraftHead) and mesh is not None:
+        pupil = shard_head(pupil, mesh)
     schedule = scheduled(
         texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs and data is None,
         multiple=chunk or 1,
@@ -252,8 +257,8 @@ def train(
         raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
     plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(trained))
     state, rest = begin(plan, pupil.params)
-    if target is not None and target.model.mesh is not None:
-        state = _as_a_step_leaves_it(state, target.model.mesh)
+    if mesh is not None:
+        state = _as_a_step_leaves_it(state, mesh)
     depths = num_tokens or min(recipe.depths, learner.deepest or recipe.depths)
     known = {
         "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "texts": fingerprint(texts),

@@ -37,6 +37,27 @@ def test_a_product_is_one_in_every_form(dtype, error):
             np.testing.assert_allclose(np.asarray(found, np.float64), exact[some], atol=error)
 
 
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 0.01)])
+@pytest.mark.parametrize("wanted", [None, "float32"])
+def test_derivatives_of_many_rows_are_products_in_their_dtype(dtype, error, wanted):
+    rng = np.random.default_rng(0)
+    x, weight, out = (jnp.asarray(rng.normal(size=size), dtype) for size in ((4, 150, 64), (96, 64), (4, 150, 96)))
+
+    @jax.jit
+    def derivatives(x, weight):
+        return jax.grad(lambda x, w: jnp.sum(products.project(x, w, wanted) * out), (0, 1))(x, weight)
+
+    exact = [np.asarray(value, np.float64) for value in (x, weight, out)]
+    exact = [exact[2] @ exact[1], np.einsum("bto,bti->oi", exact[2], exact[0])]
+    for found, value, of in zip(derivatives(x, weight), exact, (x, weight), strict=True):
+        assert (found.dtype, found.shape) == (of.dtype, of.shape)
+        np.testing.assert_allclose(np.asarray(found, np.float64), value, atol=error * np.abs(value).max())
+    operands = re.findall(
+        r"dot_general .*: \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)", derivatives.lower(x, weight).as_text()
+    )
+    assert set(operands) == {({"float32": "f32", "bfloat16": "bf16"}[dtype],) * 2}
+
+
 def products_of(text: str) -> set[str]:
     """Of a program compiled for a TPU: shape, windows, number of these, and way of each product."""
     found = re.findall(

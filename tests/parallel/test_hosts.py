@@ -8,6 +8,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from host_worker import OPTIONS, arrays, cli, drafter_of
 from processes import Hosts, free_port
 from tiers import exhaustive, those
@@ -71,6 +72,36 @@ def test_two_hosts_train_what_one_trains(tmp_path, again):
             [found] = [json.loads(line) for line in process.out.splitlines() if line.startswith("{")]
             np.testing.assert_allclose(found["losses"], told, rtol=1e-5)
             assert found["served"] == list(served)
+
+
+def test_one_command_trains_on_two_hosts(tmp_path, monkeypatch, capsys):
+    """One host writes; the answers, the head and the card are those of one process."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("ab\nthe cat\none two\nx y z\nhello\nwhy not\n")
+    small = ("--max-new-tokens", "8", "--held-out", "2", "--rows", "4", "--length", "32", "--batch-size", "4")
+    command = ("train", "--prompts", str(file), "--draft-vocab", "16", *small, "--json")
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    split = ("--data", "4", "--model", "1")
+    with Hosts(2, "cli", *command, "--out", str(together), *FLAGS, *split) as running:
+        monkeypatch.setattr(specjax, "load", specjax.load)
+        with pytest.raises(SystemExit) as single:
+            cli(*command, "--out", str(alone))
+        first, second = running.wait()
+    assert (single.value.code, first.code, second.code) == (0, 0, 0), (first.err, second.err)
+    assert second.out == "" and "answering" not in second.err
+    wanted, found = json.loads(capsys.readouterr().out), json.loads(first.out)
+    assert {name: found[name] for name in ("answers", "served")} == {
+        name: wanted[name] for name in ("answers", "served")
+    }
+    written = [
+        sorted(path.read_text().splitlines() for path in (out / "answers").iterdir()) for out in (together, alone)
+    ]
+    assert sorted(map(sorted, written[0])) == sorted(map(sorted, written[1]))
+    heads = [safetensors.numpy.load_file(out / "model.safetensors") for out in (together, alone)]
+    assert heads[0].keys() == heads[1].keys()
+    apart = np.concatenate([np.ravel(np.abs(heads[0][name].astype(float) - value)) for name, value in heads[1].items()])
+    # AdamW's first step goes by the sign of a derivative, whatever its size: that of some is a matter of rounding.
+    assert np.mean(apart > 1e-4) < 0.01 and apart.max() < 0.004
 
 
 @pytest.mark.parametrize("victim", those((1,), (0, 1)))

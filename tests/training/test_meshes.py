@@ -37,6 +37,12 @@ def test_losses_and_parameters_are_those_of_one_device(data, model):
     assert served(spread(), many, texts(), **shape) == served(target(), alone, texts(), **shape)
 
 
+def test_rows_that_the_mesh_does_not_divide_are_refused():
+    spread = specjax.shard(target(), specjax.mesh(data=8))
+    with pytest.raises(specjax.UsageError, match='rows=4 cannot be split over the 8 devices of "data"'):
+        train(spread, head_of("eagle3"), texts(), rows=4, length=32)
+
+
 def test_a_head_cannot_begin_with_heads_that_a_mesh_repeats():
     """Two key/value heads over four devices; at random it can."""
     config, spread = head_of("eagle3").head.config, specjax.shard(target(), specjax.mesh(1, 4))
