@@ -116,7 +116,12 @@ class Head(NamedTuple):
 
     def features_of(self, output: Output) -> Array:
         """[B, T, F] of a pass of the target with these taps."""
-        return jnp.concatenate(output.taps, -1) if self.taps else output.hidden
+        return features_of(output, self.taps)
+
+
+def features_of(output: Output, taps: tuple[int, ...]) -> Array:
+    """[B, T, F]: what a head with these taps has of a pass of the target."""
+    return jnp.concatenate(output.taps, -1) if taps else output.hidden
 
 
 @jax.tree_util.register_dataclass

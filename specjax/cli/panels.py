@@ -17,7 +17,7 @@ PANELS: Mapping[str, str] = MappingProxyType(
         "What may be written": "--repetition-penalty --presence-penalty --frequency-penalty --logit-bias --ban --regex "
         "--json-schema",
         "How to train": "--epochs --learning-rate --optimizer --loss --depths --rows --length --chunk --keep-states "
-        "--every --patience --budgets --held-out --start --shape --draft-vocab",
+        "--states --every --patience --budgets --held-out --start --shape --draft-vocab",
         "Several devices and hosts": "--distributed --coordinator --num-processes --process-id --connect-timeout "
         "--heartbeat --data --model --checkpoint --checkpoint-every",
     }

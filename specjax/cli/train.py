@@ -155,8 +155,17 @@ def train(
         float | None,
         typer.Option(
             "--keep-states",
-            help="GiB: run the target over the answers once, and keep in OUT/states (bfloat16) what a head learns "
-            "from, so that later epochs do not run it again; refused where it is more.",
+            help="GiB: run the target over the answers once, and keep (bfloat16) what a head learns from, so that "
+            "later epochs do not run it again; refused where it is more.",
+            show_default=False,
+        ),
+    ] = None,
+    states: Annotated[
+        Path | None,
+        typer.Option(
+            "--states",
+            help="Where --keep-states keeps them; default: OUT/states. Other runs, with more answers or other heads of "
+            "the same taps, take what is there.",
             show_default=False,
         ),
     ] = None,
@@ -226,6 +235,7 @@ def train(
     ):  # fmt: skip
         o.require(value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(keep_states is None or keep_states > 0, f"--keep-states must be above 0, not {keep_states}")
+    o.require(states is None or keep_states is not None, "--states is where --keep-states GIB keeps them; give both")
     o.require(patience is None or patience >= 0, f"--patience must be at least 0, not {patience}")
     o.require(temperature >= 0, f"--temperature must be 0 or more, not {temperature}")
     of_new: dict[str, object] = {"--shape": shape, "--draft-vocab": draft_vocab, "--start": start}
@@ -259,6 +269,7 @@ def train(
     from specjax.cli.pupils import OfGivenHead, OfHead, OfModel
     from specjax.cli.training import Run
 
+    first = hosts.is_first()
     assert out is not None
     same = draft is not None and Path(draft).expanduser().resolve() == out.resolve()
     o.require(not same, f"--out {out} is what --draft names, which stays as it is; give another folder")
@@ -273,8 +284,8 @@ def train(
         pupil=pupil, recipe=chosen, out=out, answers=answers or out / "answers", prompts=prompts or [],
         own_prompts=own_prompts, texts=texts or [], temperature=temperature, max_new_tokens=max_new_tokens,
         held_out=held_out, epochs=epochs, rows=rows, length=length, chunk=chunk, every=every, patience=patience,
-        num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes,
-        keep_states=keep_states, first=hosts.is_first(), log=Console(stderr=True, quiet=not hosts.is_first()),
+        num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes, first=first,
+        keep_states=keep_states, states=states or out / "states", log=Console(stderr=True, quiet=not first),
     )  # fmt: skip
     models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
     run.open(models, hosts.make_mesh(distributed, data, model), has_head=given is not None)

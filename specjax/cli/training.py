@@ -56,6 +56,7 @@ class Run:
     seed: int
     budgets: tuple[int, ...] = ()
     keep_states: float | None = None  # GiB
+    states: Path = Path("states")
     log: Console = field(default_factory=lambda: Console(stderr=True))
     session: Session | None = None
     first: bool = True  # of several hosts the one that writes, apart from the state of the run, which all write
@@ -269,7 +270,7 @@ class Run:
             def reading(done: int, of: int) -> None:
                 bar.update(task, description="", total=of, completed=done, rate="tokens read by the target")
 
-            shelf = None if self.keep_states is None else Shelf(self.out / f"states{name}", self.keep_states, reading)
+            shelf = None if self.keep_states is None else Shelf(self.states, self.keep_states, reading)
             try:
                 fitted = train(
                     target, pupil, texts, recipe=self.recipe, held_out=greedy, epochs=self.epochs, rows=self.rows,

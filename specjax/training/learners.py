@@ -16,7 +16,7 @@ from specjax.training import acceptance, draft_models, masked
 from specjax.training.lessons import Lesson
 from specjax.training.objective import Report, leading_hits, objective
 from specjax.training.recipes import Recipe
-from specjax.training.rounds import Reading, read, read_without_cache
+from specjax.training.rounds import Reading, read
 from specjax.training.vocabulary import own_ids
 from specjax.types import Array, Model, PyTree, Target
 
@@ -36,9 +36,9 @@ class Learner(NamedTuple):
     loss: Callable[..., tuple[Array, Report]]
     # (params, target, lesson, depths) -> int32[B, T - 1]: how many tokens of a greedy draft of each place are right
     leading: Callable[..., Array]
-    # (target, lesson) -> Reading, all that the loss needs of a pass of the target: it takes it as `reading=` where that
-    # is known; None: it needs more
-    reads: Callable[[Target, Lesson], Reading] | None = None
+    # streams of the target that, with its last states, are all that the loss needs of a pass of it: it takes them as
+    # `reading=` where they are known; None: it needs more
+    taps: tuple[int, ...] | None = None
     whole_rounds: bool = False  # whether the loss is of a round of drafts from each place, or of the first alone
 
 
@@ -73,8 +73,8 @@ def of_head(head: Head) -> Learner:
         params, ids = own_ids(params)
         return leading_hits(head, params, target, lesson, read(target, head, lesson), places, depths, ids)
 
-    reads = None if head.reads_cache else functools.partial(read_without_cache, head=head)
-    return Learner(head.kind, head.config, head.deepest, loss, leading, reads, whole_rounds=True)
+    taps = None if head.reads_cache else head.taps
+    return Learner(head.kind, head.config, head.deepest, loss, leading, taps, whole_rounds=True)
 
 
 @functools.cache

@@ -165,11 +165,12 @@ class Schedule(NamedTuple):
 
 def scheduled(
     texts: Sequence[Text], *, epochs: int, rows: int, length: int, places: int | None, seed: int, packs: bool = True,
-    multiple: int = 1,
+    multiple: int = 1, grows: bool = False,
 ) -> Schedule:  # fmt: skip
     """Every epoch has all texts once, in an order of its own.
 
-    places: the most that a row is trained on; None: all that there are. multiple: of what their number is.
+    places: the most that a row is trained on; None: all that there are. multiple: of what their number is. grows:
+    whether lessons may be answered anew, at more places than the texts have; then as many as `places`, or a row has.
     """
     made, columns, numbers = [], [], numbered(texts)
     for epoch in range(epochs):
@@ -180,8 +181,26 @@ def scheduled(
     most = max((int(places_that_count(lesson).sum(1).max()) for lessons in made for lesson in lessons), default=0)
     if not most:
         raise UsageError(f"no text of {length} tokens has an answer to learn from; give longer rows or other prompts")
+    if grows:
+        most = length
     most = most if places is None else min(places, most)
     return Schedule(made, -(-most // multiple) * multiple, columns)
+
+
+def _check_rows(
+    target: Target | None, held_out: Sequence[Text], rows: int, length: int, mesh: Mesh | None
+) -> None:  # fmt: skip
+    """Raises: UsageError for texts of which nothing can be measured, and rows that the mesh does not divide."""
+    if target is None and held_out:
+        raise UsageError("tokens per pass of texts held out are those of a target; give it, or hold none out")
+    if held_out and not any(places_that_count(lesson).any() for lesson in pack(held_out, rows, length)):
+        raise UsageError(
+            f"no text held out has an answer of two tokens in its first {length}; hold out others, or give longer rows"
+        )
+    if mesh is not None and rows % mesh.shape.get("data", 1):
+        raise UsageError(
+            f'rows={rows} cannot be split over the {mesh.shape["data"]} devices of "data"; give a multiple'
+        )
 
 
 def train(
@@ -232,26 +251,16 @@ def train(
     learner = learner_of(pupil)
     recipe = recipe or recipe_of(learner.kind)
     check(recipe)
-    if target is None and held_out:
-        raise UsageError("tokens per pass of texts held out are those of a target; give it, or hold none out")
-    if held_out and not any(places_that_count(lesson).any() for lesson in pack(held_out, rows, length)):
-        raise UsageError(
-            f"no text held out has an answer of two tokens in its first {length}; hold out others, or give longer rows"
-        )
     mesh = None if target is None else target.model.mesh
-    if mesh is not None and rows % mesh.shape.get("data", 1):
-        raise UsageError(
-            f'rows={rows} cannot be split over the {mesh.shape["data"]} devices of "data"; give a multiple'
-        )
+    _check_rows(target, held_out, rows, length, mesh)
+    if readings is not None and data is not None:
+        raise UsageError("what the target says is kept of texts that stay as they are; leave data or readings out")
     if isinstance(pupil, DraftHead) and mesh is not None:
         pupil = shard_head(pupil, mesh)
     schedule = scheduled(
         texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs and data is None,
-        multiple=chunk or 1,
+        multiple=chunk or 1, grows=data is not None,
     )  # fmt: skip
-    if data is not None:  # whose answers may be longer than those that there are
-        most, multiple = places or length, chunk or 1
-        schedule = schedule._replace(places=-(-most // multiple) * multiple)
     trained, _ = split(pupil.params, recipe.frozen)
     if not jax.tree.leaves(trained):
         raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
@@ -264,14 +273,10 @@ def train(
         "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "texts": fingerprint(texts),
         "epochs": epochs, "shape": [rows, length, schedule.places], "chunk": chunk, "data": data and repr(data),
         "target": None if target is None else target.model.name, "held_out": fingerprint(held_out),
-        "num_tokens": depths, "readings": readings is not None,
+        "num_tokens": depths, "readings": readings is not None, "dtype": plan.dtype,
     }  # fmt: skip
     kept = Kept(folder, pupil, state, {**known, **about})
-    stored = None
-    if readings is not None:
-        if data is not None:
-            raise UsageError("what the target says is kept of texts that stay as they are; leave data or readings out")
-        stored = readings.read(target, learner, texts, rows, length)
+    stored = None if readings is None else readings.read(target, learner, texts, rows, length)
     state = kept.state
 
     def measured(step: int, state: State) -> tuple[Served | None, Any]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from specjax.indexing import take_along
 from specjax.models.heads.agreement import prompted_features
 from specjax.models.heads.blocks import cache_of_rows
-from specjax.models.heads.contract import Drafted, DraftHead, Head, Pairs
+from specjax.models.heads.contract import Drafted, DraftHead, Head, Pairs, features_of
 from specjax.training.chunks import sum_in_chunks
 from specjax.training.lessons import Lesson
 from specjax.types import Array, Context, Model, Output, PyTree, Said, Target
@@ -58,14 +58,17 @@ def one_pass(model: Model, params: PyTree, lesson: Lesson, taps: tuple[int, ...]
 
 def read(target: Target, head: Head, lesson: Lesson) -> Reading:
     """One pass of the target over a lesson. Nothing is derived from it."""
-    output, pending = one_pass(target.model, target.params, lesson, head.taps)
-    kept = Reading(head.features_of(output), output.hidden, pending)
-    return jax.lax.stop_gradient(kept)
+    return _read(target, lesson, head.taps)
 
 
-def read_without_cache(target: Target, lesson: Lesson, *, head: Head) -> Reading:
-    """`read`, of a head for which the cache is nothing."""
-    return read(target, head, lesson)._replace(pending=None)
+def states(target: Target, lesson: Lesson, *, taps: tuple[int, ...]) -> Reading:
+    """`read`, of any head with these taps for which the cache is nothing."""
+    return _read(target, lesson, taps)._replace(pending=None)
+
+
+def _read(target: Target, lesson: Lesson, taps: tuple[int, ...]) -> Reading:
+    output, pending = one_pass(target.model, target.params, lesson, taps)
+    return jax.lax.stop_gradient(Reading(features_of(output, taps), output.hidden, pending))
 
 
 def rounds(

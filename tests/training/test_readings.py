@@ -10,11 +10,11 @@ from training_runs import head_of, recipe, target, texts
 
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import unembed
-from specjax.training import objective
+from specjax.training import learners, objective
 from specjax.training.learners import learner_of
 from specjax.training.lessons import numbered, pack
 from specjax.training.loop import train
-from specjax.training.readings import Shelf
+from specjax.training.readings import INDEX, Shelf
 from specjax.training.rounds import Depth, read
 from specjax.types import Context
 
@@ -33,7 +33,7 @@ def test_a_lesson_finds_what_the_target_says_of_it_wherever_its_texts_are(tmp_pa
     assert told[-1] == (120, 120)
 
 
-def test_what_was_kept_is_used_again_and_the_target_runs_no_more(tmp_path):
+def test_what_was_kept_is_used_again_and_the_target_runs_no_more(tmp_path, monkeypatch):
     fit = lambda target, **more: train(
         target, head_of("eagle3"), texts(), recipe=recipe(losses=(("soft_ce", 1.0),)), epochs=2, rows=2, length=64,
         listen=lambda progress: losses.append(progress.loss), **more,
@@ -41,11 +41,59 @@ def test_what_was_kept_is_used_again_and_the_target_runs_no_more(tmp_path):
     losses = []
     fit(target())
     fit(target(), readings=Shelf(tmp_path, 1))
-    broken = jax.tree.map(lambda x: x * jnp.nan, target().params["layers"])
-    fit(dataclasses.replace(target(), params=target().params | {"layers": broken}), readings=Shelf(tmp_path, 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(Shelf, "_add", None)
+        patched.setattr(learners, "read", None)
+        fit(target(), readings=Shelf(tmp_path, 1))
     run, kept, again = np.reshape(losses, (3, -1))
     np.testing.assert_allclose(kept, run, rtol=1e-2)  # bfloat16
     np.testing.assert_array_equal(again, kept)
+
+
+def test_more_texts_and_other_heads_take_what_is_there(tmp_path):
+    """In any order; of texts that are cut too; a reading that was ended goes on, also in the middle of a line."""
+    length, told = 24, []
+    some, listen = texts(), lambda *args: told.append(args)
+    read_all = lambda shelf, kind="eagle3", which=some: shelf.read(
+        target(), learner_of(head_of(kind)), which, 1, length
+    )
+    whole = read_all(Shelf(tmp_path / "whole", 1))
+
+    class Ended(Exception):
+        pass
+
+    def ended(done, of):
+        if done > 40:
+            raise Ended
+
+    with pytest.raises(Ended):
+        read_all(Shelf(tmp_path / "parts", 1, ended), which=some[2:])
+    with (tmp_path / "parts" / INDEX).open("a") as index:
+        index.write('{"text": "')
+    with pytest.raises(Ended):
+        read_all(Shelf(tmp_path / "parts", 1, ended))
+    parts = read_all(Shelf(tmp_path / "parts", 1, listen))
+    assert len(told) < 4, "what was read before is not read again"
+    np.testing.assert_array_equal(parts.values[parts.places], whole.values[whole.places])
+    told.clear()
+    same = read_all(Shelf(tmp_path / "parts", 1, listen), kind="p_eagle", which=some[1:3])
+    assert len(told) == 1 and told[0][0] == told[0][1]
+    at = 1 + len(some[0].tokens)
+    np.testing.assert_array_equal(
+        same.values[same.places[1:]], whole.values[whole.places[at : at + len(same.places) - 1]]
+    )
+
+
+def test_states_of_another_target_or_of_other_taps_are_refused(tmp_path):
+    fit = lambda target, kind="eagle3": train(
+        target, head_of(kind), texts(), recipe=recipe(kind), rows=2, length=64, readings=Shelf(tmp_path, 1)
+    )
+    fit(target())
+    other = jax.tree.map(lambda x: x * 2, target().params["layers"])
+    with pytest.raises(UsageError, match="holds states with another target; give another folder"):
+        fit(dataclasses.replace(target(), params=target().params | {"layers": other}))
+    with pytest.raises(UsageError, match="holds states with another taps"):
+        fit(target(), "medusa")
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path):
