@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from specjax.errors import UsageError
 from specjax.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
@@ -209,6 +210,17 @@ def unembed(hidden: Array, context: Context) -> Array:
     target = target_of(context)
     assert target.model.unembed is not None
     return target.model.unembed(target.params, hidden)
+
+
+def taps_of(target: Any, taps: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The streams of the target that a head reads: those given, or its authors'. Raises: UsageError for others."""
+    taps = default if taps is None else taps
+    if not taps or min(taps) < 0 or max(taps) > target.num_layers:
+        raise UsageError(
+            f"taps are streams of the target, 0 (the embedding) to {target.num_layers} (behind all its layers), not "
+            f"{' '.join(map(str, taps)) or 'none'}"
+        )
+    return taps
 
 
 @functools.cache

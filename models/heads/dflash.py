@@ -41,6 +41,7 @@ from specjax.models.heads.blocks import (
     next_step,
     run_blocks,
     step_of,
+    taps_of,
     unembed,
 )
 from specjax.models.heads.contract import Drafted, Head, Pairs
@@ -353,10 +354,16 @@ def default_taps(target_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (target_layers - 4) / (count - 1)) + 1 for i in range(count))
 
 
-def of_target(target: LlamaConfig, *, num_layers: int = 5, block_size: int = 16, **changes) -> DFlashConfig:
+def of_target(
+    target: LlamaConfig, *, num_layers: int = 5, block_size: int = 16, mlp_width: int | None = None,
+    taps: tuple[int, ...] | None = None, **changes,
+) -> DFlashConfig:  # fmt: skip
     """The shapes that the authors train for a target; the mask is its last token."""
-    layer = target.of_head(num_layers, qk_norm=True, qk_norm_of="head", qkv_bias=False, window=None)
-    taps = default_taps(target.num_layers, num_layers)
+    layer = target.of_head(
+        num_layers, mlp_width=mlp_width or target.mlp_width, qk_norm=True, qk_norm_of="head", qkv_bias=False,
+        window=None,
+    )  # fmt: skip
+    taps = taps_of(target, taps, default_taps(target.num_layers, num_layers))
     return DFlashConfig(layer, taps, target.width, target.vocab_size, block_size, target.vocab_size - 1, **changes)
 
 

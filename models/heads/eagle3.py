@@ -20,7 +20,7 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import attention_of
 from specjax.models.heads.autoregressive import autoregressive
-from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, unembed
+from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, taps_of, unembed
 from specjax.models.heads.contract import Head
 from specjax.models.heads.eagle import Layer
 from specjax.models.llama import LlamaConfig
@@ -123,9 +123,10 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def of_target(
-    target: LlamaConfig, *, draft_vocab_size: int = 32000, mlp_width: int | None = None, **changes
-) -> Eagle3Config:
+    target: LlamaConfig, *, draft_vocab_size: int = 32000, mlp_width: int | None = None,
+    taps: tuple[int, ...] | None = None, **changes,
+) -> Eagle3Config:  # fmt: skip
     """The shapes that the authors train for a target: a layer like its own, and a head of 32,000 ids."""
     size = min(draft_vocab_size, target.vocab_size)
     layer = target.of_head(vocab_size=size, mlp_width=mlp_width or target.mlp_width, **changes)
-    return Eagle3Config(layer, default_taps(target.num_layers), target.width, target.vocab_size)
+    return Eagle3Config(layer, taps_of(target, taps, default_taps(target.num_layers)), target.width, target.vocab_size)

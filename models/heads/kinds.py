@@ -34,18 +34,35 @@ class Kind(NamedTuple):
     head: Callable[[Any], Head]  # (config)
     of_target: Callable[..., Any]  # (the target's config, **changes) -> config, as the authors train it
     numbers: tuple[str, ...] = ()  # which changes are whole numbers
+    taps: bool = False  # whether it may read other streams of the target than its authors'
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What `change` takes."""
+        return (("taps",) if self.taps else ()) + self.numbers
+
+    def change(self, text: str) -> tuple[str, Any] | None:
+        """The name and value of `num_layers=1` or `taps=2+15+27`; None for what is no change of this kind."""
+        name, _, value = text.partition("=")
+        parts = value.split("+") if name == "taps" else [value]
+        if name not in self.changes or not all(part.isdecimal() for part in parts):
+            return None
+        numbers = tuple(map(int, parts))
+        if name == "taps":
+            return name, numbers
+        return (name, numbers[0]) if numbers[0] else None
 
 
-BLOCK = "num_layers", "block_size"
+BLOCK = "num_layers", "block_size", "mlp_width"
 KINDS: dict[str, Kind] = {
     "chimera": Kind(chimera.Chimera, chimera.chimera_head, chimera.of_target, ("num_heads",)),
-    "dflash": Kind(dflash.DFlash, dflash.dflash_head, dflash.of_target, BLOCK),
-    "dflash2": Kind(dflash.DFlash, dflash.dflash_head, dflash.dflash2_of_target, BLOCK),
-    "domino": Kind(dflash.DFlash, dflash.dflash_head, dflash.domino_of_target, BLOCK),
-    "dspark": Kind(dflash.DFlash, dflash.dflash_head, dflash.dspark_of_target, BLOCK),
+    "dflash": Kind(dflash.DFlash, dflash.dflash_head, dflash.of_target, BLOCK, taps=True),
+    "dflash2": Kind(dflash.DFlash, dflash.dflash_head, dflash.dflash2_of_target, BLOCK, taps=True),
+    "domino": Kind(dflash.DFlash, dflash.dflash_head, dflash.domino_of_target, BLOCK, taps=True),
+    "dspark": Kind(dflash.DFlash, dflash.dflash_head, dflash.dspark_of_target, BLOCK, taps=True),
     "clover": Kind(clover.clover, clover.clover_head, clover.of_target),
     "eagle": Kind(eagle.Eagle, eagle.eagle_head, eagle.of_target),
-    "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target, ("draft_vocab_size", "mlp_width")),
+    "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target, ("draft_vocab_size", "mlp_width"), taps=True),
     "falcon": Kind(falcon.Falcon, falcon.falcon_head, falcon.of_target, ("block_size",)),
     "hamburger": Kind(hamburger.Hamburger, hamburger.hamburger_head, hamburger.of_target, ("num_layers", "segment")),
     "hidden_transfer": Kind(
@@ -58,7 +75,7 @@ KINDS: dict[str, Kind] = {
     "kangaroo": Kind(kangaroo.Kangaroo, kangaroo.kangaroo_head, kangaroo.of_target, ("exit_layer",)),
     "m2r2": Kind(m2r2.M2R2, m2r2.m2r2_head, m2r2.of_target, ("exit_layer", "rank", "recent")),
     "medusa": Kind(medusa.Medusa, medusa.medusa_head, medusa.of_target, ("num_heads",)),
-    "p_eagle": Kind(p_eagle.PEagle, p_eagle.p_eagle_head, p_eagle.of_target, ("num_layers", "draft_vocab_size")),
+    "p_eagle": Kind(p_eagle.PEagle, p_eagle.p_eagle_head, p_eagle.of_target, ("num_layers", "draft_vocab_size"), True),
     "ppd": Kind(ppd.Ppd, ppd.ppd_head, ppd.of_target, ("num_prompts", "copies")),
     "mlp_speculator": Kind(
         mlp_speculator.MlpSpeculator, mlp_speculator.mlp_speculator_head, mlp_speculator.of_target, ("num_heads",)

@@ -25,7 +25,7 @@ class OfHead:
     """A new learned head."""
 
     kind: str
-    shapes: dict[str, int]  # changes of its config
+    shapes: dict[str, Any]  # changes of its config
     start: str  # "target" or "random"
     serves: ClassVar[bool] = False  # before it was trained
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -134,7 +134,10 @@ def train(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            "--shape", help="NAME=NUMBER, of the method's config; may be given several times.", show_default=False
+            "--shape",
+            help="NAME=NUMBER of the method's config, or taps=2+15+27 (streams of the target); may be given several "
+            "times.",
+            show_default=False,
         ),
     ] = None,
     start: Annotated[
@@ -313,7 +316,7 @@ def _recipe(
 
 
 def _report(
-    target: str | None, topology: str, method: str, shapes: dict[str, int], recipe: Recipe, rows: int, length: int,
+    target: str | None, topology: str, method: str, shapes: dict[str, Any], recipe: Recipe, rows: int, length: int,
     chunk: int | None, dtype: str, axes: dict[str, int], as_json: bool,
 ) -> None:  # fmt: skip
     from specjax.cli.console import Console, print_json
@@ -387,16 +390,19 @@ def _share(part: str) -> tuple[str, float]:
     return name.strip(), value
 
 
-def _shapes(method: str, shape: list[str] | None, draft_vocab: int | None) -> dict[str, int]:
+def _shapes(method: str, shape: list[str] | None, draft_vocab: int | None) -> dict[str, Any]:
     from specjax.models.heads.kinds import KINDS
 
-    known = KINDS[method].numbers
-    shapes = {}
+    kind, shapes = KINDS[method], {}
+    known = kind.changes
     for entry in shape or ():
-        name, _, value = entry.partition("=")
+        name, change = entry.partition("=")[0], kind.change(entry)
         o.require(name in known, f'--shape: {method} has {", ".join(known) or "none"}, not "{name}"')
-        o.require(value.isdigit() and int(value) > 0, f'--shape: "{entry}" names no number above 0; write {name}=4')
-        shapes[name] = int(value)
+        like = (
+            "no streams of the target; write taps=2+15+27" if name == "taps" else f"no number above 0; write {name}=4"
+        )
+        o.require(change is not None, f'--shape: "{entry}" names {like}')
+        shapes |= dict([change])
     if draft_vocab is not None:
         o.require(
             "draft_vocab_size" in known,

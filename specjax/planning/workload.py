@@ -216,13 +216,14 @@ def _check_head(row: Method, head: str | None, draft: Any) -> None:
 def _read_head(text: str, target: Any) -> Any:
     """The config of a head for a target, from a text such as `eagle3:draft_vocab_size=8192`."""
     kind, _, rest = text.partition(":")
-    known, changes = KINDS[kind].numbers, {}
+    changes: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
-        name, _, value = part.partition("=")
-        if name not in known or not value.isdecimal() or int(value) < 1:
-            forms = " or ".join(f"{one}=N" for one in known) or "nothing"
+        change = KINDS[kind].change(part)
+        if change is None:
+            like = {"taps": "taps=2+15+27"}
+            forms = " or ".join(like.get(one, f"{one}=N") for one in KINDS[kind].changes) or "nothing"
             raise UsageError(f'--head {text}: {kind} takes {forms}, and not "{part}"')
-        changes[name] = int(value)
+        changes |= dict([change])
     if not isinstance(target, LlamaConfig):
         raise UsageError(f"--head: heads are planned for targets of the Llama family, and {target.name} is none")
     return KINDS[kind].of_target(target, **changes)
