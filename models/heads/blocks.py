@@ -214,11 +214,12 @@ def unembed(hidden: Array, context: Context) -> Array:
 
 def taps_of(target: Any, taps: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:
     """The streams of the target that a head reads: those given, or its authors'. Raises: UsageError for others."""
-    taps = default if taps is None else taps
-    if not taps or min(taps) < 0 or max(taps) > target.num_layers:
+    if taps is None:
+        return default
+    if not taps or min(taps) < 0 or max(taps) > target.num_layers or tuple(sorted({*taps})) != tuple(taps):
         raise UsageError(
-            f"taps are streams of the target, 0 (the embedding) to {target.num_layers} (behind all its layers), not "
-            f"{' '.join(map(str, taps)) or 'none'}"
+            f"taps are streams of the target, 0 (the embedding) to {target.num_layers} (behind all its layers), from "
+            f"low to high, not {' '.join(map(str, taps)) or 'none'}"
         )
     return taps
 

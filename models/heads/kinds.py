@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specjax.models.heads import (
@@ -51,6 +51,17 @@ class Kind(NamedTuple):
         if name == "taps":
             return name, numbers
         return (name, numbers[0]) if numbers[0] else None
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """How `change` wants them written."""
+        return tuple(f"{name}={'2+15+27' if name == 'taps' else 'N'}" for name in self.changes)
+
+
+def written(changes: Mapping[str, Any]) -> list[str]:
+    """As `Kind.change` reads them."""
+    plain = lambda value: "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return [f"{name}={plain(value)}" for name, value in changes.items()]
 
 
 BLOCK = "num_layers", "block_size", "mlp_width"

@@ -47,7 +47,11 @@ class OfHead:
         return KINDS[self.kind].of_target(session.target.model.config, **self.shapes)
 
     def check(self, session: Session, num_tokens: int) -> None:
-        """Raises: UsageError for one that nobody could write, before hours are spent."""
+        """Raises: UsageError for one that nobody could begin or write, before hours are spent."""
+        from specjax.training.starts import check_whole
+
+        if self.start == "target" and not self.serves:
+            check_whole(session.target)
         head = abstract_head(self.kind, self.config(session))
         some = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), head.params)
         check_writable(head.replace(params=some), target=session.target, num_tokens=num_tokens)

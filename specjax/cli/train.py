@@ -252,21 +252,18 @@ def train(
     chosen = _recipe(_recipe_name(recipe) if method == MODEL else method, learning_rate, optimizer, loss, depths)
     shapes = {} if method == MODEL else _shapes(method, shape, draft_vocab)
     sizes = _budgets(budgets)
+    o.require(report is None or not distributed, "--report needs no hosts but this one; leave --distributed out")
     split = data or 1
     o.require(rows % split == 0, f"--rows {rows} cannot be split over --data {split}; make it a multiple")
+    hosts.join(arguments)
     if report is not None:
         o.require(max_positions is None, "--report is of steps of --length tokens; leave --max-positions out")
-        o.require(not distributed, "--report needs no hosts but this one; leave --distributed out")
         o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
         o.require(given is None, "--report is of shapes alone, and --draft is a head with parameters; leave one out")
         axes = {name: size for name, size in (("data", data), ("model", model)) if size is not None}
         _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, axes, as_json)
         return
-    wanted = f"--batch-size {batch_size} cannot be split over --data {split}; make it a multiple"
-    o.require(batch_size % split == 0, wanted)
     o.require(recipe != RAW or bool(texts), f"--recipe {RAW} learns texts as they are; give them by --texts FILE")
-
-    hosts.join(arguments)
 
     from specjax.cli.console import Console
     from specjax.cli.pupils import OfGivenHead, OfHead, OfModel
@@ -321,13 +318,14 @@ def _report(
 ) -> None:  # fmt: skip
     from specjax.cli.console import Console, print_json
     from specjax.cli.planning import progress
+    from specjax.models.heads.kinds import written
     from specjax.planning import training_report
     from specjax.planning.tables import show_training
 
-    written = ",".join(f"{name}={value}" for name, value in shapes.items())
+    changes = ",".join(written(shapes))
     with progress(Console(stderr=True)) as notify:
         found = training_report(
-            target or "smollm2_135m", topology, head=f"{method}:{written}" if written else method, rows=rows,
+            target or "smollm2_135m", topology, head=f"{method}:{changes}" if changes else method, rows=rows,
             length=length, chunk=chunk, recipe=recipe, dtype="bfloat16" if dtype == "auto" else dtype, on_step=notify,
             **axes,
         )  # fmt: skip

@@ -70,6 +70,10 @@ class Run:
             raise UsageError(f"--out: {self.out} cannot be written ({error.strerror}); give another folder") from error
         session = self.session = open_session(self.log, models, mesh=mesh, has_head=has_head)
         hosts.check_models(session.target, session.draft, session.head and session.head.head)
+        parts = 1 if mesh is None else mesh.shape["data"]
+        for flag, count in (("--rows", self.rows), ("--batch-size", self.batch_size)):
+            if count % parts:
+                raise UsageError(f"{flag} {count} cannot be split over --data {parts}; make it a multiple")
         if self.length > session.capacity:
             raise UsageError(
                 f"--length {self.length} is more than the {session.capacity} tokens that {session.shortest} takes; "
@@ -84,7 +88,9 @@ class Run:
         chats = self._chats(session)
         few = chats[: self.held_out]
         if self.texts:
-            texts, greedy = self._raw(session), self._answered(session, few, self.out / "held_out", 0.0)
+            texts = self._raw(session)
+            check_same(texts, "texts")
+            greedy = self._answered(session, few, self.out / "held_out", 0.0)
         else:
             texts = self._answered(session, chats, self.answers, self.temperature)
             greedy, texts = texts[: len(few)], texts[len(few) :]

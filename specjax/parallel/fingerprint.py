@@ -34,8 +34,9 @@ def digest(value: Any) -> str:
 
 
 def of_model(target) -> str:
-    """Of a target: its shape, and some values of every parameter."""
-    return digest((describe(target.model), samples(target.params)))
+    """Of a target or a learned head: its shape, and some values of every parameter."""
+    made_of = target.model if hasattr(target, "model") else (target.head.kind, target.head.config)
+    return digest((describe(made_of), samples(target.params)))
 
 
 def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:

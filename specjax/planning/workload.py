@@ -220,8 +220,7 @@ def _read_head(text: str, target: Any) -> Any:
     for part in rest.split(",") if rest else ():
         change = KINDS[kind].change(part)
         if change is None:
-            like = {"taps": "taps=2+15+27"}
-            forms = " or ".join(like.get(one, f"{one}=N") for one in KINDS[kind].changes) or "nothing"
+            forms = " or ".join(KINDS[kind].forms) or "nothing"
             raise UsageError(f'--head {text}: {kind} takes {forms}, and not "{part}"')
         changes |= dict([change])
     if not isinstance(target, LlamaConfig):

@@ -7,9 +7,11 @@ model 33 KB.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.folders import write_whole
 from specjax.parallel.arrays import gather
 from specjax.parallel.fingerprint import digest, of_model
 from specjax.parallel.hosts import check_same
-from specjax.training.lessons import Text, numbered, pack
+from specjax.training.lessons import Lesson, Text, numbered, pack
 from specjax.training.rounds import Reading, states
 from specjax.training.served import on_devices
 from specjax.types import Array, Target
@@ -53,7 +56,8 @@ class Shelf:
     """A folder where runs keep what the target says. Texts that are there already are not read again.
 
     `readings.json` says whose states they are, `readings.jsonl` which texts', in the order of `readings.bfloat16`. A
-    text is added when it has been read, so that a reading that was ended goes on.
+    text is added when it has been read, so that a reading that was ended goes on. Another run waits until one has read
+    all of its texts. Of several hosts all see the folder.
     """
 
     def __init__(self, folder: str | Path, gib: float, listen: Callable[[int, int], Any] = lambda done, of: None):
@@ -74,76 +78,124 @@ class Shelf:
         cut = [Text(text.tokens[:length], min(text.answer, length)) for text in texts]
         names = [digest(tuple(map(int, text.tokens))) for text in cut]
         said = functools.partial(states, taps=learner.taps)
-        shape = jax.eval_shape(said, target, pack(cut[:1], rows, length)[0])
-        width = shape.features.shape[-1] + shape.hidden.shape[-1]
-        about = {
-            "target": [target.model.name, of_model(target)], "taps": list(learner.taps), "width": width,
-            "dtype": str(shape.hidden.dtype),
-        }  # fmt: skip
+        ints, flags = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.bool))
+        shape = jax.eval_shape(said, target, Lesson(ints, ints, flags))
+        features, width = shape.features.shape[-1], shape.features.shape[-1] + shape.hidden.shape[-1]
+        about = {"target": of_model(target), "taps": list(learner.taps)}
         try:
-            known, end = self._known(about)
-            new = {name: text for name, text in zip(names, cut, strict=True) if name not in known}
-            whole = end + sum(len(text.tokens) for text in new.values())
-            needed = 2 * whole * width / GIB
-            if needed > self.gib:
-                raise UsageError(
-                    f"the states of {whole - 1} tokens are {needed:.2f} GiB, more than --keep-states {self.gib:g}; "
-                    "give more, or fewer texts"
-                )
-            if new:
-                self._add(target, said, new, end, (whole, width), rows, length)
-                known, _ = self._known(about)
-            else:
-                self.listen(end - 1, end - 1)
-            values = np.memmap(self.folder / KEPT, jnp.bfloat16, "r", shape=(whole, width))
-        except (OSError, ValueError) as error:
+            with _alone(self.folder):
+                if not jax.process_index():
+                    self._prepare(about, width)
+                check_same("prepared", "folders of states")  # the others wait
+                known, end = self._known()
+                new = {name: text for name, text in zip(names, cut, strict=True) if name not in known}
+                check_same((end, list(new)), f"states in {self.folder}, which all have to see,")
+                if new:
+                    self._check_room(end, sum(len(text.tokens) for text in new.values()), width)
+                    self._add(target, said, new, end, rows, length)
+                    known, end = self._known()
+                else:
+                    self.listen(end - 1, end - 1)
+            values = np.memmap(self.folder / KEPT, jnp.bfloat16, "r", shape=(end, width))
+        except OSError as error:
             raise UsageError(f"{self.folder} cannot hold the states of these texts ({error}); make room") from error
-        return Stored(
-            values, _places(texts, cut, [known[name] for name in names]), shape.features.shape[-1], shape.hidden.dtype
-        )
+        places = _places(texts, cut, [known[name] for name in names])
+        return Stored(values, places, features, shape.hidden.dtype)
 
-    def _known(self, about: dict[str, Any]) -> tuple[dict[str, int], int]:
-        """(where each text that is there begins, where the next one would). Raises: UsageError for others' states."""
-        path, index = self.folder / ABOUT, self.folder / INDEX
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _prepare(self, about: dict[str, Any], width: int) -> None:
+        """Make the folder, or take off what a run that was ended has half written. Raises: UsageError for others'."""
+        path, index, kept = self.folder / ABOUT, self.folder / INDEX, self.folder / KEPT
         if not path.exists():
-            if not jax.process_index():
-                index.unlink(missing_ok=True)
-                path.write_text(json.dumps(about), encoding="utf-8")
-            return {}, 1
-        found = json.loads(path.read_text(encoding="utf-8"))
-        others = [name for name, value in about.items() if found.get(name) != value]
+            index.unlink(missing_ok=True)
+            write_whole(kept, bytes(2 * width))
+            write_whole(path, json.dumps(about).encode())
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            others = [name for name, value in about.items() if found.get(name) != value]
+        except (ValueError, AttributeError):
+            others = ["readings.json"]
         if others:
             raise UsageError(f"{self.folder} holds states with another {others[0]}; give another folder, or delete it")
-        *lines, last = (index.read_text(encoding="utf-8") if index.exists() else "").split("\n")
-        if last and not jax.process_index():  # cut off
-            index.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        entries = list(map(json.loads, lines))
+        size = 2 * width
+        there = kept.stat().st_size // size if kept.exists() else 0
+        if not there:
+            write_whole(kept, bytes(size))
+            there = 1
+        whole, end = [], 1
+        for line in index.read_text(encoding="utf-8").split("\n") if index.exists() else ():
+            tokens = _tokens(line)
+            if tokens is None or end + tokens > there:
+                break
+            whole.append(line + "\n")
+            end += tokens
+        write_whole(index, "".join(whole).encode())
+        os.truncate(kept, size * end)
+
+    def _known(self) -> tuple[dict[str, int], int]:
+        """(where each text that is there begins, where the next one would)."""
+        entries = [json.loads(line) for line in (self.folder / INDEX).read_text(encoding="utf-8").splitlines()]
         ends = np.cumsum([1, *(entry["tokens"] for entry in entries)]).tolist()
         return {entry["text"]: begin for entry, begin in zip(entries, ends, strict=False)}, ends[-1]
 
+    def _check_room(self, end: int, more: int, width: int) -> None:
+        needed = 2 * (end + more) * width / GIB
+        if needed > self.gib:
+            beside = f", with the {end - 1} that are there," if end > 1 else ""
+            raise UsageError(
+                f"the states of {more} tokens{beside} are {needed:.2f} GiB, more than --keep-states {self.gib:g}; give "
+                "more, or fewer texts"
+            )
+
     def _add(
-        self, target: Target, said: Callable[..., Reading], new: dict[str, Text], end: int, shape: tuple[int, int],
-        rows: int, length: int,
-    ) -> None:  # fmt: skip
+        self, target: Target, said: Callable[..., Reading], new: dict[str, Text], end: int, rows: int, length: int
+    ) -> None:
         """Read texts, by name, behind what is there."""
-        texts, first = list(new.values()), not jax.process_index()
-        ends = np.cumsum([len(text.tokens) for text in texts])
-        entries = [json.dumps({"text": name, "tokens": len(text.tokens)}) + "\n" for name, text in new.items()]
-        path, passed, done = self.folder / KEPT, jax.jit(said), 0
-        values = np.memmap(path, jnp.bfloat16, "r+" if path.exists() else "w+", shape=shape) if first else None
-        lessons, columns = pack(texts, rows, length), pack(numbered(texts), rows, length)
-        for lesson, numbers in zip(lessons, columns, strict=True):
+        texts, passed = list(new.values()), jax.jit(said)
+        entries = iter([{"text": name, "tokens": len(text.tokens)} for name, text in new.items()])
+        total = sum(len(text.tokens) for text in texts)
+        done = 0
+        for lesson, numbers in zip(pack(texts, rows, length), pack(numbered(texts), rows, length), strict=True):
             found = gather(passed(target, on_devices(target, lesson)))
-            number = np.asarray(numbers.tokens)
-            if values is not None:
-                values[np.where(number > 0, end - 1 + number, 0)] = np.concatenate([found.features, found.hidden], -1)
-                values.flush()
+            number = np.ravel(numbers.tokens)
+            order = np.argsort(number, kind="stable")[
+                np.count_nonzero(number == 0) :
+            ]  # of its tokens as texts have them
+            begun, done = done, done + len(order)
+            if not jax.process_index():
+                values = np.concatenate([found.features, found.hidden], -1).reshape(number.size, -1)[order]
+                with (self.folder / KEPT).open("ab") as file:
+                    file.write(values.astype(jnp.bfloat16).tobytes())
                 with (self.folder / INDEX).open("a", encoding="utf-8") as index:
-                    before, done = done, int(np.searchsorted(ends, number.max(), "right"))
-                    index.writelines(entries[before:done])
-            self.listen(end - 1 + int(number.max()), shape[0] - 1)
+                    while begun < done:
+                        entry = next(entries)
+                        index.write(json.dumps(entry) + "\n")
+                        begun += entry["tokens"]
+            self.listen(end - 1 + done, end - 1 + total)
         check_same("read", "states")  # the others wait for what the first host has written
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other run on this machine reads into the folder meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        yield
+        return
+    with (folder / "lock").open("w") as file:
+        if not jax.process_index():
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _tokens(line: str) -> int | None:
+    """Of a line of the index; None: it is none."""
+    try:
+        entry = json.loads(line)
+        return entry["tokens"] if isinstance(entry["text"], str) and entry["tokens"] >= 0 else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _places(texts: Sequence[Text], cut: Sequence[Text], begins: Sequence[int]) -> np.ndarray:

@@ -31,12 +31,8 @@ def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | N
 
     Raises: UsageError for a target over a mesh that repeats some of its heads, of which nothing would fit.
     """
-    model: Any = target.model
-    if not random and model.mesh is not None and has_repeated_heads(model.config, target.params):
-        raise UsageError(
-            f"the mesh repeats key/value heads of {target.model.name}, so a head cannot begin with them; split the "
-            "weights over fewer devices (--model), or begin at random (--start random)"
-        )
+    if not random:
+        check_whole(target)
     head = init_head(kind, config, key)
     params = head.params
     if ids is not None and NAME in params:
@@ -44,6 +40,16 @@ def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | N
     if not random:
         params = _from_target(params, config, target, ids)
     return DraftHead(head.head, params)
+
+
+def check_whole(target: Target) -> None:
+    """Raises: UsageError for a target over a mesh that repeats some of its heads."""
+    model: Any = target.model
+    if model.mesh is not None and has_repeated_heads(model.config, target.params):
+        raise UsageError(
+            f"the mesh repeats key/value heads of {target.model.name}, so a head cannot begin with them; split the "
+            "weights over fewer devices (--model), or begin at random (--start random)"
+        )
 
 
 def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | None) -> dict:

@@ -58,6 +58,24 @@ def test_derivatives_of_many_rows_are_products_in_their_dtype(dtype, error, want
     assert set(operands) == {({"float32": "f32", "bfloat16": "bf16"}[dtype],) * 2}
 
 
+def test_many_rows_go_with_forward_mode_and_with_a_callers_shard_map():
+    """Float32 has forward mode; over a caller's own axes the derivatives are the plain ones."""
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((600, 16), (8, 16)))
+    out, tangent = jax.jvp(lambda x: products.project(x, weight), (x,), (x,))
+    np.testing.assert_allclose(tangent, out, rtol=1e-5)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    x, weight = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+
+    def loss(x, weight):
+        said = lambda x, w: jax.lax.psum(jnp.sum(products.project(x, w, jnp.float32)), "data")
+        return jax.shard_map(said, mesh=mesh, in_specs=(rows, whole), out_specs=whole)(x, weight)
+
+    found = jax.jit(jax.grad(loss, 1))(x, weight)
+    np.testing.assert_allclose(np.asarray(found[0], np.float32), np.asarray(x, np.float32).sum(0), rtol=0.02, atol=0.1)
+
+
 def products_of(text: str) -> set[str]:
     """Of a program compiled for a TPU: shape, windows, number of these, and way of each product."""
     found = re.findall(

@@ -104,6 +104,39 @@ def test_one_command_trains_on_two_hosts(tmp_path, monkeypatch, capsys):
     assert np.mean(apart > 1e-4) < 0.01 and apart.max() < 0.004
 
 
+@pytest.mark.exhaustive
+def test_two_hosts_go_on_from_a_head_and_share_states(tmp_path):
+    """`generate` takes it too; texts that differ from host to host are refused."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("ab\nthe cat\none two\nx y z\nhello\nwhy not\n")
+    flags = ("--max-new-tokens", "8", "--held-out", "2", "--rows", "4", "--length", "32", "--batch-size", "4")
+    states = ("--keep-states", "1", "--states", str(tmp_path / "states"))
+    command = ("train", "--prompts", str(file), *flags, *FLAGS, "--data", "4", "--model", "1")
+    head, tuned = str(tmp_path / "head"), str(tmp_path / "tuned")
+    for more in (("--out", head, *states), ("--out", tuned, "--draft", head, *states)):
+        with Hosts(2, "cli", *command, *more) as running:
+            ended = running.wait()
+        assert [process.code for process in ended] == [0, 0], ended
+    served = ("generate", "--batch-file", str(file), "--batch-size", "4", "--draft", tuned, "--max-new-tokens", "6")
+    with Hosts(2, "cli", *served, *FLAGS, "--data", "4", "--model", "1") as running:
+        ended = running.wait()
+    assert [process.code for process in ended] == [0, 0], ended
+
+    def own_texts(host):
+        path = tmp_path / f"texts{host}.txt"
+        path.write_text(f"one two three four {host}\n" * 4)
+        return ("--texts", str(path))
+
+    other = (*command, "--out", str(tmp_path / "other"))
+    with Hosts(2, "cli", *other, per_host=own_texts) as running:
+        ended = running.wait()
+    assert [process.code for process in ended] == [2, 2], ended
+    with Hosts(2, "cli", *command, "--rows", "3", "--out", str(tmp_path / "three")) as running:
+        ended = running.wait()
+    assert [process.code for process in ended] == [2, 2], ended
+    assert "--rows 3 cannot be split over --data 4" in ended[0].err and "answering" not in ended[0].err
+
+
 @pytest.mark.parametrize("victim", those((1,), (0, 1)))
 def test_a_dead_host_ends_the_other(victim):
     """With heartbeats of 6 s: within 20 s, with a message that says why."""

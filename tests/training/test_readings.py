@@ -1,6 +1,10 @@
 """What the target says, kept: it is what a pass says, and later epochs do not run the target."""
 
 import dataclasses
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +16,9 @@ from specjax.errors import UsageError
 from specjax.models.heads.blocks import unembed
 from specjax.training import learners, objective
 from specjax.training.learners import learner_of
-from specjax.training.lessons import numbered, pack
+from specjax.training.lessons import Text, numbered, pack
 from specjax.training.loop import train
-from specjax.training.readings import INDEX, Shelf
+from specjax.training.readings import ABOUT, INDEX, KEPT, Shelf
 from specjax.training.rounds import Depth, read
 from specjax.types import Context
 
@@ -84,13 +88,83 @@ def test_more_texts_and_other_heads_take_what_is_there(tmp_path):
     )
 
 
+def read_some(folder, which=slice(None), gib=1, listen=lambda *args: None):
+    return Shelf(folder, gib, listen).read(target(), learner_of(head_of("eagle3")), texts()[which], 1, 64)
+
+
+@pytest.mark.parametrize("left", [None, 0, 0.5, 0.99])
+def test_what_the_large_file_has_lost_is_read_again(tmp_path, left):
+    """Deleted, emptied, or cut off: nothing is taken for states that is none."""
+    whole = read_some(tmp_path / "whole")
+    read_some(tmp_path / "part", slice(0, 3))
+    path = tmp_path / "part" / KEPT
+    path.unlink() if left is None else os.truncate(path, int(left * path.stat().st_size))
+    part = read_some(tmp_path / "part")
+    found, wanted = (np.asarray(one.values[one.places], np.float32) for one in (part, whole))
+    np.testing.assert_allclose(found, wanted, atol=0.02)  # in another place of a row
+    assert np.any(part.values[part.places[1:]] != 0, axis=-1).all()
+
+
+def test_runs_at_once_wait_for_one_another(tmp_path):
+    """Each finds its texts, whichever reads first."""
+    with ThreadPoolExecutor(2) as pool:
+        parts = slice(0, 3), slice(1, 4)
+        first, second = (found.result() for found in [pool.submit(read_some, tmp_path, part) for part in parts])
+    for found, part in ((first, parts[0]), (second, parts[1])):
+        whole = read_some(tmp_path / "whole", part)
+        np.testing.assert_allclose(
+            np.asarray(found.values[found.places], np.float32),
+            np.asarray(whole.values[whole.places], np.float32),
+            atol=0.1,
+        )
+    assert len((tmp_path / INDEX).read_text().splitlines()) == 4
+
+
+def test_a_shelf_with_all_texts_may_be_larger_than_what_is_given(tmp_path):
+    read_some(tmp_path)
+    read_some(tmp_path, slice(1, 2), gib=1e-9)
+    with pytest.raises(UsageError) as refused:
+        Shelf(tmp_path, 1e-6).read(target(), learner_of(head_of("eagle3")), [Text((1, 2, 3, 4), 1)], 1, 64)
+    assert str(refused.value).startswith("the states of 4 tokens, with the 120 that are there, are 0.00 GiB, more than")
+
+
+@pytest.mark.parametrize(("name", "content"), [(ABOUT, ""), (ABOUT, "[]"), (INDEX, '{"text": 3}\n')])
+def test_files_that_were_spoilt(tmp_path, name, content):
+    """Whose states they are must be known; what the index does not say is read again."""
+    whole = read_some(tmp_path)
+    kept = np.array(whole.values[whole.places])
+    (tmp_path / name).write_text(content)
+    if name == ABOUT:
+        with pytest.raises(
+            UsageError, match=r"holds states with another readings\.json; give another folder, or delete"
+        ):
+            read_some(tmp_path)
+    else:
+        again = read_some(tmp_path)
+        np.testing.assert_array_equal(again.values[again.places], kept)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    read_some(tmp_path, slice(0, 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        with pytest.raises(UsageError, match=r"cannot hold the states of these texts .*No space left.*; make room"):
+            read_some(tmp_path)
+    read_some(tmp_path)
+
+
 def test_states_of_another_target_or_of_other_taps_are_refused(tmp_path):
     fit = lambda target, kind="eagle3": train(
         target, head_of(kind), texts(), recipe=recipe(kind), rows=2, length=64, readings=Shelf(tmp_path, 1)
     )
     fit(target())
     other = jax.tree.map(lambda x: x * 2, target().params["layers"])
-    with pytest.raises(UsageError, match="holds states with another target; give another folder"):
+    with pytest.raises(
+        UsageError, match=r"^[^(]* holds states with another target; give another folder, or delete it$"
+    ):
         fit(dataclasses.replace(target(), params=target().params | {"layers": other}))
     with pytest.raises(UsageError, match="holds states with another taps"):
         fit(target(), "medusa")
@@ -101,7 +175,10 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
         target(), head_of(kind), texts(), recipe=recipe(kind), epochs=1, rows=2, length=64,
         readings=Shelf(tmp_path, gib), **more,
     )  # fmt: skip
-    with pytest.raises(UsageError, match="more than --keep-states 1e-06; give more, or fewer texts"):
+    with pytest.raises(
+        UsageError,
+        match=r"^the states of 120 tokens are .* GiB, more than --keep-states 1e-06; give more, or fewer texts$",
+    ):
         fit("eagle3", 1e-6)
     with pytest.raises(UsageError, match="kangaroo learns is not a function of the target's states alone"):
         fit("kangaroo", 1)

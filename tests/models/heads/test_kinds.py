@@ -4,7 +4,7 @@ import pytest
 import toy
 
 from specjax.errors import UsageError
-from specjax.models.heads.kinds import KINDS
+from specjax.models.heads.kinds import KINDS, written
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ from specjax.models.heads.kinds import KINDS
 )
 def test_changes(kind, words, wanted):
     assert KINDS[kind].change(words) == wanted
+    assert wanted is None or written(dict([wanted])) == [words]
 
 
 @pytest.mark.parametrize("kind", sorted(kind for kind, row in KINDS.items() if row.taps))
@@ -34,6 +35,6 @@ def test_streams_and_width_of_a_head(kind):
     head = KINDS[kind].head(config)
     assert head.taps == (0, 3)
     assert KINDS[kind].of_target(target).layer.mlp_width == target.mlp_width
-    for wrong in ((4,), (-1, 2), ()):
+    for wrong in ((4,), (-1, 2), (), (3, 0), (1, 1)):
         with pytest.raises(UsageError, match=r"taps are streams of the target, 0 .* to 3"):
             KINDS[kind].of_target(target, taps=wrong)
