@@ -10,6 +10,7 @@ import typer
 from specjax.cli import completing as words
 from specjax.cli import hosts
 from specjax.cli import options as o
+from specjax.errors import UsageError
 
 if TYPE_CHECKING:
     from specjax.training.recipes import Recipe
@@ -391,16 +392,17 @@ def _share(part: str) -> tuple[str, float]:
 def _shapes(method: str, shape: list[str] | None, draft_vocab: int | None) -> dict[str, Any]:
     from specjax.models.heads.kinds import KINDS
 
-    kind, shapes = KINDS[method], {}
+    kind = KINDS[method]
+    shapes: dict[str, Any] = {}
     known = kind.changes
     for entry in shape or ():
         name, change = entry.partition("=")[0], kind.change(entry)
         o.require(name in known, f'--shape: {method} has {", ".join(known) or "none"}, not "{name}"')
-        like = (
-            "no streams of the target; write taps=2+15+27" if name == "taps" else f"no number above 0; write {name}=4"
-        )
-        o.require(change is not None, f'--shape: "{entry}" names {like}')
-        shapes |= dict([change])
+        if change is None:
+            form = kind.forms[known.index(name)].replace("=N", "=4")
+            what = "streams of the target" if name == "taps" else "number above 0"
+            raise UsageError(f'--shape: "{entry}" names no {what}; write {form}')
+        shapes[change[0]] = change[1]
     if draft_vocab is not None:
         o.require(
             "draft_vocab_size" in known,

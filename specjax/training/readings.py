@@ -78,8 +78,8 @@ class Shelf:
         cut = [Text(text.tokens[:length], min(text.answer, length)) for text in texts]
         names = [digest(tuple(map(int, text.tokens))) for text in cut]
         said = functools.partial(states, taps=learner.taps)
-        ints, flags = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.bool))
-        shape = jax.eval_shape(said, target, Lesson(ints, ints, flags))
+        shapes: Any = [jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.int32, jnp.bool)]
+        shape = jax.eval_shape(said, target, Lesson(*shapes))
         features, width = shape.features.shape[-1], shape.features.shape[-1] + shape.hidden.shape[-1]
         about = {"target": of_model(target), "taps": list(learner.taps)}
         try:
@@ -151,7 +151,7 @@ class Shelf:
     ) -> None:
         """Read texts, by name, behind what is there."""
         texts, passed = list(new.values()), jax.jit(said)
-        entries = iter([{"text": name, "tokens": len(text.tokens)} for name, text in new.items()])
+        entries = iter([(name, len(text.tokens)) for name, text in new.items()])
         total = sum(len(text.tokens) for text in texts)
         done = 0
         for lesson, numbers in zip(pack(texts, rows, length), pack(numbered(texts), rows, length), strict=True):
@@ -167,9 +167,9 @@ class Shelf:
                     file.write(values.astype(jnp.bfloat16).tobytes())
                 with (self.folder / INDEX).open("a", encoding="utf-8") as index:
                     while begun < done:
-                        entry = next(entries)
-                        index.write(json.dumps(entry) + "\n")
-                        begun += entry["tokens"]
+                        name, size = next(entries)
+                        index.write(json.dumps({"text": name, "tokens": size}) + "\n")
+                        begun += size
             self.listen(end - 1 + done, end - 1 + total)
         check_same("read", "states")  # the others wait for what the first host has written
 
