@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 import specjax
+from specjax.costs.curves import measured
 from specjax.models.loading.heads.shipped import NAME
 
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -52,14 +53,18 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--costs", action="store_true", help="measure what wide passes cost; else by rule of thumb")
     parser.add_argument("--json", help="where the figures go")
     given = parser.parse_args()
     target, tokenizer = specjax.load(given.target)
     head, vocab = specjax.load_head(given.head, target), target.model.vocab_size
+    costs = measured(target) if given.costs else None
+    if costs:
+        print("costs:", ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*costs, strict=True)))
     drafters = {
         "plain": specjax.make_drafter("autoregressive", target),
-        "auto": specjax.drafters.auto(vocab),
-        "auto with the head": specjax.drafters.auto(vocab, head=head),
+        "auto": specjax.drafters.auto(vocab, costs=costs),
+        "auto with the head": specjax.drafters.auto(vocab, head=head, costs=costs),
         "the head alone": specjax.make_drafter("eagle3", target, head, num_tokens=3),
     }
     figures: dict[str, dict[str, dict[str, float]]] = {}
