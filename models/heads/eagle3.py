@@ -123,10 +123,9 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def of_target(
-    target: LlamaConfig, *, draft_vocab_size: int = 32000, mlp_width: int | None = None,
-    taps: tuple[int, ...] | None = None, **changes,
-) -> Eagle3Config:  # fmt: skip
+    target: LlamaConfig, *, draft_vocab_size: int = 32000, taps: tuple[int, ...] | None = None, **changes
+) -> Eagle3Config:
     """The shapes that the authors train for a target: a layer like its own, and a head of 32,000 ids."""
     size = min(draft_vocab_size, target.vocab_size)
-    layer = target.of_head(vocab_size=size, mlp_width=mlp_width or target.mlp_width, **changes)
+    layer = target.of_head(vocab_size=size, **changes)
     return Eagle3Config(layer, taps_of(target, taps, default_taps(target.num_layers)), target.width, target.vocab_size)

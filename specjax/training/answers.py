@@ -16,6 +16,7 @@ import numpy as np
 from specjax.engine.requests import Request
 from specjax.errors import UsageError
 from specjax.facade import decode, serve
+from specjax.folders import write_whole
 from specjax.parallel import gather
 from specjax.reading import reason, shown
 from specjax.training.lessons import Text
@@ -122,9 +123,7 @@ class Answers:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if writes and not known.exists():
-                part = self.folder / f"{ABOUT}.part"  # of which another host reads nothing
-                part.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-                part.replace(known)
+                write_whole(known, (json.dumps(about, indent=2) + "\n").encode())  # another host may read it
             found = json.loads(known.read_text(encoding="utf-8")) if known.exists() else about
             shards = sorted(self.folder.glob("answers-*.jsonl"))
             texts = [path.read_text(encoding="utf-8") for path in shards]

@@ -56,8 +56,7 @@ class Kept:
             known = folder / ABOUT
             found = json.loads(known.read_text(encoding="utf-8")) if known.exists() else None
             about, reached = (self.about, None) if found is None else (found["about"], found["reached"])
-            # What an older version did not say counts as the same.
-            others = [name for name, value in self.about.items() if about.get(name, value) != value]
+            others = [name for name, value in self.about.items() if about.get(name) != value]
             self.reached = Reached() if reached is None else Reached(**reached)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{folder} cannot hold a run ({error}); give another folder") from error

@@ -107,7 +107,6 @@ class Shelf:
         path, index, kept = self.folder / ABOUT, self.folder / INDEX, self.folder / KEPT
         if not path.exists():
             index.unlink(missing_ok=True)
-            write_whole(kept, bytes(2 * width))
             write_whole(path, json.dumps(about).encode())
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -157,9 +156,8 @@ class Shelf:
         for lesson, numbers in zip(pack(texts, rows, length), pack(numbered(texts), rows, length), strict=True):
             found = gather(passed(target, on_devices(target, lesson)))
             number = np.ravel(numbers.tokens)
-            order = np.argsort(number, kind="stable")[
-                np.count_nonzero(number == 0) :
-            ]  # of its tokens as texts have them
+            order = np.argsort(number, kind="stable")  # as the texts have them, behind those that are no tokens
+            order = order[np.count_nonzero(number == 0) :]
             begun, done = done, done + len(order)
             if not jax.process_index():
                 values = np.concatenate([found.features, found.hidden], -1).reshape(number.size, -1)[order]
