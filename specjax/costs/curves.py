@@ -58,9 +58,11 @@ def at(costs: Costs, widths: Sequence[int], batch: int, dtype: Any = jnp.float32
 def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None) -> np.ndarray:
     """float32[W]: passes over `widths` tokens of `batch` rows, by a rule of thumb for the platform (default: this one).
 
-    CPU, measured with SmolLM2 on two cores: in float32 a pass over n >= 2 tokens costs 1.15 + 0.064 n passes over one
-    (the product with a single vector has a kernel of its own), in bfloat16 0.9 + 0.0525 n. Elsewhere the weights are
-    read once for up to some 240 tokens; the rest grows by 0.002 per token (Llama 3 8B on v5e by its compiler).
+    CPU, measured with SmolLM2 on two cores: in float32 a pass over n >= 2 tokens costs 1 + n / 16 passes over one (the
+    product with a single vector has a kernel of its own; measured 2: 1.18, 4: 1.22, 8: 1.45, 16: 1.95, 32: 3.16), in
+    bfloat16 1 + 0.035 (n - 1), between cores with AVX-512 (8: 1.12, 16: 1.22, 32: 1.8) and those with AMX (1.33, 1.7,
+    2.6). Elsewhere the weights are read once for up to some 240 tokens; the rest grows by 0.002 per token (Llama 3 8B
+    on v5e by its compiler).
     """
     platform = platform or jax.default_backend()
 
@@ -68,8 +70,8 @@ def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platf
         if platform != "cpu":
             return max(1 + 0.002 * n, n / 240)
         if jnp.dtype(dtype) == jnp.bfloat16:
-            return max(1.0, 0.9 + 0.0525 * n)
-        return 1.0 if n == 1 else 1.15 + 0.064 * n
+            return 1 + 0.035 * (n - 1)
+        return 1.0 if n == 1 else 1 + n / 16
 
     return np.asarray([cost(batch * width) / cost(batch) for width in widths], np.float32)
 
