@@ -44,7 +44,9 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "head": {
         "EAGLE-3 (reference)": {},
         "EAGLE-3.1": {"flags": {"norm_taps": "each", "norm_output": True}},
-        "P-EAGLE": {"kind": "p_eagle"}, "DFlash": {"kind": "dflash"}, "DSpark": {"kind": "dspark"},
+        "P-EAGLE": {"kind": "p_eagle"}, "P-EAGLE, one layer": {"kind": "p_eagle", "shape": {"num_layers": 1}},
+        "DFlash, one layer": {"kind": "dflash", "shape": {"num_layers": 1}},
+        "DSpark, one layer": {"kind": "dspark", "shape": {"num_layers": 1}},
         "Hydra++": {"kind": "hydra"}, "Medusa": {"kind": "medusa"},
     },
     "start": {"the target's layers (reference)": {}, "random": {"random": True}},
@@ -92,7 +94,7 @@ class Bench:
 
     def run(self, changes: dict[str, Any], seed: int, share: float = 1.0, epochs: int | None = None) -> dict:
         kind = changes.get("kind", "eagle3")
-        shapes = {"draft_vocab_size": changes["vocab"]} if "vocab" in changes else {}
+        shapes = changes.get("shape", {}) | ({"draft_vocab_size": changes["vocab"]} if "vocab" in changes else {})
         config = KINDS[kind].of_target(self.target.model.config, **shapes)
         config = dataclasses.replace(config, **changes.get("flags", {}))
         texts = self.data[changes.get("data", "greedy")]

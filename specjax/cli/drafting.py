@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specjax.cli import completing as words
 from specjax.cli.files import read_text
 from specjax.cli.options import parsed, require
 from specjax.errors import UsageError
@@ -198,6 +199,11 @@ def recognised(draft: str | None, flag: str = "--draft") -> str | None:
 
     found = parsed(flag, recognise, draft)
     return found and found[0]
+
+
+def shipped_head(target: str | None, *said: object) -> str | None:
+    """The head that comes with specjax, of the demo model, unless one of the flags `said` says how to draft."""
+    return words.HEAD if target in (None, words.DEMO) and all(value is None for value in said) else None
 
 
 def read_depth(adapt: str | None, max_new_tokens: int, head: str | None) -> Depth | None:

@@ -16,7 +16,7 @@ from specjax.cli import completing as words
 from specjax.cli import options as o
 from specjax.cli import processing as c
 from specjax.cli import speculative as s
-from specjax.cli.drafting import method_of, read_costs, read_depth, read_drafting, recognised
+from specjax.cli.drafting import method_of, read_costs, read_depth, read_drafting, recognised, shipped_head
 
 if TYPE_CHECKING:
     from specjax.cli.denoising import Denoisings
@@ -72,7 +72,8 @@ def generate(
         str | None,
         typer.Option(
             "--method",
-            help="See `specjax methods`; default: auto, with a head too; with a draft model two_model.",
+            help="See `specjax methods`; default: auto, with a head too (of the demo model the one that comes with specjax); "
+            "with a draft model two_model.",
             show_default=False,
             autocompletion=words.of("drafters", "diffusion", "collaborations"),
         ),
@@ -192,14 +193,19 @@ def generate(
         model=speculative_draft_model_path, steps=speculative_num_steps, topk=speculative_eagle_topk,
         tokens=speculative_num_draft_tokens,
     )  # fmt: skip
+    named = {
+        "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
+    }  # fmt: skip
+    shipped = shipped_head(
+        target, method, draft, datastore, settings, source, controller, verifier, adapt, stop, speculative_token_map,
+        *named.values(),
+    )  # fmt: skip
+    draft = draft or shipped
     head = recognised(draft)
     o.require(
         head is not None or speculative_token_map is None,
         "--speculative-token-map is of a learned head, which --draft is not; leave it out",
     )
-    named = {
-        "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
-    }  # fmt: skip
     if adapt is not None and draft is None:  # what a wide pass costs, by which `auto` goes, is known of whole models
         method = method or "autoregressive"
     method = head if head in also else method or method_of(draft, head, *named.values(), verifier, settings=settings)
@@ -230,8 +236,9 @@ def generate(
     programs = kept_programs(arguments)
     models = dataclasses.replace(models, draft=draft)  # vLLM's and SGLang's flags may name it
     session = open_session(
-        log, models, datastore, mesh=mesh, has_head=head is not None, token_map=speculative_token_map
-    )
+        log, models, datastore, mesh=mesh, has_head=head is not None, token_map=speculative_token_map,
+        is_shipped=shipped is not None,
+    )  # fmt: skip
     session = adapted(session, depth, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     rows, bad = asked.fitting(inputs, bad, session, max_new_tokens)

@@ -152,10 +152,12 @@ def open_session(
     has_head: bool = False,
     token_map: Path | None = None,
     flag: str = "--draft",
+    is_shipped: bool = False,
 ) -> Session:
     """Load the models, spread over the mesh if there is one, with a progress line on `log`.
 
     has_head: --draft is a learned head, which is compared with the target. token_map: of its ids. flag: what gave it.
+    is_shipped: it is the target's own, which comes with specjax: there is nothing to compare.
 
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
@@ -186,7 +188,11 @@ def open_session(
             everywhere = None if mesh is None else ()  # whole on every device
             draft_model, other = _load("--draft", draft, chosen, models.cache_dtype, mesh, over=everywhere)
             _check_vocabularies(tokenizer, other)
-    check = None if head is None else tell_head(head, model, tokenizer, log)
+    check = None
+    if is_shipped:
+        log.print("drafts with the head of the demo model too; without: --method auto", style="dim")
+    elif head is not None:
+        check = tell_head(head, model, tokenizer, log)
     return Session(
         model, tokenizer, draft_model, chosen, clock.seconds, store, models.cache_dtype, head=head, check=check,
         same_bits=same_bits,

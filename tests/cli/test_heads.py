@@ -10,10 +10,12 @@ import pytest
 from heads import tiny_head
 
 import specjax
-from specjax.cli.drafting import method_of
+from specjax.cli import completing
+from specjax.cli.drafting import method_of, shipped_head
 from specjax.cli.speculative import read_speculative
 from specjax.models.heads.acceptance import init_acceptance
 from specjax.models.loading.deciding import save_acceptance, save_judge
+from specjax.models.loading.heads.shipped import NAME
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,25 @@ def test_a_head_alone_drafts_within_auto(cli, saved):
     assert document["identical"] is True
     assert "head: eagle as safeailab writes it (bias=True" in result.err
     assert "warning: its first draft is the target's token at" in result.err  # its weights are random
+
+
+def test_the_demo_model_drafts_with_the_head_that_comes_with_it(cli, saved, monkeypatch):
+    monkeypatch.setattr(completing, "HEAD", str(saved("eagle")))
+    run = lambda *flags: cli("generate", "ab", "--max-new-tokens", 6, "--json", *flags)
+    result = run("--compare")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert (document["method"], document["head"], document["identical"]) == ("auto", "eagle", True)
+    assert "drafts with the head of the demo model too" in result.err and "warning" not in result.err
+    assert json.loads(run("--method", "auto").out)["head"] is None
+    assert json.loads(run("--target", "target").out)["head"] is None, "of another model"
+    assert json.loads(run("--verifier", "standard").out)["head"] is None
+
+
+def test_which_flags_say_how_to_draft(monkeypatch):
+    monkeypatch.setattr(completing, "HEAD", NAME)
+    assert shipped_head(None) == shipped_head("smollm2-135m", None, None) == NAME
+    assert shipped_head("HuggingFaceTB/SmolLM2-360M") is None and shipped_head(None, None, 3) is None
 
 
 def test_what_says_how_to_draft_leaves_it_to_the_head():
