@@ -35,15 +35,18 @@ class Kind(NamedTuple):
     of_target: Callable[..., Any]  # (the target's config, **changes) -> config, as the authors train it
     numbers: tuple[str, ...] = ()  # which changes are whole numbers
     taps: bool = False  # whether it may read other streams of the target than its authors'
+    flags: tuple[str, ...] = ()  # which changes are yes or no
 
     @property
     def changes(self) -> tuple[str, ...]:
         """What `change` takes."""
-        return (("taps",) if self.taps else ()) + self.numbers
+        return (("taps",) if self.taps else ()) + self.numbers + self.flags
 
     def change(self, text: str) -> tuple[str, Any] | None:
-        """The name and value of `num_layers=1` or `taps=2+15+27`; None for what is no change of this kind."""
+        """The name and value of `num_layers=1`, `taps=2+15+27` or `embeds=no`; None for what is no change of it."""
         name, _, value = text.partition("=")
+        if name in self.flags:
+            return (name, YES_NO[value]) if value in YES_NO else None
         parts = value.split("+") if name == "taps" else [value]
         if name not in self.changes or not all(part.isdecimal() for part in parts):
             return None
@@ -55,15 +58,22 @@ class Kind(NamedTuple):
     @property
     def forms(self) -> tuple[str, ...]:
         """How `change` wants them written."""
-        return tuple(f"{name}={'2+15+27' if name == 'taps' else 'N'}" for name in self.changes)
+        forms = {"taps": "2+15+27"} | dict.fromkeys(self.flags, "no")
+        return tuple(f"{name}={forms.get(name, 'N')}" for name in self.changes)
 
 
 def written(changes: Mapping[str, Any]) -> list[str]:
     """As `Kind.change` reads them."""
-    plain = lambda value: "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    def plain(value: Any) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
     return [f"{name}={plain(value)}" for name, value in changes.items()]
 
 
+YES_NO = {"yes": True, "no": False}
 BLOCK = "num_layers", "block_size", "mlp_width"
 KINDS: dict[str, Kind] = {
     "chimera": Kind(chimera.Chimera, chimera.chimera_head, chimera.of_target, ("num_heads",)),
@@ -86,7 +96,14 @@ KINDS: dict[str, Kind] = {
     "kangaroo": Kind(kangaroo.Kangaroo, kangaroo.kangaroo_head, kangaroo.of_target, ("exit_layer",)),
     "m2r2": Kind(m2r2.M2R2, m2r2.m2r2_head, m2r2.of_target, ("exit_layer", "rank", "recent")),
     "medusa": Kind(medusa.Medusa, medusa.medusa_head, medusa.of_target, ("num_heads",)),
-    "p_eagle": Kind(p_eagle.PEagle, p_eagle.p_eagle_head, p_eagle.of_target, ("num_layers", "draft_vocab_size"), True),
+    "p_eagle": Kind(
+        p_eagle.PEagle,
+        p_eagle.p_eagle_head,
+        p_eagle.of_target,
+        ("num_layers", "draft_vocab_size", "mlp_width"),
+        taps=True,
+        flags=("embeds",),
+    ),
     "ppd": Kind(ppd.Ppd, ppd.ppd_head, ppd.of_target, ("num_prompts", "copies")),
     "mlp_speculator": Kind(
         mlp_speculator.MlpSpeculator, mlp_speculator.mlp_speculator_head, mlp_speculator.of_target, ("num_heads",)

@@ -80,8 +80,8 @@ def p_eagle_head(config: PEagleConfig) -> Head:
     return head._replace(start=start, follow=follow, deepest=config.depths, at_once=True)
 
 
-def of_target(target: LlamaConfig, *, num_layers: int = 4, **changes) -> PEagleConfig:
+def of_target(target: LlamaConfig, *, num_layers: int = 4, embeds: bool = True, **changes) -> PEagleConfig:
     """The shapes that are trained for a target: four layers and an embedding; the mask is its last token."""
     shapes = vars(eagle3.of_target(target, **changes))
     layer = dataclasses.replace(shapes["layer"], num_layers=num_layers)
-    return PEagleConfig(**shapes | {"layer": layer, "embeds": True}, mask_token=target.vocab_size - 1)
+    return PEagleConfig(**shapes | {"layer": layer, "embeds": embeds}, mask_token=target.vocab_size - 1)

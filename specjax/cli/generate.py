@@ -72,8 +72,8 @@ def generate(
         str | None,
         typer.Option(
             "--method",
-            help="See `specjax methods`; default: auto, with a head too (of the demo model the one that comes with specjax); "
-            "with a draft model two_model.",
+            help="See `specjax methods`; default: auto, with a head too (the demo model's comes with specjax); with a "
+            "draft model two_model.",
             show_default=False,
             autocompletion=words.of("drafters", "diffusion", "collaborations"),
         ),

@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from specjax.cli.options import parsed
 from specjax.cli.session import Session
 from specjax.errors import UsageError
 from specjax.models import loading, pruned
 from specjax.models.heads.kinds import KINDS, abstract_head
+from specjax.models.loading.heads import read_head
 from specjax.models.loading.heads.writing import check_writable
 from specjax.models.loading.writing import check_model_writable
 from specjax.training.draft_models import OnPolicy
@@ -26,7 +28,7 @@ class OfHead:
 
     kind: str
     shapes: dict[str, Any]  # changes of its config
-    start: str  # "target" or "random"
+    start: str  # "target", "random", or a head of which it takes what fits
     serves: ClassVar[bool] = False  # before it was trained
 
     @property
@@ -50,8 +52,10 @@ class OfHead:
         """Raises: UsageError for one that nobody could begin or write, before hours are spent."""
         from specjax.training.starts import check_whole
 
-        if self.start == "target" and not self.serves:
+        if self.start != "random" and not self.serves:
             check_whole(session.target)
+        if self._other is not None:
+            self.begin(session, (), 0)
         head = abstract_head(self.kind, self.config(session))
         some = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), head.params)
         check_writable(head.replace(params=some), target=session.target, num_tokens=num_tokens)
@@ -65,7 +69,19 @@ class OfHead:
         if getattr(config, "is_trimmed", False):
             size = self.shapes.get("draft_vocab_size") or config.layer.vocab_size
             ids = likeliest_ids(texts, size, target.model.vocab_size, session.tokenizer.eos)
-        return new_head(self.kind, config, target, jax.random.key(seed), ids=ids, random=self.start == "random")
+        other = (
+            None if self._other is None else parsed("--start", lambda source: read_head(source, target), self._other)
+        )
+        options = {"random": self.start == "random", "other": other and other.head.params}
+        try:
+            return new_head(self.kind, config, target, jax.random.key(seed), ids=ids, **options)
+        except UsageError as error:
+            raise UsageError(f"--start {self.start}: {error}") from None
+
+    @property
+    def _other(self) -> str | None:
+        """A head that it begins with."""
+        return None if self.serves or self.start in ("target", "random") else self.start
 
     def save(self, folder: Path, session: Session, head: Any, num_tokens: int) -> None:
         import specjax

@@ -136,8 +136,8 @@ def train(
         list[str] | None,
         typer.Option(
             "--shape",
-            help="NAME=NUMBER of the method's config, or taps=2+15+27 (streams of the target); may be given several "
-            "times.",
+            help="NAME=NUMBER of the method's config, embeds=no, or taps=2+15+27 (streams of the target); may be given "
+            "several times.",
             show_default=False,
         ),
     ] = None,
@@ -145,7 +145,8 @@ def train(
         str | None,
         typer.Option(
             "--start",
-            help="Of a head. target, the default: from the target's layers where they fit; or random.",
+            help="Of a head. target, the default: from the target's layers where they fit; random; or another head, of "
+            "any kind, of which it takes what fits.",
             show_default=False,
         ),
     ] = None,
@@ -225,7 +226,8 @@ def train(
         method in KINDS or method == MODEL,
         f'--method must be {MODEL} or one of {", ".join(KINDS)}, not "{method}"',
     )
-    o.require(start in (None, "target", "random"), f'--start must be target or random, not "{start}"')
+    known = start in (None, "target", "random") or recognised(start, "--start") is not None
+    o.require(known, f'--start must be target, random or a head, not "{start}"')
     has_prompts = bool(prompts) or own_prompts > 0
     o.require(out is not None or report is not None, "--out FOLDER is missing: where the head goes")
     o.require(
@@ -401,6 +403,7 @@ def _shapes(method: str, shape: list[str] | None, draft_vocab: int | None) -> di
         if change is None:
             form = kind.forms[known.index(name)].replace("=N", "=4")
             what = "streams of the target" if name == "taps" else "number above 0"
+            what = "yes or no" if name in kind.flags else what
             raise UsageError(f'--shape: "{entry}" names no {what}; write {form}')
         shapes[change[0]] = change[1]
     if draft_vocab is not None:

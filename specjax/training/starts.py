@@ -22,14 +22,19 @@ from specjax.types import PyTree, Target
 LAYER = ("attention", "mlp", "attention_norm", "mlp_norm")
 
 
-def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | None = None, random: bool = False):
+def new_head(
+    kind: str, config: Any, target: Target, key, *, ids: np.ndarray | None = None, random: bool = False,
+    other: PyTree | None = None,
+) -> DraftHead:  # fmt: skip
     """A head to be trained.
 
     Args:
       ids: int64[size], ascending, what it is to draft if it has a vocabulary of its own.
       random: leave the parameters as their initial distributions draw them; else the target's stand where they fit.
+      other: parameters of another head, of any kind, which stand where they fit in place of these.
 
-    Raises: UsageError for a target over a mesh that repeats some of its heads, of which nothing would fit.
+    Raises: UsageError for a target over a mesh that repeats some of its heads, of which nothing would fit, or if
+      nothing of `other` fits.
     """
     if not random:
         check_whole(target)
@@ -39,7 +44,19 @@ def new_head(kind: str, config: Any, target: Target, key, *, ids: np.ndarray | N
         params = params | {NAME: {"place": place_of(ids, target.model.vocab_size)}}
     if not random:
         params = _from_target(params, config, target, ids)
-    return DraftHead(head.head, params)
+    return DraftHead(head.head, params if other is None else _from_head(params, other))
+
+
+def _from_head(params: dict, other: PyTree) -> dict:
+    """With what fits of another head: that of the same name and shape. What it drafts goes with its output."""
+    fits = jax.tree.map(lambda x: jnp.shape(x), params.get("head")) == jax.tree.map(jnp.shape, other.get("head"))
+    if not fits:
+        other = {name: part for name, part in other.items() if name != NAME}
+    shapes = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+    found = jax.tree_util.tree_flatten_with_path(other)[0]
+    if not any(path in shapes and shapes[path].shape == x.shape for path, x in found):
+        raise UsageError("nothing of the head that it is to begin with has its names and shapes; choose another")
+    return _fitted(params, other)
 
 
 def check_whole(target: Target) -> None:

@@ -91,6 +91,11 @@ def test_a_head_that_there_is_goes_on_from_what_it_was(cli, prompts, tmp_path):
     ):
         refused = cli(*rest, "--out", tuned, *arguments)
         assert refused.code == 2 and words in " ".join(refused.err.split())
+    begun = cli("train", "--method", "medusa", "--start", out, *rest[3:], "--out", tmp_path / "begun",
+                "--learning-rate", 1e-30)  # fmt: skip
+    assert json.loads(begun.out)["served"] == before["served"], "all of a head of the same kind fits"
+    refused = cli("train", "--method", "eagle3", "--start", out, "--prompts", prompts, "--out", tmp_path / "other")
+    assert refused.code == 2 and f"--start {out}: nothing of the head" in " ".join(refused.err.split())
     refused = cli(*rest, "--out", out)
     assert refused.code == 2 and "is what --draft names" in " ".join(refused.err.split())
 
@@ -119,7 +124,8 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--states", out), "--states is where --keep-states GIB keeps them"),
         (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'draft_vocab_size, mlp_width, not "layers"'),
         (("--out", out, "--prompts", prompts, "--method", "hydra", "--draft-vocab", 9), "drafts all of the target's"),
-        (("--out", out, "--prompts", prompts, "--start", "zero"), "--start must be target or random"),
+        (("--out", out, "--prompts", prompts, "--start", "zero"), "--start must be target, random or a head"),
+        (("--out", out, "--prompts", prompts, "--method", "p_eagle", "--shape", "embeds=1"), "no yes or no; write"),
         (("--out", out, "--prompts", prompts, "--held-out", 99), "there are 6 prompts .* and 99 are held out"),
         (("--out", out, "--prompts", tmp_path / "none"), "--prompts: "),
         (("--out", prompts, "--prompts", prompts), "cannot be written"),

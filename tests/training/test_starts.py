@@ -1,11 +1,14 @@
-"""A head that begins with its target is of the shapes that its kind says, whatever of the target fits."""
+"""A head that begins with its target is of the shapes that its kind says, whatever of the target fits; so is one that
+begins with another head."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy
 
-from specjax.models.heads.kinds import KINDS
+from specjax.errors import UsageError
+from specjax.models.heads.kinds import KINDS, init_head
 from specjax.training.starts import new_head
 
 
@@ -15,3 +18,40 @@ def test_every_kind_begins_with_a_target_of_few_layers(kind):
     config = KINDS[kind].of_target(target.model.config)
     begun, drawn = (new_head(kind, config, target, jax.random.key(0), random=random).params for random in (False, True))
     assert jax.tree.map(jnp.shape, begun) == jax.tree.map(jnp.shape, drawn)
+
+
+def of_head(kind, *, seed=1, **changes):
+    """A head of random parameters with this vocabulary of its own."""
+    target = toy.tiny_llama(layers=3)
+    config = KINDS[kind].of_target(target.model.config, **changes)
+    return target, config, init_head(kind, config, jax.random.key(seed)).params
+
+
+def test_a_head_of_one_pass_begins_with_one_of_several():
+    """EAGLE-3's parameters are P-EAGLE's but for the state of tokens that are not there yet."""
+    target, config, own = of_head("p_eagle", num_layers=1, embeds=False, draft_vocab_size=8)
+    _, _, other = of_head("eagle3", seed=2, draft_vocab_size=8)
+    other |= {"vocabulary": jax.tree.map(lambda x: x + 1, other["vocabulary"])}
+    begun = new_head("p_eagle", config, target, jax.random.key(1), ids=np.arange(8), other=other).params
+    assert begun.keys() - other.keys() == {"mask_hidden"}
+    np.testing.assert_array_equal(begun["mask_hidden"], own["mask_hidden"])
+    for name, part in other.items():
+        jax.tree.map(np.testing.assert_array_equal, begun[name], part)
+
+
+def test_what_another_head_drafts_goes_with_its_output():
+    target, config, _ = of_head("eagle3", draft_vocab_size=8)
+    ids = np.arange(4, 12)
+    begin = lambda **options: new_head("eagle3", config, target, jax.random.key(1), ids=ids, **options).params
+    _, _, other = of_head("eagle3", seed=2, draft_vocab_size=6)  # another output, so another vocabulary
+    begun, mine = begin(other=other), begin()
+    for name in ("head", "vocabulary"):
+        jax.tree.map(np.testing.assert_array_equal, begun[name], mine[name])
+    jax.tree.map(np.testing.assert_array_equal, begun["first"], other["first"])
+
+
+def test_a_head_of_which_nothing_fits_is_refused():
+    target, config, _ = of_head("eagle3")
+    _, _, other = of_head("medusa")
+    with pytest.raises(UsageError, match="nothing of the head that it is to begin with"):
+        new_head("eagle3", config, target, jax.random.key(1), other={"heads": other})

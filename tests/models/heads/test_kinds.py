@@ -20,6 +20,10 @@ from specjax.models.heads.kinds import KINDS, written
         ("eagle3", "mlp_width=-1", None),
         ("eagle3", "mlp_width", None),
         ("eagle3", "num_layers=2", None),
+        ("eagle3", "embeds=no", None),
+        ("p_eagle", "embeds=no", ("embeds", False)),
+        ("p_eagle", "embeds=yes", ("embeds", True)),
+        ("p_eagle", "embeds=0", None),
     ],
 )
 def test_changes(kind, words, wanted):

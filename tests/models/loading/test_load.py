@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -73,6 +74,13 @@ def test_folder_without_weights_or_tokenizer(tiny, tmp_path):
 def test_dtype(dtype):
     with pytest.raises(UsageError, match=f'dtype must be "float32" or "bfloat16", not "{dtype}"'):
         load(dtype=dtype)
+
+
+def test_the_dtype_of_jax(data):
+    target, _ = load(data / "stories260K" / "stories260K.bin", dtype=jnp.bfloat16)
+    assert target.params["embed"]["weight"].dtype == jnp.bfloat16
+    with pytest.raises(UsageError, match='not "float16"'):
+        load(dtype=jnp.float16)
 
 
 def test_cache_dtype(data):
