@@ -15,6 +15,8 @@ import argparse
 import json
 from pathlib import Path
 
+from specjax.catalog import METHODS
+
 TASKS = {
     "mt_bench": "Multi-turn conversation", "translation": "Translation", "summarization": "Summarization",
     "qa": "Question answering", "math_reasoning": "Mathematical reasoning", "rag": "Retrieval-augmented generation",
@@ -30,7 +32,9 @@ def rows(document: dict) -> list[tuple[float, str]]:
         ratio = lambda entry: "differs" if entry["refused"] else f"{entry['speedup']:.2f}x"
         cells = [ratio(document["tasks"][task][name]) if task in document["tasks"] else "-" for task in TASKS]
         same = {True: "yes", False: "near-tie", None: "-"}[overall["identical"]]
-        who = f"{name}, head" if head else f"{name}, {draft}" if draft else name
+        used = (("head", "head" if head else None), ("draft", draft))
+        whose = [what for part, what in used if what and METHODS[name].uses(part)]
+        who = ", ".join([name, *whose])
         cells += [f"{overall['block_efficiency']:.2f}", ratio(overall), same]
         found.append((0.0 if overall["refused"] else overall["speedup"], f"| {who} | {' | '.join(cells)} |"))
     return found

@@ -15,7 +15,7 @@ from flax import nnx
 from specjax import rounding, turns
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
-from specjax.models.products import project, same_project
+from specjax.models.products import project, rows_of, same_project
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.quantization import Quantized
 from specjax.types import Appended, Array, Mixture, PyTree, Stream, Sublayers
@@ -46,8 +46,8 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Array | Mixture):
         table = self.weight[...]
         if not isinstance(tokens, Mixture):
-            return table[tokens]
-        rows = table[tokens.ids].astype(jnp.float32)  # [B, T, K, D]
+            return rows_of(table, tokens)
+        rows = rows_of(table, tokens.ids).astype(jnp.float32)  # [B, T, K, D]
         return jnp.sum(rows * tokens.weights[..., None], -2).astype(table.dtype)
 
     def logits(self, x):

@@ -70,8 +70,10 @@ def chat(
     arguments = dict(locals())
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed)
     o.require(context is None or context >= 64, f"--context must be at least 64, not {context}")
-    from specjax.cli.drafting import method_of, read_drafting, recognised
+    from specjax.cli.drafting import method_of, read_drafting, recognised, shipped_head
 
+    shipped = shipped_head(target, method, draft, settings)
+    draft = draft or shipped
     head = recognised(draft)
     method = method or method_of(draft, head, settings=settings)
     drafting = read_drafting([method], draft, settings=settings, head=head)
@@ -82,7 +84,7 @@ def chat(
     log = Console(stderr=True)
     programs = kept_programs(arguments)
     models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
-    session = open_session(log, models, has_head=head is not None)
+    session = open_session(log, models, has_head=head is not None, is_shipped=shipped is not None)
     room = session.capacity - max_new_tokens
     o.require(room >= 64, f"--max-new-tokens {max_new_tokens} leaves no room of {session.capacity} tokens; lower it")
     o.require(context is None or context <= room, f"--context must be at most {room} here, not {context}")
