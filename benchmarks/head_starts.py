@@ -1,10 +1,11 @@
-"""What a drafter begins with, on equal tokens: the target's layers, random parameters, other streams, a part of itself.
+"""What a head is made of and how it begins, on equal tokens: one thing changed at a time.
 
-    python benchmarks/head_starts.py prompts.jsonl --answers answers --out starts
+    python benchmarks/head_starts.py prompts.jsonl --answers answers --states states --out starts
 
 Each variant is a run of `specjax train` over the same answers, read once, and measured on the same that are held out:
 tokens per pass of a greedy chain of three, bonus included, and how often the first draft is right. Answers that are in
---answers are not written again, and runs that are in --out are not run again. Prints a table in Markdown.
+--answers are not written again, what the target says of them is kept in --states, and runs that are in --out are not
+run again. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -15,33 +16,36 @@ import subprocess
 import sys
 from pathlib import Path
 
-SMALL = ("--shape", "mlp_width=640")
-TAPS = ("--shape", "taps=2+15+27")
-EAGLE3 = ("--method", "eagle3", "--draft-vocab", "4096", "--depths", "3")
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "EAGLE-3, the target's last layer": (*EAGLE3, *TAPS),
-    "EAGLE-3, random": (*EAGLE3, *TAPS, "--start", "random"),
-    "EAGLE-3, a small MLP of its own": (*EAGLE3, *TAPS, *SMALL),
-    "EAGLE-3, one stream, the last": (*EAGLE3, "--shape", "taps=30"),
-    "EAGLE-3, five streams": (*EAGLE3, "--shape", "taps=2+9+15+21+27"),
-    "Kangaroo on 3 layers": ("--method", "kangaroo", "--shape", "exit_layer=3"),
-    "a pruned copy, layers 0, 1, 28, 29": ("--method", "two_model", "--layers", "0,1,28,29"),
+HEAD = {
+    "--method": "eagle3", "--draft-vocab": "4096", "--depths": "3", "--shape": "mlp_width=640", "--start": "target"
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, str]] = {
+    "the reference": {},
+    "random parameters": {"--start": "random"},
+    "the MLP of the target's last layer too": {"--shape": "mlp_width=1536"},
+    "hard labels": {"--loss": "ce"},
+    "training-time test of 1": {"--depths": "1"},
+    "training-time test of 7": {"--depths": "7"},
+    "a draft vocabulary of 8,192": {"--draft-vocab": "8192"},
+    "Muon": {"--optimizer": "muon"},
 }
 
 
-def run(name: str, flags: tuple[str, ...], args: argparse.Namespace, prompts: Path) -> dict:
+def run(name: str, changes: dict[str, str], args: argparse.Namespace, prompts: Path) -> dict:
     """The card of a variant, trained if it is not there."""
-    folder = args.out / "-".join(part.strip(",") for part in name.lower().split())
+    folder = args.out / name.replace(" ", "_").replace(",", "").replace("'", "")
     card = folder / "card.json"
     if not card.exists():
+        flags = HEAD | changes | {
+            "--prompts": str(prompts), "--out": str(folder), "--answers": str(args.answers),
+            "--keep-states": str(args.gib), "--states": str(args.states), "--held-out": str(args.held_out),
+            "--max-new-tokens": str(args.max_new_tokens), "--dtype": args.dtype, "--every": "100000",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "specjax.cli", "train", "--shape", f"taps={args.taps}"]
+        command += [part for pair in flags.items() for part in pair]
+        if args.target:
+            command += ["--target", args.target]
         with (args.out / f"{folder.name}.log").open("w") as log:
-            command = [
-                sys.executable, "-m", "specjax.cli", "train", *flags, "--prompts", str(prompts), "--out", str(folder),
-                "--answers", str(args.answers), "--held-out", str(args.held_out), "--epochs", str(args.epochs),
-                "--dtype", args.dtype, "--max-new-tokens", str(args.max_new_tokens), "--every", "1000",
-            ]  # fmt: skip
-            if args.target:
-                command += ["--target", args.target]
             subprocess.run(command, check=True, stdout=log, stderr=log)
     return json.loads(card.read_text(encoding="utf-8"))
 
@@ -51,10 +55,12 @@ def main() -> None:
     flags.add_argument("prompts", type=Path, help="JSONL, as of specjax train")
     flags.add_argument("--target", help="default: the demo model")
     flags.add_argument("--answers", type=Path, required=True, help="a folder")
+    flags.add_argument("--states", type=Path, required=True, help="a folder")
+    flags.add_argument("--gib", type=float, default=6, help="of states, at most")
     flags.add_argument("--out", type=Path, required=True, help="a folder")
+    flags.add_argument("--taps", default="2+15+27", help="streams of the target")
     flags.add_argument("--limit", type=int, default=600, help="prompts")
     flags.add_argument("--held-out", type=int, default=48)
-    flags.add_argument("--epochs", type=int, default=1)
     flags.add_argument("--max-new-tokens", type=int, default=128)
     flags.add_argument("--dtype", default="bfloat16")
     args = flags.parse_args()
@@ -62,14 +68,15 @@ def main() -> None:
     prompts = args.out / "prompts.jsonl"
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
     prompts.write_text("\n".join(lines[: args.limit]) + "\n", encoding="utf-8")
-    print("| | tokens per pass | first draft right | seconds of training |\n| --- | --- | --- | --- |", flush=True)
-    for name, variant in VARIANTS.items():
-        card = run(name, variant, args, prompts)
+    print("| | tokens per pass | first draft right | seconds of training |", flush=True)
+    print("| --- | --- | --- | --- |", flush=True)
+    for name, changes in VARIANTS.items():
+        card = run(name, changes, args, prompts)
         served = card["served"]
         print(
             f"| {name} | {served['tokens_per_pass']:.3f} | {served['first']:.1%} | {card['seconds']:.0f} |", flush=True
         )
-    print(f"\n{card['answers']} answers of {card['answer_tokens']:,} tokens, read {args.epochs} times")
+    print(f"\n{card['answers']} answers of {card['answer_tokens']:,} tokens, read once")
 
 
 if __name__ == "__main__":

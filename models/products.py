@@ -70,6 +70,11 @@ def _quick_rows(count: int) -> int:
     return max(2, 1 << (count - 1).bit_length()) if count <= 16 else -(-count // 8) * 8
 
 
+def _may_be_split(x: Array) -> bool:
+    """Whether rows of a batch may lie on several devices: to pad them would be to move them."""
+    return x.ndim > 2 and x.shape[0] > 1 and jax.device_count() > 1
+
+
 def same_project(x: Array, weight: Array, dtype=None) -> Array:
     """As `project`, with the same bits for a row whatever others there are: on TPU in tiles of rows, so that every pass
     has the same products; elsewhere in pieces that every kernel sums up in one go."""
@@ -135,7 +140,7 @@ def _project_on_cpu(x: Array, weight: Array, dtype) -> Array:
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
-    least = LEAST_ROWS if x.dtype == jnp.bfloat16 else _quick_rows(count)
+    least = LEAST_ROWS if x.dtype == jnp.bfloat16 else 2 if _may_be_split(x) else _quick_rows(count)
     rows = jax.lax.optimization_barrier(jnp.pad(rows, ((0, max(0, least - count)), (0, 0))))
     y = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(y)[:, :count].T.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)

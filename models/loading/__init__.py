@@ -90,7 +90,7 @@ def read_model(
     Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
     """
     with contextlib.suppress(TypeError):  # jnp.bfloat16 is one too
-        dtype = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+        dtype = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
     if dtype not in DTYPES:
         raise UsageError(f'dtype must be "float32" or "bfloat16", not "{dtype}"')
     check_cache_dtype(cache_dtype)

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specjax.cli import completing as words
 from specjax.cli.files import read_text
 from specjax.cli.options import parsed, require
 from specjax.errors import UsageError
@@ -202,8 +201,11 @@ def recognised(draft: str | None, flag: str = "--draft") -> str | None:
 
 
 def shipped_head(target: str | None, *said: object) -> str | None:
-    """The head that comes with specjax, of the demo model, unless one of the flags `said` says how to draft."""
-    return words.HEAD if target in (None, words.DEMO) and all(value is None for value in said) else None
+    """The folder of the head that comes with specjax for a target, unless one of the flags `said` says how to draft."""
+    from specjax.models.loading.heads import shipped
+
+    folder = shipped.head_of(target)
+    return str(folder) if folder is not None and all(value is None or value == [] for value in said) else None
 
 
 def read_depth(adapt: str | None, max_new_tokens: int, head: str | None) -> Depth | None:

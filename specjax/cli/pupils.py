@@ -10,16 +10,24 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from specjax.cli import hosts
 from specjax.cli.options import parsed
 from specjax.cli.session import Session
 from specjax.errors import UsageError
 from specjax.models import loading, pruned
+from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading.heads import read_head
 from specjax.models.loading.heads.writing import check_writable
 from specjax.models.loading.writing import check_model_writable
 from specjax.training.draft_models import OnPolicy
 from specjax.training.lessons import Text
+
+
+def _named(source: str) -> str:
+    """However the path of a folder is written."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.is_dir() else source
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class OfHead:
     @property
     def about(self) -> dict[str, Any]:
         """What a run that goes on must have begun with too."""
-        return {"start": self.start}
+        return {"start": _named(self.start)}
 
     @property
     def use(self) -> str:
@@ -48,17 +56,22 @@ class OfHead:
     def config(self, session: Session) -> Any:
         return KINDS[self.kind].of_target(session.target.model.config, **self.shapes)
 
-    def check(self, session: Session, num_tokens: int) -> None:
-        """Raises: UsageError for one that nobody could begin or write, before hours are spent."""
-        from specjax.training.starts import check_whole
+    def check(self, session: Session, num_tokens: int) -> str | None:
+        """What is to be said of it. Raises: UsageError for one that nobody could begin or write, before hours are
+        spent."""
+        from specjax.training.starts import check_whole, share_of
 
         if self.start != "random" and not self.serves:
             check_whole(session.target)
-        if self._other is not None:
-            self.begin(session, (), 0)
         head = abstract_head(self.kind, self.config(session))
         some = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), head.params)
         check_writable(head.replace(params=some), target=session.target, num_tokens=num_tokens)
+        other = self._other(session)
+        if other is None:
+            return None
+        hosts.check_models(other)
+        self.begin(session, (), 0)
+        return f"of {self.start} it begins with {share_of(head.params, other.params):.0%} of its parameters"
 
     def begin(self, session: Session, texts: Sequence[Text], seed: int) -> Any:
         """What training begins with. texts: of which it drafts the likeliest tokens."""
@@ -69,19 +82,18 @@ class OfHead:
         if getattr(config, "is_trimmed", False):
             size = self.shapes.get("draft_vocab_size") or config.layer.vocab_size
             ids = likeliest_ids(texts, size, target.model.vocab_size, session.tokenizer.eos)
-        other = (
-            None if self._other is None else parsed("--start", lambda source: read_head(source, target), self._other)
-        )
-        options = {"random": self.start == "random", "other": other and other.head.params}
+        other = self._other(session)
+        options = {"random": self.start == "random", "other": other and other.params}
         try:
             return new_head(self.kind, config, target, jax.random.key(seed), ids=ids, **options)
         except UsageError as error:
             raise UsageError(f"--start {self.start}: {error}") from None
 
-    @property
-    def _other(self) -> str | None:
-        """A head that it begins with."""
-        return None if self.serves or self.start in ("target", "random") else self.start
+    def _other(self, session: Session) -> DraftHead | None:
+        """The head that it begins with."""
+        if self.serves or self.start in ("target", "random"):
+            return None
+        return parsed("--start", lambda source: read_head(source, session.target), self.start).head
 
     def save(self, folder: Path, session: Session, head: Any, num_tokens: int) -> None:
         import specjax
@@ -98,7 +110,7 @@ class OfGivenHead(OfHead):
 
     @property
     def about(self) -> dict[str, Any]:
-        return {"start": self.source}
+        return {"start": _named(self.source)}
 
     def config(self, session: Session) -> Any:
         return self.begin(session, (), 0).head.config
@@ -129,8 +141,9 @@ class OfModel:
     def data(self, session: Session) -> OnPolicy | None:
         return OnPolicy(eos=tuple(session.tokenizer.eos), share=self.own) if self.own else None
 
-    def check(self, session: Session, num_tokens: int) -> None:
+    def check(self, session: Session, num_tokens: int) -> str | None:
         check_model_writable(self.begin(session, (), 0))
+        return None
 
     def begin(self, session: Session, texts: Sequence[Text], seed: int) -> Any:
         if not self.layers:

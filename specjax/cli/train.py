@@ -274,8 +274,9 @@ def train(
 
     first = hosts.is_first()
     assert out is not None
-    same = draft is not None and Path(draft).expanduser().resolve() == out.resolve()
-    o.require(not same, f"--out {out} is what --draft names, which stays as it is; give another folder")
+    for flag, other in (("--draft", draft), ("--start", start)):
+        same = other is not None and Path(other).expanduser().resolve() == out.resolve()
+        o.require(not same, f"--out {out} is what {flag} names, which stays as it is; give another folder")
     pupil: OfHead | OfModel = OfHead(method, shapes, start or "target")
     if given:
         assert draft is not None

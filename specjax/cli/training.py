@@ -79,7 +79,9 @@ class Run:
                 f"--length {self.length} is more than the {session.capacity} tokens that {session.shortest} takes; "
                 "lower it"
             )
-        self.pupil.check(session, self.num_tokens)
+        remark = self.pupil.check(session, self.num_tokens)
+        if remark:
+            self.log.print(remark, style="dim", soft_wrap=True)
 
     def run(self, as_json: bool) -> None:
         """Answer, train, write."""

@@ -49,14 +49,22 @@ def new_head(
 
 def _from_head(params: dict, other: PyTree) -> dict:
     """With what fits of another head: that of the same name and shape. What it drafts goes with its output."""
-    fits = jax.tree.map(lambda x: jnp.shape(x), params.get("head")) == jax.tree.map(jnp.shape, other.get("head"))
-    if not fits:
+    if jax.tree.map(jnp.shape, params.get("head")) != jax.tree.map(jnp.shape, other.get("head")):
         other = {name: part for name, part in other.items() if name != NAME}
-    shapes = dict(jax.tree_util.tree_flatten_with_path(params)[0])
-    found = jax.tree_util.tree_flatten_with_path(other)[0]
-    if not any(path in shapes and shapes[path].shape == x.shape for path, x in found):
-        raise UsageError("nothing of the head that it is to begin with has its names and shapes; choose another")
+    if not any(x.ndim > 1 for _, x in _shared(params, other)):  # norms are of one width in many heads
+        raise UsageError("no matrix of the head that it is to begin with has its names and shapes; choose another")
     return _fitted(params, other)
+
+
+def share_of(params: PyTree, other: PyTree) -> float:
+    """How much of a head's parameters has the names and shapes of another's."""
+    return sum(x.size for _, x in _shared(params, other)) / sum(x.size for x in jax.tree.leaves(params))
+
+
+def _shared(params: PyTree, other: PyTree) -> list[tuple[Any, Any]]:
+    """The leaves of `other` that stand in `params` with the same shape."""
+    shapes = {path: x.shape for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+    return [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(other)[0] if shapes.get(path) == x.shape]
 
 
 def check_whole(target: Target) -> None:

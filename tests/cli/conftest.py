@@ -9,8 +9,9 @@ import jax
 import pytest
 
 import specjax
-from specjax.cli import completing, main
+from specjax.cli import main
 from specjax.models import LlamaConfig, init_params, loading, make_model
+from specjax.models.loading.heads import shipped
 
 
 class ByteTokenizer:
@@ -68,7 +69,7 @@ def tiny(monkeypatch):
         raise specjax.UsageError(f'there is no file or folder "{source}"')
 
     monkeypatch.setattr(specjax, "load", load, raising=False)
-    monkeypatch.setattr(completing, "HEAD", None)  # the tiny model has no head that comes with specjax
+    monkeypatch.setattr(shipped, "head_of", lambda target: None)  # that comes with specjax does not fit the tiny model
     monkeypatch.setattr(loading, "load_tokenizer", lambda source=None: load(source)[1])
 
 

@@ -10,12 +10,11 @@ import pytest
 from heads import tiny_head
 
 import specjax
-from specjax.cli import completing
 from specjax.cli.drafting import method_of, shipped_head
 from specjax.cli.speculative import read_speculative
 from specjax.models.heads.acceptance import init_acceptance
 from specjax.models.loading.deciding import save_acceptance, save_judge
-from specjax.models.loading.heads.shipped import NAME
+from specjax.models.loading.heads import shipped
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def test_a_head_alone_drafts_within_auto(cli, saved):
 
 
 def test_the_demo_model_drafts_with_the_head_that_comes_with_it(cli, saved, monkeypatch):
-    monkeypatch.setattr(completing, "HEAD", str(saved("eagle")))
+    monkeypatch.setattr(shipped, "head_of", lambda target: saved("eagle") if target is None else None)
     run = lambda *flags: cli("generate", "ab", "--max-new-tokens", 6, "--json", *flags)
     result = run("--compare")
     assert result.code == 0, result.err
@@ -53,11 +52,12 @@ def test_the_demo_model_drafts_with_the_head_that_comes_with_it(cli, saved, monk
     assert json.loads(run("--method", "auto").out)["head"] is None
     assert json.loads(run("--target", "target").out)["head"] is None, "of another model"
     assert json.loads(run("--verifier", "standard").out)["head"] is None
+    assert json.loads(run("--speculative-config", "{}").out)["head"] == "eagle"
 
 
 def test_which_flags_say_how_to_draft(monkeypatch):
-    monkeypatch.setattr(completing, "HEAD", NAME)
-    assert shipped_head(None) == shipped_head("smollm2-135m", None, None) == NAME
+    monkeypatch.undo()
+    assert shipped_head(None) == shipped_head("smollm2-135m", None, []) == str(shipped.FOLDER)
     assert shipped_head("HuggingFaceTB/SmolLM2-360M") is None and shipped_head(None, None, 3) is None
 
 

@@ -94,8 +94,11 @@ def test_a_head_that_there_is_goes_on_from_what_it_was(cli, prompts, tmp_path):
     begun = cli("train", "--method", "medusa", "--start", out, *rest[3:], "--out", tmp_path / "begun",
                 "--learning-rate", 1e-30)  # fmt: skip
     assert json.loads(begun.out)["served"] == before["served"], "all of a head of the same kind fits"
+    assert f"of {out} it begins with 100% of its parameters" in " ".join(begun.err.split())
+    refused = cli("train", "--method", "medusa", "--start", out, *rest[3:], "--out", out)
+    assert refused.code == 2 and "is what --start names" in " ".join(refused.err.split())
     refused = cli("train", "--method", "eagle3", "--start", out, "--prompts", prompts, "--out", tmp_path / "other")
-    assert refused.code == 2 and f"--start {out}: nothing of the head" in " ".join(refused.err.split())
+    assert refused.code == 2 and f"--start {out}: no matrix of the head" in " ".join(refused.err.split())
     refused = cli(*rest, "--out", out)
     assert refused.code == 2 and "is what --draft names" in " ".join(refused.err.split())
 

@@ -52,6 +52,7 @@ def test_what_another_head_drafts_goes_with_its_output():
 
 def test_a_head_of_which_nothing_fits_is_refused():
     target, config, _ = of_head("eagle3")
-    _, _, other = of_head("medusa")
-    with pytest.raises(UsageError, match="nothing of the head that it is to begin with"):
-        new_head("eagle3", config, target, jax.random.key(1), other={"heads": other})
+    _, _, other = of_head("dflash")
+    other = {"norm": other["norm"]}  # which has one width in all
+    with pytest.raises(UsageError, match="no matrix of the head that it is to begin with"):
+        new_head("eagle3", config, target, jax.random.key(1), other=other)
