@@ -206,7 +206,7 @@ def plot(kept: dict, file: Path) -> None:
     axis.semilogx(grid, law(grid), "-", color="C1", label="law of the first four")
     axis.semilogx(budgets, mean, "ko", label="measured")
     axis.set(title="budget", xlabel="answer tokens, read once", ylabel="tokens per pass")
-    axis.legend()
+    axis.legend(loc="lower right")
     figure.savefig(file, metadata={"Date": None})
 
 
