@@ -83,9 +83,11 @@ class OfHead:
             size = self.shapes.get("draft_vocab_size") or config.layer.vocab_size
             ids = likeliest_ids(texts, size, target.model.vocab_size, session.tokenizer.eos)
         other = self._other(session)
-        options = {"random": self.start == "random", "other": other and other.params}
         try:
-            return new_head(self.kind, config, target, jax.random.key(seed), ids=ids, **options)
+            return new_head(
+                self.kind, config, target, jax.random.key(seed), ids=ids, random=self.start == "random",
+                other=other and other.params,
+            )  # fmt: skip
         except UsageError as error:
             raise UsageError(f"--start {self.start}: {error}") from None
 
