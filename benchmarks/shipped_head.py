@@ -60,13 +60,13 @@ def main() -> None:
     target, tokenizer = specjax.load(given.target, dtype=given.dtype)
     head, vocab = specjax.load_head(given.head, target), target.model.vocab_size
     costs = measured(target) if given.costs else None
-    dtype = {"dtype": given.dtype}
+    auto = functools.partial(specjax.drafters.auto, vocab, costs=costs, dtype=given.dtype)
     if costs:
         print("costs:", ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*costs, strict=True)))
     drafters = {
         "plain": specjax.make_drafter("autoregressive", target),
-        "auto": specjax.drafters.auto(vocab, costs=costs, **dtype),
-        "auto with the head": specjax.drafters.auto(vocab, head=head, costs=costs, **dtype),
+        "auto": auto(),
+        "auto with the head": auto(head=head),
         "the head alone": specjax.make_drafter("eagle3", target, head, num_tokens=3),
     }
     figures: dict[str, dict[str, dict[str, float]]] = {}

@@ -135,8 +135,8 @@ def _project_on_cpu(x: Array, weight: Array, dtype) -> Array:
 
     SmolLM2, 2 cores with AMX, 500 cached tokens, ms for 1 / 8 / 16 / 32 new tokens: float32 35 / 58 / 76 / 111,
     bfloat16 24 / 32 / 41 / 62. A bfloat16 result is computed by plain loops (about 180 ms), the weight on the right
-    costs half as much again. One bfloat16 row takes others along (`LEAST_ROWS`). The barriers keep the compiler from
-    folding transpose and conversion into the product.
+    costs half as much again. Few rows take others along (`LEAST_ROWS`, `_quick_rows`). The barriers keep the compiler
+    from folding transpose and conversion into the product.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)

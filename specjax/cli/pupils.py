@@ -70,8 +70,8 @@ class OfHead:
         if other is None:
             return None
         hosts.check_models(other)
-        self.begin(session, (), 0)
-        return f"of {self.start} it begins with {share_of(head.params, other.params):.0%} of its parameters"
+        share = parsed(f"--start {self.start}", lambda other: share_of(head.params, other.params), other)
+        return f"of {self.start} it begins with {share:.0%} of its parameters"
 
     def begin(self, session: Session, texts: Sequence[Text], seed: int) -> Any:
         """What training begins with. texts: of which it drafts the likeliest tokens."""
@@ -83,13 +83,10 @@ class OfHead:
             size = self.shapes.get("draft_vocab_size") or config.layer.vocab_size
             ids = likeliest_ids(texts, size, target.model.vocab_size, session.tokenizer.eos)
         other = self._other(session)
-        try:
-            return new_head(
-                self.kind, config, target, jax.random.key(seed), ids=ids, random=self.start == "random",
-                other=other and other.params,
-            )  # fmt: skip
-        except UsageError as error:
-            raise UsageError(f"--start {self.start}: {error}") from None
+        return new_head(
+            self.kind, config, target, jax.random.key(seed), ids=ids, random=self.start == "random",
+            other=other and other.params,
+        )  # fmt: skip
 
     def _other(self, session: Session) -> DraftHead | None:
         """The head that it begins with."""

@@ -403,8 +403,8 @@ def _shapes(method: str, shape: list[str] | None, draft_vocab: int | None) -> di
         o.require(name in known, f'--shape: {method} has {", ".join(known) or "none"}, not "{name}"')
         if change is None:
             form = kind.forms[known.index(name)].replace("=N", "=4")
-            what = "streams of the target" if name == "taps" else "number above 0"
-            what = "yes or no" if name in kind.flags else what
+            others = "yes or no" if name in kind.flags else "number above 0"
+            what = "streams of the target" if name == "taps" else others
             raise UsageError(f'--shape: "{entry}" names no {what}; write {form}')
         shapes[change[0]] = change[1]
     if draft_vocab is not None:

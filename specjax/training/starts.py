@@ -34,7 +34,7 @@ def new_head(
       other: parameters of another head, of any kind, which stand where they fit in place of these.
 
     Raises: UsageError for a target over a mesh that repeats some of its heads, of which nothing would fit, or if
-      nothing of `other` fits.
+      no matrix of `other` fits.
     """
     if not random:
         check_whole(target)
@@ -48,23 +48,29 @@ def new_head(
 
 
 def _from_head(params: dict, other: PyTree) -> dict:
-    """With what fits of another head: that of the same name and shape. What it drafts goes with its output."""
-    if jax.tree.map(jnp.shape, params.get("head")) != jax.tree.map(jnp.shape, other.get("head")):
-        other = {name: part for name, part in other.items() if name != NAME}
-    if not any(x.ndim > 1 for _, x in _shared(params, other)):  # norms are of one width in many heads
-        raise UsageError("no matrix of the head that it is to begin with has its names and shapes; choose another")
-    return _fitted(params, other)
+    """With what fits of another head: that of the same name and shape."""
+    share_of(params, other)
+    return _fitted(params, _taken(params, other))
 
 
 def share_of(params: PyTree, other: PyTree) -> float:
-    """How much of a head's parameters has the names and shapes of another's."""
-    return sum(x.size for _, x in _shared(params, other)) / sum(x.size for x in jax.tree.leaves(params))
+    """How much of a head's parameters, which may be shapes, fits of another's.
 
-
-def _shared(params: PyTree, other: PyTree) -> list[tuple[Any, Any]]:
-    """The leaves of `other` that stand in `params` with the same shape."""
+    Raises: UsageError if no matrix does; norms are of one width in many heads.
+    """
     shapes = {path: x.shape for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-    return [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(other)[0] if shapes.get(path) == x.shape]
+    found = jax.tree_util.tree_flatten_with_path(_taken(params, other))[0]
+    fits = [x for path, x in found if shapes.get(path) == x.shape]
+    if not any(x.ndim > 1 for x in fits):
+        raise UsageError("no matrix of the head that it is to begin with has its names and shapes; choose another")
+    return sum(x.size for x in fits) / sum(x.size for x in jax.tree.leaves(params))
+
+
+def _taken(params: PyTree, other: PyTree) -> PyTree:
+    """Of another head all, or what it drafts not, which goes with its output."""
+    if jax.tree.map(jnp.shape, params.get("head")) == jax.tree.map(jnp.shape, other.get("head")):
+        return other
+    return {name: part for name, part in other.items() if name != NAME}
 
 
 def check_whole(target: Target) -> None:

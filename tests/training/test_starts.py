@@ -9,7 +9,7 @@ import toy
 
 from specjax.errors import UsageError
 from specjax.models.heads.kinds import KINDS, init_head
-from specjax.training.starts import new_head
+from specjax.training.starts import new_head, share_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,6 +48,9 @@ def test_what_another_head_drafts_goes_with_its_output():
     for name in ("head", "vocabulary"):
         jax.tree.map(np.testing.assert_array_equal, begun[name], mine[name])
     jax.tree.map(np.testing.assert_array_equal, begun["first"], other["first"])
+    apart = sum(x.size for name in ("head", "vocabulary") for x in jax.tree.leaves(mine[name]))
+    whole = sum(x.size for x in jax.tree.leaves(mine))
+    assert share_of(mine, other) == (whole - apart) / whole, "what is said is what is done"
 
 
 def test_a_head_of_which_nothing_fits_is_refused():
