@@ -50,7 +50,13 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "Hydra++": {"kind": "hydra"}, "Medusa": {"kind": "medusa"},
     },
     "start": {"the target's layers (reference)": {}, "random": {"random": True}},
-    "optimiser": {"AdamW (reference)": {}, "Muon": {"recipe": {"optimizer": "muon"}}},
+    "optimiser": {
+        "AdamW, 1e-3 (reference)": {},
+        "AdamW, 3e-3": {"recipe": {"learning_rate": 3e-3}},
+        "Muon, 1e-3": {"recipe": {"optimizer": "muon", "learning_rate": 1e-3}},
+        "Muon, 1e-2": {"recipe": {"optimizer": "muon", "learning_rate": 1e-2}},
+        "Muon, 1e-2, on ce": {"recipe": {"optimizer": "muon", "learning_rate": 1e-2, "losses": (("ce", 1.0),)}},
+    },
 }  # fmt: skip
 """What is changed -> name -> changes of the reference."""
 
@@ -105,7 +111,7 @@ class Bench:
         head = new_head(kind, config, self.target, key, ids=ids, random=changes.get("random", False))
         started = time.perf_counter()
         head = train(
-            self.target, head, texts, recipe=recipe_of(kind, **changes.get("recipe", {})),
+            self.target, head, texts, recipe=recipe_of(kind, **{"optimizer": "adamw"} | changes.get("recipe", {})),
             epochs=epochs or self.epochs, rows=self.rows, length=LENGTH, seed=seed,
         )  # fmt: skip
         depths = min(CHAIN, head.head.deepest or CHAIN)

@@ -17,8 +17,10 @@ import sys
 from pathlib import Path
 
 HEAD = {
-    "--method": "eagle3", "--draft-vocab": "4096", "--depths": "3", "--shape": "mlp_width=640", "--start": "target"
+    "--method": "eagle3", "--draft-vocab": "4096", "--depths": "3", "--shape": "mlp_width=640", "--start": "target",
+    "--optimizer": "adamw", "--learning-rate": "1e-3",
 }  # fmt: skip
+MUON = {"--optimizer": "muon", "--learning-rate": "1e-2"}
 VARIANTS: dict[str, dict[str, str]] = {
     "the reference": {},
     "random parameters": {"--start": "random"},
@@ -27,7 +29,15 @@ VARIANTS: dict[str, dict[str, str]] = {
     "training-time test of 1": {"--depths": "1"},
     "training-time test of 7": {"--depths": "7"},
     "a draft vocabulary of 8,192": {"--draft-vocab": "8192"},
-    "Muon": {"--optimizer": "muon"},
+    "AdamW at 3e-3": {"--learning-rate": "3e-3"},
+    "AdamW at 6e-3": {"--learning-rate": "6e-3"},
+    "Muon at 1e-3": MUON | {"--learning-rate": "1e-3"},
+    "Muon at 4e-3": MUON | {"--learning-rate": "4e-3"},
+    "Muon at 1e-2": MUON,
+    "Muon at 2e-2": MUON | {"--learning-rate": "2e-2"},
+    "Muon at 4e-3, hard labels": MUON | {"--learning-rate": "4e-3", "--loss": "ce"},
+    "Muon at 1e-2, the MLP of the target's last layer": MUON | {"--shape": "mlp_width=1536"},
+    "Muon at 1e-2, a draft vocabulary of 8,192": MUON | {"--draft-vocab": "8192"},
 }
 
 

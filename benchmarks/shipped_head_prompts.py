@@ -3,12 +3,14 @@
     python benchmarks/shipped_head_prompts.py CORPORA --texts > texts.jsonl
     python benchmarks/shipped_head_prompts.py CORPORA > prompts.jsonl
     python benchmarks/shipped_head_prompts.py CORPORA --more > more.jsonl
+    python benchmarks/shipped_head_prompts.py CORPORA --further > further.jsonl
 
 CORPORA holds gsm8k_train.jsonl (MIT), gpteacher_codegen_instruct.json (MIT), c4_demo.jsonl (ODC-BY),
 wikitext2_valid.txt and wikitext2_test.txt (CC BY-SA), tinystories_sample.txt (CDLA-Sharing). Then, as its card says:
 
     specjax train --method eagle3 --texts texts.jsonl --prompts prompts.jsonl --out head ...
     specjax train --draft head --prompts prompts.jsonl --prompts more.jsonl --out on_own_answers ...
+    specjax train --draft on_own_answers ... --prompts further.jsonl --own-prompts 4500 --out on_more_of_them ...
 """
 
 from __future__ import annotations
@@ -99,6 +101,24 @@ def more(folder: Path, draw: random.Random) -> list[str]:
     return found
 
 
+def further(folder: Path, draw: random.Random) -> list[str]:
+    """Prompts about texts again, longer ones, none of those: stories, and what stands behind in pages and articles."""
+    passages = [" ".join(text.split()[220:]) for text in pages(folder)]
+    passages = [first(text, 180) for text in passages if len(text) > 600]
+    for name in ("wikitext2_valid.txt", "wikitext2_test.txt"):
+        found = [plain(text.strip()) for text in lines(folder / name) if "<unk>" not in text]
+        passages += [" ".join(text.split()[80:][:180]) for text in found if len(text.split()) > 120]
+    passages += stories(folder)[700:1000]
+    found = [draw.choice(SUMMARIES + SUMMARIES + TASKS + QUESTIONS).format(text) for text in passages]
+    draw.shuffle(found)
+    return found
+
+
+def stories(folder: Path) -> list[str]:
+    found = (folder / "tinystories_sample.txt").read_text(encoding="utf-8").split("<|endoftext|>")
+    return [story.strip() for story in found if story.strip()]
+
+
 def articles(path: Path) -> Iterator[str]:
     """WikiText in pieces of some 1,600 letters."""
     piece = ""
@@ -115,8 +135,7 @@ def texts(folder: Path, draw: random.Random) -> list[str]:
     found = pages(folder)
     for name in ("wikitext2_valid.txt", "wikitext2_test.txt"):
         found += articles(folder / name)
-    stories = (folder / "tinystories_sample.txt").read_text(encoding="utf-8").split("<|endoftext|>")
-    found += [story.strip() for story in stories if story.strip()][:700]
+    found += stories(folder)[:700]
     for entry in tasks_of_code(folder):
         found.append(chat(asked(entry), entry["response" if "response" in entry else "output"]))
     for entry in sums(folder, draw)[:2500]:
@@ -127,6 +146,6 @@ def texts(folder: Path, draw: random.Random) -> list[str]:
 
 
 if __name__ == "__main__":
-    chosen = texts if "--texts" in sys.argv else more if "--more" in sys.argv else prompts
-    for text in chosen(Path(sys.argv[1]), random.Random(0)):
+    sets = {"--texts": texts, "--more": more, "--further": further}
+    for text in sets.get(sys.argv[-1], prompts)(Path(sys.argv[1]), random.Random(0)):
         print(json.dumps({"prompt": text}))

@@ -72,15 +72,15 @@ def push(record: Record, tokens: Array, length: Array, rejected: Array, roots: A
 
 
 def plan_of(pupil: Pupil, *, places: int | None = None, **changes: Any) -> Plan:
-    """How a drafter learns online: as its kind does, but at a constant 1e-4 and by soft cross entropy.
+    """How a drafter learns online: as its kind does, but by AdamW at a constant 1e-4 and by soft cross entropy.
 
     changes: of the recipe. places: of a record of texts with so many rejections, of which all are learnt from at once;
       None: no chunks.
     """
     learner = learner_of(pupil)
     asked: dict[str, Any] = {
-        "losses": (("soft_ce", 1.0),), "learning_rate": 1e-4, "schedule": "constant", "warmup": 0.0,
-        "weight_decay": 0.0, "weighting": "decay", "noise": 0.0,
+        "losses": (("soft_ce", 1.0),), "optimizer": "adamw", "learning_rate": 1e-4, "schedule": "constant",
+        "warmup": 0.0, "weight_decay": 0.0, "weighting": "decay", "noise": 0.0,
     }  # fmt: skip
     recipe: Recipe = recipe_of(learner.kind, **(asked | changes))
     return Plan(recipe, learner, 1, places)

@@ -13,6 +13,10 @@ from specjax.types import PyTree
 
 TABLES = ("embed", "head", "prompts")  # of which Muon's orthogonal steps make no sense
 
+ADAM_SHARE = 0.3
+"""Of Muon's learning rate what Adam has for tables and norms beside it: Muon's steps are orthogonal, whatever size the
+gradients have, and stand a rate at which a table, once it fits, would only be shaken."""
+
 
 @functools.cache
 def optimizer_of(recipe: Recipe, steps: int) -> Any:
@@ -27,7 +31,7 @@ def optimizer_of(recipe: Recipe, steps: int) -> Any:
         return optax.chain(optax.clip_by_global_norm(recipe.clip), adamw())
     muon = contrib.muon(
         rate, weight_decay=recipe.weight_decay, consistent_rms=0.2, adam_b1=first, adam_b2=second,
-        muon_weight_dimension_numbers=_dimensions,
+        adam_learning_rate=lambda step: ADAM_SHARE * rate(step), muon_weight_dimension_numbers=_dimensions,
     )  # fmt: skip
     return optax.chain(optax.clip_by_global_norm(recipe.clip), muon)
 

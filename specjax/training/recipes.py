@@ -40,12 +40,22 @@ class Recipe:
         return any(name != "ce" for name, _ in self.losses)
 
 
+MUON_TIMES = 10
+"""How many times AdamW's learning rate is Muon's, whose steps are as large (optax's consistent_rms): an EAGLE-3 head of
+SmolLM2 that read 50,882 tokens of answers once serves, with AdamW at 1e-3, 3e-3, 6e-3: 1.35, 1.41, 1.38 tokens per
+pass; with Muon at 1e-3, 4e-3, 1e-2, 2e-2: 1.21, 1.45, 1.50, 1.48."""
+
+
 def recipe_of(kind: str, **changes) -> Recipe:
-    """The recipe of a kind of head, with changes.
+    """The recipe of a kind of head, with changes. Another optimizer comes with its own learning rate if none is given.
 
     Raises: UsageError for a loss, a weighting, an optimizer or a schedule that there is not, or numbers out of range.
     """
-    recipe = RECIPES.get(kind, Recipe()).replace(**changes)
+    known = RECIPES.get(kind, Recipe())
+    recipe = known.replace(**changes)
+    if recipe.optimizer != known.optimizer and "learning_rate" not in changes:
+        times = MUON_TIMES if recipe.optimizer == "muon" else 1 / MUON_TIMES
+        recipe = recipe.replace(learning_rate=times * known.learning_rate)
     check(recipe)
     return recipe
 
@@ -75,7 +85,8 @@ _MODEL = Recipe((("kl", 1.0),), learning_rate=1e-4, warmup=0.02, weight_decay=0.
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        "eagle3": Recipe(depths=7, decay=0.8),  # training-time test of 7 steps
+        # The authors' training-time test of 7 steps, but not their AdamW: see MUON_TIMES.
+        "eagle3": Recipe(depths=7, decay=0.8, optimizer="muon", learning_rate=6e-3),
         "p_eagle": Recipe(depths=8, decay=1.0),
         "eagle": _FEATURES,
         "falcon": Recipe((("kl", 0.09), ("ce", 0.01)), features=1.0, noise=0.1, learning_rate=3e-4, packs=False),

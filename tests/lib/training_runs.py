@@ -41,4 +41,5 @@ def head_of(kind: str):
 
 def recipe(kind: str = "eagle3", **changes):
     plain = {"losses": (("ce", 1.0),), "decay": 1.0, "weighting": "decay", "confidence": 0.0, "features": 0.0}
+    plain["optimizer"] = "adamw"  # with which what is this small is learnt by heart at the rate below
     return recipe_of(kind, **{"depths": DEPTHS, "learning_rate": 1e-2, **plain, **changes})

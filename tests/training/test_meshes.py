@@ -13,15 +13,16 @@ from specjax.training.served import served
 from specjax.training.starts import new_head
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("data, model", [(4, 2)])
-def test_losses_and_parameters_are_those_of_one_device(data, model):
+def test_losses_and_parameters_are_those_of_one_device(data, model, optimizer):
     losses = {}
 
     def run(who, **options):
         told = losses.setdefault(who, [])
         return train(
-            (who == "one" and target()) or spread(), head_of("eagle3"), texts(), recipe=recipe(), epochs=3, rows=4,
-            length=32, listen=lambda progress: told.append(progress.loss), **options,
+            (who == "one" and target()) or spread(), head_of("eagle3"), texts(), recipe=recipe(optimizer=optimizer),
+            epochs=3, rows=4, length=32, listen=lambda progress: told.append(progress.loss), **options,
         )  # fmt: skip
 
     @functools.cache

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from specjax.training.optimizers import optimizer_of
+from specjax.training.optimizers import ADAM_SHARE, optimizer_of, schedule_of
 from specjax.training.recipes import recipe_of
 
 LAYERS = 2
@@ -39,3 +40,26 @@ def test_of_stacked_layers_each_is_on_its_own(name):
     whole = change(stacked(draw(0)), stacked(draw(1)))
     for a, b in zip(jax.tree.leaves(stacked(apart)), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_another_optimizer_has_its_own_learning_rate():
+    assert recipe_of("medusa", optimizer="muon").learning_rate == 10 * recipe_of("medusa").learning_rate
+    assert recipe_of("eagle3", optimizer="adamw").learning_rate == pytest.approx(recipe_of("eagle3").learning_rate / 10)
+    assert recipe_of("medusa", optimizer="muon", learning_rate=3e-4).learning_rate == 3e-4
+    assert recipe_of("medusa", optimizer="adamw") == recipe_of("medusa")
+
+
+def test_tables_beside_muon_have_a_share_of_its_rate():
+    """They get what Adam (Nesterov's) alone would do, of a third of the rate."""
+    recipe = recipe_of("distillspec", optimizer="muon", learning_rate=0.1, weight_decay=0.0, clip=1e9)
+    rate = schedule_of(recipe, 10)
+    params, gradient = draw(0), draw(1)
+
+    def second(optimizer):  # the first step is that of a warm-up from its start
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = optimizer.update(gradient, state, params)
+        return updates["embed"]["weight"]
+
+    alone = optax.nadam(lambda step: ADAM_SHARE * rate(step), *recipe.betas)
+    np.testing.assert_allclose(second(optimizer_of(recipe, 10)), second(alone), rtol=1e-4)
