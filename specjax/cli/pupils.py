@@ -21,6 +21,7 @@ from specjax.models.loading.heads import read_head
 from specjax.models.loading.heads.writing import check_writable
 from specjax.models.loading.writing import check_model_writable
 from specjax.training.draft_models import OnPolicy
+from specjax.training.learners import Learner, learner_of, of_head
 from specjax.training.lessons import Text
 
 
@@ -55,6 +56,9 @@ class OfHead:
 
     def config(self, session: Session) -> Any:
         return KINDS[self.kind].of_target(session.target.model.config, **self.shapes)
+
+    def learner(self, session: Session) -> Learner:
+        return of_head(abstract_head(self.kind, self.config(session)).head)
 
     def check(self, session: Session, num_tokens: int) -> str | None:
         """What is to be said of it. Raises: UsageError for one that nobody could begin or write, before hours are
@@ -139,6 +143,9 @@ class OfModel:
 
     def data(self, session: Session) -> OnPolicy | None:
         return OnPolicy(eos=tuple(session.tokenizer.eos), share=self.own) if self.own else None
+
+    def learner(self, session: Session) -> Learner:
+        return learner_of(self.begin(session, (), 0))
 
     def check(self, session: Session, num_tokens: int) -> str | None:
         check_model_writable(self.begin(session, (), 0))

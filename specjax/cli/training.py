@@ -80,6 +80,10 @@ class Run:
                 "lower it"
             )
         remark = self.pupil.check(session, self.num_tokens)
+        if self.keep_states is not None:
+            from specjax.training.readings import Shelf
+
+            Shelf(self.states, self.keep_states).check(session.target, self.pupil.learner(session))
         if remark:
             self.log.print(remark, style="dim", soft_wrap=True)
 

@@ -64,57 +64,81 @@ class Shelf:
         """gib: the most that it may hold. listen: (tokens read, tokens in all), as they are read."""
         self.folder, self.gib, self.listen = Path(folder), gib, listen
 
-    def read(self, target: Target | None, learner: Learner, texts: Sequence[Text], rows: int, length: int) -> Stored:
-        """Of all tokens of the texts up to `length`, `rows` by `length` to a pass.
+    def check(self, target: Target | None, learner: Learner) -> dict[str, Any]:
+        """Whose states a head learns from, as the folder has it or is going to.
 
-        Raises: UsageError for a head that reads more of the target, for too many texts, a folder with the states of
-          another target or of other taps, and one without room.
+        Raises: UsageError for a head that reads more of the target, and for the states of another target or of other
+          taps.
         """
         if target is None or learner.taps is None:
             raise UsageError(
                 f"what {learner.kind} learns is not a function of the target's states alone, so none can be kept; "
                 "leave --keep-states out"
             )
+        about = {"target": of_model(target), "taps": list(learner.taps)}
+        with self._in_words():
+            self._compare(about)
+        return about
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Raises: UsageError in place of what a folder cannot do."""
+        try:
+            yield
+        except OSError as error:
+            raise UsageError(f"{self.folder} cannot hold the states of these texts ({error}); make room") from error
+
+    def _compare(self, about: dict[str, Any]) -> None:
+        """Raises: UsageError where the folder has others' states."""
+        path = self.folder / ABOUT
+        if not path.exists():
+            return
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            others = [name for name, value in about.items() if found.get(name) != value]
+        except (ValueError, AttributeError):
+            others = [ABOUT]
+        if others:
+            raise UsageError(f"{self.folder} holds states with another {others[0]}; give another folder, or delete it")
+
+    def read(self, target: Target | None, learner: Learner, texts: Sequence[Text], rows: int, length: int) -> Stored:
+        """Of all tokens of the texts up to `length`, `rows` by `length` to a pass.
+
+        Raises: UsageError as `check`, for too many texts, and for a folder without room.
+        """
+        about = self.check(target, learner)
+        assert target is not None and learner.taps is not None
         cut = [Text(text.tokens[:length], min(text.answer, length)) for text in texts]
         names = [digest(tuple(map(int, text.tokens))) for text in cut]
         said = functools.partial(states, taps=learner.taps)
         shapes: Any = [jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.int32, jnp.bool)]
         shape = jax.eval_shape(said, target, Lesson(*shapes))
         features, width = shape.features.shape[-1], shape.features.shape[-1] + shape.hidden.shape[-1]
-        about = {"target": of_model(target), "taps": list(learner.taps)}
-        try:
-            with _alone(self.folder):
-                if not jax.process_index():
-                    self._prepare(about, width)
-                check_same("prepared", "folders of states")  # the others wait
+        with self._in_words(), _alone(self.folder):
+            if not jax.process_index():
+                self._compare(about)  # another run may have been first
+                self._prepare(about, width)
+            check_same("prepared", "folders of states")  # the others wait
+            known, end = self._known()
+            new = {name: text for name, text in zip(names, cut, strict=True) if name not in known}
+            check_same((end, list(new)), f"states in {self.folder}, which all have to see,")
+            if new:
+                self._check_room(end, sum(len(text.tokens) for text in new.values()), width)
+                self._add(target, said, new, end, rows, length)
                 known, end = self._known()
-                new = {name: text for name, text in zip(names, cut, strict=True) if name not in known}
-                check_same((end, list(new)), f"states in {self.folder}, which all have to see,")
-                if new:
-                    self._check_room(end, sum(len(text.tokens) for text in new.values()), width)
-                    self._add(target, said, new, end, rows, length)
-                    known, end = self._known()
-                else:
-                    self.listen(end - 1, end - 1)
+            else:
+                self.listen(end - 1, end - 1)
+        with self._in_words():
             values = np.memmap(self.folder / KEPT, jnp.bfloat16, "r", shape=(end, width))
-        except OSError as error:
-            raise UsageError(f"{self.folder} cannot hold the states of these texts ({error}); make room") from error
         places = _places(texts, cut, [known[name] for name in names])
         return Stored(values, places, features, shape.hidden.dtype)
 
     def _prepare(self, about: dict[str, Any], width: int) -> None:
-        """Make the folder, or take off what a run that was ended has half written. Raises: UsageError for others'."""
+        """Make the folder, or take off what a run that was ended has half written."""
         path, index, kept = self.folder / ABOUT, self.folder / INDEX, self.folder / KEPT
         if not path.exists():
             index.unlink(missing_ok=True)
             write_whole(path, json.dumps(about).encode())
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            others = [name for name, value in about.items() if found.get(name) != value]
-        except (ValueError, AttributeError):
-            others = ["readings.json"]
-        if others:
-            raise UsageError(f"{self.folder} holds states with another {others[0]}; give another folder, or delete it")
         size = 2 * width
         there = kept.stat().st_size // size if kept.exists() else 0
         if not there:

@@ -114,6 +114,15 @@ def test_budgets_give_a_law(cli, prompts, tmp_path):
     assert "the answers have 32 tokens, fewer than 99" in cli(*arguments, "--budgets", "8,16,99").err
 
 
+def test_states_that_cannot_be_kept_are_refused_before_anything_is_answered(refused, prompts, tmp_path):
+    out = tmp_path / "head"
+    flags = ("train", "--prompts", prompts, "--out", out, "--keep-states", 1, *SMALL)
+    assert "kangaroo learns is not a function of the target's states" in refused(*flags, "--method", "kangaroo")
+    (tmp_path / "readings.json").write_text('{"target": "another"}')
+    assert "holds states with another target" in refused(*flags, "--method", "medusa", "--states", tmp_path)
+    assert not list(out.glob("answers*"))
+
+
 def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
     out = tmp_path / "head"
     for arguments, words in (
