@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.costs.roofline import CLOCKS
 from specjax.errors import UsageError
-from specjax.parallel.arrays import with_shardings
 from specjax.planning.abstract import abstract_job, shard_bytes
 from specjax.planning.compiler import Notify, compile_program
 from specjax.planning.programs import Program
@@ -21,7 +20,7 @@ from specjax.planning.workload import Workload, describe, make_workload
 from specjax.training.learners import of_head
 from specjax.training.lessons import Lesson
 from specjax.training.loop import Plan, State, begin, dtype_of, train_step
-from specjax.training.optimizers import optimizer_of, split
+from specjax.training.optimizers import split
 from specjax.training.recipes import Recipe, recipe_of
 from specjax.types import PyTree
 
@@ -102,16 +101,13 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
 
 def _state(plan: Plan, params: PyTree, mesh) -> tuple[State, PyTree]:
     """What `begin` gives, each array of the optimizer where its parameter lies."""
-    import optax
-
     everywhere = NamedSharding(mesh, PartitionSpec())
     trained, rest = split(params, plan.recipe.frozen)
     shapes = jax.eval_shape(lambda params: begin(plan, params)[0], params)
-    placed = with_shardings(shapes.trained, jax.tree.map(lambda x: x.sharding, trained))
-    where = lambda sharding: lambda x, *_: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    optimizer = optax.tree.map_params(
-        optimizer_of(plan.recipe, plan.steps), lambda x, like: where(like.sharding)(x), shapes.optimizer, placed,
-        transform_non_params=where(everywhere),
-    )  # fmt: skip
-    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    return State(placed, optimizer, step), rest
+    lies = {path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(trained)}
+
+    def placed(path: tuple, x: Any) -> Any:  # the path of a parameter ends that of each of its moments
+        sharding = next((lies[path[i:]] for i in range(len(path)) if path[i:] in lies), everywhere)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(placed, shapes), rest

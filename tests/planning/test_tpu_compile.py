@@ -253,11 +253,12 @@ def test_plan_proposes_a_tree():
 
 
 @pytest.mark.exhaustive
-def test_a_step_of_training_a_head_compiles_over_a_mesh():
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_step_of_training_a_head_compiles_over_a_mesh(optimizer):
     """What is learnt from is half of the rows; the optimizer's state lies where its parameters do."""
     report = training_report(
         TINY, "v5e:2x2", head="eagle3:draft_vocab_size=512", rows=4, length=128, data=2, model=2,
-        recipe=recipe_of("eagle3", depths=2),
+        recipe=recipe_of("eagle3", depths=2, optimizer=optimizer),
     )  # fmt: skip
     program = report.program
     assert program.compiles, program.reason
