@@ -86,7 +86,7 @@ _MODEL = Recipe((("kl", 1.0),), learning_rate=1e-4, warmup=0.02, weight_decay=0.
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         # The authors' training-time test of 7 steps, but not their AdamW: see MUON_TIMES.
-        "eagle3": Recipe(depths=7, decay=0.8, optimizer="muon", learning_rate=6e-3),
+        "eagle3": Recipe(depths=7, decay=0.8, optimizer="muon", learning_rate=1e-2),
         "p_eagle": Recipe(depths=8, decay=1.0),
         "eagle": _FEATURES,
         "falcon": Recipe((("kl", 0.09), ("ce", 0.01)), features=1.0, noise=0.1, learning_rate=3e-4, packs=False),
