@@ -1,4 +1,4 @@
-"""What the head that comes with specjax was trained on: texts with free licences, and prompts to measure it by.
+"""What the head that comes with specjax was trained on: prompts made of texts with free licences.
 
     python benchmarks/shipped_head_prompts.py CORPORA --texts > texts.jsonl
     python benchmarks/shipped_head_prompts.py CORPORA > prompts.jsonl
@@ -8,9 +8,9 @@
 CORPORA holds gsm8k_train.jsonl (MIT), gpteacher_codegen_instruct.json (MIT), c4_demo.jsonl (ODC-BY),
 wikitext2_valid.txt and wikitext2_test.txt (CC BY-SA), tinystories_sample.txt (CDLA-Sharing). Then, as its card says:
 
-    specjax train --method eagle3 --texts texts.jsonl --prompts prompts.jsonl --out head ...
-    specjax train --draft head --prompts prompts.jsonl --prompts more.jsonl --out on_own_answers ...
-    specjax train --draft on_own_answers ... --prompts further.jsonl --own-prompts 4500 --out on_more_of_them ...
+    specjax train --method eagle3 --prompts prompts.jsonl --prompts more.jsonl --prompts further.jsonl ...
+
+Those of --texts are what the heads before it began with.
 """
 
 from __future__ import annotations
