@@ -199,6 +199,8 @@ def plot(kept: dict, file: Path) -> None:
     for axis, (group, variants) in zip(axes.flat, GROUPS.items(), strict=False):
         for i, (name, changes) in enumerate(variants.items()):
             found = [x["per_pass"] for x in results(kept, group, name, not changes)]
+            if not found:
+                continue
             axis.barh(i, np.mean(found) - 1, left=1, color="C0" if changes else "0.6", height=0.6)
             axis.plot(found, [i] * len(found), "k.", ms=4)
         axis.axvline(reference, color="0.4", lw=0.8, ls=":")

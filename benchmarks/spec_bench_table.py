@@ -3,10 +3,12 @@
     specjax bench question.jsonl --limit 1 --max-new-tokens 64 --method auto --method prompt_lookup --out free.json
     specjax bench question.jsonl --limit 1 --max-new-tokens 64 --draft smollm2-135m-eagle3 --method auto --out head.json
     python benchmarks/spec_bench_table.py free.json head.json --out docs/spec_bench.md
+    python benchmarks/spec_bench_table.py peers.json --out docs/spec_bench.md --table peers  # of spec_bench_peers.py
 
 Xia et al.: Unlocking Efficiency in Large Language Model Inference: A Comprehensive Survey of Speculative Decoding
 (2024), arXiv 2401.07851. Rows are in falling order of the overall ratio; each ratio has both of its sides in one run.
-The table takes the place of the one that is in the page, between two marks; what stands around it stays.
+The table takes the place of the one that is in the page, between two marks; what stands around it stays. --table names
+one of several.
 """
 
 from __future__ import annotations
@@ -21,20 +23,25 @@ TASKS = {
     "mt_bench": "Multi-turn conversation", "translation": "Translation", "summarization": "Summarization",
     "qa": "Question answering", "math_reasoning": "Mathematical reasoning", "rag": "Retrieval-augmented generation",
 }  # fmt: skip
-BEGIN, END = "<!-- table -->", "<!-- end of the table -->"
+END = "<!-- end of the table -->"
+
+
+def drafted_by(document: dict, name: str) -> list[str]:
+    used = (("head", "head" if document["head"] else None), ("draft", document["draft"]))
+    return [what for part, what in used if what and METHODS[name].uses(part)]
 
 
 def rows(document: dict) -> list[tuple[float, str]]:
     """(overall ratio, line of the table) of each method of a run."""
     found = []
-    draft, head = document["draft"], document["head"]
+    package = document.get("package")
     for name, overall in document["overall"].items():
+        if name == "plain":
+            continue
         ratio = lambda entry: "differs" if entry["refused"] else f"{entry['speedup']:.2f}x"
         cells = [ratio(document["tasks"][task][name]) if task in document["tasks"] else "-" for task in TASKS]
         same = {True: "yes", False: "near-tie", None: "-"}[overall["identical"]]
-        used = (("head", "head" if head else None), ("draft", draft))
-        whose = [what for part, what in used if what and METHODS[name].uses(part)]
-        who = ", ".join([name, *whose])
+        who = f"{package} {name}" if package else ", ".join([name, *drafted_by(document, name)])
         cells += [f"{overall['block_efficiency']:.2f}", ratio(overall), same]
         found.append((0.0 if overall["refused"] else overall["speedup"], f"| {who} | {' | '.join(cells)} |"))
     return found
@@ -52,12 +59,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", help="the first mark is <!-- table NAME -->")
     args = parser.parse_args()
-    page = args.out.read_text(encoding="utf-8") if args.out.exists() else f"{BEGIN}\n{END}\n"
-    before, _, rest = page.partition(BEGIN)
+    begin = f"<!-- table {args.table} -->" if args.table else "<!-- table -->"
+    page = args.out.read_text(encoding="utf-8") if args.out.exists() else f"{begin}\n{END}\n"
+    before, mark, rest = page.partition(begin)
+    if not mark:
+        parser.error(f"{args.out} has no {begin}")
     _, _, after = rest.partition(END)
-    made = table([json.loads(path.read_text(encoding="utf-8")) for path in args.runs])
-    args.out.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+    read = (json.loads(path.read_text(encoding="utf-8")) for path in args.runs)
+    made = table([document for run in read for document in (run if isinstance(run, list) else [run])])
+    args.out.write_text(f"{before}{begin}\n\n{made}\n\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

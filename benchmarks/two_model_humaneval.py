@@ -1,6 +1,10 @@
-"""Two-model drafting on HumanEval: block efficiency and speed against plain decoding of the target, in one process.
+"""Two-model drafting on HumanEval, of one draft model or several: tokens per pass, speed over plain decoding.
 
-python benchmarks/two_model_humaneval.py HumanEval.jsonl.gz --target T.gguf --draft D.gguf --limit 4 --num-tokens 4
+    python benchmarks/two_model_humaneval.py HumanEval.jsonl.gz --target T.gguf --draft D.gguf --draft ALIGNED
+
+The target answers --limit problems greedily, once (kept in --answers); a pass over its answers says exactly what a
+chain of each draft model would serve (`specjax.training.served`). Of --timed problems all sides are decoded in
+turns, after a first time that compiles: plain seconds over a draft's, the prompt's included, median of --repeats and of problems.
 """
 
 from __future__ import annotations
@@ -10,72 +14,105 @@ import gzip
 import json
 import statistics
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 
 import specjax
+from specjax.training import Text, served
+
+
+def answered(args: argparse.Namespace, target: specjax.Target, tokenizer, prompts: list[list[int]]) -> list[Text]:
+    if args.answers and args.answers.exists():
+        return [Text(tuple(tokens), prompt) for tokens, prompt in json.loads(args.answers.read_text())][: args.limit]
+    found = []
+    for start in range(0, len(prompts), 8):
+        part = prompts[start : start + 8]
+        decoded = specjax.decode(target, None, part, key=0, max_new_tokens=args.max_new_tokens, eos=tokenizer.eos)
+        pairs = zip(part, decoded.to_lists(), strict=True)
+        found += [Text((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
+        print(f"answered {len(found)} of {len(prompts)}", flush=True)
+    if args.answers:
+        args.answers.write_text(json.dumps(found) + "\n")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("problems")
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
-    parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--draft", required=True, action="append", help="may be given several times")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--limit", type=int, default=40, help="problems of which tokens per pass are counted")
+    parser.add_argument("--timed", type=int, default=4, help="problems that are decoded by all")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--num-tokens", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--answers", type=Path, help="where the target's answers are kept")
     args = parser.parse_args()
-    target, tokenizer = specjax.load(args.target)
-    draft, _ = specjax.load(args.draft)
+    target, tokenizer = specjax.load(args.target, dtype=args.dtype)
     with gzip.open(args.problems, "rt") as lines:
         problems = [json.loads(line)["prompt"] for line in lines][: args.limit]
     prompts = [tokenizer.chat("Complete this Python function.\n```python\n" + text + "```") for text in problems]
-    width = max(map(len, prompts))
-    drafters = {
+    texts = answered(args, target, tokenizer, prompts)
+    drafts = {name: specjax.load(name, dtype=args.dtype)[0] for name in args.draft}
+    length = max(len(text.tokens) for text in texts)
+    for name, draft in drafts.items():
+        found = served(target, draft, texts, depths=args.num_tokens, rows=4, length=length)
+        print(
+            f"{name}: {found.tokens_per_pass:.3f} tokens per pass of a chain of {args.num_tokens}, first draft right "
+            f"at {found.first:.1%}, {len(texts)} problems, {found.tokens} tokens",
+            flush=True,
+        )
+    sides = {
         "plain": specjax.drafters.autoregressive(),
-        "two_model": specjax.drafters.two_model(draft, args.num_tokens),
+        **{name: specjax.drafters.two_model(draft, args.num_tokens) for name, draft in drafts.items()},
     }
+    width = max(map(len, prompts))
 
     def run(name, prompt):
-        tokens = np.zeros((1, width), np.int32)
+        tokens = np.zeros((1, width), np.int32)  # one shape: nothing is compiled between two prompts
         tokens[0, : len(prompt)] = prompt
+        given = tokens, np.array([len(prompt)], np.int32)
         start = time.perf_counter()
         result = specjax.decode(
-            target,
-            drafters[name],
-            (tokens, np.array([len(prompt)], np.int32)),
-            key=jax.random.key(0),
-            max_new_tokens=args.max_new_tokens,
-            eos=tokenizer.eos,
+            target, sides[name], given, key=jax.random.key(0), max_new_tokens=args.max_new_tokens, eos=tokenizer.eos
         )
         jax.block_until_ready(result.tokens)
         return result, time.perf_counter() - start
 
-    for name in drafters:
-        run(name, prompts[0])  # compile
-    ratios, tokens, passes, equal = [], 0, 0, 0
-    for i, prompt in enumerate(prompts):
-        plain, plain_seconds = run("plain", prompt)
-        ours, seconds = run("two_model", prompt)
-        tokens += int(ours.lengths[0])
-        passes += int(ours.stats.target_passes[0])
-        equal += ours.to_lists() == plain.to_lists()
-        ratios.append(plain_seconds / seconds)
+    ratios: dict[str, list[float]] = {name: [] for name in drafts}
+    tokens, passes, equal = (dict.fromkeys(drafts, 0) for _ in range(3))
+    for i, prompt in enumerate(prompts[: args.timed]):
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        if i == 0:
+            for name in sides:  # compile
+                run(name, prompt)
+        for _ in range(args.repeats):
+            results = {}
+            for name in sides:
+                results[name], seconds = run(name, prompt)
+                times[name].append(seconds)
+        median = {name: statistics.median(of) for name, of in times.items()}
+        for name in drafts:
+            tokens[name] += int(results[name].lengths[0])
+            passes[name] += int(results[name].stats.target_passes[0])
+            equal[name] += results[name].to_lists() == results["plain"].to_lists()
+            ratios[name].append(median["plain"] / median[name])
+        print(f"problem {i}:", ", ".join(f"{seconds:.1f} s {name}" for name, seconds in median.items()), flush=True)
+    for name in drafts if args.timed else ():
         print(
-            f"problem {i}: {plain_seconds:.1f} s plain, {seconds:.1f} s two_model, {tokens / passes:.2f} per pass",
-            flush=True,
+            json.dumps(
+                {
+                    "draft": name,
+                    "problems": args.timed,
+                    "block_efficiency": tokens[name] / passes[name],
+                    "median_speedup": statistics.median(ratios[name]),
+                    "identical": equal[name],
+                }
+            )
         )
-    print(
-        json.dumps(
-            {
-                "problems": len(prompts),
-                "block_efficiency": tokens / passes,
-                "median_speedup": statistics.median(ratios),
-                "identical": equal,
-            }
-        )
-    )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from specjax.models.loading.writing import check_model_writable
 from specjax.training.draft_models import OnPolicy
 from specjax.training.learners import Learner, learner_of, of_head
 from specjax.training.lessons import Text
+from specjax.types import PyTree
 
 
 def _named(source: str) -> str:
@@ -59,6 +60,10 @@ class OfHead:
 
     def learner(self, session: Session) -> Learner:
         return of_head(abstract_head(self.kind, self.config(session)).head)
+
+    def params(self, session: Session) -> PyTree:
+        """Their names and shapes."""
+        return abstract_head(self.kind, self.config(session)).params
 
     def check(self, session: Session, num_tokens: int) -> str | None:
         """What is to be said of it. Raises: UsageError for one that nobody could begin or write, before hours are
@@ -146,6 +151,9 @@ class OfModel:
 
     def learner(self, session: Session) -> Learner:
         return learner_of(self.begin(session, (), 0))
+
+    def params(self, session: Session) -> PyTree:
+        return self.begin(session, (), 0).params
 
     def check(self, session: Session, num_tokens: int) -> str | None:
         check_model_writable(self.begin(session, (), 0))

@@ -109,7 +109,12 @@ def train(
     held_out: Annotated[int, typer.Option("--held-out", help="Prompts that are measured and not trained on.")] = 16,
     epochs: Annotated[int, typer.Option("--epochs", help="Times that every answer is read.")] = 1,
     learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", help="Default: that of the method.", show_default=False)
+        float | None,
+        typer.Option(
+            "--learning-rate",
+            help="Default: that of the method and the optimizer; Muon's is ten times AdamW's.",
+            show_default=False,
+        ),
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option("--optimizer", help="adamw or muon; default: that of the method.", show_default=False)
@@ -120,6 +125,14 @@ def train(
             "--loss",
             help="ce, soft_ce, kl, rkl, jsd, tv, tvd++, nla, lk_hybrid, or a sum such as ce=0.1,tv=0.9; default: that "
             "of the method.",
+            show_default=False,
+        ),
+    ] = None,
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--freeze",
+            help="Parameters that stay as they are, such as head or layers/0; may be given several times.",
             show_default=False,
         ),
     ] = None,
@@ -252,7 +265,9 @@ def train(
     of_model |= {} if given else {"--draft": draft}
     for flag, other in (of_head if method == MODEL else of_model).items():
         o.require(other is None, f"{flag} is not of --method {method}; leave it out")
-    chosen = _recipe(_recipe_name(recipe) if method == MODEL else method, learning_rate, optimizer, loss, depths)
+    chosen = _recipe(
+        _recipe_name(recipe) if method == MODEL else method, learning_rate, optimizer, loss, depths, freeze
+    )
     shapes = {} if method == MODEL else _shapes(method, shape, draft_vocab)
     sizes = _budgets(budgets)
     o.require(report is None or not distributed, "--report needs no hosts but this one; leave --distributed out")
@@ -288,7 +303,7 @@ def train(
         pupil=pupil, recipe=chosen, out=out, answers=answers or out / "answers", prompts=prompts or [],
         own_prompts=own_prompts, texts=texts or [], temperature=temperature, max_new_tokens=max_new_tokens,
         held_out=held_out, epochs=epochs, rows=rows, length=length, chunk=chunk, every=every, patience=patience,
-        num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes, first=first,
+        num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes, first=first, freeze=freeze or (),
         keep_states=keep_states, states=states or out / "states", log=Console(stderr=True, quiet=not first),
     )  # fmt: skip
     models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
@@ -300,9 +315,10 @@ train.__doc__ = HELP
 
 
 def _recipe(
-    method: str, learning_rate: float | None, optimizer: str | None, loss: str | None, depths: int | None
-) -> Recipe:
-    from specjax.training.recipes import recipe_of
+    method: str, learning_rate: float | None, optimizer: str | None, loss: str | None, depths: int | None,
+    freeze: list[str] | None,
+) -> Recipe:  # fmt: skip
+    from specjax.training.recipes import RECIPES, recipe_of
 
     changes: dict = {}
     if learning_rate is not None:
@@ -311,6 +327,8 @@ def _recipe(
         changes["optimizer"] = optimizer
     if depths is not None:
         changes["depths"] = depths
+    if freeze:
+        changes["frozen"] = (*(RECIPES[method].frozen if method in RECIPES else ()), *freeze)
     if loss is not None:
         changes["losses"] = tuple(map(_share, loss.split(",")))
     return recipe_of(method, **changes)

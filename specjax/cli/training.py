@@ -19,13 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from specjax.cli import hosts
 from specjax.cli import prompts as p
 from specjax.cli.console import Console, print_json
-from specjax.cli.options import Models
+from specjax.cli.options import Models, parsed
 from specjax.cli.pupils import OfHead, OfModel
 from specjax.cli.session import Session, open_session, provenance, stage
 from specjax.errors import UsageError
 from specjax.parallel import check_same, gather
 from specjax.training import answers as a
 from specjax.training.lessons import BORDER, Text
+from specjax.training.optimizers import check_frozen
 from specjax.training.recipes import Recipe
 
 HISTORY, PICTURE, CARD = "history{}.jsonl", "training.png", "card.json"
@@ -57,6 +58,7 @@ class Run:
     budgets: tuple[int, ...] = ()
     keep_states: float | None = None  # GiB
     states: Path = Path("states")
+    freeze: Sequence[str] = ()  # names that --freeze gave, which the recipe has too
     log: Console = field(default_factory=lambda: Console(stderr=True))
     session: Session | None = None
     first: bool = True  # of several hosts the one that writes, apart from the state of the run, which all write
@@ -80,6 +82,7 @@ class Run:
                 "lower it"
             )
         remark = self.pupil.check(session, self.num_tokens)
+        parsed("--freeze", lambda names: check_frozen(self.pupil.params(session), names), self.freeze)
         if self.keep_states is not None:
             from specjax.training.readings import Shelf
 

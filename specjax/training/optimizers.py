@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.errors import UsageError
 from specjax.training.recipes import Recipe
 from specjax.types import PyTree
 
-TABLES = ("embed", "head", "prompts")  # of which Muon's orthogonal steps make no sense
-
-ADAM_SHARE = 0.3
-"""Of Muon's learning rate what Adam has for tables and norms beside it: Muon's steps are orthogonal, whatever size the
-gradients have, and stand a rate at which a table, once it fits, would only be shaken."""
+TABLES = frozenset(("embed", "embeddings", "head", "heads", "prompts", "predecessor", "successor", "w1", "w2", "wide"))
+"""Modules, or lists of them, with a row for each token. Muon's orthogonal steps make no sense of those: rows that a
+step did not see would move too, and the others by more the more rows there are."""
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def optimizer_of(recipe: Recipe, steps: int) -> Any:
         return optax.chain(optax.clip_by_global_norm(recipe.clip), adamw())
     muon = contrib.muon(
         rate, weight_decay=recipe.weight_decay, consistent_rms=0.2, adam_b1=first, adam_b2=second,
-        adam_learning_rate=lambda step: ADAM_SHARE * rate(step), muon_weight_dimension_numbers=_dimensions,
+        adam_learning_rate=lambda step: recipe.tables * rate(step), muon_weight_dimension_numbers=_dimensions,
     )  # fmt: skip
     return optax.chain(optax.clip_by_global_norm(recipe.clip), muon)
 
@@ -65,16 +65,31 @@ def _names(path: tuple) -> list[str]:
     return [str(getattr(entry, "key", entry)) for entry in path]
 
 
+def is_table(path: tuple) -> bool:
+    """Whether a parameter is the weight of one of `TABLES`."""
+    owners = [name for name in _names(path)[:-1] if not name.isdigit()]
+    return bool(owners) and owners[-1] in TABLES
+
+
 def _dimensions(params: PyTree) -> PyTree:
     """For Muon: which parameters are matrices [.., out, in] to be orthogonalised, each layer's alone; of the others
     Adam takes care."""
     from optax import contrib
 
     def one(path, x):
-        is_one = x.ndim - _stacked(path) == 2 and not set(_names(path)) & set(TABLES)
+        is_one = x.ndim - _stacked(path) == 2 and not is_table(path)
         return contrib.MuonDimensionNumbers(x.ndim - 1, x.ndim - 2) if is_one else None
 
     return jax.tree_util.tree_map_with_path(one, params)
+
+
+def check_frozen(params: PyTree, frozen: Sequence[str]) -> None:
+    """Raises: UsageError for a name that no parameter is below."""
+    names = ["/".join(_names(path)) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for prefix in frozen:
+        if not any(f"{name}/".startswith(f"{prefix}/") for name in names):
+            known = sorted({name.partition("/")[0] for name in names})
+            raise UsageError(f'no parameter is named "{prefix}", or below it; there are {", ".join(known)}')
 
 
 def split(params: PyTree, frozen: tuple[str, ...]) -> tuple[PyTree, PyTree]:

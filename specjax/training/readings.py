@@ -67,8 +67,8 @@ class Shelf:
     def check(self, target: Target | None, learner: Learner) -> dict[str, Any]:
         """Whose states a head learns from, as the folder has it or is going to.
 
-        Raises: UsageError for a head that reads more of the target, and for the states of another target or of other
-          taps.
+        Raises: UsageError for a head that reads more of the target, for the states of another target or of other taps,
+          and for a folder that cannot be.
         """
         if target is None or learner.taps is None:
             raise UsageError(
@@ -77,6 +77,7 @@ class Shelf:
             )
         about = {"target": of_model(target), "taps": list(learner.taps)}
         with self._in_words():
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._compare(about)
         return about
 
@@ -86,7 +87,9 @@ class Shelf:
         try:
             yield
         except OSError as error:
-            raise UsageError(f"{self.folder} cannot hold the states of these texts ({error}); make room") from error
+            raise UsageError(
+                f"{self.folder} cannot hold the states of these texts ({error}); make room, or give another folder"
+            ) from error
 
     def _compare(self, about: dict[str, Any]) -> None:
         """Raises: UsageError where the folder has others' states."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
 import specjax
@@ -120,7 +121,22 @@ def test_states_that_cannot_be_kept_are_refused_before_anything_is_answered(refu
     assert "kangaroo learns is not a function of the target's states" in refused(*flags, "--method", "kangaroo")
     (tmp_path / "readings.json").write_text('{"target": "another"}')
     assert "holds states with another target" in refused(*flags, "--method", "medusa", "--states", tmp_path)
+    assert "cannot hold the states" in refused(*flags, "--method", "medusa", "--states", prompts / "below")
     assert not list(out.glob("answers*"))
+
+
+def test_what_is_frozen_stays(cli, prompts, tmp_path):
+    def trained(epochs):
+        out = tmp_path / str(epochs)
+        arguments = ("train", "--method", "medusa", "--prompts", prompts, "--out", out, "--epochs", epochs, *SMALL)
+        assert cli(*arguments, "--freeze", "branches/0/head").code == 0
+        assert json.loads((out / "card.json").read_text())["recipe"]["frozen"] == ["branches/0/head"]
+        branches = specjax.load_head(out, specjax.load()[0]).params["branches"]
+        return [np.asarray(branches[i]["head"]["weight"]) for i in (0, 1)]
+
+    once, twice = trained(1), trained(2)
+    np.testing.assert_array_equal(once[0], twice[0])
+    assert np.any(once[1] != twice[1])
 
 
 def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
@@ -129,6 +145,8 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--prompts", prompts), "--out FOLDER is missing"),
         (("--out", out), "give --prompts FILE, or --own-prompts N"),
         (("--out", out, "--prompts", prompts, "--method", "two"), '--method must be two_model or one of .*not "two"'),
+        (("--out", out, "--prompts", prompts, "--freeze", "heads"), 'no parameter is named "heads", or below it'),
+        (("--out", out, "--prompts", prompts, "--learning-rate", "inf"), "learning rate must be a number above 0"),
         (("--out", out, "--prompts", prompts, "--loss", "mse"), 'no loss "mse"; there are ce, soft_ce'),
         (("--out", out, "--prompts", prompts, "--loss", "ce=-1"), 'has no share above 0; write ce=0.1,tv=0.9'),
         (("--out", out, "--prompts", prompts, "--shape", "taps=1,2"), "no streams of the target; write"),

@@ -45,14 +45,15 @@ def test_of_a_head_that_errs_the_rounds_are_those_of_the_decoder():
     assert len(texts()) * NEW // (DEPTHS + 1) < passes < len(texts()) * NEW  # neither always right nor never
 
 
-def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path, optimizer):
     class Ended(Exception):
         pass
 
     def run(folder, listen=lambda progress: None):
         return train(
-            target(), head_of("eagle3"), texts(), recipe=recipe(), held_out=texts()[:1], epochs=6, rows=2, length=64,
-            evaluate_every=2, folder=folder, listen=listen,
+            target(), head_of("eagle3"), texts(), recipe=recipe(optimizer=optimizer), held_out=texts()[:1], epochs=6,
+            rows=2, length=64, evaluate_every=2, folder=folder, listen=listen,
         )  # fmt: skip
 
     def end(progress):
@@ -71,8 +72,8 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path):
         path.name for path in (tmp_path / "whole").iterdir()
     )
     with pytest.raises(UsageError, match="recipe"):
-        train(target(), head_of("eagle3"), texts(), recipe=recipe(clip=2.0), epochs=6, rows=2, length=64,
-              folder=tmp_path / "whole")  # fmt: skip
+        other = recipe(optimizer=optimizer, clip=2.0)
+        train(target(), head_of("eagle3"), texts(), recipe=other, epochs=6, rows=2, length=64, folder=tmp_path / "whole")
 
 
 def test_a_loss_that_is_no_number_names_the_step_and_changes_nothing():

@@ -6,7 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from specjax.training.optimizers import ADAM_SHARE, optimizer_of, schedule_of
+from specjax.models import LlamaConfig
+from specjax.models.heads.kinds import KINDS, abstract_head
+from specjax.training.optimizers import is_table, optimizer_of, schedule_of
 from specjax.training.recipes import recipe_of
 
 LAYERS = 2
@@ -50,7 +52,7 @@ def test_another_optimizer_has_its_own_learning_rate():
 
 
 def test_tables_beside_muon_have_a_share_of_its_rate():
-    """They get what Adam (Nesterov's) alone would do, of a third of the rate."""
+    """They get what Adam (Nesterov's) alone would do, of a share of the rate."""
     recipe = recipe_of("distillspec", optimizer="muon", learning_rate=0.1, weight_decay=0.0, clip=1e9)
     rate = schedule_of(recipe, 10)
     params, gradient = draw(0), draw(1)
@@ -61,5 +63,22 @@ def test_tables_beside_muon_have_a_share_of_its_rate():
             updates, state = optimizer.update(gradient, state, params)
         return updates["embed"]["weight"]
 
-    alone = optax.nadam(lambda step: ADAM_SHARE * rate(step), *recipe.betas)
+    alone = optax.nadam(lambda step: recipe.tables * rate(step), *recipe.betas)
     np.testing.assert_allclose(second(optimizer_of(recipe, 10)), second(alone), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_of_every_head_are_known(kind):
+    """Those with a row for each token, and no matrix besides."""
+    vocab, width = 997, 64
+    shape = {"num_layers": 5, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "mlp_width": 172}
+    config = KINDS[kind].of_target(LlamaConfig(vocab_size=vocab, width=width, max_positions=512, **shape))
+    for path, x in jax.tree_util.tree_leaves_with_path(abstract_head(kind, config).params):
+        prompts = "prompts" in jax.tree_util.keystr(path)  # have rows for tokens that no text has
+        assert is_table(path) == (vocab in x.shape and jnp.issubdtype(x.dtype, jnp.floating) and x.ndim == 2) or prompts
+
+
+def test_a_head_that_judges_has_matrices_and_no_tables():
+    """Its name is that of a table."""
+    path = tuple(map(jax.tree_util.DictKey, ("head", "blocks", "0", "linear", "weight")))
+    assert not is_table(path)
