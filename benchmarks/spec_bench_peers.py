@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
+from shipped_head import padded
 
 import specjax
 from specjax.cli.bench import first_per_task
@@ -53,10 +53,8 @@ def with_specjax(args: argparse.Namespace, eos, target, draft) -> dict[str, Side
     }
 
     def run(drafter, prompt, count):
-        tokens = np.zeros((1, args.longest), np.int32)  # one shape: nothing is compiled between two prompts
-        tokens[0, : len(prompt)] = prompt
         options = {"key": jax.random.key(0), "max_new_tokens": count, "eos": eos}
-        result = specjax.decode(target, drafter, (tokens, np.array([len(prompt)])), **options)
+        result = specjax.decode(target, drafter, padded(prompt), **options)
         return result.to_lists()[0], int(result.stats.target_passes.sum())
 
     return {name: lambda *given, drafter=drafter: run(drafter, *given) for name, drafter in drafters.items()}

@@ -4,7 +4,8 @@
 
 The target answers --limit problems greedily, once (kept in --answers); a pass over its answers says exactly what a
 chain of each draft model would serve (`specjax.training.served`). Of --timed problems all sides are decoded in
-turns, after a first time that compiles: plain seconds over a draft's, the prompt's included, median of --repeats and of problems.
+turns, after a first time that compiles: plain seconds over a draft's, the prompt's included, median of --repeats and of
+problems.
 """
 
 from __future__ import annotations

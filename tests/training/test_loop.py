@@ -72,8 +72,8 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path, optimizer):
         path.name for path in (tmp_path / "whole").iterdir()
     )
     with pytest.raises(UsageError, match="recipe"):
-        other = recipe(optimizer=optimizer, clip=2.0)
-        train(target(), head_of("eagle3"), texts(), recipe=other, epochs=6, rows=2, length=64, folder=tmp_path / "whole")
+        other, whole = recipe(optimizer=optimizer, clip=2.0), tmp_path / "whole"
+        train(target(), head_of("eagle3"), texts(), recipe=other, epochs=6, rows=2, length=64, folder=whole)
 
 
 def test_a_loss_that_is_no_number_names_the_step_and_changes_nothing():

@@ -1,7 +1,6 @@
 """The head that comes with specjax: of the demo model, so that a head can be tried where there is none yet.
 
-It was trained on two CPU cores in four and a half hours, the target's answers included: docs/heads.md says what it
-serves.
+It was trained on two CPU cores in three hours, the target's answers included: docs/heads.md says what it serves.
 """
 
 from __future__ import annotations
