@@ -62,7 +62,7 @@ def main() -> None:
     for name, draft in drafts.items():
         found = served(target, draft, texts, depths=args.num_tokens, rows=4, length=length)
         print(
-            f"{name}: {found.tokens_per_pass:.3f} tokens per pass of a chain of {args.num_tokens}, first draft right "
+            f"{name}: {found.per_pass:.3f} tokens per pass of a chain of {args.num_tokens}, first draft right "
             f"at {found.first:.1%}, {len(texts)} problems, {found.tokens} tokens",
             flush=True,
         )
