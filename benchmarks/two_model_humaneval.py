@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
+from shipped_head import padded
 
 import specjax
 from specjax.training import Text, served
@@ -70,15 +70,16 @@ def main() -> None:
         "plain": specjax.drafters.autoregressive(),
         **{name: specjax.drafters.two_model(draft, args.num_tokens) for name, draft in drafts.items()},
     }
-    width = max(map(len, prompts))
 
     def run(name, prompt):
-        tokens = np.zeros((1, width), np.int32)  # one shape: nothing is compiled between two prompts
-        tokens[0, : len(prompt)] = prompt
-        given = tokens, np.array([len(prompt)], np.int32)
         start = time.perf_counter()
         result = specjax.decode(
-            target, sides[name], given, key=jax.random.key(0), max_new_tokens=args.max_new_tokens, eos=tokenizer.eos
+            target,
+            sides[name],
+            padded(prompt),
+            key=jax.random.key(0),
+            max_new_tokens=args.max_new_tokens,
+            eos=tokenizer.eos,
         )
         jax.block_until_ready(result.tokens)
         return result, time.perf_counter() - start

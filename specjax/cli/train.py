@@ -318,7 +318,7 @@ def _recipe(
     method: str, learning_rate: float | None, optimizer: str | None, loss: str | None, depths: int | None,
     freeze: list[str] | None,
 ) -> Recipe:  # fmt: skip
-    from specjax.training.recipes import RECIPES, recipe_of
+    from specjax.training.recipes import recipe_of
 
     changes: dict = {}
     if learning_rate is not None:
@@ -328,7 +328,7 @@ def _recipe(
     if depths is not None:
         changes["depths"] = depths
     if freeze:
-        changes["frozen"] = (*(RECIPES[method].frozen if method in RECIPES else ()), *freeze)
+        changes["frozen"] = (*recipe_of(method).frozen, *freeze)
     if loss is not None:
         changes["losses"] = tuple(map(_share, loss.split(",")))
     return recipe_of(method, **changes)

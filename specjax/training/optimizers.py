@@ -65,6 +65,11 @@ def _names(path: tuple) -> list[str]:
     return [str(getattr(entry, "key", entry)) for entry in path]
 
 
+def _is_below(name: str, prefix: str) -> bool:
+    """Whether a parameter is that of a name, or one below it."""
+    return f"{name}/".startswith(f"{prefix}/")
+
+
 def is_table(path: tuple) -> bool:
     """Whether a parameter is the weight of one of `TABLES`."""
     owners = [name for name in _names(path)[:-1] if not name.isdigit()]
@@ -87,7 +92,7 @@ def check_frozen(params: PyTree, frozen: Sequence[str]) -> None:
     """Raises: UsageError for a name that no parameter is below."""
     names = ["/".join(_names(path)) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for prefix in frozen:
-        if not any(f"{name}/".startswith(f"{prefix}/") for name in names):
+        if not any(_is_below(name, prefix) for name in names):
             known = sorted({name.partition("/")[0] for name in names})
             raise UsageError(f'no parameter is named "{prefix}", or below it; there are {", ".join(known)}')
 
@@ -97,9 +102,7 @@ def split(params: PyTree, frozen: tuple[str, ...]) -> tuple[PyTree, PyTree]:
 
     def stays(path, x) -> bool:
         name = "/".join(_names(path))
-        return not jnp.issubdtype(x.dtype, jnp.floating) or any(
-            f"{name}/".startswith(f"{prefix}/") for prefix in frozen
-        )
+        return not jnp.issubdtype(x.dtype, jnp.floating) or any(_is_below(name, prefix) for prefix in frozen)
 
     trained = jax.tree_util.tree_map_with_path(lambda path, x: None if stays(path, x) else x, params)
     rest = jax.tree_util.tree_map_with_path(lambda path, x: x if stays(path, x) else None, params)
