@@ -200,8 +200,7 @@ class Shelf:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other run on this machine reads into the folder meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """No other run on this machine reads into the folder, which is there, meanwhile."""
     try:
         import fcntl
     except ImportError:  # not on this system
