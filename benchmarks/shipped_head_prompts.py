@@ -4,13 +4,16 @@
     python benchmarks/shipped_head_prompts.py CORPORA > prompts.jsonl
     python benchmarks/shipped_head_prompts.py CORPORA --more > more.jsonl
     python benchmarks/shipped_head_prompts.py CORPORA --further > further.jsonl
+    python benchmarks/shipped_head_prompts.py CORPORA --longer > longer.jsonl
+    python benchmarks/shipped_head_prompts.py CORPORA --begun > begun.jsonl
 
 CORPORA holds gsm8k_train.jsonl (MIT), gpteacher_codegen_instruct.json (MIT), c4_demo.jsonl (ODC-BY),
 wikitext2_valid.txt and wikitext2_test.txt (CC BY-SA), tinystories_sample.txt (CDLA-Sharing). Then, as its card says:
 
     specjax train --method eagle3 --prompts prompts.jsonl --prompts more.jsonl --prompts further.jsonl ...
 
-Those of --texts are what the heads before it began with.
+Those of --texts are what the heads before it began with. Those of --begun are user turns that the target itself writes
+once their first words are there: questions and tasks, shorter and of more kinds than those of `--own-prompts`.
 """
 
 from __future__ import annotations
@@ -114,6 +117,42 @@ def further(folder: Path, draw: random.Random) -> list[str]:
     return found
 
 
+def longer(folder: Path, draw: random.Random) -> list[str]:
+    """Other sums and tasks of code, and summaries of longer texts, as news are summarized."""
+    found = [entry["question"] for entry in sums(folder, draw)[1500:2400]]
+    found += short_tasks_of_code(folder, draw)[950:1200]
+    passages = [first(text, 260) for text in pages(folder) if len(text.split()) > 120]
+    passages += [first(text, 260) for text in stories(folder)[1000:1300]]
+    found += ["Summarize: " + text for text in passages]
+    draw.shuffle(found)
+    return found
+
+
+QUESTION = ("Who", "Who plays", "Who wrote", "When did", "When was the", "When does", "Where is", "Where did the",
+    "What is the", "What", "Which", "How many", "How long", "What does", "What year", "Name the",
+)  # fmt: skip
+TASK = ("Write", "Imagine", "Describe", "Explain", "Compose", "Could you", "Give me", "How can", "Create", "Suppose",
+    "Help me", "Draft", "What are", "Act as", "Pretend", "Discuss", "Tell me", "Why", "Compare", "If you", "Provide",
+)  # fmt: skip
+
+
+def begun(folder: Path, draw: random.Random) -> list[str]:
+    """What the demo model itself writes of user turns that begin so."""
+    import specjax
+    from specjax.training import answer
+    from specjax.training.answers import opening
+
+    target, tokenizer = specjax.load(dtype="bfloat16")
+    begin = opening(tokenizer)
+    words = [word for word in QUESTION for _ in range(62)] + [word for word in TASK for _ in range(60)]
+    rows = [[*begin, *tokenizer.encode(word)] for word in words]
+    told = answer(
+        target, rows, eos=tokenizer.eos, max_new_tokens=64, temperature=1.0, slots=32, seed=4, numbers=range(len(rows))
+    )  # fmt: skip
+    found = {tokenizer.decode(text.tokens[len(begin) :]).strip() for text, ended, _ in told if ended == "eos"}
+    return sorted(found)
+
+
 def stories(folder: Path) -> list[str]:
     found = (folder / "tinystories_sample.txt").read_text(encoding="utf-8").split("<|endoftext|>")
     return [story.strip() for story in found if story.strip()]
@@ -146,6 +185,6 @@ def texts(folder: Path, draw: random.Random) -> list[str]:
 
 
 if __name__ == "__main__":
-    sets = {"--texts": texts, "--more": more, "--further": further}
+    sets = {"--texts": texts, "--more": more, "--further": further, "--longer": longer, "--begun": begun}
     for text in sets.get(sys.argv[-1], prompts)(Path(sys.argv[1]), random.Random(0)):
         print(json.dumps({"prompt": text}))

@@ -213,7 +213,7 @@ def _propose_with_head(
     known = Known(state.matrix, earlier.recycled)
     alone, past = jax.lax.cond(is_resting, rest, look, known, earlier.counts, record, others, limit)
     cost = _cost(config, context, params)
-    asks = asking.is_due(asked_of, cost, alone.saved) & ~is_resting & jnp.any(limit > 0)
+    asks = asking.is_due(asked_of, alone.saved) & ~is_resting & jnp.any(limit > 0)
     is_full = jnp.max(state.head.read.new.count) + config.longest > state.head.read.new.tokens.shape[1]
     read = reading.caught_up(head, params.head, state.head.read, context, config.chunk, asks | is_full)
 

@@ -118,20 +118,32 @@ def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
 
 def test_when_it_is_asked():
     begun, nothing, cost = asking.begin(), jnp.float32(0), 0.3
-    assert bool(asking.is_due(begun, cost, nothing))
+    assert bool(asking.is_due(begun, nothing))
     failed, waits = begun, []
-    for _ in range(7):
+    for _ in range(9):
         failed = asking.learnt(failed, cost, nothing, nothing, jnp.bool_(True))
         waits.append(int(failed.wait))
-    assert waits == [1, 3, 7, 15, 30, 30, 30] and not bool(asking.is_due(failed, cost, nothing))
+    assert waits == [0, 0, 1, 3, 7, 15, 30, 30, 30] and not bool(asking.is_due(failed, nothing))
     assert int(asking.learnt(failed, cost, nothing, nothing, jnp.bool_(False)).wait) == 29
+    assert not bool(asking.pays(failed, nothing)) and bool(asking.pays(failed, jnp.float32(0.1)))  # of each by itself
     good = begun
     for _ in range(5):
         good = asking.learnt(good, cost, nothing, jnp.float32(1), jnp.bool_(True))
         assert int(good.wait) == 0  # it paid, so it is asked again at once
-    assert bool(asking.pays(good, cost, nothing)) and not bool(asking.pays(good, cost, jnp.float32(2)))
+    assert bool(asking.pays(good, nothing))
     once = asking.learnt(good, cost, nothing, nothing, jnp.bool_(True))
-    assert int(once.wait) == 0 and bool(asking.is_due(once, cost, nothing))  # one bad draft is no reason to rest
+    assert int(once.wait) == 0 and bool(asking.is_due(once, nothing))  # one bad draft is no reason to rest
+
+
+def test_it_is_asked_as_long_as_it_pays_in_the_mean():
+    """Every other round it adds nothing. However dear it is, if it saves more."""
+    for cost in (0.15, 1.5):
+        asked, nothing, rounds = asking.begin(), jnp.float32(0), 0
+        for i in range(60):
+            due = asking.is_due(asked, nothing)
+            rounds += int(due)
+            asked = asking.learnt(asked, cost, nothing, jnp.float32((i % 2) * (cost + 0.45) + cost - 0.15), due)
+        assert rounds == 60
 
 
 def test_nodes_of_a_head_are_classed_by_what_it_says_and_their_depth():
