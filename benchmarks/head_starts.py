@@ -88,13 +88,16 @@ def main() -> None:
     flags.add_argument("--max-new-tokens", type=int, default=128)
     flags.add_argument("--dtype", default="bfloat16")
     args = flags.parse_args()
+    chosen = {name: changes for name, changes in VARIANTS.items() if args.only in name}
+    if not chosen:
+        flags.error(f"--only {args.only} is in no name; there are {', '.join(VARIANTS)}")
     args.out.mkdir(parents=True, exist_ok=True)
     prompts = args.out / "prompts.jsonl"
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
     prompts.write_text("\n".join(lines[: args.limit]) + "\n", encoding="utf-8")
     print("| | tokens per pass | first draft right | seconds of training |", flush=True)
     print("| --- | --- | --- | --- |", flush=True)
-    for name, changes in ((name, changes) for name, changes in VARIANTS.items() if args.only in name):
+    for name, changes in chosen.items():
         card = run(name, changes, args, prompts)
         served = card["served"]
         print(

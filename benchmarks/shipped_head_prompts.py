@@ -8,9 +8,11 @@
     python benchmarks/shipped_head_prompts.py CORPORA --begun > begun.jsonl
 
 CORPORA holds gsm8k_train.jsonl (MIT), gpteacher_codegen_instruct.json (MIT), c4_demo.jsonl (ODC-BY),
-wikitext2_valid.txt and wikitext2_test.txt (CC BY-SA), tinystories_sample.txt (CDLA-Sharing). Then, as its card says:
+wikitext2_valid.txt and wikitext2_test.txt (CC BY-SA), tinystories_sample.txt (CDLA-Sharing). Then, as its card says, it
+was trained on the first three, and by what that gave on 1,150 and 1,600 of the last two:
 
     specjax train --method eagle3 --prompts prompts.jsonl --prompts more.jsonl --prompts further.jsonl ...
+    specjax train --method eagle3 --draft before --prompts begun.jsonl --prompts longer.jsonl ...
 
 Those of --texts are what the heads before it began with. Those of --begun are user turns that the target itself writes
 once their first words are there: questions and tasks, shorter and of more kinds than those of `--own-prompts`.
@@ -118,7 +120,8 @@ def further(folder: Path, draw: random.Random) -> list[str]:
 
 
 def longer(folder: Path, draw: random.Random) -> list[str]:
-    """Other sums and tasks of code, and summaries of longer texts, as news are summarized."""
+    """Other sums and tasks of code; and summaries of longer texts, as news are summarized. Others may have asked of
+    pieces of these."""
     found = [entry["question"] for entry in sums(folder, draw)[1500:2400]]
     found += short_tasks_of_code(folder, draw)[950:1200]
     passages = [first(text, 260) for text in pages(folder) if len(text.split()) > 120]
@@ -149,8 +152,10 @@ def begun(folder: Path, draw: random.Random) -> list[str]:
     told = answer(
         target, rows, eos=tokenizer.eos, max_new_tokens=64, temperature=1.0, slots=32, seed=4, numbers=range(len(rows))
     )  # fmt: skip
-    found = {tokenizer.decode(text.tokens[len(begin) :]).strip() for text, ended, _ in told if ended == "eos"}
-    return sorted(found)
+    said = {tokenizer.decode(text.tokens[len(begin) :]).strip() for text, ended, _ in told if ended == "eos"}
+    found = sorted(said)
+    draw.shuffle(found)
+    return found
 
 
 def stories(folder: Path) -> list[str]:

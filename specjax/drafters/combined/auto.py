@@ -18,7 +18,7 @@ Rule, of a draft:
        sum over rows of (1 + the w - 1 largest chances) / costs[w];
      w = 1 is plain decoding. Where a batch is ready when its slowest row is, a row counts the less the further it is
      ahead of that; in `serve`, where no row waits for another, all count alike.
-  5. The head is asked once the others have drafted, and only where that lately saved more than it costs
+  5. The head is asked once the others have drafted, and only where that saves more than it costs in the mean
      (`specjax.drafters.combined.asking`). The pairs that it has not read meanwhile wait in a window.
 Chances are learnt in hindsight: a whole draft is kept, verified or not, until the text has passed it by. So no decision
 reads the randomness of its own round.
