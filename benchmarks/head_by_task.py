@@ -17,7 +17,7 @@ from pathlib import Path
 from shipped_head import prompts_by_task
 
 import specjax
-from specjax.models.loading.heads.shipped import NAME
+from specjax.models.loading.heads.shipped import NAMES
 from specjax.training import Text, served
 
 COUNTED = ("mt_bench", "math_reasoning", "qa", "summarization")
@@ -44,7 +44,7 @@ def answered(given: argparse.Namespace, target: specjax.Target, tokenizer) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", help="Spec-Bench's question.jsonl")
-    parser.add_argument("heads", nargs="*", default=[NAME])
+    parser.add_argument("heads", nargs="*", default=list(NAMES))
     parser.add_argument("--target", help="default: the demo model")
     parser.add_argument("--limit", type=int, default=12, help="prompts of each task")
     parser.add_argument("--longest", type=int, default=400, help="tokens of a prompt")

@@ -20,7 +20,7 @@ import numpy as np
 
 import specjax
 from specjax.costs.curves import measured
-from specjax.models.loading.heads.shipped import NAME
+from specjax.models.loading.heads.shipped import NAMES
 
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -54,7 +54,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", help="Spec-Bench's question.jsonl")
     parser.add_argument("--target", help="default: the demo model")
-    parser.add_argument("--head", default=NAME)
+    parser.add_argument("--head", default=NAMES[0])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--limit", type=int, default=2, help="prompts of each task")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -74,10 +75,12 @@ def main() -> None:
         "plain": specjax.make_drafter("autoregressive", target),
         "auto": auto(),
         "auto with the head": auto(head=head),
-        "the head alone": specjax.make_drafter("eagle3", target, head, num_tokens=3),
+        "the head alone": specjax.make_drafter(head.head.kind, target, head, num_tokens=3),
     }
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for task, prompts in prompts_by_task(given.questions, given.limit, tokenizer, given.longest).items():
+        if task not in given.tasks:
+            continue
         if not prompts:
             print(f"{task}: its first prompts have more than {given.longest} tokens; left out", flush=True)
             continue

@@ -24,7 +24,7 @@ from specjax.cli.console import Console
 
 FILE = Path(__file__).with_name("words.json")
 DEMO = "smollm2-135m"
-HEAD = "smollm2-135m-eagle3"
+HEADS = ("smollm2-135m-eagle3", "smollm2-135m-p-eagle")
 
 Pairs = list[tuple[str, str]]  # a word, and what it means
 

@@ -54,9 +54,9 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        help=f"A draft model, or a learned head: {MODEL_HELP}; {words.HEAD}: a small one of the demo model.",
+        help=f"A draft model, or a learned head: {MODEL_HELP}; of the demo model: {', '.join(words.HEADS)}.",
         show_default=False,
-        autocompletion=words.one_of(words.DEMO, words.HEAD),
+        autocompletion=words.one_of(words.DEMO, *words.HEADS),
     ),
 ]
 DatastoreOption = Annotated[

@@ -26,7 +26,7 @@ from specjax.cli import completing
         ("specjax generate --tree beam", 3, {"beam:"}),
         ("specjax generate --controller by", 3, {"by_batch"}),
         ("specjax generate --target smol", 3, {"smollm2-135m"}),
-        ("specjax generate --draft smol", 3, {"smollm2-135m", "smollm2-135m-eagle3"}),
+        ("specjax generate --draft smol", 3, {"smollm2-135m", "smollm2-135m-eagle3", "smollm2-135m-p-eagle"}),
         ("specjax plan --target llama3_7", 3, {"llama3_70b"}),
         ("specjax generate --method lookahead --set gu", 5, {"guesses="}),
         ("specjax generate --method lookahead --set seed_pool=y", 5, {"seed_pool=yes"}),
@@ -67,7 +67,7 @@ def test_models_that_come_along_are_called_as_their_loaders_call_them():
     from specjax.models import loading
     from specjax.models.loading.heads import shipped
 
-    assert (completing.DEMO, completing.HEAD) == (loading.DEMO, shipped.NAME)
+    assert (completing.DEMO, completing.HEADS) == (loading.DEMO, shipped.NAMES)
 
 
 def test_a_shell_need_not_wait_for_jax():

@@ -14,7 +14,7 @@ from specjax.cli.drafting import method_of, shipped_head
 from specjax.cli.speculative import read_speculative
 from specjax.models.heads.acceptance import init_acceptance
 from specjax.models.loading.deciding import save_acceptance, save_judge
-from specjax.models.loading.heads import shipped
+from specjax.models.loading.heads import recognise, shipped
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_the_demo_model_drafts_with_the_head_that_comes_with_it(cli, saved, monk
 
 def test_which_flags_say_how_to_draft(monkeypatch):
     monkeypatch.undo()
-    assert shipped_head(None) == shipped_head("smollm2-135m", None, []) == str(shipped.FOLDER)
+    assert shipped_head(None) == shipped_head("smollm2-135m", None, []) == str(shipped.folder(shipped.NAMES[0]))
     assert shipped_head("HuggingFaceTB/SmolLM2-360M") is None and shipped_head(None, None, 3) is None
 
 
@@ -188,3 +188,13 @@ def test_words_that_contradict_each_other_are_both_named(given, message):
     with pytest.raises(specjax.UsageError) as error:
         asked(**given)
     assert message in str(error.value)
+
+
+def test_the_heads_that_come_along_are_small_and_say_how_they_are_made_again():
+    for name in shipped.NAMES:
+        folder = shipped.folder(name)
+        card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
+        assert recognise(name)[0] == card["method"]
+        assert (folder / "model.safetensors").stat().st_size < 12e6
+        assert card["command"].startswith("specjax train ") and card["answer_tokens"] > 0 and card["seconds"] > 0
+        assert card["served"]["tokens_per_pass"] > 1 and len(card["accuracy"]) >= 3

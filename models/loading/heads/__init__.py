@@ -22,7 +22,7 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading import hf, maxtext
 from specjax.models.loading.assembly import Leaf, Stored, fill, insert, refuse
-from specjax.models.loading.heads import kinds, vocabulary
+from specjax.models.loading.heads import kinds, shipped, vocabulary
 from specjax.models.loading.heads.contents import (
     Plan,
     check_family,
@@ -31,7 +31,6 @@ from specjax.models.loading.heads.contents import (
     reader_of,
     trained_for,
 )
-from specjax.models.loading.heads.shipped import FOLDER, NAME
 from specjax.models.loading.heads.writing import save_head, stored_name
 from specjax.reading import reading, shown
 from specjax.types import PyTree, Target
@@ -64,7 +63,7 @@ def load_head(source: str | Path, target: Target, *, token_map: str | Path | Non
     """A learned head of `target`, in the target's dtype.
 
     Args:
-      source: a hub id, "smollm2-135m-eagle3" for the one that comes with specjax, or a folder with config.json and the
+      source: a hub id, one of those that come with specjax (`shipped.NAMES`), or a folder with config.json and the
         weights, as safetensors or as PyTorch saved them (a pickle may hold tensors and nothing else). Whose heads are
         read: docs/heads.md.
       token_map: FR-Spec's list of the ids to draft, for an EAGLE head that drafts all of them: a .pt file, or
@@ -101,7 +100,7 @@ def read_head(source: str | Path, target: Target, *, token_map: str | Path | np.
 def recognise(source: str | Path) -> tuple[str, str] | None:
     """The kind and the dialect of a head; None: it is a whole model, or nothing that could be read."""
     path = Path(source).expanduser()
-    if source != NAME and not path.is_dir() and (path.exists() or not _is_id(source)):
+    if source not in shipped.NAMES and not path.is_dir() and (path.exists() or not _is_id(source)):
         return None
     path = resolve(source)
     if not config_file(path).exists() or maxtext.find(path) is not None:
@@ -117,8 +116,8 @@ def resolve(source: str | Path) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return path
-    if source == NAME:
-        return FOLDER
+    if source in shipped.NAMES:
+        return shipped.folder(str(source))
     if path.exists() or not _is_id(source):
         raise UsageError(f'there is no folder "{source}", and it is not a hub id like "org/name" either')
     folder = hf.download(str(source))
