@@ -27,6 +27,8 @@ CPU_TREE: Paths = ((0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0
 """Of a head: a chain, and beside it runners-up below which it says nothing."""
 WIDE_TREE = (0.65, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01), 41, 6
 """Elsewhere Sequoia's: for these chances of the ranks, of so many nodes, the root included, on so many levels."""
+MOST_COST = 10_000
+"""Of asking a head, in passes of width 1: the pauses between are counted in an int32."""
 WAITING = 32
 """Rounds of plain decoding after which a head reads what it missed."""
 
@@ -109,6 +111,8 @@ def checked(
         raise UsageError("head_tree and head_cost are of a head, and there is none; give one, or leave them out")
     if head_cost is not None and not head_cost >= 0:
         raise UsageError(f"head_cost must be at least 0, not {head_cost}")
+    if head_cost is not None and head_cost >= MOST_COST:
+        raise UsageError(f"head_cost must be below {MOST_COST:,} passes, not {head_cost}")
     paths: Paths = ()
     if head is not None and head.prompts is not None:
         raise UsageError(f"a head of {head.kind} drafts in the target's own pass; choose method {head.kind}")

@@ -267,4 +267,6 @@ def test_bad_settings():
         auto(64, head_tree=((0,),))
     with pytest.raises(UsageError, match="head_cost must be at least 0, not -1"):
         auto(64, head=head, head_cost=-1)
+    with pytest.raises(UsageError, match="head_cost must be below 10,000 passes, not inf"):
+        auto(64, head=head, head_cost=float("inf"))
     assert auto(64, head=head).num_nodes == 16 and auto(64, head=head).taps == head.head.taps
