@@ -148,7 +148,7 @@ def test_when_it_is_asked():
     [([0.0, 0.6], 0.15, 1), ([1.6, 2.6], 1.5, 1), ([2.0, 0.0, 0.0], 0.15, 0.8), ([4.0, 4.0, 0.0], 1.5, 1)],
 )
 def test_it_is_asked_as_long_as_it_pays_in_the_mean(gains, cost, least):
-    """Every other round it adds nothing, or in three of four. However dear it is, if it saves more."""
+    """Every other round it adds nothing, or two of three do. However dear it is, if it saves more."""
     assert asked(gains, cost, 240)[0] >= 240 * least
 
 
