@@ -173,7 +173,7 @@ def train(
         float | None,
         typer.Option(
             "--keep-states",
-            help="GiB: run the target over the answers once, and keep (bfloat16) what a head learns from, so that "
+            help="GiB: run the target over the answers once, and keep (bfloat16) what is learnt from, so that "
             "later epochs do not run it again; refused where it is more.",
             show_default=False,
         ),
@@ -260,13 +260,18 @@ def train(
     of_new: dict[str, object] = {"--shape": shape, "--draft-vocab": draft_vocab, "--start": start}
     for flag, other in of_new.items():
         o.require(other is None or given is None, f"{flag} is of a new head, and --draft is one already; leave one out")
-    of_head = of_new | {"--depths": depths, "--keep-states": keep_states}
+    of_head = of_new | {"--depths": depths}
     of_model: dict[str, object] = {"--layers": layers, "--recipe": recipe, "--on-policy": on_policy}
     of_model |= {} if given else {"--draft": draft}
     for flag, other in (of_head if method == MODEL else of_model).items():
         o.require(other is None, f"{flag} is not of --method {method}; leave it out")
     chosen = _recipe(
         _recipe_name(recipe) if method == MODEL else method, learning_rate, optimizer, loss, depths, freeze
+    )
+    o.require(
+        keep_states is None or method != MODEL or (chosen.reads_teacher and not on_policy),
+        "--keep-states keeps what the target says of texts that stay as they are, and a draft model by the loss ce or "
+        "--on-policy learns nothing of it; leave it out",
     )
     shapes = {} if method == MODEL else _shapes(method, shape, draft_vocab)
     sizes = _budgets(budgets)

@@ -63,7 +63,7 @@ class Places(NamedTuple):
 
 def loss_of(
     recipe: Recipe, model: Model, params: PyTree, target: Target | None, lesson: Lesson, places: Array,
-    chunk: int | None = None,
+    chunk: int | None = None, taught: Array | None = None,
 ) -> tuple[Array, Report]:  # fmt: skip
     """(float32[], what to report) of a draft model on a lesson.
 
@@ -71,10 +71,11 @@ def loss_of(
       target: None where the losses are "ce" alone, which needs none.
       places: int32[B, R], as for heads: from place t the root x_{t+1} drafts x_{t+2}. -1: nowhere.
       chunk: how many of the R at a time, a divisor of R: logits are float32[B, chunk, V].
+      taught: [B, T, E], the target's last states of the lesson, where these are known; None: it is run.
     """
     if recipe.reads_teacher and target is None:
         raise UsageError("only the loss ce can do without a target; give one, or the losses (('ce', 1.0),)")
-    found = _at(model, params, target, lesson, places, recipe.reads_teacher)
+    found = _at(model, params, target, lesson, places, recipe.reads_teacher, taught)
     judge = losses.combined(recipe.losses)
 
     def some(params: PyTree, found: Places, i: Array, size: int) -> Sums:
@@ -95,8 +96,9 @@ def loss_of(
 
 
 def _at(
-    model: Model, params: PyTree, target: Target | None, lesson: Lesson, places: Array, reads_teacher: bool
-) -> Places:
+    model: Model, params: PyTree, target: Target | None, lesson: Lesson, places: Array, reads_teacher: bool,
+    taught: Array | None,
+) -> Places:  # fmt: skip
     tokens, first, counts = (jnp.asarray(x) for x in lesson)
     size = tokens.shape[1]
     known = size_of(model, target)
@@ -104,9 +106,11 @@ def _at(
     along = lambda x, ahead: take_along(x, jnp.minimum(begin + ahead, size - 1).reshape(*begin.shape, *x.shape[2:]), 1)
     at_root = lambda hidden: take_along(hidden, jnp.minimum(begin + 1, size - 1)[:, :, None], 1)
     hidden = at_root(one_pass(beside(model, target), params, lesson)[0].hidden)
-    taught = None
-    if reads_teacher and target is not None:
-        taught = jax.lax.stop_gradient(at_root(one_pass(target.model, target.params, lesson)[0].hidden))
+    if not reads_teacher or target is None:
+        taught = None
+    else:
+        taught = one_pass(target.model, target.params, lesson)[0].hidden if taught is None else taught
+        taught = jax.lax.stop_gradient(at_root(taught))
     label = along(tokens, 2)
     there = (places >= 0) & (begin + 2 < size) & along(counts, 2) & (along(first, 2) == along(first, 0))
     return Places(hidden, taught, label, (there & (label < known)).astype(jnp.float32))

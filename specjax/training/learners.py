@@ -83,11 +83,13 @@ def of_model(model: Model) -> Learner:
 
     def loss(
         recipe: Recipe, params: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array,
-        chunk: int | None,
+        chunk: int | None, reading: Reading | None = None,
     ) -> tuple[Array, Report]:  # fmt: skip
-        return draft_models.loss_of(recipe, model, params, target, lesson, places, chunk)
+        hidden = None if reading is None else reading.hidden
+        return draft_models.loss_of(recipe, model, params, target, lesson, places, chunk, hidden)
 
-    return Learner("distillspec", model.config, None, loss, functools.partial(draft_models.leading_hits, model))
+    leading = functools.partial(draft_models.leading_hits, model)
+    return Learner("distillspec", model.config, None, loss, leading, taps=())
 
 
 @functools.cache

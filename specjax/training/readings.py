@@ -1,8 +1,8 @@
 """What the target says of texts, read once and kept: later epochs do not run it again, and other runs neither.
 
-A head learns from the target's features and last states alone, and these are the same in every epoch, and for every
-head with the same taps. Kept in bfloat16 they are 2 (F + D) bytes a token: of SmolLM2 with three taps 4.6 KB, of an 8B
-model 33 KB.
+A head learns from the target's features and last states alone, a draft model from the last states, and these are the
+same in every epoch, and for every head with the same taps. Kept in bfloat16 they are 2 (F + D) bytes a token: of
+SmolLM2 with three taps 4.6 KB, of an 8B model 33 KB.
 """
 
 from __future__ import annotations

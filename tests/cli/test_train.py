@@ -162,6 +162,8 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--budgets", "8,9"), "--budgets needs at least 3 different numbers"),
         (("--out", out, "--prompts", prompts, "--data", 3), "--rows 4 cannot be split over --data 3; make it"),
         (("--out", out, "--prompts", prompts, "--data", 4, "--model", 4), "--data, --model: .* 16 devices, but there"),
+        (("--out", out, "--prompts", prompts, "--method", "two_model", "--layers", "0", "--recipe", "fastdraft",
+          "--keep-states", 1), "a draft model by the loss ce or --on-policy learns nothing of it; leave it out"),
         (("--report", "v5e:2x4", "--method", "two_model"), "--report is of heads, not of --method two_model"),
         (("--report", "v5e:9"), '"v5e:9" is not a slice of chips'),
     ):  # fmt: skip

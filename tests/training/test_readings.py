@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_models import alike
 from training_runs import head_of, recipe, target, texts
 
 from specjax.errors import UsageError
@@ -19,6 +20,7 @@ from specjax.training.learners import learner_of
 from specjax.training.lessons import Text, numbered, pack
 from specjax.training.loop import train
 from specjax.training.readings import ABOUT, INDEX, KEPT, Shelf
+from specjax.training.recipes import recipe_of
 from specjax.training.rounds import Depth, read
 from specjax.types import Context
 
@@ -200,3 +202,16 @@ def test_a_teacher_of_few_tokens_says_of_them_what_it_says_among_all():
     few = objective._teacher(target(), depth, jnp.asarray(ids))
     np.testing.assert_allclose(few, whole[:, drafted], rtol=1e-5, atol=1e-6)
     assert objective._with_outputs(target(), jnp.asarray(drafted)) is not None
+
+
+def test_a_draft_model_learns_what_was_kept_as_it_learns_what_is_said(tmp_path, monkeypatch):
+    losses = []
+    fit = lambda **more: train(
+        target(), alike(target(), 0.1), texts(), recipe=recipe_of("direct_alignment"), epochs=2, rows=2, length=64,
+        listen=lambda progress: losses.append(progress.loss), **more,
+    )  # fmt: skip
+    fit()
+    fit(readings=Shelf(tmp_path, 1))
+    run, kept = np.reshape(losses, (2, -1))
+    np.testing.assert_allclose(kept, run, rtol=1e-2, atol=1e-3)  # bfloat16
+    assert np.any(run[1:] != run[0])
