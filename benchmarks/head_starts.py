@@ -5,7 +5,7 @@
 Each variant is a run of `specjax train` over the same answers, read once, and measured on the same that are held out:
 tokens per pass of a greedy chain of three, bonus included, and how often the first draft is right. Answers that are in
 --answers are not written again, what the target says of them is kept in --states, and runs that are in --out are not
-run again. `--only Muon` runs those whose names have the word. Prints a table in Markdown.
+run again. `--only Muon` runs those whose names have the word, a whole name that one. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def main() -> None:
     flags.add_argument("--max-new-tokens", type=int, default=128)
     flags.add_argument("--dtype", default="bfloat16")
     args = flags.parse_args()
-    chosen = {name: changes for name, changes in VARIANTS.items() if args.only in name}
+    named = [args.only] if args.only in VARIANTS else [name for name in VARIANTS if args.only in name]
+    chosen = {name: VARIANTS[name] for name in named}
     if not chosen:
         flags.error(f"--only {args.only} is in no name; there are {', '.join(VARIANTS)}")
     args.out.mkdir(parents=True, exist_ok=True)
