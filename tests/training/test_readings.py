@@ -15,7 +15,7 @@ from training_runs import head_of, recipe, target, texts
 
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import unembed
-from specjax.training import learners, objective
+from specjax.training import draft_models, learners, objective
 from specjax.training.learners import learner_of
 from specjax.training.lessons import Text, numbered, pack
 from specjax.training.loop import train
@@ -205,13 +205,17 @@ def test_a_teacher_of_few_tokens_says_of_them_what_it_says_among_all():
 
 
 def test_a_draft_model_learns_what_was_kept_as_it_learns_what_is_said(tmp_path, monkeypatch):
-    losses = []
+    """And then passes over texts are its own alone."""
+    losses, passes = [], []
     fit = lambda **more: train(
         target(), alike(target(), 0.1), texts(), recipe=recipe_of("direct_alignment"), epochs=2, rows=2, length=64,
         listen=lambda progress: losses.append(progress.loss), **more,
     )  # fmt: skip
     fit()
+    one_pass = draft_models.one_pass
+    monkeypatch.setattr(draft_models, "one_pass", lambda *args: passes.append(args) or one_pass(*args))
     fit(readings=Shelf(tmp_path, 1))
+    assert len(passes) == 1, "of the step that was compiled"
     run, kept = np.reshape(losses, (2, -1))
     np.testing.assert_allclose(kept, run, rtol=1e-2, atol=1e-3)  # bfloat16
     assert np.any(run[1:] != run[0])
