@@ -48,7 +48,6 @@ def with_specjax(args: argparse.Namespace, eos, target, draft) -> dict[str, Side
         "plain": specjax.drafters.autoregressive(),
         "auto": specjax.make_drafter("auto", target),
         **({"auto, head": specjax.make_drafter("auto", target, head)} if head else {}),
-        **({"auto, draft": specjax.make_drafter("auto", target, draft)} if draft else {}),
         **{name: specjax.make_drafter(name, target, head if name == "eagle3" else draft) for name in names},
     }
 
