@@ -26,14 +26,14 @@ TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "ra
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
-def prompts_by_task(path: str, limit: int, tokenizer, longest: int) -> dict[str, list[list[int]]]:
-    found: dict[str, list[list[int]]] = {task: [] for task in TASKS}
+def prompts_by_task(path: str, limit: int, tokenizer, longest: int, tasks=TASKS) -> dict[str, list[list[int]]]:
+    found: dict[str, list[list[int]]] = {task: [] for task in TASKS if task in tasks}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         task = "mt_bench" if entry["category"] in CHAT else entry["category"]
-        ids = list(tokenizer.chat(entry["turns"][0]))
-        if task in found and len(found[task]) < limit and len(ids) <= longest:
-            found[task].append(ids)
+        if task in found and len(found[task]) < limit:
+            ids = list(tokenizer.chat(entry["turns"][0]))
+            found[task] += [ids] if len(ids) <= longest else []
     return found
 
 
@@ -78,9 +78,8 @@ def main() -> None:
         "the head alone": specjax.make_drafter(head.head.kind, target, head, num_tokens=3),
     }
     figures: dict[str, dict[str, dict[str, float]]] = {}
-    for task, prompts in prompts_by_task(given.questions, given.limit, tokenizer, given.longest).items():
-        if task not in given.tasks:
-            continue
+    chosen = prompts_by_task(given.questions, given.limit, tokenizer, given.longest, given.tasks)
+    for task, prompts in chosen.items():
         if not prompts:
             print(f"{task}: its first prompts have more than {given.longest} tokens; left out", flush=True)
             continue

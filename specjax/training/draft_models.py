@@ -75,7 +75,11 @@ def loss_of(
     """
     if recipe.reads_teacher and target is None:
         raise UsageError("only the loss ce can do without a target; give one, or the losses (('ce', 1.0),)")
-    found = _at(model, params, target, lesson, places, recipe.reads_teacher, taught)
+    if not recipe.reads_teacher or target is None:
+        taught = None
+    elif taught is None:
+        taught = one_pass(target.model, target.params, lesson)[0].hidden
+    found = _at(model, params, target, lesson, places, taught)
     judge = losses.combined(recipe.losses)
 
     def some(params: PyTree, found: Places, i: Array, size: int) -> Sums:
@@ -84,7 +88,7 @@ def loss_of(
         )
         said = shared_logits(model, params, hidden, target)
         teacher = None
-        if recipe.reads_teacher and target is not None:
+        if taught is not None and target is not None:
             teacher = jax.lax.stop_gradient(shared_logits(target.model, target.params, taught, Target(model, params)))
         hits = jnp.argmax(said, -1) == label
         return Sums(jnp.sum(weight * judge(said, teacher, label, weight)), jnp.sum(weight * hits))
@@ -96,9 +100,8 @@ def loss_of(
 
 
 def _at(
-    model: Model, params: PyTree, target: Target | None, lesson: Lesson, places: Array, reads_teacher: bool,
-    taught: Array | None,
-) -> Places:  # fmt: skip
+    model: Model, params: PyTree, target: Target | None, lesson: Lesson, places: Array, taught: Array | None
+) -> Places:
     tokens, first, counts = (jnp.asarray(x) for x in lesson)
     size = tokens.shape[1]
     known = size_of(model, target)
@@ -106,11 +109,7 @@ def _at(
     along = lambda x, ahead: take_along(x, jnp.minimum(begin + ahead, size - 1).reshape(*begin.shape, *x.shape[2:]), 1)
     at_root = lambda hidden: take_along(hidden, jnp.minimum(begin + 1, size - 1)[:, :, None], 1)
     hidden = at_root(one_pass(beside(model, target), params, lesson)[0].hidden)
-    if not reads_teacher or target is None:
-        taught = None
-    else:
-        taught = one_pass(target.model, target.params, lesson)[0].hidden if taught is None else taught
-        taught = jax.lax.stop_gradient(at_root(taught))
+    taught = None if taught is None else jax.lax.stop_gradient(at_root(taught))
     label = along(tokens, 2)
     there = (places >= 0) & (begin + 2 < size) & along(counts, 2) & (along(first, 2) == along(first, 0))
     return Places(hidden, taught, label, (there & (label < known)).astype(jnp.float32))
