@@ -110,6 +110,12 @@ class Run:
             head, history, texts, law = self._by_budget(session, texts, greedy)
         else:
             head, history = self._trained(session, texts, greedy)
+        if self.pupil.serves and not any(entry["best"] and entry["step"] for entry in history):
+            self.log.print(
+                "nothing served more than what it begins with, which stays; more answers, or a --learning-rate below "
+                f"{self.recipe.learning_rate:g}, may teach it more",
+                style="dim", soft_wrap=True,
+            )  # fmt: skip
         card = self._write(session, head, texts, greedy, history, law)
         if as_json:
             if self.first:

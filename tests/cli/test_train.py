@@ -84,6 +84,8 @@ def test_a_head_that_there_is_goes_on_from_what_it_was(cli, prompts, tmp_path):
     start, first_step = steps(tuned)[:2]
     assert (start["step"], start["loss"], start["served"]) == (0, None, steps(out)[-1]["served"])
     assert "what it begins with" in result.err
+    assert "nothing served more than what it begins with" in " ".join(result.err.split())
+    assert "nothing served more" not in " ".join(first.err.split())
     assert first_step["loss"] < steps(tmp_path / "new")[0]["loss"], "a new head knows less"
     for arguments, words in (
         (("--method", "eagle3"), "--draft is a head of medusa, not of --method eagle3"),
