@@ -40,7 +40,10 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "training-time test": {
         "7 (reference)": {}, "3": {"recipe": {"depths": 3}}, "1": {"recipe": {"depths": 1}}
     },
-    "draft vocabulary": {"512, all (reference)": {}, "256": {"vocab": 256}, "128": {"vocab": 128}},
+    "draft vocabulary": {
+        "512, all (reference)": {}, "256": {"vocab": 256}, "128": {"vocab": 128},
+        "512 by rank 32 of 64": {"shape": {"head_rank": 32}}, "512 by rank 16": {"shape": {"head_rank": 16}},
+    },
     "head": {
         "EAGLE-3 (reference)": {},
         "EAGLE-3.1": {"flags": {"norm_taps": "each", "norm_output": True}},

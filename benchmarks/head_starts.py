@@ -41,6 +41,7 @@ VARIANTS: dict[str, dict[str, str | None]] = {
     "Muon at 4e-3, hard labels": MUON | {"--learning-rate": "4e-3", "--loss": "ce"},
     "Muon at 1e-2, the MLP of the target's last layer": MUON | {"--shape": "mlp_width=1536"},
     "Muon at 1e-2, a draft vocabulary of 8,192": MUON | {"--draft-vocab": "8192"},
+    "Muon at 1e-2, all tokens by rank 128": MUON | {"--draft-vocab": "49152", "--shape": "mlp_width=640 head_rank=128"},
     "Muon at 1e-2, five streams": MUON | {"taps": "2+8+15+21+27", "--states": None},
     "Muon at 1e-2, streams 1, 8, 20": MUON | {"taps": "1+8+20", "--states": None},
     "Kangaroo on 2 layers, Muon at 5e-3": OTHER | MUON | {"--method": "kangaroo", "--learning-rate": "5e-3"},
@@ -62,8 +63,9 @@ def run(name: str, changes: dict[str, str | None], args: argparse.Namespace, pro
             "--held-out": str(args.held_out), "--max-new-tokens": str(args.max_new_tokens), "--dtype": args.dtype,
             "--every": "100000",
         }  # fmt: skip
-        taps = flags.pop("taps")
-        command = [sys.executable, "-m", "specjax.cli", "train", *(["--shape", f"taps={taps}"] if taps else [])]
+        taps, shapes = flags.pop("taps"), (flags.pop("--shape") or "").split()
+        shapes += [f"taps={taps}"] if taps else []
+        command = [sys.executable, "-m", "specjax.cli", "train", *(part for one in shapes for part in ("--shape", one))]
         command += ["--keep-states", str(args.gib)] if flags["--states"] else []
         command += [part for flag, value in flags.items() if value is not None for part in (flag, value)]
         if args.target:

@@ -16,6 +16,7 @@ from typing import Literal
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import attention_of
@@ -40,6 +41,7 @@ class Eagle3Config:
     norm_output: bool = False  # what is fed back is behind the last norm (3.1)
     embeds: bool = False  # has an embedding of its own, in place of the target's
     own_head: bool = True  # False: the target's
+    head_rank: int = 0  # of its own head, a product of two matrices; 0: one of full rank
 
     @property
     def said(self) -> int:
@@ -82,7 +84,9 @@ class Eagle3(nnx.Module):
         self.first = First(config, rngs)
         self.others = nnx.List([Layer(c, has_norm=True, rngs=rngs) for _ in range(c.num_layers - 1)])
         self.norm = norm(c.width)
-        self.head = L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs) if config.own_head else None
+        rank = config.head_rank
+        self.head_down = L.Linear(c.width, rank, dtype=c.dtype, rngs=rngs) if rank else None
+        self.head = L.Embedding(c.vocab_size, rank or c.width, dtype=c.dtype, rngs=rngs) if config.own_head else None
         self.vocabulary = DraftVocabulary(config.vocab_size, c.vocab_size) if config.is_trimmed else None
 
     def embedded(self, tokens: Array, context: Context) -> Array:
@@ -107,7 +111,7 @@ class Eagle3(nnx.Module):
         normed = self.norm(said)
         if self.head is None:
             return unembed(normed, context)
-        logits = self.head.logits(normed)
+        logits = self.head.logits(normed if self.head_down is None else self.head_down(normed))
         return logits if self.vocabulary is None else self.vocabulary.spread(logits)
 
 
@@ -123,9 +127,16 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def of_target(
-    target: LlamaConfig, *, draft_vocab_size: int = 32000, taps: tuple[int, ...] | None = None, **changes
-) -> Eagle3Config:
-    """The shapes that the authors train for a target: a layer like its own, and a head of 32,000 ids."""
+    target: LlamaConfig, *, draft_vocab_size: int = 32000, taps: tuple[int, ...] | None = None, head_rank: int = 0,
+    **changes,
+) -> Eagle3Config:  # fmt: skip
+    """The shapes that the authors train for a target: a layer like its own, and a head of 32,000 ids.
+
+    Raises: UsageError for a head_rank that is not below the width.
+    """
     size = min(draft_vocab_size, target.vocab_size)
     layer = target.of_head(vocab_size=size, **changes)
-    return Eagle3Config(layer, taps_of(target, taps, default_taps(target.num_layers)), target.width, target.vocab_size)
+    if not 0 <= head_rank < target.width:
+        raise UsageError(f"head_rank must be below the width of the target, {target.width}, not {head_rank}")
+    taps = taps_of(target, taps, default_taps(target.num_layers))
+    return Eagle3Config(layer, taps, target.width, target.vocab_size, head_rank=head_rank)

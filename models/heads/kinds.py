@@ -83,7 +83,13 @@ KINDS: dict[str, Kind] = {
     "dspark": Kind(dflash.DFlash, dflash.dflash_head, dflash.dspark_of_target, BLOCK, taps=True),
     "clover": Kind(clover.clover, clover.clover_head, clover.of_target),
     "eagle": Kind(eagle.Eagle, eagle.eagle_head, eagle.of_target),
-    "eagle3": Kind(eagle3.Eagle3, eagle3.eagle3_head, eagle3.of_target, ("draft_vocab_size", "mlp_width"), taps=True),
+    "eagle3": Kind(
+        eagle3.Eagle3,
+        eagle3.eagle3_head,
+        eagle3.of_target,
+        ("draft_vocab_size", "mlp_width", "head_rank"),
+        taps=True,
+    ),
     "falcon": Kind(falcon.Falcon, falcon.falcon_head, falcon.of_target, ("block_size",)),
     "hamburger": Kind(hamburger.Hamburger, hamburger.hamburger_head, hamburger.of_target, ("num_layers", "segment")),
     "hidden_transfer": Kind(
@@ -100,7 +106,7 @@ KINDS: dict[str, Kind] = {
         p_eagle.PEagle,
         p_eagle.p_eagle_head,
         p_eagle.of_target,
-        ("num_layers", "draft_vocab_size", "mlp_width"),
+        ("num_layers", "draft_vocab_size", "mlp_width", "head_rank"),
         taps=True,
         flags=("embeds",),
     ),

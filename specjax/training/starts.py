@@ -94,7 +94,9 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     table = of_target.get("head") or of_target.get("embed")
     if "head" in params and table is not None:
         rows = table["weight"] if ids is None else table["weight"][jnp.asarray(ids)]
-        params["head"] = _fitted(params["head"], {"weight": rows})
+        whole = {"head": {"weight": rows}}
+        found = _of_low_rank(rows, len(params["head_down"]["weight"])) if "head_down" in params else whole
+        params |= {name: _fitted(params[name], value) for name, value in found.items()}
     if "embed" in params and "embed" in of_target:
         params["embed"] = _fitted(params["embed"], of_target["embed"])
     if "attention" in params.get("first", {}):
@@ -110,6 +112,17 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     if "fc" in params:
         params["fc"] = _last_input(params["fc"])
     return params
+
+
+def _of_low_rank(rows: Any, rank: int) -> dict:
+    """The two matrices of a head whose product is nearest to these rows, in the mean of squares.
+
+    By the eigenvectors of rows' rows, of the width alone: a vocabulary is long.
+    """
+    rows = jnp.asarray(rows, jnp.float32)
+    _, vectors = jnp.linalg.eigh(rows.T @ rows)
+    down = vectors[:, ::-1][:, :rank].T
+    return {"head_down": {"weight": down}, "head": {"weight": rows @ down.T}}
 
 
 def _layers(layers: Any) -> list[dict]:

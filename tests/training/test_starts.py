@@ -53,6 +53,19 @@ def test_what_another_head_drafts_goes_with_its_output():
     assert share_of(mine, other) == (whole - apart) / whole, "what is said is what is done"
 
 
+@pytest.mark.parametrize("ids", [None, np.arange(4, 12)])
+def test_a_head_of_low_rank_begins_nearest_to_the_targets_output(ids):
+    target, config, _ = of_head("eagle3", head_rank=5, draft_vocab_size=64 if ids is None else len(ids))
+    begun = new_head("eagle3", config, target, jax.random.key(1), ids=ids).params
+    table = target.params.get("head", target.params["embed"])["weight"]
+    rows = table if ids is None else table[ids]
+    product = begun["head"]["weight"] @ begun["head_down"]["weight"]
+    u, s, v = np.linalg.svd(rows, full_matrices=False)
+    np.testing.assert_allclose(product, (u[:, :5] * s[:5]) @ v[:5], atol=1e-5)
+    with pytest.raises(UsageError, match="head_rank must be below the width of the target"):
+        of_head("eagle3", head_rank=target.model.config.width)
+
+
 def test_a_head_of_which_nothing_fits_is_refused():
     target, config, _ = of_head("eagle3")
     _, _, other = of_head("dflash")

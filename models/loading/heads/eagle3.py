@@ -68,6 +68,7 @@ TABLE = {
     "others.*.attention_norm.weight": "layers.*+1.input_layernorm.weight",
     "others.*.mlp_norm.weight": "layers.*+1.post_attention_layernorm.weight",
     "norm.weight": "norm.weight",
+    "head_down.weight": "lm_head_down_proj.weight",
     "head.weight": "lm_head.weight",
 }
 
@@ -173,10 +174,11 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
         norm_output=_norm_output(c, dialect, tensors, notes),
         embeds=embeds,
         own_head=own_head,
+        head_rank=tensors["lm_head_down_proj.weight"].shape[0] if "lm_head_down_proj.weight" in tensors else 0,
     )  # fmt: skip
     flags = {
         name: getattr(config, name)
-        for name in ("taps", "norm_taps", "norm_before_residual", "norm_output", "embeds", "own_head")
+        for name in ("taps", "norm_taps", "norm_before_residual", "norm_output", "embeds", "own_head", "head_rank")
     }
     return Plan(
         "eagle3", dialect, config, TABLE, tensors, flags | {"draft_vocab_size": size}, arrays,
@@ -267,6 +269,7 @@ def describe(
     odd = {
         "norm_taps": config.norm_taps != "no", "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output, "several layers": config.layer.num_layers > 1,
+        "head of low rank": config.head_rank > 0,
     }  # fmt: skip
     if any(odd.values()):
         said = " and ".join(name for name, is_so in odd.items() if is_so)

@@ -53,6 +53,8 @@ VARIANTS = {
     "a Falcon of pairs": ("falcon", {"carries": False, "bias": False, "embeds": True, "vocab_size": 64}, None),
     "Clover with a table": ("clover", {"embeds": True, "vocab_size": 64}, None),
     "an EAGLE with norms": ("eagle", {"norms": True, "vocab_size": 64}, None),
+    "EAGLE-3 with a head of low rank": ("eagle3", {"head_rank": 4}, "speculators"),
+    "P-EAGLE with a head of low rank": ("p_eagle", {"own_head": True, "head_rank": 4}, None),
     "FSPAD": ("eagle", {"sampler": True, "split": True, "vocab_size": 64}, None),
     "Domino with a head of its own": ("domino", {"own_head": True, "embeds": True, "pure_prefix": 2}, "zlab"),
     "DSpark as z-lab would": ("dspark", {"markov": "gated"}, "zlab"),
@@ -112,6 +114,8 @@ def test_what_no_layout_has_words_for_is_refused(tmp_path):
         with pytest.raises(UsageError, match=message):
             save_head(tmp_path / kind, numbered_head(kind, target(), **changes))
         assert not (tmp_path / kind).exists()
+    with pytest.raises(UsageError, match="the layout safeailab has no norm_taps and several layers and head of low"):
+        save_head(tmp_path, numbered_head("eagle3", target(), head_rank=4), layout="safeailab")
 
 
 def test_heads_that_are_not_in_the_file_are_not_made(tmp_path):
