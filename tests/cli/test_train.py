@@ -154,7 +154,7 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--shape", "taps=1,2"), "no streams of the target; write"),
         (("--out", out, "--prompts", prompts, "--shape", "taps=9+99"), "taps are streams of the target, 0"),
         (("--out", out, "--prompts", prompts, "--states", out), "--states is where --keep-states GIB keeps them"),
-        (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'draft_vocab_size, mlp_width, head_rank, not "layers"'),
+        (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'mlp_width, head_rank, not "layers"'),
         (("--out", out, "--prompts", prompts, "--method", "hydra", "--draft-vocab", 9), "drafts all of the target's"),
         (("--out", out, "--prompts", prompts, "--start", "zero"), "--start must be target, random or a head"),
         (("--out", out, "--prompts", prompts, "--method", "p_eagle", "--shape", "embeds=1"), "no yes or no; write"),
