@@ -6,7 +6,9 @@ import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def cache_folder() -> Path:
@@ -23,6 +25,29 @@ def cache_folder() -> Path:
     return base / "specjax"
 
 
+def share(path: Path) -> None:
+    """Let others read a file that was made for this user alone, as far as this process lets them. Raises: OSError."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], about: Mapping[str, str] | None = None) -> None:
+    """A safetensors file of arrays, whole or not at all. about: words of its header.
+
+    Raises: OSError, SafetensorError.
+    """
+    from safetensors.flax import save_file
+
+    part = path.with_name(f"{path.name}.part")
+    try:
+        save_file(dict(tensors), part, dict(about or {"format": "pt"}))
+        share(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """The file, whole or not at all, whoever else writes it; its folder is made. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,6 +55,7 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+        share(Path(temporary))
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):

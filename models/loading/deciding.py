@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.folders import write_tensors
 from specjax.models.heads.acceptance import AcceptanceHead, Linear
 from specjax.models.loading import hf
 from specjax.models.loading.fields import LAYERS, WIDTH, Fields
@@ -128,10 +129,8 @@ def _refuse_others(tensors: Mapping[str, Tensor], used: set[str], where: Path) -
 
 
 def _write(file: Path, arrays: dict[str, np.ndarray]) -> None:
-    from safetensors.numpy import save_file
-
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(arrays, file, {"format": "pt"})
+        write_tensors(file, arrays)
     except OSError as error:
         raise UsageError(f"{file} cannot be written ({error.strerror or error}); give another place") from error

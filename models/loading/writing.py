@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.folders import write_tensors
 from specjax.models.bridge import CONFIGS, Config, has_repeated_heads
 from specjax.models.loading import families, hf, tokenizer_writing
 from specjax.models.loading.assembly import Checkpoint, leaves
@@ -43,15 +44,12 @@ def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | 
       config.json describes, or a folder that cannot be written.
     """
     from safetensors import SafetensorError
-    from safetensors.flax import save_file
 
     described = check_model_writable(target)
     place = Path(folder)
-    part = place / f"{hf.WHOLE}.part"
     try:
         place.mkdir(parents=True, exist_ok=True)
-        save_file(_tensors(target), part, {"format": "pt"})
-        part.replace(place / hf.WHOLE)
+        write_tensors(place / hf.WHOLE, _tensors(target))
         if isinstance(tokenizer, Tokenizer):
             described |= tokenizer_writing.write(place, tokenizer)
         elif tokenizer is not None:

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from specjax.cli.options import require
 from specjax.errors import UsageError
+from specjax.folders import share
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Reasons of the system why a file cannot be written on."""
@@ -61,9 +62,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             write(file)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
+        share(Path(name))
         os.replace(name, path)
     except OSError as error:
         raise UsageError(

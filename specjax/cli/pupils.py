@@ -27,9 +27,9 @@ from specjax.types import PyTree
 
 
 def _named(source: str) -> str:
-    """However the path of a folder is written."""
+    """However the path of a folder or a file is written."""
     path = Path(source).expanduser()
-    return str(path.resolve()) if path.is_dir() else source
+    return str(path.resolve()) if path.exists() else source
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class OfHead:
 
         if self.start != "random" and not self.serves:
             check_whole(session.target)
+        size, vocab = self.shapes.get("draft_vocab_size", 0), session.target.model.vocab_size
+        if size > vocab:
+            raise UsageError(
+                f"--draft-vocab {size} is more than the {vocab} tokens of the target; leave it out for all"
+            )
         head = abstract_head(self.kind, self.config(session))
         some = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), head.params)
         check_writable(head.replace(params=some), target=session.target, num_tokens=num_tokens)
@@ -135,19 +140,20 @@ class OfModel:
     source: str | None  # of the model whose tokenizer it has: the draft model, or the target
     layers: tuple[int, ...]  # of the target; (): the draft model that the session has
     own: float  # share of the steps on what it answers itself
+    seed: int  # of these
     kind: ClassVar[str] = "two_model"
     serves: ClassVar[bool] = True
 
     @property
     def about(self) -> dict[str, Any]:
-        return {"start": [self.source, *self.layers]}
+        return {"start": [self.source and _named(self.source), *self.layers]}
 
     @property
     def use(self) -> str:
         return " --method two_model"
 
     def data(self, session: Session) -> OnPolicy | None:
-        return OnPolicy(eos=tuple(session.tokenizer.eos), share=self.own) if self.own else None
+        return OnPolicy(eos=tuple(session.tokenizer.eos), share=self.own, seed=self.seed) if self.own else None
 
     def learner(self, session: Session) -> Learner:
         return learner_of(self.begin(session, (), 0))

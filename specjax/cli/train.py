@@ -203,7 +203,14 @@ def train(
             show_default=False,
         ),
     ] = None,
-    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", help="Of the chain that is measured.")] = 3,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-draft-tokens",
+            help="Of the chain that is measured; default: 3, or as many as are drafted.",
+            show_default=False,
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts answered together.")] = 16,
     seed: o.SeedOption = 0,
     report: Annotated[
@@ -234,7 +241,7 @@ def train(
 
     given = None if method == MODEL else recognised(draft)
     o.require(given in (None, method) or method is None, f"--draft is a head of {given}, not of --method {method}")
-    method = method or given or "eagle3"
+    asked, method = method, method or given or "eagle3"
     o.require(
         method in KINDS or method == MODEL,
         f'--method must be {MODEL} or one of {", ".join(KINDS)}, not "{method}"',
@@ -249,20 +256,27 @@ def train(
     for flag, value, least in (
         ("--held-out", held_out, 1), ("--epochs", epochs, 1), ("--rows", rows, 1), ("--length", length, 8),
         ("--every", every, 1), ("--batch-size", batch_size, 1), ("--max-new-tokens", max_new_tokens, 2),
-        ("--num-draft-tokens", num_draft_tokens, 1), ("--own-prompts", own_prompts, 0),
-        ("--chunk", 1 if chunk is None else chunk, 1),
+        ("--own-prompts", own_prompts, 0), ("--chunk", 1 if chunk is None else chunk, 1),
+        ("--num-draft-tokens", 1 if num_draft_tokens is None else num_draft_tokens, 1),
     ):  # fmt: skip
         o.require(value >= least, f"{flag} must be at least {least}, not {value}")
     o.require(keep_states is None or keep_states > 0, f"--keep-states must be above 0, not {keep_states}")
     o.require(states is None or keep_states is not None, "--states is where --keep-states GIB keeps them; give both")
     o.require(patience is None or patience >= 0, f"--patience must be at least 0, not {patience}")
     o.require(temperature >= 0, f"--temperature must be 0 or more, not {temperature}")
+    o.require(
+        not texts or not temperature, "--temperature is of answers, and --texts are learnt as they are; leave it out"
+    )
     of_new: dict[str, object] = {"--shape": shape, "--draft-vocab": draft_vocab, "--start": start}
     for flag, other in of_new.items():
         o.require(other is None or given is None, f"{flag} is of a new head, and --draft is one already; leave one out")
     of_head = of_new | {"--depths": depths}
     of_model: dict[str, object] = {"--layers": layers, "--recipe": recipe, "--on-policy": on_policy}
     of_model |= {} if given else {"--draft": draft}
+    o.require(
+        draft is None or given is not None or method == MODEL or asked is not None,
+        f"--draft {draft} is no head; for a draft model give --method {MODEL} too",
+    )
     for flag, other in (of_head if method == MODEL else of_model).items():
         o.require(other is None, f"{flag} is not of --method {method}; leave it out")
     chosen = _recipe(
@@ -303,13 +317,14 @@ def train(
         pupil = OfGivenHead(method, shapes, "target", draft)
     if method == MODEL:
         kept = _layers(draft, layers)
-        pupil = OfModel(target if kept else draft, kept, _on_policy(on_policy, chosen))
+        pupil = OfModel(target if kept else draft, kept, _on_policy(on_policy, chosen), seed)
     run = Run(
         pupil=pupil, recipe=chosen, out=out, answers=answers or out / "answers", prompts=prompts or [],
         own_prompts=own_prompts, texts=texts or [], temperature=temperature, max_new_tokens=max_new_tokens,
         held_out=held_out, epochs=epochs, rows=rows, length=length, chunk=chunk, every=every, patience=patience,
-        num_tokens=num_draft_tokens, batch_size=batch_size, seed=seed, budgets=sizes, first=first, freeze=freeze or (),
-        keep_states=keep_states, states=states or out / "states", log=Console(stderr=True, quiet=not first),
+        num_tokens=num_draft_tokens or 0, batch_size=batch_size, seed=seed, budgets=sizes, first=first,
+        freeze=freeze or (), keep_states=keep_states, states=states or out / "states",
+        log=Console(stderr=True, quiet=not first),
     )  # fmt: skip
     models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
     run.open(models, hosts.make_mesh(distributed, data, model), has_head=given is not None)
@@ -351,11 +366,14 @@ def _report(
 
     changes = ",".join(written(shapes))
     with progress(Console(stderr=True)) as notify:
-        found = training_report(
-            target or "smollm2_135m", topology, head=f"{method}:{changes}" if changes else method, rows=rows,
-            length=length, chunk=chunk, recipe=recipe, dtype="bfloat16" if dtype == "auto" else dtype, on_step=notify,
-            **axes,
-        )  # fmt: skip
+        try:
+            found = training_report(
+                target or "smollm2_135m", topology, head=f"{method}:{changes}" if changes else method, rows=rows,
+                length=length, chunk=chunk, recipe=recipe, dtype="bfloat16" if dtype == "auto" else dtype,
+                on_step=notify, **axes,
+            )  # fmt: skip
+        except UsageError as error:
+            raise UsageError(str(error).replace("--topology", "--report")) from None
     if as_json:
         print_json(found.to_json())
     else:
@@ -435,6 +453,6 @@ def _shapes(method: str, shape: list[str] | None, draft_vocab: int | None) -> di
             "draft_vocab_size" in known,
             f"--draft-vocab: a head of {method} drafts all of the target's tokens; leave it out",
         )
-        o.require(draft_vocab > 0, f"--draft-vocab must be at least 1, not {draft_vocab}")
+        o.require(draft_vocab > 1, f"--draft-vocab must be at least 2, not {draft_vocab}")
         shapes["draft_vocab_size"] = draft_vocab
     return shapes

@@ -24,11 +24,15 @@ from specjax.cli.pupils import OfHead, OfModel
 from specjax.cli.session import Session, open_session, provenance, stage
 from specjax.errors import UsageError
 from specjax.parallel import check_same, gather
+from specjax.parallel.fingerprint import of_weights
 from specjax.training import answers as a
+from specjax.training.learners import Learner
 from specjax.training.lessons import BORDER, Text
 from specjax.training.optimizers import check_frozen
 from specjax.training.recipes import Recipe
 
+CHAIN = 3
+"""Drafted tokens of the chain that is measured, where nothing else is said and so many are drafted."""
 HISTORY, PICTURE, CARD = "history{}.jsonl", "training.png", "card.json"
 
 
@@ -52,7 +56,7 @@ class Run:
     chunk: int | None
     every: int
     patience: int | None
-    num_tokens: int
+    num_tokens: int  # 0: CHAIN, or as many as are drafted
     batch_size: int
     seed: int
     budgets: tuple[int, ...] = ()
@@ -81,14 +85,38 @@ class Run:
                 f"--length {self.length} is more than the {session.capacity} tokens that {session.shortest} takes; "
                 "lower it"
             )
+        learner = self.pupil.learner(session)
+        self.num_tokens = self.num_tokens or min(CHAIN, learner.deepest or CHAIN)
         remark = self.pupil.check(session, self.num_tokens)
         parsed("--freeze", lambda names: check_frozen(self.pupil.params(session), names), self.freeze)
+        self._check_run(session, learner)
         if self.keep_states is not None:
             from specjax.training.readings import Shelf
 
-            Shelf(self.states, self.keep_states).check(session.target, self.pupil.learner(session))
+            Shelf(self.states, self.keep_states).check(session.target, learner)
         if remark:
             self.log.print(remark, style="dim", soft_wrap=True)
+
+    def _check_run(self, session: Session, learner: Learner) -> None:
+        """Raises: UsageError for folders of other runs, and what `loop.train` would refuse after all is answered."""
+        from specjax.training.keeping import found
+        from specjax.training.loop import beginning
+
+        if learner.deepest and self.num_tokens > learner.deepest:
+            raise UsageError(
+                f"--num-draft-tokens {self.num_tokens} is more than the {learner.deepest} that {learner.kind} drafts; "
+                "lower it, or leave it out"
+            )
+        about = beginning(
+            session.target, learner, self.pupil.params(session), self.recipe, epochs=self.epochs, chunk=self.chunk,
+            num_tokens=self.num_tokens, seed=self.seed, readings=self.keep_states is not None, about=self.pupil.about,
+        )  # fmt: skip
+        for name in self._names():
+            parsed("--out", lambda folder: found(folder, about), self.out / f"run{name}")
+
+    def _names(self) -> list[str]:
+        """Of the runs, in the names of their files."""
+        return [f"-{budget}" for budget in self.budgets] or [""]
 
     def run(self, as_json: bool) -> None:
         """Answer, train, write."""
@@ -99,7 +127,7 @@ class Run:
         if self.texts:
             texts = self._raw(session)
             check_same(texts, "texts")
-            greedy = self._answered(session, few, self.out / "held_out", 0.0)
+            greedy = self._answered(session, few, self.answers, 0.0)
         else:
             texts = self._answered(session, chats, self.answers, self.temperature)
             greedy, texts = texts[: len(few)], texts[len(few) :]
@@ -133,22 +161,22 @@ class Run:
 
     def _chats(self, session: Session) -> list[list[int]]:
         """Ids of the prompts, in an order of `seed`."""
-        found, bad = [], []
-        for path in self.prompts:
-            some, lines = p.read(path, "--prompts")
-            found += some
-            bad += lines
+        read: list[tuple[Path | None, list[p.Prompt], list[p.BadLine]]]
+        read = [(path, *p.read(path, "--prompts")) for path in self.prompts]
         if self.own_prompts:
-            found += self._own(session)
-        rows, unfit = p.encode(found, session.tokenizer, session.capacity, self.max_new_tokens, raw=False)
+            read.append((None, self._own(session), []))
+        rows: list[p.Encoded] = []
+        for path, found, bad in read:
+            some, unfit = p.encode(found, session.tokenizer, session.capacity, self.max_new_tokens, raw=False)
+            rows += some
+            if bad or unfit:
+                self.log.print(f"left out: {p.describe([*bad, *unfit], path)}", soft_wrap=True)
         fit = [row for row in rows if len(row.ids) + BORDER <= self.length]
         if len(fit) < len(rows):
             self.log.print(
                 f"left out: {len(rows) - len(fit)} prompts that fill rows of {self.length} tokens (--length)"
             )
         rows = fit
-        if bad or unfit:
-            self.log.print(f"left out: {p.describe([*bad, *unfit], None)}", soft_wrap=True)
         different = list({tuple(row.ids): row.ids for row in rows}.values())
         if len(different) < self.held_out + (not self.texts):
             raise UsageError(
@@ -191,7 +219,8 @@ class Run:
     ) -> list[a.Answer]:  # fmt: skip
         """Those of the folder, and the others, written into it as they come."""
         target = session.target.model
-        known = {"target": target.name, "vocabulary": target.vocab_size, "temperature": temperature}
+        known = {"target": target.name, "weights": of_weights(session.target.params), "vocabulary": target.vocab_size,
+                 "temperature": temperature}  # fmt: skip
         kept = a.Answers(folder, known | about, writes=self.first)
         asked = list(zip(chats, numbers, strict=True))
         check_same([(chat, number, kept.of(chat, number)) for chat, number in asked], "prompts and answers")
@@ -226,10 +255,10 @@ class Run:
                 "smaller budgets"
             )
         runs = []
-        for budget in self.budgets:
+        for budget, name in zip(self.budgets, self._names(), strict=True):
             some = _up_to(texts, budget)
             self.log.print(f"a budget of {budget} tokens: {len(some)} answers", style="dim")
-            head, history = self._trained(session, some, greedy, f"-{budget}")
+            head, history = self._trained(session, some, greedy, name)
             served = self._served(session, head, greedy, history)
             runs.append({"tokens": budget, "tokens_per_pass": served["tokens_per_pass"]})
         found = fit(self.budgets, [run["tokens_per_pass"] for run in runs])

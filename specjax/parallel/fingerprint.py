@@ -39,6 +39,19 @@ def of_model(target) -> str:
     return digest((describe(made_of), samples(target.params)))
 
 
+def of_weights(params: PyTree) -> str:
+    """Of some values of every parameter, the same in float32 and in bfloat16: which model it is, in any dtype."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    values = gather(_some([leaf for _, leaf in leaves]))
+    plain = lambda value: value.astype(jnp.bfloat16) if jnp.issubdtype(value.dtype, jnp.floating) else value
+    return digest(
+        [
+            (jax.tree_util.keystr(path), digest(plain(np.asarray(value)).tobytes()))
+            for (path, _), value in zip(leaves, values, strict=True)
+        ]
+    )
+
+
 def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
     """Raises: UsageError if a checkpoint in `folder` is of a run with other digests, by name."""
     other = [name for name, value in ours.items() if theirs.get(name) != value]

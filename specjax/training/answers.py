@@ -132,6 +132,8 @@ class Answers:
         if not isinstance(found, dict):
             raise UsageError(f"{known} is not a JSON object, so whose the answers are is unknown; give another folder")
         others = [name for name, value in about.items() if found.get(name) != value]
+        if "weights" in others[:1]:  # a digest, which says nothing to people
+            raise UsageError(f"{folder} holds answers of another model called {about['target']}; give another folder")
         if others:
             raise UsageError(
                 f"{folder} holds answers with {others[0]} {shown(found.get(others[0]))}, not {about[others[0]]!r}; "

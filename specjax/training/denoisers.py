@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
+from specjax.folders import write_tensors
 from specjax.models import LlamaConfig, abstract_params, init_params, make_model
 from specjax.reading import reading
 
@@ -25,14 +26,12 @@ def new(config: LlamaConfig, *, seed: int = 0, **read: Any) -> Denoiser:
 
 def save(file: str | Path, denoiser: Denoiser, dtype: str = "float16", **about: str) -> None:
     """Write a safetensors file. about: further words for its header."""
-    from safetensors.flax import save_file
-
     header = {
         "config": json.dumps(dataclasses.asdict(denoiser.model.config)),
         "read": json.dumps({name: getattr(denoiser, name) for name in READ}),
         **about,
     }
-    save_file({name: x.astype(dtype) for name, x in _named(denoiser.params).items()}, str(file), header)
+    write_tensors(Path(file), {name: x.astype(dtype) for name, x in _named(denoiser.params).items()}, header)
 
 
 def load(file: str | Path) -> Denoiser:

@@ -166,7 +166,8 @@ class OnPolicy:
 
 
 def answered_by(student: Target, lesson: Lesson, key: Array, *, eos: Sequence[int], temperature: float = 1.0) -> Lesson:
-    """The prompts of a lesson with answers that the draft model samples, up to the end of their rows.
+    """The prompts of a lesson with answers that the draft model samples, up to the end of their rows, and no longer
+    than the longest prompt leaves it places for.
 
     Rows that count nothing stay. Raises: UsageError for rows of several texts.
     """
@@ -176,7 +177,7 @@ def answered_by(student: Target, lesson: Lesson, key: Array, *, eos: Sequence[in
         raise UsageError("rows with several texts cannot be answered anew; pack one to a row (packs=False)")
     has = np.any(counts, axis=1)
     prompt = np.where(has, np.maximum(np.argmax(counts, 1), 1), 1).astype(np.int32)
-    longest = int(size - prompt[has].min(initial=size - 1))
+    longest = int(min(size - prompt[has].min(initial=size - 1), student.model.max_positions - prompt.max()))
     result = gather(
         decode(
             student, autoregressive(), (tokens, prompt), key=key, max_new_tokens=longest, temperature=temperature,

@@ -116,10 +116,24 @@ def _fit(features: Array, labels: Array, share: Array, l2: float, steps: int) ->
     return jax.lax.scan(step, (start, optimizer.init(start)), None, steps)[0][0]
 
 
+SURE = 16.0
+"""Log-odds of which the chance is still below 1 in float32."""
+
+
 def threshold_for(odds: np.ndarray, labels: np.ndarray, *, wrong: float = 0.02) -> float:
-    """The lowest chance above which at most a share of the wrong tokens is accepted, of texts never trained on."""
+    """The lowest chance above which at most a share of the wrong tokens is accepted, of texts never trained on.
+
+    Raises: UsageError without wrong tokens, or for a judge so sure of them that its chance is 1 in float32.
+    """
     bad = np.sort(odds[labels == 0])[::-1]
     if not len(bad):
         raise UsageError("a threshold is chosen by wrong tokens, and there are none; hold some wrong answers out")
     most = int(wrong * len(bad))
-    return float(1 / (1 + np.exp(-bad[most]))) if most < len(bad) else 0.0
+    if most >= len(bad):
+        return 0.0
+    if bad[most] > SURE:
+        raise UsageError(
+            f"the judge is so sure of wrong tokens (log-odds {bad[most]:.0f}) that no chance below 1 tells them; train "
+            "it with a larger l2, or on more texts"
+        )
+    return float(1 / (1 + np.exp(-bad[most])))

@@ -31,6 +31,28 @@ class Reached(NamedTuple):
     since_best: int = 0  # measurements since that were no better
 
 
+def found(folder: Path, about: Mapping[str, Any]) -> Reached:
+    """Where the run of a folder stands, which is made, if it has this in common with ours.
+
+    Raises: UsageError for the folder of another run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        known = folder / ABOUT
+        if not known.exists():
+            return Reached()
+        run = json.loads(known.read_text(encoding="utf-8"))
+        others = [name for name, value in about.items() if run["about"].get(name) != value]
+        reached = Reached(**run["reached"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{folder} cannot hold a run ({error}); give another folder") from error
+    if others:
+        raise UsageError(
+            f"{folder} holds a run with other {', '.join(others)}; continue it with the same, or give a new folder"
+        )
+    return reached
+
+
 class Kept:
     """Where a run stands. Without a folder it remembers the best pupil alone.
 
@@ -51,19 +73,7 @@ class Kept:
             self._find(self.folder)
 
     def _find(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            known = folder / ABOUT
-            found = json.loads(known.read_text(encoding="utf-8")) if known.exists() else None
-            about, reached = (self.about, None) if found is None else (found["about"], found["reached"])
-            others = [name for name, value in self.about.items() if about.get(name) != value]
-            self.reached = Reached() if reached is None else Reached(**reached)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{folder} cannot hold a run ({error}); give another folder") from error
-        if others:
-            raise UsageError(
-                f"{folder} holds a run with other {', '.join(others)}; continue it with the same, or give a new folder"
-            )
+        self.reached = found(folder, self.about)
         if self.reached.step:
             self.state = restore(self._state(self.reached.step), self.state)
         if self.reached.best is not None:

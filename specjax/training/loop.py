@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.parallel import place, shard_head
-from specjax.parallel.fingerprint import digest
+from specjax.parallel.fingerprint import digest, of_model
 from specjax.training.keeping import Kept
 from specjax.training.learners import Learner, Pupil, learner_of
 from specjax.training.lessons import Lesson, Text, choose_places, numbered, pack, places_that_count
@@ -188,9 +188,13 @@ def scheduled(
 
 
 def _check_rows(
-    target: Target | None, held_out: Sequence[Text], rows: int, length: int, mesh: Mesh | None
-) -> None:  # fmt: skip
-    """Raises: UsageError for texts of which nothing can be measured, and rows that the mesh does not divide."""
+    target: Target | None, held_out: Sequence[Text], rows: int, length: int, mesh: Mesh | None, **counts: int | None
+) -> None:
+    """Raises: UsageError for texts of which nothing can be measured, counts below 1, and rows that the mesh does not
+    divide."""
+    for name, count in {"rows": rows, "length": length, **counts}.items():
+        if count is not None and count < 1:
+            raise UsageError(f"{name} must be at least 1, not {count}")
     if target is None and held_out:
         raise UsageError("tokens per pass of texts held out are those of a target; give it, or hold none out")
     if held_out and not any(places_that_count(lesson).any() for lesson in pack(held_out, rows, length)):
@@ -201,6 +205,29 @@ def _check_rows(
         raise UsageError(
             f'rows={rows} cannot be split over the {mesh.shape["data"]} devices of "data"; give a multiple'
         )
+
+
+def beginning(
+    target: Target | None, learner: Learner, params: PyTree, recipe: Recipe, *, epochs: int, chunk: int | None,
+    num_tokens: int | None, seed: int, readings: bool, about: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """What a run in a folder has to have in common with another to go on from it, as far as texts do not say it.
+
+    params: of what is trained, or their shapes.
+    Raises: UsageError for a recipe that trains nothing, or a chain longer than what is trained drafts.
+    """
+    trained, _ = split(params, recipe.frozen)
+    if not jax.tree.leaves(trained):
+        raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
+    if num_tokens is not None and learner.deepest and num_tokens > learner.deepest:
+        raise UsageError(
+            f"a chain of {num_tokens} tokens is more than the {learner.deepest} that {learner.kind} drafts; shorten it"
+        )
+    return {
+        "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "epochs": epochs, "chunk": chunk,
+        "target": None if target is None else of_model(target), "readings": readings, "dtype": dtype_of(trained),
+        "num_tokens": num_tokens or min(recipe.depths, learner.deepest or recipe.depths), **about,
+    }  # fmt: skip
 
 
 def train(
@@ -252,7 +279,14 @@ def train(
     recipe = recipe or recipe_of(learner.kind)
     check(recipe)
     mesh = None if target is None else target.model.mesh
-    _check_rows(target, held_out, rows, length, mesh)
+    _check_rows(
+        target, held_out, rows, length, mesh, epochs=epochs, places=places, chunk=chunk, num_tokens=num_tokens,
+        evaluate_every=evaluate_every,
+    )  # fmt: skip
+    known = beginning(
+        target, learner, pupil.params, recipe, epochs=epochs, chunk=chunk, num_tokens=num_tokens, seed=seed,
+        readings=readings is not None, about=about,
+    )  # fmt: skip
     if readings is not None and data is not None:
         raise UsageError("what the target says is kept of texts that stay as they are; leave data or readings out")
     if isinstance(pupil, DraftHead) and mesh is not None:
@@ -261,21 +295,15 @@ def train(
         texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs and data is None,
         multiple=chunk or 1, grows=data is not None,
     )  # fmt: skip
-    trained, _ = split(pupil.params, recipe.frozen)
-    if not jax.tree.leaves(trained):
-        raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
-    plan = Plan(recipe, learner, schedule.steps, chunk, dtype_of(trained))
+    plan = Plan(recipe, learner, schedule.steps, chunk, known["dtype"])
     state, rest = begin(plan, pupil.params)
     if mesh is not None:
         state = _as_a_step_leaves_it(state, mesh)
-    depths = num_tokens or min(recipe.depths, learner.deepest or recipe.depths)
-    known = {
-        "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "texts": fingerprint(texts),
-        "epochs": epochs, "shape": [rows, length, schedule.places], "chunk": chunk, "data": data and repr(data),
-        "target": None if target is None else target.model.name, "held_out": fingerprint(held_out),
-        "num_tokens": depths, "readings": readings is not None, "dtype": plan.dtype,
+    of_texts = {
+        "texts": fingerprint(texts), "held_out": fingerprint(held_out), "shape": [rows, length, schedule.places],
+        "data": data and repr(data),
     }  # fmt: skip
-    kept = Kept(folder, pupil, state, {**known, **about})
+    kept, depths = Kept(folder, pupil, state, known | of_texts), known["num_tokens"]
     stored = None if readings is None else readings.read(target, learner, texts, rows, length)
     state = kept.state
 
@@ -309,9 +337,11 @@ def train(
         last = number + 1 == schedule.steps
         seconds = time.perf_counter() - started
         found: tuple[Served | None, Any] = None, None
-        if last or (number + 1) % evaluate_every == 0:
+        is_looked_at = last or (number + 1) % evaluate_every == 0
+        if is_looked_at:
             found = measured(number + 1, state)
-            kept.keep(state, tokens, seconds)
         accuracy = tuple(np.asarray(outcome.report.accuracy).tolist())
         listen(Progress(number + 1, schedule.steps, epoch, tokens, seconds, float(outcome.loss), accuracy, *found))
+        if is_looked_at:  # once it was told: of what is kept nothing is told again
+            kept.keep(state, tokens, seconds)
     return kept.best or as_served(pupil, state, rest)

@@ -81,7 +81,7 @@ def objective(
         features = (
             sums(jnp.stack([_features(head, depth, k) for k, depth in enumerate(said)])) if recipe.features else nothing
         )
-        confidence = sums(_confidence(said, teacher, hits)) if recipe.confidence else nothing
+        confidence = sums(_confidence(said, teacher, hits, drafted)) if recipe.confidence else nothing
         return Sums(jnp.sum(share * loss, 1), jnp.sum(there, 1), sums(hits), sums(reached), features, confidence)
 
     total = rounds(head, params, target, lesson, reading, places, depths, ids, judge, chunk)
@@ -121,18 +121,19 @@ def _features(head: Head, depth: Depth, k: int) -> Array:
     return losses.smooth_l1(head.feature(depth.scratch, k), depth.hidden)
 
 
-def _confidence(said: list[Depth], teacher: list[Array | None], hits: Array) -> Array:
-    """float32[K, N]."""
+def _confidence(said: list[Depth], teacher: list[Array | None], hits: Array, drafted: Array) -> Array:
+    """float32[K, N]. drafted: bool[K, N], whether the head can draft what the text has: the teacher's distribution is
+    of such tokens alone, and of others nothing is accepted."""
 
-    def accepted(depth: Depth, p: Array | None, hit: Array) -> Array:
+    def accepted(depth: Depth, p: Array | None, hit: Array, can: Array) -> Array:
         if p is None:
             return hit.astype(jnp.float32)
         variation = losses.total_variation(depth.logits, p, depth.label, depth.weight)
-        return jax.lax.stop_gradient(1 - variation)
+        return jax.lax.stop_gradient(can * (1 - variation))
 
     parts = [
-        losses.binary_cross_entropy(jnp.ravel(depth.confidence), accepted(depth, p, hit))
-        for depth, p, hit in zip(said, teacher, hits, strict=True)
+        losses.binary_cross_entropy(jnp.ravel(depth.confidence), accepted(depth, p, hit, can))
+        for depth, p, hit, can in zip(said, teacher, hits, drafted, strict=True)
         if depth.confidence is not None
     ]
     return jnp.stack(parts)

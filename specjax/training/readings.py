@@ -123,7 +123,7 @@ class Shelf:
                 self._prepare(about, width)
             check_same("prepared", "folders of states")  # the others wait
             known, end = self._known()
-            new = {name: text for name, text in zip(names, cut, strict=True) if name not in known}
+            new = {name: text for name, text in zip(names, cut, strict=True) if name not in known and text.tokens}
             check_same((end, list(new)), f"states in {self.folder}, which all have to see,")
             if new:
                 self._check_room(end, sum(len(text.tokens) for text in new.values()), width)
@@ -132,7 +132,7 @@ class Shelf:
             else:
                 self.listen(end - 1, end - 1)
             values = np.memmap(self.folder / KEPT, jnp.bfloat16, "r", shape=(end, width))
-        places = _places(texts, cut, [known[name] for name in names])
+        places = _places(texts, cut, [known.get(name, 0) for name in names])  # one without tokens is nowhere
         return Stored(values, places, features, shape.hidden.dtype)
 
     def _prepare(self, about: dict[str, Any], width: int) -> None:

@@ -67,6 +67,8 @@ def check(recipe: Recipe) -> None:
     unknown = [name for name, _ in recipe.losses if name not in LOSSES]
     if unknown:
         raise UsageError(f'there is no loss "{unknown[0]}"; there are {", ".join(LOSSES)}')
+    if not recipe.losses or not all(0 < share < math.inf for _, share in recipe.losses):
+        raise UsageError(f"a recipe has losses with shares above 0, not {recipe.losses}")
     words = {
         "weighting": ("decay", "d_pace"),
         "optimizer": ("adamw", "muon"),
@@ -77,6 +79,15 @@ def check(recipe: Recipe) -> None:
             raise UsageError(f'{name} must be {" or ".join(choices)}, not "{getattr(recipe, name)}"')
     if recipe.depths < 1:
         raise UsageError(f"a round drafts at least 1 token, not {recipe.depths}")
+    shares = {"decay": recipe.decay, "warmup": recipe.warmup, "beta_1": recipe.betas[0], "beta_2": recipe.betas[1]}
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise UsageError(f"{name} must be from 0 to 1, not {share}")
+    for name in ("features", "confidence", "noise", "tables", "weight_decay"):
+        if not 0 <= getattr(recipe, name) < math.inf:
+            raise UsageError(f"{name} must be 0 or more, not {getattr(recipe, name)}")
+    if not recipe.clip > 0:
+        raise UsageError(f"clip must be above 0, not {recipe.clip}")
     if not 0 < recipe.learning_rate < math.inf:
         raise UsageError(f"the learning rate must be a number above 0, not {recipe.learning_rate}")
 

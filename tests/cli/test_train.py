@@ -44,8 +44,11 @@ def test_from_prompts_to_a_head_that_is_served(cli, prompts, tmp_path):
     same = lambda card: {name: card[name] for name in ("seconds", "served", "accuracy", "answers")}
     assert same(json.loads(again.out)) == same(card)
     assert [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()] == steps
-    other = cli(*arguments, "--start", "random")
+    other = cli(*arguments, "--start", "random", "--answers", tmp_path / "none")
     assert other.code == 2 and "holds a run with other start" in other.err
+    assert not (tmp_path / "none").exists(), "it is refused before anything is answered"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (*out.iterdir(), *(out / "answers").iterdir())}
+    assert len({mode for name, mode in modes.items() if "." in name}) == 1, f"one as the other: {modes}"
 
 
 def test_of_a_run_that_was_ended_the_best_head_is_there(cli, prompts, tmp_path, monkeypatch):
@@ -167,10 +170,17 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--method", "two_model", "--layers", "0", "--recipe", "fastdraft",
           "--keep-states", 1), "a draft model by the loss ce or --on-policy learns nothing of it; leave it out"),
         (("--report", "v5e:2x4", "--method", "two_model"), "--report is of heads, not of --method two_model"),
-        (("--report", "v5e:9"), '"v5e:9" is not a slice of chips'),
+        (("--report", "v5e:9"), '--report: "v5e:9" is not a slice of chips'),
+        (("--out", out, "--prompts", prompts, "--draft", "nothing"), "--draft nothing is no head; for a draft model"),
+        (("--out", out, "--prompts", prompts, "--draft-vocab", 999), "--draft-vocab 999 is more than the 259 tokens"),
+        (("--out", out, "--prompts", prompts, "--method", "medusa", "--num-draft-tokens", 9),
+         "--num-draft-tokens 9 is more than the 4 that medusa drafts; lower it, or leave it out"),
+        (("--out", out, "--prompts", prompts, "--method", "ppd", "--freeze", "prompts"), "all parameters are frozen"),
+        (("--out", out, "--prompts", prompts, "--texts", prompts, "--temperature", 1), "--temperature is of answers"),
     ):  # fmt: skip
         line = refused("train", *arguments)
         assert re.search(words, line), line
+    assert not list(out.glob("answers*")), "nothing was answered"
 
 
 @pytest.mark.exhaustive

@@ -51,6 +51,8 @@ def test_a_folder_goes_on_after_a_line_that_was_cut(tmp_path):
     assert Answers(tmp_path, about).of(prompts[3]) == told[3]
     with pytest.raises(UsageError, match=r"temperature 0\.0, not 0\.7"):
         Answers(tmp_path, about | {"temperature": 0.7})
+    with pytest.raises(UsageError, match="holds answers of another model called tiny; give another folder"):
+        Answers(tmp_path, about | {"weights": "other"})
 
 
 @pytest.mark.parametrize(

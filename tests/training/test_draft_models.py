@@ -1,5 +1,6 @@
 """Draft models: losses on aligned places, data of their own, and tokens per pass said before they are served."""
 
+import dataclasses
 import functools
 
 import jax
@@ -174,6 +175,11 @@ def test_the_draft_models_own_answers_take_the_place_of_the_targets():
     ended = answered_by(draft(), lesson, jax.random.key(3), eos=(eos,), temperature=0.0)
     end = texts()[0].answer + int(np.argmax(own.tokens[0, texts()[0].answer :] == eos)) + 1
     assert ended.counts[0].sum() == end - texts()[0].answer and (ended.first[0, end:] == end).all()
+    short = dataclasses.replace(draft(), model=draft().model._replace(max_positions=LENGTH))
+    long = [Text((1,) * LENGTH, LENGTH - 3), texts()[1]]
+    (lesson,) = pack(long, 2, LENGTH, alone=True)
+    few = answered_by(short, lesson, jax.random.key(3), eos=(), temperature=0.0)
+    assert few.counts.sum(1).tolist() == [3, 3], "as many as the longest prompt leaves places for"
     (packed,) = pack(texts(), 2, 2 * LENGTH)
     with pytest.raises(UsageError, match="pack one to a row"):
         answered_by(draft(), packed, jax.random.key(0), eos=())

@@ -85,6 +85,9 @@ def test_a_threshold_lets_few_wrong_tokens_through():
     let = np.mean(chance[labels == 0] > threshold + 1e-9)
     assert 0.04 < let <= 0.05
     assert threshold_for(odds, labels, wrong=1.0) == 0
+    with pytest.raises(UsageError, match=r"so sure of wrong tokens \(log-odds 19\)"):
+        threshold_for(np.array([20.0, 19.0, 30.0, 18.0]), np.array([0, 0, 1, 0]), wrong=0.4)
+    assert np.float32(threshold_for(np.array([16.0]), np.array([0]))) < 1
     with pytest.raises(UsageError, match="there are none"):
         threshold_for(odds, np.ones(1000))
 

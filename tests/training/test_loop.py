@@ -144,6 +144,12 @@ def test_what_cannot_be_measured_or_trained_is_refused():
         train(target(), head_of("eagle3"), texts(), recipe=recipe(), held_out=[Text((1, 2), 2)], length=64)
     with pytest.raises(UsageError, match="all parameters are frozen"):
         train(target(), head_of("ppd"), texts(), recipe=recipe("ppd", frozen=("prompts",)), rows=2, length=64)
+    for name in ("rows", "length", "epochs", "places", "chunk", "num_tokens", "evaluate_every"):
+        with pytest.raises(UsageError, match=f"{name} must be at least 1, not 0"):
+            train(target(), head_of("eagle3"), texts(), recipe=recipe(), **{"rows": 2, "length": 64, name: 0})
+    deepest = learner_of(head_of("medusa")).deepest
+    with pytest.raises(UsageError, match=f"a chain of {deepest + 1} tokens is more than the {deepest} that medusa"):
+        train(target(), head_of("medusa"), texts(), rows=2, length=64, num_tokens=deepest + 1)
 
 
 def test_texts_without_answers_are_refused():

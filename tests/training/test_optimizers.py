@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from specjax.errors import UsageError
 from specjax.models import LlamaConfig
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.training.optimizers import is_table, optimizer_of, schedule_of
@@ -49,6 +50,20 @@ def test_another_optimizer_has_its_own_learning_rate():
     assert recipe_of("eagle3", optimizer="adamw").learning_rate == pytest.approx(recipe_of("eagle3").learning_rate / 10)
     assert recipe_of("medusa", optimizer="muon", learning_rate=3e-4).learning_rate == 3e-4
     assert recipe_of("medusa", optimizer="adamw") == recipe_of("medusa")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"losses": ()}, "losses with shares above 0"), ({"losses": (("ce", -1.0),)}, "losses with shares above 0"),
+        ({"decay": float("nan")}, "decay must be from 0 to 1"), ({"warmup": 2.0}, "warmup must be from 0 to 1"),
+        ({"betas": (2, 0.9)}, "beta_1 must be from 0 to 1"), ({"clip": -1.0}, "clip must be above 0"),
+        ({"weight_decay": -0.1}, "weight_decay must be 0 or more"), ({"depths": 0}, "drafts at least 1 token"),
+    ],
+)  # fmt: skip
+def test_recipes_that_nobody_can_follow_are_refused(changes, words):
+    with pytest.raises(UsageError, match=words):
+        recipe_of("eagle3", **changes)
 
 
 def test_tables_beside_muon_have_a_share_of_its_rate():

@@ -125,6 +125,8 @@ def test_runs_at_once_wait_for_one_another(tmp_path):
 def test_a_shelf_with_all_texts_may_be_larger_than_what_is_given(tmp_path):
     read_some(tmp_path)
     read_some(tmp_path, slice(1, 2), gib=1e-9)
+    nothing = Shelf(tmp_path, 1).read(target(), learner_of(head_of("eagle3")), [*texts()[:1], Text((), 0)], 1, 64)
+    assert len(nothing.places) == 1 + len(texts()[0].tokens)
     with pytest.raises(UsageError) as refused:
         Shelf(tmp_path, 1e-6).read(target(), learner_of(head_of("eagle3")), [Text((1, 2, 3, 4), 1)], 1, 64)
     assert str(refused.value).startswith("the states of 4 tokens, with the 120 that are there, are 0.00 GiB, more than")
@@ -202,6 +204,15 @@ def test_a_teacher_of_few_tokens_says_of_them_what_it_says_among_all():
     few = objective._teacher(target(), depth, jnp.asarray(ids))
     np.testing.assert_allclose(few, whole[:, drafted], rtol=1e-5, atol=1e-6)
     assert objective._with_outputs(target(), jnp.asarray(drafted)) is not None
+
+
+def test_of_what_a_head_cannot_draft_nothing_is_accepted():
+    """As sure of a token that it has not as of one that it has, it is right of the one and not of the other."""
+    logits = jax.random.normal(jax.random.key(0), (2, 3))
+    label = jnp.array([1, 3])  # of three tokens: the second has no place among them
+    depth = Depth(logits, label, jnp.zeros((2, 4)), jnp.ones(2), jnp.array([0.9, 0.9]), None)
+    found = objective._confidence([depth], [logits], jnp.zeros((1, 2), bool), (label < 3)[None])
+    np.testing.assert_allclose(found[0], -np.log([0.9, 0.1]), rtol=1e-5)
 
 
 def test_a_draft_model_learns_what_was_kept_as_it_learns_what_is_said(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.folders import write_tensors
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import kinds, vocabulary
 from specjax.reading import reason
@@ -47,7 +48,6 @@ def save_head(
       cannot be written.
     """
     from safetensors import SafetensorError
-    from safetensors.flax import save_file
 
     name, kind, config = head.head.kind, kinds.of(head.head.kind), head.head.config
     layout, described = check_writable(head, layout=layout, target=target, num_tokens=num_tokens)
@@ -66,7 +66,7 @@ def save_head(
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        save_file(tensors | maps, place / "model.safetensors", {"format": "pt"})
+        write_tensors(place / "model.safetensors", tensors | maps)
         (place / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or reason(error)
