@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tree", action="append", default=[], help="such as eagle2:3x3x7: the head alone by it too")
     parser.add_argument("--costs", action="store_true", help="measure what wide passes cost; else by rule of thumb")
     parser.add_argument("--json", help="where the figures go")
     given = parser.parse_args()
@@ -77,6 +78,9 @@ def main() -> None:
         "auto with the head": auto(head=head),
         "the head alone": specjax.make_drafter(head.head.kind, target, head, num_tokens=3),
     }
+    for spec in given.tree:
+        tree = specjax.trees.parse(spec)
+        drafters[f"the head alone, {spec}"] = specjax.make_drafter(head.head.kind, target, head, tree=tree)
     figures: dict[str, dict[str, dict[str, float]]] = {}
     chosen = prompts_by_task(given.questions, given.limit, tokenizer, given.longest, given.tasks)
     for task, prompts in chosen.items():
