@@ -41,6 +41,8 @@ from specjax.types import Array
 
 KINDS = ("eagle3",)
 
+DOWN = "lm_head_down_proj.weight"  # specjax's own: of a head of low rank
+
 TABLE = {
     "embed.weight": "embed_tokens.weight",
     "tap_norms.*.weight": "fc_norm.*.weight",
@@ -68,7 +70,7 @@ TABLE = {
     "others.*.attention_norm.weight": "layers.*+1.input_layernorm.weight",
     "others.*.mlp_norm.weight": "layers.*+1.post_attention_layernorm.weight",
     "norm.weight": "norm.weight",
-    "head_down.weight": "lm_head_down_proj.weight",
+    "head_down.weight": DOWN,
     "head.weight": "lm_head.weight",
 }
 
@@ -174,7 +176,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
         norm_output=_norm_output(c, dialect, tensors, notes),
         embeds=embeds,
         own_head=own_head,
-        head_rank=tensors["lm_head_down_proj.weight"].shape[0] if "lm_head_down_proj.weight" in tensors else 0,
+        head_rank=tensors[DOWN].shape[0] if own_head and DOWN in tensors else 0,
     )  # fmt: skip
     flags = {
         name: getattr(config, name)
