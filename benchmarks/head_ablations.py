@@ -216,8 +216,9 @@ def plot(kept: dict, file: Path) -> None:
     grid = np.geomspace(budgets[0], 2 * budgets[-1], 50)
     axis.semilogx(grid, law(grid), "-", color="C1", label="law of the first four")
     axis.semilogx(budgets, mean, "ko", label="measured")
-    axis.set(title="budget", xlabel="answer tokens, read once", ylabel="tokens per pass")
-    axis.legend(loc="lower right")
+    room = (1, 1 + 1.3 * (max(mean) - 1))  # for the legend
+    axis.set(title="budget, read once", xlabel="answer tokens", ylabel="tokens per pass", ylim=room)
+    axis.legend(loc="upper left", fontsize="small")
     figure.savefig(file, metadata={"Date": None})
 
 
