@@ -41,15 +41,8 @@ def of_model(target) -> str:
 
 def of_weights(params: PyTree) -> str:
     """Of some values of every parameter, the same in float32 and in bfloat16: which model it is, in any dtype."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    values = gather(_some([leaf for _, leaf in leaves]))
     plain = lambda value: value.astype(jnp.bfloat16) if jnp.issubdtype(value.dtype, jnp.floating) else value
-    return digest(
-        [
-            (jax.tree_util.keystr(path), digest(plain(np.asarray(value)).tobytes()))
-            for (path, _), value in zip(leaves, values, strict=True)
-        ]
-    )
+    return digest([(path, digest(plain(value).tobytes())) for path, _, value in _sampled(params)])
 
 
 def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
@@ -64,10 +57,14 @@ def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -
 
 def samples(params: PyTree) -> list:
     """(path, dtype, some values) of the leaves: of the first, middle and last row (of the stacked layers), wherever."""
+    return [(path, dtype, digest(value.tobytes())) for path, dtype, value in _sampled(params)]
+
+
+def _sampled(params: PyTree) -> list[tuple[str, str, np.ndarray]]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     values = gather(_some([leaf for _, leaf in leaves]))
     return [
-        (jax.tree_util.keystr(path), str(leaf.dtype), digest(np.asarray(value).tobytes()))
+        (jax.tree_util.keystr(path), str(leaf.dtype), np.asarray(value))
         for (path, leaf), value in zip(leaves, values, strict=True)
     ]
 
