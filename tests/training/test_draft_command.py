@@ -15,6 +15,7 @@ from specjax.cli import main
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.loading.tokenizer import LibraryCodec, Tokenizer
 from specjax.parallel.checkpoint import restore
+from specjax.parallel.fingerprint import of_weights
 from specjax.training.answers import Answer, Answers
 from specjax.training.lessons import Text
 
@@ -62,7 +63,8 @@ def cli(capsys, monkeypatch):
 
 def test_from_a_target_to_a_draft_model_that_is_loaded(cli, target, prompts, tmp_path):
     out = tmp_path / "draft"
-    about = {"target": target.name, "vocabulary": VOCAB, "temperature": 0.0, "max_new_tokens": 6}
+    weights = of_weights(specjax.load(target)[0].params)
+    about = {"target": target.name, "weights": weights, "vocabulary": VOCAB, "temperature": 0.0, "max_new_tokens": 6}
     answers = Answers(out / "answers", about)  # that are there already
     for prompt in ((2, 3), (4,), (5, 6, 7)):
         answers.add(Answer(Text((*prompt, 9, 8, 9, 8, 9, 8), len(prompt)), "length"))
