@@ -6,9 +6,9 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def cache_folder() -> Path:
@@ -48,16 +48,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], about: Mapping[str, st
         part.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """The file, whole or not at all, whoever else writes it; its folder is made. Raises: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when all of it is there, whoever else writes it. Raises: OSError."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
         share(Path(temporary))
         os.replace(temporary, path)
-    except OSError:
+    finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file, whole or not at all; its folder is made. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as file:
+        file.write(content)

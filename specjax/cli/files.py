@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -13,7 +12,7 @@ from typing import BinaryIO
 
 from specjax.cli.options import require
 from specjax.errors import UsageError
-from specjax.folders import share
+from specjax.folders import whole
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Reasons of the system why a file cannot be written on."""
@@ -57,18 +56,10 @@ def write_json(path: Path, document: dict) -> None:
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Call `write` with a file that takes the place of `path` only when all of it is there."""
-    name = None
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
+        with whole(path) as file:
             write(file)
-        share(Path(name))
-        os.replace(name, path)
     except OSError as error:
         raise UsageError(
             f"cannot write {path} ({error.strerror or error}); make room or choose another place"
         ) from None
-    finally:
-        if name is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)

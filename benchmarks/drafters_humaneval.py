@@ -1,16 +1,17 @@
-"""Two-model drafting on HumanEval, of one draft model or several: tokens per pass, speed over plain decoding.
+"""Drafters of one target on HumanEval, models and heads: tokens per pass, speed over plain decoding.
 
-    python benchmarks/two_model_humaneval.py HumanEval.jsonl.gz --target T.gguf --draft D.gguf --draft ALIGNED
+    python benchmarks/drafters_humaneval.py HumanEval.jsonl.gz --target T.gguf --draft D.gguf --head HEAD
 
 The target answers --limit problems greedily, once (kept in --answers); a pass over its answers says exactly what a
-chain of each draft model would serve (`specjax.training.served`). Of --timed problems all sides are decoded in
-turns, after a first time that compiles: plain seconds over a draft's, the prompt's included, median of --repeats and of
-problems.
+chain of each draft model or head would serve (`specjax.training.served`). Of --timed problems all sides are decoded in
+turns, after a first time that compiles: plain seconds over a drafter's, the prompt's included, median of --repeats and
+of problems. `auto` is timed too, alone and with each head.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import json
 import statistics
@@ -22,6 +23,7 @@ from shipped_head import padded
 
 import specjax
 from specjax.training import Text, served
+from specjax.training.learners import learner_of
 
 
 def answered(args: argparse.Namespace, target: specjax.Target, tokenizer, prompts: list[list[int]]) -> list[Text]:
@@ -39,11 +41,33 @@ def answered(args: argparse.Namespace, target: specjax.Target, tokenizer, prompt
     return found
 
 
+def _depths(pupil, most: int) -> int:
+    """Of its chain."""
+    return most if isinstance(pupil, specjax.Target) else min(most, learner_of(pupil).deepest or most)
+
+
+def _drafters(args: argparse.Namespace, target: specjax.Target, drafts: dict, heads: dict) -> dict:
+    """By what is printed."""
+    sides = {name: specjax.drafters.two_model(draft, args.num_tokens) for name, draft in drafts.items()}
+    if args.draft_stop:
+        stop = specjax.trees.stops.parse(args.draft_stop)
+        for name, draft in drafts.items():
+            sides[f"{name}, {args.draft_stop}"] = specjax.drafters.two_model(draft, args.num_tokens, stop=stop)
+    auto = functools.partial(specjax.drafters.auto, target.model.vocab_size, dtype=args.dtype)
+    sides["auto"] = auto()
+    for name, head in heads.items():
+        sides[name] = specjax.make_drafter(head.head.kind, target, head, num_tokens=_depths(head, args.num_tokens))
+        sides[f"auto with {name}"] = auto(head=head)
+    return sides
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("problems")
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True, action="append", help="may be given several times")
+    parser.add_argument("--draft", default=[], action="append", help="a model; may be given several times")
+    parser.add_argument("--draft-stop", help="such as confidence:0.4: the draft models with it too")
+    parser.add_argument("--head", default=[], action="append", help="of the target; may be given several times")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--limit", type=int, default=40, help="problems of which tokens per pass are counted")
     parser.add_argument("--timed", type=int, default=4, help="problems that are decoded by all")
@@ -58,18 +82,18 @@ def main() -> None:
     prompts = [tokenizer.chat("Complete this Python function.\n```python\n" + text + "```") for text in problems]
     texts = answered(args, target, tokenizer, prompts)
     drafts = {name: specjax.load(name, dtype=args.dtype)[0] for name in args.draft}
+    heads = {name: specjax.load_head(name, target) for name in args.head}
     length = max(len(text.tokens) for text in texts)
-    for name, draft in drafts.items():
-        found = served(target, draft, texts, depths=args.num_tokens, rows=4, length=length)
+    for name, pupil in (drafts | heads).items():
+        depths = _depths(pupil, args.num_tokens)
+        found = served(target, pupil, texts, depths=depths, rows=4, length=length)
         print(
-            f"{name}: {found.per_pass:.3f} tokens per pass of a chain of {args.num_tokens}, first draft right "
+            f"{name}: {found.per_pass:.3f} tokens per pass of a chain of {depths}, first draft right "
             f"at {found.first:.1%}, {len(texts)} problems, {found.tokens} tokens",
             flush=True,
         )
-    sides = {
-        "plain": specjax.drafters.autoregressive(),
-        **{name: specjax.drafters.two_model(draft, args.num_tokens) for name, draft in drafts.items()},
-    }
+    drafters = _drafters(args, target, drafts, heads)
+    sides = {"plain": specjax.drafters.autoregressive(), **drafters}
 
     def run(name, prompt):
         start = time.perf_counter()
@@ -84,8 +108,8 @@ def main() -> None:
         jax.block_until_ready(result.tokens)
         return result, time.perf_counter() - start
 
-    ratios: dict[str, list[float]] = {name: [] for name in drafts}
-    tokens, passes, equal = (dict.fromkeys(drafts, 0) for _ in range(3))
+    ratios: dict[str, list[float]] = {name: [] for name in drafters}
+    tokens, passes, equal = (dict.fromkeys(drafters, 0) for _ in range(3))
     for i, prompt in enumerate(prompts[: args.timed]):
         times: dict[str, list[float]] = {name: [] for name in sides}
         if i == 0:
@@ -97,17 +121,17 @@ def main() -> None:
                 results[name], seconds = run(name, prompt)
                 times[name].append(seconds)
         median = {name: statistics.median(of) for name, of in times.items()}
-        for name in drafts:
+        for name in drafters:
             tokens[name] += int(results[name].lengths[0])
             passes[name] += int(results[name].stats.target_passes[0])
             equal[name] += results[name].to_lists() == results["plain"].to_lists()
             ratios[name].append(median["plain"] / median[name])
         print(f"problem {i}:", ", ".join(f"{seconds:.1f} s {name}" for name, seconds in median.items()), flush=True)
-    for name in drafts if args.timed else ():
+    for name in drafters if args.timed else ():
         print(
             json.dumps(
                 {
-                    "draft": name,
+                    "drafter": name,
                     "problems": args.timed,
                     "block_efficiency": tokens[name] / passes[name],
                     "median_speedup": statistics.median(ratios[name]),
