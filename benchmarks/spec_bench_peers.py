@@ -33,30 +33,39 @@ from rich.table import Table
 from shipped_head import padded
 
 import specjax
+from specjax import controllers
 from specjax.cli.bench import first_per_task
 from specjax.cli.prompts import read
+from specjax.costs import of_draft
 from specjax.models.loading.writing import save_model
 
+STOP = "confidence:0.4"
+"""Where draft models end a draft too: the rule and number of transformers."""
 Decoded = tuple[list[int], int]
 Side = Callable[[list[int], int], Decoded]  # (prompt, max_new_tokens) -> the text's tokens, passes of the target
 
 
 def with_specjax(args: argparse.Namespace, eos, target, draft) -> dict[str, Side]:
     head = specjax.load_head(args.head, target) if args.head else None
-    names = ["prompt_lookup"] + ["two_model"] * bool(draft) + ["eagle3"] * bool(head)
-    drafters = {
-        "plain": specjax.drafters.autoregressive(),
-        "auto": specjax.make_drafter("auto", target),
-        **({"auto, head": specjax.make_drafter("auto", target, head)} if head else {}),
-        **{name: specjax.make_drafter(name, target, head if name == "eagle3" else draft) for name in names},
-    }
+    made = lambda name, *draft, **options: (specjax.make_drafter(name, target, *draft, **options), None)
+    sides = {
+        "plain": (specjax.drafters.autoregressive(), None), "auto": made("auto"), "prompt_lookup": made("prompt_lookup")
+    }  # fmt: skip
+    if head:
+        sides |= {"auto, head": made("auto", head), "eagle3": made("eagle3", head)}
+    if draft:
+        stop = specjax.trees.stops.parse(STOP)
+        goodput = controllers.goodput(dtype=args.dtype, draft_cost=of_draft(target, draft))
+        sides["two_model"] = made("two_model", draft)
+        sides[f"two_model, {STOP}"] = made("two_model", draft, num_tokens=7, stop=stop)
+        sides["two_model, goodput"] = made("two_model", draft, num_tokens=7)[0], goodput
 
-    def run(drafter, prompt, count):
-        options = {"key": jax.random.key(0), "max_new_tokens": count, "eos": eos}
+    def run(drafter, controller, prompt, count):
+        options = {"key": jax.random.key(0), "max_new_tokens": count, "eos": eos, "controller": controller}
         result = specjax.decode(target, drafter, padded(prompt), **options)
         return result.to_lists()[0], int(result.stats.target_passes.sum())
 
-    return {name: lambda *given, drafter=drafter: run(drafter, *given) for name, drafter in drafters.items()}
+    return {name: lambda *given, made=made: run(*made, *given) for name, made in sides.items()}
 
 
 def with_transformers(args: argparse.Namespace, eos, target, draft) -> dict[str, Side]:
@@ -144,6 +153,7 @@ def measure(package: str, args: argparse.Namespace) -> list[dict]:
     draft = specjax.load(args.draft, dtype=args.dtype)[0] if args.draft else None
     chosen = first_per_task(read(args.prompts, "prompts")[0], 0, args.limit)
     sides = PACKAGES[package](args, tokenizer.eos, target, draft)
+    sides = {name: side for name, side in sides.items() if name == "plain" or args.only in name}
     found: list[dict] = []
     for line in chosen:
         prompt = list(tokenizer.chat(line.text))[-args.longest :]
@@ -217,6 +227,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, help="a smaller model: two_model, and assisted decoding")
     parser.add_argument("--head", help="specjax: auto and eagle3 with it")
     parser.add_argument("--packages", nargs="+", choices=PACKAGES, default=list(PACKAGES))
+    parser.add_argument("--only", default="", help="sides with this in their names, beside plain decoding")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--limit", type=int, default=2, help="prompts of each task")
     parser.add_argument("--max-new-tokens", type=int, default=96)

@@ -76,11 +76,12 @@ class DecoderConfig:
         )
 
     def of_head(self: C, num_layers: int = 1, **changes) -> C:
-        """Of layers like these for a drafting head: each sublayer behind its norm, all layers alike, unstacked."""
+        """Of layers like these for a drafting head: each sublayer behind its norm, all layers alike, unstacked, and no more
+        than the files of heads can say."""
         mixed = self.is_global is not None
         alike = {
-            "norms": "before", "qk_norm_of": "head", "is_global": None, "local_rope_base": None,
-            "window": None if mixed else self.window,
+            "norms": "before", "qk_norm_of": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
+            "attention_softcap": None, "window": None if mixed else self.window,
         }  # fmt: skip
         plain = {"stacked": False, "cache_dtype": None, "same_bits": False}
         return dataclasses.replace(self, num_layers=num_layers, **(alike | plain | changes))

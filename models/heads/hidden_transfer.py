@@ -129,6 +129,11 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 3, behind: int | None = None, **changes) -> HiddenTransferConfig:
-    """Transfers for a target: all behind one layer, by default three quarters of its way up."""
+    """Transfers for a target: all behind one layer, by default three quarters of its way up.
+
+    Raises: UsageError for a layer that the target has not.
+    """
     layer = 3 * target.num_layers // 4 if behind is None else behind
+    if not 0 <= layer <= target.num_layers:
+        raise UsageError(f"behind must be from 0 to {target.num_layers}, the target's layers, not {layer}")
     return HiddenTransferConfig(target.width, (layer,) * num_heads, **{"dtype": target.dtype} | changes)

@@ -154,7 +154,13 @@ def kangaroo_head(config: KangarooConfig) -> Head:
     )
 
 
-def of_target(target: LlamaConfig, *, exit_layer: int = 2, **changes) -> KangarooConfig:
-    """The shapes that the authors train for a target: attention like its own."""
+def of_target(target: LlamaConfig, *, exit_layer: int | None = None, **changes) -> KangarooConfig:
+    """The shapes that the authors train for a target: attention like its own, behind its second layer.
+
+    Raises: UsageError for a layer that the target has not.
+    """
+    exit_layer = min(2, target.num_layers) if exit_layer is None else exit_layer
+    if not 1 <= exit_layer <= target.num_layers:
+        raise UsageError(f"exit_layer must be from 1 to {target.num_layers}, the target's layers, not {exit_layer}")
     layer = target.of_head(**changes)
     return KangarooConfig(layer, exit_layer)

@@ -264,6 +264,7 @@ def train(
     o.require(states is None or keep_states is not None, "--states is where --keep-states GIB keeps them; give both")
     o.require(patience is None or patience >= 0, f"--patience must be at least 0, not {patience}")
     o.require(temperature >= 0, f"--temperature must be 0 or more, not {temperature}")
+    o.require(seed >= 0, f"--seed must be 0 or more, not {seed}")
     o.require(
         not texts or not temperature, "--temperature is of answers, and --texts are learnt as they are; leave it out"
     )
@@ -415,7 +416,7 @@ def _budgets(written: str | None) -> tuple[int, ...]:
     if written is None:
         return ()
     parts = [part.strip() for part in written.split(",")]
-    good = all(part.isdigit() and int(part) > 0 for part in parts)
+    good = all(part.isdecimal() and int(part) > 0 for part in parts)
     sizes = tuple(sorted({int(part) for part in parts})) if good else ()
     o.require(
         len(sizes) >= 3, f"--budgets needs at least 3 different numbers above 0, such as 20000,40000,80000: {written}"

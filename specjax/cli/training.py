@@ -248,7 +248,7 @@ class Run:
         """The head of the largest budget, how it came, its texts, and the law of all."""
         from specjax.training.scaling import fit
 
-        total = int(np.cumsum([len(text.tokens) - text.answer for text in texts])[-1])
+        total = sum(len(text.tokens) - text.answer for text in texts)
         if self.budgets[-1] > total:
             raise UsageError(
                 f"--budgets: the answers have {total} tokens, fewer than {self.budgets[-1]}; give more --prompts, or "

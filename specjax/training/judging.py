@@ -27,6 +27,7 @@ from specjax.errors import UsageError
 from specjax.training.lessons import Lesson, Text, pack
 from specjax.training.rounds import one_pass
 from specjax.types import Array, Target
+from specjax.verifiers.lossy.judge import log_odds_of
 
 
 class Judged(NamedTuple):
@@ -61,7 +62,12 @@ def labels_of(judged: Judged, after: Literal["drop", "wrong"] = "drop") -> np.nd
 def examples(
     target: Target, judged: Sequence[Judged], *, rows: int, length: int, after: Literal["drop", "wrong"] = "drop"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(float32[N, D], int8[N]): features and labels of all tokens that count. Texts are cut at `length`."""
+    """(float32[N, D], int8[N]): features and labels of all tokens that count. Texts are cut at `length`.
+
+    Raises: UsageError without texts.
+    """
+    if not judged:
+        raise UsageError("a judge learns from answers of which the first wrong token is known, and there are none")
     features, labels = [], []
     lessons = pack([one.text for one in judged], rows, length, alone=True)
     for i, lesson in enumerate(lessons):
@@ -87,9 +93,14 @@ def loss_of(params: tuple[Array, Array], features: Array, labels: Array, share: 
 
 
 def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, steps: int = 200) -> Judge:
-    """The head of features float32[N, D] and labels int8[N]. Raises: UsageError for labels of one kind only."""
+    """The head of features float32[N, D] and labels int8[N]. Raises: UsageError for labels that are not 0 and 1, or of
+    one kind only."""
+    labels = np.asarray(labels)
+    if not np.isin(labels, (0, 1)).all():
+        raise UsageError("labels are 1 of right tokens and 0 of wrong ones; leave out what is not counted")
+    labels = labels.astype(np.int8)
     counts = np.bincount(labels, minlength=2)
-    if len(counts) > 2 or not counts.all():
+    if not counts.all():
         raise UsageError(f"a judge learns from right and wrong tokens, and these are {counts[1]} and {counts[0]}")
     features = np.asarray(features, np.float32)
     mean, scale = features.mean(0), np.maximum(features.std(0), 1e-6)
@@ -123,9 +134,12 @@ SURE = 16.0
 def threshold_for(odds: np.ndarray, labels: np.ndarray, *, wrong: float = 0.02) -> float:
     """The lowest chance above which at most a share of the wrong tokens is accepted, of texts never trained on.
 
-    Raises: UsageError without wrong tokens, or for a judge so sure of them that its chance is 1 in float32.
+    Raises: UsageError for no share, without wrong tokens, or for a judge so sure of them that no chance below 1 in
+      float32 tells them.
     """
-    bad = np.sort(odds[labels == 0])[::-1]
+    if not 0 <= wrong <= 1:
+        raise UsageError(f"wrong must be a share from 0 to 1, not {wrong}")
+    bad = np.sort(np.asarray(odds, np.float32)[np.asarray(labels) == 0])[::-1]
     if not len(bad):
         raise UsageError("a threshold is chosen by wrong tokens, and there are none; hold some wrong answers out")
     most = int(wrong * len(bad))
@@ -136,4 +150,10 @@ def threshold_for(odds: np.ndarray, labels: np.ndarray, *, wrong: float = 0.02) 
             f"the judge is so sure of wrong tokens (log-odds {bad[most]:.0f}) that no chance below 1 tells them; train "
             "it with a larger l2, or on more texts"
         )
-    return float(1 / (1 + np.exp(-bad[most])))
+    chance = max(np.float32(jax.nn.sigmoid(bad[most])), np.finfo(np.float32).tiny)
+    while _served(chance) < bad[most]:  # the rule reads float32, whose log-odds are wide apart where they are high
+        chance = np.nextafter(chance, np.float32(1))
+    return float(chance)
+
+
+_served = jax.jit(log_odds_of)

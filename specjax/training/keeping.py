@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from specjax.errors import UsageError
 from specjax.parallel.checkpoint import restore, save
@@ -31,6 +32,14 @@ class Reached(NamedTuple):
     since_best: int = 0  # measurements since that were no better
 
 
+def plain(about: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back: lists for tuples, numbers for NumPy's. Raises: UsageError for what it cannot hold."""
+    try:
+        return json.loads(json.dumps(dict(about), default=lambda value: np.asarray(value).tolist(), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"what a run is known by must be plain values ({error})") from error
+
+
 def found(folder: Path, about: Mapping[str, Any]) -> Reached:
     """Where the run of a folder stands, which is made, if it has this in common with ours.
 
@@ -42,7 +51,7 @@ def found(folder: Path, about: Mapping[str, Any]) -> Reached:
         if not known.exists():
             return Reached()
         run = json.loads(known.read_text(encoding="utf-8"))
-        others = [name for name, value in about.items() if run["about"].get(name) != value]
+        others = [name for name, value in plain(about).items() if run["about"].get(name) != value]
         reached = Reached(**run["reached"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder} cannot hold a run ({error}); give another folder") from error
@@ -66,7 +75,7 @@ class Kept:
         Raises: UsageError for the folder of another run.
         """
         self.folder = None if folder is None else Path(folder)
-        self.pupil, self.state, self.about = pupil, state, dict(about)
+        self.pupil, self.state, self.about = pupil, state, plain(about)
         self.best: Pupil | None = None
         self.reached = Reached()
         if self.folder is not None:

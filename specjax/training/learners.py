@@ -105,7 +105,7 @@ def of_stopping(model: Model, rejections: float, kept: float) -> Learner:
     def leading(params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
         raise UsageError("a head that says when to stop drafts nothing to be measured; hold no texts out")
 
-    return Learner("specdec++", model.config, None, loss, leading)
+    return Learner("specdec++", (model.config, rejections, kept), None, loss, leading)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.adaptive.descent import descend, one_pass
 from specjax.errors import UsageError
@@ -69,6 +70,11 @@ def train_lud(
     key = threefry(key)
     if not 0 <= pad_token < target.model.vocab_size:
         raise UsageError(f"pad_token must be a token of the model, below {target.model.vocab_size}, not {pad_token}")
+    check_whole("steps", steps)
+    if not 0 <= threshold <= 1:
+        raise UsageError(f"threshold must be from 0 to 1, not {threshold}")
+    if not np.any(np.asarray(length) > 1):
+        raise UsageError("no text has two tokens, so there is nothing to learn; give longer ones")
     starts = by_confidence(told(target, tokens)[0], longest=slots + 1, threshold=threshold)
     arguments = target.model, pad_token, steps, learning_rate
     params, found = _train(*arguments, target.params, tokens, length, starts, key)

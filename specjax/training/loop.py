@@ -17,14 +17,15 @@ from jax.sharding import Mesh, NamedSharding
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.parallel import place, shard_head
-from specjax.parallel.fingerprint import digest, of_model
+from specjax.parallel.fingerprint import describe, digest, of_model, of_weights
+from specjax.ranges import check_whole
 from specjax.training.keeping import Kept
 from specjax.training.learners import Learner, Pupil, learner_of
 from specjax.training.lessons import Lesson, Text, choose_places, numbered, pack, places_that_count
 from specjax.training.objective import Report
-from specjax.training.optimizers import joined, optimizer_of, split
+from specjax.training.optimizers import check_frozen, joined, optimizer_of, split
 from specjax.training.readings import Shelf
-from specjax.training.recipes import Recipe, check, recipe_of
+from specjax.training.recipes import RECIPES, Recipe, check, recipe_of
 from specjax.training.rounds import Reading
 from specjax.training.served import Served, on_devices, served
 from specjax.types import Array, PyTree, Target
@@ -124,7 +125,7 @@ def as_served(pupil: Pupil, state: State, rest: PyTree) -> Any:
 
 def fingerprint(texts: Sequence[Text]) -> str:
     """Of the texts, in their order."""
-    return digest([(text.answer, *map(int, text.tokens)) for text in texts])
+    return digest([(int(text.answer), *map(int, text.tokens)) for text in texts])
 
 
 class Progress(NamedTuple):
@@ -187,14 +188,20 @@ def scheduled(
     return Schedule(made, -(-most // multiple) * multiple, columns)
 
 
+def _check_tokens(target: Target | None, texts: Sequence[Text]) -> None:
+    """Raises: UsageError for tokens that the target has not."""
+    if target is None:
+        return
+    count = target.model.vocab_size
+    for text in texts:
+        if len(text.tokens) and not 0 <= min(text.tokens) <= max(text.tokens) < count:
+            raise UsageError(f"the texts have tokens that the target has not, whose ids are from 0 to {count - 1}")
+
+
 def _check_rows(
-    target: Target | None, held_out: Sequence[Text], rows: int, length: int, mesh: Mesh | None, **counts: int | None
+    target: Target | None, held_out: Sequence[Text], rows: int, length: int, mesh: Mesh | None
 ) -> None:
-    """Raises: UsageError for texts of which nothing can be measured, counts below 1, and rows that the mesh does not
-    divide."""
-    for name, count in {"rows": rows, "length": length, **counts}.items():
-        if count is not None and count < 1:
-            raise UsageError(f"{name} must be at least 1, not {count}")
+    """Raises: UsageError for texts of which nothing can be measured, and rows that the mesh does not divide."""
     if target is None and held_out:
         raise UsageError("tokens per pass of texts held out are those of a target; give it, or hold none out")
     if held_out and not any(places_that_count(lesson).any() for lesson in pack(held_out, rows, length)):
@@ -216,6 +223,8 @@ def beginning(
     params: of what is trained, or their shapes.
     Raises: UsageError for a recipe that trains nothing, or a chain longer than what is trained drafts.
     """
+    known = RECIPES.get(learner.kind)  # names that only some heads of a kind have
+    check_frozen(params, [name for name in recipe.frozen if known is None or name not in known.frozen])
     trained, _ = split(params, recipe.frozen)
     if not jax.tree.leaves(trained):
         raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
@@ -279,10 +288,16 @@ def train(
     recipe = recipe or recipe_of(learner.kind)
     check(recipe)
     mesh = None if target is None else target.model.mesh
-    _check_rows(
-        target, held_out, rows, length, mesh, epochs=epochs, places=places, chunk=chunk, num_tokens=num_tokens,
-        evaluate_every=evaluate_every,
-    )  # fmt: skip
+    counts = {
+        "rows": rows, "length": length, "epochs": epochs, "places": places, "chunk": chunk, "num_tokens": num_tokens,
+        "evaluate_every": evaluate_every,
+    }  # fmt: skip
+    for name, count in counts.items():
+        check_whole(name, count)
+    for name, count in (("seed", seed), ("patience", patience)):
+        check_whole(name, count, least=0)
+    _check_tokens(target, [*texts, *held_out])
+    _check_rows(target, held_out, rows, length, mesh)
     known = beginning(
         target, learner, pupil.params, recipe, epochs=epochs, chunk=chunk, num_tokens=num_tokens, seed=seed,
         readings=readings is not None, about=about,
@@ -301,7 +316,7 @@ def train(
         state = _as_a_step_leaves_it(state, mesh)
     of_texts = {
         "texts": fingerprint(texts), "held_out": fingerprint(held_out), "shape": [rows, length, schedule.places],
-        "data": data and repr(data),
+        "data": data and digest(describe(data)), "frozen parameters": of_weights(rest),
     }  # fmt: skip
     kept, depths = Kept(folder, pupil, state, known | of_texts), known["num_tokens"]
     stored = None if readings is None else readings.read(target, learner, texts, rows, length)

@@ -81,10 +81,15 @@ def jensen_shannon(draft: Array, teacher: Array | None, label: Array, weight: Ar
     return beta * _expected(p, log_p - log_m) + (1 - beta) * jnp.sum(q * (log_q - log_m), -1)
 
 
+def _is_larger(log_p: Array, log_q: Array) -> Array:
+    """bool[..., v]: g."""
+    return jax.lax.stop_gradient(log_p > log_q + TIE)
+
+
 def _larger(draft: Array, teacher: Array | None) -> tuple[Array, Array, Array]:
     """(p, q, g)."""
     log_p, log_q = _log_p(teacher), _log_q(draft)
-    return jnp.exp(log_p), jnp.exp(log_q), jax.lax.stop_gradient((log_p > log_q + TIE).astype(jnp.float32))
+    return jnp.exp(log_p), jnp.exp(log_q), _is_larger(log_p, log_q).astype(jnp.float32)
 
 
 def total_variation(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
@@ -94,8 +99,10 @@ def total_variation(draft: Array, teacher: Array | None, label: Array, weight: A
 
 
 def negative_log_acceptance(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
-    """-log sum(min(p, q)): TV with its gradient made large where little is accepted."""
-    return -jnp.log(jnp.maximum(1 - total_variation(draft, teacher, label, weight), 1e-6))
+    """-log sum(min(p, q)): TV with its gradient made large where little is accepted. By logarithms, else it would be
+    gone where next to nothing is."""
+    log_p, log_q = _log_p(teacher), _log_q(draft)
+    return -jax.nn.logsumexp(jnp.where(_is_larger(log_p, log_q), log_q, log_p), -1)
 
 
 def normalised_variation(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
@@ -139,9 +146,15 @@ def smooth_l1(said: Array, feature: Array) -> Array:
     return jnp.mean(jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5), -1)
 
 
+def _inside(chance: Array) -> Array:
+    """Of which logarithms are finite, with the gradient of the chance itself: what is surest and wrong has most to
+    learn."""
+    return chance + jax.lax.stop_gradient(jnp.clip(chance, 1e-30, 1 - 2**-24) - chance)
+
+
 def binary_cross_entropy(chance: Array, happened: Array) -> Array:
     """float32[...]: of how likely something was held and how often it happened."""
-    chance = jnp.clip(chance, 1e-6, 1 - 1e-6)
+    chance = _inside(chance)
     return -happened * jnp.log(chance) - (1 - happened) * jnp.log1p(-chance)
 
 
@@ -150,7 +163,7 @@ def acceptance_weighted(chance: Array, accepted: Array, rejections: float = 6.0)
 
     chance: how likely a draft was held to be accepted. accepted: min(1, p / q) of it.
     """
-    chance = jnp.clip(chance, 1e-6, 1 - 1e-6)
+    chance = _inside(chance)
     loss = -rejections * (1 - accepted) * jnp.log1p(-chance) - accepted * jnp.log(chance)
     return loss, rejections * (1 - accepted) + accepted
 

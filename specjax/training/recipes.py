@@ -79,10 +79,12 @@ def check(recipe: Recipe) -> None:
             raise UsageError(f'{name} must be {" or ".join(choices)}, not "{getattr(recipe, name)}"')
     if recipe.depths < 1:
         raise UsageError(f"a round drafts at least 1 token, not {recipe.depths}")
-    shares = {"decay": recipe.decay, "warmup": recipe.warmup, "beta_1": recipe.betas[0], "beta_2": recipe.betas[1]}
-    for name, share in shares.items():
+    for name, share in (("decay", recipe.decay), ("warmup", recipe.warmup)):
         if not 0 <= share <= 1:
             raise UsageError(f"{name} must be from 0 to 1, not {share}")
+    for name, beta in zip(("beta_1", "beta_2"), recipe.betas, strict=True):
+        if not 0 <= beta < 1:  # at 1 the first step divides nothing by nothing
+            raise UsageError(f"{name} must be from 0 to 1, and below it, not {beta}")
     for name in ("features", "confidence", "noise", "tables", "weight_decay"):
         if not 0 <= getattr(recipe, name) < math.inf:
             raise UsageError(f"{name} must be 0 or more, not {getattr(recipe, name)}")

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.ranges import check_whole
 
 Form = Literal["log-linear", "log-log"]
 FORMS: tuple[Form, ...] = ("log-linear", "log-log")
@@ -69,9 +70,13 @@ def fit(
 ) -> Law:
     """The law of runs, of which several may have one budget (seeds); None: the form that predicts the largest better.
 
-    Raises: UsageError for fewer than 3 different budgets, or numbers that are not above 0.
+    Raises: UsageError for fewer than 3 different budgets, numbers that are not above 0, or an unknown form.
     """
     x, y = _points(budgets, values)
+    if form is not None and form not in FORMS:
+        raise UsageError(f'form must be {" or ".join(FORMS)}, not "{form}"')
+    check_whole("samples", samples)
+    check_whole("seed", seed, least=0)
     errors = {each: _error_at_last(each, x, y) for each in FORMS}
     chosen = min(FORMS, key=errors.__getitem__) if form is None else form
     t, z = np.log(x), _forth(chosen, y)
@@ -157,7 +162,7 @@ def choose(
       law: (tokens, parameters) -> tokens per pass. sizes: parameters of the drafts to choose from.
       verify: time of a pass of the target. draft: parameters -> time of one of the draft, `depth` of which a round has.
     """
-    if not len(sizes) or not compute > 0:
+    if not len(sizes) or not min(sizes) > 0 or not compute > 0:
         raise UsageError(f"give sizes of drafts and a compute above 0, not {list(sizes)} and {compute}")
 
     def of(size: float) -> Choice:

@@ -16,7 +16,7 @@ from specjax.errors import UsageError
 from specjax.models.bridge import has_repeated_heads
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import init_head
-from specjax.training.vocabulary import NAME, place_of
+from specjax.training.vocabulary import NAME, checked_ids, place_of
 from specjax.types import PyTree, Target
 
 LAYER = ("attention", "mlp", "attention_norm", "mlp_norm")
@@ -29,19 +29,23 @@ def new_head(
     """A head to be trained.
 
     Args:
-      ids: int64[size], ascending, what it is to draft if it has a vocabulary of its own.
+      ids: int64[size], ascending, what it is to draft if it has a vocabulary of its own; None: the lowest.
       random: leave the parameters as their initial distributions draw them; else the target's stand where they fit.
       other: parameters of another head, of any kind, which stand where they fit in place of these.
 
-    Raises: UsageError for a target over a mesh that repeats some of its heads, of which nothing would fit, or if
-      no matrix of `other` fits.
+    Raises: UsageError for ids that are not those of such a head, for a target over a mesh that repeats some of its
+      heads, of which nothing would fit, or if no matrix of `other` fits.
     """
     if not random:
         check_whole(target)
     head = init_head(kind, config, key)
     params = head.params
-    if ids is not None and NAME in params:
-        params = params | {NAME: {"place": place_of(ids, target.model.vocab_size)}}
+    if NAME in params:
+        size, vocab = int(jnp.max(params[NAME]["place"])), target.model.vocab_size
+        ids = np.arange(size) if ids is None else checked_ids(ids, size, vocab)
+        params = params | {NAME: {"place": place_of(ids, vocab)}}
+    else:
+        ids = None
     if not random:
         params = _from_target(params, config, target, ids)
     return DraftHead(head.head, params if other is None else _from_head(params, other))
@@ -66,11 +70,16 @@ def share_of(params: PyTree, other: PyTree) -> float:
     return sum(x.size for x in fits) / sum(x.size for x in jax.tree.leaves(params))
 
 
+OUTPUT = NAME, "head_down", "head"
+"""What belongs together: which tokens, and what says how likely they are."""
+
+
 def _taken(params: PyTree, other: PyTree) -> PyTree:
-    """Of another head all, or what it drafts not, which goes with its output."""
-    if jax.tree.map(jnp.shape, params.get("head")) == jax.tree.map(jnp.shape, other.get("head")):
+    """Of another head all, or all but its output where that does not fit as a whole."""
+    shapes = lambda of: jax.tree.map(jnp.shape, [of.get(name) for name in OUTPUT])
+    if shapes(params) == shapes(other):
         return other
-    return {name: part for name, part in other.items() if name != NAME}
+    return {name: part for name, part in other.items() if name not in OUTPUT}
 
 
 def check_whole(target: Target) -> None:
@@ -92,15 +101,15 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     if "norm" in params and "norm" in of_target:
         params["norm"] = _fitted(params["norm"], of_target["norm"])
     table = of_target.get("head") or of_target.get("embed")
-    if "head" in params and table is not None:
+    if table is not None:
         rows = table["weight"] if ids is None else table["weight"][jnp.asarray(ids)]
-        whole = {"head": {"weight": rows}}
-        found = _of_low_rank(rows, len(params["head_down"]["weight"])) if "head_down" in params else whole
-        params |= {name: _fitted(params[name], value) for name, value in found.items()}
+        params |= _outputs(params, rows)
     if "embed" in params and "embed" in of_target:
         params["embed"] = _fitted(params["embed"], of_target["embed"])
     if "attention" in params.get("first", {}):
         params["first"] = _joined_layer(params["first"], layers[-1], config.layer)
+    if "prefix" in params:
+        params["prefix"] = _layer(params["prefix"], layers[-1])
     for name in ("others", "stack", "layers"):
         if name in params:
             own = params[name]
@@ -112,6 +121,21 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     if "fc" in params:
         params["fc"] = _last_input(params["fc"])
     return params
+
+
+def _outputs(params: dict, rows: Any) -> dict:
+    """Those of a head which read what the target's own does, its rows: one, or one for each depth."""
+    found = {}
+    if "head" in params:
+        whole = {"head": {"weight": rows}}
+        of_all = _of_low_rank(rows, len(params["head_down"]["weight"])) if "head_down" in params else whole
+        found |= {name: _fitted(params[name], value) for name, value in of_all.items()}
+    if "branches" in params:  # Medusa's and Hydra's, whose new blocks add nothing to the feature
+        found["branches"] = {i: _fitted(one, {"head": {"weight": rows}}) for i, one in params["branches"].items()}
+    if "trigram" in params:  # Chimera's read the feature and what its layers say side by side
+        both = {"weight": jnp.concatenate([rows, rows], 1)}
+        found["heads"] = {i: _fitted(one, both) for i, one in params["heads"].items()}
+    return found
 
 
 def _of_low_rank(rows: Any, rank: int) -> dict:

@@ -41,6 +41,16 @@ def likeliest_ids(texts: Iterable[Text], size: int, vocab: int, needed: Iterable
     return np.sort(np.fromiter(order, np.int64)[:size])
 
 
+def checked_ids(ids: Any, size: int, vocab: int) -> np.ndarray:
+    """int64[size]: ids that a head drafts of so many. Raises: UsageError for others."""
+    found = np.asarray(ids)
+    if found.shape != (size,) or not np.issubdtype(found.dtype, np.integer):
+        raise UsageError(f"the head drafts {size} tokens, so ids must be as many whole numbers, not {found.shape}")
+    if not (np.all(np.diff(found) > 0) and 0 <= found[0] and found[-1] < vocab):
+        raise UsageError(f"ids must ascend, each from 0 to {vocab - 1}")
+    return found.astype(np.int64)
+
+
 def place_of(ids: np.ndarray, vocab: int) -> Any:
     """int32[V], as `DraftVocabulary` has it."""
     place = np.full(vocab, len(ids), np.int32)

@@ -146,3 +146,11 @@ def test_a_seed_will_do_and_half_a_step_will_not():
     for wrong in ({"steps": 1.5}, {"slots": 1.5}):
         with pytest.raises(UsageError, match=r"(steps|slots) must be a whole number of at least ., not 1\.5"):
             train_lud(tiny_llama(), *lesson(), **given | wrong)
+    tokens, length = lesson()
+    for wrong, length_of, words in (
+        ({"threshold": float("nan")}, length, "threshold must be from 0 to 1"),
+        ({"steps": 0}, length, "steps must be a whole number of at least 1"),
+        ({}, jnp.ones_like(length), "no text has two tokens"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            train_lud(tiny_llama(), tokens, length_of, **given | wrong)

@@ -9,6 +9,7 @@ import toy
 from specjax import UsageError
 from specjax.models.loading.deciding import read_judge, save_judge
 from specjax.training.judging import Judged, Text, examples, fit_judge, labels_of, loss_of, threshold_for
+from specjax.verifiers.lossy.judge import log_odds_of
 
 
 def separable(count=200, width=6, seed=0):
@@ -90,6 +91,32 @@ def test_a_threshold_lets_few_wrong_tokens_through():
     assert np.float32(threshold_for(np.array([16.0]), np.array([0]))) < 1
     with pytest.raises(UsageError, match="there are none"):
         threshold_for(odds, np.ones(1000))
+
+
+def test_no_more_wrong_tokens_pass_the_rule_than_were_allowed():
+    """By the rule's own float32, in which chances near 1 are far apart."""
+    rng = np.random.default_rng(0)
+    passed = jax.jit(lambda odds, threshold: jnp.mean(odds > log_odds_of(threshold)))
+    draws = [rng.normal(size=100) * scale for scale in (1, 3, 5) for _ in range(20)]
+    draws.append(np.r_[16, 15.99, 15.98, 15.97, 15.96, np.zeros(95)])
+    draws.append(np.full(100, -900.0))
+    for odds in draws:
+        odds = odds.astype(np.float32)
+        for wrong in (0.0, 0.1):
+            threshold = threshold_for(odds, np.zeros(100, int), wrong=wrong)
+            assert passed(odds, jnp.float32(threshold)) <= wrong
+    for wrong in (-0.1, 1.5, float("nan")):
+        with pytest.raises(UsageError, match="wrong must be a share from 0 to 1"):
+            threshold_for(draws[0], np.zeros(100, int), wrong=wrong)
+
+
+def test_labels_that_are_none_are_refused():
+    features, labels = separable()
+    with pytest.raises(UsageError, match="labels are 1 of right tokens and 0 of wrong ones"):
+        fit_judge(features, np.where(labels == 0, -1, labels))
+    np.testing.assert_array_equal(fit_judge(features, labels == 1).weight, fit_judge(features, labels.tolist()).weight)
+    with pytest.raises(UsageError, match="there are none"):
+        examples(None, [], rows=2, length=10)
 
 
 def test_it_is_read_back_by_what_serves_it(tmp_path):

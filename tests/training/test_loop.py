@@ -11,10 +11,12 @@ from training_runs import DEPTHS, NEW, head_of, recipe, target, texts
 
 import specjax
 from specjax.errors import UsageError
+from specjax.models.heads.kinds import KINDS
 from specjax.training.learners import learner_of
 from specjax.training.lessons import Text
 from specjax.training.loop import Plan, begin, scheduled, train, train_step
 from specjax.training.served import served
+from specjax.training.starts import new_head
 
 
 @pytest.mark.parametrize("kind", ["eagle3", exhaustive("medusa"), exhaustive("dflash"), exhaustive("hydra")])
@@ -145,11 +147,54 @@ def test_what_cannot_be_measured_or_trained_is_refused():
     with pytest.raises(UsageError, match="all parameters are frozen"):
         train(target(), head_of("ppd"), texts(), recipe=recipe("ppd", frozen=("prompts",)), rows=2, length=64)
     for name in ("rows", "length", "epochs", "places", "chunk", "num_tokens", "evaluate_every"):
-        with pytest.raises(UsageError, match=f"{name} must be at least 1, not 0"):
+        with pytest.raises(UsageError, match=f"{name} must be a whole number of at least 1, not 0"):
             train(target(), head_of("eagle3"), texts(), recipe=recipe(), **{"rows": 2, "length": 64, name: 0})
     deepest = learner_of(head_of("medusa")).deepest
     with pytest.raises(UsageError, match=f"a chain of {deepest + 1} tokens is more than the {deepest} that medusa"):
         train(target(), head_of("medusa"), texts(), rows=2, length=64, num_tokens=deepest + 1)
+
+
+def once(folder, **options):
+    return train(target(), head_of("eagle3"), texts(), recipe=recipe(), rows=2, length=64, folder=folder, **options)
+
+
+def test_a_run_with_another_vocabulary_is_another_run(tmp_path):
+    """Rows of an output that were trained for some ids say nothing of others."""
+    config = KINDS["eagle3"].of_target(target().model.config, draft_vocab_size=8)
+    of = lambda ids: new_head("eagle3", config, target(), jax.random.key(0), ids=ids)
+    run = lambda head: train(target(), head, texts(), recipe=recipe(), rows=2, length=64, folder=tmp_path)
+    run(of(np.arange(8)))
+    with pytest.raises(UsageError, match="holds a run with other frozen parameters"):
+        run(of(np.arange(8, 16)))
+
+
+def test_a_run_is_known_by_values_that_a_file_can_hold(tmp_path):
+    """Functions by their names, numbers of NumPy as numbers, and tuples as lists."""
+    same = lambda: lambda step, steps, lesson, pupil: lesson
+    options = {"seed": np.int64(1), "epochs": np.int32(1), "about": {"ids": (1, np.int64(2)), "rate": np.float32(0.5)}}
+    first = once(tmp_path, data=same(), **options)
+    again = once(tmp_path, data=same(), **options, listen=lambda progress: pytest.fail("it had ended"))
+    jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
+    with pytest.raises(UsageError, match="holds a run with other data"):
+        once(tmp_path, data=lambda step, steps, lesson, pupil: lesson, **options)
+    with pytest.raises(UsageError, match="must be plain values"):
+        once(tmp_path / "other", about={"rate": float("nan")})
+
+
+def test_settings_that_mean_nothing_are_refused(tmp_path):
+    for options, words in (
+        ({"seed": -1}, "seed must be a whole number of at least 0, not -1"),
+        ({"patience": -1}, "patience must be a whole number of at least 0"),
+        ({"evaluate_every": 2.5}, "evaluate_every must be a whole number"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            once(None, **options)
+    with pytest.raises(UsageError, match='no parameter is named "headz"'):
+        train(target(), head_of("eagle3"), texts(), recipe=recipe(frozen=("headz",)), rows=2, length=64)
+    count = target().model.vocab_size
+    for token in (-1, count):
+        with pytest.raises(UsageError, match=f"whose ids are from 0 to {count - 1}"):
+            train(target(), head_of("eagle3"), [Text((1, token, 3), 1)], recipe=recipe(), rows=2, length=64)
 
 
 def test_texts_without_answers_are_refused():

@@ -185,6 +185,18 @@ def test_binary_cross_entropy_is_least_at_how_often_it_happens():
     assert np.isfinite(losses.binary_cross_entropy(jnp.array([0.0, 1.0]), jnp.array([1.0, 0.0]))).all()
 
 
+def test_what_is_surest_and_wrong_has_most_to_learn():
+    """A draft 20 nats from the target, whose acceptance float32 has as 0, learns as fast as by the divergence."""
+    teacher, draft = jnp.array([[30.0, 0.0]]), jnp.array([[0.0, 20.0]])
+    slope = jax.grad(lambda z: losses.negative_log_acceptance(z, teacher, jnp.array([0]), ONE)[0])(draft)
+    np.testing.assert_allclose(slope, [[-1.0, 1.0]], atol=1e-4)
+    for loss in (
+        lambda chance: losses.binary_cross_entropy(chance, 1.0), lambda chance: losses.acceptance_weighted(chance, 1.0)[0]
+    ):  # fmt: skip
+        for odds in (-13.0, -20.0, -60.0):
+            assert jax.grad(lambda x: loss(jax.nn.sigmoid(x)))(odds) == pytest.approx(-1, abs=1e-4)  # noqa: B023
+
+
 def test_parts_add_up():
     both = losses.combined((("ce", 0.1), ("tv", 0.9)))
     apart = 0.1 * LOSSES["ce"](DRAFT, None, LABEL, WEIGHT) + 0.9 * LOSSES["tv"](DRAFT, TEACHER, LABEL, WEIGHT)

@@ -57,7 +57,8 @@ def test_another_optimizer_has_its_own_learning_rate():
     [
         ({"losses": ()}, "losses with shares above 0"), ({"losses": (("ce", -1.0),)}, "losses with shares above 0"),
         ({"decay": float("nan")}, "decay must be from 0 to 1"), ({"warmup": 2.0}, "warmup must be from 0 to 1"),
-        ({"betas": (2, 0.9)}, "beta_1 must be from 0 to 1"), ({"clip": -1.0}, "clip must be above 0"),
+        ({"betas": (2, 0.9)}, "beta_1 must be from 0 to 1"),
+        ({"betas": (0.9, 1.0)}, "beta_2 must be from 0 to 1, and below it"), ({"clip": -1.0}, "clip must be above 0"),
         ({"weight_decay": -0.1}, "weight_decay must be 0 or more"), ({"depths": 0}, "drafts at least 1 token"),
     ],
 )  # fmt: skip

@@ -100,3 +100,14 @@ def test_the_best_of_a_budget_is_that_of_the_grid():
 def test_runs_that_say_nothing_are_refused(budgets, values, words):
     with pytest.raises(UsageError, match=words):
         fit(budgets, values)
+
+
+def test_settings_that_mean_nothing_are_refused():
+    for options, words in (
+        ({"form": "loglog"}, "form must be log-linear or log-log"), ({"samples": 0}, "samples must be a whole number"),
+        ({"seed": -1}, "seed must be a whole number of at least 0"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            fit([1, 2, 3], [1, 2, 3], **options)
+    with pytest.raises(UsageError, match="give sizes of drafts"):
+        choose(lambda tokens, size: 2.0, [0], 1e9, verify=1.0, draft=lambda size: 0.1, depth=3)

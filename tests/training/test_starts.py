@@ -72,3 +72,65 @@ def test_a_head_of_which_nothing_fits_is_refused():
     other = {"norm": other["norm"]}  # which has one width in all
     with pytest.raises(UsageError, match="no matrix of the head that it is to begin with"):
         new_head("eagle3", config, target, jax.random.key(1), other=other)
+
+
+def rows_of(target, ids=None):
+    table = target.params.get("head", target.params["embed"])["weight"]
+    return table if ids is None else table[ids]
+
+
+@pytest.mark.parametrize(("kind", "size"), [("medusa", 0), ("medusa", 8), ("hydra", 0), ("chimera", 0)])
+def test_outputs_for_each_depth_begin_as_the_targets_too(kind, size):
+    """As the authors of Medusa, Hydra and Chimera have it."""
+    target = toy.tiny_llama(layers=3)
+    config = KINDS[kind].of_target(target.model.config, **({"draft_vocab_size": size} if size else {}))
+    ids = np.arange(4, 4 + size) if size else None
+    params, rows = new_head(kind, config, target, jax.random.key(0), ids=ids).params, rows_of(target, ids)
+    if kind == "chimera":
+        outputs, rows = params["heads"], jnp.concatenate([rows, rows], 1)
+    else:
+        outputs = {i: branch["head"] for i, branch in params["branches"].items()}
+    assert len(outputs) > 1
+    for output in outputs.values():
+        np.testing.assert_array_equal(output["weight"], rows)
+
+
+def test_the_prefix_layer_of_hydra_begins_as_the_targets_last():
+    target = toy.tiny_llama(layers=3)
+    config = KINDS["hydra"].of_target(target.model.config)
+    prefix, random = (
+        new_head("hydra", config, target, jax.random.key(0), random=random).params["prefix"] for random in (False, True)
+    )
+    last = target.params["layers"][2]
+    jax.tree.map(np.testing.assert_array_equal, prefix["attention"], last["attention"])
+    assert not np.array_equal(prefix["attention"]["o"]["weight"], random["attention"]["o"]["weight"])
+
+
+def test_an_output_of_low_rank_is_taken_as_a_whole_or_not_at_all():
+    """Half of another head's and half of the target's would say nothing."""
+    target, config, _ = of_head("eagle3", head_rank=8, draft_vocab_size=16)
+    _, _, other = of_head("eagle3", seed=2, head_rank=8, draft_vocab_size=12)
+    begin = lambda **options: new_head("eagle3", config, target, jax.random.key(1), ids=np.arange(16), **options).params
+    begun, mine = begin(other=other), begin()
+    for name in ("head", "head_down", "vocabulary"):
+        jax.tree.map(np.testing.assert_array_equal, begun[name], mine[name])
+
+
+def test_a_vocabulary_of_its_own_is_the_lowest_ids_or_those_given():
+    target, config, _ = of_head("eagle3", draft_vocab_size=8)
+    begun = new_head("eagle3", config, target, jax.random.key(1)).params
+    np.testing.assert_array_equal(begun["head"]["weight"], rows_of(target, np.arange(8)))
+    count = target.model.vocab_size
+    for ids, words in (
+        (np.arange(6), "drafts 8 tokens, so ids must be as many"), (np.arange(8.0), "must be as many whole numbers"),
+        (np.arange(8)[::-1], "must ascend"), (np.arange(8) + count - 7, f"each from 0 to {count - 1}"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            new_head("eagle3", config, target, jax.random.key(1), ids=ids)
+
+
+def test_layers_that_the_target_has_not_are_refused():
+    few = toy.tiny_llama(layers=3).model.config
+    for kind, name in (("kangaroo", "exit_layer"), ("hidden_transfer", "behind")):
+        with pytest.raises(UsageError, match=f"{name} must be from . to 3, the target's layers, not 4"):
+            KINDS[kind].of_target(few, **{name: 4})

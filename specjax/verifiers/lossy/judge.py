@@ -29,9 +29,13 @@ def core(
     u: Array, tree: TokenTree, target_logits: Array, hidden: Array, weight: Array, bias: Array, threshold: Array
 ) -> Accepted:
     """The rule with its uniforms float32[B, N] given (u[:, 0] is not used). `hidden` [B, N, D]."""
-    log_odds = jnp.log(threshold) - jnp.log1p(-threshold)
-    judged = judge_score(hidden, weight, bias) > log_odds
+    judged = judge_score(hidden, weight, bias) > log_odds_of(threshold)
     return descend(rule_for(tree), u, tree, target_logits, also=judged)
+
+
+def log_odds_of(chance: Array) -> Array:
+    """float32[...]: above which a token's are to be. Near a chance of 1 the steps between float32 are wide."""
+    return jnp.log(chance) - jnp.log1p(-chance)
 
 
 def judge_score(hidden: Array, weight: Array, bias: Array) -> Array:
