@@ -76,8 +76,8 @@ class DecoderConfig:
         )
 
     def of_head(self: C, num_layers: int = 1, **changes) -> C:
-        """Of layers like these for a drafting head: each sublayer behind its norm, all layers alike, unstacked, and no more
-        than the files of heads can say."""
+        """Of layers like these for a drafting head: each sublayer behind its norm, all alike and unstacked, and nothing
+        that the files of heads cannot say."""
         mixed = self.is_global is not None
         alike = {
             "norms": "before", "qk_norm_of": "head", "is_global": None, "local_rope_base": None, "query_scale": None,

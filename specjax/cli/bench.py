@@ -10,7 +10,7 @@ import typer
 from specjax.cli import completing as words
 from specjax.cli import diffusion
 from specjax.cli import options as o
-from specjax.cli.drafting import method_of, read_costs, read_drafting, recognised
+from specjax.cli.drafting import as_asked, read_costs, read_drafting, recognised
 
 if TYPE_CHECKING:
     from specjax.cli.bench_run import Runs
@@ -122,12 +122,15 @@ def bench(
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
-    names = list(dict.fromkeys(method or [method_of(draft, head, *named.values(), verifier, settings=settings)]))
+    names = list(dict.fromkeys(method or ()))
+    if not names:
+        chosen, decoding, named = as_asked(None, draft, head, decoding, named, settings)
+        names = [chosen]
     drafting = read_drafting(
         names, draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
         head=head,
     )  # fmt: skip
-    weighed = read_costs(costs, names, controller)
+    weighed = read_costs(costs, names, decoding.controller)
 
     from specjax.cli.bench_run import Bench
     from specjax.cli.console import Console

@@ -70,13 +70,13 @@ def chat(
     arguments = dict(locals())
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed)
     o.require(context is None or context >= 64, f"--context must be at least 64, not {context}")
-    from specjax.cli.drafting import method_of, read_drafting, recognised, shipped_head
+    from specjax.cli.drafting import as_asked, read_drafting, recognised, shipped_head
 
     shipped = shipped_head(target, method, draft, settings)
     draft = draft or shipped
     head = recognised(draft)
-    method = method or method_of(draft, head, settings=settings)
-    drafting = read_drafting([method], draft, settings=settings, head=head)
+    method, decoding, named = as_asked(method, draft, head, decoding, {}, settings)
+    drafting = read_drafting([method], draft, named=named, settings=settings, head=head)
 
     from specjax.cli.console import Console
     from specjax.cli.session import kept_programs, open_session

@@ -79,7 +79,7 @@ def explain(
     o.require(number is None or number >= 1, f"--round counts from 1, not {number}")
     from specjax.cli import files
     from specjax.cli import prompts as p
-    from specjax.cli.drafting import method_of, read_costs, read_drafting, recognised
+    from specjax.cli.drafting import as_asked, read_costs, read_drafting, recognised
 
     if out is not None:
         files.check_writable(out, "--out")
@@ -87,9 +87,9 @@ def explain(
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
-    method = method or method_of(draft, head, *named.values(), verifier, settings=settings)
+    method, decoding, named = as_asked(method, draft, head, decoding, named, settings)
     drafting = read_drafting([method], draft, datastore, named=named, settings=settings, source=source, head=head)
-    weighed = read_costs(costs, [method], controller)
+    weighed = read_costs(costs, [method], decoding.controller)
 
     from specjax.analysis import rounds as told
     from specjax.analysis.drawing import best, draw

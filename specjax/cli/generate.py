@@ -16,7 +16,7 @@ from specjax.cli import completing as words
 from specjax.cli import options as o
 from specjax.cli import processing as c
 from specjax.cli import speculative as s
-from specjax.cli.drafting import method_of, read_costs, read_depth, read_drafting, recognised, shipped_head
+from specjax.cli.drafting import as_asked, read_costs, read_depth, read_drafting, recognised, shipped_head
 
 if TYPE_CHECKING:
     from specjax.cli.denoising import Denoisings
@@ -73,7 +73,7 @@ def generate(
         typer.Option(
             "--method",
             help="See `specjax methods`; default: auto, with a head too (the demo model's comes with specjax); with a "
-            "draft model two_model.",
+            "draft model two_model, as deep as pays (--controller goodput).",
             show_default=False,
             autocompletion=words.of("drafters", "diffusion", "collaborations"),
         ),
@@ -208,12 +208,13 @@ def generate(
     )
     if adapt is not None and draft is None:  # what a wide pass costs, by which `auto` goes, is known of whole models
         method = method or "autoregressive"
-    method = head if head in also else method or method_of(draft, head, *named.values(), verifier, settings=settings)
+    method = head if head in also else method
+    method, decoding, named = as_asked(method, draft, head, decoding, named, settings)
     drafting = read_drafting(
         [method], draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
         head=head,
     )  # fmt: skip
-    weighed = read_costs(costs, [method], controller)
+    weighed = read_costs(costs, [method], decoding.controller)
     o.require(
         not distributed or costs != "measured",
         "--costs measured differs from host to host, and all must run one program; with --distributed give a file",
@@ -232,6 +233,8 @@ def generate(
     log = Console(stderr=True, quiet=not first)
     if decoding.remark:
         log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
+    if decoding.controller != controller:
+        log.print("drafts as deep as pays; always N tokens: --num-draft-tokens N", style="dim")
     mesh = hosts.make_mesh(distributed, data, model)
     programs = kept_programs(arguments)
     models = dataclasses.replace(models, draft=draft)  # vLLM's and SGLang's flags may name it

@@ -115,7 +115,7 @@ ControllerOption = Annotated[
     typer.Option(
         "--controller",
         help="How deep to draft: fixed:N, additive, multiplicative, bass, by_batch, goodput; default: as deep as it "
-        "goes.",
+        "goes, and goodput of a draft model if no method is named.",
         show_default=False,
         autocompletion=words.of("controllers"),
     ),

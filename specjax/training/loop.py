@@ -198,9 +198,7 @@ def _check_tokens(target: Target | None, texts: Sequence[Text]) -> None:
             raise UsageError(f"the texts have tokens that the target has not, whose ids are from 0 to {count - 1}")
 
 
-def _check_rows(
-    target: Target | None, held_out: Sequence[Text], rows: int, length: int, mesh: Mesh | None
-) -> None:
+def _check_rows(target: Target | None, held_out: Sequence[Text], rows: int, length: int, mesh: Mesh | None) -> None:
     """Raises: UsageError for texts of which nothing can be measured, and rows that the mesh does not divide."""
     if target is None and held_out:
         raise UsageError("tokens per pass of texts held out are those of a target; give it, or hold none out")

@@ -46,7 +46,7 @@ def checked_ids(ids: Any, size: int, vocab: int) -> np.ndarray:
     found = np.asarray(ids)
     if found.shape != (size,) or not np.issubdtype(found.dtype, np.integer):
         raise UsageError(f"the head drafts {size} tokens, so ids must be as many whole numbers, not {found.shape}")
-    if not (np.all(np.diff(found) > 0) and 0 <= found[0] and found[-1] < vocab):
+    if not np.all(np.diff(found) > 0) or found[0] < 0 or found[-1] >= vocab:
         raise UsageError(f"ids must ascend, each from 0 to {vocab - 1}")
     return found.astype(np.int64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -11,7 +12,8 @@ import pytest
 import specjax
 from specjax import drafters
 from specjax.catalog.adaptive import depth_spec
-from specjax.cli.drafting import LOADABLE, Given, read_drafting
+from specjax.cli.drafting import DEEPEST, LOADABLE, Given, as_asked, read_drafting
+from specjax.cli.options import Settings
 from specjax.cli.session import Session
 from specjax.trees import parse, parse_paths
 
@@ -41,6 +43,23 @@ def store(cli, tmp_path):
     (tmp_path / "corpus.txt").write_text("abcabcabd. abc once more, and abcabc again")
     assert cli("datastore", "build", tmp_path / "corpus.txt", "--out", tmp_path / "store").code == 0
     return tmp_path / "store"
+
+
+def test_a_draft_model_drafts_as_deep_as_pays_unless_it_is_said(generate):
+    assert len(generate("--draft", "draft")["acceptance_by_depth"]) == DEEPEST
+    assert len(generate("--draft", "draft", "--num-draft-tokens", 3)["acceptance_by_depth"]) == 3
+    plain = Settings(8, 0.0, None, None, 0)
+    asked = lambda method=None, draft="model", head=None, decoding=plain, named=None, settings=None: as_asked(
+        method, draft, head, decoding, named or {"--tree": None}, settings
+    )
+    method, decoding, named = asked()
+    assert (method, decoding.controller, named["--num-draft-tokens"]) == ("two_model", "goodput", DEEPEST)
+    for said in (
+        {"method": "two_model"}, {"named": {"--tree": "2x1"}}, {"settings": ["num_tokens=2"]}, {"draft": None},
+        {"draft": "head", "head": "eagle"}, {"decoding": dataclasses.replace(plain, controller="fixed:2")},
+    ):  # fmt: skip
+        _, decoding, named = asked(**said)
+        assert decoding is said.get("decoding", plain) and "--num-draft-tokens" not in named
 
 
 @pytest.mark.parametrize(

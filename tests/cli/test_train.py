@@ -166,7 +166,7 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", prompts, "--prompts", prompts), "cannot be written"),
         (("--out", out, "--prompts", prompts, "--budgets", "8,9"), "--budgets needs at least 3 different numbers"),
         (("--out", out, "--prompts", prompts, "--budgets", "1\u00b2,2,3"), "--budgets needs at least 3 different"),
-        (("--out", out, "--prompts", prompts, "--seed", -1), "--seed must be 0 or more, not -1"),
+        (("--out", out, "--prompts", prompts, "--seed", -1), "--seed must be from 0 to 2.*, not -1"),
         (("--out", out, "--prompts", prompts, "--data", 3), "--rows 4 cannot be split over --data 3; make it"),
         (("--out", out, "--prompts", prompts, "--data", 4, "--model", 4), "--data, --model: .* 16 devices, but there"),
         (("--out", out, "--prompts", prompts, "--method", "two_model", "--layers", "0", "--recipe", "fastdraft",

@@ -190,11 +190,11 @@ def test_what_is_surest_and_wrong_has_most_to_learn():
     teacher, draft = jnp.array([[30.0, 0.0]]), jnp.array([[0.0, 20.0]])
     slope = jax.grad(lambda z: losses.negative_log_acceptance(z, teacher, jnp.array([0]), ONE)[0])(draft)
     np.testing.assert_allclose(slope, [[-1.0, 1.0]], atol=1e-4)
-    for loss in (
-        lambda chance: losses.binary_cross_entropy(chance, 1.0), lambda chance: losses.acceptance_weighted(chance, 1.0)[0]
-    ):  # fmt: skip
-        for odds in (-13.0, -20.0, -60.0):
-            assert jax.grad(lambda x: loss(jax.nn.sigmoid(x)))(odds) == pytest.approx(-1, abs=1e-4)  # noqa: B023
+    chance = lambda odds: losses.binary_cross_entropy(jax.nn.sigmoid(odds), 1.0)
+    weighted = lambda odds: losses.acceptance_weighted(jax.nn.sigmoid(odds), 1.0)[0]
+    for odds in (-13.0, -20.0, -60.0):
+        for loss in (chance, weighted):
+            assert jax.grad(loss)(odds) == pytest.approx(-1, abs=1e-4)
 
 
 def test_parts_add_up():
