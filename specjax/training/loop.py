@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.parallel import place, shard_head
+from specjax.parallel import gather, place, shard_head
 from specjax.parallel.fingerprint import describe, digest, of_model, of_weights
 from specjax.ranges import check_whole
 from specjax.training.keeping import Kept
@@ -188,6 +188,12 @@ def scheduled(
     return Schedule(made, -(-most // multiple) * multiple, columns)
 
 
+def _of_frozen(rest: PyTree) -> str:
+    """Of what stays: of weights some values, of a vocabulary all."""
+    whole = [x for x in jax.tree.leaves(rest) if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1]
+    return digest((of_weights(rest), [np.asarray(gather(x)).tolist() for x in whole]))
+
+
 def _check_tokens(target: Target | None, texts: Sequence[Text]) -> None:
     """Raises: UsageError for tokens that the target has not."""
     if target is None:
@@ -314,7 +320,7 @@ def train(
         state = _as_a_step_leaves_it(state, mesh)
     of_texts = {
         "texts": fingerprint(texts), "held_out": fingerprint(held_out), "shape": [rows, length, schedule.places],
-        "data": data and digest(describe(data)), "frozen parameters": of_weights(rest),
+        "data": data and digest(describe(data)), "frozen parameters": _of_frozen(rest),
     }  # fmt: skip
     kept, depths = Kept(folder, pupil, state, known | of_texts), known["num_tokens"]
     stored = None if readings is None else readings.read(target, learner, texts, rows, length)

@@ -163,9 +163,9 @@ def test_a_run_with_another_vocabulary_is_another_run(tmp_path):
     config = KINDS["eagle3"].of_target(target().model.config, draft_vocab_size=8)
     of = lambda ids: new_head("eagle3", config, target(), jax.random.key(0), ids=ids)
     run = lambda head: train(target(), head, texts(), recipe=recipe(), rows=2, length=64, folder=tmp_path)
-    run(of(np.arange(8)))
+    run(of(np.r_[:7, 30]))
     with pytest.raises(UsageError, match="holds a run with other frozen parameters"):
-        run(of(np.arange(8, 16)))
+        run(of(np.r_[:7, 31]))
 
 
 def test_a_run_is_known_by_values_that_a_file_can_hold(tmp_path):
