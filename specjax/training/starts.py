@@ -125,7 +125,7 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
 
 def _outputs(params: dict, rows: Any) -> dict:
     """Those of a head which read what the target's own does, its rows: one, or one for each depth."""
-    found = {}
+    found: dict[str, Any] = {}
     if "head" in params:
         whole = {"head": {"weight": rows}}
         of_all = _of_low_rank(rows, len(params["head_down"]["weight"])) if "head_down" in params else whole
