@@ -105,7 +105,10 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
         rows = table["weight"] if ids is None else table["weight"][jnp.asarray(ids)]
         params |= _outputs(params, rows)
     if "embed" in params and "embed" in of_target:
-        params["embed"] = _fitted(params["embed"], of_target["embed"])
+        is_clover = "next_gate" in params  # whose authors take the output for it
+        params["embed"] = _fitted(params["embed"], table if is_clover and table is not None else of_target["embed"])
+    if "head_norm" in params and "norm" in of_target:
+        params["head_norm"] = _fitted(params["head_norm"], of_target["norm"])
     if "attention" in params.get("first", {}):
         params["first"] = _joined_layer(params["first"], layers[-1], config.layer)
     if "prefix" in params:

@@ -1,6 +1,8 @@
 """A head that begins with its target is of the shapes that its kind says, whatever of the target fits; so is one that
 begins with another head."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +106,15 @@ def test_the_prefix_layer_of_hydra_begins_as_the_targets_last():
     last = target.params["layers"][2]
     jax.tree.map(np.testing.assert_array_equal, prefix["attention"], last["attention"])
     assert not np.array_equal(prefix["attention"]["o"]["weight"], random["attention"]["o"]["weight"])
+
+
+def test_clovers_table_is_the_targets_output_and_its_last_norm_the_targets():
+    target = toy.tiny_llama(layers=3)
+    target = dataclasses.replace(target, params=target.params | {"norm": {"weight": jnp.full(32, 2.0)}})
+    params = new_head("clover", KINDS["clover"].of_target(target.model.config), target, jax.random.key(0)).params
+    np.testing.assert_array_equal(params["embed"]["weight"], rows_of(target))
+    np.testing.assert_array_equal(params["head_norm"]["weight"], target.params["norm"]["weight"])
+    assert not np.array_equal(params["embed"]["weight"], target.params["embed"]["weight"])
 
 
 def test_an_output_of_low_rank_is_taken_as_a_whole_or_not_at_all():
