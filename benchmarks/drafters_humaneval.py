@@ -43,7 +43,7 @@ def answered(args: argparse.Namespace, target: specjax.Target, tokenizer, prompt
 
 def _depths(pupil, most: int) -> int:
     """Of its chain."""
-    return most if isinstance(pupil, specjax.Target) else min(most, learner_of(pupil).deepest or most)
+    return min(most, learner_of(pupil).deepest or most)
 
 
 def _drafters(args: argparse.Namespace, target: specjax.Target, drafts: dict, heads: dict) -> dict:

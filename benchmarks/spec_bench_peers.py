@@ -35,6 +35,7 @@ from shipped_head import padded
 import specjax
 from specjax import controllers
 from specjax.cli.bench import first_per_task
+from specjax.cli.drafting import DEEPEST
 from specjax.cli.prompts import read
 from specjax.costs import of_draft
 from specjax.models.loading.writing import save_model
@@ -57,8 +58,8 @@ def with_specjax(args: argparse.Namespace, eos, target, draft) -> dict[str, Side
         stop = specjax.trees.stops.parse(STOP)
         goodput = controllers.goodput(dtype=args.dtype, draft_cost=of_draft(target, draft))
         sides["two_model"] = made("two_model", draft)
-        sides[f"two_model, {STOP}"] = made("two_model", draft, num_tokens=7, stop=stop)
-        sides["two_model, goodput"] = made("two_model", draft, num_tokens=7)[0], goodput
+        sides[f"two_model, {STOP}"] = made("two_model", draft, num_tokens=DEEPEST, stop=stop)
+        sides["two_model, goodput"] = made("two_model", draft, num_tokens=DEEPEST)[0], goodput
 
     def run(drafter, controller, prompt, count):
         options = {"key": jax.random.key(0), "max_new_tokens": count, "eos": eos, "controller": controller}

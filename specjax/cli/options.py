@@ -261,7 +261,7 @@ class Settings:
             from specjax import controllers
 
             parsed("--controller", controllers.parse, self.controller)
-        require(0 <= self.seed < 2**32, f"--seed must be from 0 to 2**32 - 1, not {self.seed}")
+        check_seed(self.seed)
 
     @property
     def is_greedy(self) -> bool:
@@ -291,6 +291,11 @@ class Settings:
         from specjax.bench.records import is_comparable
 
         return is_comparable(self.promise(method), draws, self.is_greedy, self.sampling == "coupled")
+
+
+def check_seed(seed: int) -> None:
+    """Raises: UsageError for a seed that no key is made of."""
+    require(0 <= seed < 2**32, f"--seed must be from 0 to 2**32 - 1, not {seed}")
 
 
 def require(holds: bool, sentence: str) -> None:

@@ -264,7 +264,7 @@ def train(
     o.require(states is None or keep_states is not None, "--states is where --keep-states GIB keeps them; give both")
     o.require(patience is None or patience >= 0, f"--patience must be at least 0, not {patience}")
     o.require(temperature >= 0, f"--temperature must be 0 or more, not {temperature}")
-    o.require(0 <= seed < 2**32, f"--seed must be from 0 to 2**32 - 1, not {seed}")
+    o.check_seed(seed)
     o.require(
         not texts or not temperature, "--temperature is of answers, and --texts are learnt as they are; leave it out"
     )

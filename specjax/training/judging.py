@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.ranges import check_range
 from specjax.training.lessons import Lesson, Text, pack
 from specjax.training.rounds import one_pass
 from specjax.types import Array, Target
@@ -137,8 +138,7 @@ def threshold_for(odds: np.ndarray, labels: np.ndarray, *, wrong: float = 0.02) 
     Raises: UsageError for no share, without wrong tokens, or for a judge so sure of them that no chance below 1 in
       float32 tells them.
     """
-    if not 0 <= wrong <= 1:
-        raise UsageError(f"wrong must be a share from 0 to 1, not {wrong}")
+    check_range("wrong", wrong, lambda x: (x >= 0) & (x <= 1), "a share from 0 to 1")
     bad = np.sort(np.asarray(odds, np.float32)[np.asarray(labels) == 0])[::-1]
     if not len(bad):
         raise UsageError("a threshold is chosen by wrong tokens, and there are none; hold some wrong answers out")

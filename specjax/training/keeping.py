@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.folders import write_whole
 from specjax.parallel.checkpoint import restore, save
 from specjax.training.learners import Pupil
 from specjax.training.served import Served
@@ -117,12 +118,12 @@ class Kept:
         save(self._state(self.reached.step), state)
         if jax.process_index():  # what is saved is of all hosts, what names it of the first
             return
-        part = self.folder / f"{ABOUT}.part"
+        known = {"about": self.about, "reached": self.reached._asdict()}
         try:
-            part.write_text(json.dumps({"about": self.about, "reached": self.reached._asdict()}, indent=2) + "\n")
-            part.replace(self.folder / ABOUT)
+            write_whole(self.folder / ABOUT, (json.dumps(known, indent=2) + "\n").encode())
         except OSError as error:
-            raise UsageError(f"{part} cannot be written ({error.strerror}); make room, and run it again") from error
+            where = self.folder / ABOUT
+            raise UsageError(f"{where} cannot be written ({error.strerror}); make room, and run it again") from error
         named = {f"step-{self.reached.step}", f"best-{self.reached.best}"}
         for old in (*self.folder.glob("step-*"), *self.folder.glob("best-*")):
             if old.name not in named:  # or what a write that was ended has left

@@ -23,7 +23,7 @@ import numpy as np
 from specjax.adaptive.descent import descend, one_pass
 from specjax.errors import UsageError
 from specjax.indexing import take_along
-from specjax.ranges import check_whole
+from specjax.ranges import check_range, check_whole
 from specjax.sampling import threefry
 from specjax.training.segments import by_confidence, told
 from specjax.types import Array, Model, PyTree, Target
@@ -71,8 +71,7 @@ def train_lud(
     if not 0 <= pad_token < target.model.vocab_size:
         raise UsageError(f"pad_token must be a token of the model, below {target.model.vocab_size}, not {pad_token}")
     check_whole("steps", steps)
-    if not 0 <= threshold <= 1:
-        raise UsageError(f"threshold must be from 0 to 1, not {threshold}")
+    check_range("threshold", threshold, lambda x: (x >= 0) & (x <= 1), "from 0 to 1")
     if not np.any(np.asarray(length) > 1):
         raise UsageError("no text has two tokens, so there is nothing to learn; give longer ones")
     starts = by_confidence(told(target, tokens)[0], longest=slots + 1, threshold=threshold)

@@ -318,11 +318,13 @@ def train(
     state, rest = begin(plan, pupil.params)
     if mesh is not None:
         state = _as_a_step_leaves_it(state, mesh)
-    of_texts = {
-        "texts": fingerprint(texts), "held_out": fingerprint(held_out), "shape": [rows, length, schedule.places],
-        "data": data and digest(describe(data)), "frozen parameters": _of_frozen(rest),
-    }  # fmt: skip
-    kept, depths = Kept(folder, pupil, state, known | of_texts), known["num_tokens"]
+    depths, of_texts = known["num_tokens"], {}
+    if folder is not None:  # else nobody asks which run it is
+        of_texts = {
+            "texts": fingerprint(texts), "held_out": fingerprint(held_out), "shape": [rows, length, schedule.places],
+            "data": data and digest(describe(data)), "frozen parameters": _of_frozen(rest),
+        }  # fmt: skip
+    kept = Kept(folder, pupil, state, known | of_texts)
     stored = None if readings is None else readings.read(target, learner, texts, rows, length)
     state = kept.state
 

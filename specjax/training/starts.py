@@ -100,13 +100,12 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     params = dict(params)
     if "norm" in params and "norm" in of_target:
         params["norm"] = _fitted(params["norm"], of_target["norm"])
+    if "embed" in params and "embed" in of_target:
+        params["embed"] = _fitted(params["embed"], of_target["embed"])
     table = of_target.get("head") or of_target.get("embed")
     if table is not None:
         rows = table["weight"] if ids is None else table["weight"][jnp.asarray(ids)]
         params |= _outputs(params, rows)
-    if "embed" in params and "embed" in of_target:
-        is_clover = "next_gate" in params  # whose authors take the output for it
-        params["embed"] = _fitted(params["embed"], table if is_clover and table is not None else of_target["embed"])
     if "head_norm" in params and "norm" in of_target:
         params["head_norm"] = _fitted(params["head_norm"], of_target["norm"])
     if "attention" in params.get("first", {}):
@@ -127,7 +126,7 @@ def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
 
 
 def _outputs(params: dict, rows: Any) -> dict:
-    """Those of a head which read what the target's own does, its rows: one, or one for each depth."""
+    """What of a head begins as the target's output, its rows: an output, or one for each depth, or a table."""
     found: dict[str, Any] = {}
     if "head" in params:
         whole = {"head": {"weight": rows}}
@@ -138,6 +137,8 @@ def _outputs(params: dict, rows: Any) -> dict:
     if "trigram" in params:  # Chimera's read the feature and what its layers say side by side
         both = {"weight": jnp.concatenate([rows, rows], 1)}
         found["heads"] = {i: _fitted(one, both) for i, one in params["heads"].items()}
+    if "next_gate" in params and "embed" in params:  # of Clover-2, whose authors take the output for its table
+        found["embed"] = _fitted(params["embed"], {"weight": rows})
     return found
 
 
