@@ -4,7 +4,7 @@
     python benchmarks/blocks_from_autoregressive.py measure stories260K.bin blocks.safetensors --texts stories.txt
 
 `train` begins with the weights as they are and teaches them to fill masked columns of blocks, of which each sees itself
-as it is masked and the blocks before as they are (`specjax.training.masked`). With --alignment shifted the row of a
+as it is masked and the blocks before as they are (`specjax.training.objectives.masked`). With --alignment shifted the row of a
 column goes on predicting the next one, and the first column of a block is the autoregressive model's own. A run that
 was ended goes on in its folder.
 
@@ -28,8 +28,10 @@ import numpy as np
 import specjax
 from specjax.catalog.diffusion import procedure_of
 from specjax.diffusion import Denoiser
-from specjax.training import Text, denoisers, masked, recipe_of, train
-from specjax.training.lessons import pack
+from specjax.training import Text, recipe_of, train
+from specjax.training.data.packing import pack
+from specjax.training.methods import denoisers
+from specjax.training.objectives import masked
 
 HELD_OUT = 64  # last texts of the file
 PROMPT, NEW = 12, 48  # tokens

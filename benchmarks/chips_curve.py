@@ -22,8 +22,8 @@ from specjax.costs.chips import CHIPS
 from specjax.errors import UsageError
 from specjax.planning.compiler import compile_programs
 from specjax.planning.drafting import tokens_of
-from specjax.planning.report import ProgramReport
-from specjax.planning.topologies import Topology, larger, one_of
+from specjax.planning.inputs.topologies import Topology, larger, one_of
+from specjax.planning.records import ProgramReport
 from specjax.planning.workload import make_workload
 
 SIDES = ("roofline", "schedule")

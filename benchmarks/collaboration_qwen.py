@@ -34,7 +34,7 @@ from scipy.stats import binomtest
 
 import specjax
 from specjax.bench import measure
-from specjax.cli.collaborating import JUDGING
+from specjax.cli.runs.collaboration import JUDGING
 from specjax.collaborate import TextResult, after_strings, methods
 
 BEFORE = {  # of each problem; without solved ones answers run to 300 tokens, or are a number alone

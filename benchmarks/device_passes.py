@@ -31,7 +31,7 @@ from specjax import costs
 from specjax.models import init_params, make_model
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.pallas_kernels.tree_attention import reference, tree_attention
-from specjax.planning.model_configs import builtin_configs
+from specjax.planning.inputs.model_configs import builtin_configs
 from specjax.trees.operations import ancestor_mask
 
 WIDTHS = (1, 8, 16, 32, 64)

@@ -43,8 +43,9 @@ from specjax.diffusion.prepare import prepare
 from specjax.engine.prepare import Settings
 from specjax.engine.run import run
 from specjax.models import LlamaConfig
-from specjax.training import Text, denoisers, filters, recipe_of, train
-from specjax.training.lessons import pack
+from specjax.training import Text, recipe_of, train
+from specjax.training.data.packing import pack
+from specjax.training.methods import denoisers, learn2pd_filter
 
 
 class Suite(NamedTuple):
@@ -143,14 +144,16 @@ def procedure(suite: Suite, name: str, denoiser: Denoiser, options: dict[str, An
     return procedure_of(name, denoiser, **options)
 
 
-def filter_of(suite: Suite, denoiser: Denoiser, count: int = 32) -> filters.Filter:
+def filter_of(suite: Suite, denoiser: Denoiser, count: int = 32) -> learn2pd_filter.Filter:
     """Fitted to the oracle's replay of texts that the model wrote to questions of its own, one column a pass."""
     rng = np.random.default_rng(7)
     items = [(name, suite.bench.lesson_item(rng, name)) for name in suite.measured for _ in range(count)]
     written = decoded(suite, denoiser, procedure_of("llada", denoiser), items, eos=None).to_lists()
     texts = [Text((*item.prompt, *text), len(item.prompt)) for (_, item), text in zip(items, written, strict=True)]
     (lesson,) = pack(texts, len(texts), suite.length, alone=True)
-    return filters.fit(filters.replay(denoiser, lesson, denoiser.block or 8), jax.random.key(0), steps=3000)
+    return learn2pd_filter.fit(
+        learn2pd_filter.replay(denoiser, lesson, denoiser.block or 8), jax.random.key(0), steps=3000
+    )
 
 
 def decoded(

@@ -33,11 +33,11 @@ from specjax import costs, drafters, parallel
 from specjax.costs import roofline
 from specjax.models import init_params, make_model
 from specjax.models.layout import Layout
-from specjax.parallel.arrays import with_shardings
+from specjax.numerics.global_arrays import with_shardings
 from specjax.planning import hlo
 from specjax.planning.compiler import compile_programs
-from specjax.planning.model_configs import builtin_configs
-from specjax.planning.topologies import describe_devices
+from specjax.planning.inputs.model_configs import builtin_configs
+from specjax.planning.inputs.topologies import describe_devices
 from specjax.planning.workload import Workload, make_workload
 from specjax.types import Context, Drafter, Output, Sampling, Target, Verdict
 

@@ -23,7 +23,7 @@ from shipped_head import padded
 
 import specjax
 from specjax.training import Text, served
-from specjax.training.learners import learner_of
+from specjax.training.objectives.trainables import learner_of
 
 
 def answered(args: argparse.Namespace, target: specjax.Target, tokenizer, prompts: list[list[int]]) -> list[Text]:

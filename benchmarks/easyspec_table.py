@@ -23,7 +23,7 @@ from rich.table import Table
 
 import specjax
 from specjax import trees
-from specjax.cli import prompts as reader
+from specjax.cli.options import prompts as reader
 from specjax.drafters import autoregressive, easyspec
 from specjax.types import Model, Output, Target
 

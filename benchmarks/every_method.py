@@ -29,7 +29,7 @@ import numpy as np
 import specjax
 from specjax import drafters, trees
 from specjax.bench.near_ties import next_logits
-from specjax.cli import prompts as prompt_files
+from specjax.cli.options import prompts as prompt_files
 from specjax.models import make_model
 from specjax.retrieval import datastore
 

@@ -8,7 +8,7 @@ target's own layers where these fit. Measured are tokens per pass that a greedy 
 and how often the first draft is right, on greedy answers to beginnings that were held out. A variant is the reference,
 an EAGLE-3 head, but for what its name says. What is in --out already is not run again.
 
-The budgets are of answers, read once; the law (`specjax.training.scaling`) is fitted without the largest.
+The budgets are of answers, read once; the law (`specjax.training.measure.scaling`) is fitted without the largest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import numpy as np
 
 import specjax
 from specjax.models.heads.kinds import KINDS
-from specjax.training import Text, new_head, recipe_of, scaling, served, train
-from specjax.training.vocabulary import likeliest_ids
+from specjax.training import Text, new_head, recipe_of, served, train
+from specjax.training.data.vocabulary import likeliest_ids
+from specjax.training.measure import scaling
 
 HELD_OUT = 64
 PROMPT, LENGTH, CHAIN = 12, 96, 3

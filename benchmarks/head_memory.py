@@ -18,7 +18,7 @@ from rich.table import Table
 from specjax import make_drafter
 from specjax.models import abstract_params, make_model
 from specjax.models.heads.kinds import KINDS, abstract_head
-from specjax.planning.model_configs import load_config
+from specjax.planning.inputs.model_configs import load_config
 from specjax.types import Context, Target
 
 CHANGES = {"eagle3": {"draft_vocab_size": 8192}}

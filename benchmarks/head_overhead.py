@@ -25,7 +25,7 @@ from specjax import costs
 from specjax.drafters import autoregressive
 from specjax.drafters.heads.learned import learned
 from specjax.engine import run as engine
-from specjax.engine.parts import Job, Parts
+from specjax.engine.job import Job, Parts
 from specjax.engine.prepare import Settings, prepare
 from specjax.models import init_params, make_model
 from specjax.models.heads.kinds import init_head

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import specjax
-from specjax.cli import prompts as prompt_files
+from specjax.cli.options import prompts as prompt_files
 
 
 def main() -> int:

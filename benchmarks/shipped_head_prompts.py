@@ -143,7 +143,7 @@ def begun(folder: Path, draw: random.Random) -> list[str]:
     """What the demo model itself writes of user turns that begin so."""
     import specjax
     from specjax.training import answer
-    from specjax.training.answers import opening
+    from specjax.training.data.target_responses import opening
 
     target, tokenizer = specjax.load(dtype="bfloat16")
     begin = opening(tokenizer)

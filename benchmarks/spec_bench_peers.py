@@ -34,11 +34,11 @@ from shipped_head import padded
 
 import specjax
 from specjax import controllers
-from specjax.cli.bench import first_per_task
-from specjax.cli.drafting import DEEPEST
-from specjax.cli.prompts import read
+from specjax.cli.commands.bench import first_per_task
+from specjax.cli.options.drafter_flags import DEEPEST
+from specjax.cli.options.prompts import read
 from specjax.costs import of_draft
-from specjax.models.loading.writing import save_model
+from specjax.models.loading.formats.writing import save_model
 
 STOP = "confidence:0.4"
 """Where draft models end a draft too: the rule and number of transformers."""

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import specjax
-from specjax.analysis.same_bits import _Asking
+from specjax.analysis.check_bits import _Asking
 
 WIDTH, PASSES = 8, 4
 TEXT = """A recipe for bread. Mix the flour with water, salt and yeast, and knead the dough for ten minutes. Let it rest

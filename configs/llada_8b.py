@@ -1,7 +1,7 @@
 """LLaDA 8B, a diffusion language model."""
 
 from specjax.models import LlamaConfig
-from specjax.models.loading.denoisers import Reading
+from specjax.models.loading.families.denoisers import Reading
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:

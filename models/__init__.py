@@ -5,7 +5,7 @@ from specjax.models.cache import lanes_of
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
-from specjax.models.pruning import narrowed, pruned
+from specjax.models.variants.pruning import narrowed, pruned
 
 __all__ = [
     "Gemma3Config",

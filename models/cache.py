@@ -1,7 +1,7 @@
 """The key/value cache of attention models: written only by `commit`, one length per row.
 
 Keys and values are arrays of the model's dtype or, half as large and lossy, int8 with one float32 scale per token and
-head (`specjax.quantization`). A quantised model rounds them as they are made, before any token sees them: committed,
+head (`specjax.numerics.quantization`). A quantised model rounds them as they are made, before any token sees them: committed,
 pending or its own, a token's key is the same to all, so the model's distribution does not depend on what was drafted.
 
 That is exact, but rounding magnifies what it is given: a product that another width of pass rounds otherwise turns a
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.quantization import BITS, Quantized, quantize
+from specjax.numerics.quantization import BITS, Quantized, quantize
 from specjax.types import Array, PyTree
 
 SLOTS = 128  # a cache has a multiple of these, as the TPU reads it in whole tiles
@@ -160,8 +160,8 @@ def _within(new: Array, start: Array, held: int, axis: int) -> tuple[Array, Arra
 
 def widen(pending: Pending, slots: int) -> Pending:
     """`pending` with room for `slots` tokens, those behind its own empty."""
-    k, v = _along_tokens(lambda axis, x: buffers.widen(x, slots, axis), (pending.k, pending.v))
-    return pending._replace(k=k, v=v, positions=buffers.widen(pending.positions, slots))
+    k, v = _along_tokens(lambda axis, x: batch_axes.widen(x, slots, axis), (pending.k, pending.v))
+    return pending._replace(k=k, v=v, positions=batch_axes.widen(pending.positions, slots))
 
 
 def first_of(pending: Pending, count: int) -> Pending:
@@ -189,16 +189,16 @@ def insert(pending: Pending, new: Pending, place: Array | int) -> Pending:
     of its own, int32[B, T], where those behind the last slot fall away."""
 
     def write(axis, old, new):
-        return buffers.insert(old, new, place, axis, axis - ROWS)
+        return batch_axes.insert(old, new, place, axis, axis - ROWS)
 
     k, v = _along_tokens(write, (pending.k, pending.v), (new.k, new.v))
-    return Pending(k, v, buffers.insert(pending.positions, new.positions, place), new.after)
+    return Pending(k, v, batch_axes.insert(pending.positions, new.positions, place), new.after)
 
 
 def axes(held: KVCache | Pending) -> PyTree:
     """The place of the rows in the shape of each array."""
     k, v = _along_tokens(lambda axis, x: x.ndim + axis - ROWS, (held.k, held.v))
-    return buffers.rows_first(held)._replace(k=k, v=v)
+    return batch_axes.rows_first(held)._replace(k=k, v=v)
 
 
 def _along_tokens(fn: Callable[..., Any], keys: PyTree, *others: PyTree) -> PyTree:

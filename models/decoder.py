@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax import rounding
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.numerics import reproducible_math
 from specjax.types import Appended, Array, Mixture, Output, Stream
 
 GLOBAL = 1 << 30  # a window wider than any text
@@ -99,8 +99,8 @@ def attention_of(c: DecoderConfig, *, fan_in: int | None = None, rngs: nnx.Rngs)
 def activation_of(c: DecoderConfig):
     """Of its MLPs."""
     if c.activation == "silu":
-        return rounding.silu if c.same_bits else nnx.silu
-    return rounding.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
+        return reproducible_math.silu if c.same_bits else nnx.silu
+    return reproducible_math.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
 
 
 class Block(nnx.Module):

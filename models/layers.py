@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax import rounding, turns
+from specjax.arrays import scopes
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
-from specjax.models.products import project, rows_of, same_project
+from specjax.models.matmul import project, rows_of, same_project
+from specjax.numerics import reproducible_math
+from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention import tree_attention
-from specjax.quantization import Quantized
 from specjax.types import Appended, Array, Mixture, PyTree, Stream, Sublayers
 
 
@@ -64,7 +65,7 @@ def with_vectors(embedded: Callable[..., Array], tokens: Array | Mixture | Strea
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, computed in float32. same_bits: as `specjax.rounding` has it."""
+    """x / rms(x) * weight, computed in float32. same_bits: as `specjax.numerics.reproducible_math` has it."""
 
     def __init__(self, width: int, eps: float, *, dtype, same_bits: bool = False):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
@@ -74,7 +75,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x):
         y = x.astype(jnp.float32)
         if self.same_bits:
-            y = rounding.as_bfloat16(x) * rounding.root_mean_square(x, self.eps)
+            y = reproducible_math.as_bfloat16(x) * reproducible_math.root_mean_square(x, self.eps)
         else:
             y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
         return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)
@@ -163,9 +164,9 @@ def rope(
     if amplitude is not None:
         cos, sin = amplitude * cos, amplitude * sin
     if same_bits:
-        cos, sin = rounding.exact_factor(cos), rounding.exact_factor(sin)
+        cos, sin = reproducible_math.exact_factor(cos), reproducible_math.exact_factor(sin)
     half = frequencies.shape[-1]
-    y = rounding.as_bfloat16(x) if same_bits else x.astype(jnp.float32)
+    y = reproducible_math.as_bfloat16(x) if same_bits else x.astype(jnp.float32)
     a, b, rest = jnp.split(y, (half, 2 * half), -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x.dtype)
 
@@ -487,5 +488,5 @@ def run_if(tokens: Array, sublayer, x: Array, left=None):
 
     shapes = jax.eval_shape(run, x)[1]
     zeros = lambda x: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    with jax.named_scope(turns.SUBLAYER):
+    with jax.named_scope(scopes.SUBLAYER):
         return jax.lax.cond(jnp.any(tokens), run, lambda x: (x, (left or zeros)(x)), x)

@@ -25,8 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import UsageError
 from specjax.models import cache as kv
+from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention.over_slots import over_slots
-from specjax.quantization import Quantized
 from specjax.types import Array, PyTree
 
 # The last names of a parameter's path -> what its dimensions count. All families name these parts alike.

@@ -25,3 +25,9 @@ def needing(extra: str, what: str) -> Iterator[None]:
             f"{what} packages of which one is here and does not import ({error}); run pip install --upgrade "
             f"'specjax[{extra}]'"
         ) from None
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raises: UsageError with the sentence unless it holds."""
+    if not holds:
+        raise UsageError(sentence)

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from specjax import buffers
-from specjax.indexing import take_along
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
 
 Array = jax.Array
 PyTree = Any
@@ -176,9 +176,9 @@ class Model(NamedTuple):
     name: str = "model"
     rewind: Callable[[PyTree, Array], PyTree] | None = None
     prompted: Callable[[PyTree, Array], PyTree] | None = None
-    widen: Callable[[PyTree, int], PyTree] = buffers.widen
-    insert: Callable[[PyTree, PyTree, Any], PyTree] = buffers.insert
-    axes: Callable[[PyTree], PyTree] = buffers.rows_first
+    widen: Callable[[PyTree, int], PyTree] = batch_axes.widen
+    insert: Callable[[PyTree, PyTree, Any], PyTree] = batch_axes.insert
+    axes: Callable[[PyTree], PyTree] = batch_axes.rows_first
     shardings: Callable[[PyTree], PyTree] | None = None
     embed: Callable[[PyTree, Array], Array] | None = None
     unembed: Callable[[PyTree, Array], Array] | None = None
@@ -320,7 +320,7 @@ class Drafter:
     remember: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
     prompts: Callable[..., Prompts] | None = field(metadata=STATIC, default=None)
     resume: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
-    axes: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=buffers.rows_first)
+    axes: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=batch_axes.rows_first)
     explain: Callable[[PyTree, PyTree], str] | None = field(metadata=STATIC, default=None)
     taps: tuple[int, ...] = field(metadata=STATIC, default=())  # the target's streams that it reads
     longest: int | None = field(metadata=STATIC, default=None)  # tokens of a round, root included, that it can take in
@@ -391,7 +391,7 @@ class Controller(NamedTuple):
     limit: Callable[[PyTree], Array]  # (state) -> int32[B]
     update: Callable[[PyTree, Any], PyTree]  # (state, Info) -> state
     reads_signals: bool = False  # needs `Info.signals`
-    axes: Callable[[PyTree], PyTree] = buffers.rows_first  # as `Drafter.axes`, of its state
+    axes: Callable[[PyTree], PyTree] = batch_axes.rows_first  # as `Drafter.axes`, of its state
 
 
 class Signals(NamedTuple):

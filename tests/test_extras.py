@@ -11,17 +11,19 @@ import specjax
 from specjax import analysis
 from specjax.cli import NEEDED, main
 from specjax.errors import needing
-from specjax.models.loading import gguf, tensors, tokenizer_hf
+from specjax.models.loading.formats import gguf
+from specjax.models.loading.tensors import tensors
+from specjax.models.loading.tokenizers import hf
 from specjax.processors import automaton
 from specjax.retrieval.datastore import store
-from specjax.training.plot import plot
+from specjax.training.measure.plot import plot
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def no_tokenizer_json(folder):
     (folder / "tokenizer.model").write_bytes(b"")
-    return tokenizer_hf.from_folder(folder)
+    return hf.from_folder(folder)
 
 
 @pytest.mark.parametrize(

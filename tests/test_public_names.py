@@ -40,7 +40,7 @@ def test_every_name_is_there():
     assert set(specjax.__all__) <= set(dir(specjax))
     for name in specjax.__all__:
         assert getattr(specjax, name) is not None
-    assert specjax.decode is importlib.import_module("specjax.facade").decode
+    assert specjax.decode is importlib.import_module("specjax.api").decode
     assert specjax.drafters is importlib.import_module("specjax.drafters")
     assert specjax.costs.measured and specjax.types.Target is specjax.Target
     with pytest.raises(AttributeError, match="module 'specjax' has no attribute 'nothing'"):

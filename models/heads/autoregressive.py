@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 
-from specjax import buffers
-from specjax.indexing import take_along
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
@@ -72,7 +72,7 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         positions = cache.length[:, None] - 1 + drafted.depth
         step = step_of(context, layer, cache, positions, among_drafted(drafted), pending)
         new_said, new = module.layers(module.embedded(drafted.tokens, context), state, step, cache)
-        said = buffers.insert(said, new_said, drafted.place)
+        said = batch_axes.insert(said, new_said, drafted.place)
         return Scratch(cache, kv.insert(pending, new, drafted.place), said), module.logits(new_said, context)
 
     return Head(

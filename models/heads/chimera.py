@@ -20,8 +20,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax import buffers
-from specjax.indexing import take_along
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
@@ -125,7 +125,7 @@ def chimera_head(config: ChimeraConfig) -> Head:
         y, _ = module.layers(module.embedded(before, tokens, positions, context), step, cache)
         _, new = module.layers(y, step, cache)  # nodes below see it in place of the trigram
         pair = jnp.stack([before[:, :, 1], tokens], 2)
-        pair = buffers.insert(scratch.pair, pair, drafted.place)
+        pair = batch_axes.insert(scratch.pair, pair, drafted.place)
         pending = kv.insert(scratch.pending, new, drafted.place)
         return Scratch(scratch.memory, pending, pair), module.logits(feature, y, depth)
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specjax import buffers
+from specjax.arrays import batch_axes
 from specjax.types import Array, Output, PyTree, Said
 
 
@@ -106,7 +106,7 @@ class Head(NamedTuple):
     runs: Callable[[int], Stretches] = _none
     feature: Callable[[PyTree, int], Array] | None = None
     learns_as: Any = None  # Head; None: itself
-    axes: Callable[[PyTree], PyTree] = buffers.rows_first
+    axes: Callable[[PyTree], PyTree] = batch_axes.rows_first
     shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
 
     @property

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from specjax import buffers
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.blocks import (
@@ -297,7 +297,7 @@ def dflash_head(config: DFlashConfig) -> Head:
     def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array | Said]:
         state = take_along(scratch.state, drafted.parent[:, :, None], 1)
         state, said = module_of(params).below(drafted.tokens, drafted.depth, state, scratch.slots, context)
-        return scratch._replace(state=buffers.insert(scratch.state, state, drafted.place)), said
+        return scratch._replace(state=batch_axes.insert(scratch.state, state, drafted.place)), said
 
     def shardings(cache: kv.KVCache, mesh: Mesh) -> Any:
         layout = layout_of(mesh, c)

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax import buffers
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
@@ -144,7 +144,7 @@ def falcon_head(config: FalconConfig) -> Head:
         said, _ = module_of(params).layers(z, step_of(context, layer, cache, positions, mask), cache)
         none = jnp.zeros((len(said), 1, k), jnp.int32)
         nodes = Nodes(none, said[:, None], state[:, None], jnp.zeros((len(said), 1), bool))
-        scratch = Scratch(cache, kv.nothing_pending(cache, places * k), buffers.widen(nodes, places))
+        scratch = Scratch(cache, kv.nothing_pending(cache, places * k), batch_axes.widen(nodes, places))
         return scratch, unembed(said[:, 0], context)
 
     def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
@@ -156,7 +156,7 @@ def falcon_head(config: FalconConfig) -> Head:
         choose = lambda new, old: jnp.where(ends[:, :, None, None], new, old)
         new = Nodes(tokens, choose(said, above.said), choose(state, above.state), ends)
         here = take_along(new.said, (depth % k)[:, :, None, None], 2)[:, :, 0]
-        return Scratch(scratch.cache, pending, buffers.insert(nodes, new, drafted.place)), unembed(here, context)
+        return Scratch(scratch.cache, pending, batch_axes.insert(nodes, new, drafted.place)), unembed(here, context)
 
     def next_block(params, scratch: Scratch, drafted: Drafted, nodes: Nodes, context: Context):
         """(said [B, F, k, D], state [B, F, S, D], all that is pending) of drafted nodes as the ends of blocks."""

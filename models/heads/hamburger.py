@@ -51,7 +51,7 @@ class HamburgerConfig:
     merge_heads: int = 64
 
     confidence = "stop"
-    """Heads that say how sure they are have one (`specjax.training.objective`)."""
+    """Heads that say how sure they are have one (`specjax.training.objectives.head_objective`)."""
 
 
 class Merge(nnx.Module):

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.models import layers as L
 from specjax.models.heads.blocks import bind, newest, target_of
 from specjax.models.heads.contract import Drafted, Head, Pairs, Stretches

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.errors import UsageError
-from specjax.models.accelerated import Accelerated, Accelerators
 from specjax.models.heads.blocks import among_drafted, bind, root_of, target_of, with_root
 from specjax.models.heads.contract import Drafted, Head, Pairs
 from specjax.models.llama import LlamaConfig
+from specjax.models.variants.m2r2_streams import Accelerated, Accelerators
 from specjax.types import Array, Context, PyTree, Said, Sublayers
 
 
@@ -41,7 +41,7 @@ class M2R2Config:
     dtype: str = "float32"
 
     confidence = "router"
-    """Heads that say how sure they are have one (`specjax.training.objective`)."""
+    """Heads that say how sure they are have one (`specjax.training.objectives.head_objective`)."""
 
     @property
     def watched(self) -> tuple[int, ...]:

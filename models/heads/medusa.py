@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.models import layers as L
 from specjax.models.heads.blocks import DraftVocabulary, bind, newest, unembed
 from specjax.models.heads.contract import Drafted, Head, Pairs

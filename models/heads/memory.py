@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specjax import buffers
+from specjax.arrays import batch_axes
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.blocks import commit_pairs, empty_cache, layout_of, newest, next_step
@@ -44,7 +44,7 @@ def read(
 
 def axes(memory: Memory) -> Any:
     """The place of B in the shape of each array."""
-    return buffers.rows_first(memory)._replace(cache=kv.axes(memory.cache))
+    return batch_axes.rows_first(memory)._replace(cache=kv.axes(memory.cache))
 
 
 def shardings(layer: LlamaConfig) -> Callable[[Memory, Mesh], Any]:

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.models.heads import eagle3
 from specjax.models.heads.autoregressive import Memory, autoregressive
 from specjax.models.heads.blocks import bind, next_step

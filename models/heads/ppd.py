@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.models import layers as L
 from specjax.models.heads.agreement import prompted_features, read_text
 from specjax.models.heads.blocks import bind, newest, unembed

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
-from specjax.indexing import take_along
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
@@ -70,14 +70,14 @@ def recurrent(kind: str, module: Callable[..., Any], config: Any, *, deepest: in
     def start(params, held: PyTree, context: Context, places: int) -> tuple[Scratch, Array]:
         module, said = module_of(params), (held if layer is None else held.last)[:, None]
         state = module.at_root(said, context.root, context)
-        return Scratch(said, buffers.widen(state, places)), module.logits(said, state, 0, context)[:, 0]
+        return Scratch(said, batch_axes.widen(state, places)), module.logits(said, state, 0, context)[:, 0]
 
     def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
         module, (said, states) = module_of(params), scratch
         above = jax.tree.map(lambda x: at_places(x, drafted.parent), states)
         state = module.below(above, drafted.tokens, drafted.depth, context)
         logits = module.logits(said, state, drafted.depth, context)
-        return Scratch(said, buffers.insert(states, state, drafted.place)), logits
+        return Scratch(said, batch_axes.insert(states, state, drafted.place)), logits
 
     return Head(
         begin=begin,
@@ -88,7 +88,7 @@ def recurrent(kind: str, module: Callable[..., Any], config: Any, *, deepest: in
         config=config,
         taps=config.taps,
         deepest=deepest,
-        axes=buffers.rows_first if layer is None else memory.axes,
+        axes=batch_axes.rows_first if layer is None else memory.axes,
         shardings=None if layer is None else memory.shardings(layer),
     )
 

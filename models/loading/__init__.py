@@ -15,14 +15,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax.errors import UsageError
+from specjax.files.untrusted import SENTENCE, check_folder, cut, read_json_object, reading, shown
 from specjax.models.bridge import check_cache_dtype, make_model
 from specjax.models.cache import lanes_of
-from specjax.models.loading import denoisers, gguf, hf, llama2c, tokenizer_gguf, tokenizer_hf
-from specjax.models.loading.assembly import Checkpoint, assemble, check
-from specjax.models.loading.denoisers import Reading
-from specjax.models.loading.fields import Fields
-from specjax.models.loading.tokenizer import Tokenizer, first_difference
-from specjax.reading import SENTENCE, check_folder, cut, reading, shown
+from specjax.models.loading.families import denoisers
+from specjax.models.loading.families.config_fields import Fields
+from specjax.models.loading.families.denoisers import Reading
+from specjax.models.loading.formats import gguf, hf, llama2c
+from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check
+from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
+from specjax.models.loading.tokenizers import hf as hf_tokenizer
+from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
 from specjax.types import Target
 
 __all__ = [
@@ -129,9 +132,9 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     path = resolve(source)
     with reading(path):
         if path.is_dir():
-            return tokenizer_hf.from_folder(path)
+            return hf_tokenizer.from_folder(path)
         if path.suffix == ".gguf":
-            return tokenizer_gguf.from_metadata(gguf.read_header(path)[0], str(path))
+            return gguf_tokenizer.from_metadata(gguf.read_header(path)[0], str(path))
         config = llama2c.read(path, dtype="float32", stacked=True, name=path.stem).config
         return llama2c.read_tokenizer(path, config.vocab_size)
 
@@ -145,7 +148,7 @@ def load_reading(folder: str | Path) -> Reading | None:
     if not is_diffusion(path):
         return None
     with reading(path):
-        return denoisers.reading_of(_config(path), tokenizer_hf.from_folder(path))
+        return denoisers.reading_of(_config(path), hf_tokenizer.from_folder(path))
 
 
 def is_diffusion(source: str | Path | None) -> bool:
@@ -159,14 +162,14 @@ def is_diffusion(source: str | Path | None) -> bool:
             path = hf.download(source, ("config.json", "tokenizer_config.json"))
         if not path.is_dir():
             return False
-        settings = hf.read_json(path / "tokenizer_config.json") or {}
+        settings = read_json_object(path / "tokenizer_config.json") or {}
         return denoisers.is_denoiser(_config(path), settings)
     except (UsageError, OSError, ValueError):
         return False
 
 
 def _config(folder: Path) -> Fields:
-    return Fields(hf.read_json(folder / "config.json") or {}, str(folder / "config.json"))
+    return Fields(read_json_object(folder / "config.json") or {}, str(folder / "config.json"))
 
 
 def _name(source: str | Path | None, path: Path) -> str:
@@ -181,12 +184,12 @@ def _name(source: str | Path | None, path: Path) -> str:
 def _read(path: Path, **options) -> tuple[Checkpoint, Tokenizer]:
     if path.is_dir():
         check_folder(path)
-        return hf.read(path, **options), tokenizer_hf.from_folder(path)
+        return hf.read(path, **options), hf_tokenizer.from_folder(path)
     if path.suffix == ".bin":
         checkpoint = llama2c.read(path, **options)
         return checkpoint, llama2c.read_tokenizer(path, checkpoint.config.vocab_size)
     checkpoint, meta = gguf.read(path, **options)
-    return checkpoint, tokenizer_gguf.from_metadata(meta, str(path))
+    return checkpoint, gguf_tokenizer.from_metadata(meta, str(path))
 
 
 def resolve(source: str | Path | None) -> Path:

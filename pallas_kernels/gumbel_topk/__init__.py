@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
+from specjax.numerics.sampling import threefry
 from specjax.pallas_kernels.gumbel_topk import reference
-from specjax.sampling import threefry
 
 __all__ = ["gumbel_topk", "likeliest"]
 
@@ -19,7 +19,7 @@ __all__ = ["gumbel_topk", "likeliest"]
 def gumbel_topk(keys, logits, k, *, temperature=None, valid=None, implementation=None, **options):
     """The k largest of `logits / temperature + noise` of each row, descending: a sample without replacement, in order.
 
-    The noise is `specjax.sampling.noise(keys, V)` on every backend, so equal keys give equal draws wherever they run,
+    The noise is `specjax.numerics.sampling.noise(keys, V)` on every backend, so equal keys give equal draws wherever they run,
     up to the rounding of a logarithm.
 
     Args:

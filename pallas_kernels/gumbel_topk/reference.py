@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
+from specjax.numerics import sampling
 
 BLOCK = 64
 """Tokens. 128 to 512 take a few per cent more."""
@@ -50,7 +50,7 @@ def masked(logits, valid):
 
 
 def gumbel(word0, word1, ids):
-    """`specjax.sampling.noise(key, V)[ids]`, V above all ids, from the key's two words: element-wise.
+    """`specjax.numerics.sampling.noise(key, V)[ids]`, V above all ids, from the key's two words: element-wise.
 
     What jax does with `jax_threefry_partitionable` set, as by default: the 32 bits of element i are the two outputs of
     Threefry-2x32 for the counter (0, i), XORed.

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from specjax.arrays.x64 import in_32_bits
 from specjax.pallas_kernels.gumbel_topk.reference import gumbel, masked
 from specjax.pallas_kernels.tuning import tuned
-from specjax.precision import in_32_bits
 
 SUBLANES, LANES = 8, 128
 MOST = 64  # the largest k

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import jax
 
+from specjax.arrays.x64 import in_32_bits
 from specjax.pallas_kernels.tree_attention.by_slot import tree_attention_by_slot
 from specjax.pallas_kernels.tree_attention.over_slots import over_slots
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
 from specjax.pallas_kernels.tree_attention.shared import shared_tree_attention
 from specjax.pallas_kernels.tree_attention.xla import BLOCK_ON_GPU
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as _xla
-from specjax.precision import in_32_bits
 
 __all__ = ["over_slots", "tree_attention"]
 

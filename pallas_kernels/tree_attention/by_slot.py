@@ -9,7 +9,7 @@ how large the cache is. That holds
   CPU kernels compute fewer in another order; a row does not depend on the others);
 - between groups, since each adds one float32 number to the sum, and since a change of the softmax's maximum, which is a
   power of two, multiplies exactly;
-- of the exponentials, since they are integer arithmetic (`specjax.rounding`).
+- of the exponentials, since they are integer arithmetic (`specjax.numerics.reproducible_math`).
 
 The slots behind the last whole group hold other tokens for each node of a tree, so they are put together per node.
 """
@@ -21,11 +21,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
+from specjax.numerics.quantization import BITS
+from specjax.numerics.reproducible_math import FRACTION, fixed_point, power_of_two, sum_in_order, two_to
 from specjax.pallas_kernels.tree_attention.reference import factors, finish, group_queries, of_layer
 from specjax.pallas_kernels.tree_attention.xla import cut_slots, products
-from specjax.quantization import BITS
-from specjax.rounding import FRACTION, fixed_point, power_of_two, sum_in_order, two_to
 
 GROUP = 64  # slots; a multiple of what matrix units sum up at once
 BLOCK = 256  # slots that one turn of the loop reads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.quantization import BITS, Quantized
+from specjax.numerics.quantization import BITS, Quantized
 
 NEG = -1e30
 

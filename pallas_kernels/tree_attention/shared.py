@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention.reference import NEG, factors, of_layer
-from specjax.quantization import Quantized
 
 
 def shared_tree_attention(

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention.reference import NEG, finish, group_queries, ungroup_queries
 from specjax.pallas_kernels.tuning import tuned
-from specjax.quantization import Quantized
 
 LANES = 128
 ANY_DISTANCE = 1 << 30

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from specjax.numerics.quantization import Quantized
+from specjax.numerics.reproducible_math import FRACTION, fixed_point, power_of_two, two_to
 from specjax.pallas_kernels.tree_attention import tpu
 from specjax.pallas_kernels.tree_attention.by_slot import NOTHING
 from specjax.pallas_kernels.tree_attention.tpu import ANY_DISTANCE, LANES, MAX_ROWS, pack_bits, unpack_bits
-from specjax.quantization import Quantized
-from specjax.rounding import FRACTION, fixed_point, power_of_two, two_to
 
 GROUP = LANES
 TILE = 16  # rows of a tile of bfloat16

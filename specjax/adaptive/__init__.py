@@ -1,13 +1,13 @@
 """Models that do less: a token runs the part of the layers that a method gives it. Lossy, or as a drafter lossless.
 
 `thinned(target, calm())` is a target as any other, whose text is its own. `drafters.thinned(target, calm())` drafts so
-for the whole model, which verifies. One file per method; what they share is `specjax.models.depth`.
+for the whole model, which verifies. One file per method; what they share is `specjax.models.variants.layer_skipping`.
 """
 
 from specjax.adaptive.calm import calibrated, calm
 from specjax.adaptive.dynamax import Probes, dynamax, train_probes
 from specjax.adaptive.ffn_skip import ffn_skip
-from specjax.adaptive.first import Routers, first, train_lora, train_routers
+from specjax.adaptive.first_routing import Routers, first, train_lora, train_routers
 from specjax.adaptive.fitting import fit
 from specjax.adaptive.lora_drop import Corrections, blank_corrections, lora_drop
 from specjax.adaptive.m2r2 import blank_m2r2, train_m2r2
@@ -16,8 +16,8 @@ from specjax.adaptive.measure import Reading, read, share_run
 from specjax.adaptive.s2d import s2d, sorted_loss, train_sorted
 from specjax.adaptive.skip_decode import skip_decode
 from specjax.adaptive.unified import unified
-from specjax.models.depth import Depth
-from specjax.models.thinned import thinned
+from specjax.models.variants.layer_skipping import Depth
+from specjax.models.variants.skipping_model import thinned
 
 __all__ = [
     "Corrections",

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from specjax.adaptive.exits import every_so_many, leaving, similarity
 from specjax.errors import UsageError
-from specjax.models.depth import Depth, Places, Seen
+from specjax.models.variants.layer_skipping import Depth, Places, Seen
 from specjax.types import Array
 
 FORMS = ("softmax", "saturation")

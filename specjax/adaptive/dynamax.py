@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax.adaptive.descent import descend, one_pass
 from specjax.adaptive.exits import every_so_many, leaving, threshold_level
+from specjax.adaptive.optimise import descend, one_pass
 from specjax.errors import UsageError
-from specjax.models.depth import Depth, Places, Seen
+from specjax.models.variants.layer_skipping import Depth, Places, Seen
 from specjax.types import Array, Model, Target
 
 

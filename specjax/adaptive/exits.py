@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.models.depth import Depth, Places, Seen
+from specjax.models.variants.layer_skipping import Depth, Places, Seen
 from specjax.types import Array, PyTree, Sublayers
 
 

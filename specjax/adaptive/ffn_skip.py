@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from specjax.adaptive.exits import similarity
 from specjax.errors import UsageError
-from specjax.models.depth import Depth, Places, Seen
+from specjax.models.variants.layer_skipping import Depth, Places, Seen
 from specjax.types import Array, Sublayers
 
 

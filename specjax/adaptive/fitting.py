@@ -8,10 +8,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specjax.adaptive.descent import descend, one_pass
-from specjax.indexing import take_along
-from specjax.models.depth import Depth
-from specjax.models.thinned import thinned
+from specjax.adaptive.optimise import descend, one_pass
+from specjax.arrays.indexing import take_along
+from specjax.models.variants.layer_skipping import Depth
+from specjax.models.variants.skipping_model import thinned
 from specjax.types import Array, Model, PyTree, Target
 
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.adaptive.descent import descend, one_pass
+from specjax.adaptive.optimise import descend, one_pass
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import init_head
 from specjax.models.heads.m2r2 import M2R2, M2R2Config, check_layers, check_target, of_target
-from specjax.ranges import check_whole
+from specjax.numerics.validation import check_whole
 from specjax.types import Array, Model, PyTree, Target
 
 ALIGNMENT = 0.1

@@ -19,11 +19,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specjax.adaptive.descent import descend
+from specjax.adaptive.optimise import descend
 from specjax.adaptive.s2d import sorted_loss
 from specjax.errors import UsageError
 from specjax.models import narrowed
-from specjax.models.depth import Depth, Places
+from specjax.models.variants.layer_skipping import Depth, Places
 from specjax.types import Array, Model, PyTree, Sublayers, Target
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import take_along
 from specjax.engine.prefill import CHUNK, prefill
-from specjax.indexing import take_along
-from specjax.models.depth import Thinned
+from specjax.models.variants.layer_skipping import Thinned
 from specjax.types import Array, Model, Sublayers, Target
 
 

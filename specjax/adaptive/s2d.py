@@ -20,11 +20,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax.adaptive.descent import descend, one_pass
 from specjax.adaptive.exits import leaving, threshold_level
+from specjax.adaptive.optimise import descend, one_pass
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.models.depth import Depth, Seen
+from specjax.models.variants.layer_skipping import Depth, Seen
 from specjax.types import Array, Model, PyTree, Target
 
 

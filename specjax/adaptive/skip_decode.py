@@ -18,7 +18,7 @@ import functools
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.models.depth import Depth, Places
+from specjax.models.variants.layer_skipping import Depth, Places
 from specjax.types import Array, Sublayers
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models.depth import Depth, Places
+from specjax.models.variants.layer_skipping import Depth, Places
 from specjax.types import Sublayers
 
 

@@ -3,13 +3,27 @@
 And what its acceptance gives in time where several copies of the target verify (`dsi`).
 """
 
-from specjax.analysis.acceptance import FORMULAS, Acceptance, Comparison, Entry, acceptance, acceptance_curve, compare
 from specjax.analysis.dsi import DsiTimes, dsi, servers, smallest_lookahead
-from specjax.analysis.efficiency import BlockEfficiency, block_efficiency, depth_curve, efficiency_of, last_token_model
-from specjax.analysis.one_pass import expected_tokens
-from specjax.analysis.optimal import OptimalAcceptance, optimal_acceptance
-from specjax.analysis.plot import plot
-from specjax.analysis.records import Record, join_records, load_record, record, save_record
+from specjax.analysis.rules.acceptance import (
+    FORMULAS,
+    Acceptance,
+    Comparison,
+    Entry,
+    acceptance,
+    acceptance_curve,
+    compare,
+)
+from specjax.analysis.rules.efficiency import (
+    BlockEfficiency,
+    block_efficiency,
+    depth_curve,
+    efficiency_of,
+    last_token_model,
+)
+from specjax.analysis.rules.optimal import OptimalAcceptance, optimal_acceptance
+from specjax.analysis.rules.plot import plot
+from specjax.analysis.rules.records import Record, join_records, load_record, record, save_record
+from specjax.analysis.rules.rule_comparison import expected_tokens
 
 __all__ = [
     "FORMULAS",

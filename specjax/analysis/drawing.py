@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specjax import pictures
-from specjax.analysis.rounds import Round
+from specjax.analysis.explain import Round
+from specjax.files import plotting
 
 ACCEPTED, REJECTED, OWN = "#2a9d5c", "#c9ccd1", "#3b6fb6"
 MOST_LEAVES = 24
@@ -23,12 +23,12 @@ def draw(rounds: Sequence[Round], shown: Callable[[int], str], number: int | Non
     one = rounds[number]
     drawn = _drawn(one)
     heights, leaves = _heights(one.parents, drawn)
-    figure = pictures.begun(9.0, 3.2 + max(2.0, 0.34 * leaves))
+    figure = plotting.begun(9.0, 3.2 + max(2.0, 0.34 * leaves))
     above, below = figure.subplots(2, 1, height_ratios=(2.4, max(2.0, 0.34 * leaves)))
     _bars(above, rounds, number)
     _tree(below, one, shown, drawn, heights, leaves)
     figure.suptitle(title, fontsize=9, parse_math=False)
-    return pictures.png(figure)
+    return plotting.png(figure)
 
 
 def best(rounds: Sequence[Round]) -> int:
@@ -51,7 +51,7 @@ def _bars(axes, rounds: Sequence[Round], number: int) -> None:
     axes.set_ylabel("tokens, plain passes")
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    pictures.open_corner(axes)
+    plotting.open_corner(axes)
 
 
 def _tree(

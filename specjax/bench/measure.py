@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import parallel
+from specjax.api import decode, denoise, stream
 from specjax.bench.records import Run
 from specjax.diffusion import Denoiser, Procedure
-from specjax.engine.checks import explain, first_bad_parameter
-from specjax.engine.kept import programs_of
-from specjax.engine.parts import Job
+from specjax.engine.job import Job
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.results import StreamStep
 from specjax.engine.statistics import add_stats, zero_stats
 from specjax.engine.step import BUCKET
+from specjax.engine.value_checks import explain, first_bad_parameter
 from specjax.errors import UsageError
-from specjax.facade import decode, denoise, stream
-from specjax.sampling import fold_in, threefry
+from specjax.numerics.sampling import fold_in, threefry
+from specjax.persistence.program_cache import programs_of
 from specjax.types import Array, Drafter, Target
 
 Rows = Sequence[Sequence[int]]

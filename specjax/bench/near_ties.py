@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import parallel
-from specjax.engine import processing
+from specjax.arrays.indexing import take_along
+from specjax.engine import logits_processing
 from specjax.engine.prefill import CHUNK, prefill
-from specjax.indexing import take_along
 from specjax.types import Array, Processor, Target
 
 SAME_BITS = "same bits"  # as a dtype: of a model whose logits do not depend on the pass; there no flip is rounding
@@ -44,7 +44,7 @@ def difference(
     before = plain[:position]
     logits = next_logits(target, [*prompt, *before], len(prompt))
     if processors:
-        logits = np.asarray(processing.after(processors, prompt, before, jnp.asarray(logits)))
+        logits = np.asarray(logits_processing.after(processors, prompt, before, jnp.asarray(logits)))
     second, largest = np.sort(logits)[-2:]
     pair = [text[position] if position < len(text) else None for text in (ours, plain)]
     behind = float("inf") if None in pair else float(largest - min(logits[token] for token in pair))

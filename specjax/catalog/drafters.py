@@ -18,7 +18,7 @@ from specjax.costs import dtype_of
 from specjax.diffusion import drafters as denoising
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.models.loading.deciding import read_acceptance
+from specjax.models.loading.decision_heads import read_acceptance
 from specjax.retrieval.datastore import Datastore
 from specjax.trees import stops
 from specjax.types import Drafter, Target

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.models.loading.deciding import read_acceptance, read_judge
+from specjax.models.loading.decision_heads import read_acceptance, read_judge
 from specjax.trees import parse as tree
 from specjax.trees import parse_paths, stops
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.catalog.options import REQUIRED, Option, read_call, yes_or_no
 from specjax.errors import UsageError
-from specjax.models.loading.deciding import JudgeHead, read_judge
+from specjax.models.loading.decision_heads import JudgeHead, read_judge
 from specjax.verifiers import (
     VERIFIERS,
     Verifier,

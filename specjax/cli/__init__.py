@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _is_reading() -> bool:
     """Whether compiled programs are still read, and nothing is written."""
-    kept = sys.modules.get("specjax.engine.kept")  # else there are none, and it would import JAX
+    kept = sys.modules.get("specjax.persistence.program_cache")  # else there are none, and it would import JAX
     return kept is not None and any(thread.name.startswith(kept.READING) for thread in threading.enumerate())
 
 
@@ -74,8 +74,8 @@ def _check_packages() -> None:
 
 
 def _prepare() -> None:
-    from specjax.cli.console import show_traceback
-    from specjax.libtpu import prepare_environment
+    from specjax.cli.output.console import show_traceback
+    from specjax.files.libtpu import prepare_environment
 
     # What was closed before the start, as by >&-, is None, and the next file that is opened would take its number.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -143,7 +143,7 @@ def _leave(why: str) -> None:
 
 
 def _complain(sentence: str) -> int:
-    from specjax.cli.console import complain
+    from specjax.cli.output.console import complain
 
     complain(sentence)
     return _tell_hosts(sentence, 2)
@@ -151,14 +151,14 @@ def _complain(sentence: str) -> int:
 
 def _interrupted(kept: str = "") -> int:
     """`kept`: where a command left what it had done, as its KeyboardInterrupt says."""
-    from specjax.cli.console import complain
+    from specjax.cli.output.console import complain
 
     complain(f"interrupted; {kept}" if kept else "interrupted")
     return _tell_hosts("interrupted", 130)
 
 
 def _is_full(error: OSError) -> bool:
-    from specjax.cli.files import FULL
+    from specjax.cli.output.files import FULL
 
     return error.errno in FULL
 
@@ -180,7 +180,7 @@ def _tell_hosts(sentence: str, code: int) -> int:
     """On several hosts, end the others too; does not return there."""
     hosts = sys.modules.get("specjax.parallel.hosts")  # else there are none, and it would import JAX
     if hosts is not None:
-        from specjax.cli.console import visible
+        from specjax.cli.output.console import visible
 
         hosts.fail(visible(sentence), code)
     return code

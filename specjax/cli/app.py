@@ -9,13 +9,12 @@ from typing import Annotated
 import typer
 import typer.completion
 
-from specjax.cli import (
+from specjax.cli.commands import (
     bench,
     chat,
     check_bits,
     compare_verifiers,
     compile,
-    completing,
     datastore,
     explain,
     generate,
@@ -24,7 +23,8 @@ from specjax.cli import (
     plan,
     train,
 )
-from specjax.cli.panels import group
+from specjax.cli.options import completion
+from specjax.cli.options.panels import group
 from specjax.errors import UsageError
 
 GUESSES = {"--model": "the model itself is --target MODEL", "-m": "the model is --target MODEL"}
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
     if COMPLETING in os.environ:  # a shell asks what could come next; it wants typer's own call
         typer.completion.completion_init()
         bash = os.environ[COMPLETING] == "complete_bash"
-        with completing.words_as_bash_parts_them() if bash else contextlib.nullcontext():
+        with completion.words_as_bash_parts_them() if bash else contextlib.nullcontext():
             command.main(arguments, prog_name="specjax")
     try:
         with command.make_context("specjax", arguments) as context:

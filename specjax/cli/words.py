@@ -1,4 +1,4 @@
-"""Writes words.json, what `specjax.cli.completing` knows of the catalogue: `python -m specjax.cli.words`."""
+"""Writes words.json, what `specjax.cli.options.completion` knows of the catalogue: `python -m specjax.cli.words`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from specjax import controllers, trees
 from specjax.catalog import SAMPLING, Method, Option, of_kind
-from specjax.cli.completing import FILE
-from specjax.cli.drafting import LOADABLE
-from specjax.training.recipes import RECIPES
+from specjax.cli.options.completion import FILE
+from specjax.cli.options.drafter_flags import LOADABLE
+from specjax.training.objectives.recipes import RECIPES
 from specjax.verifiers import VERIFIERS, rules_with_arrays
 
 

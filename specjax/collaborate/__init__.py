@@ -1,10 +1,7 @@
 """Texts that several models or samples write: `text` is what they share, `methods` one file per published method."""
 
 from specjax.collaborate import methods
-from specjax.collaborate.prepare import TextJob, prepare_texts
-from specjax.collaborate.results import TextResult
-from specjax.collaborate.segments import Segmenter, after_any, after_strings, after_tokens
-from specjax.collaborate.text import (
+from specjax.collaborate.multi_writer import (
     Scores,
     TextState,
     Written,
@@ -18,6 +15,9 @@ from specjax.collaborate.text import (
     score,
     select,
 )
+from specjax.collaborate.prepare import TextJob, prepare_texts
+from specjax.collaborate.results import TextResult
+from specjax.collaborate.segments import Segmenter, after_any, after_strings, after_tokens
 
 __all__ = [
     "Scores",

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.collaborate import text as texts
+from specjax.arrays.indexing import take_along
+from specjax.collaborate import multi_writer as texts
+from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.results import check_scores
-from specjax.collaborate.text import TextState, Writers
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.sampling import fold_in, uniform
+from specjax.numerics.sampling import fold_in, uniform
 from specjax.types import Array, PyTree
 
 RESAMPLE, CHOOSE, MOVE, LOOK = 101, 102, 103, 104

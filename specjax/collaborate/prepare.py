@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from specjax.collaborate import text as texts
-from specjax.collaborate.text import CHUNK, TextState, Writers
+from specjax.collaborate import multi_writer as texts
+from specjax.collaborate.multi_writer import CHUNK, TextState, Writers
 from specjax.engine.autoregressive import autoregressive
-from specjax.engine.parts import Keep
+from specjax.engine.job import Keep
+from specjax.engine.packing import Prompts, pack
 from specjax.engine.prepare import Settings, prepare
-from specjax.engine.prompts import Prompts, pack
 from specjax.errors import UsageError
 from specjax.types import Array, Drafter, Target
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.collaborate.text import TextState
+from specjax.arrays.indexing import take_along
+from specjax.collaborate.multi_writer import TextState
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import zero_stats
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.types import Array
 
 

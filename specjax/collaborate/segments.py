@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.engine.text import Decodes
 from specjax.errors import UsageError
+from specjax.serving.detokenizer import Decodes
 from specjax.types import Array
 
 

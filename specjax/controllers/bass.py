@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.buffers import shared
+from specjax.arrays.batch_axes import shared
 from specjax.errors import UsageError
 from specjax.types import Array, Controller, Info
 

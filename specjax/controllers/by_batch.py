@@ -14,7 +14,7 @@ import itertools
 
 import jax.numpy as jnp
 
-from specjax.buffers import shared
+from specjax.arrays.batch_axes import shared
 from specjax.errors import UsageError
 from specjax.types import Controller
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import costs as costs_of
-from specjax.buffers import SHARED, rows_first
+from specjax.arrays.batch_axes import SHARED, rows_first
 from specjax.errors import UsageError
 from specjax.types import Array, Controller, Info
 

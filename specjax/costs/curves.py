@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import first_largest
 from specjax.errors import UsageError
-from specjax.indexing import first_largest
 from specjax.types import Target
 
 

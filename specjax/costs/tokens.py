@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from specjax.trees.best_shapes import Paths
+from specjax.trees.shape_search.best_shapes import Paths
 
 
 def expected_tokens(paths: Paths, acceptance: Sequence[float]) -> float:

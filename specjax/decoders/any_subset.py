@@ -26,12 +26,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.precision import in_32_bits
-from specjax.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
+from specjax.numerics.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
 from specjax.trees.operations import chain
 from specjax.types import Array, Guarantee, PyTree, Sampling, Stats
 from specjax.verifiers.exact.standard import core as verify_chain

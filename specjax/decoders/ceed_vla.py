@@ -12,7 +12,7 @@ greedy text, or after `iterations` passes as it is then; the next one goes on be
 Guarantee: lossy; without a limit of iterations (or with one of at least n) greedy.
 
 A target that was distilled to jump to the fixed point from anywhere (Kou et al. 2024, CLLM, arXiv 2403.00835) needs few
-passes: `specjax.training.consistency` does that. Of others a pass makes little more than one token.
+passes: `specjax.training.methods.consistency` does that. Of others a pass makes little more than one token.
 
 Deviations: keys and values of a block that ended early belong to its last guess but one. They are read again, together
 with the first pass of the next block; `stale_keys=True` keeps them, as cheaper and further from the model.
@@ -26,15 +26,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.decoders.begun import written
+from specjax.arrays.indexing import first_largest, take_along
+from specjax.arrays.x64 import in_32_bits
+from specjax.decoders.loop_setup import written
+from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
-from specjax.precision import in_32_bits
-from specjax.sampling import fold_in, row_keys, uniform
+from specjax.numerics.sampling import fold_in, row_keys, uniform
 from specjax.types import Array, Guarantee, PyTree, Target
 
 GUARANTEE: Guarantee = "lossy"

@@ -37,11 +37,11 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.x64 import in_32_bits
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
-from specjax.precision import in_32_bits
-from specjax.sampling import DRAFT, VERIFY, fold_in, normal, row_keys, uniform
+from specjax.numerics.sampling import DRAFT, VERIFY, fold_in, normal, row_keys, uniform
 from specjax.types import Array, Guarantee, PyTree, Stats
 
 Ratio = Literal["path", "coupled", "aligned"]

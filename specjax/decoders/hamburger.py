@@ -20,18 +20,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.decoders.begun import Begun, begin, written
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
+from specjax.decoders.loop_setup import Begun, begin, written
+from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
 from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import Drafted, DraftHead
 from specjax.models.heads.hamburger import Hamburger
-from specjax.precision import in_32_bits
-from specjax.sampling import draw, node_keys, warp
+from specjax.numerics.sampling import draw, node_keys, warp
 from specjax.types import Array, Context, Guarantee, PyTree, Said, Stream, Target
 
 GUARANTEE: Guarantee = "lossy"

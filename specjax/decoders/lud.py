@@ -9,7 +9,7 @@ more than `repeats` times in a row. Keys and values of [PAD] are forgotten; the 
 Guarantee: lossy; with k = 0, or a threshold above 1, the text is the tuned model's own, at any temperature. Without
 loss it is `drafters.ppd` with `specjax.models.heads.ppd.prompts_of_token(target, pad_token, k)`.
 
-`specjax.training.lexical_units` makes the lessons of a text, and tunes a model.
+`specjax.training.methods.lexical_units` makes the lessons of a text, and tunes a model.
 
 Deviations: `threshold` and `repeats` by default are choices of our own.
 """
@@ -22,16 +22,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.decoders.begun import Begun, begin, written
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
+from specjax.decoders.loop_setup import Begun, begin, written
+from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
 from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.precision import in_32_bits
-from specjax.ranges import check_whole
-from specjax.sampling import draw, node_keys, warp
+from specjax.numerics.sampling import draw, node_keys, warp
+from specjax.numerics.validation import check_whole
 from specjax.types import Array, Guarantee, PyTree, Target
 
 GUARANTEE: Guarantee = "lossy"

@@ -31,17 +31,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from specjax.arrays.indexing import first_largest
+from specjax.arrays.x64 import in_32_bits
+from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
-from specjax.indexing import first_largest
 from specjax.models.vocabulary import beside
-from specjax.precision import in_32_bits
-from specjax.sampling import draw, node_keys, row_keys, warp
+from specjax.numerics.sampling import draw, node_keys, row_keys, warp
 from specjax.types import Array, Guarantee, PyTree, Sampling, Target
 
 GUARANTEE: Guarantee = "distribution"

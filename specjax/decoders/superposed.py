@@ -24,14 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
+from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import zero_stats
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.precision import in_32_bits
 from specjax.retrieval.datastore.index import Index, search
 from specjax.retrieval.suffixes import last_tokens
 from specjax.trees.superposition import extend, likeliest

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.diffusion import passes
+from specjax.arrays.indexing import first_largest, take_along
+from specjax.diffusion import forward
 from specjax.diffusion.rules.quota import quota
 from specjax.diffusion.types import Canvas, Denoiser, Proposal, Rule, View
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
-from specjax.sampling import draw, fold_in, node_keys, warp
+from specjax.numerics.sampling import draw, fold_in, node_keys, warp
 from specjax.types import Array, Context, Drafter, PyTree, TokenTree
 
 
@@ -85,10 +85,10 @@ def init(params: tuple[Denoiser, *tuple[Any, ...]], context: Context, *, width: 
         )
     if not denoiser.is_causal:
         return Kept(denoiser.model.begin(denoiser.params, None, batch, 1), jnp.zeros((batch,), jnp.int32))
-    room = size + 2 * _columns(denoiser, width) + passes.more_than_chunk(denoiser)
+    room = size + 2 * _columns(denoiser, width) + forward.more_than_chunk(denoiser)
     cache = denoiser.model.begin(denoiser.params, None, batch, room)
     count = _finished(denoiser, context.length)
-    return Kept(passes.read_blocks(denoiser, cache, context.tokens, count), count)
+    return Kept(forward.read_blocks(denoiser, cache, context.tokens, count), count)
 
 
 def _finished(denoiser: Denoiser, length: Array) -> Array:
@@ -108,11 +108,11 @@ def _propose(
     pending, logits = None, jnp.zeros(())
     for number in range(rounds):
         hidden, pending = look(denoiser, state, canvas, width)
-        logits = passes.logits_of(denoiser, hidden)
+        logits = forward.logits_of(denoiser, hidden)
         if rounds == 1:
             break
         take, token, chosen = _decided(denoiser, rule, chosen, canvas, drafted, logits, keys, width, rounds, number)
-        canvas = passes.put(canvas, drafted, take, token)._replace(passes=nothing + number + 1)
+        canvas = forward.put(canvas, drafted, take, token)._replace(passes=nothing + number + 1)
     if rounds == 1:
         rows = warp(logits, context.sampling)
         if context.noise is None:
@@ -158,18 +158,18 @@ def keep(denoiser: Denoiser, state: Kept, context: Context, pending: PyTree, wid
 def look(denoiser: Denoiser, state: Kept, canvas: Canvas, width: int) -> tuple[Array, PyTree]:
     """(hidden [B, W, D] that predict the columns behind the text, what is pending)."""
     if denoiser.block is None:
-        hidden, pending = passes.over_canvas(denoiser, state.cache, canvas)
-        return passes.aligned(denoiser, hidden, canvas.start, width), pending
+        hidden, pending = forward.over_canvas(denoiser, state.cache, canvas)
+        return forward.aligned(denoiser, hidden, canvas.start, width), pending
     count = _columns(denoiser, width)
     offset = jnp.arange(count)
     columns = state.columns[:, None] + offset
     block = offset // denoiser.block
     mask = jnp.broadcast_to(block[None, :] <= block[:, None], (len(columns), count, count))
-    shown = passes.shown(denoiser, canvas, columns)
+    shown = forward.shown(denoiser, canvas, columns)
     # Behind the canvas there is nothing but open columns.
     shown = jnp.where(columns < canvas.tokens.shape[1], shown, denoiser.blank)
-    hidden, pending = passes.forward(denoiser, state.cache, shown, columns, mask)
-    return passes.aligned(denoiser, hidden, canvas.start - state.columns, width), pending
+    hidden, pending = forward.forward(denoiser, state.cache, shown, columns, mask)
+    return forward.aligned(denoiser, hidden, canvas.start - state.columns, width), pending
 
 
 def _decided(
@@ -183,14 +183,14 @@ def _decided(
     view = View(
         start=canvas.start,
         columns=drafted,
-        tokens=passes.shown(denoiser, canvas, drafted),
+        tokens=forward.shown(denoiser, canvas, drafted),
         exists=jnp.ones_like(opened),
         open=opened,
         eligible=opened,
         revisable=jnp.zeros_like(opened),
         entered=everywhere if number == 0 else ~everywhere,
         active=everywhere,
-        keys=passes.column_keys(keys, drafted, canvas.start, canvas.decided),
+        keys=forward.column_keys(keys, drafted, canvas.start, canvas.decided),
         passes=canvas.passes,
     )
     share = jnp.full((len(drafted),), -(-width // rounds), jnp.int32)

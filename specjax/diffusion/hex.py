@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax import sampling
 from specjax.diffusion.loop import Denoised
 from specjax.diffusion.prepare import prepare
 from specjax.diffusion.rules.quota import quota
@@ -25,6 +24,7 @@ from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Sched
 from specjax.engine.prepare import Settings
 from specjax.engine.run import run
 from specjax.errors import UsageError
+from specjax.numerics import sampling
 from specjax.types import Array, PyTree
 
 

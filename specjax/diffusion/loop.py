@@ -12,16 +12,16 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
-from specjax.diffusion import passes
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import first_largest, take_along
+from specjax.diffusion import forward
 from specjax.diffusion.measures import gap, log_probability
 from specjax.diffusion.types import Canvas, Denoiser, Memory, Procedure, Proposal, Seen, View, Wide, Window, is_eos
-from specjax.engine.parts import Keep, Loop
+from specjax.engine.job import Keep, Loop
 from specjax.engine.results import DecodeResult
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
-from specjax.sampling import noise, warp
+from specjax.numerics.sampling import noise, warp
 from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Sampling, Target
 
 
@@ -35,7 +35,7 @@ NO_DRAFTER = Drafter(_drafts_nothing, num_nodes=1, max_depth=0)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Denoising:
-    """The parts of a denoising loop, as `specjax.engine.parts.Parts` are those of the other one."""
+    """The parts of a denoising loop, as `specjax.engine.job.Parts` are those of the other one."""
 
     denoiser: Denoiser
     procedure: Procedure
@@ -140,8 +140,8 @@ def init(
     if beside is not None:
         places = axes(parts, state)
         state = state._replace(
-            cache=buffers.with_shared(cache, beside.cache, places.cache),
-            draft=buffers.with_shared(progress, beside.draft, places.draft),
+            cache=batch_axes.with_shared(cache, beside.cache, places.cache),
+            draft=batch_axes.with_shared(progress, beside.draft, places.draft),
         )
     return state
 
@@ -185,12 +185,12 @@ def judge(
     logits: Array | None = None,
 ) -> Decided:  # fmt: skip
     """What the rule decides by what was seen. logits: those of it, where they are there already."""
-    logits = passes.said(parts.denoiser, seen) if logits is None else logits
+    logits = forward.said(parts.denoiser, seen) if logits is None else logits
     view = view_of(parts, state, canvas, window, seen)
     proposal, slots = propose(parts, view, logits, slots)
     view, quota, slots = bounded(parts, canvas, proposal, view, slots)
     take, token, slots = select(parts, proposal, view, quota, slots)
-    after = passes.put(canvas, view.columns, take, token)
+    after = forward.put(canvas, view.columns, take, token)
     logprobs = logged(parts, state, view, take, token, proposal)
     after, logprobs, slots = controlled(parts, canvas, after, logprobs, proposal, view, seen, slots)
     rule = parts.procedure.rule
@@ -216,14 +216,14 @@ def view_of(parts: Denoising, state: DecodeState, canvas: Canvas, window: Window
     return View(
         start=window.start,
         columns=columns,
-        tokens=passes.shown(parts.denoiser, canvas, columns),
+        tokens=forward.shown(parts.denoiser, canvas, columns),
         exists=exists,
         open=opened,
         eligible=opened & seen.predicted & active,
         revisable=~opened & exists & (columns >= canvas.start[:, None]) & seen.predicted & active,
         entered=window.entered,
         active=window.active,
-        keys=passes.column_keys(state.keys, columns, canvas.start, canvas.decided),
+        keys=forward.column_keys(state.keys, columns, canvas.start, canvas.decided),
         passes=canvas.passes,
         eos=parts.eos,
         canvas=canvas,
@@ -283,7 +283,7 @@ def controlled(
     wide = None
     if control.wide:
         assert seen.canvas is not None
-        logits = passes.logits_of(parts.denoiser, seen.canvas)
+        logits = forward.logits_of(parts.denoiser, seen.canvas)
         wide = Wide(first_largest(logits), gap(logits))
     act, changed = control.act(control.params, slots.control, after, proposal, view, wide)
     slots = slots._replace(control=changed)
@@ -292,7 +292,7 @@ def controlled(
             raise UsageError("a control that fills a canvas must ask for what is likeliest there; say wide=True of it")
         columns = jnp.broadcast_to(jnp.arange(after.tokens.shape[1]), after.tokens.shape)
         fill = before.open & act.fill[:, None] & view.active[:, None]
-        after = passes.put(after, columns, fill, wide.best)
+        after = forward.put(after, columns, fill, wide.best)
         logprobs = None if logprobs is None else jnp.where(fill, 0.0, logprobs)  # there is no other choice
     if act.end is not None:
         end = jnp.where(view.active, jnp.minimum(act.end, after.end), after.end)
@@ -375,7 +375,7 @@ def settle(parts: Denoising, state: DecodeState, window: Window, decided: Decide
 
 def axes(parts: Denoising, state: DecodeState) -> DecodeState:
     """The place of the rows in the shape of each array of a state."""
-    places = buffers.rows_first(state)
+    places = batch_axes.rows_first(state)
     memory = parts.memory
     return places if memory.axes is None else places._replace(cache=memory.axes(parts.denoiser, state.cache))
 

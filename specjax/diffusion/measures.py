@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
+from specjax.arrays.indexing import take_along
 from specjax.diffusion.types import Proposal
-from specjax.indexing import take_along
+from specjax.numerics import sampling
 from specjax.types import Array
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from specjax.arrays.x64 import in_32_bits
+from specjax.diffusion.caches import WHOLE, append
 from specjax.diffusion.loop import LOOP, Denoising
-from specjax.diffusion.memories import WHOLE, append
 from specjax.diffusion.types import Denoiser, Memory, Procedure
-from specjax.engine.parts import Job, Keep
+from specjax.engine.job import Job, Keep
+from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prepare import Settings, checked_samples, repeated, sample_keys
-from specjax.engine.prompts import Prompts, new_tokens, pack
 from specjax.errors import UsageError
-from specjax.precision import in_32_bits
 from specjax.types import Array
 
 UNIT = 32

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.sampling import fold_in
+from specjax.numerics.sampling import fold_in
 from specjax.types import STATIC, Array, Model, PyTree, Target
 
 Attention = Literal["full", "block_causal"]
@@ -34,7 +34,7 @@ Alignment = Literal["same", "shifted"]
 Seeding = Literal["all_masked", "seed_and_mask"]
 
 RULE = 2
-"""Purpose of the random keys of rules, beside DRAFT and VERIFY of `specjax.sampling`."""
+"""Purpose of the random keys of rules, beside DRAFT and VERIFY of `specjax.numerics.sampling`."""
 
 
 @jax.tree_util.register_dataclass

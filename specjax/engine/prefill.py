@@ -7,9 +7,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specjax import turns
-from specjax.engine import forms
-from specjax.indexing import take_along
+from specjax.arrays import scopes
+from specjax.arrays.indexing import take_along
+from specjax.engine import contract_checks
 from specjax.types import Array, Model, Output, PyTree
 
 CHUNK = 128
@@ -54,8 +54,8 @@ def prefill_reading(
         output, pending = model.forward(params, window, cache, positions=positions, mask=mask, **wanted)
         here = jnp.clip(count - start, 0, CHUNK)
         committed, after = model.commit(cache, pending, path, here), read(seen, window, here, output)
-        forms.check_same(f"commit of the model {model.name}", cache, committed)
-        forms.check_same("the drafter's read", seen, after)
+        contract_checks.check_same(f"commit of the model {model.name}", cache, committed)
+        contract_checks.check_same("the drafter's read", seen, after)
         return start + CHUNK, committed, after
 
     longest = jnp.max(count)
@@ -82,5 +82,5 @@ def catch_up(
         count = jnp.clip(wanted - held, 0, chunk)
         return model.commit(cache, pending, path, count), held + count
 
-    with jax.named_scope(turns.CATCH_UP):
+    with jax.named_scope(scopes.CATCH_UP):
         return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < wanted), feed, (cache, held))[0]

@@ -9,14 +9,14 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.x64 import in_32_bits
 from specjax.controllers import fixed
-from specjax.engine.parts import Job, Keep, Parts
-from specjax.engine.prompts import Prompts, new_tokens, pack
+from specjax.engine.job import Job, Keep, Parts
+from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.step import LOOP
 from specjax.errors import UsageError
-from specjax.precision import in_32_bits
-from specjax.ranges import check_range
-from specjax.sampling import fold_in, row_keys
+from specjax.numerics.sampling import fold_in, row_keys
+from specjax.numerics.validation import check_range
 from specjax.types import Array, Controller, Drafter, Draws, Processor, PyTree, Sampling, Target, VerifyFn
 from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
 

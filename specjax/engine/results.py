@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.parallel.arrays import is_far
+from specjax.numerics.global_arrays import is_far
 from specjax.types import Array, Drafter, Info, Stats
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
-from specjax.engine.memory import lesson
-from specjax.engine.parts import Job, Looped
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
+from specjax.engine.carry_over import lesson
+from specjax.engine.job import Job, Looped
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_stats, zero_stats
-from specjax.indexing import take_along
-from specjax.precision import in_32_bits
 from specjax.types import Array, DecodeState, Info
 
 
@@ -26,7 +28,7 @@ def _begin(job: Job) -> DecodeState:
     of_prompts = jax.tree.map(lambda x: x[::times] if x.ndim else x, parts.sampling)
     parts = dataclasses.replace(parts, sampling=of_prompts)
     state = parts.loop.init(parts, job.tokens, job.lengths, job.keys[::times], job.stop[::times], job.inputs)
-    return buffers.repeat_rows(state, times, parts.loop.axes(parts, state))._replace(keys=job.keys)
+    return batch_axes.repeat_rows(state, times, parts.loop.axes(parts, state))._replace(keys=job.keys)
 
 
 @jax.jit
@@ -84,3 +86,13 @@ def run(job: Job) -> DecodeResult:
         state.finite,
     )
     return parts.loop.result(state, lengths, result)
+
+
+class Programs(NamedTuple):
+    """The two compiled functions that drive a job from Python."""
+
+    start: Callable[[Job], DecodeState]
+    step: Callable[[Looped, DecodeState], tuple[DecodeState, Info, Array]]
+
+
+TRACED = Programs(start, step)

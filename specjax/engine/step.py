@@ -8,14 +8,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
-from specjax.engine import checks, forms, processing
-from specjax.engine.parts import Loop, Parts
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
+from specjax.engine import contract_checks, logits_processing, value_checks
+from specjax.engine.job import Loop, Parts
 from specjax.engine.prefill import CHUNK, prefill_reading
 from specjax.engine.target_pass import pass_over
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.sampling import DRAFT, entropy, fold_in
+from specjax.numerics.sampling import DRAFT, entropy, fold_in
 from specjax.types import Array, Context, DecodeState, Info, PyTree, Signals, TokenTree, Verdict
 
 BUCKET = 128
@@ -71,9 +71,9 @@ def init(
     cache = target.model.opened(target.params, inputs, length, size)
     draft, control = drafter.init(drafter.params, context), parts.controller.init(batch)
     if beside is not None:
-        cache = buffers.with_shared(cache, beside.cache, target.model.axes(cache))
-        draft = buffers.with_shared(draft, beside.draft, drafter.axes(draft))
-        control = buffers.with_shared(control, beside.control, parts.controller.axes(control))
+        cache = batch_axes.with_shared(cache, beside.cache, target.model.axes(cache))
+        draft = batch_axes.with_shared(draft, beside.draft, drafter.axes(draft))
+        control = batch_axes.with_shared(control, beside.control, parts.controller.axes(control))
 
     read = drafter.read
     see = lambda draft, *chunk: draft if read is None else read(drafter.params, draft, context, *chunk)
@@ -89,7 +89,7 @@ def init(
         draft=draft,
         control=control,
         finite=jnp.ones((batch,), bool),
-        processed=processing.begin(parts.processors, tokens, length, target.model.vocab_size),
+        processed=logits_processing.begin(parts.processors, tokens, length, target.model.vocab_size),
     )
 
 
@@ -110,7 +110,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     prompt = drafter.prompts and functools.partial(drafter.prompts, drafter.params, draft, context)
     cache, passed = pass_over(parts, state, tree, observe, prompt)
     draft = drafter.update(drafter.params, draft, passed.seen, passed.verdict)
-    forms.check_same(f"the drafter's update ({forms.name_of(drafter.update)})", state.draft, draft)
+    contract_checks.check_same(f"the drafter's update ({contract_checks.name_of(drafter.update)})", state.draft, draft)
     verdict, kept, (emitted, count, is_eos) = passed.verdict, passed.kept, passed.emitted
     finite = state.finite & (passed.finite | state.done)
     index = jnp.arange(drafter.num_nodes)
@@ -132,7 +132,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         finite=finite,
     )
     control = controller.update(state.control, info)
-    forms.check_same("the controller's update", state.control, control)
+    contract_checks.check_same("the controller's update", state.control, control)
     return state._replace(
         tokens=state.tokens.at[jnp.arange(len(length))[:, None], place].set(emitted, mode="drop"),
         length=length,
@@ -141,7 +141,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         draft=draft,
         control=control,
         finite=finite,
-        processed=processing.updated(parts.processors, state.processed, emitted, count),
+        processed=logits_processing.updated(parts.processors, state.processed, emitted, count),
     ), info
 
 
@@ -150,14 +150,14 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
     violates; it is empty then too."""
     drafter, batch = parts.drafter, len(state.length)
     limit = parts.controller.limit(state.control)
-    forms.check_limit(limit, batch)
+    contract_checks.check_limit(limit, batch)
     limit = jnp.clip(limit, 0, 0 if parts.plain else drafter.max_depth)
     # Deeper nodes than the row may still emit are wasted; a row that has ended keeps no draft loop going.
     limit = jnp.minimum(limit, jnp.where(state.done, 0, jnp.maximum(state.stop - state.length - 1, 0)))
     keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
     tree, draft = drafter.propose(drafter.params, keys, state.draft, context, limit)
-    forms.check_tree(drafter, tree, batch, parts.target.model.vocab_size)
-    violations = checks.of_draft(tree, drafter.draws, context.root, limit) if parts.keep.violations else None
+    contract_checks.check_tree(drafter, tree, batch, parts.target.model.vocab_size)
+    violations = value_checks.of_draft(tree, drafter.draws, context.root, limit) if parts.keep.violations else None
     # Whatever was drafted, it hangs below the last token and every node stands behind its parent: so any walk ends.
     node = jnp.arange(drafter.num_nodes, dtype=jnp.int32)
     goes_on = ~state.done if violations is None else ~state.done & (violations == 0)
@@ -194,7 +194,7 @@ def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
 
 def axes(parts: Parts, state: DecodeState) -> DecodeState:
     """The place of the rows in the shape of each array of a state; `buffers.SHARED` of what all rows share."""
-    return buffers.rows_first(state)._replace(
+    return batch_axes.rows_first(state)._replace(
         cache=parts.target.model.axes(state.cache),
         draft=parts.drafter.axes(state.draft),
         control=parts.controller.axes(state.control),

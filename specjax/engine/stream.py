@@ -9,16 +9,16 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax.engine.kept import TRACED, Programs
-from specjax.engine.memory import teach
-from specjax.engine.parts import Job
+from specjax.engine.carry_over import teach
+from specjax.engine.job import Job
 from specjax.engine.results import StreamStep
-from specjax.parallel.arrays import replicate
+from specjax.engine.run import TRACED, Programs
+from specjax.numerics.global_arrays import replicate
 from specjax.types import DecodeState, Drafter, Info, Stats
 
 
 class Record(Protocol):
-    """What writes a run down, to go on from after a restart: `specjax.resuming.Kept`."""
+    """What writes a run down, to go on from after a restart: `specjax.persistence.resume.Kept`."""
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
         """The state to go on from and, of an earlier run, its text as if one step had added it, and its sums."""

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
-from specjax.engine import checks, forms, processing
-from specjax.engine.one_of import narrow_or_wide
-from specjax.engine.parts import Parts
-from specjax.indexing import take_along
-from specjax.sampling import is_greedy, node_keys, warp
+from specjax.arrays import batch_axes
+from specjax.arrays.branching import narrow_or_wide
+from specjax.arrays.indexing import take_along
+from specjax.engine import contract_checks, logits_processing, value_checks
+from specjax.engine.job import Parts
+from specjax.numerics.sampling import is_greedy, node_keys, warp
 from specjax.trees import operations
 from specjax.types import Appended, Array, DecodeState, Output, Prompts, PyTree, Scored, TokenTree, Verdict
 from specjax.verifiers import greedy
@@ -73,7 +73,7 @@ def pass_over(
         emitted = emit(parts, state, tree, verdict)
         num_nodes = jnp.minimum(verdict.num_nodes, emitted.number)
         committed = parts.target.model.commit(cache, pending, verdict.path[:, : widths[-1]], num_nodes)
-        forms.check_same(f"commit of the model {parts.target.model.name}", cache, committed)
+        contract_checks.check_same(f"commit of the model {parts.target.model.name}", cache, committed)
         return committed, Passed(verdict, emitted, *others)
 
     if parts.plain:
@@ -121,27 +121,29 @@ def judge_at(
     positions = state.length[:, None] - 1 + depth
     taps = {"taps": drafter.taps} if drafter.taps else {}
     whole, pending = model.forward(parts.target.params, tokens, cache, positions=positions, mask=mask, **taps)
-    forms.check_output(model, whole, *depth.shape)
+    contract_checks.check_output(model, whole, *depth.shape)
     output = whole if prompt is None else jax.tree.map(lambda x: x[:, :width], whole)
     depth = depth[:, :width]
     raw = output
     if parts.processors:
         above = mask[:, :width, :width]
-        output = raw._replace(logits=processing.processed(parts.processors, state.processed, part, above, raw.logits))
+        output = raw._replace(
+            logits=logits_processing.processed(parts.processors, state.processed, part, above, raw.logits)
+        )
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
     verdict, logits = _judged(parts, state, keys, part, output)
-    forms.check_verdict(parts.verifier, verdict, *part.tokens.shape)
+    contract_checks.check_verdict(parts.verifier, verdict, *part.tokens.shape)
     verdict = _of_running(verdict, state.done)
     seen = observe(part, verdict, whole)
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     kept = Kept(
-        logits=buffers.widen(take_along(logits, along_path, 1), n) if parts.keep.logits else None,
-        logprobs=buffers.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
-        violations=checks.of_target(part.valid, logits) if parts.keep.violations else None,
-        scored=Scored(tree, *buffers.widen((logits, output.hidden), n)) if parts.keep.scored else None,
+        logits=batch_axes.widen(take_along(logits, along_path, 1), n) if parts.keep.logits else None,
+        logprobs=batch_axes.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
+        violations=value_checks.of_target(part.valid, logits) if parts.keep.violations else None,
+        scored=Scored(tree, *batch_axes.widen((logits, output.hidden), n)) if parts.keep.scored else None,
     )
     verdict = verdict._replace(path=jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1))
-    deepest, finite = jnp.max(depth, 1), checks.is_finite(raw)
+    deepest, finite = jnp.max(depth, 1), value_checks.is_finite(raw)
     if parts.processors:
         finite &= jnp.any(output.logits[:, 0] > -jnp.inf, 1)  # they left a token
     return (verdict, deepest, seen, finite, kept), pending

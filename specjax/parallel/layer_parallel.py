@@ -39,7 +39,7 @@ from specjax.models.bridge import (
 )
 from specjax.models.layers import Reach, Step, segments
 from specjax.models.layout import Layout, check_axes, check_heads, copies_of_kv_heads, repeat_kv_heads
-from specjax.parallel.arrays import place_one, with_shardings
+from specjax.numerics.global_arrays import place_one, with_shardings
 from specjax.parallel.layer_pass import Parts, Pass
 from specjax.parallel.sharding import config_to_spread
 from specjax.types import Capabilities, Model, PyTree, Target

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.parallel.arrays import place_one, with_shardings
+from specjax.numerics.global_arrays import place_one, with_shardings
 from specjax.types import PyTree, Target
 
 

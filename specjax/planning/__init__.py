@@ -1,11 +1,11 @@
 """Plan a decode for TPUs that are not here: the real compiler, no chip and no weights."""
 
 from specjax.costs.chips import CHIPS
-from specjax.planning.decode_report import compile_report
-from specjax.planning.report import Report
-from specjax.planning.topologies import known_topologies, parse_topology
-from specjax.planning.training_report import TrainingReport, training_report
-from specjax.planning.tree_plan import Plan, plan
+from specjax.planning.inputs.topologies import known_topologies, parse_topology
+from specjax.planning.records import Report
+from specjax.planning.reports.decode import compile_report
+from specjax.planning.reports.training import TrainingReport, training_report
+from specjax.planning.tree.plan import Plan, plan
 from specjax.planning.workload import Workload, make_workload
 
 __all__ = [

@@ -11,21 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax import buffers, parallel
-from specjax.buffers import SHARED
+from specjax import parallel
+from specjax.arrays import batch_axes
+from specjax.arrays.batch_axes import SHARED
 from specjax.controllers import fixed
 from specjax.engine import step
-from specjax.engine.parts import Job, Parts
+from specjax.engine.job import Job, Parts
 from specjax.engine.prepare import Settings
 from specjax.engine.step import LOOP, buffer_size
 from specjax.models import abstract_params, make_model
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
+from specjax.numerics.global_arrays import with_shardings
+from specjax.numerics.sampling import row_keys
 from specjax.parallel import layer_parallel
-from specjax.parallel.arrays import with_shardings
 from specjax.planning.drafting import drafter_of
 from specjax.planning.workload import Workload
-from specjax.sampling import row_keys
 from specjax.types import Drafter, PyTree, Sampling, Target
 
 
@@ -50,7 +51,7 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
     drafter = drafter or drafter_of(work, target, head or draft)
     settings = Settings(temperature=work.temperature)
     everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
-    by_rows = lambda tree: place_rows(tree, buffers.rows_first(tree), work, mesh)
+    by_rows = lambda tree: place_rows(tree, batch_axes.rows_first(tree), work, mesh)
     parts = Parts(
         loop=LOOP,
         target=target,

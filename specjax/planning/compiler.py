@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from specjax.costs import roofline
 from specjax.costs.chips import gib
-from specjax.planning import denoising, drafting, hlo, programs, stored
+from specjax.planning import denoising, drafting, hlo, programs, report_cache
+from specjax.planning.inputs.topologies import describe_devices
 from specjax.planning.programs import Program, Programs
-from specjax.planning.report import Memory, ProgramReport
-from specjax.planning.topologies import describe_devices
+from specjax.planning.records import Memory, ProgramReport
 from specjax.planning.traffic import must_bytes
 from specjax.planning.workload import Workload
 
@@ -41,7 +41,7 @@ def compile_programs(
         only = ("prefill", "step", "loop") if work.reading is None else denoising.names_of(work)
     reports: dict[str, ProgramReport] = {}
     for name in only:
-        kept = stored.load(work, name, nodes) if cache else None
+        kept = report_cache.load(work, name, nodes) if cache else None
         if kept is not None:
             reports[name] = kept
     missing = [name for name in only if name not in reports]
@@ -52,7 +52,7 @@ def compile_programs(
                 notify(rename.get(program.name, program.name))
                 reports[program.name] = compile_program(work, program, needed[program.name])
                 if cache:
-                    stored.save(work, program.name, nodes, reports[program.name])
+                    report_cache.save(work, program.name, nodes, reports[program.name])
     return [dataclasses.replace(reports[name], name=rename.get(name, name)) for name in only]
 
 

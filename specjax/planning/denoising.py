@@ -14,27 +14,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers, turns
-from specjax.buffers import SHARED
+from specjax.arrays import batch_axes, scopes
+from specjax.arrays.batch_axes import SHARED
 from specjax.catalog import METHODS
 from specjax.catalog.diffusion import procedure_of
+from specjax.diffusion.caches import append
 from specjax.diffusion.loop import LOOP, Denoising
-from specjax.diffusion.memories import append
 from specjax.diffusion.prepare import check, memory_of, up
 from specjax.diffusion.types import Denoiser, Procedure
-from specjax.engine.parts import Job
+from specjax.engine.job import Job
 from specjax.engine.prefill import CHUNK
 from specjax.engine.prepare import Settings
 from specjax.engine.run import run, start, step
 from specjax.engine.step import buffer_size
 from specjax.models import abstract_params, make_model
-from specjax.parallel.arrays import with_shardings
+from specjax.numerics.global_arrays import with_shardings
+from specjax.numerics.sampling import row_keys
 from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, is_cache_of, is_pending_of, place_rows, shard_bytes, spread
 from specjax.planning.programs import BLOCK, Program, Programs, compiler_of, device_kind, in_loop_of, keys_of
 from specjax.planning.traffic import bytes_per_token, pass_bytes
 from specjax.planning.workload import Workload
-from specjax.sampling import row_keys
 from specjax.types import PyTree, Sampling, Target
 
 COLUMNS_AT = 2  # columns that a pass decides, in the whole loop as it is timed
@@ -97,7 +97,7 @@ def abstract_denoising(work: Workload, devices: list) -> Abstract:
     denoiser = Denoiser(target.model, target.params, **work.reading._asdict())
     made, settings = procedure(work, denoiser), Settings(temperature=work.temperature)
     everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
-    by_rows = lambda tree: place_rows(tree, buffers.rows_first(tree), work, mesh)
+    by_rows = lambda tree: place_rows(tree, batch_axes.rows_first(tree), work, mesh)
     width = made.schedule.width or up(work.max_new_tokens)
     parts = Denoising(
         denoiser=denoiser,
@@ -164,7 +164,7 @@ def build(work: Workload, devices: list) -> tuple[Programs, dict[str, float]]:
 
 def _renewing(share: float) -> hlo.Taken:
     """How often what is kept is renewed; of other branches the dearest one runs."""
-    name = re.compile(rf'op_name="[^"]*/{turns.RENEWAL}/cond')
+    name = re.compile(rf'op_name="[^"]*/{scopes.RENEWAL}/cond')
     return lambda conditional: share if name.search(conditional.attributes) else 1.0
 
 

@@ -20,9 +20,9 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.heads.ppd import ppd_head
 from specjax.planning.workload import Workload
-from specjax.trees.best_shapes import Paths
-from specjax.trees.dynamic_sparse import evaluate
 from specjax.trees.operations import chain
+from specjax.trees.shape_search.best_shapes import Paths
+from specjax.trees.shape_search.dynamic_sparse import evaluate
 from specjax.types import Array, Drafter, PyTree, Target, TokenTree
 
 

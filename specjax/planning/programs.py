@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from specjax import turns
+from specjax.arrays import scopes
 from specjax.engine.prefill import CHUNK
 from specjax.engine.run import run, start, step
 from specjax.planning import hlo
@@ -116,7 +116,7 @@ def device_kind(mesh: Mesh):
 def _named(passes: float, others: hlo.Trips) -> hlo.Trips:
     """Trips of the loops that have a name, in a round that drafts on `passes` levels behind the root's; of other loops,
     what `others` says."""
-    known = {turns.LEVELS: passes, turns.NARROW: 0.0, turns.WIDE: 1.0, turns.ONCE: 1.0, turns.CATCH_UP: 0.0}
+    known = {scopes.LEVELS: passes, scopes.NARROW: 0.0, scopes.WIDE: 1.0, scopes.ONCE: 1.0, scopes.CATCH_UP: 0.0}
     name = re.compile(rf'op_name="[^"]*/({"|".join(known)})/while"')
 
     def trips(loop: hlo.Loop) -> float:
@@ -128,7 +128,7 @@ def _named(passes: float, others: hlo.Trips) -> hlo.Trips:
 
 def _sublayers(share: float) -> hlo.Taken:
     """Of passes that skip layers: how many of them run. Stacked layers are one loop, with a branch for each."""
-    name = re.compile(rf'op_name="[^"]*/{turns.SUBLAYER}/cond')
+    name = re.compile(rf'op_name="[^"]*/{scopes.SUBLAYER}/cond')
     return lambda conditional: share if name.search(conditional.attributes) else 1.0
 
 

@@ -19,10 +19,10 @@ from specjax.models import LlamaConfig
 from specjax.models.bridge import check_cache_dtype
 from specjax.models.heads.kinds import KINDS
 from specjax.models.layout import axis_of_other_bits, fits_heads
-from specjax.models.loading.denoisers import Reading
-from specjax.planning.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
-from specjax.planning.model_configs import load_config, load_reading, num_params, num_params_of_head
-from specjax.planning.topologies import Topology, parse_topology
+from specjax.models.loading.families.denoisers import Reading
+from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
+from specjax.planning.inputs.model_configs import load_config, load_reading, num_params, num_params_of_head
+from specjax.planning.inputs.topologies import Topology, parse_topology
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from specjax.errors import UsageError, needing
-from specjax.reading import reason
+from specjax.files.untrusted import reason
 
 MOST_STATES = 1 << 16
 END, AT_END = "\U0010ffff", (1 << 32) - 1

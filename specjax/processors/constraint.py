@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import at, take_along
 from specjax.errors import UsageError
-from specjax.indexing import at, take_along
-from specjax.parallel.arrays import gather
+from specjax.numerics.global_arrays import gather
 from specjax.processors.automaton import Automaton
 from specjax.types import Array, Processor, TokenTree
 

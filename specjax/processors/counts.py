@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.types import Array, Processor, TokenTree
 
 Change = Callable[[Array, Array, Array], Array]

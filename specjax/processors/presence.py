@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.numerics.validation import check_range
 from specjax.processors.counts import by_count
-from specjax.ranges import check_range
 from specjax.types import Array, Processor
 
 

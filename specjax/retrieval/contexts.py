@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from specjax.indexing import at
+from specjax.arrays.indexing import at
 from specjax.pallas_kernels.gumbel_topk import likeliest
 from specjax.retrieval import ngrams
 from specjax.types import Array, PyTree

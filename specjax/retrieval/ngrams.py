@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import at, take_along
 from specjax.errors import UsageError
-from specjax.indexing import at, take_along
 from specjax.types import Array, PyTree
 
 CHUNK = 32

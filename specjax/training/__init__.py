@@ -5,16 +5,16 @@ exactly and without decoding. Models that write several tokens a pass by themsel
 `train_hamburger`, `train_lud`, `train_consistency`.
 """
 
-from specjax.training.answers import Answers, answer, own_prompts
-from specjax.training.consistency import mixed_labels, train_consistency, trajectories
-from specjax.training.hamburger import train_hamburger
-from specjax.training.lessons import Lesson, Text, pack
-from specjax.training.lexical_units import train_lud
-from specjax.training.loop import Progress, train, train_step
-from specjax.training.losses import LOSSES
-from specjax.training.recipes import RECIPES, Recipe, recipe_of
-from specjax.training.served import Served, served
-from specjax.training.starts import new_head
+from specjax.training.data.packing import Lesson, Text, pack
+from specjax.training.data.target_responses import Answers, answer, own_prompts
+from specjax.training.loop.head_init import new_head
+from specjax.training.loop.trainer import Progress, train, train_step
+from specjax.training.measure.acceptance_eval import Served, served
+from specjax.training.methods.consistency import mixed_labels, train_consistency, trajectories
+from specjax.training.methods.hamburger import train_hamburger
+from specjax.training.methods.lexical_units import train_lud
+from specjax.training.objectives.losses import LOSSES
+from specjax.training.objectives.recipes import RECIPES, Recipe, recipe_of
 
 __all__ = [
     "LOSSES",

@@ -1,7 +1,6 @@
 """Builders of token trees: which tokens of a drafter that gives logits to draft, and below which of them to go on."""
 
 from specjax.trees import stops
-from specjax.trees.best_shapes import medusa, sequoia
 from specjax.trees.builders.beam import beam
 from specjax.trees.builders.bild import bild
 from specjax.trees.builders.chain_with_siblings import chain_with_siblings
@@ -11,7 +10,8 @@ from specjax.trees.builders.static import branching, builder_of, chain, independ
 from specjax.trees.contracts import Builder, Stop, with_stop
 from specjax.trees.growing import grow
 from specjax.trees.parsing import FORMS, inline, parse, parse_paths, paths_of
-from specjax.trees.paths import from_paths
+from specjax.trees.shape_search.best_shapes import medusa, sequoia
+from specjax.trees.token_trie import from_paths
 
 __all__ = [
     "FORMS",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
+from specjax.numerics import sampling
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Draws, PyTree, Said
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling, turns
-from specjax.indexing import at, take_along
+from specjax.arrays import scopes
+from specjax.arrays.indexing import at, take_along
+from specjax.numerics import sampling
 from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, Stop
 from specjax.types import Array, Context, PyTree, Said, TokenTree
 
@@ -52,7 +53,7 @@ def grow(
     carry = _expand(given, _start(given, root, memory, _logits(said).shape[-1]), said)
     if builder.levels > 1:
         assert feed is not None
-        with jax.named_scope(turns.LEVELS):
+        with jax.named_scope(scopes.LEVELS):
             is_going, level = functools.partial(_is_going, builder), functools.partial(_level, given, feed)
             carry = jax.lax.while_loop(is_going, level, carry)
     return _finish(builder, carry), carry.memory

@@ -8,7 +8,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.types import Array, TokenTree, Verdict
 
 Some = TypeVar("Some", Array, np.ndarray)

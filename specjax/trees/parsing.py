@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import UsageError
-from specjax.reading import QUOTED, cut, read_json, shown
-from specjax.trees.best_shapes import Paths, medusa, sequoia
+from specjax.files.untrusted import QUOTED, cut, read_json, shown
 from specjax.trees.builders.beam import beam
 from specjax.trees.builders.bild import bild
 from specjax.trees.builders.chain_with_siblings import LIKELIEST, chain_with_siblings
@@ -21,6 +20,7 @@ from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import How, independent_paths, static
 from specjax.trees.contracts import Builder
+from specjax.trees.shape_search.best_shapes import Paths, medusa, sequoia
 from specjax.trees.templates import branching_paths
 
 SHAPES = {

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
 from specjax.errors import UsageError
+from specjax.numerics import sampling
 from specjax.trees.contracts import Fed, Stop
 from specjax.types import Array
 

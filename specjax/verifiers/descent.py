@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.verifier import Accepted, distribution, need_logits, normalise, residual
 

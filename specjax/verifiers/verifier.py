@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.precision import in_32_bits
-from specjax.sampling import draw, fold_in, node_keys, uniform
+from specjax.numerics.sampling import draw, fold_in, node_keys, uniform
 from specjax.trees import operations
 from specjax.types import Array, Draws, Guarantee, PyTree, TokenTree, Verdict, VerifyFn
 

@@ -17,7 +17,7 @@ from specjax import Request, UsageError, adaptive, decode, drafters
 from specjax.catalog import of_kind, parse_depth
 from specjax.drafters import autoregressive
 from specjax.engine.prefill import prefill
-from specjax.parallel import fingerprint
+from specjax.persistence import fingerprint
 
 NAMES = ["calm", "saturation", "skip_decode", "ffn_skip", "dynamax", "first", "unified"]
 THROUGH = [name for name in NAMES if name != "unified"]  # whose layers are not taken out

@@ -29,7 +29,7 @@ from specjax import Target, UsageError, decode, drafters, make_drafter, stream, 
 from specjax.catalog import of_kind
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
-from specjax.sampling import draw
+from specjax.numerics.sampling import draw
 from specjax.types import Context
 from specjax.verifiers import sample_and_match, standard
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from specjax.cli import completing
+from specjax.cli.options import completion
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_a_shell_is_told_how_to_ask(cli, monkeypatch):
 def test_what_is_written_down_is_the_catalogue():
     from specjax.cli.words import text
 
-    assert completing.FILE.read_text(encoding="utf-8") == text(), "run python -m specjax.cli.words"
+    assert completion.FILE.read_text(encoding="utf-8") == text(), "run python -m specjax.cli.words"
 
 
 def test_models_that_come_along_are_called_as_their_loaders_call_them():
     from specjax.models import loading
     from specjax.models.loading.heads import shipped
 
-    assert (completing.DEMO, completing.HEADS) == (loading.DEMO, shipped.NAMES)
+    assert (completion.DEMO, completion.HEADS) == (loading.DEMO, shipped.NAMES)
 
 
 def test_a_shell_need_not_wait_for_jax():

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from quick_compile import flags
 
-from specjax.cli import Interrupts, files, prompts
+from specjax.cli import Interrupts
+from specjax.cli.options import prompts
+from specjax.cli.output import files
 from specjax.errors import UsageError
 
 
@@ -188,7 +190,7 @@ main(["methods"])
 """
 
 
-@pytest.mark.parametrize("module", ["specjax.cli.console", "typer", "jax", "numpy._core._multiarray_umath"])
+@pytest.mark.parametrize("module", ["specjax.cli.output.console", "typer", "jax", "numpy._core._multiarray_umath"])
 def test_interrupted_while_it_starts(module):
     run = subprocess.run([sys.executable, "-c", IMPORTING, module], capture_output=True, text=True, timeout=100)
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "specjax: interrupted\n")
@@ -209,7 +211,7 @@ def test_an_interrupt_that_is_dropped_comes_again():
 
 
 def test_interrupts_that_a_library_changed(cli, monkeypatch):
-    from specjax.cli import methods
+    from specjax.cli.commands import methods
 
     def broken(section):
         signal.raise_signal(signal.SIGINT)
@@ -291,7 +293,7 @@ def test_names_that_cannot_be_written(refused, tmp_path, name):
     ],
 )
 def test_what_the_machine_does_not_grant(refused, monkeypatch, error, words):
-    from specjax.cli import methods
+    from specjax.cli.commands import methods
 
     def rows(section):
         raise error

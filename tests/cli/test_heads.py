@@ -10,10 +10,10 @@ import pytest
 from heads import tiny_head
 
 import specjax
-from specjax.cli.drafting import method_of, shipped_head
-from specjax.cli.speculative import read_speculative
+from specjax.cli.options.drafter_flags import method_of, shipped_head
+from specjax.cli.options.vllm_sglang_flags import read_speculative
 from specjax.models.heads.acceptance import init_acceptance
-from specjax.models.loading.deciding import save_acceptance, save_judge
+from specjax.models.loading.decision_heads import save_acceptance, save_judge
 from specjax.models.loading.heads import recognise, shipped
 
 

@@ -19,8 +19,8 @@ from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hamburger import HamburgerConfig, Merge, hamburger_head
 from specjax.models.heads.kinds import init_head
-from specjax.training.hamburger import losses, macro_steps, said, train_hamburger
-from specjax.training.segments import by_entropy, told
+from specjax.training.data.segments import by_entropy, told
+from specjax.training.methods.hamburger import losses, macro_steps, said, train_hamburger
 
 NEW = 12
 

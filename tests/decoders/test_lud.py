@@ -13,8 +13,8 @@ from toy import markov, tiny_llama
 
 from specjax import UsageError, decode, decoders, drafters
 from specjax.models.heads.ppd import prompts_of_token
-from specjax.training.lexical_units import emptied, train_lud, unit_loss
-from specjax.training.segments import by_confidence
+from specjax.training.data.segments import by_confidence
+from specjax.training.methods.lexical_units import emptied, train_lud, unit_loss
 
 NEW, PAD, SLOTS = 12, 63, 3
 

@@ -17,7 +17,7 @@ import specjax
 from specjax import UsageError
 from specjax.decoders import pearl, pearl_in_one_program
 from specjax.decoders.pearl import Role, Text, _draft, _place, _read, _verify, join, make_roles
-from specjax.engine.prompts import pack
+from specjax.engine.packing import pack
 from specjax.types import Sampling, Target
 
 in_one = importlib.import_module("specjax.decoders.pearl_in_one_program")  # the function has its name

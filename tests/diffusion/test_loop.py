@@ -11,9 +11,9 @@ import toy_denoisers as toys
 
 import specjax
 from specjax import UsageError
-from specjax.diffusion import Act, Control, Denoiser, Procedure, autoregressive, methods, passes, rules, schedules
+from specjax.diffusion import Act, Control, Denoiser, Procedure, autoregressive, forward, methods, rules, schedules
+from specjax.diffusion.caches import append
 from specjax.diffusion.loop import canvas_of
-from specjax.diffusion.memories import append
 from specjax.diffusion.prepare import prepare
 from specjax.diffusion.types import Window
 from specjax.engine.prepare import Settings
@@ -68,7 +68,7 @@ def differences(parts, state):
     seen, _ = parts.memory.look(denoiser, state.cache, canvas, window)
     plain = uncached(denoiser, canvas)[jnp.arange(len(place))[:, None], place[:, None] + jnp.arange(4)]
     counts = seen.predicted & window.active[:, None]
-    return jnp.where(counts[..., None], passes.logits_of(denoiser, seen.hidden) - plain, 0)
+    return jnp.where(counts[..., None], forward.logits_of(denoiser, seen.hidden) - plain, 0)
 
 
 def uncached(denoiser, canvas):
@@ -76,8 +76,8 @@ def uncached(denoiser, canvas):
     columns = jnp.broadcast_to(jnp.arange(size), (batch, size))
     mask = columns[:, None, :] // denoiser.block <= columns[:, :, None] // denoiser.block
     cache = denoiser.model.begin(denoiser.params, None, batch, 1)
-    hidden, _ = passes.forward(denoiser, cache, passes.shown(denoiser, canvas, columns), columns, mask)
-    return passes.logits_of(denoiser, hidden)
+    hidden, _ = forward.forward(denoiser, cache, forward.shown(denoiser, canvas, columns), columns, mask)
+    return forward.logits_of(denoiser, hidden)
 
 
 def test_fused_clean_passes_change_no_text_and_spare_one_pass_a_block():
@@ -135,7 +135,7 @@ def test_two_tokens_that_hang_together_are_right_one_at_a_time_and_wrong_half_th
 def test_noise_is_that_of_plain_decoding_only_where_the_text_was_written_from_left_to_right():
     keys, columns = toys.keys_of(0, 1), jnp.arange(4)[None] + 5
     first, later = (
-        jax.random.key_data(passes.column_keys(keys, columns, jnp.array([5]), jnp.array([n])))[0] for n in (0, 1)
+        jax.random.key_data(forward.column_keys(keys, columns, jnp.array([5]), jnp.array([n])))[0] for n in (0, 1)
     )
     plain = jax.random.key_data(jax.vmap(lambda c: jax.random.fold_in(jax.random.fold_in(keys[0], c), 1))(columns[0]))
     assert [bool(jnp.all(a == b)) for a, b in zip(first, plain, strict=True)] == [True, False, False, False]

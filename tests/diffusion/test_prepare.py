@@ -10,7 +10,7 @@ import toy_denoisers as toys
 import specjax
 from specjax import UsageError
 from specjax.diffusion import Act, Control, Procedure, methods, rules, schedules
-from specjax.diffusion.memories import TOKEN_CAUSAL, WHOLE, guided
+from specjax.diffusion.caches import TOKEN_CAUSAL, WHOLE, guided
 from specjax.diffusion.methods.constraint import Automaton
 from specjax.diffusion.methods.dimple import PREFILLED
 from specjax.diffusion.prepare import prepare

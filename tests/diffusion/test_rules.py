@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import sampling
 from specjax.diffusion.methods.dimple import confident
 from specjax.diffusion.methods.dparallel import certain
 from specjax.diffusion.methods.dream import by_chance
@@ -19,6 +18,7 @@ from specjax.diffusion.methods.local_leap import around_anchors
 from specjax.diffusion.methods.r2_dllm import redundant
 from specjax.diffusion.rules import quota, threshold
 from specjax.diffusion.rules.quota import MEASURES
+from specjax.numerics import sampling
 
 ROWS, WIDTH, WORDS = 64, 7, 5
 

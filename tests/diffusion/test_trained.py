@@ -10,7 +10,7 @@ import specjax
 from specjax.analysis import parallel_bench as bench
 from specjax.analysis import word_problems as words
 from specjax.diffusion import methods
-from specjax.training import denoisers
+from specjax.training.methods import denoisers
 
 FOLDER = toy.DATA / "diffusion"
 COUNT = 8

@@ -10,7 +10,7 @@ from toy import markov, tiny_llama
 
 from specjax import decode, stream
 from specjax.drafters import autoregressive, prompt_lookup
-from specjax.engine.checks import explain
+from specjax.engine.value_checks import explain
 from specjax.models import make_model
 from specjax.types import Target
 

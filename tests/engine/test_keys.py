@@ -13,9 +13,10 @@ import pytest
 from toy import markov, tiny_llama
 from toy_decoders import exact, linear
 
-from specjax import Request, UsageError, decode, decoders, drafters, sampling, serve, stream, verifiers
+from specjax import Request, UsageError, decode, decoders, drafters, serve, stream, verifiers
 from specjax.bench import measure
 from specjax.drafters.layers import swift
+from specjax.numerics import sampling
 from specjax.trees.operations import chain
 
 IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]

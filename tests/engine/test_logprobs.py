@@ -9,7 +9,7 @@ from toy import tiny_llama, tiny_llama_alike
 
 from specjax import decode, drafters, mesh, shard, stream, trees
 from specjax.engine.step import buffer_size
-from specjax.sampling import warp
+from specjax.numerics.sampling import warp
 from specjax.types import Sampling
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7], [3]]

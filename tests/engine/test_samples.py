@@ -8,7 +8,7 @@ from toy import tiny_llama, tiny_llama_alike
 
 from specjax import Target, UsageError, decode, drafters, processors, stream, trees
 from specjax.engine.prefill import CHUNK
-from specjax.sampling import fold_in, row_keys
+from specjax.numerics.sampling import fold_in, row_keys
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5]]
 OPTIONS = {"max_new_tokens": 10, "temperature": jnp.array([0.9, 1.3])}

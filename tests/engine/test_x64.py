@@ -11,7 +11,7 @@ from toy import markov, tiny_llama, tiny_llama_alike
 from toy_decoders import exact, linear
 
 from specjax import Request, decode, decoders, drafters, serve, stream, trees, verifiers
-from specjax.parallel import Checkpoints
+from specjax.persistence import Checkpoints
 from specjax.trees.operations import chain
 from specjax.types import TokenTree
 

@@ -29,7 +29,7 @@ from toy import tiny_datastore, tiny_llama, tiny_llama_alike
 
 import specjax
 from specjax import decode, make_drafter, serve, stream, trees, verifiers
-from specjax.parallel import Checkpoints
+from specjax.persistence import Checkpoints
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
 OPTIONS = {

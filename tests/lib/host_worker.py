@@ -138,11 +138,11 @@ def save_for_ever(folder: str) -> None:
     """Checkpoints of a run, one after the other: to be killed while it writes."""
     import numpy as np
 
-    from specjax import parallel
-    from specjax.parallel.checkpoint import Running
+    from specjax import persistence
+    from specjax.persistence.checkpoint import Running
     from specjax.types import DecodeState
 
-    running = Running(parallel.Checkpoints(folder, 1), {"prompts": "a"})
+    running = Running(persistence.Checkpoints(folder, 1), {"prompts": "a"})
     for step in range(10**9):
         rows = np.full((4,), step, np.int32)
         tokens, cache = np.full((4, 8), step, np.int32), np.full((1 << 20,), step, np.int32)

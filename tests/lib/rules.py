@@ -6,7 +6,7 @@ import types
 
 import jax.numpy as jnp
 
-from specjax.sampling import draw
+from specjax.numerics.sampling import draw
 from specjax.verifiers import standard
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
+from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import segments
-from specjax.collaborate import text as texts
 from specjax.collaborate.prepare import prepare_texts
 from specjax.types import Model, Output, Target
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.stats import chisquare
 
-from specjax import decode, sampling
+from specjax import decode
 from specjax.drafters import autoregressive
 from specjax.models import LlamaConfig, init_params, make_model
+from specjax.numerics import sampling
 from specjax.retrieval.datastore import Datastore, from_documents
 from specjax.trees import operations
 from specjax.trees.templates import Template

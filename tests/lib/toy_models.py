@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
+from specjax.arrays import batch_axes
 from specjax.types import Capabilities, Model, Output, Target
 
 VOCAB, WIDTH, LAYERS, INPUTS = 12, 8, 2, 5
@@ -94,8 +94,8 @@ def recurrent_model(vocab: int, fold=fold_along_ancestors) -> Model:
         vocab_size=vocab,
         max_positions=1 << 20,
         name="recurrent",
-        widen=lambda pending, slots: buffers.widen(pending, slots, axis=2),
-        insert=lambda pending, new, place: buffers.insert(pending, new, place, axis=2, rows=1),
+        widen=lambda pending, slots: batch_axes.widen(pending, slots, axis=2),
+        insert=lambda pending, new, place: batch_axes.insert(pending, new, place, axis=2, rows=1),
         axes=lambda tree: jax.tree.map(lambda x: 1, tree),
         embed=lambda params, tokens: params["embed"][tokens],
         unembed=_unembed,

@@ -12,8 +12,8 @@ import toy
 
 import specjax
 from specjax.models.heads.kinds import init_head
-from specjax.training.lessons import Text
-from specjax.training.recipes import recipe_of
+from specjax.training.data.packing import Text
+from specjax.training.objectives.recipes import recipe_of
 
 NEW, DEPTHS = 24, 3
 

@@ -21,7 +21,7 @@ from specjax.engine.run import run
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import make_model
-from specjax.quantization import Quantized, dequantize, quantize
+from specjax.numerics.quantization import Quantized, dequantize, quantize
 from specjax.trees import operations
 from specjax.types import Target
 

@@ -14,7 +14,7 @@ import pytest
 from toy import tiny_llama
 from toy_models import alike, encoding, fold_in_order, inputs_of, recurrent, recurrent_model
 
-from specjax import buffers
+from specjax.arrays import batch_axes
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
 from specjax.models import Gemma3Config, init_params, make_model
@@ -254,7 +254,7 @@ def test_axes_say_where_the_rows_are(name):
             np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=1e-5)
     cache, other = states[0][0], filled(target, TEXT[:, ::-1])
     alone = filled(target, rows=slice(1, 2))
-    mixed = buffers.put_row(other, alone, jnp.int32(1), target.model.axes(other))
+    mixed = batch_axes.put_row(other, alone, jnp.int32(1), target.model.axes(other))
     predicted, wanted, before = (next_logits(target, one, LENGTHS) for one in (mixed, cache, other))
     np.testing.assert_allclose(predicted[1], wanted[1], atol=atol)
     np.testing.assert_array_equal(predicted[[0, 2]], before[[0, 2]])

@@ -12,10 +12,11 @@ from toy import chi_square, tiny_llama
 from toy_models import INPUTS, VOCAB, alike, encoding, fold_in_order, inputs_of, recurrent, recurrent_model
 
 import specjax
-from specjax import UsageError, buffers, trees
+from specjax import UsageError, trees
+from specjax.arrays import batch_axes
 from specjax.drafters import auto, hierarchical, prompt_lookup, suffix, token_recycling, two_model
 from specjax.engine.prepare import prepare
-from specjax.resuming import fingerprint_of
+from specjax.persistence.resume import fingerprint_of
 from specjax.types import Target
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [5], [7, 8]]
@@ -152,7 +153,7 @@ def test_served_texts_are_those_of_requests_alone(make):
 
 def test_a_model_that_says_the_wrong_axis_is_caught():
     target = encoding()
-    wrong = Target(target.model._replace(axes=buffers.rows_first), target.params)
+    wrong = Target(target.model._replace(axes=batch_axes.rows_first), target.params)
     assert served(wrong, prompt_lookup(2)) != alone(target)
 
 

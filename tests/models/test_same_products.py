@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from tpu import devices
 
-from specjax import rounding
 from specjax.errors import UsageError
-from specjax.models import LlamaConfig, make_model, products
+from specjax.models import LlamaConfig, make_model, matmul
+from specjax.numerics import reproducible_math
 
 
 def test_long_rows():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((600, 8192), (96, 8192)))
-    run = jax.jit(lambda x: products.same_project(x, weight, jnp.float32))
+    run = jax.jit(lambda x: matmul.same_project(x, weight, jnp.float32))
     whole = np.asarray(run(x))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(whole, exact, atol=0.02)
@@ -32,7 +32,7 @@ def test_a_product_is_one_in_every_form(dtype, error):
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     for some in (np.s_[:1, :1], np.s_[:2, :3], np.s_[:]):
         for wanted in (None, "float32"):
-            found = products.project(x[some], weight, wanted)
+            found = matmul.project(x[some], weight, wanted)
             assert found.dtype == (wanted or dtype)
             np.testing.assert_allclose(np.asarray(found, np.float64), exact[some], atol=error)
 
@@ -45,7 +45,7 @@ def test_derivatives_of_many_rows_are_products_in_their_dtype(dtype, error, want
 
     @jax.jit
     def derivatives(x, weight):
-        return jax.grad(lambda x, w: jnp.sum(products.project(x, w, wanted) * out), (0, 1))(x, weight)
+        return jax.grad(lambda x, w: jnp.sum(matmul.project(x, w, wanted) * out), (0, 1))(x, weight)
 
     exact = [np.asarray(value, np.float64) for value in (x, weight, out)]
     exact = [exact[2] @ exact[1], np.einsum("bto,bti->oi", exact[2], exact[0])]
@@ -62,14 +62,14 @@ def test_many_rows_go_with_forward_mode_and_with_a_callers_shard_map():
     """Float32 has forward mode; over a caller's own axes the derivatives are the plain ones."""
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((600, 16), (8, 16)))
-    out, tangent = jax.jvp(lambda x: products.project(x, weight), (x,), (x,))
+    out, tangent = jax.jvp(lambda x: matmul.project(x, weight), (x,), (x,))
     np.testing.assert_allclose(tangent, out, rtol=1e-5)
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
     rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     x, weight = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
 
     def loss(x, weight):
-        said = lambda x, w: jax.lax.psum(jnp.sum(products.project(x, w, jnp.float32)), "data")
+        said = lambda x, w: jax.lax.psum(jnp.sum(matmul.project(x, w, jnp.float32)), "data")
         return jax.shard_map(said, mesh=mesh, in_specs=(rows, whole), out_specs=whole)(x, weight)
 
     found = jax.jit(jax.grad(loss, 1))(x, weight)
@@ -98,18 +98,18 @@ def test_on_a_tpu_all_passes_have_the_same_products():
         run = jax.jit(lambda x, weights, layer: jnp.tanh(project(jnp.square(x), weights[layer])))
         return products_of(run.lower(shape(1, rows, 2048), shape(2, 4096, 2048), layer).compile().as_text())
 
-    (wanted,) = compiled(products.same_project, 1)
+    (wanted,) = compiled(matmul.same_project, 1)
     for rows in (2, 33, 128, 300):  # the last in three tiles
-        assert compiled(products.same_project, rows) == {wanted}
+        assert compiled(matmul.same_project, rows) == {wanted}
     # The mutant is the product of other passes, which is cut otherwise for more rows.
-    assert len(set.union(*(compiled(products.project, rows) for rows in (1, 64, 128)))) > 1
+    assert len(set.union(*(compiled(matmul.project, rows) for rows in (1, 64, 128)))) > 1
 
 
 @pytest.mark.tpu_compile
 def test_on_a_tpu_all_passes_have_the_same_roots():
     (device, *_) = devices("v5e:2x2")
     place = jax.sharding.SingleDeviceSharding(device)
-    run = jax.jit(lambda x: jnp.tanh(rounding.root_mean_square(jnp.square(x), 1e-5)))
+    run = jax.jit(lambda x: jnp.tanh(reproducible_math.root_mean_square(jnp.square(x), 1e-5)))
     for rows in (1, 33, 1000):
         x = jax.ShapeDtypeStruct((1, rows, 512), jnp.bfloat16, sharding=place)
         found = re.findall(r"= (\S+?)\{\S* rsqrt\(", run.lower(x).compile().as_text())
@@ -121,9 +121,11 @@ def test_tiles_are_products_of_all_rows():
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 50, 7), (5, 7)))
     for rows in (x, x[:1], x[0]):
         for in_loop in (False, True):
-            got = jax.jit(lambda rows, w=in_loop: rounding.in_tiles(lambda one: one @ weight.T, rows, in_loop=w))(rows)
+            got = jax.jit(
+                lambda rows, w=in_loop: reproducible_math.in_tiles(lambda one: one @ weight.T, rows, in_loop=w)
+            )(rows)
             np.testing.assert_allclose(got, rows @ weight.T, atol=1e-5)
-    sums = rounding.in_tiles(rounding.sum_in_order, x)
+    sums = reproducible_math.in_tiles(reproducible_math.sum_in_order, x)
     np.testing.assert_allclose(sums, x.sum(-1), atol=1e-5)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec, SingleDeviceSharding
 
-from specjax import sampling
+from specjax.numerics import sampling
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest, reference, tpu
 from specjax.pallas_kernels.tuning import tuned
 

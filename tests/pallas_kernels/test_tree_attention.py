@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax.numerics.quantization import dequantize, quantize
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention
-from specjax.quantization import dequantize, quantize
 
 BATCH, HEADS, KV, DIM, SLOTS = 2, 4, 2, 8, 40
 BLOCKED = jax.jit(blocked_tree_attention, static_argnames=("scale", "window", "softcap", "block"))

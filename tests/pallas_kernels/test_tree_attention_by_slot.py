@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slots import SCALE, Sizes, differing, exact, random_parents, tree_pass
 
+from specjax.numerics.quantization import quantize
 from specjax.pallas_kernels.tree_attention import by_slot, tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
-from specjax.quantization import quantize
 
 BATCH, HEADS, KV, DIM, SLOTS, GROUP, NODES = 2, 6, 2, 16, 48, 8, 6
 SIZES = {"scale": SCALE, "block": 16, "group": GROUP}

@@ -13,8 +13,8 @@ from scripts import module_at
 from tiers import exhaustive
 from tpu import devices
 
+from specjax.numerics.quantization import Quantized, quantize
 from specjax.pallas_kernels.tree_attention import reference, tpu, tree_attention
-from specjax.quantization import Quantized, quantize
 
 SIMULATED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 SLOTS, BLOCK = 384, 128

@@ -10,7 +10,7 @@ from hostile import attacks, changed_bytes, survives
 from toy import markov
 
 import specjax
-from specjax import parallel
+from specjax import persistence
 from specjax.drafters import prompt_lookup
 
 TREE = {"x": np.arange(6, dtype=np.float32), "y": {"z": np.ones((2, 3), np.int32)}}
@@ -19,7 +19,7 @@ TREE = {"x": np.arange(6, dtype=np.float32), "y": {"z": np.ones((2, 3), np.int32
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "model"
-    parallel.save(folder, TREE)
+    persistence.save(folder, TREE)
     return folder
 
 
@@ -33,7 +33,7 @@ def begun(tmp_path_factory):
 
 def go_on(folder, stop=None):
     steps = specjax.stream(
-        markov(), prompt_lookup(2), [[1, 2, 0, 1, 2], [2]], checkpoint=parallel.Checkpoints(folder, 2),
+        markov(), prompt_lookup(2), [[1, 2, 0, 1, 2], [2]], checkpoint=persistence.Checkpoints(folder, 2),
         key=jax.random.key(0), max_new_tokens=12, temperature=0.8,
     )  # fmt: skip
     for number, _ in enumerate(steps, 1):
@@ -69,7 +69,7 @@ def test_parameters(rng, count, saved, tmp_path):
     like = jax.tree.map(jax.numpy.asarray, TREE)
     for case in range(count):
         folder = attack(rng, saved, tmp_path / "model")
-        survives(lambda folder=folder: parallel.restore(folder, like), case)
+        survives(lambda folder=folder: persistence.restore(folder, like), case)
 
 
 @pytest.mark.parametrize(("rng", "count"), attacks(8, 1000))
@@ -80,7 +80,7 @@ def test_running_decodes(rng, count, begun, tmp_path):
 
 
 def test_what_never_ends_is_not_opened(saved, begun, tmp_path):
-    for whole, read in ((saved, lambda f: parallel.restore(f, TREE)), (begun, go_on)):
+    for whole, read in ((saved, lambda f: persistence.restore(f, TREE)), (begun, go_on)):
         for number, file in enumerate(files_of(whole)):
             folder = shutil.copytree(whole, tmp_path / f"{whole.name}{number}")
             pipe = folder / file.relative_to(whole)
@@ -99,7 +99,7 @@ def test_steps_of_strange_names(name, begun, tmp_path):
 @pytest.mark.parametrize("length", [1 << 30, -1, 0])
 def test_lengths_that_no_run_has(length, tmp_path):
     """Of the right shapes, with contents that would ask for gigabytes or read outside."""
-    from specjax.parallel import checkpoint
+    from specjax.persistence import checkpoint
 
     kept = checkpoint.Running.save
 

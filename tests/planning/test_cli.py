@@ -138,10 +138,10 @@ def test_import_is_light():
 
 
 def test_results_are_kept_and_read_back(tmp_path, monkeypatch):
-    from specjax.planning import stored
-    from specjax.planning.model_configs import load_config
-    from specjax.planning.report import Memory, ProgramReport
-    from specjax.planning.topologies import parse_topology
+    from specjax.planning import report_cache
+    from specjax.planning.inputs.model_configs import load_config
+    from specjax.planning.inputs.topologies import parse_topology
+    from specjax.planning.records import Memory, ProgramReport
     from specjax.planning.workload import Workload
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -149,11 +149,11 @@ def test_results_are_kept_and_read_back(tmp_path, monkeypatch):
     report = ProgramReport(
         "step", True, memory=Memory(1, 2, 3, 1, 9), seconds={"roofline": 1.0}, findings=({"kind": "copy"},)
     )
-    stored.save(work, "step", None, report)
-    assert stored.load(work, "step", None) == report
-    assert stored.load(work, "loop", None) is None
-    assert stored.load(dataclasses.replace(work, batch=2), "step", None) is None
-    assert stored.load(work, "step", 8) is None
+    report_cache.save(work, "step", None, report)
+    assert report_cache.load(work, "step", None) == report
+    assert report_cache.load(work, "loop", None) is None
+    assert report_cache.load(dataclasses.replace(work, batch=2), "step", None) is None
+    assert report_cache.load(work, "step", 8) is None
     for file in tmp_path.rglob("*.json"):
         file.write_text("{damaged")
-    assert stored.load(work, "step", None) is None
+    assert report_cache.load(work, "step", None) is None

@@ -16,10 +16,11 @@ from tiers import exhaustive
 from specjax import compile_report
 from specjax.cli import main
 from specjax.models import LlamaConfig
-from specjax.models.loading.denoisers import Reading
-from specjax.planning import compiler, denoising, model_configs
+from specjax.models.loading.families.denoisers import Reading
+from specjax.planning import compiler, denoising
+from specjax.planning.inputs import model_configs
 from specjax.planning.programs import compiler_of
-from specjax.planning.tables import show_report
+from specjax.planning.reports.tables import show_report
 from specjax.planning.workload import make_workload
 
 TINY = LlamaConfig(
@@ -75,7 +76,7 @@ def test_what_a_clean_pass_costs_is_told_by_the_model():
     """Seeded ones decide a column with it, those that do not fuse only read."""
     one = SimpleNamespace(seconds={"roofline": 1.0, "schedule": 1.0})
     dear = SimpleNamespace(seconds={"roofline": 1.0, "schedule": 1.5})
-    from specjax.planning.denoising_report import _row
+    from specjax.planning.reports.denoising import _row
 
     fused = _row(2, 4, one, dear, causal=True, seeded=False)
     assert (fused.passes, fused.passes_apart) == (2, 3) and fused.gain == {"roofline": 1.5, "schedule": 3 / 2.5}

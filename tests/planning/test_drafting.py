@@ -8,8 +8,8 @@ from specjax import trees
 from specjax.costs.tokens import rank_acceptance
 from specjax.drafters.combined.settings import WIDTHS
 from specjax.planning import drafting
-from specjax.planning.model_configs import load_config
-from specjax.planning.topologies import parse_topology
+from specjax.planning.inputs.model_configs import load_config
+from specjax.planning.inputs.topologies import parse_topology
 from specjax.planning.workload import Workload, describe, make_workload
 
 

@@ -8,7 +8,7 @@ import pytest
 from hostile import as_json, attacks, changed_json, survives
 
 from specjax.costs import planned
-from specjax.planning.rank_acceptance import read_acceptance
+from specjax.planning.tree.rank_acceptance import read_acceptance
 from specjax.trees.parsing import MOST_NODES, parse_paths
 
 PATHS = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]

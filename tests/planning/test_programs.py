@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from toy import tiny_llama
 
 from specjax import trees
-from specjax.engine.one_of import narrow_or_wide
+from specjax.arrays.branching import narrow_or_wide
 from specjax.planning import hlo
 from specjax.planning.programs import _named, _sublayers
 from specjax.types import Context, Stream, Sublayers

@@ -21,10 +21,10 @@ from specjax.costs.chips import CHIPS, GIB, MIB
 from specjax.models import LlamaConfig
 from specjax.planning import hlo, training_report
 from specjax.planning.compiler import compile_programs, needed_bytes
-from specjax.planning.tables import show_plan, show_report, show_training
-from specjax.planning.topologies import parse_topology
+from specjax.planning.inputs.topologies import parse_topology
+from specjax.planning.reports.tables import show_plan, show_report, show_training
 from specjax.planning.workload import make_workload
-from specjax.training.recipes import recipe_of
+from specjax.training.objectives.recipes import recipe_of
 
 pytestmark = pytest.mark.tpu_compile
 

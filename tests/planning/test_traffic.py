@@ -9,7 +9,7 @@ import pytest
 from specjax.models import abstract_params, make_model
 from specjax.planning import traffic
 from specjax.planning.abstract import cache_shapes
-from specjax.planning.model_configs import load_config
+from specjax.planning.inputs.model_configs import load_config
 from specjax.types import Target
 
 

@@ -13,7 +13,7 @@ from toy import tiny_llama_alike as alike
 
 from specjax import decode, drafters, processors, trees
 from specjax.engine import run
-from specjax.sampling import row_keys
+from specjax.numerics.sampling import row_keys
 
 VOCAB, NODES = 7, 9
 PROMPT, LENGTH = np.array([[1, 3, 3, 5, 0], [2, 2, 1, 6, 4]], np.int32), np.array([4, 5], np.int32)

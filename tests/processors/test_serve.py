@@ -6,8 +6,8 @@ from processed import counting
 from toy import markov
 
 from specjax import Request, decode, drafters, processors, serve
-from specjax.engine import serve as module
 from specjax.processors.constraint import following
+from specjax.serving import loop as module
 
 VOCAB = 12
 ROWS = np.random.default_rng(0).dirichlet(np.full(VOCAB, 0.4), VOCAB).astype(np.float32)

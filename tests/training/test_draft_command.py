@@ -13,11 +13,11 @@ import tokenizers
 import specjax
 from specjax.cli import main
 from specjax.models import LlamaConfig, init_params, make_model
-from specjax.models.loading.tokenizer import LibraryCodec, Tokenizer
-from specjax.parallel.checkpoint import restore
-from specjax.parallel.fingerprint import of_weights
-from specjax.training.answers import Answer, Answers
-from specjax.training.lessons import Text
+from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer
+from specjax.persistence.checkpoint import restore
+from specjax.persistence.fingerprint import of_weights
+from specjax.training.data.packing import Text
+from specjax.training.data.target_responses import Answer, Answers
 
 VOCAB = 64
 CONFIG = LlamaConfig(

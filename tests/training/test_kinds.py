@@ -8,8 +8,8 @@ from training_runs import head_of, recipe, target, texts
 
 from specjax.errors import UsageError
 from specjax.models.heads.kinds import KINDS
-from specjax.training.loop import train
-from specjax.training.recipes import RECIPES
+from specjax.training.loop.trainer import train
+from specjax.training.objectives.recipes import RECIPES
 
 
 def test_every_kind_has_a_recipe():

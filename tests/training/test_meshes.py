@@ -8,9 +8,9 @@ import pytest
 from training_runs import head_of, recipe, target, texts
 
 import specjax
-from specjax.training.loop import train, train_step
-from specjax.training.served import served
-from specjax.training.starts import new_head
+from specjax.training.loop.head_init import new_head
+from specjax.training.loop.trainer import train, train_step
+from specjax.training.measure.acceptance_eval import served
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

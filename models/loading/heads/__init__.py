@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.untrusted import reading, shown
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
-from specjax.models.loading import hf, maxtext
-from specjax.models.loading.assembly import Leaf, Stored, fill, insert, refuse
+from specjax.models.loading.formats import hf, maxtext
 from specjax.models.loading.heads import kinds, shipped, vocabulary
-from specjax.models.loading.heads.contents import (
+from specjax.models.loading.heads.checkpoint_contents import (
     Plan,
     check_family,
     config_file,
@@ -32,7 +32,7 @@ from specjax.models.loading.heads.contents import (
     trained_for,
 )
 from specjax.models.loading.heads.writing import save_head, stored_name
-from specjax.reading import reading, shown
+from specjax.models.loading.tensors.assembly import Leaf, Stored, fill, insert, refuse
 from specjax.types import PyTree, Target
 
 __all__ = ["LoadedHead", "load_head", "read_head", "recognise", "save_head"]

@@ -12,8 +12,8 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.chimera import ChimeraConfig
 from specjax.models.heads.contract import DraftHead
-from specjax.models.loading.fields import HEADS
-from specjax.models.loading.heads.contents import (
+from specjax.models.loading.families.config_fields import HEADS
+from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
     Plan,
     Reader,

@@ -10,8 +10,8 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.clover import CloverConfig
 from specjax.models.heads.contract import DraftHead
-from specjax.models.loading.fields import HEADS, Fields
-from specjax.models.loading.heads.contents import (
+from specjax.models.loading.families.config_fields import HEADS, Fields
+from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
     Plan,
     Reader,

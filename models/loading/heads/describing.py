@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.models.llama import LlamaConfig
-from specjax.models.loading.llama import config_to_hf
+from specjax.models.loading.families.llama import config_to_hf
 from specjax.version import __version__
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.dflash import DFlashConfig, default_taps
-from specjax.models.loading.fields import HEADS, ROWS, WIDTH, Fields
+from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH, Fields
 from specjax.models.loading.heads import vocabulary
-from specjax.models.loading.heads.contents import (
+from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
     Plan,
     Reader,

@@ -15,7 +15,7 @@ from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.loading.heads import vocabulary
-from specjax.models.loading.heads.contents import (
+from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
     Plan,
     Reader,

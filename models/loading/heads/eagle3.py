@@ -17,9 +17,9 @@ from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.eagle3 import Eagle3Config, default_taps
 from specjax.models.heads.kinds import KINDS as MADE_BY
-from specjax.models.loading.fields import ROWS, WIDTH, Fields
+from specjax.models.loading.families.config_fields import ROWS, WIDTH, Fields
 from specjax.models.loading.heads import vocabulary
-from specjax.models.loading.heads.contents import (
+from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
     Plan,
     Reader,
@@ -36,7 +36,7 @@ from specjax.models.loading.heads.contents import (
     split_fused,
 )
 from specjax.models.loading.heads.describing import described_layers, described_verifier
-from specjax.models.loading.tensors import read_rows
+from specjax.models.loading.tensors.tensors import read_rows
 from specjax.types import Array
 
 KINDS = ("eagle3",)

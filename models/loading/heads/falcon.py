@@ -12,7 +12,7 @@ from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.falcon import FalconConfig, falcon_head
 from specjax.models.loading.heads import eagle
-from specjax.models.loading.heads.contents import (
+from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
     Plan,
     Reader,

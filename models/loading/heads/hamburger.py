@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.untrusted import shown
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hamburger import HamburgerConfig
-from specjax.models.loading.fields import HEADS, LAYERS
-from specjax.models.loading.heads.contents import (
+from specjax.models.loading.families.config_fields import HEADS, LAYERS
+from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
     Plan,
     Reader,
@@ -21,7 +22,6 @@ from specjax.models.loading.heads.contents import (
     renamed,
 )
 from specjax.models.loading.heads.describing import described_layers
-from specjax.reading import shown
 
 KINDS = ("hamburger",)
 

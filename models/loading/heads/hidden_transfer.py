@@ -8,11 +8,19 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.untrusted import shown
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hidden_transfer import HiddenTransferConfig
-from specjax.models.loading.fields import HEADS
-from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, indices, renamed
-from specjax.reading import shown
+from specjax.models.loading.families.config_fields import HEADS
+from specjax.models.loading.heads.checkpoint_contents import (
+    Contents,
+    Plan,
+    Reader,
+    Rules,
+    check_equal,
+    indices,
+    renamed,
+)
 
 KINDS = ("hidden_transfer",)
 

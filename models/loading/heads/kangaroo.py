@@ -11,8 +11,8 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kangaroo import KangarooConfig, kangaroo_head
-from specjax.models.loading.fields import LAYERS
-from specjax.models.loading.heads.contents import (
+from specjax.models.loading.families.config_fields import LAYERS
+from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
     Plan,
     Reader,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from specjax.errors import UsageError
+from specjax.files.untrusted import shown
 from specjax.models.loading.heads import (
     chimera,
     clover,
@@ -23,8 +24,7 @@ from specjax.models.loading.heads import (
     ppd,
     redrafter,
 )
-from specjax.models.loading.heads.contents import Contents
-from specjax.reading import shown
+from specjax.models.loading.heads.checkpoint_contents import Contents
 
 FILES: tuple[ModuleType, ...] = (
     hamburger, eagle3, p_eagle, dflash, eagle, falcon, medusa, hydra, ppd, mlp_speculator, redrafter, clover, chimera,

@@ -9,8 +9,8 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.m2r2 import M2R2Config
-from specjax.models.loading.fields import LAYERS
-from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, renamed
+from specjax.models.loading.families.config_fields import LAYERS
+from specjax.models.loading.heads.checkpoint_contents import Contents, Plan, Reader, Rules, check_equal, renamed
 
 KINDS = ("m2r2",)
 

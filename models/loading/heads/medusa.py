@@ -13,10 +13,18 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.medusa import MedusaConfig
-from specjax.models.loading.fields import HEADS
+from specjax.models.loading.families.config_fields import HEADS
 from specjax.models.loading.heads import vocabulary
-from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, indices, renamed
-from specjax.models.loading.tensors import INTEGERS, read_integers
+from specjax.models.loading.heads.checkpoint_contents import (
+    Contents,
+    Plan,
+    Reader,
+    Rules,
+    check_equal,
+    indices,
+    renamed,
+)
+from specjax.models.loading.tensors.tensors import INTEGERS, read_integers
 
 KINDS = ("medusa",)
 

@@ -9,8 +9,16 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
-from specjax.models.loading.fields import HEADS, ROWS, WIDTH
-from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, indices, renamed
+from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH
+from specjax.models.loading.heads.checkpoint_contents import (
+    Contents,
+    Plan,
+    Reader,
+    Rules,
+    check_equal,
+    indices,
+    renamed,
+)
 from specjax.models.loading.heads.describing import described_verifier
 
 KINDS = ("mlp_speculator",)

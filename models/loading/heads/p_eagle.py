@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from specjax.models.heads.p_eagle import PEagleConfig
-from specjax.models.loading.fields import HEADS, ROWS
+from specjax.models.loading.families.config_fields import HEADS, ROWS
 from specjax.models.loading.heads import eagle3
-from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules
+from specjax.models.loading.heads.checkpoint_contents import Contents, Plan, Reader, Rules
 
 KINDS = ("p_eagle",)
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.untrusted import shown
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.ppd import PpdConfig
-from specjax.models.loading.fields import HEADS
-from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, renamed
-from specjax.reading import shown
+from specjax.models.loading.families.config_fields import HEADS
+from specjax.models.loading.heads.checkpoint_contents import Contents, Plan, Reader, Rules, check_equal, renamed
 
 KINDS = ("ppd",)
 

@@ -9,7 +9,15 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.redrafter import ReDrafterConfig
-from specjax.models.loading.heads.contents import Contents, Plan, Reader, Rules, check_equal, indices, renamed
+from specjax.models.loading.heads.checkpoint_contents import (
+    Contents,
+    Plan,
+    Reader,
+    Rules,
+    check_equal,
+    indices,
+    renamed,
+)
 
 KINDS = ("redrafter",)
 

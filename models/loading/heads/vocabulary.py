@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models.loading import hf, torch_file
-from specjax.models.loading.heads.contents import Tensors
-from specjax.models.loading.tensors import INTEGERS, read_integers
-from specjax.reading import reading, shown
+from specjax.files.untrusted import reading, shown
+from specjax.models.loading.formats import hf
+from specjax.models.loading.heads.checkpoint_contents import Tensors
+from specjax.models.loading.tensors import torch_file
+from specjax.models.loading.tensors.tensors import INTEGERS, read_integers
 
 
 def drafted_ids(tensors: Tensors, size: int, vocab: int, folder: Path) -> np.ndarray | None:

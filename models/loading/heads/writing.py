@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.folders import write_tensors
+from specjax.files.atomic import write_tensors
+from specjax.files.untrusted import reason
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import kinds, vocabulary
-from specjax.reading import reason
 from specjax.types import Target
 
 NUMBER = r"(?<=\.)\d+(?=\.)"
@@ -112,7 +112,7 @@ def _maps(place: np.ndarray, kind: str) -> dict[str, np.ndarray]:
 
 
 def _architectures(target: Target | None) -> list[str]:
-    from specjax.models.loading.heads.contents import reader_of
+    from specjax.models.loading.heads.checkpoint_contents import reader_of
 
     if target is None:
         return []

@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.collaborate import text as texts
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
+from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, check_scores, result
 from specjax.collaborate.segments import Segmenter
-from specjax.collaborate.text import TextState
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.precision import in_32_bits
-from specjax.sampling import fold_in
+from specjax.numerics.sampling import fold_in
 from specjax.types import Array, Drafter, Guarantee, Target
 
 GUARANTEE: Guarantee = "lossy"

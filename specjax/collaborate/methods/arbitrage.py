@@ -19,17 +19,17 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from specjax.collaborate import text as texts
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
+from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, check_scores, result
 from specjax.collaborate.routing import TARGET, Step, judged_steps
 from specjax.collaborate.segments import Segmenter
-from specjax.collaborate.text import TextState, Writers
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
 from specjax.errors import UsageError
-from specjax.precision import in_32_bits
 from specjax.types import Array, Drafter, Guarantee, Target
 
 GUARANTEE: Guarantee = "lossy"

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.collaborate import text as texts
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.segments import Segmenter
-from specjax.engine import processing
-from specjax.engine.parts import Keep
+from specjax.engine import logits_processing
+from specjax.engine.job import Keep
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
 from specjax.errors import UsageError
-from specjax.precision import in_32_bits
-from specjax.sampling import entropy, fold_in, warp
+from specjax.numerics.sampling import entropy, fold_in, warp
 from specjax.types import Array, Drafter, Guarantee, Info, Target
 
 GUARANTEE: Guarantee = "lossy"
@@ -110,7 +110,7 @@ def _run(job: TextJob, punctuation: Segmenter, n_min: Array, most: Array, *, n_m
         going, start = text.going, text.length
         text, logits, _ = texts.look(writers, text, 0, going)
         known = texts.known_to_processors(writers, text, 0, going)
-        logits = processing.of_text(writers[0].processors, known, texts.last(text), logits)
+        logits = logits_processing.of_text(writers[0].processors, known, texts.last(text), logits)
         nats = entropy(jax.nn.log_softmax(warp(logits, writers[0].sampling), -1))
         tries = number_of_trials(nats, n_min, n)
         # A round that is no trial draws as plain sampling does; what a trial drew, whether it was kept or not, is not

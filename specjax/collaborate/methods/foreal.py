@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.collaborate import text as texts
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
+from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.segments import Segmenter
-from specjax.collaborate.text import TextState
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
-from specjax.precision import in_32_bits
-from specjax.sampling import fold_in, uniform
+from specjax.numerics.sampling import fold_in, uniform
 from specjax.types import Array, Drafter, Guarantee, Target
 
 GUARANTEE: Guarantee = "lossy"

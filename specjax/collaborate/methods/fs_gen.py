@@ -21,16 +21,16 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from specjax.collaborate import text as texts
+from specjax.arrays.indexing import first_largest
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
+from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import token_by_token
-from specjax.collaborate.text import TextState
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
 from specjax.errors import UsageError
-from specjax.indexing import first_largest
-from specjax.precision import in_32_bits
 from specjax.types import Array, Guarantee, Target
 
 GUARANTEE: Guarantee = "lossy"

@@ -17,15 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.collaborate import text as texts
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
+from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import token_by_token
-from specjax.collaborate.text import TextState
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
-from specjax.indexing import take_along
-from specjax.precision import in_32_bits
 from specjax.types import Array, Guarantee, Target
 
 GUARANTEE: Guarantee = "lossy"

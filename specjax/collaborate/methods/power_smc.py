@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
-from specjax.collaborate import text as texts
 from specjax.collaborate.methods.reward_smc import CUTS
 from specjax.collaborate.particles import Particles
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
-from specjax.engine.parts import Keep
+from specjax.engine.job import Keep
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
-from specjax.indexing import take_along
-from specjax.precision import in_32_bits
 from specjax.types import Array, Drafter, Guarantee, Info, Target
 
 GUARANTEE: Guarantee = "lossy"

@@ -25,20 +25,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
-from specjax.collaborate import text as texts
+from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.particles import Particles
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
-from specjax.collaborate.text import TextState, Writers
-from specjax.engine.parts import Keep
+from specjax.engine.job import Keep
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.precision import in_32_bits
-from specjax.sampling import fold_in, uniform
+from specjax.numerics.sampling import fold_in, uniform
 from specjax.types import Array, Drafter, Guarantee, Info, Sampling, Target
 
 GUARANTEE: Guarantee = "lossy"
@@ -179,7 +179,7 @@ def _run(
         u = uniform(fold_in(keys[:, 0], -1), 1)[:, 0]
         takes = tries & (jnp.log(u) < log_psi + log_v - old.log_psi - old.log_v)
         valid = particles.valid & ~jnp.any(jnp.isnan(log_psi).reshape(-1, n), 1)
-        text = buffers.where_rows(takes, other, text, texts.axes(writers, text))
+        text = batch_axes.where_rows(takes, other, text, texts.axes(writers, text))
         text = text._replace(keys=particles.text.keys, passes=other.passes, read=other.read)
         pick = lambda new, old: jnp.where(takes, new, old)
         last = old._replace(log_psi=pick(log_psi, old.log_psi), log_v=pick(log_v, old.log_v))

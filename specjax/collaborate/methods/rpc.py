@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specjax.collaborate import text as texts
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
-from specjax.engine.parts import Keep
+from specjax.engine.job import Keep
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
 from specjax.errors import UsageError
-from specjax.precision import in_32_bits
 from specjax.types import Array, Drafter, Guarantee, Info, Target
 
 GUARANTEE: Guarantee = "lossy"

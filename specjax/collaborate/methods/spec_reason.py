@@ -22,16 +22,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.collaborate import text as texts
+from specjax.arrays.x64 import in_32_bits
+from specjax.collaborate import multi_writer as texts
+from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.prepare import TextJob, check_ids, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, check_scores, result
 from specjax.collaborate.routing import TARGET, Step, judged_steps, patterns
 from specjax.collaborate.segments import Segmenter
-from specjax.collaborate.text import TextState, Writers
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.engine.prompts import Prompts
 from specjax.errors import UsageError
-from specjax.precision import in_32_bits
 from specjax.types import Array, Drafter, Guarantee, Target
 
 GUARANTEE: Guarantee = "lossy"

@@ -25,10 +25,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.diffusion import drafting, passes
+from specjax.arrays.indexing import first_largest, take_along
+from specjax.diffusion import drafting, forward
 from specjax.diffusion.types import Denoiser, is_eos
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
 from specjax.types import Array, Context, Drafter, PyTree, TokenTree, Verdict
 
 
@@ -108,7 +108,7 @@ def _propose(
     most = jnp.minimum(state.length, width)
     canvas = drafting.followed(context, width)._replace(end=context.length + most)
     hidden, pending = drafting.look(denoiser, state.kept, canvas, width)
-    rows = jax.nn.log_softmax(passes.logits_of(denoiser, hidden), -1)
+    rows = jax.nn.log_softmax(forward.logits_of(denoiser, hidden), -1)
     ends = is_eos(jnp.array(eos, jnp.int32), first_largest(rows)) & (jnp.arange(width) < most[:, None])
     first_end = jnp.where(jnp.any(ends, 1), jnp.argmax(ends, 1), most)
     words = lattice(rows, mass, choices, eos)

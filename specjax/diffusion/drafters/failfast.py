@@ -19,11 +19,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specjax.diffusion import drafting, passes
+from specjax.arrays.indexing import first_largest
+from specjax.diffusion import drafting, forward
 from specjax.diffusion.measures import probability
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
-from specjax.indexing import first_largest
 from specjax.types import Array, Context, Drafter, TokenTree
 
 
@@ -61,9 +61,9 @@ def _propose(
         until = jnp.where(sure, jnp.minimum(count + chunk, most), count)
         asked = (offset >= count[:, None]) & (offset < until[:, None])
         hidden, pending = drafting.look(denoiser, state, canvas._replace(end=context.length + until), width)
-        logits = passes.logits_of(denoiser, hidden)
+        logits = forward.logits_of(denoiser, hidden)
         token = first_largest(logits)
-        canvas = passes.put(canvas, drafted, asked, token)
+        canvas = forward.put(canvas, drafted, asked, token)
         good = jnp.all(~asked | (probability(logits, token) >= tau), 1)
         return canvas, until, sure & good & (until < most), pending
 

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.diffusion.checking import checked
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.diffusion.measures import probability
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Schedule, View
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
 from specjax.types import Array, PyTree
 
 

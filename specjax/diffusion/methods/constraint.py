@@ -24,14 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import take_along
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
-from specjax.diffusion.passes import put
+from specjax.diffusion.forward import put
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, Score, View
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.types import Array, PyTree
 
 

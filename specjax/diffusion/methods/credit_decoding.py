@@ -22,13 +22,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.diffusion.checking import checked
+from specjax.arrays.indexing import first_largest
 from specjax.diffusion.measures import probability
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Score, View
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
-from specjax.indexing import first_largest
 from specjax.types import Array, PyTree
 
 

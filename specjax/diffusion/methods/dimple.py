@@ -22,8 +22,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
-from specjax.diffusion.passes import forward, over_canvas, shown
+from specjax.diffusion.forward import forward, over_canvas, shown
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.schedules.timesteps import check_grid
 from specjax.diffusion.types import (
@@ -38,6 +37,7 @@ from specjax.diffusion.types import (
     View,
     Window,
 )  # fmt: skip
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 

@@ -2,18 +2,18 @@
 
 Ma et al.: dKV-Cache: The Cache for Diffusion Language Models (2025), arXiv 2505.15781.
 
-Rule: `specjax.diffusion.memories.delayed`; schedule and rule are those of `llada`, so are the passes.
+Rule: `specjax.diffusion.caches.delayed`; schedule and rule are those of `llada`, so are the passes.
 Guarantee: lossy; refresh=1 is `llada`.
 Deviations: those of the memory.
 """
 
 from __future__ import annotations
 
-from specjax.diffusion.checking import checked
-from specjax.diffusion.memories.delayed import Suffix, delayed
+from specjax.diffusion.caches.delayed import Suffix, delayed
 from specjax.diffusion.methods.llada import llada
 from specjax.diffusion.rules.quota import By
 from specjax.diffusion.types import Denoiser, Procedure
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 
 

@@ -1,7 +1,7 @@
 """dParallel's decoding: every column of little entropy.
 
 Chen, Fang, Ma, Yu, Wang: dParallel: Learnable Parallel Decoding for dLLMs (2025), arXiv 2509.26488, for models that its
-distillation has made certain; that is training (`specjax.training.certainty`), this is how they decode.
+distillation has made certain; that is training (`specjax.training.methods.certainty_forcing`), this is how they decode.
 
 Rule: take the eligible columns with entropy <= eta, in nats, at least the one of least entropy.
 Guarantee: lossy; eta < 0 is one column a pass, by entropy.
@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.validation import checked
 from specjax.types import Array
 
 

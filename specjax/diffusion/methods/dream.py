@@ -19,14 +19,14 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from specjax import sampling
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
 from specjax.diffusion.rules.quota import MEASURES, quota
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.schedules.timesteps import check_grid, timesteps
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
+from specjax.numerics import sampling
 from specjax.types import Array, PyTree
 
 Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]

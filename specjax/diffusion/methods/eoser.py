@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.diffusion.checking import checked
 from specjax.diffusion.rules.quota import quota
 from specjax.diffusion.schedules.blocks import blocks, num_passes
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Schedule, Score, View
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 

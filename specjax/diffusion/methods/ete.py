@@ -24,8 +24,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.diffusion import measures, passes
-from specjax.diffusion.checking import checked
+from specjax.arrays.indexing import first_largest, take_along
+from specjax.diffusion import forward, measures
 from specjax.diffusion.loop import (
     Decided,
     Denoising,
@@ -40,9 +40,9 @@ from specjax.diffusion.loop import (
 )
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, Seen, Verify, View, Window
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
-from specjax.sampling import noise
+from specjax.numerics.sampling import noise
 from specjax.types import Array, DecodeState, PyTree
 
 
@@ -139,21 +139,21 @@ def _decide(
     # The pass that decides a column is the one that the model said it in.
     here = canvas._replace(passes=canvas.passes - 1 + looks)
     view = view_of(parts, state, here, window, seen)
-    proposal, slots = propose(parts, view, passes.said(parts.denoiser, seen), slots)
+    proposal, slots = propose(parts, view, forward.said(parts.denoiser, seen), slots)
     view, share, slots = bounded(parts, here, proposal, view, slots)
     take, token, slots = select(parts, proposal, view, share, slots)
     high = take & (measures.confidence(proposal) >= tau)
     left = view.open & ~high & _in_block(view, block)
     explores = active & (jnp.sum(high, 1) < least) & jnp.any(left, 1)
     take = jnp.where(explores[:, None], high, take)
-    after = passes.put(here, view.columns, take, token)
+    after = forward.put(here, view.columns, take, token)
 
     at = _column(proposal, left, after, place)
     tried, value = _words(parts, proposal, view, at, words)
     alone = explores & (jnp.sum(after.open, 1) == 1)
     branches = explores & ~alone
     column = take_along(view.columns, at[:, None], 1)
-    put = lambda word: passes.put(
+    put = lambda word: forward.put(
         after._replace(passes=here.passes + branches), column, explores[:, None], word[:, None]
     )
     canvases = jax.vmap(put, 1)(tried)  # [k, B, ...]
@@ -162,7 +162,7 @@ def _decide(
 
     def look() -> tuple[Array, Array]:
         seen, _ = several(parts.denoiser, state.cache, canvases, window)
-        logits = passes.logits_of(parts.denoiser, seen.hidden)
+        logits = forward.logits_of(parts.denoiser, seen.hidden)
         confidence = jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1))
         opened = jax.vmap(lambda one: take_along(one.open, place, 1))(canvases) & view.eligible
         assert seen.canvas is not None

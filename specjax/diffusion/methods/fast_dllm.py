@@ -20,12 +20,12 @@ from typing import Literal
 import jax.numpy as jnp
 
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
-from specjax.diffusion.memories.dual import dual
-from specjax.diffusion.memories.prefix import prefix
+from specjax.diffusion.caches.dual import dual
+from specjax.diffusion.caches.prefix import prefix
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Memory, Procedure, Proposal, Rule, View
+from specjax.diffusion.validation import checked
 from specjax.types import Array
 
 CACHES: dict[str, Callable[[], Memory]] = {"dual": dual, "prefix": prefix}
@@ -42,7 +42,7 @@ def fast_dllm(
     memory: Literal["exact", "dual", "prefix"] = "exact",
 ) -> Procedure:
     """block: columns of a block; None: all new ones. memory: `dual` and `prefix` for those of
-    `specjax.diffusion.memories`, of models with full attention."""
+    `specjax.diffusion.caches`, of models with full attention."""
     chosen = threshold(tau) if rule == "threshold" else by_factor(factor)
     return Procedure(blocks(denoiser.block or block), chosen, CACHES[memory]() if memory in CACHES else None)
 

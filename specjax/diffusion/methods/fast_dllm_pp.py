@@ -17,9 +17,9 @@ import functools
 import jax.numpy as jnp
 
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.validation import checked
 from specjax.types import Array
 
 

@@ -17,13 +17,13 @@ import functools
 import jax.numpy as jnp
 
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
-from specjax.diffusion.memories.append import append
+from specjax.diffusion.caches.append import append
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
-from specjax.sampling import warp
+from specjax.numerics.sampling import warp
 from specjax.types import Array, Sampling
 
 SUB_BLOCK = 8

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.diffusion import passes
-from specjax.diffusion.checking import checked
+from specjax.diffusion import forward
 from specjax.diffusion.loop import Decided, Denoising, Slots, judge
 from specjax.diffusion.methods.llada import llada
 from specjax.diffusion.rules.quota import By
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Seen, Verify, Window
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, DecodeState, PyTree
 
@@ -94,7 +94,7 @@ def _decide(
 
     blind = replace(parts, procedure=parts.procedure.replace(control=None))
     older = Seen(own.hidden, own.predicted & ~window.entered[:, None], jnp.zeros_like(own.steps))
-    logits = passes.logits_of(parts.denoiser, own.hidden)
+    logits = forward.logits_of(parts.denoiser, own.hidden)
 
     def draft(trail: Trail, step: Array) -> tuple[Trail, Canvas]:
         after = _step(blind, state, window, trail, older, step, trail.going, logits)

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.diffusion import passes
-from specjax.diffusion.checking import checked
-from specjax.diffusion.memories import WHOLE
+from specjax.arrays.indexing import take_along
+from specjax.diffusion import forward
+from specjax.diffusion.caches import WHOLE
 from specjax.diffusion.rules.threshold import sure_enough
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Memory, Procedure, Proposal, Rule, Seen, View, Window
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.types import Array, Mixture, PyTree
 
 
@@ -92,7 +92,7 @@ def smooth(first: float, step: float, most: float, words: int) -> Memory:
             model=denoiser.model._replace(forward=_showing(denoiser, state, canvas, window, weight))
         )
         seen, cache = WHOLE.look(mixed, state.cache, canvas, window)
-        share, ids = jax.lax.top_k(jax.nn.softmax(passes.logits_of(denoiser, seen.hidden), -1), words)
+        share, ids = jax.lax.top_k(jax.nn.softmax(forward.logits_of(denoiser, seen.hidden), -1), words)
         return seen, State(cache, passed + 1, ids, share)
 
     def axes(denoiser: Denoiser, state: State) -> State:

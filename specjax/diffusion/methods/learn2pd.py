@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Act, Canvas, Control, Denoiser, Procedure, Proposal, Rule, View, Wide
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 

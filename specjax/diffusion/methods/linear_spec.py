@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.diffusion import passes, rules, schedules
-from specjax.diffusion.checking import checked
+from specjax.arrays.indexing import take_along
+from specjax.diffusion import forward, rules, schedules
+from specjax.diffusion.caches import TOKEN_CAUSAL, token_causal
 from specjax.diffusion.loop import Decided, Denoising, Slots, drawn, finite_of, logged, propose, view_of
-from specjax.diffusion.memories import TOKEN_CAUSAL, token_causal
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Verify, View, Window
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
-from specjax.indexing import take_along
-from specjax.sampling import DRAFT, fold_in, node_keys, warp
+from specjax.numerics.sampling import DRAFT, fold_in, node_keys, warp
 from specjax.types import Array, DecodeState, TokenTree
 from specjax.verifiers.exact.standard import standard
 
@@ -70,13 +70,13 @@ def decide(
     """A round. asked: the model's rows are those of a mask at each column, else of the column before."""
     seen, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
     view = view_of(parts, state, canvas, window, seen)
-    proposal, slots = propose(parts, view, passes.logits_of(parts.denoiser, seen.hidden), slots)
+    proposal, slots = propose(parts, view, forward.logits_of(parts.denoiser, seen.hidden), slots)
     drafts = drawn(parts, draft_keys(state, view), proposal.warped)
     root = take_along(canvas.tokens, window.start[:, None] - 1, 1)
     tokens = jnp.concatenate([root, drafts], 1)  # int32[B, 1 + W]
     masks = jnp.full_like(tokens, parts.denoiser.blank) if asked else None
     hidden, pending = token_causal.read(parts.denoiser, memory, tokens, masks)
-    logits = passes.logits_of(parts.denoiser, hidden)
+    logits = forward.logits_of(parts.denoiser, hidden)
     after = judged(parts, state, canvas, view, tokens, proposal.warped, logits)
     kept = jnp.where(window.active, after.kept, 0)
     return Decided(
@@ -113,7 +113,7 @@ def judged(
     wide = view._replace(columns=columns, eligible=take)
     own = Proposal(token, logits, rows)
     return Judged(
-        passes.put(canvas, columns, take, token), verdict.num_nodes, finite_of(own, wide),
+        forward.put(canvas, columns, take, token), verdict.num_nodes, finite_of(own, wide),
         logged(parts, state, wide, take, token, own),
     )  # fmt: skip
 

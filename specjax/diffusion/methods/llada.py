@@ -6,16 +6,16 @@ Rule: `specjax.diffusion.schedules.blocks` and `specjax.diffusion.rules.quota`.
 Guarantee: definition. One column a pass (`steps=None`) is the reference for the quality of everything faster.
 Deviations: noise is log-form Gumbel noise in float32 (the release has the ratio form in float64); the mask token is
 never proposed; a row ends when its text up to an eos is decided, which changes nothing of that text. The options that
-forbid eos are not here (`eoser` decides ends late). Guidance: `specjax.diffusion.memories.guided`.
+forbid eos are not here (`eoser` decides ends late). Guidance: `specjax.diffusion.caches.guided`.
 """
 
 from __future__ import annotations
 
-from specjax.diffusion.checking import checked
-from specjax.diffusion.memories import WHOLE, append, guided
+from specjax.diffusion.caches import WHOLE, append, guided
 from specjax.diffusion.rules.quota import By, quota
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure
+from specjax.diffusion.validation import checked
 
 
 @checked

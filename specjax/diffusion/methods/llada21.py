@@ -23,9 +23,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 

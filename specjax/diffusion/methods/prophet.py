@@ -18,10 +18,10 @@ import functools
 
 import jax.numpy as jnp
 
-from specjax.diffusion.checking import checked
 from specjax.diffusion.rules.quota import quota
 from specjax.diffusion.schedules.blocks import blocks, num_passes
 from specjax.diffusion.types import Act, Canvas, Control, Denoiser, Procedure, Proposal, View, Wide
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 

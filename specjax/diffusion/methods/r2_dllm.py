@@ -21,13 +21,13 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import first_largest
 from specjax.diffusion import measures
-from specjax.diffusion.checking import checked
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
-from specjax.indexing import first_largest
 from specjax.types import Array, PyTree
 
 TOGETHER = 3

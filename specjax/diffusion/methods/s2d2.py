@@ -19,10 +19,10 @@ from __future__ import annotations
 import functools
 
 from specjax.diffusion import rules, schedules
-from specjax.diffusion.checking import checked
-from specjax.diffusion.memories import TOKEN_CAUSAL
+from specjax.diffusion.caches import TOKEN_CAUSAL
 from specjax.diffusion.methods.linear_spec import causal_block, check, decide
 from specjax.diffusion.types import Denoiser, Procedure, Verify
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 
 

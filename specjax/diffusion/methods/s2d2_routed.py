@@ -23,8 +23,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from specjax.diffusion import measures, passes, routers
-from specjax.diffusion.checking import checked
+from specjax.arrays.indexing import take_along
+from specjax.diffusion import forward, measures, routers
+from specjax.diffusion.caches import append
 from specjax.diffusion.loop import (
     Decided,
     Denoising,
@@ -37,14 +38,13 @@ from specjax.diffusion.loop import (
     select,
     view_of,
 )
-from specjax.diffusion.memories import append
 from specjax.diffusion.methods.linear_spec import causal_block, draft_keys, judged
 from specjax.diffusion.routers import Asked, Chance, Router
 from specjax.diffusion.rules import threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Verify, View, Window
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.types import Array, DecodeState, PyTree
 
 Kind = Literal["always", "span", "score", "hysteresis", "bandit"]
@@ -100,7 +100,7 @@ def _decide(
     """A round."""
     seen, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
     view = view_of(parts, state, canvas, window, seen)
-    proposal, slots = propose(parts, view, passes.logits_of(parts.denoiser, seen.hidden), slots)
+    proposal, slots = propose(parts, view, forward.logits_of(parts.denoiser, seen.hidden), slots)
     view, quota, slots = bounded(parts, canvas, proposal, view, slots)
     run = first_run(canvas, view)
     asked = Asked(
@@ -126,7 +126,7 @@ def _decide(
     still = take_along(after.open, jnp.clip(view.columns, 0, after.open.shape[1] - 1), 1)
     rest = view._replace(eligible=view.eligible & still & (stood < jnp.maximum(quota, 1))[:, None])
     take, token, slots = select(parts, drafted, rest, jnp.maximum(quota - stood, 1), slots)
-    end = passes.put(after, view.columns, take, token)
+    end = forward.put(after, view.columns, take, token)
     logprobs = logged(parts, state._replace(draft=state.draft._replace(logprobs=logprobs)), rest, take, token, drafted)
     routing = router.learn(routing, verifies, end.decided - canvas.decided)
     return Decided(
@@ -157,8 +157,8 @@ def asked_alone(parts: Denoising, cache: PyTree, canvas: Canvas, view: View, dra
     itself, nothing = jnp.eye(width, dtype=bool), jnp.zeros((width, width), bool)
     sees = jnp.block([[before | itself, nothing], [before, itself]])
     sees = jnp.broadcast_to(sees, (batch, *sees.shape))
-    hidden, _ = passes.forward(parts.denoiser, cache, tokens, columns, sees)
-    return passes.logits_of(parts.denoiser, hidden[:, width:])
+    hidden, _ = forward.forward(parts.denoiser, cache, tokens, columns, sees)
+    return forward.logits_of(parts.denoiser, hidden[:, width:])
 
 
 def _verified(

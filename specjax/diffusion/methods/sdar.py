@@ -7,18 +7,18 @@ Rule: of a block that is decided in S passes, with quota k of this pass: take {c
 else the k surest (`dynamic`); always the k surest (`static`); the k leftmost (`sequential`).
 Guarantee: `static` is the definition; `dynamic` is lossy, and equal to it for tau > 1.
 Deviations: the clean pass of a block is fused with the first pass over the next one
-(`specjax.diffusion.memories.append`): the same text in fewer passes. Entropy bounds are a method of their own.
+(`specjax.diffusion.caches.append`): the same text in fewer passes. Entropy bounds are a method of their own.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from specjax.diffusion.checking import checked
-from specjax.diffusion.memories.append import append
+from specjax.diffusion.caches.append import append
 from specjax.diffusion.rules import quota, threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 
 

@@ -3,7 +3,7 @@
 Window-Diffusion: Accelerating Diffusion Language Model Inference with Windowed Token Pruning and Caching (2026), arXiv
 2601.20332.
 
-Rule: `specjax.diffusion.schedules.sliding` with `specjax.diffusion.memories.phases`; of the columns that may be decided
+Rule: `specjax.diffusion.schedules.sliding` with `specjax.diffusion.caches.phases`; of the columns that may be decided
 the surest one in each pass, or with `tau` every one that is sure enough.
 Guarantee: lossy; outer and inner windows of all new columns and refresh=1 are `llada` without blocks.
 Deviations: the first pass of a phase decides only what the others may (the release's LLaDA decides anywhere then, its
@@ -13,13 +13,13 @@ which drops what is behind an end of the text: it does so as soon as one is deci
 
 from __future__ import annotations
 
-from specjax.diffusion.checking import checked
-from specjax.diffusion.memories.phases import phases
+from specjax.diffusion.caches.phases import phases
 from specjax.diffusion.methods.learn2pd import ends_the_text
 from specjax.diffusion.rules.quota import quota
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.sliding import sliding
 from specjax.diffusion.types import Denoiser, Procedure
+from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 
 

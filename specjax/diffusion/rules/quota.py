@@ -15,10 +15,10 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from specjax import sampling
 from specjax.diffusion import measures
 from specjax.diffusion.types import Proposal, Rule, View
 from specjax.errors import UsageError
+from specjax.numerics import sampling
 from specjax.types import Array
 
 By = Literal[

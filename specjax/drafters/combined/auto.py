@@ -19,7 +19,7 @@ Rule, of a draft:
      w = 1 is plain decoding. Where a batch is ready when its slowest row is, a row counts the less the further it is
      ahead of that; in `serve`, where no row waits for another, all count alike.
   5. The head is asked once the others have drafted, and only where that saves more than it costs in the mean
-     (`specjax.drafters.combined.asking`). The pairs that it has not read meanwhile wait in a window.
+     (`specjax.drafters.combined.head_schedule`). The pairs that it has not read meanwhile wait in a window.
 Chances are learnt in hindsight: a whole draft is kept, verified or not, until the text has passed it by. So no decision
 reads the randomness of its own round.
 Guarantee: distribution (a point-mass tree, a head's nodes too: its likeliest tokens, never drawn; q is 1 at each). All
@@ -34,17 +34,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers, turns
 from specjax import costs as costs_of
-from specjax.drafters.combined import asking, nodes, settings
-from specjax.drafters.combined.asking import Asking
+from specjax.arrays import batch_axes, scopes
+from specjax.drafters.combined import head_schedule, node_classes, settings
+from specjax.drafters.combined.head_schedule import Asking
 from specjax.drafters.combined.settings import Config
 from specjax.drafters.combined.widths import RECENT, best_width, weight_of
 from specjax.drafters.heads import learned, reading
 from specjax.drafters.tables.token_recycling import Known, Recycled, Seen, recycled_tree
 from specjax.models.heads.contract import DraftHead
-from specjax.trees import hindsight, operations
-from specjax.trees.hindsight import Counts, Drafted, Hindsight
+from specjax.trees import node_statistics, operations
+from specjax.trees.node_statistics import Counts, Drafted, Hindsight
 from specjax.types import Array, Context, Drafter, PyTree, TokenTree
 
 DRAFTING = 0.03
@@ -159,12 +159,12 @@ def _functions(config: Config) -> Drafter:
 
 def _init(config: Config, params, context: Context) -> _State:
     matrix = config.recycling.init((), context)
-    past = hindsight.begin(len(config.prior), context.tokens.shape[0], config.shape)
+    past = node_statistics.begin(len(config.prior), context.tokens.shape[0], config.shape)
     record = _Record(past, jnp.float32(HOPE), jnp.int32(0))
     if config.head is None:
         return _State(matrix, record)
     read = reading.begin(config.head, params.head, context, config.window)
-    return _State(matrix, record, _OfHead(read, asking.begin()))
+    return _State(matrix, record, _OfHead(read, head_schedule.begin()))
 
 
 def _earlier(config: Config, params: Memory | Params | tuple[()]) -> Memory:
@@ -175,11 +175,11 @@ def _earlier(config: Config, params: Memory | Params | tuple[()]) -> Memory:
 
 
 def _axes(config: Config, state: _State) -> _State:
-    rows = buffers.rows_first(state)
-    rows = rows._replace(record=rows.record._replace(promise=buffers.SHARED, rest=buffers.SHARED))
+    rows = batch_axes.rows_first(state)
+    rows = rows._replace(record=rows.record._replace(promise=batch_axes.SHARED, rest=batch_axes.SHARED))
     if config.head is None or not isinstance(state.head, _OfHead):
         return rows
-    return rows._replace(head=_OfHead(reading.axes(config.head, state.head.read), buffers.shared(state.head.asking)))
+    return rows._replace(head=_OfHead(reading.axes(config.head, state.head.read), batch_axes.shared(state.head.asking)))
 
 
 def _propose(config: Config, params, keys, state: _State, context: Context, limit: Array) -> tuple[TokenTree, _State]:
@@ -213,16 +213,18 @@ def _propose_with_head(
     known = Known(state.matrix, earlier.recycled)
     alone, past = jax.lax.cond(is_resting, rest, look, known, earlier.counts, record, others, limit)
     cost = _cost(config, context, params)
-    asks = asking.is_due(asked_of, alone.saved) & ~is_resting & jnp.any(limit > 0)
+    asks = head_schedule.is_due(asked_of, alone.saved) & ~is_resting & jnp.any(limit > 0)
     is_full = jnp.max(state.head.read.new.count) + config.longest > state.head.read.new.tokens.shape[1]
     read = reading.caught_up(head, params.head, state.head.read, context, config.chunk, asks | is_full)
 
     def ask() -> _Draft:
         grown = learned.grown(head, builder, params.head, read.memory, keys, context, limit)
-        return _ranked(config, past, earlier.counts, nodes.with_head(config.shape, alone.drafted, grown), others, limit)
+        return _ranked(
+            config, past, earlier.counts, node_classes.with_head(config.shape, alone.drafted, grown), others, limit
+        )
 
     draft = jax.lax.cond(asks, ask, lambda: alone)
-    asked_of = asking.learnt(asked_of, cost, alone.saved, draft.saved, asks)
+    asked_of = head_schedule.learnt(asked_of, cost, alone.saved, draft.saved, asks)
     net = draft._replace(saved=jnp.maximum(draft.saved - jnp.where(asks, cost, 0.0), alone.saved))
     pick = lambda old, new: jnp.where(is_resting, old, new)
     record = jax.tree.map(pick, _rested(record), _drafted(record, net, past))
@@ -242,9 +244,9 @@ def _look(
     config: Config, known: Known, counts: Counts, record: _Record, context: Context, limit: Array
 ) -> tuple[_Draft, Hindsight]:
     """What the drafters beside the head have to offer, and what is known of their earlier drafts."""
-    past = hindsight.learn(config.prior, config.shape, record.past, context, counts)
+    past = node_statistics.learn(config.prior, config.shape, record.past, context, counts)
     runners_up = recycled_tree(config.template, known, context, limit)
-    drafted = nodes.without_head(config.shape, runners_up, known, context, limit)
+    drafted = node_classes.without_head(config.shape, runners_up, known, context, limit)
     return _ranked(config, past, counts, drafted, context, limit), past
 
 
@@ -252,7 +254,7 @@ def _ranked(
     config: Config, past: Hindsight, counts: Counts, drafted: Drafted, context: Context, limit: Array
 ) -> _Draft:
     """As much of what was drafted as pays."""
-    tree, chance = hindsight.rank(config.prior, config.shape, drafted, past, counts)
+    tree, chance = node_statistics.rank(config.prior, config.shape, drafted, past, counts)
     known = costs_of.at(config.costs, config.widths, chance.shape[0], config.dtype, config.platform)
     width, saved = best_width(config.widths, known, chance, weight_of(context.left, limit > 0))
     tree = tree._replace(valid=tree.valid & (jnp.arange(chance.shape[1]) < width))
@@ -272,7 +274,7 @@ def _drafted(record: _Record, draft: _Draft, past: Hindsight) -> _Record:
     promise = record.promise + RECENT * (draft.saved - record.promise)
     is_plain = ~jnp.any(draft.tree.valid[:, 1:])
     rest = jnp.where((promise < DRAFTING) & is_plain, REST, jnp.zeros_like(record.rest))
-    return _Record(hindsight.wait_for(past, draft.drafted), promise, rest)
+    return _Record(node_statistics.wait_for(past, draft.drafted), promise, rest)
 
 
 def _rested(record: _Record) -> _Record:
@@ -307,14 +309,14 @@ def _update(config: Config, params, state: _State, seen, verdict) -> _State:
     # A branch would copy the matrix; a loop of one turn or none writes in place.
     write = lambda _, matrix: config.recycling.update((), matrix, seen, verdict)
     is_news = jnp.any(seen.valid).astype(jnp.int32)
-    with jax.named_scope(turns.ONCE):
+    with jax.named_scope(scopes.ONCE):
         return state._replace(matrix=jax.lax.fori_loop(0, is_news, write, state.matrix))
 
 
 def _remember(config: Config, params, state: _State) -> Memory | Params:
     remember, earlier = config.recycling.remember, _earlier(config, params)
     assert remember is not None
-    counts = hindsight.joined(earlier.counts, state.record.past.counts)
+    counts = node_statistics.joined(earlier.counts, state.record.past.counts)
     learnt = Memory(remember(earlier.recycled, state.matrix), counts)
     return Params(learnt, params.head) if isinstance(params, Params) else learnt
 

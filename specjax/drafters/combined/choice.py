@@ -15,8 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers
 from specjax import costs as costs_of
+from specjax.arrays import batch_axes
 from specjax.controllers.bandit import Arms, Bandit, ucb
 from specjax.drafters.composed import longest_of_each, read_each, remember_each, taps_of_each
 from specjax.errors import UsageError
@@ -121,7 +121,7 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
 
     def axes(state: _State) -> _State:
         each = zip(several, state.several, strict=True)
-        return _State(tuple(drafter.axes(own) for drafter, own in each), *buffers.shared((state.arms, state.arm)))
+        return _State(tuple(drafter.axes(own) for drafter, own in each), *batch_axes.shared((state.arms, state.arm)))
 
     def read(params: Memory, state: _State, *chunk):
         return state._replace(several=read_each(several, params.several, state.several, *chunk))

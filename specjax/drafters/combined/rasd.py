@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import take_along
 from specjax.drafters.composed import longest_of_each, read_each, remember_each, taps_of_each
 from specjax.drafters.heads.learned import learned
 from specjax.drafters.lookup.suffix import suffix
 from specjax.drafters.model.two_model import two_model
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.models.heads.contract import DraftHead
 from specjax.trees import Builder, operations, parse
 from specjax.types import Array, Context, Drafter, PyTree, Target, Verdict

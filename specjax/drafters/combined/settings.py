@@ -10,13 +10,13 @@ import numpy as np
 
 from specjax import costs as costs_of
 from specjax import trees
-from specjax.drafters.combined import nodes
+from specjax.drafters.combined import node_classes
 from specjax.drafters.tables.token_recycling import best_paths, token_recycling
 from specjax.errors import UsageError
 from specjax.models.heads.contract import Head
 from specjax.trees import Builder
-from specjax.trees.best_shapes import Paths
-from specjax.trees.hindsight import Shape, shape_of
+from specjax.trees.node_statistics import Shape, shape_of
+from specjax.trees.shape_search.best_shapes import Paths
 from specjax.trees.templates import Template
 from specjax.types import Drafter
 
@@ -64,7 +64,7 @@ class Config:
     @cached_property
     def prior(self) -> np.ndarray:
         """float32[C], of each class of nodes."""
-        return nodes.prior(self.head is not None)
+        return node_classes.prior(self.head is not None)
 
     @cached_property
     def builder(self) -> Builder:

@@ -7,7 +7,7 @@ of LLM Inference (2024), arXiv 2405.18628.
 Rule: `specjax.models.heads.ppd`; node (i_1, ..., i_j) of the tree is the guess of rank i_j at distance j. A row with s
 guesses verifies the tree of state s, whose node v has c(v) prompts below it; where the path ends at v, state c(v) is
 next. A row begins without guesses, in state 0: the root alone, and prompts below it. Trees and prompts are those of the
-most tokens per cost, `specjax.trees.dynamic_sparse`, by the costs of `specjax.costs`. There is no pass of the head.
+most tokens per cost, `specjax.trees.shape_search.dynamic_sparse`, by the costs of `specjax.costs`. There is no pass of the head.
 Guarantee: distribution (a point-mass tree, q = 1 of each guess). The paper's typical acceptance is `verifiers.typical`,
 lossy. Prompts are not nodes of the tree (`specjax.types.Prompts`): no rule sees one, and no node sees one.
 Deviations: the root and any node may have prompts or none, whichever is worth more; the authors give every candidate at
@@ -26,12 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import costs as costs_of
+from specjax.arrays.indexing import at, take_along
 from specjax.costs.tokens import rank_acceptance
 from specjax.errors import UsageError
-from specjax.indexing import at, take_along
 from specjax.models.heads.contract import DraftHead, Head
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.dynamic_sparse import Accuracy, Rates, Shape, dynamic_sparse
+from specjax.trees.shape_search.dynamic_sparse import Accuracy, Rates, Shape, dynamic_sparse
 from specjax.trees.templates import Template
 from specjax.types import Array, Context, Drafter, Output, Prompts, TokenTree, Verdict
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers, turns
-from specjax.indexing import take_along
+from specjax.arrays import batch_axes, scopes
+from specjax.arrays.indexing import take_along
 from specjax.models.heads.contract import Head, Pairs
 from specjax.trees import operations
 from specjax.types import Array, Context, Output, PyTree, TokenTree, Verdict
@@ -41,7 +41,7 @@ def begin(head: Head, params: PyTree, context: Context, window: int) -> State:
 
 def axes(head: Head, state: State) -> State:
     """As `Drafter.axes`."""
-    return buffers.rows_first(state)._replace(memory=head.axes(state.memory))
+    return batch_axes.rows_first(state)._replace(memory=head.axes(state.memory))
 
 
 def read_prompt(
@@ -73,7 +73,7 @@ def caught_up(
         return head.read(params, memory, pairs, context)
 
     passes = jnp.where(due, -(-jnp.max(new.count) // chunk), 0)
-    with jax.named_scope(turns.CATCH_UP):  # a branch would copy the memory; a loop writes in place
+    with jax.named_scope(scopes.CATCH_UP):  # a branch would copy the memory; a loop writes in place
         memory = jax.lax.fori_loop(0, passes, read, state.memory)
     held, left = jnp.where(due, state.held + new.count, state.held), jnp.where(due, 0, new.count)
     return State(memory, held, new._replace(count=left))

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.drafters.layers.early_exit import first_layers, layers_of, self_draft, target_of
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
 from specjax.trees.contracts import Fed, Stop
 from specjax.trees.stops import top_unwarped
 from specjax.types import Array, Context, Drafter, Output, Target, TokenTree, Verdict

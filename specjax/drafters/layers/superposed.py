@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import take_along
 from specjax.drafters.layers.early_exit import chosen_exit, first_layers, score_below, target_of
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.trees.contracts import narrower
 from specjax.trees.superposition import extend, likeliest
 from specjax.types import Array, Context, Drafter, Mixture, Target, TokenTree

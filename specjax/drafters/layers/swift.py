@@ -29,10 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sampling, trees
+from specjax import trees
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.drafters.layers.early_exit import layers_of, self_draft, target_of
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
+from specjax.numerics import sampling
 from specjax.trees import Builder
 from specjax.trees.contracts import Stop
 from specjax.trees.stops import top_unwarped

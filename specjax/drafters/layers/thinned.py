@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.drafters.layers.early_exit import self_draft, target_of
 from specjax.errors import UsageError
-from specjax.models.depth import Depth
-from specjax.models.thinned import check_depth, over
+from specjax.models.variants.layer_skipping import Depth
+from specjax.models.variants.skipping_model import check_depth, over
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Sublayers, Target
 

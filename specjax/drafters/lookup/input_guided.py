@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length
 from specjax.types import Array, Context, Drafter
 

@@ -16,10 +16,10 @@ import functools
 
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.retrieval.datastore.index import Index, continuations, search
-from specjax.trees.paths import from_paths
+from specjax.trees.token_trie import from_paths
 from specjax.types import Drafter
 
 

@@ -22,17 +22,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers, sampling
+from specjax.arrays import batch_axes
+from specjax.arrays.branching import narrow_or_wide
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.controllers import fixed
 from specjax.drafters.model.two_model import caught_up, feed_last
-from specjax.engine.one_of import narrow_or_wide
-from specjax.engine.parts import Keep, Parts
+from specjax.engine.job import Keep, Parts
 from specjax.engine.prefill import prefill_reading
 from specjax.engine.prepare import check_pair
 from specjax.engine.step import LOOP, step
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
 from specjax.models.vocabulary import beside
+from specjax.numerics import sampling
 from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain, root_alone
 from specjax.types import Array, Context, DecodeState, Drafter, Model, PyTree, Target, TokenTree, Verdict
@@ -91,7 +92,7 @@ def _functions(config: _Config) -> Drafter:
         init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
         remember=functools.partial(_remember, config) if config.inner.remember else None,
-        axes=lambda state: buffers.rows_first(state)._replace(
+        axes=lambda state: batch_axes.rows_first(state)._replace(
             cache=config.model.axes(state.cache), draft=config.inner.axes(state.draft)
         ),
         num_nodes=config.longest + 1,

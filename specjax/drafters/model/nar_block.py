@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import first_largest
 from specjax.errors import UsageError
-from specjax.indexing import first_largest
 from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain
 from specjax.types import Array, Context, Drafter, PyTree

@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
+from specjax.arrays.indexing import take_along
 from specjax.drafters.model.two_model import State
 from specjax.drafters.model.two_model import functions as two_model_functions
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Model, Target
 

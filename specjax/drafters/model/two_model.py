@@ -22,10 +22,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import buffers, trees
+from specjax import trees
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
 from specjax.engine.prefill import catch_up, prefill
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.models.heads.acceptance import AcceptanceHead
 from specjax.models.vocabulary import beside
 from specjax.trees import Builder, Stop, operations
@@ -187,7 +188,7 @@ def functions(
         propose=propose,
         update=update,
         resume=None if model.rewind is None else resume,
-        axes=lambda state: buffers.rows_first(state)._replace(cache=model.axes(state.cache)),
+        axes=lambda state: batch_axes.rows_first(state)._replace(cache=model.axes(state.cache)),
         num_nodes=builder.num_nodes,
         max_depth=builder.max_depth,
         draws=builder.draws,

@@ -34,7 +34,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.retrieval import ngrams
 from specjax.trees.operations import compact
-from specjax.trees.search import Reward, best_first, monte_carlo
+from specjax.trees.table_search import Reward, best_first, monte_carlo
 from specjax.types import Array, Context, Drafter, PyTree, TokenTree
 
 WAYS = 12  # successors of a pair

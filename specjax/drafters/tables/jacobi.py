@@ -27,9 +27,9 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
+from specjax.numerics import sampling
 from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain
 from specjax.types import Array, Context, Drafter, Output, Sampling, TokenTree, Verdict

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import at, first_largest, take_along
 from specjax.errors import UsageError
-from specjax.indexing import at, first_largest, take_along
 from specjax.retrieval import ngrams
 from specjax.trees.operations import compact
 from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sampling
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
+from specjax.numerics import sampling
 from specjax.retrieval import contexts, ngrams
 from specjax.retrieval.contexts import LONGEST, Entry
 from specjax.trees.operations import compact

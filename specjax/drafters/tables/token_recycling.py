@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import at, take_along
 from specjax.errors import UsageError
-from specjax.indexing import at, take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest
 from specjax.trees.operations import compact
 from specjax.trees.templates import Template

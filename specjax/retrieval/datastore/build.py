@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.reading import check_regular
+from specjax.files.untrusted import check_regular
 from specjax.retrieval.datastore import corpus
 from specjax.retrieval.datastore.files import (
     FORMAT,

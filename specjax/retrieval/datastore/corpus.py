@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.reading import check_regular
+from specjax.files.untrusted import check_regular
 
 FIELDS = ("text", "turns", "prompt")
 BLOCK = 1 << 20

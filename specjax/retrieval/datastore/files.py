@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.reading import read_json, reading, shown
+from specjax.files.untrusted import read_json, reading, shown
 from specjax.retrieval.datastore.store import Datastore, Shard, token_dtype
 
 FORMAT, VERSION = "specjax-datastore", 1

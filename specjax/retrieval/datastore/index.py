@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.types import Array
 
 Shards = Sequence[tuple[np.ndarray, np.ndarray]]

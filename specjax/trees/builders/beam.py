@@ -17,8 +17,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.trees.contracts import Builder, Level, Parents, narrower
 from specjax.types import Array

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.errors import UsageError
-from specjax.indexing import first_largest, take_along
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.trees.contracts import Builder, Level, Parents, Stop, narrower, with_stop
 from specjax.trees.templates import Template, branching_paths

@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.exact.standard import chain_path, drafted_log_probability
 from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys

@@ -9,7 +9,7 @@ Guarantee: greedy. The text is that of greedy decoding, for any draft.
 
 from __future__ import annotations
 
-from specjax.indexing import first_largest, take_along
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.types import Array, TokenTree, Verdict
 from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import children_of
 from specjax.verifiers.exact.block import chance

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
-from specjax.sampling import draw
+from specjax.arrays.indexing import take_along
+from specjax.numerics.sampling import draw
 from specjax.types import Array, TokenTree, Verdict
 from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk

@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, residual, with_keys
 

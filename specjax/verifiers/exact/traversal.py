@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.trees import operations
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import without

@@ -28,7 +28,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import first_largest, take_along
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.lossy.typical import longest_run, node_log_probability
 from specjax.verifiers.verifier import ANY, Accepted, Verifier, check_parameter, distribution, with_keys

@@ -24,7 +24,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
+from specjax.arrays.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.exact.standard import chain_logits, chain_path, rest_of_chain
 from specjax.verifiers.verifier import (

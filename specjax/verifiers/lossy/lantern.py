@@ -25,7 +25,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import first_largest, take_along
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import descend, rule_for
 from specjax.verifiers.lossy.typical import longest_run, node_log_probability

@@ -27,7 +27,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.sampling import warp
+from specjax.numerics.sampling import warp
 from specjax.types import Array, Sampling, TokenTree
 from specjax.verifiers.exact.standard import chain_logits
 from specjax.verifiers.exact.standard import core as standard_core

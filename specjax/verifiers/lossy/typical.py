@@ -21,8 +21,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax.indexing import take_along
-from specjax.sampling import entropy
+from specjax.arrays.indexing import take_along
+from specjax.numerics.sampling import entropy
 from specjax.trees import operations
 from specjax.types import Array, TokenTree
 from specjax.verifiers.verifier import ANY, Accepted, Verifier, check_parameter, distribution, with_keys

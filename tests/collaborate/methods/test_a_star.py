@@ -11,7 +11,7 @@ from tiers import exhaustive
 
 from specjax import UsageError, decode, drafters
 from specjax.collaborate.methods.a_star import Nodes, costs, distinct, kept
-from specjax.sampling import fold_in
+from specjax.numerics.sampling import fold_in
 
 LARGE = lib.history(1)
 

@@ -7,7 +7,7 @@ import texts as lib
 from specjax import UsageError, drafters, processors
 from specjax.collaborate import segments
 from specjax.collaborate.methods.cntp import best_trial, number_of_trials
-from specjax.sampling import fold_in
+from specjax.numerics.sampling import fold_in
 
 LARGE = lib.history(1)
 

@@ -10,7 +10,7 @@ from tiers import exhaustive
 from toy import markov
 
 from specjax import UsageError, decode
-from specjax.collaborate import text as texts
+from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import look_ahead, reward_smc
 from specjax.engine.prepare import Settings
 

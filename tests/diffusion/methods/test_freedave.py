@@ -9,8 +9,8 @@ import toy_denoisers as toys
 import specjax
 from specjax import UsageError
 from specjax.diffusion import Control, Procedure, methods, rules, schedules
+from specjax.diffusion.caches import WHOLE
 from specjax.diffusion.loop import canvas_of
-from specjax.diffusion.memories import WHOLE
 from specjax.diffusion.methods.freedave import ahead
 from specjax.diffusion.prepare import prepare
 from specjax.diffusion.types import Act, Memory

@@ -9,8 +9,8 @@ import toy_denoisers as toys
 
 import specjax
 from specjax import UsageError
-from specjax.diffusion import Canvas, methods, passes
-from specjax.diffusion.memories import WHOLE
+from specjax.diffusion import Canvas, forward, methods
+from specjax.diffusion.caches import WHOLE
 from specjax.diffusion.methods.iter_smooth import falling, smooth
 from specjax.diffusion.types import Window
 from specjax.types import Mixture
@@ -31,10 +31,10 @@ def test_open_columns_of_the_window_are_mixed_with_what_was_said_before():
         for entered in (True, False, True):
             window = Window(start, jnp.array([entered]), jnp.array([True]), 4)
             seen, state = memory.look(denoiser, state, canvas, window)
-            out.append(passes.said(denoiser, seen))
+            out.append(forward.said(denoiser, seen))
         plain, _ = WHOLE.look(denoiser, WHOLE.init(denoiser, canvas, 4), canvas, window)
         p = jax.nn.softmax(out[0], -1)  # [1, 4, 64]
-        table = jnp.eye(64)[passes.shown(denoiser, canvas, column[None])]
+        table = jnp.eye(64)[forward.shown(denoiser, canvas, column[None])]
         here = canvas.open[0, 2:6]
         table = table.at[:, 2:6].add(jnp.where(here[:, None], 0.17 * p, 0))
         mixture = Mixture(jnp.broadcast_to(jnp.arange(64), (1, size, 64)), table)
@@ -42,7 +42,7 @@ def test_open_columns_of_the_window_are_mixed_with_what_was_said_before():
             denoiser.params, mixture, denoiser.model.begin(denoiser.params, None, 1, 1), positions=column[None],
             mask=jnp.ones((1, size, size), bool),
         )[0].hidden  # fmt: skip
-        return out, passes.said(denoiser, plain), passes.logits_of(denoiser, hidden[:, 2:6])
+        return out, forward.said(denoiser, plain), forward.logits_of(denoiser, hidden[:, 2:6])
 
     (first, second, again), plain, by_hand = (jax.tree.map(lambda x: x[..., :63], part) for part in twice())
     np.testing.assert_allclose(first, plain, atol=1e-5)

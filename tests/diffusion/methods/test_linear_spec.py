@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 import specjax
 from specjax import UsageError
 from specjax.diffusion import Denoiser, Procedure, methods, rules, schedules
-from specjax.diffusion.memories import append
+from specjax.diffusion.caches import append
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 11, [3] * 8]
 ONE_A_PASS = Procedure(schedules.blocks(1), rules.quota())

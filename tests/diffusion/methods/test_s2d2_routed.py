@@ -13,7 +13,7 @@ from tiers import exhaustive
 
 import specjax
 from specjax import UsageError
-from specjax.diffusion import Denoiser, methods, passes, routers
+from specjax.diffusion import Denoiser, forward, methods, routers
 from specjax.diffusion.routers import Asked
 
 ROWS = 2000
@@ -106,8 +106,8 @@ def alone(denoiser: Denoiser, texts: jax.Array) -> jax.Array:
     count, size = tokens.shape
     columns = jnp.broadcast_to(jnp.arange(size), tokens.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (count, size, size))
-    hidden, _ = passes.forward(denoiser, denoiser.model.begin(denoiser.params, None, count, 8), tokens, columns, mask)
-    return jax.nn.softmax(passes.logits_of(denoiser, hidden[:, -1]))[:, :3]
+    hidden, _ = forward.forward(denoiser, denoiser.model.begin(denoiser.params, None, count, 8), tokens, columns, mask)
+    return jax.nn.softmax(forward.logits_of(denoiser, hidden[:, -1]))[:, :3]
 
 
 @pytest.mark.parametrize(("router", "is_the_law"), [("always", True), exhaustive("span", False)])

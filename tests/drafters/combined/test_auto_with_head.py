@@ -11,13 +11,13 @@ from heads import tiny_head
 from tiers import exhaustive
 from toy import markov, tiny_llama
 
-from specjax import Request, Target, UsageError, costs, decode, facade, make_drafter, serve, stream
+from specjax import Request, Target, UsageError, api, costs, decode, make_drafter, serve, stream
 from specjax.drafters import auto
-from specjax.drafters.combined import asking, nodes
+from specjax.drafters.combined import head_schedule, node_classes
 from specjax.drafters.heads import reading
 from specjax.engine.prepare import Settings
 from specjax.trees.growing import Grown
-from specjax.trees.hindsight import Drafted, shape_of
+from specjax.trees.node_statistics import Drafted, shape_of
 from specjax.trees.operations import chain
 from specjax.trees.templates import Template
 from specjax.types import Context
@@ -95,7 +95,7 @@ def test_a_head_that_is_always_wrong_is_hardly_ever_asked(is_learnable):
     ours, result = passes(target, with_head, new, **options)
     theirs, other = passes(target, auto(vocab, **settings), new, **options)
     assert result.to_lists() == other.to_lists()
-    probes = ours * asking.PROBES / 0.3
+    probes = ours * head_schedule.PROBES / 0.3
     assert 0 < len(calls) <= 12 + probes
     assert ours - theirs <= 2  # fewer there may be: what is verified teaches which tokens follow, right or wrong
 
@@ -118,29 +118,35 @@ def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
 
 def asked(gains, cost, rounds=60):
     """How often, and how it stands: its gains beyond the others, in turns."""
-    state, nothing, count = asking.begin(), jnp.float32(0), 0
+    state, nothing, count = head_schedule.begin(), jnp.float32(0), 0
     for i in range(rounds):
-        due = asking.is_due(state, nothing)
+        due = head_schedule.is_due(state, nothing)
         count += int(due)
-        state = asking.learnt(state, cost, nothing, jnp.float32(gains[i % len(gains)]), due)
+        state = head_schedule.learnt(state, cost, nothing, jnp.float32(gains[i % len(gains)]), due)
     return count, state
 
 
 def test_when_it_is_asked():
     nothing, cost = jnp.float32(0), 0.3
-    failed, waits = asking.begin(), []
-    assert bool(asking.is_due(failed, nothing))
+    failed, waits = head_schedule.begin(), []
+    assert bool(head_schedule.is_due(failed, nothing))
     for _ in range(8):
-        failed = asking.learnt(failed, cost, nothing, nothing, jnp.bool_(True))
+        failed = head_schedule.learnt(failed, cost, nothing, nothing, jnp.bool_(True))
         waits.append(int(failed.wait))
-    assert waits == [0, 1, 3, 7, 15, 30, 30, 30] and not bool(asking.is_due(failed, nothing))
-    assert int(asking.learnt(failed, cost, nothing, nothing, jnp.bool_(False)).wait) == 29
-    assert int(asking.learnt(failed, cost, nothing, jnp.float32(1), jnp.bool_(True)).wait) == 15  # it paid, once
-    assert not bool(asking.pays(failed, nothing)) and bool(asking.pays(failed, jnp.float32(0.1)))  # of each by itself
+    assert waits == [0, 1, 3, 7, 15, 30, 30, 30] and not bool(head_schedule.is_due(failed, nothing))
+    assert int(head_schedule.learnt(failed, cost, nothing, nothing, jnp.bool_(False)).wait) == 29
+    assert int(head_schedule.learnt(failed, cost, nothing, jnp.float32(1), jnp.bool_(True)).wait) == 15  # it paid, once
+    assert not bool(head_schedule.pays(failed, nothing)) and bool(
+        head_schedule.pays(failed, jnp.float32(0.1))
+    )  # of each by itself
     _, good = asked([1.0], cost, 5)
-    assert int(good.wait) == 0 and bool(asking.pays(good, nothing)) and not bool(asking.pays(good, jnp.float32(2)))
-    once = asking.learnt(good, cost, nothing, nothing, jnp.bool_(True))
-    assert int(once.wait) == 0 and bool(asking.is_due(once, nothing))  # one bad draft is no reason to rest
+    assert (
+        int(good.wait) == 0
+        and bool(head_schedule.pays(good, nothing))
+        and not bool(head_schedule.pays(good, jnp.float32(2)))
+    )
+    once = head_schedule.learnt(good, cost, nothing, nothing, jnp.bool_(True))
+    assert int(once.wait) == 0 and bool(head_schedule.is_due(once, nothing))  # one bad draft is no reason to rest
 
 
 @pytest.mark.parametrize(
@@ -164,10 +170,13 @@ def test_nodes_of_a_head_are_classed_by_what_it_says_and_their_depth():
     none = jnp.zeros((1, 6), jnp.int32)
     tree = chain(jnp.array([[1, 5, 6]]), jnp.array([[True, True, False]]))
     grown = Grown(tree, none, jnp.array([[1.0, 0.55, 0.99]]))
-    drafted = nodes.with_head(shape, Drafted(none, none > 0, none, none[:, 0]), grown)
+    drafted = node_classes.with_head(shape, Drafted(none, none > 0, none, none[:, 0]), grown)
     assert drafted.tokens.tolist() == [[0, 0, 0, 0, 5, 6]] and drafted.valid.tolist() == [[False] * 4 + [True, False]]
-    assert (drafted.kind[0, 4:] - nodes.CLASSES).tolist() == [6 * 4 + 0, 10 * 4 + 1]
-    assert len(nodes.prior(True)) == nodes.CLASSES + nodes.HEAD_CLASSES and len(nodes.prior()) == nodes.CLASSES
+    assert (drafted.kind[0, 4:] - node_classes.CLASSES).tolist() == [6 * 4 + 0, 10 * 4 + 1]
+    assert (
+        len(node_classes.prior(True)) == node_classes.CLASSES + node_classes.HEAD_CLASSES
+        and len(node_classes.prior()) == node_classes.CLASSES
+    )
     assert shape.source.tolist() == [0, 0, 0, 0, 1, 1] and shape.parents.tolist() == [-1, 0, 1, 0, 0, 4]
 
 
@@ -183,7 +192,7 @@ def test_what_it_taught_is_kept_beside_the_head():
     target, _ = permutation(8)
     first = decode(target, small(target), [[0], [3, 6]], key=0, max_new_tokens=30)
     assert first.drafter.params.head is not None
-    assert float(first.drafter.params.learnt.counts.trials[nodes.CLASSES :].sum()) > 10
+    assert float(first.drafter.params.learnt.counts.trials[node_classes.CLASSES :].sum()) > 10
     again = decode(target, first.drafter, [[0], [3, 6]], key=0, max_new_tokens=30)
     assert again.to_lists() == first.to_lists()
     assert (again.stats.target_passes <= first.stats.target_passes).all()
@@ -242,7 +251,7 @@ def test_a_row_alone_equals_the_row_in_a_batch():
 def test_a_head_is_a_drafter_of_its_own():
     """Given to `decode`, it is `auto` with it."""
     head = tiny_head("eagle3", tiny_llama())
-    made = facade._drafter(tiny_llama(), head)
+    made = api._drafter(tiny_llama(), head)
     assert made.propose is auto(64, head=head).propose is make_drafter("auto", tiny_llama(), head).propose
     assert made.params.head is head.params and made.draws == "point_mass"
 

@@ -9,7 +9,7 @@ from toy import markov, tiny_llama
 
 from specjax import UsageError, decode
 from specjax.drafters import auto, autoregressive, choice, prompt_lookup, suffix, token_recycling, two_model
-from specjax.engine.parts import Keep
+from specjax.engine.job import Keep
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start
 from specjax.engine.step import step

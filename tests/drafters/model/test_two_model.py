@@ -8,8 +8,9 @@ from scipy.stats import chisquare
 from tiers import exhaustive
 from toy import compiled, tiny_llama
 
-from specjax import UsageError, decode, sampling
+from specjax import UsageError, decode
 from specjax.drafters import two_model
+from specjax.numerics import sampling
 from specjax.types import Context, Sampling, Verdict
 
 

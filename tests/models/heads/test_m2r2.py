@@ -17,7 +17,7 @@ from toy import chi_square, markov, pairs_after, tiny_llama
 
 from specjax import UsageError, adaptive, decode, drafters, trees
 from specjax.adaptive import m2r2
-from specjax.adaptive.descent import one_pass
+from specjax.adaptive.optimise import one_pass
 from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.m2r2 import M2R2, M2R2Config, m2r2_head

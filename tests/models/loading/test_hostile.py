@@ -17,9 +17,10 @@ from hostile import as_json, attacks, changed_bytes, changed_json, gguf_bytes, s
 
 from specjax.errors import UsageError
 from specjax.models import load
-from specjax.models.loading import hf, load_tokenizer
-from specjax.models.loading.fields import LAYERS
-from specjax.planning.model_configs import load_config
+from specjax.models.loading import load_tokenizer
+from specjax.models.loading.families.config_fields import LAYERS
+from specjax.models.loading.formats import hf
+from specjax.planning.inputs.model_configs import load_config
 
 WIDTH, HEADS, KV, DIM, MLP, VOCAB = 8, 2, 1, 4, 12, 40
 SHAPES = {

@@ -10,7 +10,7 @@ import pytest
 
 from specjax.errors import UsageError
 from specjax.models import load
-from specjax.models.loading import assembly
+from specjax.models.loading.tensors import assembly
 
 
 def test_unknown_path():

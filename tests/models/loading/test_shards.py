@@ -6,8 +6,8 @@ import pytest
 
 import specjax
 from specjax.models import load
-from specjax.models.loading import assembly
-from specjax.models.loading.tensors import Tensor
+from specjax.models.loading.tensors import assembly
+from specjax.models.loading.tensors.tensors import Tensor
 
 
 def check(source, mesh, over=None, **options):

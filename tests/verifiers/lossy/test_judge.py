@@ -16,7 +16,7 @@ from lossy import (
 
 from specjax import UsageError
 from specjax.catalog import parse_rule
-from specjax.models.loading.deciding import save_judge
+from specjax.models.loading.decision_heads import save_judge
 from specjax.trees import operations
 from specjax.types import TokenTree
 from specjax.verifiers import recursive_rejection

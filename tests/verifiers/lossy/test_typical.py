@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lossy import GOLDEN, longest_run, random_chains, typical_core
 
-from specjax.sampling import draw
+from specjax.numerics.sampling import draw
 from specjax.trees import operations
 from specjax.types import TokenTree
 from specjax.verifiers.lossy.typical import _log_threshold, typical

@@ -1,0 +1,1 @@
+"""Model families: tensor names and configuration fields of each architecture."""

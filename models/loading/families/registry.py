@@ -1,0 +1,38 @@
+"""Which module knows the weights and configurations of which architecture."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from specjax.errors import UsageError
+from specjax.files.untrusted import shown
+from specjax.models.bridge import Config
+from specjax.models.gemma3 import Gemma3Config
+from specjax.models.llama import LlamaConfig
+from specjax.models.loading.families import denoisers, gemma3, llada, llama
+
+FAMILIES = (llama, gemma3, llada)
+
+
+def by_config(config: Config) -> ModuleType:
+    """The family of a model that is loaded."""
+    return {LlamaConfig: llama, Gemma3Config: gemma3}[type(config)]
+
+
+def by_hf(kind: str, where: str) -> ModuleType:
+    """The family of a Hugging Face `model_type`."""
+    return _find("HF_TYPES", kind, where)
+
+
+def by_gguf(kind: str, where: str) -> ModuleType:
+    """The family of a GGUF `general.architecture`."""
+    return _find("GGUF_TYPES", kind, where)
+
+
+def _find(table: str, kind: str, where: str) -> ModuleType:
+    for family in FAMILIES:
+        if kind in getattr(family, table):
+            return family
+    others = denoisers.KINDS if table == "HF_TYPES" else ()
+    known = ", ".join(dict.fromkeys([*(k for family in FAMILIES for k in getattr(family, table)), *others]))
+    raise UsageError(f"{where} has the architecture {shown(kind)}, which specjax does not support (only {known})")

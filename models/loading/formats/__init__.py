@@ -1,0 +1,1 @@
+"""Checkpoint formats: Hugging Face folders, GGUF, MaxText, and llama2.c."""

@@ -1,0 +1,153 @@
+"""GGUF files: one file with metadata, tokenizer and (mostly quantised) tensors.
+
+The header is parsed here, not by `gguf.GGUFReader`, which makes a numpy array per vocabulary entry (15 s for Gemma's
+262,144); only the dequantisation comes from that package.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from specjax.errors import UsageError, needing
+from specjax.files.untrusted import check_regular, shown
+from specjax.models.loading.families import registry, rope
+from specjax.models.loading.families.config_fields import ROWS, Fields
+from specjax.models.loading.tensors.assembly import Checkpoint
+from specjax.models.loading.tensors.tensors import Tensor, check_sizes, read_rows
+
+T = TypeVar("T")
+
+MAGIC = b"GGUF"
+STRING, ARRAY = 8, 9  # arrays of arrays, which the format allows and no model has, are not read
+MOST_DIMENSIONS = 4
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+def read(file: Path, **options) -> tuple[Checkpoint, dict]:
+    """Parse a file: the checkpoint and its metadata (with the tokenizer).
+
+    `options`: dtype, stacked, cache_dtype, cache_lanes, name.
+    """
+    meta, tensors = read_header(file)
+    where = str(file)
+    arch = Fields(meta, where, "general.").text("architecture", "unnamed")
+    family = registry.by_gguf(arch, where)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    factors = {name: read_rows(tensors[name], 0, shapes[name][0]) for name in rope.OF_GGUF if name in tensors}
+    config = family.config_from_gguf(Fields(meta, where, f"{arch}."), shapes, factors, **options)
+    return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), rope.OF_GGUF.__contains__), meta
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Metadata and the table of tensors."""
+    check_regular(file)
+    size = file.stat().st_size
+    with open(file, "rb") as handle:
+        if handle.read(4) != MAGIC:
+            raise UsageError(f"{file} is not a GGUF file: it does not start with the letters GGUF")
+        if size < 24:
+            raise UsageError(f"{file} is cut short: it ends within its header; download it again")
+        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(data, file)
+
+
+def _parse(data: mmap.mmap, file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    cursor = _Cursor(data, 4)
+    try:
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            raise UsageError(f"{file} is of GGUF version {version} (or big-endian); specjax reads versions 2 and 3")
+        num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")
+        meta = _without_twins(((cursor.string(), cursor.field()) for _ in range(num_fields)), file)
+        infos = _without_twins((cursor.tensor_info() for _ in range(num_tensors)), file)
+    except (struct.error, KeyError, UnicodeDecodeError):
+        raise UsageError(f"{file} is cut short or damaged: its header cannot be read; download it again") from None
+    alignment = Fields(meta, str(file), "general.").size("alignment", 32)
+    if alignment % 8 or alignment & (alignment - 1):
+        raise UsageError(f"{file} has general.alignment {alignment}, which must be a power of two from 8 on")
+    start = -(-cursor.at // alignment) * alignment
+    tensors = {name: Tensor(file, start + offset, shape, kind) for name, (shape, kind, offset) in infos.items()}
+    check_sizes(tensors, file)
+    _check_places(tensors, start, alignment, file)
+    return meta, tensors
+
+
+def _without_twins(pairs: Iterable[tuple[str, T]], file: Path) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for name, value in pairs:
+        if name in found:
+            raise UsageError(f"{file} has two entries of the name {shown(name)}; download it again")
+        found[name] = value
+    return found
+
+
+def _check_places(tensors: dict[str, Tensor], start: int, alignment: int, file: Path) -> None:
+    """Raises: UsageError for tensors that lie on each other, or where none begins."""
+    end = start
+    for name, tensor in sorted(tensors.items(), key=lambda entry: (entry[1].offset, entry[1].num_bytes)):
+        if tensor.offset < end or (tensor.offset - start) % alignment:
+            raise UsageError(f"{file} has the tensor {shown(name)} where none can begin; download it again")
+        end = tensor.offset + tensor.num_bytes
+
+
+class _Cursor:
+    """A position in the header that moves as values are read."""
+
+    def __init__(self, data: mmap.mmap, at: int):
+        self.data, self.at = data, at
+
+    def scalar(self, code: str):
+        (value,) = struct.unpack_from("<" + code, self.data, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def bytes(self, size: int) -> bytes:
+        if self.at + size > len(self.data):
+            raise struct.error("past the end")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def string(self) -> str:
+        return self.bytes(self.scalar("Q")).decode("utf-8")
+
+    def field(self):
+        """A value behind its kind."""
+        return self.value(self.scalar("I"))
+
+    def value(self, kind: int):
+        if kind == STRING:
+            # Vocabularies may hold pieces that are not UTF-8 on their own.
+            return self.bytes(self.scalar("Q")).decode("utf-8", "replace")
+        if kind != ARRAY:
+            return self.scalar(SCALARS[kind])
+        kind, length = self.scalar("I"), self.scalar("Q")
+        if length > min(len(self.data), ROWS):  # one entry per token at most
+            raise struct.error("past the end")
+        if kind == STRING:
+            return [self.value(kind) for _ in range(length)]
+        dtype = np.dtype("<" + {"b": "i1", "B": "u1"}.get(SCALARS[kind], SCALARS[kind]))
+        return np.frombuffer(self.bytes(length * dtype.itemsize), dtype).tolist()
+
+    def tensor_info(self) -> tuple[str, tuple[tuple[int, ...], str, int]]:
+        """Name; shape, kind, offset from the start of the data."""
+        name, dimensions = self.string(), self.scalar("I")
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise struct.error("no such tensor")
+        shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
+        return name, (shape, _kind(self.scalar("I")), self.scalar("Q"))
+
+
+def _kind(number: int) -> str:
+    with needing("gguf", "a GGUF file needs"):
+        from gguf.constants import GGMLQuantizationType
+
+    try:
+        return GGMLQuantizationType(number).name
+    except ValueError:
+        return f"type {number}"

@@ -1,0 +1,1 @@
+"""Stored tensors: formats on disk and assembly into parameters."""

@@ -1,0 +1,189 @@
+"""FiRST: routers choose, by the prompt, the layers that the whole answer runs.
+
+Jain, Bhat, Bhatia, Yadav, Bhattacharyya et al.: FiRST: Finetuning Router-Selective Transformers for Input-Adaptive
+Latency Reduction (2024), arXiv 2410.12513.
+
+Rule: at layer l each token of the prompt gives r = sigmoid(w_l . h_l + b_l). Where the mean of the prompt is below 1/2,
+the answer leaves layer l out. The prompt runs everything.
+Training: routers alone (`train_routers`), then low-rank changes of the model with the routers frozen (`train_lora`).
+Guarantee: lossy.
+
+Deviations: the mean is over all tokens of the prompt but the last, which is read in the first pass of the decoding; a
+prompt of one token runs everything. Each row has layers of its own, a batch saves what all of its rows leave out.
+Routers begin with a bias, so that they begin by running everything.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.adaptive.fitting import fit, surprise
+from specjax.adaptive.optimise import descend, one_pass
+from specjax.errors import UsageError
+from specjax.models.variants.layer_skipping import Depth, Places, Seen
+from specjax.models.variants.low_rank import Changes, blank_changes, changed
+from specjax.models.variants.skipping_model import thinned
+from specjax.types import Array, Model, Sublayers, Target
+
+
+class Routers(NamedTuple):
+    """Linear, one for each layer."""
+
+    weight: Array  # float32[layers, D]
+    bias: Array  # float32[layers]
+
+
+class Asked(NamedTuple):
+    """What the routers said of a prompt."""
+
+    total: Array  # float32[B, layers]
+    tokens: Array  # int32[B], how many were asked
+
+
+class _Routed(NamedTuple):
+    runs: Array  # bool[B, T, layers]
+    said: Array  # float32[B, T, layers]
+
+
+def first(routers: Routers) -> Depth:
+    """For `specjax.adaptive.thinned(target, first(routers))`; `train_routers` makes some."""
+    if routers.weight.ndim != 2 or routers.bias.shape != routers.weight.shape[:1]:
+        raise UsageError(
+            f"routers are weight [layers, width] and bias [layers], not {routers.weight.shape} and {routers.bias.shape}"
+        )
+    return _first(len(routers.bias)).replace(params=routers, width=routers.weight.shape[1])
+
+
+@functools.cache
+def _first(layers: int) -> Depth:
+    def check(num_layers: int) -> None:
+        if num_layers != layers:
+            raise UsageError(f"the routers are of {layers} layers, and the model has {num_layers}")
+
+    return Depth(plan=_plan, runs=_runs, see=_see, start=_start, note=_note, learn=_learn, check=check, name="first")
+
+
+def _start(batch: int, num_layers: int) -> Asked:
+    return Asked(jnp.zeros((batch, num_layers)), jnp.zeros((batch,), jnp.int32))
+
+
+def _plan(params: Routers, places: Places, asked: Asked, num_layers: int) -> _Routed:
+    chosen = (asked.total >= 0.5 * asked.tokens[:, None])[:, None]
+    runs = chosen | ~places.generated[..., None]
+    return _Routed(runs, jnp.zeros(runs.shape, jnp.float32))
+
+
+def _runs(carry: _Routed, layer) -> Sublayers:
+    here = carry.runs[..., layer]
+    return Sublayers(here, here)
+
+
+def gate(routers: Routers, layer, stream: Array) -> Array:
+    """float32[B, T]: r of layer `layer` for the stream [B, T, D] before it."""
+    return jax.nn.sigmoid(stream.astype(jnp.float32) @ routers.weight[layer] + routers.bias[layer])
+
+
+def _see(params: Routers, carry: _Routed, seen: Seen) -> _Routed:
+    return carry._replace(said=carry.said.at[..., seen.layer].set(gate(params, seen.layer, seen.before)))
+
+
+def _note(carry: _Routed) -> Array:
+    return carry.said
+
+
+def _learn(asked: Asked, said: Array, places: Places, taken: Array) -> Asked:
+    counts = taken & (places.positions < places.prompt[:, None] - 1)
+    return Asked(asked.total + jnp.sum(said * counts[..., None], 1), asked.tokens + jnp.sum(counts, 1, dtype=jnp.int32))
+
+
+def train_routers(
+    target: Target,
+    tokens: Array,
+    prompt: Array,
+    length: Array,
+    *,
+    weight: float = 0.01,
+    bias: float = 2.0,
+    steps: int = 100,
+    learning_rate: float = 1e-2,
+) -> Routers:
+    """Routers of a target that does not change, from texts as `fit` takes them.
+
+    Every layer l is run, and h_{l+1} = r f_l(h_l) + (1 - r) h_l; the loss is that of the text and `weight` times the
+    mean of r. bias: of all routers at the beginning, whose weights are zeros.
+    """
+    layers, width = target.model.capabilities.num_layers, target.model.config.width
+    blank = Routers(jnp.zeros((layers, width)), jnp.full((layers,), bias))
+    soft = _soft(layers).replace(params=blank)
+    return fit(
+        target, soft, tokens, prompt, length, steps=steps, learning_rate=learning_rate, penalty=_mean_gate(weight)
+    )[0].params
+
+
+@functools.cache
+def _mean_gate(weight: float):
+    return lambda said: weight * jnp.mean(said)
+
+
+@functools.cache
+def _soft(layers: int) -> Depth:
+    """All layers run, each as far as its router says."""
+
+    def plan(params: Routers, places: Places, own, num_layers: int) -> _Routed:
+        shape = (*places.positions.shape, num_layers)
+        return _Routed(jnp.ones(shape, bool), jnp.zeros(shape))
+
+    def become(params: Routers, carry: _Routed, seen: Seen) -> Array:
+        r = gate(params, seen.layer, seen.before)[..., None]
+        return (r * seen.after + (1 - r) * seen.before).astype(seen.after.dtype)
+
+    return Depth(plan=plan, runs=_runs, see=_see, note=_note, become=become, name="first_trained")
+
+
+def train_lora(
+    target: Target,
+    routers: Routers,
+    tokens: Array,
+    prompt: Array,
+    length: Array,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    key: Array | int = 0,
+    steps: int = 100,
+    learning_rate: float = 1e-3,
+) -> tuple[Target, Array]:
+    """The second stage: the target with low-rank changes of its queries' and values' projections, under which it holds
+    the texts likelier with the layers that the frozen routers leave, and the loss of each step.
+
+    Texts as `fit` takes them. The routers see the changed model, in each step anew, as they will when it decodes. For
+    `thinned(target, first(routers))` with the target that this returns.
+    """
+    model = thinned(target, first(routers)).model
+    key = jax.random.key(key) if isinstance(key, int) else key
+    blank = blank_changes(target, key, rank)
+    changes, losses = _train_lora(
+        model, target.model, alpha, steps, learning_rate, target.params, routers, blank, tokens, prompt, length
+    )
+    return changed(target, changes, alpha), losses
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _train_lora(
+    model: Model, whole: Model, alpha: float, steps: int, learning_rate: float, base, routers, changes, tokens, prompt,
+    length,
+):  # fmt: skip
+    def loss(changes: Changes) -> Array:
+        both = {"base": changed(Target(whole, base), changes, alpha).params, "depth": routers}
+        memory = model.opened(both, None, prompt, 0)
+        # The prompt is read once to ask the routers, with what the answer runs still open.
+        _, pending = one_pass(model, jax.lax.stop_gradient(both), tokens, memory)
+        place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        asked = _learn(memory.own, pending.noted, Places(place, prompt), place < prompt[:, None])
+        return surprise(model, both, tokens, prompt, length, memory._replace(own=asked))[0]
+
+    return descend(loss, changes, steps, learning_rate)

@@ -1,0 +1,46 @@
+"""What the trainers of this folder share: one pass over whole texts, and Adam on a loss in one loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from specjax.numerics.validation import check_whole
+from specjax.types import Array, Model, Output, PyTree
+
+
+def descend(
+    loss: Callable[..., Array], params: PyTree, steps: int, learning_rate: float | optax.GradientTransformation,
+    key: Array | None = None,
+) -> tuple[PyTree, Array]:  # fmt: skip
+    """The parameters after `steps`, and the loss before each: float32[steps]. Inside of `jit`.
+
+    learning_rate: of Adam, or another optimizer. key: if given, the loss gets one of its own in each step, behind the
+    parameters. Raises: UsageError for no number of steps.
+    """
+    check_whole("steps", steps, 0)
+    optimizer = learning_rate if isinstance(learning_rate, optax.GradientTransformation) else optax.adam(learning_rate)
+
+    def step(carry, number):
+        params, state = carry
+        own = () if key is None else (jax.random.fold_in(key, number),)
+        value, gradient = jax.value_and_grad(loss)(params, *own)
+        updates, state = optimizer.update(gradient, state)
+        return (optax.apply_updates(params, updates), state), value
+
+    (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(steps))
+    return params, losses
+
+
+def one_pass(
+    model: Model, params: PyTree, tokens: Array, cache: PyTree, taps: tuple[int, ...] = (), **more
+) -> tuple[Output, PyTree]:
+    """`Model.forward` over whole texts `tokens` int32[B, T], from their first token on. more: what else it takes."""
+    batch, size = tokens.shape
+    return model.forward(
+        params, tokens, cache, positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
+        mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)), taps=taps, **more,
+    )  # fmt: skip

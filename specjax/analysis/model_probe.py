@@ -1,0 +1,159 @@
+"""Short texts of different lengths, what a model remembers of them, and passes over tokens that may follow."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.arrays import batch_axes
+from specjax.engine import contract_checks
+from specjax.engine.prefill import CHUNK, prefill
+from specjax.errors import UsageError
+from specjax.types import Model, PyTree
+
+LENGTHS = 7, 1, 4  # of the texts, one per row
+WIDTH = 6  # tokens of a pass
+PIECE = 3  # tokens that are pending when others come, or are committed before them
+LONGEST = max(LENGTHS) + 2 * WIDTH
+CAPACITIES = 2 * CHUNK, 3 * CHUNK
+
+Pair = tuple[np.ndarray, np.ndarray]  # logits [B, T, V] that should be equal
+
+
+class Passes:
+    """A model, three texts, tokens that may follow them, and passes over these."""
+
+    def __init__(self, model: Model, params: PyTree, inputs: PyTree, seed: int):
+        rng = np.random.default_rng(seed)
+        vocab = model.vocab_size
+        self.model, self.params, self.inputs = model, params, inputs
+        self.lengths = np.array(LENGTHS, np.int32)
+        self.text = rng.integers(0, vocab, (len(LENGTHS), LONGEST)).astype(np.int32)
+        self.tokens = rng.integers(0, vocab, (len(LENGTHS), WIDTH)).astype(np.int32)
+        self.others = ((self.tokens + 1 + rng.integers(0, vocab - 1, self.tokens.shape)) % vocab).astype(np.int32)
+
+    def filled(self, text=None, count=None, rows=slice(None), capacity: int = CAPACITIES[0]) -> PyTree:
+        """The memory of the first `count` tokens of each text."""
+        text, count = self.text if text is None else text, self.lengths if count is None else count
+        inputs = jax.tree.map(lambda x: jnp.asarray(x)[rows], self.inputs)
+        plain = self.model._replace(rewind=None, axes=batch_axes.rows_first)  # which reading has nothing to do with
+        return _read(plain, self.params, inputs, text[rows], np.asarray(count)[rows], self.lengths[rows], capacity)
+
+    def look(
+        self, cache, tokens=None, start=None, mask=None, earlier=None, shift: int = 0
+    ) -> tuple[np.ndarray, PyTree]:
+        """(logits, what is pending) of a pass behind texts of `start` tokens: over a chain, or with `mask`."""
+        tokens, start = self.tokens if tokens is None else tokens, self.lengths if start is None else start
+        count = tokens.shape[1]
+        mask = np.tril(np.ones((count, count), bool)) if mask is None else mask
+        mask = np.broadcast_to(mask, (len(tokens), *mask.shape[-2:]))
+        positions = start[:, None] + mask.sum(2) - 1 + shift
+        positions = positions.astype(np.int32)
+        output, pending = _pass(self.model.forward, self.params, cache, tokens, positions, mask, earlier)
+        contract_checks.check_output(self.model, output, *tokens.shape)
+        return np.asarray(output.logits, np.float32), pending
+
+    def whole(self, reference, text: np.ndarray) -> np.ndarray:
+        """The reference's logits of whole texts [B, T]."""
+        logits = jax.jit(reference)(self.params, jnp.asarray(text))
+        wanted, found = [*text.shape, self.model.vocab_size], getattr(logits, "shape", None)
+        if found != tuple(wanted):
+            said = type(logits).__name__ if found is None else list(found)
+            raise UsageError(f"reference must give logits {wanted} for tokens {list(text.shape)}, not {said}")
+        return np.asarray(logits, np.float32)
+
+    def is_short(self) -> bool:
+        """Whether parameters, or anything that is computed from them, are of a dtype shorter than float32."""
+
+        def once(params):
+            cache = self.model.opened(params, self.inputs, jnp.asarray(self.lengths), CAPACITIES[0])
+            mask = jnp.broadcast_to(jnp.tril(jnp.ones((WIDTH, WIDTH), bool)), (len(LENGTHS), WIDTH, WIDTH))
+            positions = self.lengths[:, None] + jnp.arange(WIDTH)
+            return self.model.forward(params, jnp.asarray(self.tokens), cache, positions=positions, mask=mask)
+
+        return re.search(r"\b(bf16|f16|f8_\w+|f4_\w+)\[", str(jax.make_jaxpr(once)(self.params))) is not None
+
+    def committed(self, cache, pending, path, count) -> PyTree:
+        after = _committed(self.model.commit, cache, pending, path, count)
+        contract_checks.check_same(f"commit of the model {self.model.name}", cache, after)
+        return after
+
+    def joined(self, count, path=None, start=None) -> np.ndarray:
+        """The texts of `start` tokens with the first `count` [B] tokens that may follow, or nodes of a path, behind."""
+        text, start = self.text.copy(), self.lengths if start is None else start
+        for row, n in enumerate(np.broadcast_to(count, len(text))):
+            text[row, start[row] : start[row] + n] = self.tokens[row, list(path or range(WIDTH))[:n]]
+        return text
+
+    def after(self, cache, count) -> Pair:
+        """What a memory predicts, and what that of the text with `count` tokens behind it does."""
+        return self.same(cache, self.joined(count), self.lengths + count)
+
+    def same(self, cache, text, length) -> Pair:
+        """What a memory predicts, and what that of the first `length` tokens of a text does."""
+        ours, theirs = (self.look(one, self.others, length)[0] for one in (cache, self.filled(text, length)))
+        return ours, theirs
+
+    def one_by_one(self, shift: int = 0) -> tuple[np.ndarray, PyTree]:
+        cache, found = self.filled(), []
+        for i in range(WIDTH):
+            logits, pending = self.look(cache, self.tokens[:, i : i + 1], self.lengths + i, shift=shift)
+            cache = self.committed(cache, pending, np.zeros((3, 1), np.int32), np.ones(3, np.int32))
+            found.append(logits)
+        return np.concatenate(found, 1), cache
+
+    def rewound(self, cache: PyTree, length: np.ndarray) -> PyTree:
+        return _rewound(self.model.rewind, cache, length)
+
+    def both(self, before: PyTree, new: PyTree) -> PyTree:
+        """What is pending of PIECE tokens, and of those behind them."""
+        return _both(self.model.widen, self.model.insert, before, new)
+
+    def with_row(self, batch: PyTree, one: PyTree, row: int) -> PyTree:
+        """Raises: UsageError if `axes` are those of other arrays."""
+        shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+        try:
+            mixed = batch_axes.put_row(batch, one, jnp.int32(row), self.model.axes(batch))
+            fits = shapes(mixed) == shapes(batch)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise UsageError(
+                f"axes of the model {self.model.name} must say where the rows are in each array of its memory"
+            )
+        return mixed
+
+
+# Compiled for the functions of a model that they call: models that share some share these programs.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def _read(model: Model, params, inputs, text, count, prompts, capacity: int):
+    text = jnp.pad(text, ((0, 0), (0, CHUNK - text.shape[1])))
+    return prefill(model, params, model.opened(params, inputs, prompts, capacity), text, count)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pass(forward, params, cache, tokens, positions, mask, earlier):
+    more = {} if earlier is None else {"earlier": earlier}
+    output, pending = forward(params, tokens, cache, positions=positions, mask=mask, **more)
+    return output, pending
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _committed(commit, cache, pending, path, count):
+    return commit(cache, pending, path, count)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rewound(rewind, cache, length):
+    return rewind(cache, length)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _both(widen, insert, before, new):
+    return insert(widen(before, WIDTH), new, PIECE)

@@ -1,0 +1,1 @@
+"""Comparison of acceptance rules on given distributions."""

@@ -1,0 +1,31 @@
+"""The picture of a comparison. matplotlib is imported when it is drawn."""
+
+from __future__ import annotations
+
+from specjax.analysis.rules.acceptance import Comparison
+from specjax.files import plotting
+
+LINES = {"with_replacement": "--", "without_replacement": ":"}
+
+
+def plot(comparison: Comparison, title: str = "") -> bytes:
+    """A PNG: mean acceptance of each rule by the number of drafts, below the two optimal bounds.
+
+    Without error bars: all rules see the same rows, so their differences are far surer than their levels.
+    """
+    figure = plotting.begun(7.0, 4.6)
+    axes = figure.subplots()
+    for draws, bound in comparison.bounds.items():
+        name = f"best possible, {draws.replace('_', ' ')}"
+        axes.plot(list(bound), list(bound.values()), LINES[draws], color="0.25", linewidth=1.3, label=name)
+    for rule in dict.fromkeys(entry.rule for entry in comparison.entries):
+        mine = [entry for entry in comparison.entries if entry.rule == rule]
+        sizes, values = [entry.n for entry in mine], [entry.acceptance for entry in mine]
+        axes.plot(sizes, values, marker="o", markersize=4, linewidth=1.3, label=rule)
+    axes.set_xticks(sorted({n for bound in comparison.bounds.values() for n in bound}))
+    axes.set_xlabel("drafts per node")
+    axes.set_ylabel("acceptance of a node")
+    figure.suptitle(title, fontsize=9)
+    plotting.open_corner(axes)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    return plotting.png(figure)

@@ -1,0 +1,35 @@
+"""Running one of two passes inside a program without copying what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from specjax.arrays import scopes
+
+Array = jax.Array
+
+State = TypeVar("State")
+Result = TypeVar("Result")
+
+
+def narrow_or_wide(
+    is_narrow: Array, narrow: Callable[[State], tuple[State, Result]], wide: Callable[[State], tuple[State, Result]],
+    state: State,
+) -> tuple[State, Result]:  # fmt: skip
+    """`narrow(state)` if `is_narrow` bool[], else `wide(state)`, with `state` updated in place.
+
+    As two loops of one turn or none, not as branches: what a loop carries is updated in place, what a branch returns is
+    copied. Where nothing was drafted for 16 rows of SmolLM2 a branch of the cache took 8 ms of 95 on two cores.
+    """
+    narrow = jax.jit(narrow)  # traced once, for the shapes and for the loop
+    _, result = narrow.eval_shape(state)
+    carry = state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
+    times = is_narrow.astype(jnp.int32)
+    with jax.named_scope(scopes.NARROW):
+        carry = jax.lax.fori_loop(0, times, lambda _, carry: narrow(carry[0]), carry)
+    with jax.named_scope(scopes.WIDE):
+        return jax.lax.fori_loop(0, 1 - times, lambda _, carry: wide(carry[0]), carry)

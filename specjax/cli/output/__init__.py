@@ -1,0 +1,1 @@
+"""Output of the command line: console, progress, tables, and files."""

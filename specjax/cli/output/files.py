@@ -1,0 +1,64 @@
+"""Files of text, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from specjax.errors import UsageError, require
+from specjax.files.atomic import whole
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Reasons of the system why a file cannot be written on."""
+
+
+MOST = 1 << 28
+"""Bytes of a file of text, which may be a pipe, and pipes and devices need not end."""
+
+
+def read_text(path: Path, flag: str, most: int = MOST) -> str:
+    """The text of a file. Raises: UsageError that names the flag."""
+    try:
+        with open(path, "rb") as file:
+            contents = file.read(most + 1)
+        require(len(contents) <= most, f"{flag}: {path} has more than {most:,} bytes; give a shorter file")
+        return contents.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag}: {path} is not UTF-8 text (byte {error.start}); convert it") from None
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot read {path} ({error.strerror or error}); check the path") from None
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Complain about a file that cannot be written before anything is computed."""
+    require(not os.path.isdir(path), f"{flag}: {path} is a folder; name a file")
+    free = not os.path.exists(path) or os.path.isfile(path)
+    require(free, f"{flag}: {path} is a device, which would be replaced; name a file")
+    require(os.path.isdir(path.parent), f"{flag}: there is no folder {path.parent}; create it first")
+    try:
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot write {path} ({error.strerror}); choose another place") from None
+
+
+def write_json(path: Path, document: dict) -> None:
+    """The document, whole or not at all."""
+    content = json.dumps(document, allow_nan=False, indent=1).encode()
+    write_atomically(path, lambda file: file.write(content))
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Call `write` with a file that takes the place of `path` only when all of it is there."""
+    try:
+        with whole(path) as file:
+            write(file)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path} ({error.strerror or error}); make room or choose another place"
+        ) from None

@@ -1,0 +1,46 @@
+"""No memory: every pass computes the whole canvas. It is what all others approximate or, where they are exact, equal.
+
+Guarantee: exact, for full attention.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from specjax.diffusion.forward import aligned, over_canvas
+from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
+from specjax.types import PyTree
+
+
+def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> PyTree:
+    return denoiser.model.begin(denoiser.params, None, len(canvas.tokens), 1)
+
+
+def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> tuple[Seen, PyTree]:
+    batch, size = canvas.tokens.shape
+    hidden, _ = over_canvas(denoiser, cache, canvas)
+    return Seen(
+        hidden=aligned(denoiser, hidden, window.start, window.width),
+        predicted=jnp.ones((batch, window.width), bool),
+        columns=canvas.end,
+        canvas=aligned(denoiser, hidden, jnp.zeros_like(window.start), size),
+    ), cache
+
+
+def _several(denoiser: Denoiser, cache: PyTree, canvases: Canvas, window: Window) -> tuple[Seen, PyTree]:
+    """The canvases are rows of one batch."""
+    copies, batch, _ = canvases.tokens.shape
+    flat = Canvas(*(x.reshape(copies * batch, *x.shape[2:]) for x in canvases))
+    repeat = lambda x: jnp.tile(x, copies)
+    rows = Window(repeat(window.start), repeat(window.entered), repeat(window.active), window.width)
+    seen, _ = _look(denoiser, _init(denoiser, flat, window.width), flat, rows)
+    seen = jax.tree.map(lambda x: x.reshape(copies, batch, *x.shape[1:]), seen)
+    return seen._replace(columns=jnp.sum(seen.columns, 0)), cache
+
+
+def _axes(denoiser: Denoiser, cache: PyTree) -> PyTree:
+    return denoiser.model.axes(cache)
+
+
+WHOLE = Memory(_look, "full", True, _init, "whole", _axes, _several)

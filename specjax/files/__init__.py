@@ -1,0 +1,1 @@
+"""File access: untrusted input, atomic writes, plots, and the libtpu library."""

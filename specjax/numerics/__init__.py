@@ -1,0 +1,1 @@
+"""Numerics: sampling, reproducible arithmetic, quantization, validation of settings, and arrays that span hosts."""

@@ -1,0 +1,261 @@
+"""From logits to the distribution that is sampled: temperature, top-k, top-p, min-p, without sorting the vocabulary.
+Random keys, and what is drawn with them.
+
+Sorting 150,000 logits per node is the classic hidden cost of sampled decoding. The k-th largest value and the nucleus
+threshold are found instead by fixing the bits of a float from the top: 32 counting passes, whatever the vocabulary.
+Where only some of the tokens at the threshold may stay, a bisection over ids finds the last of them. Every pass is a
+sum, so a vocabulary that is spread over devices stays where it is.
+
+Draws use the 32 bits that JAX has for a float32, of which its own uniform numbers keep 23: with those a token of
+probability 1e-7 is drawn half as often as it should be, and its noise is never above 16. Here the noise has its finest
+steps, of 2^-32, where the rare tokens win: one of 1e-9 is drawn 0.998 times as often as it should be, one of 2.3e-10
+(2^-32) 0.96 times, rarer ones still less, together at most 6e-5 of the mass of 262,144 tokens. That costs what 23 bits
+do, within a tenth (docs/verifiers.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.arrays.indexing import first_largest
+from specjax.errors import UsageError
+from specjax.types import Array, Sampling
+
+COLDEST = 1e-30
+"""Lower temperatures count as this one: logits of 3e8 would leave float32, and what is below the largest is out."""
+HOTTEST = 1e30
+"""Higher ones, infinity among them, as this one: all logits are 0 then, but for those of -inf, which stay out."""
+
+
+def warp(logits: Array, sampling: Sampling) -> Array:
+    """Apply temperature, top-k, top-p and min-p, in this order.
+
+    Ties: top-k keeps the lower ids, so exactly k tokens survive; top-p takes equal tokens by id. The token that crosses
+    `top_p` stays. min-p drops what has less than `min_p` times the probability of the likeliest token (Nguyen et al.:
+    Turning Up the Heat, 2024, arXiv 2407.01082). A temperature of 0 leaves the first largest logit alone.
+
+    Args:
+      logits: float[B, ..., V]. sampling: fields are None, scalars or [B].
+
+    Returns: float32[B, ..., V], -inf where a token cannot be drawn; not normalised.
+    """
+    logits = logits.astype(jnp.float32)
+
+    def per_row(value):
+        value = jnp.asarray(value)
+        return value.reshape(value.shape + (1,) * (logits.ndim - value.ndim)) if value.ndim else value
+
+    if sampling.temperature is None:
+        return _only(first_largest(logits), logits.shape[-1])
+    temperature = per_row(sampling.temperature).astype(jnp.float32)
+    temperature = jnp.where(temperature > 0, jnp.clip(temperature, COLDEST, HOTTEST), temperature)
+    greedy = _only(first_largest(logits), logits.shape[-1])
+    logits = logits / jnp.where(temperature > 0, temperature, 1.0)
+    if sampling.top_k is not None:
+        k = per_row(sampling.top_k)
+        logits = _kept((temperature > 0) & (k < logits.shape[-1]), lambda x: _top_k_mask(x, k), logits)
+    if sampling.top_p is not None:
+        mass = per_row(sampling.top_p)
+        logits = _kept((temperature > 0) & (mass < 1), lambda x: _top_p_mask(x, mass), logits)
+    if sampling.min_p is not None:
+        share = per_row(sampling.min_p).astype(jnp.float32)
+        least = jnp.max(logits, -1, keepdims=True) + jnp.log(share)  # 0 drops nothing, the likeliest token stays
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    return jnp.where(temperature > 0, logits, greedy)
+
+
+def is_greedy(sampling: Sampling, batch: int) -> Array:
+    """bool[B]: which rows take the likeliest token; of a program in which that is data."""
+    assert sampling.temperature is not None
+    return jnp.broadcast_to(sampling.temperature == 0, (batch,))
+
+
+def _kept(wanted: Array, mask: Callable[[Array], Array], logits: Array) -> Array:
+    """Logits where the mask has them; it is not looked for if no row wants it."""
+    return jax.lax.cond(jnp.any(wanted), lambda x: jnp.where(mask(x), x, -jnp.inf), lambda x: x, logits)
+
+
+def draw(keys: Array, logits: Array) -> Array:
+    """One token per row: int32[B] from keys [B] and warped logits float32[B, V] (a Gumbel race)."""
+    return first_largest(logits + noise(keys, logits.shape[-1]))
+
+
+def noise(keys: Array, vocab: int) -> Array:
+    """Gumbel noise float32[..., V] of keys [...]. A token's noise depends on the key and its id alone."""
+    return gumbel(_bits(keys, vocab))
+
+
+def uniform(keys: Array, count: int) -> Array:
+    """Numbers float32[..., count] in (0, 1) of keys [...], in steps of 2^-32 near 0 and of 2^-24 near 1."""
+    x = _centred(_bits(keys, count))
+    return jnp.where(x < 0, jnp.minimum(1 + x, 1 - 2.0**-24), x)
+
+
+def normal(keys: Array, count: int) -> Array:
+    """Standard normal float32[..., count] of keys [...], up to 6.2 on both sides."""
+    x = _centred(_bits(keys, count))
+    return jnp.copysign(jax.scipy.special.ndtri(jnp.abs(x)), -x)
+
+
+def gumbel(bits: Array) -> Array:
+    """Gumbel noise float32 of random uint32: -log(-log(u)) at u = (bits + 1/2) / 2^32, element by element."""
+    x = _centred(~bits)  # 1 - u: float32 is fine around 0, so it is the end of u at 1 that must lie there
+    # -log(1 - x). The series is right to 5e-6 below 2^-8; its products by powers of two are exact, so that it does not
+    # matter where a compiler fuses them into sums, and equal keys have equal noise in every program.
+    exponential = jnp.where((x > 0) & (x < 2.0**-8), x * (1 + x / 2), -jnp.log(jnp.where(x < 0, -x, 1 - x)))
+    return -jnp.log(exponential)
+
+
+def _bits(keys: Array, count: int) -> Array:
+    """uint32[..., count] of keys [...]."""
+    keys = threefry(keys)
+    flat = jax.vmap(lambda key: jax.random.bits(key, (count,), jnp.uint32))(keys.reshape(-1))
+    return flat.reshape(*keys.shape, count)
+
+
+def _centred(bits: Array) -> Array:
+    """(bits + 1/2) / 2^32, less 1 where that is above 1/2: float32 in [-1/2, 1/2], finest next to 0 from both sides."""
+    signed = jax.lax.bitcast_convert_type(bits, jnp.int32)
+    return (signed.astype(jnp.float32) + 0.5) * 2.0**-32
+
+
+def entropy(log_p: Array) -> Array:
+    """Entropy in nats, float32[...], of normalised log-probabilities float32[..., V]."""
+    return -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), -1)
+
+
+DRAFT, VERIFY = 0, 1  # purposes of random keys
+
+
+def node_keys(keys: Array, length: Array, depth: Array) -> Array:
+    """Keys [B, N] of the positions that the children of nodes at `depth` int32[B, N] below a text of `length` [B] take.
+
+    They are those of the target's own draws: equal whatever was drafted, in any round.
+    """
+    return fold_in(fold_in(keys[:, None], length[:, None] + depth), VERIFY)
+
+
+def row_keys(key: Array | int, batch: int) -> Array:
+    """Keys [B] that draw independently of each other: `fold_in(key, b)` of one key, or the keys given per row.
+
+    Args:
+      key: as `threefry` takes it.
+    Raises: UsageError for any other number of keys, or for what is none.
+    """
+    keys = threefry(key)
+    if keys.ndim == 0:
+        return fold_in(keys, jnp.arange(batch))
+    if keys.shape != (batch,):
+        raise UsageError(f"key must be one key or one per row: got shape {keys.shape} for {batch} rows")
+    return keys
+
+
+def fold_in(keys: Array, data: Array | int) -> Array:
+    """`jax.random.fold_in` of keys with int32, of shapes that broadcast."""
+    return _fold_in(threefry(keys), data)
+
+
+_fold_in = jnp.vectorize(jax.random.fold_in)
+
+
+def threefry(keys: Array | int) -> Array:
+    """Keys of any implementation as threefry2x32 keys: those that are already stay as they are.
+
+    Under `vmap` JAX draws the bits of rbg and unsafe_rbg from the first key of the batch, so that all rows of a batch
+    would get the same noise. Every draw of this library goes through here.
+
+    Args:
+      keys: typed keys, `jax.random.PRNGKey` arrays uint32[..., words], or one seed: the key of `jax.random.key(seed)`
+        or, where that would drop bits of a seed of 64, the one that it gives under `jax_enable_x64`.
+    Raises: UsageError for anything else.
+    """
+    if isinstance(keys, (int, np.integer)):
+        if not -(1 << 63) <= keys < 1 << 63:
+            raise UsageError("a seed must fit 64 bits")
+        seed, low = int(keys), (1 << 32) - 1
+        high = 0 if -(1 << 31) <= seed <= low else seed >> 32 & low
+        words = jnp.array([high, seed & low], jnp.uint32)
+        return jax.random.wrap_key_data(words, impl="threefry2x32")
+    dtype = getattr(keys, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if typed and str(jax.random.key_impl(keys)) == "threefry2x32":
+        return keys
+    if not typed and (dtype != jnp.uint32 or not keys.ndim):
+        raise UsageError(f"key must be a jax.random.key, a PRNGKey array or a seed, not {keys!r}")
+    words = jax.random.key_data(keys) if typed else jnp.asarray(keys)
+    if not typed and words.shape[-1] == 2:
+        return jax.random.wrap_key_data(words, impl="threefry2x32")
+    folded = threefry(0)
+    for word in range(words.shape[-1]):
+        folded = _fold_in(folded, words[..., word])
+    return folded
+
+
+def _only(token: Array, vocab: int) -> Array:
+    """Logits that can only draw `token`."""
+    return jnp.where(jnp.arange(vocab) == token[..., None], 0.0, -jnp.inf)
+
+
+def _largest(holds, shape) -> Array:
+    """The largest uint32 t of `shape` with `holds(t)`, for a condition that holds at 0 and never returns."""
+
+    def body(i, t):
+        higher = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(holds(higher), higher, t)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros(shape, jnp.uint32))
+
+
+def _ordered(x: Array) -> Array:
+    """uint32 with the order of float32."""
+    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0.0 equal to 0.0
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _total(values: Array, dtype=None) -> Array:
+    """Sums over the vocabulary, [..., 1]."""
+    return jnp.sum(values, -1, keepdims=True, dtype=dtype)
+
+
+def _first(tied: Array, fits) -> Array:
+    """As many of the tied tokens as `fits`, lower ids first: bool[..., V].
+
+    Args:
+      tied: bool[..., V]. fits: whether int32[..., 1] of them may stay; once it fails it never returns.
+    """
+    # Bisection over ids: a cumulative sum would gather a vocabulary that is spread over devices.
+    ids = jnp.arange(tied.shape[-1], dtype=jnp.int32)
+    below = lambda end: fits(_total(tied & (ids < end), jnp.int32))
+
+    def body(ends):
+        low, high = ends
+        middle = (low + high) // 2
+        fit = below(middle)
+        return jnp.where(fit, middle, low), jnp.where(fit, high, middle)
+
+    high = jnp.full((*tied.shape[:-1], 1), tied.shape[-1], jnp.int32)
+    low = jnp.where(below(high), high, 0)  # mostly all fit, and no pass is needed
+    end, _ = jax.lax.while_loop(lambda ends: jnp.any(ends[1] - ends[0] > 1), body, (low, high))
+    return tied & (ids < end)
+
+
+def _top_k_mask(logits: Array, k: Array) -> Array:
+    x = _ordered(logits)
+    count = lambda chosen: _total(chosen, jnp.int32)
+    kth = _largest(lambda t: count(x >= t) >= k, (*logits.shape[:-1], 1))
+    more = k - count(x > kth)
+    return (x > kth) | _first(x == kth, lambda number: number <= more)
+
+
+def _top_p_mask(logits: Array, top_p: Array) -> Array:
+    p = jax.nn.softmax(logits, -1)
+    x = _ordered(p)
+    mass = lambda chosen: _total(jnp.where(chosen, p, 0.0))
+    crossing = _largest(lambda t: mass(x >= t) >= top_p, (*logits.shape[:-1], 1))
+    tied = x == crossing
+    above, each = mass(x > crossing), jnp.max(jnp.where(tied, p, 0.0), -1, keepdims=True)
+    return (x > crossing) | _first(tied, lambda number: above + (number - 1) * each < top_p) | (top_p >= 1.0)

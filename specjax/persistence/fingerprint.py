@@ -1,0 +1,129 @@
+"""Short digests of what decides a text: prompts, keys, settings and models.
+
+Two runs with equal digests decode the same text: hosts compare them before they start, and a checkpoint knows from them
+to which run it belongs. They do not depend on the mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from specjax.errors import UsageError
+from specjax.numerics.global_arrays import gather
+from specjax.types import Model, PyTree
+
+SAMPLE = 16
+"""Of every parameter so many values are read at the start, in the middle and at the end."""
+
+
+def digest(value: Any) -> str:
+    """Hexadecimal; of bytes, or of anything by its `repr`."""
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def of_model(target) -> str:
+    """Of a target or a learned head: its shape, and some values of every parameter."""
+    made_of = target.model if hasattr(target, "model") else (target.head.kind, target.head.config)
+    return digest((describe(made_of), samples(target.params)))
+
+
+def of_weights(params: PyTree) -> str:
+    """Of some values of every parameter, the same in float32 and in bfloat16: which model it is, in any dtype."""
+    plain = lambda value: value.astype(jnp.bfloat16) if jnp.issubdtype(value.dtype, jnp.floating) else value
+    return digest([(path, digest(plain(value).tobytes())) for path, _, value in _sampled(params)])
+
+
+def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Raises: UsageError if a checkpoint in `folder` is of a run with other digests, by name."""
+    other = [name for name, value in ours.items() if theirs.get(name) != value]
+    if other:
+        raise UsageError(
+            f"the checkpoint in {folder} is of another run, which differs in {' and '.join(other)}; repeat that one, "
+            "or give another folder"
+        )
+
+
+def samples(params: PyTree) -> list:
+    """(path, dtype, some values) of the leaves: of the first, middle and last row (of the stacked layers), wherever."""
+    return [(path, dtype, digest(value.tobytes())) for path, dtype, value in _sampled(params)]
+
+
+def _sampled(params: PyTree) -> list[tuple[str, str, np.ndarray]]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    values = gather(_some([leaf for _, leaf in leaves]))
+    return [
+        (jax.tree_util.keystr(path), str(leaf.dtype), np.asarray(value))
+        for (path, leaf), value in zip(leaves, values, strict=True)
+    ]
+
+
+@jax.jit
+def _some(leaves: list) -> list:
+    def some(leaf):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if not leaf.ndim or not leaf.size:
+            return leaf
+        *rows, width = leaf.shape
+        middle = max(width - SAMPLE, 0) // 2
+        first, last = leaf[(0,) * len(rows)], leaf[(-1,) * len(rows)]
+        between = leaf[tuple(n // 2 for n in rows)]
+        return jnp.concatenate([first[:SAMPLE], between[middle : middle + SAMPLE], last[-SAMPLE:]])
+
+    return [some(leaf) for leaf in leaves if leaf is not None]
+
+
+def describe(value: Any, seen: tuple = ()) -> Any:
+    """Settings as nested tuples of plain values, the same in every process: functions by name and what they close over.
+
+    Where arrays and models lie is left out.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return value
+    if isinstance(value, Mesh | Sharding):
+        return "placed"
+    if id(value) in seen:
+        return "again"
+    seen = (*seen, id(value))
+    inner = functools.partial(describe, seen=seen)
+    if isinstance(value, Model):
+        made_of = value.begin if value.config is None else value.config  # a thinned model closes over its depth
+        return "model", value.name, value.vocab_size, value.max_positions, inner(made_of)
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        data = value.tobytes() if isinstance(value, np.ndarray | np.generic) else b""
+        return "array", value.shape, str(value.dtype), digest(data)
+    if isinstance(value, functools.partial):
+        return "partial", inner(value.func), inner(value.args), inner(value.keywords)
+    if isinstance(value, dict):
+        return tuple(sorted(((str(key), inner(item)) for key, item in value.items()), key=str))
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, *map(inner, value))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(map(repr, map(inner, value))))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return (type(value).__qualname__, *map(inner, fields))
+    function = inspect.unwrap(value) if callable(value) else value
+    if inspect.isfunction(function):
+        cells = [_content(cell) for cell in function.__closure__ or ()]
+        return function.__module__, function.__qualname__, inner(cells), inner(function.__defaults__)
+    return type(value).__qualname__, re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _content(cell) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None

@@ -1,0 +1,62 @@
+"""What is asked of a diffusion model, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.catalog import METHODS, Method, of_kind
+from specjax.errors import UsageError
+from specjax.models.loading.families.denoisers import Reading
+
+
+def default_method(reading: Reading) -> str:
+    """Of a diffusion model: what it was published with."""
+    return "sdar" if reading.attention == "block_causal" else "llada"
+
+
+def check_autoregressive(target: Any, method: str | None, block: int | None) -> None:
+    """Raises: UsageError for what is of diffusion models."""
+    if method in METHODS and METHODS[method].kind == "diffusion":
+        raise UsageError(
+            f"--method {method} decodes diffusion models, and {target.name} is autoregressive; choose another method, "
+            "or a --target such as llada_8b"
+        )
+    if block is not None:
+        raise UsageError(f"--block is of diffusion models, and {target.name} is autoregressive; leave it out")
+
+
+def check_denoiser(target: Any, reading: Reading, method: str | None, drafts: Mapping[str, Any]) -> str:
+    """The method, by default that of the model's paper. Raises: UsageError for what is of autoregressive models."""
+    for flag, value in drafts.items():
+        if value is not None:
+            raise UsageError(
+                f"{flag} is of autoregressive models, and {target.name} is a diffusion model; leave it out"
+            )
+    known = of_kind("diffusion")
+    if method is not None and method not in known:
+        what = f"is a {METHODS[method].kind} of autoregressive models" if method in METHODS else "is unknown"
+        raise UsageError(
+            f"--method {method} {what}, and {target.name} is a diffusion model; choose one of {', '.join(known)}"
+        )
+    return method or default_method(reading)
+
+
+def in_blocks(
+    reading: Reading, row: Method, options: Mapping[str, str], block: int | None
+) -> tuple[Reading, Mapping[str, str]]:
+    """With blocks of so many columns: the model's own, or those that the method lays over full attention.
+
+    Raises: UsageError for a method that has no blocks.
+    """
+    if block is None:
+        return reading, options
+    if block < 1:
+        raise UsageError(f"--block must be at least 1, not {block}")
+    if reading.block is not None:
+        return reading._replace(block=block), options
+    if row.option("block") is None:
+        raise UsageError(f"--block: method {row.name} has no blocks of its own; leave it out, or choose llada")
+    if "block" in options:
+        raise UsageError("--block and --set block say the same; leave one out")
+    return reading, {**options, "block": str(block)}

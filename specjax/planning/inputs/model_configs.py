@@ -1,0 +1,106 @@
+"""Configs of models, without their weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax import configs
+from specjax.errors import UsageError
+from specjax.files.untrusted import SENTENCE, cut, read_json_object, reading
+from specjax.models import abstract_params, lanes_of, loading
+from specjax.models.heads.kinds import abstract_head
+from specjax.models.loading.families.denoisers import Reading
+from specjax.models.loading.formats import gguf, hf
+
+
+def builtin_configs() -> dict[str, Callable[..., Any]]:
+    """`get_config` of every file of configs/, by name."""
+    return {name: module.get_config for name, module in _modules().items()}
+
+
+def _modules() -> dict[str, Any]:
+    names = sorted(module.name for module in pkgutil.iter_modules(configs.__path__))
+    return {name: importlib.import_module(f"specjax.configs.{name}") for name in names}
+
+
+def _name(source: str | Path) -> str:
+    """As a file of configs/ would be called."""
+    return str(source).replace("-", "_").replace(".", "_").lower()
+
+
+ON_TPU = {"stacked": True, "cache_lanes": lanes_of("tpu")}
+"""How `specjax.load` lays out a model there."""
+
+
+def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
+    """The config of a built-in name, a Hugging Face folder or a GGUF file; no weights are read.
+
+    Raises: UsageError for anything else, naming `flag`.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise UsageError(f'--dtype must be float32 or bfloat16, not "{dtype}"')
+    known = builtin_configs()
+    name = _name(source)
+    path = Path(os.path.expanduser(source))
+    is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # of names that no system takes too
+    if name in known and not os.path.exists(path):
+        return dataclasses.replace(known[name](), dtype=dtype, **ON_TPU)
+    options = {"dtype": dtype, **ON_TPU, "name": path.resolve().name if is_folder else path.stem}
+    try:
+        with reading(path):
+            if is_folder and (path / "config.json").is_file():
+                return _from_folder(path, options)
+            if is_file and path.suffix == ".gguf":
+                return gguf.read(path, **options)[0].config
+    except UsageError as error:
+        raise UsageError(f"{flag}: {error}") from None
+    raise UsageError(
+        f'{flag}: "{cut(str(source), SENTENCE // 2)}" is no built-in config, folder with a config.json or .gguf file; '
+        f"built in are {', '.join(known)}"
+    )
+
+
+def load_reading(source: str | Path, flag: str = "--target") -> Reading | None:
+    """How the model of a source that `load_config` takes is read as a denoiser; None: it is autoregressive.
+
+    Raises: UsageError for a folder that does not say it, naming `flag`.
+    """
+    folder = os.path.expanduser(source)
+    if not os.path.exists(folder):
+        module = _modules().get(_name(source))
+        return None if module is None or not hasattr(module, "get_reading") else module.get_reading()
+    try:
+        return loading.load_reading(folder) if os.path.isdir(folder) else None
+    except UsageError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
+def _from_folder(folder: Path, options: dict) -> Any:
+    where = str(folder / "config.json")
+    fields = read_json_object(folder / "config.json") or {}
+    if fields.get("quantization_config"):
+        raise UsageError(f"{where} says the weights are quantised, which specjax does not run; give the original")
+    return hf.parse_config(fields, where, **options)[0]
+
+
+def num_params(config: Any) -> int:
+    """Parameters of a model."""
+    return _count(abstract_params(config))
+
+
+def num_params_of_head(kind: str, config: Any) -> int:
+    """Parameters of a learned head, and the map of its vocabulary."""
+    return _count(abstract_head(kind, config).params)
+
+
+def _count(params: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -1,0 +1,52 @@
+"""Reports kept on disk by what they depend on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+
+import jax
+
+from specjax.files.atomic import cache_folder, write_whole
+from specjax.files.libtpu import prepare_environment
+from specjax.persistence import program_key
+from specjax.planning.records import ProgramReport
+from specjax.planning.workload import Workload
+from specjax.version import __version__
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of everything that decides what is compiled."""
+    found = {"specjax": __version__, "jax": jax.__version__}
+    for name in ("jaxlib", "libtpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _file(work: Workload, name: str, nodes: int | None) -> Path:
+    prepare_environment()  # as it will be when something is compiled
+    flags = os.environ.get("LIBTPU_INIT_ARGS")
+    key = json.dumps([repr(work), name, nodes, versions(), flags, program_key.of_files()])
+    return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def load(work: Workload, name: str, nodes: int | None) -> ProgramReport | None:
+    """The report on program `name` of a workload, verifying `nodes`; None: there is none, or it cannot be read."""
+    try:
+        return ProgramReport.from_json(json.loads(_file(work, name, nodes).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save(work: Workload, name: str, nodes: int | None, report: ProgramReport) -> None:
+    """Whole or not at all; without a writable folder, not at all."""
+    with contextlib.suppress(OSError):
+        write_whole(_file(work, name, nodes), json.dumps(dataclasses.asdict(report)).encode())

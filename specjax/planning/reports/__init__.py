@@ -1,0 +1,1 @@
+"""Planner reports as records, tables and JSON."""

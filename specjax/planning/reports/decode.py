@@ -1,0 +1,69 @@
+"""Everything about a decode: its programs, its speed-up over plain decoding, and what would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from specjax.planning.compiler import Notify, compile_programs
+from specjax.planning.drafting import tokens_of
+from specjax.planning.records import ProgramReport, Report, SpeedUp
+from specjax.planning.report_cache import versions
+from specjax.planning.reports.denoising import programs_and_blocks
+from specjax.planning.reports.suggestions import suggest
+from specjax.planning.workload import Workload, describe, make_workload
+
+ACCEPTANCE_RATES = (0.3, 0.5, 0.7, 0.8, 0.9)
+"""Rows of the table of speed-ups."""
+
+
+def compile_report(
+    target: str | Any, topology: str, *, cache: bool = True, on_step: Notify | None = None, **options: Any
+) -> Report:
+    """Compile a decode for TPUs that are not here: does it fit, what does it move, how fast might it be.
+
+    Args:
+      target: a built-in config name, a Hugging Face folder or a GGUF file (no weights are read), or a config.
+      topology: a slice of chips such as "v5e:2x4".
+      cache: keep results on disk. on_step: told what is about to be compiled.
+      options: of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context, max_new_tokens,
+        dtype, cache_dtype, same_bits, temperature, data, model, layer, sequence; of diffusion models reading, block.
+
+    Raises: UsageError for bad options or a missing compiler. A program that does not compile is a result.
+    """
+    return report_on(make_workload(target, topology, **options), cache, on_step or (lambda name: None))
+
+
+def report_on(work: Workload, cache: bool, notify: Notify) -> Report:
+    """As `compile_report`, for a workload."""
+    if work.reading is not None:
+        return _of_denoising(work, cache, notify)
+    plain = work.plain
+    found: list[ProgramReport] = []
+    speedups: list[SpeedUp] = []
+    ratio: dict[str, float] = {}
+    if work.method == "autoregressive":
+        found = compile_programs(work, cache, notify)
+    else:
+        found += compile_programs(plain, cache, notify, only=("step",), rename={"step": "plain step"})
+        found += compile_programs(work, cache, notify, rename={"step": f"{work.method} step"})
+        steps = found[0], next(p for p in found if p.name == f"{work.method} step")
+        if all(p.compiles for p in steps):
+            ratio = {side: steps[1].seconds[side] / steps[0].seconds[side] for side in ("roofline", "schedule")}
+            tokens = tokens_of(work)
+            for rate in ACCEPTANCE_RATES:
+                e = tokens(rate)
+                speedups.append(SpeedUp(rate, e, e / ratio["roofline"], e / ratio["schedule"]))
+    fits = suggest(work, found, cache, notify)
+    return Report(describe(work), _chip(work), versions(), tuple(found), tuple(speedups), ratio, tuple(fits))
+
+
+def _of_denoising(work: Workload, cache: bool, notify: Notify) -> Report:
+    """Of a diffusion model."""
+    found, blocks, window = programs_and_blocks(work, cache, notify)
+    fits = tuple(suggest(work, found, cache, notify))
+    return Report(describe(work), _chip(work), versions(), tuple(found), fits=fits, blocks=blocks, window=window)
+
+
+def _chip(work: Workload) -> dict[str, Any]:
+    return dataclasses.asdict(work.topology.chip) | {"clock": work.topology.chip.clock}

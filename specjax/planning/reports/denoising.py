@@ -1,0 +1,55 @@
+"""What decoding with a diffusion model costs: its programs, and a block by how many columns a pass decides."""
+
+from __future__ import annotations
+
+import math
+
+from specjax.costs.roofline import CLOCKS
+from specjax.planning import denoising
+from specjax.planning.compiler import Notify, compile_programs
+from specjax.planning.records import BlockRow, ProgramReport
+from specjax.planning.workload import Workload
+
+SOME = (1, 2, 4, 8, 16, 32)  # columns per pass
+
+
+def programs_and_blocks(
+    work: Workload, cache: bool, notify: Notify
+) -> tuple[list[ProgramReport], tuple[BlockRow, ...], dict[str, int]]:
+    """The reports on all programs, the rows by columns, and the sizes of window and canvas."""
+    width = denoising.window(work)
+    found = compile_programs(work, cache, notify)
+    sizes = {"window": width, "canvas": work.context + work.max_new_tokens}
+    return found, _blocks(work, {program.name: program for program in found}, width), sizes
+
+
+def _blocks(work: Workload, found: dict[str, ProgramReport], width: int) -> tuple[BlockRow, ...]:
+    """By columns that a pass decides. None where passes decide by what is accepted, or do not compile."""
+    denoiser, made = denoising.shape(work)
+    one, renewing = found["pass"], found.get(denoising.renewal(work) or "")
+    if made.verify is not None or not all(program.compiles for program in (one, renewing or one)):
+        return ()
+    return tuple(
+        _row(columns, width, one, renewing, denoiser.is_causal, denoiser.seeding == "seed_and_mask")
+        for columns in sorted({min(n, width) for n in SOME})
+    )
+
+
+def _row(
+    columns: int, width: int, one: ProgramReport, renewing: ProgramReport | None, causal: bool, seeded: bool
+) -> BlockRow:
+    """A block has a pass per `columns`. Its clean pass is the first one's part if that is fused; else it is one more,
+    which of seeded models decides a column."""
+    looks = math.ceil((width - seeded) / columns)
+    fused = causal and renewing is not None
+    passes = looks + (causal and not fused)
+    first = renewing or one
+    block = {clock: first.seconds[clock] + (passes - 1) * one.seconds[clock] for clock in CLOCKS}
+    apart = {clock: (passes + 1) * one.seconds[clock] for clock in CLOCKS} if fused else {}
+    return BlockRow(
+        columns=columns,
+        passes=passes,
+        passes_apart=passes + 1 if fused else None,
+        seconds_per_token={clock: seconds / width for clock, seconds in block.items()},
+        gain={clock: seconds / block[clock] for clock, seconds in apart.items()},
+    )

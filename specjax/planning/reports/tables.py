@@ -1,0 +1,217 @@
+"""What the planner found, in tables and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from specjax.bench.records import dtypes
+from specjax.costs.chips import DOCS, GIB, gib
+from specjax.costs.roofline import CLOCKS
+from specjax.planning.records import Report
+from specjax.planning.tree.plan import Plan
+
+if TYPE_CHECKING:
+    from specjax.planning.reports.training import TrainingReport
+
+SHOWN = 3  # copies named per program
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def mesh_of(inputs: dict[str, Any]) -> str:
+    """The axes of a job's mesh that split anything."""
+    axes = [f"{name} {inputs[name]}" for name in ("data", "layer", "sequence", "model") if inputs[name] > 1]
+    return f"mesh {' x '.join(axes)}" if axes else "one device"
+
+
+def warnings(report: Report) -> list[str]:
+    """One sentence each: what does not compile, what would, and what the HLO shows."""
+    lines = [f"{p.name} does not compile: {p.reason}" for p in report.programs if not p.compiles]
+    if any(p.needed_bytes for p in report.programs):
+        lines += [f"it fits with {fit.change} ({gib(fit.needed_bytes)} per device)" for fit in report.fits]
+        lines += [] if report.fits else ["no smaller change that was tried fits either"]
+    for program in report.programs:
+        largest = sorted(program.findings, key=lambda finding: -finding["bytes"])
+        copies = [finding for finding in largest if finding["kind"] == "copy"]
+        shown = [finding for finding in largest if finding not in copies[SHOWN:]]
+        lines += [f"{program.name}: {finding['sentence']}" for finding in shown]
+        if copies[SHOWN:]:
+            lines.append(f"{program.name}: {len(copies) - SHOWN} more copies, listed by --json")
+        if program.kernel_calls:
+            lines.append(
+                f"{program.name}: {program.kernel_calls:g} calls of Pallas kernels, by their authors' estimates"
+            )
+    return lines
+
+
+def show_report(report: Report, out) -> None:
+    """Tables and sentences on a rich console."""
+    from rich import box
+    from rich.table import Table
+
+    say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    inputs = report.inputs
+    models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
+    if inputs["head_params"]:
+        models += f", head of {inputs['head_params'] / 1e6:,.0f} M parameters"
+    written = [f"{name}={text}" for name, text in inputs["options"].items()]
+    what = " ".join(filter(None, (inputs["method"], inputs["tree"], *written)))
+    say(
+        f"{models}; {what}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}\n"
+        f"{inputs['topology']}, {mesh_of(inputs)}, per device:"
+    )
+    # Two tables, as one of all columns is too wide for 80 characters.
+    memory, times = (Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)) for _ in range(2))
+    for table, headings in (
+        (memory, ("HBM GiB", "args", "temps", "out", "alias")),
+        (times, ("roofline\nms", "schedule\nms", "must\nGB", "moved\nGB", "GFLOP", "collec-\ntives", "wire\nMB")),
+    ):
+        table.add_column("program", no_wrap=True)
+        for heading in headings:
+            table.add_column(heading, justify="right")
+    for p in report.programs:
+        if not p.compiles or p.memory is None:
+            memory.add_row(p.name, "" if p.needed_bytes is None else f"{p.needed_bytes / GIB:.2f}!", style="yellow")
+            continue
+        m = p.memory
+        sizes = [f"{size / GIB:.2f}" for size in (m.total, m.arguments, m.temporaries, m.output, m.aliased)]
+        memory.add_row(p.name, *sizes)
+        count = sum(entry["count"] for entry in p.collectives)
+        wire = sum(entry["wire_bytes"] for entry in p.collectives)
+        times.add_row(
+            p.name, milliseconds(p.seconds["roofline"]), milliseconds(p.seconds["schedule"]),
+            f"{p.must_bytes / 1e9:.2f}", f"{p.moved_bytes / 1e9:.2f}", f"{p.flops / 1e9:,.0f}",
+            *((f"{count:,.0f}", f"{wire / 1e6:,.1f}") if count else "--"),
+        )  # fmt: skip
+    out.print(memory)
+    if times.row_count:
+        out.print(times)
+    page = DOCS + report.chip["name"]
+    say(f"of {gib(report.chip['hbm_bytes'])}; figures of the chip: {page} and others, see --json", style="dim")
+    for line in warnings(report):
+        say(line, style="yellow" if "not" in line.split(":")[0] else "")
+    if report.speedups:
+        ratio = report.cost_ratio
+        say(
+            f"\na step of {what} costs {ratio['roofline']:.2f} plain steps by the roofline, {ratio['schedule']:.2f} by "
+            "the compiler's schedule"
+        )
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for heading in ("acceptance", "tokens/pass", "speed-up: roofline", "schedule"):
+            table.add_column(heading, justify="right")
+        for row in report.speedups:
+            table.add_row(f"{row.acceptance:.2f}", f"{row.tokens:.2f}", f"{row.roofline:.2f}", f"{row.schedule:.2f}")
+        out.print(table)
+    if report.window:
+        _show_blocks(report, out, say)
+    _show_clocks(report.clocks, say)
+
+
+def _show_blocks(report: Report, out, say: Callable[..., None]) -> None:
+    """Of a diffusion model: over how many columns logits are made, and what a block costs."""
+    from rich import box
+    from rich.table import Table
+
+    made = [program for program in report.programs if program.logits is not None and program.name != "loop"]
+    for program in made:
+        logits: dict[str, Any] = program.logits or {}
+        shape = f"{logits['dtype']}[{','.join(map(str, logits['shape']))}]"
+        say(
+            f"{program.name}: the largest logits are {shape} per device, of {logits['rows']} columns; a window has "
+            f"{report.window['window']}, a canvas {report.window['canvas']}"
+        )
+    if not report.blocks:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    fused = report.blocks[0].passes_apart is not None
+    headings = ["columns per pass", "passes per block", *(f"{clock} ms/token" for clock in CLOCKS)]
+    for heading in (
+        *headings,
+        *(["clean pass apart", *(f"{clock}: times as long" for clock in CLOCKS)] if fused else []),
+    ):
+        table.add_column(heading, justify="right")
+    for row in report.blocks:
+        more = [str(row.passes_apart), *(f"{row.gain[clock]:.2f}" for clock in CLOCKS)] if fused else []
+        times = [milliseconds(row.seconds_per_token[clock]) for clock in CLOCKS]
+        table.add_row(str(row.columns), str(row.passes), *times, *more)
+    out.print(table)
+
+
+def show_training(report: TrainingReport, out) -> None:
+    """A step of training on a rich console."""
+    from rich import box
+    from rich.table import Table
+
+    say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    inputs, p = report.inputs, report.program
+    say(
+        f"{inputs['target']}, {inputs['method']} of {inputs['head_params'] / 1e6:,.0f} M parameters; a step of "
+        f"{inputs['rows']} rows of {inputs['length']} tokens, {report.places} of which are learnt from, "
+        f"{inputs['recipe']['depths']} drafts each\n{inputs['topology']}, {mesh_of(inputs)}, per device:"
+    )
+    if not p.compiles or p.memory is None:
+        say(f"it does not compile: {p.reason}; give fewer --rows, a shorter --length or more chips", style="yellow")
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("HBM GiB", "args", "temps", "TFLOP", "moved GB", "collectives"):
+        table.add_column(heading, justify="right")
+    for clock in CLOCKS:
+        table.add_column(f"{clock} s", justify="right")
+        table.add_column("tokens/s", justify="right")
+    m = p.memory
+    wire = sum(entry["wire_bytes"] for entry in p.collectives)
+    times = [text for clock in CLOCKS for text in (f"{p.seconds[clock]:.3g}", f"{report.rate(clock):,.0f}")]
+    table.add_row(
+        *(f"{size / GIB:.2f}" for size in (m.total, m.arguments, m.temporaries)), f"{p.flops / 1e12:.3g}",
+        f"{p.moved_bytes / 1e9:.3g}", f"{wire / 1e9:.3g} GB" if wire else "-", *times,
+    )  # fmt: skip
+    out.print(table)
+    say("two clocks, neither a measurement; tokens/s: of those that are learnt from", style="dim")
+
+
+def show_plan(found: Plan, out) -> None:
+    """The curve and the proposal on a rich console."""
+    from rich import box
+    from rich.table import Table
+
+    say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    inputs = found.inputs
+    models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
+    say(
+        f"{models}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}; "
+        f"{inputs['topology']}, {mesh_of(inputs)}"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("program", no_wrap=True)
+    for heading in ("roofline ms", "of plain", "schedule ms", "of plain", "GFLOP", "moved MB"):
+        table.add_column(heading, justify="right")
+    plain = found.widths[0].seconds
+    for report in (*found.widths, *([found.draft] if found.draft else [])):
+        if not report.compiles:
+            table.add_row(report.name, report.reason, style="yellow")
+            continue
+        s = report.seconds
+        times = [x for side in CLOCKS for x in (milliseconds(s[side]), f"{s[side] / plain[side]:.2f}")]
+        table.add_row(report.name, *times, f"{report.flops / 1e9:.4g}", f"{report.moved_bytes / 1e6:.0f}")
+    out.print(table)
+    say(f"acceptance by rank {', '.join(f'{a:.3g}' for a in found.acceptance)} ({found.acceptance_source})")
+    for choice in found.choices:
+        if choice.spec is None:
+            say(f"by the {choice.side}: do not draft; no tree is faster than plain decoding")
+            continue
+        say(
+            f"by the {choice.side}: {choice.num_nodes} nodes, {choice.depth} deep, {choice.tokens:.2f} tokens per "
+            f"pass, {choice.speedup:.2f} times plain decoding; of the form AxBxC --tree {choice.spec} "
+            f"({choice.spec_speedup:.2f} times)"
+        )
+    _show_clocks(found.clocks, say)
+
+
+def _show_clocks(clocks: dict[str, str], say: Callable[..., None]) -> None:
+    """Which estimate is good for what."""
+    say("two clocks, neither a measurement; where they disagree see docs/tpu.md:", style="dim")
+    for name, meaning in clocks.items():
+        say(f"  {name}: {meaning}", style="dim")

@@ -1,0 +1,113 @@
+"""A step of training a head, compiled for TPUs that are not here: does it fit, and how many tokens a second."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from specjax.costs.roofline import CLOCKS
+from specjax.errors import UsageError
+from specjax.planning.abstract import abstract_job, shard_bytes
+from specjax.planning.compiler import Notify, compile_program
+from specjax.planning.inputs.topologies import describe_devices
+from specjax.planning.programs import Program
+from specjax.planning.records import ProgramReport
+from specjax.planning.workload import Workload, describe, make_workload
+from specjax.training.data.packing import Lesson
+from specjax.training.loop.optimizers import split
+from specjax.training.loop.trainer import Plan, State, begin, dtype_of, train_step
+from specjax.training.objectives.recipes import Recipe, recipe_of
+from specjax.training.objectives.trainables import of_head
+from specjax.types import PyTree
+
+STEPS = 1000  # of the schedule, which changes nothing
+
+
+class TrainingReport(NamedTuple):
+    """One step, per device."""
+
+    inputs: dict[str, Any]  # what was asked for
+    program: ProgramReport
+    places: int  # of all rows: what is learnt from
+
+    def rate(self, clock: str) -> float:
+        """Places a second by "roofline" or "schedule"."""
+        return self.places / self.program.seconds[clock]
+
+    def to_json(self) -> dict[str, Any]:
+        rates = {clock: self.rate(clock) for clock in CLOCKS} if self.program.compiles else {}
+        return {**self.inputs, "places": self.places, "places_per_second": rates, **dataclasses.asdict(self.program)}
+
+
+def training_report(
+    target: str | Any,
+    topology: str,
+    *,
+    head: str,
+    rows: int = 8,
+    length: int = 2048,
+    places: int | None = None,
+    chunk: int | None = None,
+    recipe: Recipe | None = None,
+    on_step: Notify | None = None,
+    **options: Any,
+) -> TrainingReport:
+    """Compile `specjax.training.train_step`. No weights are read.
+
+    Args:
+      target, topology, head: as `compile_report`. rows, length: of a lesson. places: of each row that rounds begin at;
+        default: half of the row, as of a chat of which half is answers. chunk: how many of them are judged at a time.
+      options: of `make_workload`: dtype, data, model.
+
+    Raises: UsageError for bad options or a missing compiler.
+    """
+    places = places or length // 2
+    chunk = chunk if chunk is not None or places <= 128 else 128
+    work = make_workload(target, topology, head=head, batch=rows, context=length, **options)
+    if places > length or places % (chunk or 1):
+        raise UsageError(f"places must be at most the {length} tokens of a row and a multiple of {chunk}, not {places}")
+    recipe = recipe or recipe_of(work.method)
+    program = _program(work, rows, length, places, chunk, recipe)
+    (on_step or (lambda name: None))("training step")
+    least = float(shard_bytes(program.arguments))
+    asked = {"rows": rows, "length": length, "chunk": chunk, "recipe": dataclasses.asdict(recipe)}
+    return TrainingReport(describe(work) | asked, compile_program(work, program, least), rows * places)
+
+
+def _program(work: Workload, rows: int, length: int, places: int, chunk: int | None, recipe: Recipe) -> Program:
+    args = abstract_job(work, describe_devices(work.topology))
+    target, head, mesh = args.job.parts.target, args.head, args.mesh
+    assert head is not None
+    plan = Plan(recipe, of_head(head.head), STEPS, chunk, dtype_of(head.params))
+    state, rest = _state(plan, head.params, mesh)
+
+    def by_rows(shape, dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
+
+    tokens = lambda dtype: by_rows((rows, length), dtype)
+    lesson = Lesson(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.bool_))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arguments = state, rest, target, lesson, by_rows((rows, places), jnp.int32), key
+
+    def compiled():
+        return train_step.lower(plan, *arguments).compile()
+
+    return Program("training step", compiled, arguments, lambda loop: 1.0, {}, frozenset())
+
+
+def _state(plan: Plan, params: PyTree, mesh) -> tuple[State, PyTree]:
+    """What `begin` gives, each array of the optimizer where its parameter lies."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    trained, rest = split(params, plan.recipe.frozen)
+    shapes = jax.eval_shape(lambda params: begin(plan, params)[0], params)
+    lies = {path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(trained)}
+
+    def placed(path: tuple, x: Any) -> Any:  # the path of a parameter ends that of each of its moments
+        sharding = next((lies[path[i:]] for i in range(len(path)) if path[i:] in lies), everywhere)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(placed, shapes), rest

@@ -1,0 +1,1 @@
+"""Choice of a draft tree from the cost of a pass and the acceptance rates."""

@@ -1,0 +1,87 @@
+"""Which tree to draft: what a verify pass costs against what its nodes are worth.
+
+Chen et al.: Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding (2024), arXiv 2402.12374: of all sizes
+n and depths d, choose those that minimise (d * t_draft + t_target(n)) / T(n, d), seconds per token. T(n, d) is the
+value of the best tree (`specjax.trees.sequoia`) for the acceptance measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specjax.costs.tokens import expected_tokens
+from specjax.trees import sequoia
+from specjax.trees.shape_search.best_shapes import Paths
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best tree by one side's seconds."""
+
+    side: str  # of SIDES
+    num_nodes: int  # root included; 1: do not draft
+    depth: int
+    tokens: float  # per target pass
+    seconds_per_token: float
+    speedup: float  # over plain decoding
+    paths: tuple[tuple[int, ...], ...]  # rank paths, for trees.static
+    spec: str | None  # the best tree of the form AxBxC, for --tree; None: do not draft
+    spec_speedup: float
+
+
+def choose(acceptance: Sequence[float], target: Sequence[tuple[int, float]], draft: float, side: str = "") -> Choice:
+    """The tree with the fewest seconds per token.
+
+    Args:
+      acceptance: by rank. target: (nodes, seconds of a verify pass), rising, the first for one node.
+      draft: seconds of one pass of the draft model, which drafts one level.
+    """
+    sizes, seconds = [n for n, _ in target], [s for _, s in target]
+    plain = seconds[0]
+    cost_of = lambda nodes, depth: depth * draft + float(np.interp(nodes, sizes, seconds))
+    best: tuple[float, int, float, Paths] = (plain, 1, 1.0, ())
+    for n in sizes[1:]:
+        for depth in range(1, n) if draft else [n - 1]:
+            most = sum(sum(acceptance) ** j for j in range(depth + 1))  # every level full
+            if cost_of(n, depth) / most >= best[0]:
+                continue
+            tokens, paths = sequoia(acceptance, n, depth)
+            if not np.isfinite(tokens):
+                continue  # no tree of this size is so shallow with so few ranks
+            per_token = cost_of(n, depth) / tokens
+            if per_token < best[0] * (1 - 1e-9):
+                best = per_token, n, tokens, paths
+    spec, spec_seconds = _best_spec(acceptance, sizes[-1], cost_of)
+    per_token, n, tokens, paths = best
+    drafts, deepest = n > 1, max(map(len, paths), default=0)
+    return Choice(
+        side, n, deepest, float(tokens), per_token, plain / per_token, tuple(paths),
+        spec if drafts else None, plain / spec_seconds if drafts else 1.0,
+    )  # fmt: skip
+
+
+def _best_spec(acceptance: Sequence[float], most: int, cost_of) -> tuple[str, float]:
+    """The best of the trees AxBxC with at most `most` nodes, and its seconds per token."""
+    best = ("1", cost_of(2, 1) / expected_tokens(((0,),), acceptance))
+    levels: list[tuple[int, ...]] = [()]
+    while levels:
+        following = []
+        for widths, width in itertools.product(levels, range(1, len(acceptance) + 1)):
+            if widths and width > widths[-1]:
+                continue  # a deeper node is worth less: no reason to branch more below it
+            shape = (*widths, width)
+            nodes = 1 + sum(int(np.prod(shape[: i + 1])) for i in range(len(shape)))
+            if nodes > most:
+                continue
+            following.append(shape)
+            mass = [sum(acceptance[:w]) for w in shape]  # a level's children share the chance of one accepted node
+            tokens = 1 + sum(float(np.prod(mass[: i + 1])) for i in range(len(shape)))
+            seconds = cost_of(nodes, len(shape)) / tokens
+            if seconds < best[1]:
+                best = "x".join(map(str, shape)), seconds
+        levels = following
+    return best

@@ -1,0 +1,100 @@
+"""Which tree to draft on which chip, by compiled programs: `choose` with the compiler's costs, not those of a chip.
+
+t_target(n) and t_draft of `specjax.planning.tree.choice` are by the schedule and by the roofline (see
+`specjax.costs.roofline`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specjax.costs.roofline import CLOCKS
+from specjax.errors import UsageError
+from specjax.planning.compiler import Notify, compile_programs
+from specjax.planning.records import ProgramReport
+from specjax.planning.report_cache import versions
+from specjax.planning.tree.choice import Choice, choose
+from specjax.planning.tree.rank_acceptance import read_acceptance
+from specjax.planning.workload import describe, make_workload
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+SIDES = ("schedule", "roofline")  # of CLOCKS; the first is shown first
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cost curve and the choices."""
+
+    inputs: dict[str, Any]
+    versions: dict[str, str]
+    acceptance: tuple[float, ...]  # by rank
+    acceptance_source: str
+    widths: tuple[ProgramReport, ...]  # a verify pass over 1, 2, 4, ... nodes
+    draft: ProgramReport | None  # one pass of the draft model
+    choices: tuple[Choice, ...]
+    clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # of seconds and choices
+
+    def to_json(self) -> dict:
+        """Plain dicts and lists."""
+        return dataclasses.asdict(self)
+
+
+def plan(
+    target: str | Any,
+    topology: str,
+    *,
+    acceptance: str | Path | Sequence[float],
+    widths: Sequence[int] = WIDTHS,
+    cache: bool = True,
+    on_step: Notify | None = None,
+    **options: Any,
+) -> Plan:
+    """Propose the tree for a pair of models, a chip and a measured acceptance.
+
+    Args:
+      acceptance: chances by rank, ".6,.2,.1" or numbers: that the r-th child of an accepted node is the accepted one;
+        or a JSON file that `specjax compare-verifiers` or `specjax bench` wrote.
+      widths: numbers of nodes to compile a verify pass for; between them costs are interpolated.
+      cache, on_step, options: of `compile_report`, without method, tree and num_draft_tokens. Without a draft model
+        drafting costs nothing, as for prompt lookup.
+
+    Raises: UsageError for bad options, a missing compiler, or a plain step that does not compile.
+    """
+    curve, source = read_acceptance(acceptance)
+    sizes = sorted({1, *widths})
+    if len(sizes) < 2 or sizes[0] < 1 or sizes[-1] > 512:
+        raise UsageError(f"--widths must be numbers from 1 to 512, at least one above 1, not {list(widths)}")
+    notify = on_step or (lambda name: None)
+    draft = options.pop("draft", None)
+    pair = make_workload(target, topology, draft=draft, **options)
+    if pair.reading is not None:
+        raise UsageError(
+            f"--target: {pair.target.name} is a diffusion model, for which no tree is drafted; see specjax compile"
+        )
+    work = dataclasses.replace(pair, method="autoregressive", draft=None)
+    reports = []
+    for n in sizes:
+        found = compile_programs(work, cache, notify, only=("step",), rename={"step": f"verify {n}"}, nodes=n)
+        reports += found
+    draft_report = None
+    if pair.draft is not None:
+        alone = dataclasses.replace(work, target=pair.draft)
+        (draft_report,) = compile_programs(alone, cache, notify, only=("step",), rename={"step": "draft"}, nodes=1)
+        _require(draft_report)
+    _require(reports[0])
+    good = [(n, r) for n, r in zip(sizes, reports, strict=True) if r.compiles]
+    choices = []
+    for side in SIDES:
+        curve_of_cost = [(n, r.seconds[side]) for n, r in good]
+        choices.append(choose(curve, curve_of_cost, draft_report.seconds[side] if draft_report else 0.0, side))
+    inputs = describe(work) | {"draft": pair.draft.name if pair.draft else None}
+    return Plan(inputs, versions(), tuple(curve), source, tuple(reports), draft_report, tuple(choices))
+
+
+def _require(report: ProgramReport) -> None:
+    if not report.compiles:
+        raise UsageError(f"--topology: {report.name} does not compile: {report.reason}; see specjax compile")

@@ -1,0 +1,78 @@
+"""The acceptance by rank that a plan rests on: given, or out of what specjax has measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.files.untrusted import read_json, reading
+
+MOST_DRAFTS = 4096  # of one token, that a rule was measured with
+
+
+def read_acceptance(source: str | Path | Sequence[float]) -> tuple[list[float], str]:
+    """(chances by rank, where they are from). Raises: UsageError for what is neither numbers nor a known file."""
+    if isinstance(source, str | Path):
+        path = Path(os.path.expanduser(source))
+        if path.suffix == ".json" or os.path.isfile(path):  # many numbers are too long a name
+            return _from_file(path)
+        try:
+            numbers = [float(part) for part in str(source).split(",")]
+        except ValueError:
+            raise UsageError(
+                f'--acceptance must be numbers joined by commas, such as .6,.2,.1, or a JSON file, not "{source}"'
+            ) from None
+        source = numbers
+    curve = [float(x) for x in source]
+    if not curve or min(curve) < 0 or sum(curve) > 1 + 1e-9 or not np.isfinite(curve).all():
+        raise UsageError(f"--acceptance must be chances of at least 0 that sum to at most 1, not {curve}")
+    return curve, "given"
+
+
+def _from_file(path: Path) -> tuple[list[float], str]:
+    try:
+        with reading(path):
+            return _measured(read_json(path), path)
+    except UsageError as error:
+        raise UsageError(f"--acceptance: {str(error).removeprefix('--acceptance: ')}") from None
+
+
+def _measured(document: Any, path: Path) -> tuple[list[float], str]:
+    if not isinstance(document, dict) or not {"rules", "overall"} & set(document):
+        raise UsageError(
+            f"--acceptance: {path} was not written by specjax compare-verifiers or specjax bench: no rules, no overall"
+        )
+    curve, what = _from_rules(document["rules"]) if "rules" in document else _from_bench(document["overall"])
+    if not curve:
+        raise UsageError(f"--acceptance: {path} holds no acceptance of a drafter; give numbers such as .6,.2,.1")
+    return read_acceptance(curve)[0], f"{path.name}: {what}"
+
+
+def _from_rules(rules: list[dict]) -> tuple[list[float], str]:
+    """compare-verifiers: how much each further draft adds to the chance that one of them is accepted."""
+    by_rule = {name: {e["n"]: e["acceptance"] for e in rules if e.get("rule") == name} for name in
+               ("standard", "recursive_rejection", "specinfer")}  # fmt: skip
+    name = next((name for name in ("recursive_rejection", "specinfer") if by_rule[name]), "standard")
+    total = by_rule["standard"] | by_rule[name]
+    curve, before, seen = [], 0.0, 0
+    for n in sorted(total):
+        if not 0 < n <= MOST_DRAFTS:
+            raise UsageError(f"--acceptance: the rules of the file are of {n} drafts; write it anew")
+        step = max(total[n] - before, 0.0) / (n - seen)  # where sizes were left out, the same for each
+        curve += [step] * (n - seen)
+        before, seen = max(total[n], before), n
+    return sorted(curve, reverse=True), name
+
+
+def _from_bench(overall: dict[str, dict]) -> tuple[list[float], str]:
+    """bench: the mean over depths of the first method that drafted. Runners-up were not measured: a chain."""
+    for name, record in overall.items():
+        depths = [a for a in record.get("acceptance_by_depth") or [] if a is not None]
+        if depths:
+            return [sum(depths) / len(depths)], f"{name}, rank 1 only"
+    return [], ""

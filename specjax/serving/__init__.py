@@ -1,0 +1,1 @@
+"""Continuous batching: requests join and leave the rows of one running batch."""

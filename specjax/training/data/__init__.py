@@ -1,0 +1,1 @@
+"""Training data: target responses, packed rows, and cached activations of the target."""

@@ -1,0 +1,1 @@
+"""The training loop: trainable parts, optimizers, recipes, and checkpoints."""

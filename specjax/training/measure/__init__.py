@@ -1,0 +1,1 @@
+"""Measurement of a trained drafter, scaling laws, and plots."""

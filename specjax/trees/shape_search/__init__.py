@@ -1,0 +1,1 @@
+"""Search for the best static tree shape from measured acceptance rates."""

@@ -1,0 +1,72 @@
+"""`specjax methods`."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import specjax
+from specjax import controllers, trees, verifiers
+
+
+def test_all_methods_with_what_they_are(cli):
+    listed = {row["name"]: row for row in json.loads(cli("methods", "--json").out)}
+    assert list(listed) == list(specjax.METHODS)
+    assert listed["pearl"]["kind"] == "decoder" and listed["two_model"]["needs"] == ["draft"]
+    assert {"name": "lag", "form": "N", "required": False, "default": 2}.items() <= listed["two_model"]["options"][
+        3
+    ].items()
+    out = cli("methods").out
+    assert all(word in out for word in ("prompt_lookup", "distribution", "loop of its own", "any_subset"))
+
+
+def test_the_options_of_one(cli, refused):
+    out = cli("methods", "jacobi").out
+    assert all(word in out for word in ("window", "random|repeat|sample", "stride", "arXiv 2410.01699"))
+    assert json.loads(cli("methods", "pearl_in_one_program", "--json").out)["options"][0]["required"] is True
+    assert "specjax.decoders.superposed" in cli("methods", "superposed_decoding").out
+    assert "on CPU: ngram=4, window=3, guesses=2" in cli("methods", "lookahead").out
+    words = refused("methods", "jacobi", "--rules", "--all")
+    assert "--rules and --all list what all methods share; leave METHOD jacobi out" in words
+    assert 'METHOD: unknown method "minerva"; choose one of auto' in refused("methods", "minerva")
+
+
+def test_trees_controllers_and_sampling(cli):
+    assert [row["form"] for row in json.loads(cli("methods", "--controllers", "--json").out)] == list(controllers.FORMS)
+    assert [row["form"] for row in json.loads(cli("methods", "--sampling", "--json").out)] == ["speculative", "coupled"]
+    both = json.loads(cli("methods", "--trees", "--json").out)
+    assert {name: [row["form"] for row in rows] for name, rows in both.items()} == {
+        "trees": list(trees.FORMS), "stops": list(trees.stops.FORMS)
+    }  # fmt: skip
+    out = cli("methods", "--trees", "--controllers", "--sampling").out
+    assert all(word in out for word in ("sequoia:", "plan --json", "confidence:P", "goodput", "same noise"))
+    everything = json.loads(cli("methods", "--all", "--json").out)
+    assert list(everything) == ["methods", "rules", "trees", "stops", "controllers", "sampling"]
+
+
+def test_rules_say_their_parameters(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    out = " ".join(cli("methods", "--rules").out.split())
+    assert "rapid:ETA,ALPHA,RESIDUAL,SAMPLE, judge:FILE,THRESHOLD." in out
+    assert "multipath_block:PATHS, typical:EPSILON,DELTA, rollback:ALPHA,SAMPLE,KEEP_ARGMAX" in out
+    assert "since they take arrays: lantern, lantern++, grouped, grouped_static" in out
+
+
+def test_rules_and_how_far_the_lossy_ones_are_from_the_target(cli, monkeypatch):
+    """Every acceptance rule of the package, and none that is lossy without its distance."""
+    monkeypatch.setenv("COLUMNS", "200")
+    others = {"greedy", "exact_verifier", "init_judge", "rules_with_arrays"}
+    public = {name for name in verifiers.__all__ if name.islower()} - others
+    listed = {entry["name"]: entry for entry in json.loads(cli("methods", "--rules", "--json").out)}
+    assert public <= {name.partition("(")[0] for name in listed} and "lantern++" in listed
+    lossy = {name for name, entry in listed.items() if entry["guarantee"] == "lossy"}
+    of_text = {"typical", "rollback", "judge", "grouped", "grouped_static", "top_beta", "rapid"}
+    assert lossy == of_text | {"lantern", "lantern++"}  # the last two are of images
+    table = cli("methods", "--rules").out
+    for name, entry in listed.items():
+        row = next(line for line in table.splitlines() if name in line.split())
+        assert (entry["distance"] is not None and entry["setting"] != "") == (name in lossy)
+        assert (f"lossy (TV {entry['distance']:g})" in row) if name in lossy else ("TV" not in row)
+    page = (pathlib.Path(__file__).parents[3] / "docs/rules.md").read_text()
+    row = next(line for line in page.splitlines() if "| **lossy** |" in line)
+    assert all(f"`{name}`" in row and f"{listed[name]['distance']:g}" in row for name in lossy)

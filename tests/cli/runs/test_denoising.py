@@ -1,0 +1,186 @@
+"""`specjax generate` of diffusion models."""
+
+import json
+
+import pytest
+
+import specjax
+from specjax.catalog import of_kind
+from specjax.models import loading
+
+BLOCKS = {"attention": "block_causal", "block": 4}
+SHORT = ("--max-new-tokens", 10)
+
+
+@pytest.fixture(autouse=True)
+def denoisers(monkeypatch):
+    """--target full, blocks: denoisers of the tiny model; what is drafted for is `target`."""
+    plain = specjax.load
+
+    def load(source=None, **options):
+        target, tokenizer = plain(None if source in ("full", "blocks") else source, **options)
+        if source not in ("full", "blocks"):
+            return target, tokenizer
+        return specjax.Denoiser(target.model, target.params, 0, **(BLOCKS if source == "blocks" else {})), tokenizer
+
+    monkeypatch.setattr(specjax, "load", load, raising=False)
+    monkeypatch.setattr(loading, "is_diffusion", lambda source: source in ("full", "blocks"))
+
+
+def test_json_says_in_which_order_a_text_came_to_be_and_what_it_cost(cli):
+    options = ("--method", "sdar", "--set", "tau=2", "--set", "steps=2", *SHORT)
+    document = json.loads(cli("generate", "hello", "--target", "blocks", *options, "--json", "--compare").out)
+    (entry,) = document["results"]
+    denoiser, tokenizer = specjax.load("blocks")
+    direct = specjax.denoise(
+        denoiser, specjax.diffusion.methods.sdar(denoiser, tau=2, steps=2), [tokenizer.chat("hello")],
+        key=specjax_keys(), max_new_tokens=10, eos=2,
+    )  # fmt: skip
+    count = int(direct.lengths[0])
+    assert entry["token_ids"] == direct.to_lists()[0] and entry["decided_at"] == direct.decided_at[0, :count].tolist()
+    assert document["target_passes"] == int(direct.stats.target_passes[0]) == entry["target_passes"]
+    assert entry["columns_per_token"] == pytest.approx(float(direct.columns_per_token[0]))
+    assert document["options"] == {"tau": 2.0, "steps": 2} and document["guarantee"] == "lossy"
+    assert document["tokens_per_pass"] > document["baseline_tokens_per_pass"] and document["speedup"] > 0
+    assert document["identical"] in (True, False)
+
+
+def specjax_keys():
+    import jax
+
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jax.numpy.arange(1))
+
+
+def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("hello\nabc\n")
+    options = ("--batch-file", file, "--batch-size", 2, "--show", "order", "--compare", *SHORT)
+    result = cli("generate", "--target", "full", *options)
+    assert result.code == 0, result.err
+    assert "outputs: identical to one column a pass" in result.out  # the method is one column a pass
+    assert "line 2" in result.out and "pass 10: " in result.out and "columns computed per token" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--target", "full", "--method", "auto"), "--method auto is a drafter of autoregressive models, and --target"),
+        (("--target", "full", "--method", "pearl"), "--method pearl is a decoder of autoregressive models"),
+        (("--target", "full", "--method", "none"), 'unknown method "none"; of diffusion models choose llada'),
+        (("--method", "llada"), "SmolLM2-135M-Instruct is an autoregressive model, and --method is of diffusion"),
+        (("--show", "order"), "--show order draws the canvas of a diffusion model"),
+        (("--target", "full", "--show", "all"), "--show must be text or order"),
+        (("--target", "full", "--method", "sdar"), "sdar decodes block-causal models"),
+        (("--target", "full", "--draft", "draft"), "--draft is of autoregressive models; leave it out"),
+        (("--target", "full", "--verifier", "typical"), "--verifier is of autoregressive models"),
+        (("--target", "full", "--adapt", "calm"), "--adapt is of autoregressive models"),
+        (("--target", "full", "--method", "constraint"), "the command line cannot load what constraint needs"),
+        (("--target", "full", "--set", "tau=1"), 'method llada has no option "tau"'),
+        (("--target", "full", "--set", "steps=some"), "--set steps"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(arguments, words, refused):
+    assert words in refused("generate", "hello", *arguments)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"turns": ["hello"], "category": "qa"}\n{"turns": ["abc"], "category": "coding"}\n')
+    return file
+
+
+def test_bench_counts_columns_beside_passes(cli, prompts, tmp_path):
+    methods = ("--method", "fast_dllm", "--method", "freedave", "--set", "fast_dllm.tau=0", "--set", "freedave.steps=5")
+    sizes = ("--set", "fast_dllm.block=10", "--set", "freedave.block=10", "--repeats", 1, "--out", tmp_path / "b.json")
+    result = cli("bench", prompts, "--target", "full", *methods, *sizes, *SHORT, "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    fast, ahead = (document["overall"][name] for name in ("fast_dllm", "freedave"))
+    assert fast["tokens"] == 20 and fast["tokens_per_pass"] == 10.0 and fast["baseline_tokens_per_pass"] == 1.0
+    tokenizer = specjax.load("full")[1]
+    whole = sum(len(tokenizer.chat(text)) + 10 for text in ("hello", "abc"))  # columns of the two canvases
+    assert fast["columns_per_token"] == whole / 20 and fast["baseline_columns_per_token"] == 10 * whole / 20
+    assert fast["speedup"] == pytest.approx(fast["tokens_per_second"] / fast["baseline_tokens_per_second"])
+    assert fast["guarantee"] == "lossy" and 0 <= fast["agreement"] <= 1 and not fast["refused"]
+    # Its text is that of `llada` with two columns a pass, not with one; four canvases are four times the columns.
+    assert not ahead["refused"] and document["differences"] == [] and ahead["tokens_per_pass"] >= 2.0
+    assert ahead["columns_per_token"] == pytest.approx(4 * whole / 2 / ahead["tokens_per_pass"], rel=0.2)
+    runs = document["prompts"][0]["runs"]
+    assert set(runs) == {"fast_dllm", "freedave", "one column a pass, blocks of 10"}
+    assert sum(entry["runs"]["fast_dllm"]["columns"] for entry in document["prompts"]) == whole
+    assert len(document["tasks"]) == 2 and (tmp_path / "b.png").exists()
+
+
+def test_bench_runs_a_grid_of_options(cli, prompts, tmp_path):
+    """A threshold that nothing reaches is one column a pass, one that all reach is a block a pass."""
+    grid = ("--method", "fast_dllm", "--grid", "tau=2,0", "--grid", "block=5,10", "--set", "rule=threshold")
+    result = cli(
+        "bench", prompts, "--limit", 1, "--target", "full", *grid, "--repeats", 1, "--out", tmp_path / "b.json", *SHORT,
+        "--json",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    found = json.loads(result.out)["overall"]
+    rates = {name: entry["tokens_per_pass"] for name, entry in found.items()}
+    assert rates == {
+        "fast_dllm tau=2, block=5": 1.0, "fast_dllm tau=2, block=10": 1.0,
+        "fast_dllm tau=0, block=5": 5.0, "fast_dllm tau=0, block=10": 10.0,
+    }  # fmt: skip
+    assert {entry["method"] for entry in found.values()} == {"fast_dllm"}
+    assert found["fast_dllm tau=0, block=5"]["options"] == {"rule": "threshold", "tau": 0.0, "block": 5}
+    cost = {name: entry["columns_per_token"] * rates[name] for name, entry in found.items()}
+    assert len(set(cost.values())) == 1, "a pass reads the canvas"
+    assert all(found[name]["agreement"] == 1 for name in rates if "tau=2" in name)
+
+
+def test_bench_refuses_the_speed_of_another_text_than_was_promised(cli, prompts, tmp_path, monkeypatch):
+    from specjax.bench import measure
+
+    honest = measure.run_denoise
+
+    def wrong(denoiser, procedure, *rest):
+        run = honest(denoiser, procedure, *rest)
+        return run if procedure.verify is None else run._replace(tokens=[[*row[:-1], 9] for row in run.tokens])
+
+    monkeypatch.setattr(measure, "run_denoise", wrong)
+    options = ("--method", "freedave", "--repeats", 1, "--out", tmp_path / "b.json", *SHORT)
+    result = cli("bench", prompts, "--target", "full", *options)
+    assert result.code == 1 and "refused" in result.out and "columns" not in result.err
+    assert "freedave differs from what it speeds up on line 1 (qa) first at new token 9" in result.err
+    assert "col/tok" in result.out and "refused to state the speed of freedave" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "prompt_lookup"), "--method prompt_lookup is a drafter of autoregressive models"),
+        (("--verifier", "typical"), "--verifier is of autoregressive models"),
+        (("--method", "constraint"), "the command line cannot load what constraint needs; call specjax.diffusion"),
+        (("--set", "steps=2"), 'method fast_dllm has no option "steps"'),
+        (("--grid", "steps=2,3"), '--grid steps=2,3: method fast_dllm has no option "steps"'),
+        (("--grid", "tau=0.5,,1"), "--grid tau"),
+        (("--grid", "tau=0.5,1", "--set", "tau=1"), "--grid tau=0.5,1: --set has set tau already"),
+        (("--grid", "tau=1", "--grid", "tau=2"), "--grid tau=2: --grid has set tau already"),
+    ],
+)
+def test_what_does_not_fit_a_bench_is_one_sentence(arguments, words, prompts, refused):
+    assert words in refused("bench", prompts, "--target", "full", *arguments)
+
+
+def test_methods_lists_the_kind(cli):
+    out = cli("methods").out
+    assert "of diffusion models" in out and all(name in out for name in of_kind("diffusion"))
+    assert "specjax.denoise(denoiser, 'sdar'" in cli("methods", "sdar").out
+
+
+def test_a_canvas_fills_up():
+    import numpy as np
+
+    from specjax.cli.runs.denoising import canvas
+    from specjax.diffusion.frames import Frame
+
+    tokens, opened = np.array([[9, 100, 0, 101]]), np.array([[False, False, True, False]])
+    one = np.array([1])
+    frame = Frame(tokens, opened, np.array([[-2, 0, -1, 1]]), one, one * 4, one * 2, one * 2, one, one, one, one)
+    shown = canvas(frame, 0, specjax.load()[1])
+    assert shown.plain == "a▁b" and [str(span.style) for span in shown.spans] == ["dim", "bold green"]

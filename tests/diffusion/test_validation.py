@@ -1,0 +1,74 @@
+"""Settings of methods: what they may be, and that equal ones share their parts."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_denoisers as toys
+
+from specjax import UsageError
+from specjax.catalog import METHODS, of_kind
+from specjax.catalog.diffusion import procedure_of
+from specjax.diffusion import methods
+from specjax.diffusion.validation import checked
+
+
+@pytest.mark.parametrize(
+    "name, settings, words",
+    [
+        ("fast_dllm", {"rule": "thresholds"}, "rule must be one of threshold, factor, not 'thresholds'"),
+        ("fast_dllm", {"memory": "suffix"}, "memory must be one of exact, dual, prefix"),
+        ("fast_dllm", {"memory": ["dual"]}, "memory must be one of exact, dual"),
+        ("fast_dllm", {"tau": "0.9"}, "tau must be a number, not '0.9'"),
+        ("fast_dllm", {"tau": float("nan")}, "tau must be a number, not nan"),
+        ("fast_dllm", {"tau": None}, "tau must be a number, not None"),
+        ("fast_dllm", {"tau": np.array([0.9, 0.8])}, "tau must be a number"),
+        ("fast_dllm", {"block": 8.0}, "block must be a whole number, not 8.0"),
+        ("llada", {"steps": True}, "steps must be a whole number, not True"),
+        ("llada", {"by": "sureness"}, "by must be one of confidence, "),
+        ("dream", {"alg": "maskgit"}, "alg must be one of origin, maskgit_plus"),
+        ("dream", {"alg_temp": 0.5}, "alg origin chooses by chance alone"),
+        ("ccd", {"dynamic": "no"}, "dynamic must be True or False, not 'no'"),
+        ("adablock", {"delimiters": 198}, "delimiters must be whole numbers, as a tuple, not 198"),
+        ("eoser", {"parts": 4}, "parts are of ascending passes"),
+        ("credit_decoding", {"beta": -0.1}, "beta and gamma must be at least 0"),
+        ("llada", {"tau": 0.9}, "method llada has no option tau"),
+    ],
+)
+def test_a_setting_that_is_none_is_refused_in_a_sentence(name, settings, words):
+    with pytest.raises(UsageError) as error:
+        procedure_of(name, toys.full(), **settings)
+    assert words in str(error.value)
+
+
+def test_those_of_block_causal_models_too():
+    denoiser = toys.causal()
+    with pytest.raises(UsageError, match="remasking must be one of dynamic, static, sequential"):
+        methods.sdar(denoiser, remasking="random")
+    with pytest.raises(UsageError, match="block-causal model are its own; leave ascending out"):
+        methods.eoser(denoiser, ascending=True)
+    with pytest.raises(UsageError, match="tau is of a method by name"):
+        procedure_of(methods.sdar(denoiser), denoiser, tau=0.5)
+
+
+def test_numbers_of_every_library_make_one_rule():
+    denoiser = toys.full()
+    rule = methods.fast_dllm(denoiser, tau=0.5).rule
+    for tau in (np.float32(0.5), np.array(0.5), jnp.float32(0.5)):
+        assert methods.fast_dllm(denoiser, tau=tau).rule is rule
+    schedule = methods.llada(denoiser, block=8).schedule
+    assert methods.llada(denoiser, block=np.int64(8)).schedule is schedule
+    assert methods.llada(denoiser, block=jnp.int32(8)).schedule is schedule
+    assert methods.prophet(denoiser, early=float("inf")).control is not None
+    assert methods.adablock(denoiser, delimiters=[3, np.int32(4)]).schedule is not None
+
+
+def test_what_traces_is_no_setting():
+    import jax
+
+    with pytest.raises(UsageError, match="tau is part of the program"):
+        jax.jit(lambda tau: methods.fast_dllm(toys.full(), tau=tau) and tau)(0.5)
+
+
+def test_every_method_is_checked():
+    plain = [name for name in of_kind("diffusion") if not hasattr(METHODS[name].make, "__wrapped__")]
+    assert plain == [] and checked.__name__ == "checked"

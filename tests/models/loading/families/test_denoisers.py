@@ -1,0 +1,198 @@
+"""Folders of diffusion language models in the layouts that are published: how they are read, and what they say."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import Denoiser, Target, UsageError
+from specjax.models.loading import is_diffusion, read_model
+from specjax.models.loading.families import denoisers
+from specjax.planning import make_workload
+
+MASK = 95
+FULL = {"attention": "full", "block": None, "alignment": "same", "seeding": "all_masked"}
+SHIFTED = FULL | {"alignment": "shifted"}
+BLOCKS = FULL | {"attention": "block_causal", "block": 4}
+PUBLISHED = {
+    "sdar": ("qwen3", {"block_size": 4}, BLOCKS, "<|MASK|>"),
+    "Dream": ("qwen2", {"mask_token_id": MASK, "use_mrope": False}, SHIFTED, None),
+    "Fast_dLLM_Qwen": (
+        "qwen2", {"bd_size": 4, "conplemenrary_mask": True}, BLOCKS | {"alignment": "shifted",
+        "seeding": "seed_and_mask"}, "|<MASK>|",
+    ),
+    "a2d-qwen3": ("qwen3", {}, FULL, "<|mask|>"),
+    "qwen2": ("qwen2", {"mask_token_id": MASK}, SHIFTED, None),  # Open-dCoder
+}  # fmt: skip
+
+
+def publish(tiny, folder, kind, **changes):
+    """A tiny folder as the authors of `kind` write theirs, and its model in torch."""
+    base, fields, _, piece = PUBLISHED[kind]
+    model = tiny.model(base)
+    tiny.save(model, folder)
+    rewrite(folder / "config.json", {"model_type": kind, **fields, **changes})
+    if piece is not None:
+        written = json.loads((folder / "tokenizer.json").read_text())
+        vocab = written["model"]["vocab"]
+        vocab.pop(f"w{MASK}", None)
+        vocab[piece] = MASK
+        (folder / "tokenizer.json").write_text(json.dumps(written))
+    return model
+
+
+def rewrite(file, changes):
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+
+
+def allowed(size: int, block: int | None) -> np.ndarray:
+    """bool[T, T]: which columns a column sees."""
+    of_block = np.arange(size) // (block or size)
+    return of_block[None] <= of_block[:, None]
+
+
+def logits(target: Target, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Of one pass without a cache."""
+    model, size = target.model, tokens.shape[1]
+    cache = model.begin(target.params, None, 1, 1)
+    positions = jnp.arange(size)[None]
+    return np.asarray(
+        model.forward(target.params, tokens, cache, positions=positions, mask=jnp.asarray(mask)[None])[0].logits[0]
+    )
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_layouts_are_read_as_their_authors_run_them(kind, tiny, texts, tmp_path):
+    import torch
+
+    model = publish(tiny, tmp_path, kind)
+    assert is_diffusion(tmp_path)
+    denoiser, _ = specjax.load(tmp_path)
+    assert isinstance(denoiser, Denoiser) and denoiser.mask_token == MASK
+    assert {name: getattr(denoiser, name) for name in FULL} == PUBLISHED[kind][2]
+    tokens, mask = texts[:1], allowed(texts.shape[1], denoiser.block)
+    unseen = torch.where(torch.tensor(mask), 0.0, -torch.inf)[None, None]
+    with torch.no_grad():
+        theirs = model.float()(torch.tensor(tokens, dtype=torch.long), attention_mask=unseen).logits[0].numpy()
+    np.testing.assert_allclose(logits(denoiser.target, tokens, mask), theirs, atol=1e-4)
+
+
+LLADA = {
+    "model_type": "llada", "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 48,
+    "vocab_size": 96, "embedding_size": 96, "max_sequence_length": 64, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "mask_token_id": MASK, "weight_tying": False, "include_bias": False, "include_qkv_bias": False, "rope": True,
+    "activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms", "alibi": False, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def write_llada(folder, tiny, **changes):
+    """Tensors by name, under the names and the config of LLaDA-8B."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    tiny.save(tiny.model("llama"), folder)  # for its tokenizer
+    generator = torch.Generator().manual_seed(3)
+    random = lambda *shape: torch.randn(shape, generator=generator) * 2 * shape[-1] ** -0.5
+    norm = lambda: 1 + 0.3 * torch.randn(32, generator=generator)
+    at = "model.transformer."
+    tensors = {at + "wte.weight": random(96, 32), at + "ln_f.weight": norm(), at + "ff_out.weight": random(96, 32)}
+    for i in range(2):
+        block = f"{at}blocks.{i}."
+        tensors |= {block + f"{name}.weight": norm() for name in ("attn_norm", "ff_norm")}
+        tensors |= {block + f"{name}.weight": random(32, 32) for name in ("q_proj", "k_proj", "v_proj", "attn_out")}
+        tensors |= {block + f"{name}.weight": random(48, 32) for name in ("ff_proj", "up_proj")}
+        tensors[block + "ff_out.weight"] = random(32, 48)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(LLADA | changes))
+    return tensors
+
+
+def llada(tensors, tokens):
+    """The forward pass of the release, by the names of its tensors: every column sees every other."""
+    import torch
+
+    silu = torch.nn.functional.silu
+    of = lambda name: tensors[f"model.transformer.{name}.weight"]
+    norm = lambda x, name: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * of(name)
+    angles = torch.outer(torch.arange(len(tokens)).float(), 500000.0 ** (-torch.arange(0, 8, 2).float() / 8))
+    cos, sin = (torch.cat([f(angles)] * 2, -1)[:, None] for f in (torch.cos, torch.sin))
+    turned = lambda x: x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
+    x = of("wte")[tokens]
+    for i in range(2):
+        at = f"blocks.{i}."
+        y = norm(x, at + "attn_norm")
+        q, k, v = ((y @ of(f"{at}{name}_proj").T).view(-1, 4, 8) for name in "qkv")
+        weights = torch.softmax(torch.einsum("qhd,khd->hqk", turned(q), turned(k)) * 8**-0.5, -1)
+        x = x + torch.einsum("hqk,khd->qhd", weights, v).reshape(-1, 32) @ of(at + "attn_out").T
+        y = norm(x, at + "ff_norm")
+        x = x + (silu(y @ of(at + "ff_proj").T) * (y @ of(at + "up_proj").T)) @ of(at + "ff_out").T
+    return norm(x, "ln_f") @ of("ff_out").T
+
+
+def test_llada_by_the_names_of_its_tensors(tiny, texts, tmp_path):
+    import torch
+
+    tensors = write_llada(tmp_path, tiny)
+    denoiser, _ = specjax.load(tmp_path)
+    assert {name: getattr(denoiser, name) for name in FULL} == FULL and denoiser.mask_token == MASK
+    theirs = llada(tensors, torch.tensor(texts[0], dtype=torch.long)).numpy()
+    size = texts.shape[1]
+    np.testing.assert_allclose(logits(denoiser.target, texts[:1], allowed(size, None)), theirs, atol=1e-4)
+
+
+def test_a_loaded_denoiser_writes_a_text(tiny, tmp_path):
+    publish(tiny, tmp_path, "sdar")
+    denoiser, _ = specjax.load(tmp_path)
+    result = specjax.denoise(denoiser, "sdar", [[5, 6, 7]], key=0, max_new_tokens=6)
+    assert result.lengths.tolist() == [6] and MASK not in result.to_lists()[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("sdar", {"block_size": None}, r'does not say how many columns its blocks have; add block_size, such as "bl'),
+        ("Dream", {"mask_token_id": None}, "which token is the mask; add mask_token_id"),
+        ("Dream", {"mask_token_id": 96}, "mask_token_id 96, outside of its vocabulary of 96"),
+        ("Dream", {"mask_token_id": 2}, "mask_token_id 2, which ends a text too"),
+        ("Dream", {"block_size": 32}, "a Dream model with block_size, which specjax does not support"),
+        ("sdar", {"model_type": "sdar_moe"}, "is a SDAR-MoE model, a mixture of experts"),
+        ("sdar", {"model_type": "llada2_moe"}, "is a LLaDA2 model, a mixture of experts"),
+        ("sdar", {"model_type": "llada", "num_experts": 64}, "is a LLaDA-MoE model, a mixture of experts"),
+        ("sdar", {"model_type": "sdar2"}, r"sdar2.*, which specjax does not support \(only llama, .*sdar"),
+    ],
+)
+def test_what_is_not_known_is_refused_in_a_sentence(kind, changes, words, tiny, tmp_path):
+    publish(tiny, tmp_path, kind, **changes)
+    with pytest.raises(UsageError, match=words):
+        specjax.load(tmp_path)
+
+
+def test_llada_with_another_formula_is_refused(tiny, tmp_path):
+    write_llada(tmp_path, tiny, alibi=True)
+    with pytest.raises(UsageError, match=r"has alibi .*; of LLaDA specjax supports"):
+        specjax.load(tmp_path)
+
+
+def test_a_folder_is_planned_as_the_denoiser_that_it_is(tiny, tmp_path):
+    """By its config and tokenizer alone."""
+    publish(tiny, tmp_path, "sdar")
+    (tmp_path / "model.safetensors").unlink()
+    work = make_workload(str(tmp_path), "v5e:1x1", context=8, max_new_tokens=8, block=2)
+    assert (work.method, work.reading) == ("sdar", (MASK, *(BLOCKS | {"block": 2}).values()))
+    rewrite(tmp_path / "config.json", {"block_size": None})
+    with pytest.raises(UsageError, match=r"--target: .* how many columns its blocks have"):
+        make_workload(str(tmp_path), "v5e:1x1")
+
+
+def test_autoregressive_folders_stay_targets(tiny, tmp_path):
+    tiny.save(tiny.model("qwen2"), tmp_path)
+    assert not is_diffusion(tmp_path) and read_model(tmp_path).reading is None
+    assert isinstance(specjax.load(tmp_path)[0], Target)
+    assert not is_diffusion("nowhere") and not is_diffusion(None)
+
+
+def test_every_kind_is_tried():
+    assert set(denoisers.KINDS) - {"a2d-qwen2", "a2d-llama", "llada"} == set(PUBLISHED) - {"qwen2"}

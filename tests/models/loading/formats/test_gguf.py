@@ -1,0 +1,232 @@
+"""GGUF files written here from tiny models, against the same model in transformers."""
+
+import numpy as np
+import pytest
+
+from specjax.errors import UsageError
+from specjax.models import load
+from specjax.models.loading.families import gemma3, llama
+from specjax.models.loading.formats.gguf import read, read_header
+
+gguf = pytest.importorskip("gguf")
+
+WORDS = [f"w{i}" for i in range(96)]
+
+
+def write(model, file, *, scaling=None, kind="F32"):
+    """A torch model as GGUF, by the rules of llama.cpp's convert_hf_to_gguf.py."""
+    c = model.config
+    arch = {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2"}.get(c.model_type, c.model_type)
+    family = gemma3 if arch.startswith("gemma") else llama
+    windowed = getattr(c, "layer_types", None) or ()
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    writer = gguf.GGUFWriter(str(file), arch)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    if arch == "phi3":
+        writer.add_rope_dimension_count(int(8 * rope["partial_rotary_factor"]))
+        writer.add_sliding_window(c.sliding_window or 0)
+    else:
+        writer.add_key_length(c.head_dim if hasattr(c, "head_dim") else c.hidden_size // c.num_attention_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    if "sliding_attention" in windowed:
+        writer.add_sliding_window(c.sliding_window)
+    if arch in ("gemma3", "olmo2") and windowed:
+        writer.add_array(f"{arch}.attention.sliding_window_pattern", [t != "full_attention" for t in c.layer_types])
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(c.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(c.final_logit_softcapping)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "longrope":
+        original = c.original_max_position_embeddings
+        writer.add_rope_scaling_orig_ctx_len(original)
+        factor = c.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors((1 + np.log(factor) / np.log(original)) ** 0.5)
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(WORDS)
+    writer.add_token_scores([0.0] * len(WORDS))
+    writer.add_eos_token_id(2)
+    if scaling is not None:
+        writer.add_tensor("rope_freqs.weight", scaling)
+    joined = {"qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up"}
+    names = {w.hf: w.gguf for w in family.WEIGHTS}
+    names |= {w.hf: w.gguf for w in family.POST_NORMS} if arch == "olmo2" else {}
+    names |= {
+        f"model.layers.*.{part}.{name}.weight": f"blk.*.{joined[name]}.weight"
+        for part in ("self_attn", "mlp")
+        for name in joined
+    }
+    for name, p in model.state_dict().items():
+        parts = name.split(".")
+        layer = parts[2] if parts[1] == "layers" else ""
+        stored = names[name.replace(f".{layer}.", ".*.") if layer else name].replace("*", layer)
+        if stored == "output.weight" and c.tie_word_embeddings:
+            continue
+        w = p.numpy().astype(np.float32)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            w = w + 1
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = c.num_attention_heads if "q_proj" in name else c.num_key_value_heads
+            w = w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+        quant = gguf.GGMLQuantizationType[kind if w.ndim == 2 else "F32"]
+        data = gguf.quants.quantize(w, quant)
+        writer.add_tensor(stored, data, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+CASES = {
+    "llama": dict(kind="llama", tie_word_embeddings=False),
+    "mistral": dict(kind="mistral", sliding_window=None),
+    "qwen2": dict(kind="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(kind="qwen3"),
+    "phi3": dict(kind="phi3", pad_token_id=0, sliding_window=None),
+    "phi4-mini": dict(
+        kind="phi3", pad_token_id=0, sliding_window=7, original_max_position_embeddings=10, tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 3.0, 6.0],
+        },
+    ),
+    "olmo2": dict(kind="olmo2"),
+    "olmo3": dict(kind="olmo3", sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+    "gemma2": dict(
+        kind="gemma2", sliding_window=5, query_pre_attn_scalar=8, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": dict(
+        kind="gemma3_text",
+        sliding_window=5,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case, tiny, texts, tmp_path):
+    model = tiny.model(**CASES[case])
+    target, tokenizer = load(write(model, tmp_path / "model.gguf"))
+    logits, _ = tiny.reference(model, texts)
+    got, _, _ = tiny.ours(target, texts)
+    assert max(np.max(np.abs(a - b)) for a, b in zip(got, logits, strict=True)) <= 1e-4
+    assert tokenizer.vocab == tuple(WORDS) and tokenizer.eos == (2,)
+
+
+def test_llama3_divisors(tiny, texts, tmp_path):
+    """rope_freqs.weight alone tells the scaling; another pattern is refused."""
+    from specjax.models.layers import RopeScaling, rope_frequencies
+
+    scaling = RopeScaling("llama3", 8.0)
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    model = tiny.model("llama", head_dim=16, rope_parameters=rope)
+    divisors = np.asarray(rope_frequencies(16, 5e5) / rope_frequencies(16, 5e5, scaling))
+    file = write(model, tmp_path / "model.gguf", scaling=divisors)
+    assert read(file)[0].config.rope_scaling == scaling
+    with pytest.raises(UsageError, match=r"rope_freqs.weight that is not Llama 3's"):
+        read(write(model, tmp_path / "other.gguf", scaling=np.linspace(1, 8, 8, dtype=np.float32)))
+
+
+def test_the_first_files_of_gemma2_have_the_window_that_all_have(tiny, tmp_path, monkeypatch):
+    """llama.cpp's converter wrote neither window nor soft caps in June 2024; its reader has these numbers."""
+    monkeypatch.setattr(gguf.GGUFWriter, "add_sliding_window", lambda *_: None)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_attn_logit_softcapping", lambda *_: None)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_final_logit_softcapping", lambda *_: None)
+    config = read(write(tiny.model(**CASES["gemma2"]), tmp_path / "model.gguf"))[0].config
+    assert (config.window, config.attention_softcap, config.logit_softcap) == (4096, 50.0, 30.0)
+    with pytest.raises(UsageError, match=r"lacks the field gemma3.attention.sliding_window"):
+        read(write(tiny.model(**CASES["gemma3"]), tmp_path / "model.gguf"))
+
+
+def test_half_of_longrope_is_refused(tiny, tmp_path, monkeypatch):
+    from specjax.models.loading.families import rope
+
+    file = write(tiny.model(**CASES["phi4-mini"]), tmp_path / "model.gguf")
+    config = read(file)[0].config
+    assert config.rope_scaling.long == (1.5, 3.0, 6.0) and config.rotated == 6
+    monkeypatch.setattr(rope, "OF_GGUF", ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_none.weight"))
+    with pytest.raises(UsageError, match=r"must have a rope_factors_none.weight of 3 numbers .* the other set"):
+        read(file)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_stored_formats_equal_whole_tensor_dequantisation(kind, stacked, tiny, tmp_path):
+    """Chunks, threads, permutation and stacking change no bit: compared with the whole tensor at once."""
+    model = tiny.model("qwen2", hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=96)
+    file = write(model, tmp_path / "model.gguf", kind=kind)
+    target, _ = load(file, stacked=stacked)
+    tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(str(file)).tensors}
+    np.testing.assert_array_equal(target.params["embed"]["weight"], tensors["token_embd.weight"])
+    for i in range(2):
+        layers = target.params["layers"]
+        down = layers["mlp"]["down"]["weight"][i] if stacked else layers[i]["mlp"]["down"]["weight"]
+        np.testing.assert_array_equal(down, tensors[f"blk.{i}.ffn_down.weight"])
+
+
+@pytest.fixture
+def whole(tiny, tmp_path):
+    return write(tiny.model("llama"), tmp_path / "model.gguf")
+
+
+def test_truncation_is_seen_before_any_weight_is_read(whole):
+    contents = whole.read_bytes()
+    for size in (len(contents) - 64, len(contents) // 2):
+        whole.write_bytes(contents[:size])
+        with pytest.raises(UsageError, match=rf"model.gguf is cut short: it has {size:,} bytes and its tensors need"):
+            load(whole)
+
+
+@pytest.mark.parametrize("size", [4, 20, 30, 300, 1000])
+def test_truncation_within_the_header(whole, size):
+    whole.write_bytes(whole.read_bytes()[:size])
+    with pytest.raises(UsageError, match=r"model.gguf is cut short"):
+        load(whole)
+
+
+def test_not_a_gguf(tmp_path):
+    file = tmp_path / "page.gguf"
+    for contents in (b"<!doctype html>" * 10, b""):
+        file.write_bytes(contents)
+        with pytest.raises(UsageError, match=r"page.gguf is not a GGUF file"):
+            load(file)
+
+
+def test_unknown_version(whole):
+    contents = bytearray(whole.read_bytes())
+    contents[4] = 1
+    whole.write_bytes(contents)
+    with pytest.raises(UsageError, match="GGUF version 1"):
+        load(whole)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path):
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(file), "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UsageError, match=r'model.gguf has the architecture "mamba", which specjax does not support'):
+        load(file)
+
+
+def test_header_equals_the_reference_reader(whole):
+    meta, tensors = read_header(whole)
+    reader = gguf.GGUFReader(str(whole))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF."):
+            assert meta[name] == field.contents(), name
+    assert {t.name: (t.data_offset, tuple(map(int, t.shape[::-1]))) for t in reader.tensors} == {
+        name: (t.offset, t.shape) for name, t in tensors.items()
+    }

@@ -1,0 +1,297 @@
+"""Compiled programs kept whole: found again by another process, for the same job alone, and they give the same text."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import Future
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from jax.experimental.compilation_cache import compilation_cache
+from toy import tiny_llama
+
+import specjax
+from specjax import drafters
+from specjax.drafters import autoregressive, prompt_lookup
+from specjax.engine.prepare import Settings, prepare
+from specjax.persistence import program_cache as kept_module
+from specjax.persistence import program_key
+from specjax.persistence.program_cache import Kept
+from specjax.serving import loop as serve_module
+
+PROMPTS = [[1, 2, 3, 1, 2], [4, 5, 4]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama()
+
+
+def job_of(target, drafter=None, prompts=PROMPTS, **settings):
+    return prepare(
+        target, drafter or prompt_lookup(num_tokens=3), prompts, Settings(**settings), key=0, max_new_tokens=20
+    )
+
+
+def text(target, programs=None, **settings):
+    rows = [[], []]
+    steps = specjax.stream(
+        target, prompt_lookup(num_tokens=3), PROMPTS, key=3, max_new_tokens=20, programs=programs, **settings
+    )
+    for step in steps:
+        for row, new in zip(rows, step.tokens, strict=True):
+            row += new
+    return rows
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+def test_the_second_asks_for_nothing_and_says_the_same(target, tmp_path, settings, monkeypatch):
+    first = Kept(tmp_path)
+    expected = text(target, **settings)
+    assert text(target, first, **settings) == expected and first.found is False
+    assert text(target, first, **settings) == expected and first.found is True, "in the same process"
+    monkeypatch.setattr(kept_module.run, "start", None)  # whatever would be traced now fails
+    monkeypatch.setattr(kept_module.run, "step", None)
+    other = Kept(tmp_path)
+    assert text(target, other, **settings) == expected and other.found is True
+
+
+@contextlib.contextmanager
+def whole_after(plain, monkeypatch):
+    """Whole steps are there after so many plain ones. Gives how often they were asked for."""
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "done", lambda self: seen.append(0) or len(seen) > plain)
+        yield seen
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+def test_plain_steps_come_first_and_the_text_is_the_same(target, tmp_path, settings, monkeypatch):
+    """However many of the steps are plain ones, of programs that are compiled and of those that are read."""
+    expected = text(target, None, capacity=64, **settings)
+    for plain in (0, 3, 99):
+        programs = Kept(tmp_path / str(plain), plain_first=True)
+        with whole_after(plain, monkeypatch) as seen:
+            assert text(target, programs, capacity=64, **settings) == expected and seen and programs.found is False
+        programs.finish()
+        again = Kept(tmp_path / str(plain), plain_first=True)
+        with whole_after(plain, monkeypatch) as seen:
+            assert text(target, again, capacity=64, **settings) == expected and seen and again.found is True
+        other = Kept(tmp_path / str(plain))
+        with whole_after(99, monkeypatch) as seen:
+            assert text(target, other, capacity=64, **settings) == expected and other.found is True
+        assert not seen, "nobody asked for plain steps"
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_who_measures_can_wait_for_the_wider_passes(target, tmp_path, found, monkeypatch):
+    if found:
+        made = Kept(tmp_path, plain_first=True)
+        made.of(job_of(target))
+        made.finish()
+    read = kept_module._loaded_step
+    monkeypatch.setattr(kept_module, "_loaded_step", lambda stored: time.sleep(0.5) or read(stored))
+    programs = Kept(tmp_path, plain_first=True)
+    step = programs.of(job_of(target)).step
+    assert programs.found is found and not step.whole.done()
+    programs.finish()
+    assert step.whole.done()
+
+
+def test_wider_passes_that_cannot_be_read_are_compiled(target, tmp_path, monkeypatch):
+    first = Kept(tmp_path, plain_first=True)
+    expected = text(target, first)
+    first.finish()
+    read, count = kept_module._loaded, []
+
+    def broken(stored):
+        count.append(0)
+        if len(count) == 3:
+            raise OSError("no")
+        return read(stored)
+
+    monkeypatch.setattr(kept_module, "_loaded", broken)
+    again = Kept(tmp_path, plain_first=True)
+    with whole_after(2, monkeypatch):
+        assert text(target, again) == expected and again.found is True and len(count) == 3
+
+
+def test_plain_steps_draft_nothing(target):
+    job = job_of(target)
+    step = kept_module.plain_step(job)(kept_module.run.start.lower(job)).compile()
+    whole, parts = kept_module.run.start(job), dataclasses.replace(job.parts, plain=True)
+    drafted = 0
+    for _ in range(6):
+        _, info, _ = kept_module.run.step(job.parts, jax.tree.map(jnp.copy, whole))
+        drafted += int(info.drafted.sum())
+        whole, info, _ = step(parts, whole)
+        assert not info.drafted.any() and (info.emitted == 1).all()
+    assert drafted, "the whole step would have"
+
+
+def test_where_texts_would_differ_no_step_is_plain(target, monkeypatch):
+    lossy = job_of(target, temperature=0.8, verifier=specjax.verifiers.typical(0.2, 0.4))
+    rounded = job_of(jax.tree.map(lambda x: x.astype(jnp.bfloat16), target))
+    for job in (lossy, rounded, job_of(target, autoregressive())):
+        assert kept_module.plain_step(job) is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")  # which multiplies float32 in bfloat16
+    assert kept_module.plain_step(job_of(target)) is None
+    with jax.default_matmul_precision("highest"):
+        assert kept_module.plain_step(job_of(target)) is not None
+
+
+def served(target, drafter, programs=None):
+    texts = {}
+    requests = [specjax.Request(prompt, key, temperature=key % 2) for key, prompt in enumerate([*PROMPTS, [6, 1, 6]])]
+    for news in specjax.serve(
+        target, drafter, requests, slots=2, longest_prompt=8, max_new_tokens=9, programs=programs
+    ):
+        texts[news.request] = texts.get(news.request, []) + news.tokens
+    return texts
+
+
+def test_requests_too(target, tmp_path, monkeypatch):
+    """Of a drafter that remembers, whose parameters are from then on those of its last text."""
+    first, drafter = Kept(tmp_path), drafters.token_recycling(64, num_nodes=4)
+    kept = served(target, drafter, first)  # first: XLA cannot write down a sort that has run already
+    expected = served(target, drafter)
+    assert kept == expected and first.found is False
+    for name in ("_empty", "_ended", "step", "_admit"):
+        monkeypatch.setattr(serve_module, name, None)
+    broken = serve_module.SERVING._replace(traced=serve_module.Programs(None, None, None, None))
+    monkeypatch.setattr(serve_module, "SERVING", broken)
+    other = Kept(tmp_path)
+    assert served(target, drafter, other) == expected and other.found is True
+
+
+def test_the_state_is_written_in_its_place(target, tmp_path):
+    job = job_of(target)
+    Kept(tmp_path).of(job)
+    programs = Kept(tmp_path).of(job)
+    state = programs.start(job)
+    programs.step(job.parts, state)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
+
+
+def test_other_jobs_have_other_programs(target):
+    lookup = prompt_lookup(num_tokens=3)
+    same = [job_of(target), job_of(target, prompts=[[7, 7, 7, 7], [1]]), job_of(tiny_llama(seed=5))]
+    others = [
+        job_of(target, prompt_lookup(num_tokens=2)),
+        job_of(target, autoregressive()),
+        job_of(target, temperature=0.5),
+        job_of(target, eos=[3, 4]),
+        job_of(target, prompts=[PROMPTS[0]]),
+        job_of(target, lookup, controller=specjax.controllers.parsing.parse("bass")),
+    ]
+    names = [program_key.of_arguments(job) for job in same]
+    assert len(set(names)) == 1, "parameters, prompts and keys are data"
+    assert len({names[0], *map(program_key.of_arguments, others)}) == 1 + len(others)
+
+
+def test_what_a_function_closes_over_counts():
+    def scaled(by):
+        return jax.jit(lambda x: x * by)
+
+    of = lambda by: program_key.of(_in_specjax(scaled(by)))
+    assert of(2.0) == of(2.0) != of(3.0)
+    assert of(np.arange(3)) == of(np.arange(3)) != of(np.arange(3) + 1)
+    assert of(frozenset("abcdef")) == of(frozenset("fedcba")) != of(frozenset("abc"))
+    with pytest.raises(program_key.Unknown):
+        program_key.of(scaled(2.0))  # code of a user: nobody says which release of it that is
+    with pytest.raises(program_key.Unknown):
+        of(object())
+
+
+def _in_specjax(function):
+    function.__wrapped__.__module__ = "specjax.somewhere"
+    return function
+
+
+def test_a_user_s_own_drafter_is_compiled_as_ever(target, tmp_path):
+    own = prompt_lookup(num_tokens=3).replace(observe=lambda params, state, context, tree, verdict, output: ())
+    kept = Kept(tmp_path)
+    assert kept.of(job_of(target, own)) is kept_module.TRACED and kept.found is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-7], lambda data: b"", lambda data: data[:40] + b"x" + data[41:]]
+)
+def test_a_damaged_file_is_made_again(target, tmp_path, damage):
+    job = job_of(target)
+    Kept(tmp_path).of(job)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    again = Kept(tmp_path)
+    again.of(job)
+    assert again.found is False
+    after = Kept(tmp_path)
+    after.of(job)
+    assert after.found is True
+
+
+def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
+    """On CPU, a program that was read there would be kept without its code."""
+    folder, enough = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[folder], jax.config.values[enough]
+    jax.config.update(folder, str(tmp_path / "xla"))
+    jax.config.update(enough, 0.0)
+    compilation_cache.reset_cache()
+    try:
+        job = job_of(target, prompt_lookup(num_tokens=1))
+        kept_module.TRACED.step(job.parts, kept_module.TRACED.start(job))
+        written = list((tmp_path / "xla").iterdir())
+        Kept(tmp_path / "kept").of(job)
+        again = Kept(tmp_path / "kept")
+        again.of(job)
+        assert again.found is True and written and set(written) >= set((tmp_path / "xla").iterdir())
+    finally:
+        jax.config.update(folder, before[0])
+        jax.config.update(enough, before[1])
+        compilation_cache.reset_cache()
+
+
+def test_what_was_not_used_for_longest_goes(target, tmp_path):
+    Kept(tmp_path).of(job_of(target))
+    (old,) = tmp_path.iterdir()
+    size = old.stat().st_size
+    os.utime(old, (1, 1))
+    Kept(tmp_path, gib=1.5 * size / kept_module.GIB).of(job_of(target, temperature=0.5))
+    assert len(list(tmp_path.iterdir())) == 1 and not old.exists()
+
+
+@pytest.mark.slow
+def test_another_process_finds_them_where_it_expects_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, jax, specjax
+        from toy import tiny_llama
+        from specjax.engine import run
+        kept = specjax.Kept(sys.argv[1])
+        kept.expect("a command")
+        target = tiny_llama()
+        steps = specjax.stream(target, "prompt_lookup", [[1, 2, 3, 1, 2]], key=0, max_new_tokens=12, programs=kept)
+        print(kept.found, run.start._cache_size(), [token for step in steps for token in step.tokens[0]])
+        """)
+    )
+    path = os.pathsep.join(filter(None, [os.path.dirname(toy.__file__), *sys.path]))
+    runs = [
+        subprocess.run(
+            [sys.executable, script, tmp_path / "kept"], capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONPATH": path},
+        ).stdout
+        for _ in range(2)
+    ]  # fmt: skip
+    (first, _, told), (second, traced, again) = (run.split(maxsplit=2) for run in runs)
+    assert (first, second) == ("False", "True") and traced == "0" and told == again

@@ -1,0 +1,54 @@
+"""Built-in configs and other sources of shapes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specjax import UsageError
+from specjax.planning.inputs.model_configs import builtin_configs, load_config, num_params
+
+# Parameters as the model cards and the safetensors files of the original checkpoints state them.
+PARAMETERS = {
+    "dream_7b": 7_615_616_512,
+    "gemma3_270m": 268_098_176,
+    "llada_8b": 8_015_581_184,
+    "llama3_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "qwen2_5_coder_0_5b": 494_032_768,
+    "qwen2_5_coder_1_5b": 1_543_714_304,
+    "qwen3_8b": 8_190_735_360,
+    "sdar_4b": 4_411_424_256,
+    "smollm2_135m": 134_515_008,
+}
+
+
+def test_built_in_configs_have_the_published_sizes():
+    found = {name: num_params(load_config(name, "bfloat16")) for name in builtin_configs()}
+    assert found == PARAMETERS
+
+
+def test_a_folder_needs_no_weights(tmp_path):
+    fields = {
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 512,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = load_config(tmp_path, "float32")
+    assert (config.width, config.stacked, config.dtype, config.name) == (64, True, "float32", tmp_path.name)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(UsageError, match=r"--draft.*quantised"):
+        load_config(tmp_path, "float32", "--draft")
+
+
+@pytest.mark.parametrize("source", ["llama3_9b", "org/name", "missing.gguf"])
+def test_other_sources_are_refused_with_the_built_in_names(source):
+    with pytest.raises(UsageError, match=r"--target.*llama3_8b"):
+        load_config(source, "bfloat16")
+
+
+def test_dtype_is_checked():
+    with pytest.raises(UsageError, match="--dtype"):
+        load_config("llama3_8b", "int4")
