@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.x64 import in_32_bits
-from specjax.controllers import fixed
+from specjax.controllers.fixed import fixed
 from specjax.engine.job import Job, Keep, Parts
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.step import LOOP

@@ -61,9 +61,14 @@ EXPERTS = {
 class SpecialTokens(Protocol):
     """The part of a tokenizer that identifies the mask token."""
 
-    names: Any  # mapping of a role such as "mask_token" to its piece
-    vocab: Any  # sequence of pieces, by id
-    eos: Any  # collection of the ids that end a text
+    @property
+    def names(self) -> Any: ...  # mapping of a role such as "mask_token" to its piece
+
+    @property
+    def vocab(self) -> Any: ...  # sequence of pieces, by id
+
+    @property
+    def eos(self) -> Any: ...  # collection of the ids that end a text
 
 
 def as_family(hf: Fields) -> Fields:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from specjax.arrays import batch_axes
 from specjax.arrays.branching import narrow_or_wide
 from specjax.arrays.indexing import first_largest, take_along
-from specjax.controllers import fixed
+from specjax.controllers.fixed import fixed
 from specjax.drafters.model.two_model import caught_up, feed_last
 from specjax.engine.job import Keep, Parts
 from specjax.engine.prefill import prefill_reading
