@@ -1,4 +1,4 @@
-"""Links that leave docs/ work on GitHub as they are; on the site they lead there."""
+"""Rewrites links that leave docs/ so that they lead to GitHub from the site."""
 
 import re
 
@@ -6,5 +6,5 @@ SOURCE = "https://github.com/specjax/specjax/blob/main/"
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    """Called by mkdocs for every page."""
+    """Rewrite the links of one page; mkdocs calls this for every page."""
     return re.sub(r"\]\(\.\./([^)]+)\)", rf"]({SOURCE}\1)", markdown)
