@@ -10,7 +10,7 @@ import pytest
 import specjax
 from specjax import analysis
 from specjax.cli import NEEDED, main
-from specjax.errors import needing
+from specjax.errors import optional_import
 from specjax.models.loading.formats import gguf
 from specjax.models.loading.tensors import tensors
 from specjax.models.loading.tokenizers import hf
@@ -49,7 +49,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path, package, extra, call):
 def test_what_is_broken_is_not_called_missing():
     with (
         pytest.raises(specjax.UsageError, match=r"does not import \(libx.so: cannot open\); run pip install --upgrade"),
-        needing("gguf", "a GGUF file needs"),
+        optional_import("gguf", "a GGUF file needs"),
     ):
         raise ImportError("libx.so: cannot open")  # without a name, as extensions do
 

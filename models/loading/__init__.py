@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import SENTENCE, check_folder, cut, read_json_object, reading, shown
+from specjax.files.untrusted import SENTENCE, check_folder, guarded_read, quote, read_json_object, shorten
 from specjax.models.bridge import check_cache_dtype, make_model
 from specjax.models.cache import lanes_of
 from specjax.models.loading.families import denoisers
@@ -106,7 +106,7 @@ def read_model(
     if stacked is None:
         stacked = jax.default_backend() != "cpu"
     path, backend = resolve(source), jax.default_backend()
-    with reading(path):
+    with guarded_read(path):
         checkpoint, tokenizer = _read(
             path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=lanes_of(backend),
             cache_bits=backend == "cpu", name=_name(source, path),
@@ -118,7 +118,7 @@ def read_model(
         most = config.max_positions
         if type(max_positions) is not int or not 1 <= max_positions <= most:
             raise UsageError(
-                f"max_positions must be from 1 to {most}, what {path} can take, not {shown(max_positions)}"
+                f"max_positions must be from 1 to {most}, what {path} can take, not {quote(max_positions)}"
             )
         config = dataclasses.replace(config, max_positions=max_positions)
     try:
@@ -130,7 +130,7 @@ def read_model(
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     """The tokenizer of a model, without its weights. `source`: as for `load`. Raises: UsageError, as `load` does."""
     path = resolve(source)
-    with reading(path):
+    with guarded_read(path):
         if path.is_dir():
             return hf_tokenizer.from_folder(path)
         if path.suffix == ".gguf":
@@ -147,7 +147,7 @@ def load_reading(folder: str | Path) -> Reading | None:
     path = Path(folder)
     if not is_diffusion(path):
         return None
-    with reading(path):
+    with guarded_read(path):
         return denoisers.reading_of(_config(path), hf_tokenizer.from_folder(path))
 
 
@@ -197,7 +197,7 @@ def resolve(source: str | Path | None) -> Path:
     if source is None or source == DEMO:
         return _demo()
     if not isinstance(source, str | os.PathLike):
-        raise UsageError(f"a model is a hub id, a folder or a file, not {shown(source)}")
+        raise UsageError(f"a model is a hub id, a folder or a file, not {quote(source)}")
     path = Path(os.path.expanduser(source))
     is_file = os.path.isfile(path)  # of names that no system takes too
     if os.path.isdir(path) or (is_file and path.suffix in (".gguf", ".bin")):
@@ -207,7 +207,7 @@ def resolve(source: str | Path | None) -> Path:
     if isinstance(source, str) and re.fullmatch(HUB_ID, source) and path.suffix not in (".gguf", ".bin"):
         return hf.download(source)
     raise UsageError(
-        f'there is no file or folder "{cut(str(source), SENTENCE // 2)}", and it is not a hub id like "org/name" either'
+        f'there is no file or folder "{shorten(str(source), SENTENCE // 2)}", and it is not a hub id like "org/name" either'
     )
 
 

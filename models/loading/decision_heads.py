@@ -19,7 +19,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
-from specjax.files.untrusted import read_json_object, reading, shown
+from specjax.files.untrusted import guarded_read, quote, read_json_object
 from specjax.models.heads.acceptance import AcceptanceHead, Linear
 from specjax.models.loading.families.config_fields import LAYERS, WIDTH, Fields
 from specjax.models.loading.formats import hf
@@ -39,7 +39,7 @@ def read_acceptance(folder: str | Path) -> AcceptanceHead:
     place = Path(folder).expanduser()
     if not place.is_dir():
         raise UsageError(f'there is no folder "{folder}" with an acceptance head')
-    with reading(place):
+    with guarded_read(place):
         config = read_json_object(place / "config.json")
         if config is None:
             raise UsageError(f"{place} has no config.json, so how many blocks the head has is unknown")
@@ -80,7 +80,7 @@ def read_judge(source: str | Path) -> JudgeHead:
         raise UsageError(f"{source} is no .safetensors, .pt or .bin file with a judge's weight and bias")
     if not file.is_file():
         raise UsageError(f'there is no file "{source}" with a judge\'s weight and bias')
-    with reading(file):
+    with guarded_read(file):
         tensors = hf.read_tensors(file)
         _refuse_others(tensors, {"weight", "bias", "mean", "scale", "threshold"}, file)
         shape = tensors["weight"].shape if "weight" in tensors else ()
@@ -115,7 +115,7 @@ def _read(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], wher
         raise UsageError(f"{where} has no tensor {name}, which the head needs")
     tensor = tensors[name]
     if tensor.shape != shape:
-        raise UsageError(f"{where} has {name} of shape {shown(list(tensor.shape))}, and it must be {list(shape)}")
+        raise UsageError(f"{where} has {name} of shape {quote(list(tensor.shape))}, and it must be {list(shape)}")
     values = read_rows(tensor, 0, shape[0] if shape else 1).reshape(shape)
     if not np.isfinite(values).all():
         raise UsageError(f"{where} has numbers in {name} that are not finite")
@@ -125,7 +125,7 @@ def _read(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], wher
 def _refuse_others(tensors: Mapping[str, Tensor], used: set[str], where: Path) -> None:
     others = sorted(set(tensors) - used)
     if others:
-        raise UsageError(f"{where} has {shown(others[0])}, which is no tensor of such a head; give the head's own file")
+        raise UsageError(f"{where} has {quote(others[0])}, which is no tensor of such a head; give the head's own file")
 
 
 def _write(file: Path, arrays: dict[str, np.ndarray]) -> None:

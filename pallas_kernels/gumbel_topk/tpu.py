@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.pallas_kernels.gumbel_topk.reference import gumbel, masked
 from specjax.pallas_kernels.tuning import tuned
 
@@ -50,7 +50,7 @@ def unsupported(keys, logits, k: int) -> str | None:
     return None
 
 
-@in_32_bits  # as Mosaic's indices are
+@without_x64  # as Mosaic's indices are
 def gumbel_topk(
     keys, logits, k, *, temperature=None, valid=None, first_id=0, block=None, width=None, slots=None, device_kind=None,
     interpret=False,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.pallas_kernels.tree_attention.by_slot import tree_attention_by_slot
 from specjax.pallas_kernels.tree_attention.over_slots import over_slots
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
@@ -107,7 +107,7 @@ def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_posit
 
 # Under `jit` so that equal layers share one trace: 27 ms against 0.6 ms.
 @functools.partial(jax.jit, static_argnames=("kernel", "scale", "softcap", "with_total"))
-@in_32_bits  # as Mosaic's indices are
+@without_x64  # as Mosaic's indices are
 def _run_tpu(
     q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, *, kernel="tpu", **static
 ):  # fmt: skip

@@ -20,7 +20,7 @@ from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import init_head
 from specjax.models.heads.m2r2 import M2R2, M2R2Config, check_layers, check_target, of_target
-from specjax.numerics.validation import check_whole
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, Model, PyTree, Target
 
 ALIGNMENT = 0.1
@@ -46,7 +46,7 @@ def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
     config = of_target(target.model.config, **changes)
     check_target(config, target.model)
     for name in ("rank", "recent", "router_width"):
-        check_whole(name, getattr(config, name))
+        check_integer(name, getattr(config, name))
     return init_head("m2r2", config, key)
 
 

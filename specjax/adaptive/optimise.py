@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax.numerics.validation import check_whole
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, Model, Output, PyTree
 
 
@@ -21,7 +21,7 @@ def descend(
     learning_rate: of Adam, or another optimizer. key: if given, the loss gets one of its own in each step, behind the
     parameters. Raises: UsageError for no number of steps.
     """
-    check_whole("steps", steps, 0)
+    check_integer("steps", steps, 0)
     optimizer = learning_rate if isinstance(learning_rate, optax.GradientTransformation) else optax.adam(learning_rate)
 
     def step(carry, number):

@@ -23,12 +23,12 @@ def draw(rounds: Sequence[Round], shown: Callable[[int], str], number: int | Non
     one = rounds[number]
     drawn = _drawn(one)
     heights, leaves = _heights(one.parents, drawn)
-    figure = plotting.begun(9.0, 3.2 + max(2.0, 0.34 * leaves))
+    figure = plotting.new_figure(9.0, 3.2 + max(2.0, 0.34 * leaves))
     above, below = figure.subplots(2, 1, height_ratios=(2.4, max(2.0, 0.34 * leaves)))
     _bars(above, rounds, number)
     _tree(below, one, shown, drawn, heights, leaves)
     figure.suptitle(title, fontsize=9, parse_math=False)
-    return plotting.png(figure)
+    return plotting.to_png(figure)
 
 
 def best(rounds: Sequence[Round]) -> int:
@@ -51,7 +51,7 @@ def _bars(axes, rounds: Sequence[Round], number: int) -> None:
     axes.set_ylabel("tokens, plain passes")
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    plotting.open_corner(axes)
+    plotting.hide_top_right_spines(axes)
 
 
 def _tree(

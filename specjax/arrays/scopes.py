@@ -1,20 +1,23 @@
-"""Names of loops and branches of compiled programs that run as often as the data say, by which the planner knows them.
+"""Names of loops and branches in compiled programs whose iteration count depends on data.
 
-`with jax.named_scope(NAME)` around a loop; the planner's counts for them are in `specjax.planning.programs`.
+The code wraps such a loop in `jax.named_scope(NAME)`. The planner finds it in the compiled program by that name and
+takes its iteration count from `specjax.planning.programs`.
 """
 
 LEVELS = "draft_levels"
-"""The passes of a drafter, one per level of a tree behind the root's."""
+"""The drafter's passes, one per level of a tree below the root's."""
 NARROW = "narrow_pass"
-"""One turn where nothing was drafted, else none."""
+"""One iteration if nothing was drafted, else none."""
 WIDE = "wide_pass"
-"""One turn where something was, else none."""
+"""One iteration if something was drafted, else none."""
 ONCE = "once_or_not"
-"""One turn or none."""
+"""One iteration or none."""
 SUBLAYER = "sublayer"
-"""Not of a loop but of a branch: attention or MLP of a layer of the target, where some may be skipped."""
+"""A branch: attention or MLP of a target layer that some rows may skip."""
 CATCH_UP = "catch_up"
-"""A draft model's passes over what was decoded while nothing was drafted; none where every round drafts."""
+"""A draft model's passes over tokens that were decoded without drafts. There are none if every step drafts."""
 RENEWAL = "renewal"
-"""Of a branch: what of a canvas is read anew before or beside a window, such as a block that is finished. Where it is
-not always the dearest one, the name stands within it, too."""
+"""A branch that recomputes part of a canvas before or beside a window, such as a finished block.
+
+If the recomputation is not always the most expensive branch, the name also stands inside the branch.
+"""

@@ -1,4 +1,4 @@
-"""The width of numbers inside the library's programs."""
+"""Protection of the library's programs from `jax_enable_x64`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def in_32_bits(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`function` as it is without `jax_enable_x64`: what it makes is int32 and float32, as its contracts say.
+def without_x64(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return `function` with 64-bit mode switched off inside: its results are int32 and float32, as their contracts
+    state.
 
-    With that flag JAX's own functions give 64 bits where nothing else is asked for, here an index, there a sum, and no
-    two parts of a loop's state agree. In a program of the caller's own everything else keeps its 64 bits. Arguments of
-    float64, such as a model's parameters, are float32 inside.
+    With `jax_enable_x64`, JAX promotes single indices and sums to 64 bits, and then the parts of a loop's state no
+    longer agree. Code of the caller around `function` keeps its 64 bits. Arguments of float64, such as model
+    parameters, are cast to float32.
     """
 
     @functools.wraps(function)

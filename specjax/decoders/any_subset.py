@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
@@ -135,7 +135,7 @@ class _State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
-@in_32_bits
+@without_x64
 def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> AnySubsetResult:
     batch, size = tokens.shape
     order, row, slots = order_of(missing, lengths), jnp.arange(batch)[:, None], jnp.arange(window)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest, take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.decoders.loop_setup import written
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import prefill
@@ -90,7 +90,7 @@ class _State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("block", "stale", "max_new_tokens"))
-@in_32_bits
+@without_x64
 def _run(
     target: Target, inputs: PyTree, prompt: Array, prompts: Array, keys: Array, eos: Array, limit: Array, *, block: int,
     stale: bool, max_new_tokens: int,

@@ -37,7 +37,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
@@ -212,7 +212,7 @@ class _Round(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "window", "ratio", "alone", "max_tries"))
-@in_32_bits
+@without_x64
 def _decode(
     models: _Models, prompts, lengths, keys, *, max_new_tokens, window, ratio, alone, max_tries
 ) -> ContinuousResult:

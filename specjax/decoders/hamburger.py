@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.decoders.loop_setup import Begun, begin, written
 from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
@@ -107,7 +107,7 @@ class _Micro(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="max_new_tokens")
-@in_32_bits
+@without_x64
 def _run(target: Target, head: DraftHead, begun: Begun, confidence: Array, *, max_new_tokens: int) -> DecodeResult:
     model, params, config = target.model, target.params, head.head.config
     (batch, room), most = begun.tokens.shape, config.segment

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.decoders.loop_setup import Begun, begin, written
 from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
@@ -31,7 +31,7 @@ from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, node_keys, warp
-from specjax.numerics.validation import check_whole
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, Guarantee, PyTree, Target
 
 GUARANTEE: Guarantee = "lossy"
@@ -64,8 +64,8 @@ def lud(
     """
     if not 0 <= pad_token < target.model.vocab_size:
         raise UsageError(f"pad_token must be a token of the model, below {target.model.vocab_size}, not {pad_token}")
-    check_whole("slots", slots, 0)
-    check_whole("repeats", repeats, 0)
+    check_integer("slots", slots, 0)
+    check_integer("repeats", repeats, 0)
     settings = Settings(temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, capacity=capacity)
     begun = begin(
         target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=2 * slots + 1, inputs=inputs
@@ -84,7 +84,7 @@ class _State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "max_new_tokens"))
-@in_32_bits
+@without_x64
 def _run(
     target: Target, begun: Begun, threshold: Array, repeats: Array, pad: Array, *, slots: int, max_new_tokens: int
 ) -> DecodeResult:

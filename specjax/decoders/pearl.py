@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.arrays.indexing import first_largest
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings
@@ -155,7 +155,7 @@ class Role:
     inputs: PyTree = None  # those of its model, if it takes any
 
 
-@in_32_bits
+@without_x64
 def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
     """Of the draft and of the target."""
     of = lambda side: Role(side, settings.warping(), keys, side.model.reads(inputs))
@@ -275,7 +275,7 @@ def _place(role: Role) -> Role:
 
 @jax.jit
 @on_mesh
-@in_32_bits
+@without_x64
 def _read(role: Role, tokens: Array, count: Array) -> PyTree:
     """The cache of the first `count` int32[B] of tokens int32[B, S]."""
     model, params = role.target.model, role.target.params
@@ -284,7 +284,7 @@ def _read(role: Role, tokens: Array, count: Array) -> PyTree:
 
 @functools.partial(jax.jit, static_argnames=("gamma",), donate_argnames=("cache",))
 @on_mesh
-@in_32_bits
+@without_x64
 def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int) -> tuple[Array, PyTree]:
     """Drafts int32[B, gamma] behind a text of `length` int32[B] that ends with `last` int32[B, 1]."""
 
@@ -301,7 +301,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 @on_mesh
-@in_32_bits
+@without_x64
 def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
     """The target's draws int32[B, gamma] behind each token of `window` int32[B, gamma], which begins with the last
     verified token. Drafts in it that fail are forgotten by the next step."""

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, triangle
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import prefill
@@ -78,7 +78,7 @@ def pearl_in_one_program(
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "gamma", "max_new_tokens"))
-@in_32_bits
+@without_x64
 def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, max_new_tokens: int) -> DecodeResult:
     start = Text.of(tokens, lengths, max_new_tokens, gamma)
     loop = functools.partial(_loop, gamma=gamma)

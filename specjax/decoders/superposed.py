@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
@@ -141,7 +141,7 @@ class _State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("drafts", "candidates", "max_new_tokens"))
-@in_32_bits
+@without_x64
 def _run(
     target: Target,
     inputs: PyTree,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.indexing import at, take_along
+from specjax.arrays.indexing import gather_at, take_along
 from specjax.diffusion.types import Canvas, Denoiser, Seen
 from specjax.engine.prefill import CHUNK
 from specjax.numerics.sampling import VERIFY, fold_in
@@ -110,7 +110,7 @@ def put(canvas: Canvas, columns: Array, take: Array, token: Array) -> Canvas:
     row = jnp.arange(len(columns))[:, None]
     place = jnp.where(take, columns, canvas.tokens.shape[1])
     now = jnp.broadcast_to(canvas.passes[:, None], columns.shape)
-    first = jnp.where(at(canvas.open, row, jnp.clip(columns, 0, canvas.open.shape[1] - 1)), now, -1)
+    first = jnp.where(gather_at(canvas.open, row, jnp.clip(columns, 0, canvas.open.shape[1] - 1)), now, -1)
     return canvas._replace(
         tokens=canvas.tokens.at[row, place].set(token, mode="drop"),
         open=canvas.open.at[row, place].set(False, mode="drop"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.diffusion.caches import WHOLE, append
 from specjax.diffusion.loop import LOOP, Denoising
 from specjax.diffusion.types import Denoiser, Memory, Procedure
@@ -18,7 +18,7 @@ UNIT = 32
 """Columns of a canvas that is computed as a whole are a multiple of these, and so are those of a window over it."""
 
 
-@in_32_bits
+@without_x64
 def prepare(
     denoiser: Denoiser,
     procedure: Procedure,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.types import STATIC, Context, Drafter, PyTree, Target
 
 
@@ -49,11 +49,11 @@ def settled(target: Target, drafter: Drafter) -> Drafter:
     return taught(drafter, _settled(target, drafter))
 
 
-_lesson = jax.jit(in_32_bits(lesson))
+_lesson = jax.jit(without_x64(lesson))
 
 
 @jax.jit
-@in_32_bits
+@without_x64
 def _settled(target: Target, drafter: Drafter) -> Drafter:
     context = Context(jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32), target=target)
     return lesson(drafter, drafter.init(drafter.params, context))

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.controllers.fixed import fixed
 from specjax.engine.job import Job, Keep, Parts
 from specjax.engine.packing import Prompts, new_tokens, pack
@@ -114,7 +114,7 @@ class Settings:
         return verifier
 
 
-@in_32_bits
+@without_x64
 def prepare(
     target: Target,
     drafter: Drafter,

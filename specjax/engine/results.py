@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.numerics.global_arrays import is_far
+from specjax.numerics.global_arrays import is_remote
 from specjax.types import Array, Drafter, Info, Stats
 
 
@@ -61,7 +61,7 @@ class DecodeResult:
 
 
 def _here(x) -> np.ndarray:
-    if is_far(x):
+    if is_remote(x):
         raise UsageError("some rows are on other hosts; call specjax.parallel.gather(result) on every host first")
     return np.asarray(x)
 

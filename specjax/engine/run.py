@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.engine.carry_over import lesson
 from specjax.engine.job import Job, Looped
 from specjax.engine.results import DecodeResult
@@ -32,14 +32,14 @@ def _begin(job: Job) -> DecodeState:
 
 
 @jax.jit
-@in_32_bits
+@without_x64
 def start(job: Job) -> DecodeState:
     """The state from which `step` goes on: prompts read, nothing decoded."""
     return _begin(job)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-@in_32_bits
+@without_x64
 def step(parts: Looped, state: DecodeState) -> tuple[DecodeState, Info, Array]:
     """One pass of the target: the next state, in the place of `state`; what was added; whether all rows ended."""
     state, info = parts.loop.step(parts, state)
@@ -47,7 +47,7 @@ def step(parts: Looped, state: DecodeState) -> tuple[DecodeState, Info, Array]:
 
 
 @jax.jit
-@in_32_bits
+@without_x64
 def run(job: Job) -> DecodeResult:
     """`start` and `step` until all rows have ended, in one program.
 

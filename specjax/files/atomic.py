@@ -1,4 +1,4 @@
-"""Where specjax keeps what it need not compute twice."""
+"""The user's cache folder, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 
 def cache_folder() -> Path:
-    """The folder of this user on this machine; it need not exist."""
+    """Return the cache folder of this user on this machine. It may not exist yet."""
     home = Path.home()
     if os.environ.get("XDG_CACHE_HOME"):
         base = Path(os.environ["XDG_CACHE_HOME"])
@@ -25,15 +25,15 @@ def cache_folder() -> Path:
     return base / "specjax"
 
 
-def share(path: Path) -> None:
-    """Let others read a file that was made for this user alone, as far as this process lets them. Raises: OSError."""
+def apply_umask(path: Path) -> None:
+    """Make a file that was created for this user alone readable as the umask allows. Raises: OSError."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], about: Mapping[str, str] | None = None) -> None:
-    """A safetensors file of arrays, whole or not at all. about: words of its header.
+    """Write a safetensors file completely or not at all. `about` is the metadata of its header.
 
     Raises: OSError, SafetensorError.
     """
@@ -42,28 +42,28 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], about: Mapping[str, st
     part = path.with_name(f"{path.name}.part")
     try:
         save_file(dict(tensors), part, dict(about or {"format": "pt"}))
-        share(part)
+        apply_umask(part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when all of it is there, whoever else writes it. Raises: OSError."""
+def open_atomic(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` once it is complete, also under concurrent writers. Raises: OSError."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-        share(Path(temporary))
+        apply_umask(Path(temporary))
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """The file, whole or not at all; its folder is made. Raises: OSError."""
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file completely or not at all, and create its folder. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as file:
+    with open_atomic(path) as file:
         file.write(content)

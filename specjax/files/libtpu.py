@@ -1,4 +1,4 @@
-"""libtpu, the TPU compiler and runtime, on machines that have no TPU, and the one setting that TPU7x wants."""
+"""Environment of libtpu, the TPU compiler and runtime, for machines without a TPU, and one setting for TPU7x."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _QUIET = {
 }
 
 TILES = "--xla_tpu_control_large_2nd_minor_layout_for_x16"
-"""A flag: whether programs for TPU7x may hold 16-bit arrays in tiles of 16 x 128.
+"""Compiler flag: whether programs for TPU7x may store 16-bit arrays in tiles of 16 x 128.
 
-Their arguments come in 8 x 128, so by default all bfloat16 weights are tiled anew at the start of each program, beside
-what is there: Llama 3 8B over eight devices takes 3.6 GB more per device, and a streamed step moves 3.7 times as much.
-Without, the compiler schedules the same cycles, and older generations have 8 x 128 anyway. Weights cannot be laid out
-once instead: `jax.experimental.layout` keeps 16 x 128 on one device, but the tiles of an argument that is split over
-several are dropped where XLA partitions the program, and its AUTO chooses 8 x 128.
+Program arguments arrive in tiles of 8 x 128. By default every program for TPU7x therefore copies all bfloat16 weights
+into new tiles at its start. Llama 3 8B over eight devices then takes 3.6 GB more per device, and a streamed step moves
+3.7 times as many bytes. With the flag off, the compiler schedules the same number of cycles; older generations use
+8 x 128 anyway. `jax.experimental.layout` cannot replace the flag. It keeps 16 x 128 on one device, but XLA drops the
+tiles of an argument that is partitioned over several devices, and its AUTO layout chooses 8 x 128.
 """
 
 _PCI = "/sys/bus/pci/devices/*/device"
@@ -29,9 +29,9 @@ _TPU7X = "0x0076"  # as in jax/_src/hardware_utils.py
 
 
 def prepare_environment() -> None:
-    """Tell libtpu, before it is loaded, that there is no TPU to look for, and how programs for TPU7x hold weights.
+    """Set libtpu's environment before it is loaded: no search for a TPU, and the layout of weights for TPU7x.
 
-    On a machine with a TPU, change nothing; on one with TPU7x, that alone. Variables and flags that are set stay.
+    On a machine with a TPU nothing changes, except the layout flag on TPU7x. Variables and flags of the user stay.
     """
     has_tpu = bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))
     if has_tpu and not any(Path(file).read_text().strip() == _TPU7X for file in glob.glob(_PCI)):

@@ -1,4 +1,4 @@
-"""Pictures as bytes. matplotlib is imported when one is begun."""
+"""Matplotlib figures as PNG bytes. The import of matplotlib is deferred until a figure is created."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import io
 import warnings
 from typing import Any
 
-from specjax.errors import needing
+from specjax.errors import optional_import
 
 
-def begun(width: float, height: float) -> Any:
-    """An empty figure, in inches. Raises: UsageError without matplotlib."""
-    with needing("plots", "drawing needs"):
+def new_figure(width: float, height: float) -> Any:
+    """Create an empty figure of the given size in inches. Raises: UsageError without matplotlib."""
+    with optional_import("plots", "drawing needs"):
         from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def png(figure: Any) -> bytes:
-    """What is drawn."""
+def to_png(figure: Any) -> bytes:
+    """Render a figure as PNG bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -28,7 +28,7 @@ def png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def open_corner(axes: Any) -> None:
-    """Without the lines above and on the right."""
+def hide_top_right_spines(axes: Any) -> None:
+    """Hide the top and right spines."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -1,4 +1,4 @@
-"""Arrays whose parts lie on several hosts: made from what every host knows, and read back whole.
+"""Global arrays whose shards are on several hosts: creation from values that every host has, and gathering.
 
 Every host must make the same calls in the same order.
 """
@@ -16,38 +16,40 @@ from specjax.types import Array, PyTree
 
 
 def place(tree: PyTree, mesh: Mesh, *spec: str | None) -> PyTree:
-    """Spread arrays over a mesh; every host has them whole, and hands its own devices their parts.
+    """Shard arrays over a mesh. Every host has the complete arrays and transfers the shards of its own devices.
 
-    Unlike `jax.device_put` it does not compare the hosts' values: see `specjax.parallel.check_same`.
+    Unlike `jax.device_put`, it does not compare the values between hosts; see `specjax.parallel.check_same`.
     """
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.tree.map(lambda x: place_one(x, sharding), tree)
 
 
 def place_one(x, sharding) -> Array:
-    """One array, with the sharding; typed keys too."""
+    """Put one array on devices with the given sharding. Typed keys are supported."""
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = place_one(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if sharding.is_fully_addressable or is_far(x):
+    if sharding.is_fully_addressable or is_remote(x):
         return jax.device_put(x, sharding)
-    whole = np.asarray(x)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    array = np.asarray(x)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
-    """`jax.ShapeDtypeStruct`s of arrays or shapes, with these shardings: to compile without the arrays."""
+    """Return `jax.ShapeDtypeStruct`s with these shardings, to compile without the arrays."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def spread_rows(mesh: Mesh, tokens, lengths, keys) -> tuple[tuple[Array, Array], Array]:
-    """A batch over the axis "data", for `decode` and `stream`.
+    """Shard a batch over the mesh axis "data", for `decode` and `stream`.
 
-    A batch that the axis does not divide gets copies of its first row at the end. A copy ends when the row does, so it
-    costs no steps; drop what is decoded for it.
+    If the axis does not divide the batch, copies of the first row fill it up. A copy finishes together with its
+    original and so costs no steps. Drop the text that is decoded for it.
 
-    Args: tokens int[B, P], lengths int[B] and keys, one or [B] as in `decode`, whole on every host.
-    Returns: ((tokens [B', P], lengths [B']), keys [B']), B' a multiple of the axis.
+    Args:
+      tokens: int[B, P]. lengths: int[B]. keys: one key or [B], as in `decode`. All are complete on every host.
+
+    Returns: ((tokens [B', P], lengths [B']), keys [B']), where B' is a multiple of the axis.
     """
     batch = len(lengths)
     keys = row_keys(keys, batch)  # before the copies: row b has fold_in(key, b)
@@ -58,27 +60,27 @@ def spread_rows(mesh: Mesh, tokens, lengths, keys) -> tuple[tuple[Array, Array],
     return (place(tokens, mesh, "data"), place(lengths, mesh, "data")), place(keys[row], mesh, "data")
 
 
-def is_far(x) -> bool:
-    """Whether parts of an array are on other hosts only."""
+def is_remote(x) -> bool:
+    """Return True if some shards of the array are only on other hosts."""
     return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
 def replicate(tree: PyTree) -> PyTree:
-    """The same with whole copies of what lies on several hosts, on each; dispatched, not waited for."""
+    """Replicate the arrays that lie on several hosts to every host. The copy is dispatched asynchronously."""
     leaves, structure = jax.tree.flatten(tree)
-    far = [i for i, leaf in enumerate(leaves) if is_far(leaf)]
-    if not far:
+    remote = [i for i, leaf in enumerate(leaves) if is_remote(leaf)]
+    if not remote:
         return tree
-    shardings = tuple(NamedSharding(leaves[i].sharding.mesh, PartitionSpec()) for i in far)
-    for i, whole in zip(far, _copy(shardings)(*(leaves[i] for i in far)), strict=True):
-        leaves[i] = whole
+    shardings = tuple(NamedSharding(leaves[i].sharding.mesh, PartitionSpec()) for i in remote)
+    for i, replica in zip(remote, _copy(shardings)(*(leaves[i] for i in remote)), strict=True):
+        leaves[i] = replica
     return jax.tree.unflatten(structure, leaves)
 
 
 def gather(tree: PyTree) -> PyTree:
-    """Results, whole on every host, as numpy (typed keys as arrays): `parallel.gather(specjax.decode(...)).to_lists()`.
+    """Fetch results to every host as numpy arrays; typed keys stay JAX arrays.
 
-    Every host must call it. Without other hosts it only fetches.
+    Every host must call it. Example: `parallel.gather(specjax.decode(...)).to_lists()`. On one host it only fetches.
     """
     return jax.tree.map(_fetch, replicate(tree))
 

@@ -1,7 +1,7 @@
-"""Vectors as int8 with one float32 scale each: x is about values * scale, symmetric, by the largest element.
+"""Symmetric int8 quantization of vectors with one float32 scale per vector: x is approximately values * scale.
 
-Each element is off by at most half a step, 1/254 of the largest. Absmax quantisation by vectors, as in Dettmers et al.:
-LLM.int8() (2022), arXiv 2208.07339, but without its outliers kept apart.
+The largest element of a vector sets its scale, so each element is off by at most 1/254 of the largest. This is absmax
+quantization per vector as in Dettmers et al.: LLM.int8() (2022), arXiv 2208.07339, without separate outliers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BITS = jnp.uint16  # of arrays that hold bfloat16 bit by bit
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """An array [..., n, h] as n vectors of h elements. Its shape, length and leading indices are those of `values`."""
+    """An array [..., n, h] stored as n vectors of h elements. Shape, length and leading indices are those of `values`."""
 
     values: Array  # int8[..., n, h]
     scale: Array  # float32[..., n]; h is left out so that n lies in the lanes of a TPU
@@ -41,12 +41,12 @@ class Quantized:
         return len(self.values)
 
     def __getitem__(self, index) -> Quantized:
-        """By leading axes, such as the layers of a stack."""
+        """Index leading axes, such as the layers of a stack."""
         return Quantized(self.values[index], self.scale[index])
 
 
 def quantize(x: Array) -> Quantized:
-    """x [..., h], rounded to the nearest of 255 steps between minus and plus its largest element; zero stays zero."""
+    """Quantize x [..., h] to 255 levels between minus and plus its largest element. Zero stays zero."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), -1) / LEVELS
     step = jnp.where(scale > 0, scale, 1.0)[..., None]
@@ -54,5 +54,5 @@ def quantize(x: Array) -> Quantized:
 
 
 def dequantize(x: Quantized) -> Array:
-    """float32, of the shape of `x`."""
+    """Return float32 of the shape of `x`."""
     return x.values.astype(jnp.float32) * x.scale[..., None]

@@ -1,8 +1,8 @@
-"""Arithmetic whose result, to the bit, is the same in every program that holds it.
+"""Arithmetic with the same result, to the bit, in every compiled program.
 
-Compilers keep the order of additions only where they must. XLA on CPU hands long sums to a library whose order goes by
-the shape, and with them the exponentials around; LLVM joins a product and a sum into one rounding (FMA) where both
-stand in one loop. So here sums have an order that is written down, and products that are added to something are exact.
+Compilers may reorder additions. On CPU, XLA passes long sums to a library whose order depends on the shape, and fuses
+the exponentials around them. LLVM contracts a product and a sum into one rounding (FMA) inside one loop. Here, sums
+have a written order, and products that are added to something are exact.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ SMALLEST = -126  # exponent of the smallest normal float32; what is below counts
 
 
 def fixed_point(x: Array) -> Array:
-    """int32 of float32 x: its value times log2(e) in steps of 2 ** -FRACTION; beyond LARGEST either way, that of it."""
+    """Return int32: float32 x times log2(e) in steps of 2 ** -FRACTION, with x clipped to +-LARGEST."""
     return jnp.round(jnp.clip(x, -LARGEST, LARGEST) * np.float32(LOG2_E * (1 << FRACTION))).astype(jnp.int32)
 
 
 def power_of_two(z: Array, exponent: Array | int = 0) -> Array:
-    """float32: 2 ** (z / 2 ** FRACTION - exponent) of int32 z, in integers but for an exact last product.
+    """Return float32 2 ** (z / 2 ** FRACTION - exponent) of int32 z, in integers except for an exact last product.
 
-    2 ** f for f in [0, 1) is a polynomial of the fourth degree in 16 bits, off by 4e-5 of itself at most. For another
-    integer `exponent` the result is the same but for a power of two: so a softmax may change its mind about the largest
-    score.
+    A polynomial of degree four in 16-bit integers computes 2 ** f for f in [0, 1), with a relative error of at most
+    4e-5. Another integer `exponent` only changes the result by a power of two, so a softmax may rescale when its
+    maximum changes.
     """
     f = jax.lax.bitcast_convert_type(z & ((1 << FRACTION) - 1), jnp.uint32)
     sixteen_bits = lambda c: np.uint32(round(c * (1 << FRACTION)))
@@ -47,15 +47,15 @@ POLYNOMIAL = 0.01342668, 0.05224247, 0.24128020, 0.69304484  # of f ** 4 to f; t
 
 
 def two_to(n: Array) -> Array:
-    """float32 2 ** n of int32 n; 0 for n below SMALLEST, the largest power for n above 127."""
+    """Return float32 2 ** n of int32 n: 0 for n below SMALLEST, and 2 ** 127 for n above 127."""
     bits = jnp.clip(n, SMALLEST - 1, 127) + (1 - SMALLEST)
     return jax.lax.bitcast_convert_type(bits << 23, jnp.float32)
 
 
 def sum_in_order(x: Array) -> Array:
-    """float32[...]: the sum of x [..., n], first the terms of either half one after another.
+    """Sum x [..., n] over its last axis in a fixed order: float32[...]. Each half is summed term by term.
 
-    A reduction of two arrays at once, which no library takes over and no compiler may reorder.
+    It is a reduction of two arrays at once, which no library call replaces and no compiler may reorder.
     """
     half = x.shape[-1] // 2
     zero = np.float32(0)
@@ -66,18 +66,20 @@ def sum_in_order(x: Array) -> Array:
 
 
 TILE = 128
-"""Rows of what is summed up on TPU, as many as a piece of a prompt has. Fewer cost no less where the weights are what
-takes the time."""
+"""Rows of a product on TPU, as many as a prefill chunk has. Fewer rows are not faster where reading the weights
+dominates.
+"""
 
 
 def in_tiles(sums: Callable[[Array], Array], x: Array, *, in_loop: bool = False) -> Array:
-    """`sums(rows [TILE, D]) -> [TILE, ...]` of all rows of x [..., D], as many at a time; the missing ones are zero.
+    """Apply `sums(rows [TILE, D]) -> [TILE, ...]` to all rows of x [..., D] in tiles of one size, padded with zeros.
 
-    A compiler chooses by the shape how it cuts a sum, and here there is one shape. The barriers keep it from seeing
-    which rows are used, and from joining what stands around, which may be of another shape.
+    A compiler chooses the split of a sum by its shape, so one shape gives one split. The barriers hide which rows are
+    used and prevent fusion with neighbours, whose shapes may differ.
 
-    in_loop: not for products. One in a loop is cut otherwise than alone, where a layer's weights are cut out of their
-    stack within it, so several tiles are written out.
+    Args:
+      in_loop: run the tiles in a loop. Not for products: a product inside a loop is split differently from one outside,
+        because the layer's weights are sliced out of their stack there. Such tiles are unrolled.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
@@ -88,20 +90,20 @@ def in_tiles(sums: Callable[[Array], Array], x: Array, *, in_loop: bool = False)
 
 
 def as_bfloat16(x: Array) -> Array:
-    """float32 of x rounded to bfloat16, also where the compiler knows more digits of a bfloat16 x than these."""
+    """Round x to bfloat16 and return float32, even where the compiler keeps more digits of a bfloat16 x."""
     return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
 
 
 def exact_factor(x: Array) -> Array:
-    """float32 x to 16 bits: its product with a bfloat16 is exact, so that it makes no difference how that is added."""
+    """Round float32 x to 16 bits. Its product with a bfloat16 is exact, so fused and separate additions agree."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=15)
 
 
 def root_mean_square(x: Array, eps: float) -> Array:
-    """float32[..., 1] of bfloat16 x [..., D]: 1 / sqrt(mean(x ** 2) + eps). The squares are exact.
+    """Return 1 / sqrt(mean(x ** 2) + eps) as float32[..., 1] of bfloat16 x [..., D]. The squares are exact.
 
-    The root is apart from the sum and product before it: in one loop with these, XLA on CPU takes it otherwise in
-    vectors than in what is left of a vector (since jax 0.12). On TPU it is of a tile too, never of one number.
+    A barrier separates the root from the sum. In one loop with them, XLA on CPU computes the root of the last elements
+    of a vector differently (since jax 0.12). On TPU the root is always computed on a tile, never on one number.
     """
     size, y = x.shape[-1], as_bfloat16(x)
 
@@ -115,7 +117,7 @@ def root_mean_square(x: Array, eps: float) -> Array:
 
 @jax.custom_jvp
 def sigmoid(x: Array) -> Array:
-    """float32 1 / (1 + exp(-x)) of float32 x. Integers have no derivative, so it is said."""
+    """Return float32 1 / (1 + exp(-x)) of float32 x. The derivative is given explicitly because integers have none."""
     return 1 / (1 + power_of_two(fixed_point(-x)))
 
 
@@ -126,13 +128,13 @@ def _derivative(primals, tangents):
 
 
 def silu(x: Array) -> Array:
-    """float32 x * sigmoid(x) of bfloat16 x."""
+    """Return float32 x * sigmoid(x) of bfloat16 x."""
     y = as_bfloat16(x)
     return y * sigmoid(y)
 
 
 def gelu(x: Array) -> Array:
-    """float32, the approximation of GELU by tanh, of bfloat16 x: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x ** 3))."""
+    """Return float32 GELU by its tanh approximation, x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x ** 3)), of bfloat16 x."""
     y = as_bfloat16(x)
     cubic = exact_factor(np.float32(0.044715) * (y * y))  # rounded, so no product that a sum could take in
     return y * sigmoid(np.float32(2 * (2 / np.pi) ** 0.5) * y * (1 + cubic))

@@ -1,16 +1,15 @@
-"""From logits to the distribution that is sampled: temperature, top-k, top-p, min-p, without sorting the vocabulary.
-Random keys, and what is drawn with them.
+"""Sampling: temperature, top-k, top-p and min-p without a sort of the vocabulary, and the random draws of the library.
 
-Sorting 150,000 logits per node is the classic hidden cost of sampled decoding. The k-th largest value and the nucleus
-threshold are found instead by fixing the bits of a float from the top: 32 counting passes, whatever the vocabulary.
-Where only some of the tokens at the threshold may stay, a bisection over ids finds the last of them. Every pass is a
-sum, so a vocabulary that is spread over devices stays where it is.
+A sort of 150,000 logits per node is the classic hidden cost of sampled decoding. Here the k-th largest value and the
+nucleus threshold are found bit by bit from the top of a float: 32 counting passes for any vocabulary. If only some of
+the tokens at the threshold may stay, a bisection over ids finds the last one. Every pass is a sum, so a vocabulary that
+is sharded over devices is not gathered.
 
-Draws use the 32 bits that JAX has for a float32, of which its own uniform numbers keep 23: with those a token of
-probability 1e-7 is drawn half as often as it should be, and its noise is never above 16. Here the noise has its finest
-steps, of 2^-32, where the rare tokens win: one of 1e-9 is drawn 0.998 times as often as it should be, one of 2.3e-10
-(2^-32) 0.96 times, rarer ones still less, together at most 6e-5 of the mass of 262,144 tokens. That costs what 23 bits
-do, within a tenth (docs/verifiers.md).
+Draws use all 32 random bits of a float32, where JAX's uniform numbers use 23. With 23 bits a token of probability 1e-7
+is drawn half as often as it should be, because its noise never exceeds 16. Here the steps of the noise are finest
+(2^-32) where rare tokens win. A token of 1e-9 is drawn 0.998 times as often as it should be, and one of 2.3e-10 (2^-32)
+0.96 times. Rarer tokens lose more; together they are at most 6e-5 of the mass of 262,144 tokens. The cost is that of
+23 bits within a tenth (docs/verifiers.md).
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from specjax.errors import UsageError
 from specjax.types import Array, Sampling
 
 COLDEST = 1e-30
-"""Lower temperatures count as this one: logits of 3e8 would leave float32, and what is below the largest is out."""
+"""Lower temperatures are raised to this one, because logits of 3e8 would overflow float32."""
 HOTTEST = 1e30
-"""Higher ones, infinity among them, as this one: all logits are 0 then, but for those of -inf, which stay out."""
+"""Higher temperatures, including infinity, are lowered to this one. All finite logits are 0 then."""
 
 
 def warp(logits: Array, sampling: Sampling) -> Array:
     """Apply temperature, top-k, top-p and min-p, in this order.
 
     Ties: top-k keeps the lower ids, so exactly k tokens survive; top-p takes equal tokens by id. The token that crosses
-    `top_p` stays. min-p drops what has less than `min_p` times the probability of the likeliest token (Nguyen et al.:
-    Turning Up the Heat, 2024, arXiv 2407.01082). A temperature of 0 leaves the first largest logit alone.
+    `top_p` stays. min-p drops tokens with less than `min_p` times the probability of the likeliest token (Nguyen et
+    al.: Turning Up the Heat, 2024, arXiv 2407.01082). A temperature of 0 keeps only the first largest logit.
 
     Args:
       logits: float[B, ..., V]. sampling: fields are None, scalars or [B].
@@ -57,52 +56,52 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     logits = logits / jnp.where(temperature > 0, temperature, 1.0)
     if sampling.top_k is not None:
         k = per_row(sampling.top_k)
-        logits = _kept((temperature > 0) & (k < logits.shape[-1]), lambda x: _top_k_mask(x, k), logits)
+        logits = _filtered((temperature > 0) & (k < logits.shape[-1]), lambda x: _top_k_mask(x, k), logits)
     if sampling.top_p is not None:
         mass = per_row(sampling.top_p)
-        logits = _kept((temperature > 0) & (mass < 1), lambda x: _top_p_mask(x, mass), logits)
+        logits = _filtered((temperature > 0) & (mass < 1), lambda x: _top_p_mask(x, mass), logits)
     if sampling.min_p is not None:
         share = per_row(sampling.min_p).astype(jnp.float32)
-        least = jnp.max(logits, -1, keepdims=True) + jnp.log(share)  # 0 drops nothing, the likeliest token stays
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
+        threshold = jnp.max(logits, -1, keepdims=True) + jnp.log(share)  # 0 drops nothing, the likeliest token stays
+        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     return jnp.where(temperature > 0, logits, greedy)
 
 
 def is_greedy(sampling: Sampling, batch: int) -> Array:
-    """bool[B]: which rows take the likeliest token; of a program in which that is data."""
+    """Return bool[B]: the rows with temperature 0, in a program whose temperature is traced."""
     assert sampling.temperature is not None
     return jnp.broadcast_to(sampling.temperature == 0, (batch,))
 
 
-def _kept(wanted: Array, mask: Callable[[Array], Array], logits: Array) -> Array:
-    """Logits where the mask has them; it is not looked for if no row wants it."""
-    return jax.lax.cond(jnp.any(wanted), lambda x: jnp.where(mask(x), x, -jnp.inf), lambda x: x, logits)
+def _filtered(is_active: Array, mask: Callable[[Array], Array], logits: Array) -> Array:
+    """Mask the logits. The mask is not computed if no row needs it."""
+    return jax.lax.cond(jnp.any(is_active), lambda x: jnp.where(mask(x), x, -jnp.inf), lambda x: x, logits)
 
 
 def draw(keys: Array, logits: Array) -> Array:
-    """One token per row: int32[B] from keys [B] and warped logits float32[B, V] (a Gumbel race)."""
+    """Draw one token per row by a Gumbel race: int32[B] from keys [B] and warped logits float32[B, V]."""
     return first_largest(logits + noise(keys, logits.shape[-1]))
 
 
 def noise(keys: Array, vocab: int) -> Array:
-    """Gumbel noise float32[..., V] of keys [...]. A token's noise depends on the key and its id alone."""
+    """Return Gumbel noise float32[..., V] of keys [...]. The noise of a token depends only on the key and its id."""
     return gumbel(_bits(keys, vocab))
 
 
 def uniform(keys: Array, count: int) -> Array:
-    """Numbers float32[..., count] in (0, 1) of keys [...], in steps of 2^-32 near 0 and of 2^-24 near 1."""
+    """Return uniform numbers float32[..., count] in (0, 1) of keys [...], in steps of 2^-32 near 0 and of 2^-24 near 1."""
     x = _centred(_bits(keys, count))
     return jnp.where(x < 0, jnp.minimum(1 + x, 1 - 2.0**-24), x)
 
 
 def normal(keys: Array, count: int) -> Array:
-    """Standard normal float32[..., count] of keys [...], up to 6.2 on both sides."""
+    """Return standard normal float32[..., count] of keys [...], bounded by 6.2 in absolute value."""
     x = _centred(_bits(keys, count))
     return jnp.copysign(jax.scipy.special.ndtri(jnp.abs(x)), -x)
 
 
 def gumbel(bits: Array) -> Array:
-    """Gumbel noise float32 of random uint32: -log(-log(u)) at u = (bits + 1/2) / 2^32, element by element."""
+    """Return Gumbel noise float32 of random uint32, elementwise: -log(-log(u)) at u = (bits + 1/2) / 2^32."""
     x = _centred(~bits)  # 1 - u: float32 is fine around 0, so it is the end of u at 1 that must lie there
     # -log(1 - x). The series is right to 5e-6 below 2^-8; its products by powers of two are exact, so that it does not
     # matter where a compiler fuses them into sums, and equal keys have equal noise in every program.
@@ -111,20 +110,20 @@ def gumbel(bits: Array) -> Array:
 
 
 def _bits(keys: Array, count: int) -> Array:
-    """uint32[..., count] of keys [...]."""
+    """Return random bits uint32[..., count] of keys [...]."""
     keys = threefry(keys)
     flat = jax.vmap(lambda key: jax.random.bits(key, (count,), jnp.uint32))(keys.reshape(-1))
     return flat.reshape(*keys.shape, count)
 
 
 def _centred(bits: Array) -> Array:
-    """(bits + 1/2) / 2^32, less 1 where that is above 1/2: float32 in [-1/2, 1/2], finest next to 0 from both sides."""
+    """Return (bits + 1/2) / 2^32, minus 1 above 1/2: float32 in [-1/2, 1/2], finest next to 0 on both sides."""
     signed = jax.lax.bitcast_convert_type(bits, jnp.int32)
     return (signed.astype(jnp.float32) + 0.5) * 2.0**-32
 
 
 def entropy(log_p: Array) -> Array:
-    """Entropy in nats, float32[...], of normalised log-probabilities float32[..., V]."""
+    """Return the entropy in nats, float32[...], of normalised log-probabilities float32[..., V]."""
     return -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), -1)
 
 
@@ -132,19 +131,22 @@ DRAFT, VERIFY = 0, 1  # purposes of random keys
 
 
 def node_keys(keys: Array, length: Array, depth: Array) -> Array:
-    """Keys [B, N] of the positions that the children of nodes at `depth` int32[B, N] below a text of `length` [B] take.
+    """Return keys [B, N] for the positions of the children of tree nodes.
 
-    They are those of the target's own draws: equal whatever was drafted, in any round.
+    The target draws its own tokens with these keys. They do not depend on the draft or on the step.
+
+    Args:
+      length: committed tokens [B]. depth: int32[B, N], depth of each node.
     """
     return fold_in(fold_in(keys[:, None], length[:, None] + depth), VERIFY)
 
 
 def row_keys(key: Array | int, batch: int) -> Array:
-    """Keys [B] that draw independently of each other: `fold_in(key, b)` of one key, or the keys given per row.
+    """Return independent keys [B]: `fold_in(key, b)` of one key, or the given keys of the rows.
 
     Args:
-      key: as `threefry` takes it.
-    Raises: UsageError for any other number of keys, or for what is none.
+      key: any form that `threefry` accepts.
+    Raises: UsageError for another number of keys, or for a value that is no key.
     """
     keys = threefry(key)
     if keys.ndim == 0:
@@ -155,7 +157,7 @@ def row_keys(key: Array | int, batch: int) -> Array:
 
 
 def fold_in(keys: Array, data: Array | int) -> Array:
-    """`jax.random.fold_in` of keys with int32, of shapes that broadcast."""
+    """Apply `jax.random.fold_in` to keys and int32 data of broadcastable shapes."""
     return _fold_in(threefry(keys), data)
 
 
@@ -163,15 +165,15 @@ _fold_in = jnp.vectorize(jax.random.fold_in)
 
 
 def threefry(keys: Array | int) -> Array:
-    """Keys of any implementation as threefry2x32 keys: those that are already stay as they are.
+    """Convert keys of any implementation to threefry2x32 keys. Keys of that implementation are returned unchanged.
 
-    Under `vmap` JAX draws the bits of rbg and unsafe_rbg from the first key of the batch, so that all rows of a batch
-    would get the same noise. Every draw of this library goes through here.
+    Under `vmap`, JAX draws the bits of rbg and unsafe_rbg from the first key of the batch, so all rows would get the
+    same noise. Every draw of this library therefore uses this function.
 
     Args:
-      keys: typed keys, `jax.random.PRNGKey` arrays uint32[..., words], or one seed: the key of `jax.random.key(seed)`
-        or, where that would drop bits of a seed of 64, the one that it gives under `jax_enable_x64`.
-    Raises: UsageError for anything else.
+      keys: typed keys, `jax.random.PRNGKey` arrays uint32[..., words], or one integer seed. A seed gives the key of
+        `jax.random.key(seed)`; a 64-bit seed gives the key that JAX makes under `jax_enable_x64`.
+    Raises: UsageError for any other value.
     """
     if isinstance(keys, (int, np.integer)):
         if not -(1 << 63) <= keys < 1 << 63:
@@ -196,12 +198,12 @@ def threefry(keys: Array | int) -> Array:
 
 
 def _only(token: Array, vocab: int) -> Array:
-    """Logits that can only draw `token`."""
+    """Return logits from which only `token` can be drawn."""
     return jnp.where(jnp.arange(vocab) == token[..., None], 0.0, -jnp.inf)
 
 
 def _largest(holds, shape) -> Array:
-    """The largest uint32 t of `shape` with `holds(t)`, for a condition that holds at 0 and never returns."""
+    """Return the largest uint32 t of `shape` for which `holds(t)`. The condition must be true at 0 and monotone."""
 
     def body(i, t):
         higher = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
@@ -211,21 +213,21 @@ def _largest(holds, shape) -> Array:
 
 
 def _ordered(x: Array) -> Array:
-    """uint32 with the order of float32."""
+    """Map float32 to uint32 with the same order."""
     bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0.0 equal to 0.0
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _total(values: Array, dtype=None) -> Array:
-    """Sums over the vocabulary, [..., 1]."""
+    """Sum over the vocabulary: [..., 1]."""
     return jnp.sum(values, -1, keepdims=True, dtype=dtype)
 
 
 def _first(tied: Array, fits) -> Array:
-    """As many of the tied tokens as `fits`, lower ids first: bool[..., V].
+    """Select tied tokens in ascending order of id for as long as `fits` allows: bool[..., V].
 
     Args:
-      tied: bool[..., V]. fits: whether int32[..., 1] of them may stay; once it fails it never returns.
+      tied: bool[..., V]. fits: a monotone predicate of a number int32[..., 1] of selected tokens.
     """
     # Bisection over ids: a cumulative sum would gather a vocabulary that is spread over devices.
     ids = jnp.arange(tied.shape[-1], dtype=jnp.int32)
@@ -245,7 +247,7 @@ def _first(tied: Array, fits) -> Array:
 
 def _top_k_mask(logits: Array, k: Array) -> Array:
     x = _ordered(logits)
-    count = lambda chosen: _total(chosen, jnp.int32)
+    count = lambda selected: _total(selected, jnp.int32)
     kth = _largest(lambda t: count(x >= t) >= k, (*logits.shape[:-1], 1))
     more = k - count(x > kth)
     return (x > kth) | _first(x == kth, lambda number: number <= more)
@@ -254,7 +256,7 @@ def _top_k_mask(logits: Array, k: Array) -> Array:
 def _top_p_mask(logits: Array, top_p: Array) -> Array:
     p = jax.nn.softmax(logits, -1)
     x = _ordered(p)
-    mass = lambda chosen: _total(jnp.where(chosen, p, 0.0))
+    mass = lambda selected: _total(jnp.where(selected, p, 0.0))
     crossing = _largest(lambda t: mass(x >= t) >= top_p, (*logits.shape[:-1], 1))
     tied = x == crossing
     above, each = mass(x > crossing), jnp.max(jnp.where(tied, p, 0.0), -1, keepdims=True)

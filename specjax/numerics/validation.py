@@ -1,4 +1,4 @@
-"""Whether a setting lies in its range, where its value is known."""
+"""Range checks of settings whose values are known. Traced values and None pass."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
 
 
-def check_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raises: UsageError for what is no whole number, or is below `least`; None and what is traced pass."""
-    holds = lambda x: x.ndim == 0 and x.dtype.kind != "f" and x >= least
-    check_range(name, value, holds, f"a whole number of at least {least}")
+def check_integer(name: str, value: Any, minimum: int = 1) -> None:
+    """Check that a value is an integer of at least `minimum`. None and traced values pass. Raises: UsageError."""
+    predicate = lambda x: x.ndim == 0 and x.dtype.kind != "f" and x >= minimum
+    check_range(name, value, predicate, f"a whole number of at least {minimum}")
 
 
-def check_range(name: str, value: Any, holds: Callable[[np.ndarray], np.ndarray], wanted: str) -> None:
-    """Raises: UsageError for a value that is not `wanted`; None and what is traced pass."""
+def check_range(name: str, value: Any, predicate: Callable[[np.ndarray], np.ndarray], expected: str) -> None:
+    """Check all elements of a value with `predicate`. None and traced values pass. Raises: UsageError that names
+    `expected`.
+    """
     if value is None or isinstance(value, jax.core.Tracer):
         return
     try:
         number = np.asarray(gather(value))
     except ValueError:  # rows of different lengths
-        raise UsageError(f"{name} must be {wanted}, not {value!r}") from None
-    if number.size and (number.dtype.kind not in "iuf" or not np.all(holds(number))):
-        raise UsageError(f"{name} must be {wanted}, not {value!r}")
+        raise UsageError(f"{name} must be {expected}, not {value!r}") from None
+    if number.size and (number.dtype.kind not in "iuf" or not np.all(predicate(number))):
+        raise UsageError(f"{name} must be {expected}, not {value!r}")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import check_regular, orbax, reading
+from specjax.files.untrusted import check_regular, guarded_read, import_orbax
 from specjax.numerics.global_arrays import gather
 from specjax.parallel import hosts
 from specjax.persistence import fingerprint
@@ -42,7 +42,7 @@ def save(folder: str | os.PathLike, tree: PyTree) -> None:
 
     Raises: UsageError if the folder cannot be written, or holds something else than a checkpoint.
     """
-    ocp = orbax()
+    ocp = import_orbax()
     _make(folder)
     free = _is_free(folder)
     hosts.check_same(free, f"contents of {folder}")  # nobody replaces it before all have looked
@@ -61,9 +61,9 @@ def restore(folder: str | os.PathLike, like: PyTree) -> PyTree:
 
     Raises: UsageError if there is no checkpoint, or its arrays are others.
     """
-    ocp = orbax()
+    ocp = import_orbax()
     _check_files(folder)
-    with reading(folder):
+    with guarded_read(folder):
         try:
             with ocp.StandardCheckpointer() as checkpointer:
                 metadata = checkpointer.metadata(_absolute(folder)).item_metadata
@@ -82,7 +82,7 @@ class Running:
     def __init__(self, checkpoints: Checkpoints, about: Mapping[str, str]):
         if checkpoints.every < 1:
             raise UsageError(f"a checkpoint can be written every 1 step or more, not every {checkpoints.every}")
-        ocp = orbax()
+        ocp = import_orbax()
         self.folder, self.every, self.about = checkpoints.folder, checkpoints.every, dict(about)
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, cleanup_tmp_directories=True)
         handlers = {
@@ -92,7 +92,7 @@ class Running:
         }
         _make(self.folder)
         _check_files(self.folder)
-        with reading(self.folder):
+        with guarded_read(self.folder):
             self.manager = ocp.CheckpointManager(_absolute(self.folder), options=options, item_handlers=handlers)
 
     def resume(self, state: DecodeState, stats: Stats) -> tuple[int, DecodeState, Stats] | None:
@@ -101,8 +101,8 @@ class Running:
         Args: state, stats: as at the start of the run; the cache is freed and its place taken by the restored one.
         Raises: UsageError if the checkpoint belongs to another run or does not fit on this mesh.
         """
-        args = orbax().args
-        with reading(self.folder):
+        args = import_orbax().args
+        with guarded_read(self.folder):
             step = self.manager.latest_step()  # from this host's own listing of the folder
         hosts.check_same(step, f"newest checkpoints in {self.folder}")
         if step is None:
@@ -133,7 +133,7 @@ class Running:
     def _read(self, step: int, **item):
         [name] = item
         try:
-            return self.manager.restore(step, args=orbax().args.Composite(**item))[name]
+            return self.manager.restore(step, args=import_orbax().args.Composite(**item))[name]
         except Exception as error:  # of Orbax, of TensorStore below it, of their reading of JSON
             raise self._broken(step) from error
 
@@ -145,7 +145,7 @@ class Running:
 
     def save(self, step: int, state: DecodeState, stats: Stats, *, over: bool = False) -> None:
         """Begin to write; when it returns, the state may be donated. `over`: only the text is still needed."""
-        args = orbax().args
+        args = import_orbax().args
         text, rest = _parts(state, stats)
         about = {"run": self.about, "shapes": _shapes(state)}
         items = {"about": args.JsonSave(about), "text": args.StandardSave(_flat(text))}

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from specjax.engine import run
 from specjax.engine.job import Job, Parts
 from specjax.engine.run import TRACED
-from specjax.files.atomic import write_whole
+from specjax.files.atomic import write_atomic
 from specjax.persistence import program_key
 from specjax.types import Array, DecodeState, Info
 
@@ -165,7 +165,7 @@ class Kept:
             return expected[1].result()
         if self._label is not None:
             with contextlib.suppress(OSError):
-                write_whole(self.folder / f"{self._label}.last", name.encode())
+                write_atomic(self.folder / f"{self._label}.last", name.encode())
         return self._read(name)
 
     def _read(self, name: str) -> list[Callable] | None:
@@ -231,7 +231,7 @@ class Kept:
 
     def _write(self, name: str, stored: Stored) -> None:
         content = pickle.dumps(stored)
-        write_whole(self.folder / name, hashlib.sha256(content).digest() + content)
+        write_atomic(self.folder / name, hashlib.sha256(content).digest() + content)
         room = self.gib * GIB
         for path in sorted(self.folder.iterdir(), key=lambda path: -path.stat().st_mtime):
             room -= path.stat().st_size

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from specjax.files.atomic import cache_folder, write_whole
+from specjax.files.atomic import cache_folder, write_atomic
 from specjax.files.libtpu import prepare_environment
 from specjax.persistence import program_key
 from specjax.planning.records import ProgramReport
@@ -49,4 +49,4 @@ def load(work: Workload, name: str, nodes: int | None) -> ProgramReport | None:
 def save(work: Workload, name: str, nodes: int | None, report: ProgramReport) -> None:
     """Whole or not at all; without a writable folder, not at all."""
     with contextlib.suppress(OSError):
-        write_whole(_file(work, name, nodes), json.dumps(dataclasses.asdict(report)).encode())
+        write_atomic(_file(work, name, nodes), json.dumps(dataclasses.asdict(report)).encode())

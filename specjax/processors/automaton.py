@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from specjax.errors import UsageError, needing
-from specjax.files.untrusted import reason
+from specjax.errors import UsageError, optional_import
+from specjax.files.untrusted import first_line
 
 MOST_STATES = 1 << 16
 END, AT_END = "\U0010ffff", (1 << 32) - 1
@@ -64,12 +64,12 @@ def json_schema(schema: str | Mapping[str, Any], tokenizer: Spells, *, eos: Sequ
     try:
         pattern = _library().json_schema.build_regex_from_schema(written)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{what} cannot be followed: {reason(error)}") from None
+        raise UsageError(f"{what} cannot be followed: {first_line(error)}") from None
     return _compiled(pattern, tokenizer, eos, what, empty=False)  # the empty text is no JSON
 
 
 def _library() -> Any:
-    with needing("constraints", "regular expressions and JSON schemas need"):
+    with optional_import("constraints", "regular expressions and JSON schemas need"):
         import outlines_core
     return outlines_core
 
@@ -90,7 +90,7 @@ def _compiled(pattern: str, tokenizer: Spells, eos: Sequence[int] | None, what: 
     except (ValueError, TypeError, OverflowError) as error:
         if "incompatible" in str(error):  # what the library says where it comes to a state without a token
             raise UsageError(f"no text of the model's tokens satisfies {what}") from None
-        raise UsageError(f"{what} cannot be followed: {reason(error)}") from None
+        raise UsageError(f"{what} cannot be followed: {first_line(error)}") from None
     start, rows = index.get_initial_state(), index.get_transitions()
     final = {state for state, row in rows.items() if AT_END in row} - (set() if empty else {start})
     rows = {

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arrays.indexing import at, take_along
+from specjax.arrays.indexing import gather_at, take_along
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
 from specjax.processors.automaton import Automaton
@@ -101,7 +101,7 @@ def _check(processor: Processor, vocab_size: int) -> None:
 
 
 def _init(tables: Tables, follow: Array, tokens: Array, length: Array, vocab_size: int) -> Array:
-    return jnp.where(follow < 0, FREE, at(tables.starts, jnp.maximum(follow, 0)))  # int32[B]
+    return jnp.where(follow < 0, FREE, gather_at(tables.starts, jnp.maximum(follow, 0)))  # int32[B]
 
 
 def _process(tables: Tables, state: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
@@ -110,7 +110,7 @@ def _process(tables: Tables, state: Array, tree: TokenTree, above: Array, logits
     root = jnp.broadcast_to(state[:, None], tree.tokens.shape)
     depth = jnp.max(jnp.sum(above, 2)) - 1
     states = jax.lax.fori_loop(0, depth, below, root)  # int32[B, N]; after round d right down to depth d
-    words = at(tables.allowed, jnp.maximum(states, 0))  # uint32[B, N, W]
+    words = gather_at(tables.allowed, jnp.maximum(states, 0))  # uint32[B, N, W]
     bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
     bits, vocab = bits.reshape(*words.shape[:2], -1), logits.shape[2]
     bits = jnp.pad(bits, ((0, 0), (0, 0), (0, max(vocab - bits.shape[2], 0))))[..., :vocab]
@@ -125,13 +125,13 @@ def _update(tables: Tables, state: Array, tokens: Array, count: Array) -> Array:
 def _after(tables: Tables, state: Array, token: Array) -> Array:
     """The states after tokens, int32 of any shape: by bisection among the transitions of each."""
     known = jnp.maximum(state, 0)
-    low, stop = at(tables.offsets, known), at(tables.offsets, known + 1)
+    low, stop = gather_at(tables.offsets, known), gather_at(tables.offsets, known + 1)
     high, last = stop, len(tables.tokens) - 1
     for _ in range(len(tables.tokens).bit_length()):
         middle = (low + high) // 2
-        less = (middle < high) & (at(tables.tokens, jnp.minimum(middle, last)) < token)
+        less = (middle < high) & (gather_at(tables.tokens, jnp.minimum(middle, last)) < token)
         low, high = jnp.where(less, middle + 1, low), jnp.where(less, high, middle)
     place = jnp.minimum(low, last)
-    found = (low < stop) & (at(tables.tokens, place) == token)
+    found = (low < stop) & (gather_at(tables.tokens, place) == token)
     end = len(tables.allowed) - 1
-    return jnp.where(state == FREE, FREE, jnp.where(found, at(tables.following, place), end))
+    return jnp.where(state == FREE, FREE, jnp.where(found, gather_at(tables.following, place), end))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from specjax.arrays.indexing import at
+from specjax.arrays.indexing import gather_at
 from specjax.pallas_kernels.gumbel_topk import likeliest
 from specjax.retrieval import ngrams
 from specjax.types import Array, PyTree
@@ -113,5 +113,5 @@ def _by_order(contexts: Array) -> Array:
 
 def _standing(values: Entry, place: tuple[ArrayLike, ...], known: Array) -> Entry:
     """What stands at places, int32[B, M] each; nothing where not `known` bool[B, M]."""
-    entry = jax.tree.map(lambda x: at(x, *place), values)
+    entry = jax.tree.map(lambda x: gather_at(x, *place), values)
     return Entry(jnp.where(known[..., None], entry.tokens, -1), entry.probs, jnp.where(known, entry.seen, 0))

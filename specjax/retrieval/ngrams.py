@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arrays.indexing import at, take_along
+from specjax.arrays.indexing import gather_at, take_along
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 
@@ -84,10 +84,10 @@ def find(table: Table, tokens: Array, *, prefix: int | None = None) -> Found:
     rows, buckets = table.ages.shape[:2]
     row = np.arange(rows)[:, None]
     here = bucket(tokens[..., :prefix], buckets)
-    ages = at(table.ages, row, here)
-    grams = at(table.grams, row, here).reshape(*ages.shape, -1)
+    ages = gather_at(table.ages, row, here)
+    grams = gather_at(table.grams, row, here).reshape(*ages.shape, -1)
     hit = jnp.all(grams[..., : tokens.shape[-1]] == tokens[:, :, None], -1)
-    return Found(here, hit, grams, ages, jax.tree.map(lambda x: at(x, row, here), table.values))
+    return Found(here, hit, grams, ages, jax.tree.map(lambda x: gather_at(x, row, here), table.values))
 
 
 def write(table: Table, grams: Array, values: PyTree, wanted: Array, *, prefix: int) -> Table:

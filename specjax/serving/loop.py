@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays import batch_axes
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.engine.carry_over import lesson, taught
 from specjax.engine.job import Job, Parts
 from specjax.engine.run import step
@@ -182,7 +182,7 @@ def _admission(
 
 
 @jax.jit
-@in_32_bits
+@without_x64
 def _empty(job: Job) -> tuple[PyTree, DecodeState]:
     """A batch whose rows have all ended, and what the drafter's parameters are after one of these."""
     ones = jnp.ones_like(job.lengths)
@@ -191,7 +191,7 @@ def _empty(job: Job) -> tuple[PyTree, DecodeState]:
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-@in_32_bits
+@without_x64
 def _admit(
     parts: Parts, state: DecodeState, slot, tokens, length, key, stop, inputs: PyTree, changes: list[PyTree]
 ) -> DecodeState:
@@ -204,7 +204,7 @@ def _admit(
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-@in_32_bits
+@without_x64
 def _ended(drafter: Drafter, state: DecodeState, slot) -> tuple[PyTree, DecodeState]:
     """The batch without row `slot`, and the drafter's parameters after it."""
     return _lesson(drafter, state, slot), state._replace(done=state.done.at[slot].set(True))

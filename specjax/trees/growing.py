@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays import scopes
-from specjax.arrays.indexing import at, take_along
+from specjax.arrays.indexing import gather_at, take_along
 from specjax.numerics import sampling
 from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, Stop
 from specjax.types import Array, Context, PyTree, Said, TokenTree
@@ -161,7 +161,7 @@ def _chances(nodes: Array, new: Level, log_q: Array, confidence: Array | None) -
     """float32[B, W]: of the nodes drafted below the frontier `nodes`, whose children's log q is [B, F, V]. A drafter's
     own confidence [B, F] is that of the likeliest child, and the others have their share of it."""
     slot = jnp.argmax(new.parents[:, :, None] == nodes[:, None, :], 2)  # their parents' places in the frontier
-    own = at(log_q, jnp.arange(len(nodes))[:, None], slot, new.tokens)
+    own = gather_at(log_q, jnp.arange(len(nodes))[:, None], slot, new.tokens)
     if confidence is None:
         return jnp.exp(own)
     return jnp.exp(own - take_along(jnp.max(log_q, -1), slot, 1)) * take_along(confidence, slot, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import QUOTED, cut, read_json, shown
+from specjax.files.untrusted import QUOTED, quote, read_json, shorten
 from specjax.trees.builders.beam import beam
 from specjax.trees.builders.bild import bild
 from specjax.trees.builders.chain_with_siblings import LIKELIEST, chain_with_siblings
@@ -164,7 +164,7 @@ def _nodes_of(kind: str, sizes: tuple[int, ...]) -> int:
 def _check_size(spec: str, nodes: int) -> None:
     if nodes > MOST_NODES:
         count = str(nodes) if nodes < 10**DIGITS else f"over 10**{DIGITS}"
-        raise UsageError(f'"{cut(spec, QUOTED)}" has {count} nodes; a tree may have at most {MOST_NODES}')
+        raise UsageError(f'"{shorten(spec, QUOTED)}" has {count} nodes; a tree may have at most {MOST_NODES}')
 
 
 def _named(parts: list[str], kind: str) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _from_file(spec: str) -> Paths:
         raise UsageError(f"{name} holds neither rank paths nor a plan; write it with `specjax plan --json`")
     side = side or next(iter(by_side))
     if side not in by_side:
-        raise UsageError(f'{name} has no choice by "{side}"; write {name}:{cut(" or ".join(by_side), QUOTED)}')
+        raise UsageError(f'{name} has no choice by "{side}"; write {name}:{shorten(" or ".join(by_side), QUOTED)}')
     if not by_side[side]:
         raise UsageError(f"{name}: by the {side} nothing should be drafted; leave the tree out")
     return _checked(json.dumps(by_side[side]), name)
@@ -218,5 +218,5 @@ def _checked(text: str, where: str) -> Paths:
         elder = (*path[:-1], path[-1] - 1) if path[-1] else path
         lacking = {path[:-1], elder} - known
         if lacking:
-            raise UsageError(f"{where} has the path {shown(list(path))} without {shown(list(min(lacking)))}; add it")
+            raise UsageError(f"{where} has the path {quote(list(path))} without {quote(list(min(lacking)))}; add it")
     return paths

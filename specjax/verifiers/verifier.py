@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, fold_in, node_keys, uniform
 from specjax.trees import operations
@@ -42,7 +42,7 @@ class Verifier:
     # Of a lossy rule: at temperature 0, where p is one-hot, it gives the greedy text after all.
     greedy_at_zero: bool = field(metadata={"static": True}, default=False)
 
-    @in_32_bits
+    @without_x64
     def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
         """`hidden` [B, N, D]: the target's features, for rules that read them."""
         tree = tree._replace(tokens=tree.tokens.astype(jnp.int32), parents=tree.parents.astype(jnp.int32))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class Fields:
                 raise UsageError(f"{self.where} lacks the field {name}, so the shape of the model is unknown")
             return default
         if not good(value):
-            raise UsageError(f"{self.where} has {name} {shown(value)}, which must be {wanted}")
+            raise UsageError(f"{self.where} has {name} {quote(value)}, which must be {wanted}")
         return value
 
 

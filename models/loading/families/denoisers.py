@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.loading.families.config_fields import POSITIONS, ROWS, Fields
 
 
@@ -141,7 +141,7 @@ def _mask(hf: Fields, kind: Kind, tokenizer: SpecialTokens) -> int:
             raise UsageError(
                 f"neither {hf.where} nor its tokenizer says which token is the mask; add mask_token_id to the config"
             )
-        field, found = f"the mask token {shown(piece)}", tokenizer.vocab.index(piece)
+        field, found = f"the mask token {quote(piece)}", tokenizer.vocab.index(piece)
     if found >= rows:
         raise UsageError(f"{hf.where} has {field} {found}, outside of its vocabulary of {rows}")
     if found in tokenizer.eos:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, Fields, check_heads
 from specjax.models.loading.families.rope import BASE
@@ -48,7 +48,7 @@ def config_from_hf(hf: Fields, **options) -> LlamaConfig:
     for field, wanted in WANTED.items():
         if hf.given(field) and hf.values[field] != wanted:
             raise UsageError(
-                f"{hf.where} has {field} {shown(hf.values[field])}; of LLaDA specjax supports {shown(wanted)} only"
+                f"{hf.where} has {field} {quote(hf.values[field])}; of LLaDA specjax supports {quote(wanted)} only"
             )
     width, heads = hf.size("d_model", most=WIDTH), hf.size("n_heads", most=HEADS)
     kv_heads = hf.size("n_kv_heads", heads, most=HEADS)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.decoder import DecoderConfig
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import rope
@@ -141,7 +141,7 @@ def config_from_hf(hf: Fields, **options) -> LlamaConfig:
     kind, where = hf.text("model_type"), hf.where
     if kind not in ROWS_OF_HF:
         raise UsageError(
-            f"{where} has the architecture {shown(kind)} in {hf.prefix}model_type, which specjax does not support "
+            f"{where} has the architecture {quote(kind)} in {hf.prefix}model_type, which specjax does not support "
             f"(only {', '.join(ROWS_OF_HF)})"
         )
     row = ROWS_OF_HF[kind]
@@ -149,7 +149,7 @@ def config_from_hf(hf: Fields, **options) -> LlamaConfig:
         if hf.flag(field):
             raise UsageError(f"{where} sets {field}, which specjax does not support")
     if hf.text("hidden_act", "silu") != "silu":
-        raise UsageError(f"{where} has hidden_act {shown(hf.text('hidden_act'))}; specjax supports silu only")
+        raise UsageError(f"{where} has hidden_act {quote(hf.text('hidden_act'))}; specjax supports silu only")
     width, heads = hf.size("hidden_size", most=WIDTH), hf.size("num_attention_heads", most=HEADS)
     kv_heads = hf.size("num_key_value_heads", heads, most=HEADS)
     head_dim = hf.size("head_dim", row.head_dim or width // heads, most=HEADS)
@@ -208,7 +208,7 @@ def global_layers(hf: Fields, layers: int) -> tuple[bool, ...]:
     others = [kind for kind in types if kind not in (FULL, SLIDING)]
     if others:
         raise UsageError(
-            f"{hf.where} has {shown(others[0])} among its layer_types, which specjax does not support (only {FULL}, "
+            f"{hf.where} has {quote(others[0])} among its layer_types, which specjax does not support (only {FULL}, "
             f"{SLIDING})"
         )
     return tuple(kind == FULL for kind in types)

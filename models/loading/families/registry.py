@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.bridge import Config
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
@@ -35,4 +35,4 @@ def _find(table: str, kind: str, where: str) -> ModuleType:
             return family
     others = denoisers.KINDS if table == "HF_TYPES" else ()
     known = ", ".join(dict.fromkeys([*(k for family in FAMILIES for k in getattr(family, table)), *others]))
-    raise UsageError(f"{where} has the architecture {shown(kind)}, which specjax does not support (only {known})")
+    raise UsageError(f"{where} has the architecture {quote(kind)}, which specjax does not support (only {known})")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.layers import RopeScaling, rope_frequencies
 from specjax.models.loading.families.config_fields import POSITIONS, Fields
 
@@ -84,7 +84,7 @@ def _scaling(hf: Fields, rope: Fields, rotated: int) -> RopeScaling | None:
     if kind == "yarn":
         return _yarn(hf, rope)
     known = "default, linear, llama3, yarn, longrope"
-    raise UsageError(f"{hf.where} has RoPE scaling {shown(kind)}, which specjax does not support (only {known})")
+    raise UsageError(f"{hf.where} has RoPE scaling {quote(kind)}, which specjax does not support (only {known})")
 
 
 def to_hf(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _divisors(rope: Fields, name: str, count: int) -> tuple[float, ...]:
     wrong = [x for x in found if not FACTOR["least"] <= x <= FACTOR["most"]]
     if wrong:
         wanted = f"numbers from {FACTOR['least']:g} to {FACTOR['most']:g}"
-        raise UsageError(f"{rope.where} has {shown(wrong[0])} in {rope.prefix}{name}, which must have {wanted}")
+        raise UsageError(f"{rope.where} has {quote(wrong[0])} in {rope.prefix}{name}, which must have {wanted}")
     return tuple(map(float, found))
 
 
@@ -163,7 +163,7 @@ def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:
     factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0, least=0.0), least=0.0)
     if kind not in ("none", "linear"):
         raise UsageError(
-            f"{meta.where} has RoPE scaling {shown(kind)}, which specjax does not support (only linear, llama3)"
+            f"{meta.where} has RoPE scaling {quote(kind)}, which specjax does not support (only linear, llama3)"
         )
     return base, RopeScaling("linear", factor) if factor not in (0.0, 1.0) else None
 

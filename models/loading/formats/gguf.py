@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from specjax.errors import UsageError, needing
-from specjax.files.untrusted import check_regular, shown
+from specjax.errors import UsageError, optional_import
+from specjax.files.untrusted import check_regular, quote
 from specjax.models.loading.families import registry, rope
 from specjax.models.loading.families.config_fields import ROWS, Fields
 from specjax.models.loading.tensors.assembly import Checkpoint
@@ -82,7 +82,7 @@ def _without_twins(pairs: Iterable[tuple[str, T]], file: Path) -> dict[str, T]:
     found: dict[str, T] = {}
     for name, value in pairs:
         if name in found:
-            raise UsageError(f"{file} has two entries of the name {shown(name)}; download it again")
+            raise UsageError(f"{file} has two entries of the name {quote(name)}; download it again")
         found[name] = value
     return found
 
@@ -92,7 +92,7 @@ def _check_places(tensors: dict[str, Tensor], start: int, alignment: int, file: 
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda entry: (entry[1].offset, entry[1].num_bytes)):
         if tensor.offset < end or (tensor.offset - start) % alignment:
-            raise UsageError(f"{file} has the tensor {shown(name)} where none can begin; download it again")
+            raise UsageError(f"{file} has the tensor {quote(name)} where none can begin; download it again")
         end = tensor.offset + tensor.num_bytes
 
 
@@ -144,7 +144,7 @@ class _Cursor:
 
 
 def _kind(number: int) -> str:
-    with needing("gguf", "a GGUF file needs"):
+    with optional_import("gguf", "a GGUF file needs"):
         from gguf.constants import GGMLQuantizationType
 
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import QUOTED, check_regular, cut, parse_json, read_json_object, reason, shown
+from specjax.files.untrusted import QUOTED, check_regular, first_line, parse_json, quote, read_json_object, shorten
 from specjax.models.bridge import Config
 from specjax.models.loading.families import denoisers, registry
 from specjax.models.loading.families.config_fields import Fields
@@ -40,9 +40,9 @@ def download(repo: str, wanted: tuple[str, ...] = WANTED) -> Path:
     try:
         return Path(snapshot_download(repo, allow_patterns=list(wanted)))
     except Exception as error:  # a dozen kinds: no such repository, gated, no network, no space, ...
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f'"{repo}" is no local file or folder and could not be downloaded from the Hugging Face hub ({reason}); '
+            f'"{repo}" is no local file or folder and could not be downloaded from the Hugging Face hub ({message}); '
             "check the id or the network, or give a local folder or .gguf file"
         ) from error
 
@@ -68,7 +68,7 @@ def read(folder: Path, **options) -> Checkpoint:
         for name, tensor in read_tensors(file).items():
             first = tensors.setdefault(_text_name(name), tensor)
             if first is not tensor:
-                raise UsageError(f"{folder} has {shown(name)} twice, in {first.file.name} and {file.name}; remove one")
+                raise UsageError(f"{folder} has {quote(name)} twice, in {first.file.name} and {file.name}; remove one")
     tied = parsed.tied
 
     def ignored(name: str) -> bool:
@@ -116,12 +116,12 @@ def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:
         shard for shard in names if not isinstance(shard, str) or not re.fullmatch(SHARD + re.escape(kind), shard)
     ]
     if outside:
-        raise UsageError(f"{folder / name} names the shard {shown(outside[0])}, which is no file of the folder")
+        raise UsageError(f"{folder / name} names the shard {quote(outside[0])}, which is no file of the folder")
     files = sorted({folder / shard for shard in names})
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise UsageError(
-            f"{folder} lacks {len(missing)} of its {len(files)} shards, first {cut(missing[0], QUOTED)}; download "
+            f"{folder} lacks {len(missing)} of its {len(files)} shards, first {shorten(missing[0], QUOTED)}; download "
             "it again"
         )
     return files
@@ -142,7 +142,7 @@ def read_safetensors(file: Path, integers: bool = False) -> dict[str, Tensor]:
             pass
     except SafetensorError as error:
         raise UsageError(
-            f"{file} is not a whole safetensors file: cut short, changed or of another kind ({reason(error)}); "
+            f"{file} is not a whole safetensors file: cut short, changed or of another kind ({first_line(error)}); "
             "download it again"
         ) from None
     with open(file, "rb") as handle:

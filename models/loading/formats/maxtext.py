@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import check_folder, orbax, reason, shown
+from specjax.files.untrusted import check_folder, first_line, import_orbax, quote
 from specjax.models.bridge import Config
 from specjax.models.layers import RopeScaling
 from specjax.models.loading.tensors.assembly import Stored
@@ -113,7 +113,7 @@ def read(place: Path, config: Config, kind: str) -> tuple[dict[str, Held], dict[
     """
     if kind not in KINDS:
         raise UsageError(
-            f"{place} cannot be read as a model of the type {shown(kind)}: of MaxText's checkpoints specjax reads "
+            f"{place} cannot be read as a model of the type {quote(kind)}: of MaxText's checkpoints specjax reads "
             f"{', '.join(KINDS)}; convert it with maxtext.checkpoint_conversion.to_huggingface"
         )
     check_folder(place)
@@ -198,7 +198,7 @@ class _Store:
             return self.kept(path)
 
     def _read(self, path: tuple[str, ...]) -> np.ndarray:
-        ocp = orbax()
+        ocp = import_orbax()
 
         def nested(leaf: Any) -> Any:
             return functools.reduce(lambda inner, key: {key: inner}, reversed(path), leaf)
@@ -211,16 +211,16 @@ class _Store:
                 return _inside(reader.restore(self.place.absolute(), args=args), path)
         except Exception as error:  # of tensorstore, of zarr, of OCDBT, of the disk
             raise UsageError(
-                f"{'.'.join(path)} of {self.place} cannot be read ({reason(error)}); copy the checkpoint again"
+                f"{'.'.join(path)} of {self.place} cannot be read ({first_line(error)}); copy the checkpoint again"
             ) from error
 
     def _metadata(self) -> dict:
-        ocp = orbax()
+        ocp = import_orbax()
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 found = reader.metadata(self.place.absolute()).item_metadata
         except Exception as error:
-            raise UsageError(f"{self.place} is no whole folder of Orbax ({reason(error)}); copy it again") from error
+            raise UsageError(f"{self.place} is no whole folder of Orbax ({first_line(error)}); copy it again") from error
         tree = getattr(found, "tree", None)
         if not isinstance(tree, dict):
             raise UsageError(f"{self.place} is no whole folder of Orbax: what is in it is not said; copy it again")

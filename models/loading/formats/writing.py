@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
-from specjax.files.untrusted import read_json_object, reason
+from specjax.files.untrusted import first_line, read_json_object
 from specjax.models.bridge import CONFIGS, Config, has_repeated_heads
 from specjax.models.loading.families import registry
 from specjax.models.loading.formats import hf
@@ -58,7 +58,7 @@ def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | 
             described |= _copied(Path(tokenizer), place)
         (place / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or reason(error)
+        why = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(f"{folder} cannot be written ({why}); give another folder, or make room") from error
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import reading, shown
+from specjax.files.untrusted import guarded_read, quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading.formats import hf, maxtext
@@ -77,7 +77,7 @@ def load_head(source: str | Path, target: Target, *, token_map: str | Path | Non
 def read_head(source: str | Path, target: Target, *, token_map: str | Path | np.ndarray | None = None) -> LoadedHead:
     """As `load_head`, with how it was read. token_map: or its ids, as `vocabulary.read_token_map` gives them."""
     path, reader = resolve(source), reader_of(target)
-    with reading(path):
+    with guarded_read(path):
         contents = read_contents(path)
         found = kinds.find(contents)
         if found is None:
@@ -105,7 +105,7 @@ def recognise(source: str | Path) -> tuple[str, str] | None:
     path = resolve(source)
     if not config_file(path).exists() or maxtext.find(path) is not None:
         return None
-    with reading(path):
+    with guarded_read(path):
         contents = read_contents(path)
         found = kinds.find(contents)
         return None if found is None else (found[0].kind_of(contents), found[1])
@@ -144,7 +144,7 @@ def _leaves(plan: Plan, path: Path) -> tuple[list[Leaf], tuple[str, ...]]:
             missing.append(stored)
         elif tensors[stored].shape != struct.shape:
             own = tensors.own[stored]
-            wrong.append(f"{own} is {shown(list(tensors[stored].shape))}, not {list(struct.shape)}")
+            wrong.append(f"{own} is {quote(list(tensors[stored].shape))}, not {list(struct.shape)}")
         else:
             leaves.append(Leaf(keys, struct.shape, struct.dtype, (Stored(stored),), stacked=False))
     extra = sorted(tensors.own[name] for name in tensors if name not in used)

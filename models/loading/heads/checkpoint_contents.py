@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import check_folder, read_json_object, shown
+from specjax.files.untrusted import check_folder, quote, read_json_object
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import llama
@@ -94,7 +94,7 @@ def read_contents(folder: Path) -> Contents:
         for name, tensor in hf.read_tensors(file, integers=True).items():
             first = tensors.setdefault(name, tensor)
             if first is not tensor:
-                raise UsageError(f"{folder} has {shown(name)} twice, in {first.file.name} and {file.name}; remove one")
+                raise UsageError(f"{folder} has {quote(name)} twice, in {first.file.name} and {file.name}; remove one")
     return Contents(folder, Fields(config, str(where)), tensors)
 
 
@@ -138,7 +138,7 @@ def renamed(contents: Contents, rules: Rules) -> Tensors:
             new = re.sub(pattern, replacement, new)
         if new in found:
             raise UsageError(
-                f"{contents.folder} has {shown(found.own[new])} and {shown(name)}, which are one tensor; remove one"
+                f"{contents.folder} has {quote(found.own[new])} and {quote(name)}, which are one tensor; remove one"
             )
         found[new], found.own[new] = tensor, name
     return found
@@ -162,7 +162,7 @@ def split_fused(tensors: Tensors, c: LlamaConfig) -> None:
             tensor, own, row = tensors.pop(name), tensors.own.pop(name), 0
             if tensor.shape[0] != sum(parts.values()):
                 raise UsageError(
-                    f"{tensor.file} has {shown(own)} of {tensor.shape[0]} rows, and by config.json it joins "
+                    f"{tensor.file} has {quote(own)} of {tensor.shape[0]} rows, and by config.json it joins "
                     f"{' + '.join(map(str, parts.values()))}"
                 )
             for part, rows in parts.items():
@@ -268,7 +268,7 @@ def check_layers(
     wrong = [i for i in ids if not 0 <= i <= reader.num_layers]
     if wrong:
         raise UsageError(
-            f"{where} reads the target's stream {shown(wrong[0])} ({found or 'by default'}), and {reader.name} has "
+            f"{where} reads the target's stream {quote(wrong[0])} ({found or 'by default'}), and {reader.name} has "
             f"{reader.num_layers} layers; choose a head of this target"
         )
     return tuple(ids)
@@ -282,7 +282,7 @@ def check_family(contents: Contents, reader: Reader) -> None:
         family = FAMILIES[match[0]] if match else None
         if family and reader.family and family != reader.family:
             raise UsageError(
-                f"{contents.config.where} is of a head for {shown(name)}, and the target {reader.name} is of the "
+                f"{contents.config.where} is of a head for {quote(name)}, and the target {reader.name} is of the "
                 f"family {reader.family}; choose a head of this target"
             )
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hamburger import HamburgerConfig
 from specjax.models.loading.families.config_fields import HEADS, LAYERS
@@ -65,7 +65,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     wrong = [tap for tap in taps if isinstance(tap, bool) or not 0 <= tap <= reader.num_layers]
     if wrong or not taps:
         raise UsageError(
-            f"{where} reads the target's streams {shown(list(taps))}, and {reader.name} has {reader.num_layers} "
+            f"{where} reads the target's streams {quote(list(taps))}, and {reader.name} has {reader.num_layers} "
             "layers; choose a head of this target"
         )
     segment = tensors.shape("merge.places.weight", folder)[0]

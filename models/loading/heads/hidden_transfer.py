@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hidden_transfer import HiddenTransferConfig
 from specjax.models.loading.families.config_fields import HEADS
@@ -53,7 +53,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     wrong = [layer for layer in behind if isinstance(layer, bool) or not 0 <= layer <= reader.num_layers]
     if wrong:
         raise UsageError(
-            f"{where} has transfers behind layer {shown(wrong[0])} of the target, and {reader.name} has "
+            f"{where} has transfers behind layer {quote(wrong[0])} of the target, and {reader.name} has "
             f"{reader.num_layers} layers; choose a head of this target"
         )
     config = HiddenTransferConfig(width, behind, reader.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hydra import HydraConfig
 from specjax.models.loading.heads.checkpoint_contents import (
@@ -78,7 +78,7 @@ def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray
     has_prefix = any(name.startswith(PREFIX) for name in contents.tensors)
     said = c.text("hydra_head_arch", ARCHITECTURES[has_prefix])
     if said != ARCHITECTURES[has_prefix]:
-        raise UsageError(f"{where} has hydra_head_arch {shown(said)}, and the file is of {ARCHITECTURES[has_prefix]}")
+        raise UsageError(f"{where} has hydra_head_arch {quote(said)}, and the file is of {ARCHITECTURES[has_prefix]}")
     if not c.flag("grounded_heads", True) or c.size("hidden_state_offset", 0, least=0) != 0:
         raise UsageError(f"{where} sets grounded_heads false or a hidden_state_offset, which specjax does not support")
     tensors = renamed(contents, WITH_DROPOUT if has_prefix else ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.loading.heads import (
     chimera,
     clover,
@@ -42,7 +42,7 @@ def find(contents: Contents) -> tuple[ModuleType, str] | None:
         if dialect is not None:
             return file, dialect
     if contents.config.given("speculators_model_type"):
-        said = shown(contents.config.text("speculators_model_type"))
+        said = quote(contents.config.text("speculators_model_type"))
         raise UsageError(
             f"{contents.config.where} has speculators_model_type {said}, which specjax cannot read (only {_all()})"
         )

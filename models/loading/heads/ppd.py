@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.ppd import PpdConfig
 from specjax.models.loading.families.config_fields import HEADS
@@ -70,10 +70,10 @@ def _check_way(contents: Contents, copies: int) -> None:
     sees = c.text("vt_attention_type", "decoder")
     if sees not in ("ensemble", "decoder") or (sees == "decoder" and copies > 1):
         fits = "ensemble" if copies > 1 else "ensemble or decoder"
-        raise UsageError(f"{c.where} has vt_attention_type {shown(sees)}, and for {copies} copies {fits} is supported")
+        raise UsageError(f"{c.where} has vt_attention_type {quote(sees)}, and for {copies} copies {fits} is supported")
     way = c.text("aggregation_type", "mean")
     if way != "mean" and copies > 1:
-        raise UsageError(f"{c.where} has aggregation_type {shown(way)}, and only mean is supported")
+        raise UsageError(f"{c.where} has aggregation_type {quote(way)}, and only mean is supported")
 
 
 def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:

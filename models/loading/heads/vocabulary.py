@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import reading, shown
+from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.formats import hf
 from specjax.models.loading.heads.checkpoint_contents import Tensors
 from specjax.models.loading.tensors import torch_file
@@ -31,7 +31,7 @@ def drafted_ids(tensors: Tensors, size: int, vocab: int, folder: Path) -> np.nda
     for name, tensor, wanted in (("d2t", deltas, size), ("t2d", flags, vocab)):
         if tensor is not None and (tensor.shape != (wanted,) or tensor.kind not in INTEGERS):
             raise UsageError(
-                f"{folder} has a {name} of shape {shown(list(tensor.shape))} and type {tensor.kind}, not of {wanted} "
+                f"{folder} has a {name} of shape {quote(list(tensor.shape))} and type {tensor.kind}, not of {wanted} "
                 "whole numbers"
             )
     if deltas is not None:
@@ -68,7 +68,7 @@ def read_token_map(source: str | Path, vocab: int) -> np.ndarray:
     in_hub = re.fullmatch(r"([\w.-]+/[\w.-]+)/([\w.-]+\.pt)", Path(source).as_posix())
     if in_hub and not file.exists():
         file = hf.download(in_hub[1], (in_hub[2],)) / in_hub[2]
-    with reading(file):
+    with guarded_read(file):
         ids = np.asarray(torch_file.read_numbers(file), np.int64)
     if not 0 < len(ids) <= vocab:
         raise UsageError(f"{file} lists {len(ids)} ids, and the target has {vocab}")

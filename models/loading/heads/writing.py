@@ -17,7 +17,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
-from specjax.files.untrusted import reason
+from specjax.files.untrusted import first_line
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import kinds, vocabulary
 from specjax.types import Target
@@ -69,7 +69,7 @@ def save_head(
         write_tensors(place / "model.safetensors", tensors | maps)
         (place / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or reason(error)
+        why = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(f"{folder} cannot be written ({why}); give another folder, or make room") from error
 
 

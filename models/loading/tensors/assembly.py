@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import QUOTED, SENTENCE, cut, shown
+from specjax.files.untrusted import QUOTED, SENTENCE, quote, shorten
 from specjax.models.bridge import Config, abstract_params
 from specjax.models.layout import counts_kv_heads, spread
 from specjax.models.loading.tensors.tensors import Held, Tensor, read_rows
@@ -101,7 +101,7 @@ def check(checkpoint: Checkpoint) -> None:
             if part.name not in tensors:
                 missing.append(part.name)
             elif tensors[part.name].shape != want:
-                wrong.append(f"{part.name} is {shown(list(tensors[part.name].shape))}, not {list(want)}")
+                wrong.append(f"{part.name} is {quote(list(tensors[part.name].shape))}, not {list(want)}")
     extra = sorted(name for name in tensors if name not in needed and not checkpoint.ignored(name))
     once = lambda names: list(dict.fromkeys(names))  # a joined tensor was asked for by each of its parts
     refuse(checkpoint.path, once(missing), once(wrong), extra)
@@ -115,7 +115,7 @@ def refuse(path: Path, missing: list[str], wrong: list[str], extra: list[str]) -
         if names
     ]
     if faults:
-        raise UsageError(cut(f"the tensors of {path} do not fit its configuration: {'; '.join(faults)}", SENTENCE))
+        raise UsageError(shorten(f"the tensors of {path} do not fit its configuration: {'; '.join(faults)}", SENTENCE))
 
 
 def assemble(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> PyTree:
@@ -147,7 +147,7 @@ def leaves(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ..
 
 def _some(names: list[str]) -> str:
     rest = len(names) - SHOWN
-    return ", ".join(cut(name, QUOTED) for name in names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(shorten(name, QUOTED) for name in names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def fill(leaf: Leaf, tensors: Mapping[str, Tensor | Held], pool: ThreadPoolExecutor, head_dim: int = 1) -> jax.Array:

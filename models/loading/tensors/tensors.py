@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax.errors import UsageError, needing
-from specjax.files.untrusted import shown
+from specjax.errors import UsageError, optional_import
+from specjax.files.untrusted import quote
 
 SHOWN = 8  # names listed in an error
 PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -51,7 +51,7 @@ def block(kind: str) -> tuple[int, int]:
         return 1, PLAIN_BYTES[kind]
     if kind in INTEGERS:
         return 1, np.dtype(INTEGERS[kind]).itemsize
-    with needing("gguf", "a GGUF file needs"):
+    with optional_import("gguf", "a GGUF file needs"):
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -124,7 +124,7 @@ def check_sizes(tensors: dict[str, Tensor], file: Path, integers: bool = False) 
         unit = block(t.kind)[0]
         if math.prod(t.shape) == 0 or (unit > 1 and t.shape[-1] % unit):
             raise UsageError(
-                f"{file} has {shown(name)} of shape {shown(list(t.shape))}, which {t.kind} cannot hold; download it "
+                f"{file} has {quote(name)} of shape {quote(list(t.shape))}, which {t.kind} cannot hold; download it "
                 "again"
             )
     end = max((t.offset + t.num_bytes for t in tensors.values()), default=0)

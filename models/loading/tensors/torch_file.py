@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import check_regular, reading, shown
+from specjax.files.untrusted import check_regular, guarded_read, quote
 from specjax.models.loading.tensors.tensors import INTEGERS, Tensor, block, check_sizes, read_integers
 
 MAGIC = b"PK\x03\x04"
@@ -92,7 +92,7 @@ def read(file: Path, integers: bool = False) -> dict[str, Tensor]:
     contents, entries, folder = _contents(file)
     if not isinstance(contents, dict):
         raise UsageError(f"{file} holds no table of weights; save the state_dict")
-    with reading(file):
+    with guarded_read(file):
         tensors = {
             name: _tensor(file, name, view, entries.get(f"{folder}data/{view.storage.key}"))
             for name, view in contents.items()
@@ -107,7 +107,7 @@ def read_numbers(file: Path) -> list[int]:
     contents, entries, folder = _contents(file)
     if isinstance(contents, _View):
         entry = entries.get(f"{folder}data/{contents.storage.key}")
-        with reading(file):
+        with guarded_read(file):
             tensor = _tensor(file, "the list", contents, entry)
         check_sizes({"the list": tensor}, file, integers=True)
         contents = read_integers(tensor).reshape(-1).tolist() if tensor.kind in INTEGERS else None
@@ -122,7 +122,7 @@ def _contents(file: Path) -> tuple[Any, dict[str, zipfile.ZipInfo], str]:
     with open(file, "rb") as handle:
         if handle.read(4) != MAGIC:
             raise UsageError(f"{file} is not a zip file of PyTorch's (1.6 or newer); load it and save it again")
-    with reading(file), zipfile.ZipFile(file) as archive:
+    with guarded_read(file), zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         places = [name for name in entries if name.endswith("/data.pkl")]
         if len(places) != 1 or entries[places[0]].file_size > LONGEST_PICKLE:
@@ -191,7 +191,7 @@ class _Reader(pickle._Unpickler):
         if module == "torch" and name in (*KINDS, *OTHER_STORAGES):
             return _StorageName(name)
         raise UsageError(
-            f"{self.file} holds more than weights ({shown(f'{module}.{name}')}), which is not run; save the state_dict"
+            f"{self.file} holds more than weights ({quote(f'{module}.{name}')}), which is not run; save the state_dict"
         )
 
     def persistent_load(self, saved: Any) -> _Storage:
@@ -225,7 +225,7 @@ def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -
     size = block(kind)[1] or 1
     numbers = (view.first, view.storage.size, *view.shape, *view.strides)
     if entry is None or not _is_stored(entry) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise UsageError(f"{file} has no elements for the tensor {shown(name)}; download it again")
+        raise UsageError(f"{file} has no elements for the tensor {quote(name)}; download it again")
     count, expected = 1, []
     for length in reversed(view.shape):
         expected.append(count)
@@ -234,9 +234,9 @@ def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -
         length > 1 and has != want
         for length, has, want in zip(view.shape, view.strides, reversed(expected), strict=False)
     ):
-        raise UsageError(f"{file} has the tensor {shown(name)} transposed or cut; save it with .contiguous()")
+        raise UsageError(f"{file} has the tensor {quote(name)} transposed or cut; save it with .contiguous()")
     if len(view.strides) != len(view.shape) or (view.first + count) * size > entry.file_size:
-        raise UsageError(f"{file} has no elements for the tensor {shown(name)}; download it again")
+        raise UsageError(f"{file} has no elements for the tensor {quote(name)}; download it again")
     return Tensor(file, _start(file, entry) + view.first * size, view.shape, kind)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import shown
+from specjax.files.untrusted import quote
 from specjax.models.loading.families.config_fields import Fields
 from specjax.models.loading.tokenizers.spm import SPACE, Spm
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer, end_ids
@@ -36,7 +36,7 @@ def from_metadata(meta: dict, where: str) -> Tokenizer:
         raise UsageError(f"{where} holds no tokenizer, so it is not a whole model")
     if kind not in ("gpt2", "llama"):
         raise UsageError(
-            f"{where} has a tokenizer of type {shown(kind)}, which specjax does not support (only gpt2, llama)"
+            f"{where} has a tokenizer of type {quote(kind)}, which specjax does not support (only gpt2, llama)"
         )
     pieces = _pieces(tokens)
     types = fields.array("token_type", int, len(pieces)) or [NORMAL] * len(pieces)
@@ -101,7 +101,7 @@ def _byte_level(fields: Fields, pieces: list[str], types: list[int]) -> LibraryC
         cut = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
         raise UsageError(
-            f"{fields.where} has a tokenizer with pre-tokenizer {shown(pre)}, which specjax does not support"
+            f"{fields.where} has a tokenizer with pre-tokenizer {quote(pre)}, which specjax does not support"
         )
     backend.pre_tokenizer = pre_tokenizers.Sequence(cut)
     if pre == "qwen2":
@@ -127,5 +127,5 @@ def _merge(text: str, ids: dict[str, int], where: str) -> tuple[str, str]:
     """The two pieces that a rule joins."""
     left, _, right = text.partition(" ")
     if left not in ids or right not in ids or left + right not in ids:
-        raise UsageError(f"{where} joins {shown(text)}, pieces that its vocabulary does not have; download it again")
+        raise UsageError(f"{where} joins {quote(text)}, pieces that its vocabulary does not have; download it again")
     return left, right

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specjax.errors import UsageError, needing
-from specjax.files.untrusted import check_folder, read_bytes, read_json_object, reason, shown
+from specjax.errors import UsageError, optional_import
+from specjax.files.untrusted import check_folder, first_line, quote, read_bytes, read_json_object
 from specjax.models.loading.families.config_fields import POSITIONS, Fields
 from specjax.models.loading.tokenizers.expansion_limit import MOST, growth
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer, end_ids
@@ -45,7 +45,7 @@ def _eos(config: Fields) -> list[int]:
     eos = config.array("eos_token_id", int) if several else [config.size("eos_token_id", None, least=0)]
     found = [i for i in eos if i is not None]
     if not all(0 <= i <= POSITIONS for i in found):
-        raise UsageError(f"{config.where} has {config.prefix}eos_token_id {shown(found)}, which must be token ids")
+        raise UsageError(f"{config.where} has {config.prefix}eos_token_id {quote(found)}, which must be token ids")
     return found
 
 
@@ -57,7 +57,7 @@ def _backend(folder: Path):
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
-            what = f"{file} is not a tokenizer that the tokenizers library can read ({reason(error)})"
+            what = f"{file} is not a tokenizer that the tokenizers library can read ({first_line(error)})"
             raise UsageError(what) from None
         backend.no_truncation()
         backend.no_padding()
@@ -66,7 +66,7 @@ def _backend(folder: Path):
         raise UsageError(
             f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); download the whole repository"
         )
-    with needing("transformers", f"the tokenizer of {folder} has no tokenizer.json, and without it needs"):
+    with optional_import("transformers", f"the tokenizer of {folder} has no tokenizer.json, and without it needs"):
         from transformers import AutoTokenizer
         from transformers.utils import logging
 
@@ -77,7 +77,7 @@ def _backend(folder: Path):
     except Exception as error:
         raise UsageError(
             f"the tokenizer of {folder} cannot be read without its tokenizer.json, and code that comes with a model is "
-            f"never run ({reason(error)}); download the whole repository"
+            f"never run ({first_line(error)}); download the whole repository"
         ) from None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import reason
+from specjax.files.untrusted import first_line
 from specjax.models.loading.tokenizers import chat
 from specjax.models.loading.tokenizers.chat import Messages, Spans, stands_in
 from specjax.models.loading.tokenizers.spm import spelled
@@ -193,4 +193,4 @@ def _alive(call: Callable[[], T]) -> T:
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise UsageError(f"the model's tokenizer breaks down on this text ({reason(error)}); use another") from None
+        raise UsageError(f"the model's tokenizer breaks down on this text ({first_line(error)}); use another") from None

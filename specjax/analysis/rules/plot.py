@@ -13,7 +13,7 @@ def plot(comparison: Comparison, title: str = "") -> bytes:
 
     Without error bars: all rules see the same rows, so their differences are far surer than their levels.
     """
-    figure = plotting.begun(7.0, 4.6)
+    figure = plotting.new_figure(7.0, 4.6)
     axes = figure.subplots()
     for draws, bound in comparison.bounds.items():
         name = f"best possible, {draws.replace('_', ' ')}"
@@ -26,6 +26,6 @@ def plot(comparison: Comparison, title: str = "") -> bytes:
     axes.set_xlabel("drafts per node")
     axes.set_ylabel("acceptance of a node")
     figure.suptitle(title, fontsize=9)
-    plotting.open_corner(axes)
+    plotting.hide_top_right_spines(axes)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    return plotting.png(figure)
+    return plotting.to_png(figure)

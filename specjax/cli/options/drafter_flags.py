@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specjax.cli.options.common import parsed, require
 from specjax.cli.output.files import read_text
 from specjax.errors import UsageError
-from specjax.files.untrusted import MOST_BYTES, parse_json
+from specjax.files.untrusted import MAX_BYTES, parse_json
 
 if TYPE_CHECKING:
     from specjax.adaptive import Depth
@@ -379,6 +379,6 @@ def read_costs(costs: str | None, names: list[str], controller: str | None):
         os.path.exists(costs),
         f'--costs must be measured or the JSON that `specjax plan --json` printed, not "{costs}"',
     )
-    text = read_text(Path(costs), "--costs", MOST_BYTES)
+    text = read_text(Path(costs), "--costs", MAX_BYTES)
     plan = parse_json(text.encode(), f"--costs: {costs}", "write it with `specjax plan --json`")
     return parsed(f"--costs: {costs}", planned, plan)

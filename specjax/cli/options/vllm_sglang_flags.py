@@ -15,7 +15,7 @@ import typer
 
 from specjax.cli.options.common import require
 from specjax.errors import UsageError
-from specjax.files.untrusted import parse_json, shown
+from specjax.files.untrusted import parse_json, quote
 
 PANEL = "As vLLM and SGLang call it"
 ConfigOption = Annotated[
@@ -137,9 +137,9 @@ def _read_config(text: str, found: Mapping[str, dict[str, Any]]) -> list[str]:
 
     flag = "--speculative-config"
     contents = parse_json(text.encode("utf-8", "replace"), flag, 'write {"method": "eagle3", "model": "FOLDER"}')
-    require(isinstance(contents, dict), f"{flag} must be a JSON object, not {shown(contents)}")
+    require(isinstance(contents, dict), f"{flag} must be a JSON object, not {quote(contents)}")
     unknown = [name for name in contents if name not in KEYS]
-    first = shown(next(iter(unknown), ""))
+    first = quote(next(iter(unknown), ""))
     require(not unknown, f"{flag} has the key {first}, and of vLLM's only {', '.join(KEYS)} mean something here")
     fields = Fields(contents, flag)
     word = fields.text("method", None)
@@ -157,7 +157,7 @@ def _method(word: str, names: Mapping[str, str], flag: str) -> str:
     name = names.get(word, word.lower())
     if name not in known:
         words = ", ".join([*names, *(name for name, row in known.items() if "head" in row.needs)])
-        raise UsageError(f"{flag} {shown(word)} is no method here; choose one of {words}")
+        raise UsageError(f"{flag} {quote(word)} is no method here; choose one of {words}")
     return name
 
 

@@ -22,7 +22,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import SENTENCE, cut
+from specjax.files.untrusted import SENTENCE, shorten
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 but for tabs and ends of lines, C1, what turns the direction of writing, and halves of characters."""
@@ -56,7 +56,7 @@ def print_json(document: Any) -> None:
 def complain(sentence: str) -> None:
     """One line on stderr, under the program's name. What was given can be of any length, and is quoted."""
     with contextlib.suppress(OSError):  # that of a disk which is full
-        print(f"specjax: {visible(cut(' '.join(sentence.split()), 2 * SENTENCE))}", file=sys.stderr)
+        print(f"specjax: {visible(shorten(' '.join(sentence.split()), 2 * SENTENCE))}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from specjax.errors import UsageError, require
-from specjax.files.atomic import whole
+from specjax.files.atomic import open_atomic
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Reasons of the system why a file cannot be written on."""
@@ -56,7 +56,7 @@ def write_json(path: Path, document: dict) -> None:
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Call `write` with a file that takes the place of `path` only when all of it is there."""
     try:
-        with whole(path) as file:
+        with open_atomic(path) as file:
             write(file)
     except OSError as error:
         raise UsageError(

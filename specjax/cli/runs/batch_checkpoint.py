@@ -11,7 +11,7 @@ from typing import Any
 
 from specjax.cli.output.files import write_json
 from specjax.errors import UsageError
-from specjax.files.untrusted import read_json, reading
+from specjax.files.untrusted import guarded_read, read_json
 
 
 class Finished:
@@ -37,7 +37,7 @@ class Finished:
         path = self._path(number)
         if not path.exists():
             return None
-        with reading(path):
+        with guarded_read(path):
             document = read_json(path, "remove it, or give another folder")
             run, batch = document["run"], document["batch"]
             check_run(self.folder, self.run, run)

@@ -120,7 +120,7 @@ def plot(document: dict) -> bytes:
     if denoising:
         above = "tokens per pass | columns computed per token"
         said = lambda entry: f"{entry['tokens_per_pass']:.2f} | {entry['columns_per_token']:.0f}"
-    figure = plotting.begun(max(5.0, 1.2 + 0.75 * len(groups) * (len(methods) + 0.6)), 4.2)
+    figure = plotting.new_figure(max(5.0, 1.2 + 0.75 * len(groups) * (len(methods) + 0.6)), 4.2)
     axes = figure.subplots()
     width = 0.8 / len(methods)
     for number, name in enumerate(methods):
@@ -136,5 +136,5 @@ def plot(document: dict) -> bytes:
     where = f"{document['target']}, {dtypes(document)}, {document['machine']['device_kind']}"
     axes.set_title(f"{where}\nabove the bars: {above}", fontsize=9)
     figure.legend(loc="outside lower center", ncols=min(len(methods), 4), frameon=False)
-    plotting.open_corner(axes)
-    return plotting.png(figure)
+    plotting.hide_top_right_spines(axes)
+    return plotting.to_png(figure)

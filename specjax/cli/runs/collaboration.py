@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specjax.cli.options.common import Settings, require
 from specjax.cli.runs.batch_checkpoint import Finished
-from specjax.files.untrusted import reading
+from specjax.files.untrusted import guarded_read
 
 if TYPE_CHECKING:
     from specjax.catalog import Method
@@ -193,7 +193,7 @@ class Collaboration:
         found, size = kept.read(number), self.session.target.model.vocab_size
         if found is None:
             return None
-        with reading(f"batch {number} in {kept.folder}"):
+        with guarded_read(f"batch {number} in {kept.folder}"):
             rows, seconds, plain_seconds, plain_tokens = found
             batch = Batch([Row(*row) for row in rows], float(seconds), float(plain_seconds), int(plain_tokens))
             assert len(rows) == len(self.groups[number]), "texts are missing"

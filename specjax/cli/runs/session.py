@@ -324,15 +324,15 @@ def _load_any(
 
 def _check_vocabularies(tokenizer, other) -> None:
     """Ids that only one of the two has, such as padding, do not matter: they are never drafted."""
-    from specjax.files.untrusted import shown
+    from specjax.files.untrusted import quote
     from specjax.models.loading import first_difference
 
     difference = first_difference(tokenizer, other)
     if difference is not None and difference[0] < min(len(tokenizer.vocab), len(other.vocab)):
         index, ours, theirs = difference
         raise UsageError(
-            f"--draft: its vocabulary differs from the target's, first at id {index} ({shown(theirs)} in the draft, "
-            f"{shown(ours)} in the target); choose a draft model of the same family"
+            f"--draft: its vocabulary differs from the target's, first at id {index} ({quote(theirs)} in the draft, "
+            f"{quote(ours)} in the target); choose a draft model of the same family"
         )
 
 

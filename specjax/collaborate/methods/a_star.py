@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
 from specjax.collaborate.multi_writer import TextState
@@ -137,7 +137,7 @@ def distinct(tokens: Array, length: Array, start: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("reward", "k", "frontier"))
-@in_32_bits
+@without_x64
 def _run(
     job: TextJob, segmenter: Segmenter, numbers: Array, expected: Array, *, reward: Reward, k: int, frontier: int
 ) -> TextResult:

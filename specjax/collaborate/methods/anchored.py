@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
@@ -145,7 +145,7 @@ def prompt_logprobs(writer: Parts, tokens: Array, length: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("debt", "tokens"))
-@in_32_bits
+@without_x64
 def _run(job: TextJob, budget: Array, *, debt: bool, tokens: int) -> TextResult:
     writers, text = job.writers, job.begin()
     owed = jnp.zeros(text.length.shape)

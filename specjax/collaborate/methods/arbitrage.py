@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
 from specjax.collaborate.multi_writer import TextState, Writers
@@ -87,7 +87,7 @@ def arbitrage(
 
 
 @functools.partial(jax.jit, static_argnames=("form", "reward", "most"))
-@in_32_bits
+@without_x64
 def _run(
     job: TextJob, segmenter: Segmenter, tau: Array, head: tuple[Array, Array] | None, *, form: str,
     reward: Reward | None, most: int,

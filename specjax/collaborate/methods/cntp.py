@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
@@ -94,7 +94,7 @@ def best_trial(nll: Array, count: Array, tried: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("n_max",))
-@in_32_bits
+@without_x64
 def _run(job: TextJob, punctuation: Segmenter, n_min: Array, most: Array, *, n_max: int) -> TextResult:
     writers, n, batch = job.writers, n_max, len(job.lengths)
     many = texts.forked(writers, n)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
@@ -97,7 +97,7 @@ def route(router: Router, bits: Array, going: Array, tau: Array, least: Array) -
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
-@in_32_bits
+@without_x64
 def _run(job: TextJob, tau: Array, least: Array, large: Array, *, window: int) -> TextResult:
     def choose(text: TextState, router: Router, going: Array):
         text, small_says, _ = texts.look(job.writers, text, SMALL, going & ~router.large)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
@@ -79,7 +79,7 @@ def winners(lengths: Array, ended: Array, mean_logprob: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("samples",))
-@in_32_bits
+@without_x64
 def _run(job: TextJob, *, samples: int) -> TextResult:
     n, batch = samples, len(job.lengths)
     writers = texts.forked(job.writers, n)

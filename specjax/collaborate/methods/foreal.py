@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
@@ -75,7 +75,7 @@ def foreal(
 
 
 @jax.jit
-@in_32_bits
+@without_x64
 def _run(job: TextJob, segmenter: Segmenter, lead: Array, p: Array) -> TextResult:
     writers = job.writers
 

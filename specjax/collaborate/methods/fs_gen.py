@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts
@@ -96,7 +96,7 @@ def is_unsure(small: Array, form: str, threshold: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("form",))
-@in_32_bits
+@without_x64
 def _run(job: TextJob, strength: Array, alpha: Array, *, form: str) -> TextResult:
     writers = job.writers
 

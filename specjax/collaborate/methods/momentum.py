@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
@@ -82,7 +82,7 @@ def chosen(p: Array, depth: Array, alpha: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("k",))
-@in_32_bits
+@without_x64
 def _run(job: TextJob, alpha: Array, *, k: int) -> TextResult:
     def choose(text: TextState, state: tuple, going: Array):
         text, logits, _ = texts.look(job.writers, text, 0, going)

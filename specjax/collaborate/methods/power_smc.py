@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
 from specjax.collaborate.methods.reward_smc import CUTS
@@ -105,7 +105,7 @@ def add_tokens(power: Power, logits: Array, tokens: Array, kept: Array, alpha: A
 
 
 @functools.partial(jax.jit, static_argnames=("n",))
-@in_32_bits
+@without_x64
 def _run(job: TextJob, alpha: Array, ramp: Array, block: Array, kappa: Array, *, n: int) -> TextResult:
     writers = texts.forked(job.writers, n)
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
 from specjax.collaborate.multi_writer import TextState, Writers
@@ -136,7 +136,7 @@ def look_ahead(writers: Writers, text: TextState, reward: Reward, block: Array, 
 
 
 @functools.partial(jax.jit, static_argnames=("reward", "n", "lookahead", "move"))
-@in_32_bits
+@without_x64
 def _run(
     job: TextJob, block: Array, kappa: Array, *, reward: Reward, n: int, lookahead: int, move: bool
 ) -> TextResult:  # fmt: skip

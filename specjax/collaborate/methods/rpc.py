@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
@@ -149,7 +149,7 @@ def _log_densities(mixture: Mixture, p: Array) -> Array:
 
 
 @jax.jit
-@in_32_bits
+@without_x64
 def fit(p: Array) -> Mixture:
     """Of probabilities float32[K], from w = .5, (1, 1) and (1.5, 2) on, with w within .2 and .8."""
 
@@ -169,7 +169,7 @@ def fit(p: Array) -> Mixture:
 
 
 @functools.partial(jax.jit, static_argnames=("n",))
-@in_32_bits
+@without_x64
 def _samples(job: TextJob, *, n: int) -> tuple[TextResult, Array]:
     """All texts, and float32[B n], their log-probabilities."""
 

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.prepare import TextJob, check_ids, number, prepare_texts, whole
@@ -102,7 +102,7 @@ def judge_by_digit(writers: Writers, text: TextState, step: Step, *, judging: Ar
 
 
 @functools.partial(jax.jit, static_argnames=("average", "most"))
-@in_32_bits
+@without_x64
 def _run(
     job: TextJob, segmenter: Segmenter, judging: Array, digits: Array, threshold: Array, first: Array,
     answer: Array | None, *, average: bool, most: int,

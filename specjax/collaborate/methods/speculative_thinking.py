@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import in_32_bits
+from specjax.arrays.x64 import without_x64
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, check_ids, prepare_texts, whole
@@ -116,7 +116,7 @@ def grown(x: Array, more: int, most: int) -> Array:
 
 
 @jax.jit
-@in_32_bits
+@without_x64
 def _run(
     job: TextJob, segmenter: Segmenter, cues: Cues, check: Array, numbers: Array, reasons: Array
 ) -> TextResult:  # fmt: skip

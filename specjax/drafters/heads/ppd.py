@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import costs as costs_of
-from specjax.arrays.indexing import at, take_along
+from specjax.arrays.indexing import gather_at, take_along
 from specjax.costs.tokens import rank_acceptance
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead, Head
@@ -165,7 +165,7 @@ def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
 
     def of_state(table: np.ndarray, state: State) -> Array:
         """[B, ...]."""
-        return at(jnp.asarray(table), state.known)
+        return gather_at(jnp.asarray(table), state.known)
 
     def propose(params, keys, state: State, context: Context, limit) -> tuple[TokenTree, State]:
         depth, rank = of_state(tables.depths, state), of_state(tables.ranks, state)
@@ -192,7 +192,7 @@ def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
         last = jnp.maximum(take_along(verdict.path, jnp.maximum(verdict.num_nodes - 1, 0)[:, None], 1), 0)  # [B, 1]
         first, count = (take_along(of_state(table, state), last, 1)[:, 0] for table in (tables.first, tables.prompts))
         # As if the row were alone: the others may have made the pass wider, with room for more.
-        room = at(jnp.asarray(tables.room), jnp.sum(tree.valid, 1, dtype=jnp.int32))
+        room = gather_at(jnp.asarray(tables.room), jnp.sum(tree.valid, 1, dtype=jnp.int32))
         place = jnp.minimum(first[:, None] + jnp.arange(deepest), int(tables.room[width]) - 1)  # [B, m]
         place = width + place[:, :, None] * copies + jnp.arange(copies)
         said = take_along(output.logits, place.reshape(len(place), -1, 1), 1)

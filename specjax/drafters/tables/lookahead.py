@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arrays.indexing import at, first_largest, take_along
+from specjax.arrays.indexing import first_largest, gather_at, take_along
 from specjax.errors import UsageError
 from specjax.retrieval import ngrams
 from specjax.trees.operations import compact
@@ -140,7 +140,7 @@ def _propose(config: _Config, params, keys: Array, state: LookaheadState, contex
     flat = tuple(jnp.broadcast_to(x, guessed.shape).reshape(len(root), -1)[:, 1:] for x in of_window)
     tokens, parents, valid = (jnp.concatenate(part, 1) for part in zip(*parts, flat, strict=True))
     valid &= places.depth <= limit[:, None]
-    bottom = at(jnp.asarray(places.window), state.rows - 1)  # [B, W]
+    bottom = gather_at(jnp.asarray(places.window), state.rows - 1)  # [B, W]
     place = jnp.where(valid, jnp.cumsum(valid, 1, dtype=jnp.int32) - 1, -1)  # in the compact tree
     ends = take_along(place, bottom, 1)
     back = context.length[:, None] + np.arange(1 - 2 * config.ngram, 0)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arrays.indexing import at, take_along
+from specjax.arrays.indexing import gather_at, take_along
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest
 from specjax.trees.operations import compact
@@ -98,13 +98,13 @@ class Recycled(NamedTuple):
         int32[B, n] or [B, n, r], -1 where they are not known."""
         token = token.reshape(*token.shape, *[1] * (rank.ndim - 1))
         row, slot = np.arange(len(self.owner)).reshape(-1, *[1] * rank.ndim), self.slot(token)
-        log_p = None if self.log_p is None else at(self.log_p, row, rank, slot)
-        return jnp.where(self.has(token), at(self.tokens, row, rank, slot), -1), log_p
+        log_p = None if self.log_p is None else gather_at(self.log_p, row, rank, slot)
+        return jnp.where(self.has(token), gather_at(self.tokens, row, rank, slot), -1), log_p
 
     def has(self, token: Array) -> Array:
         """bool, like token int32[B, ...]: whether the slot is that of the token. A matrix of one row serves all."""
         row = np.arange(len(self.owner)).reshape(-1, *[1] * (token.ndim - 1))
-        return at(self.owner, row, self.slot(token)) == token
+        return gather_at(self.owner, row, self.slot(token)) == token
 
 
 class Known(NamedTuple):

@@ -15,7 +15,7 @@ import jax
 
 from specjax import configs
 from specjax.errors import UsageError
-from specjax.files.untrusted import SENTENCE, cut, read_json_object, reading
+from specjax.files.untrusted import SENTENCE, guarded_read, read_json_object, shorten
 from specjax.models import abstract_params, lanes_of, loading
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.loading.families.denoisers import Reading
@@ -56,7 +56,7 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
         return dataclasses.replace(known[name](), dtype=dtype, **ON_TPU)
     options = {"dtype": dtype, **ON_TPU, "name": path.resolve().name if is_folder else path.stem}
     try:
-        with reading(path):
+        with guarded_read(path):
             if is_folder and (path / "config.json").is_file():
                 return _from_folder(path, options)
             if is_file and path.suffix == ".gguf":
@@ -64,7 +64,7 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
     raise UsageError(
-        f'{flag}: "{cut(str(source), SENTENCE // 2)}" is no built-in config, folder with a config.json or .gguf file; '
+        f'{flag}: "{shorten(str(source), SENTENCE // 2)}" is no built-in config, folder with a config.json or .gguf file; '
         f"built in are {', '.join(known)}"
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import read_json, reading
+from specjax.files.untrusted import guarded_read, read_json
 
 MOST_DRAFTS = 4096  # of one token, that a rule was measured with
 
@@ -36,7 +36,7 @@ def read_acceptance(source: str | Path | Sequence[float]) -> tuple[list[float], 
 
 def _from_file(path: Path) -> tuple[list[float], str]:
     try:
-        with reading(path):
+        with guarded_read(path):
             return _measured(read_json(path), path)
     except UsageError as error:
         raise UsageError(f"--acceptance: {str(error).removeprefix('--acceptance: ')}") from None

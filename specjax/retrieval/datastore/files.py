@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import read_json, reading, shown
+from specjax.files.untrusted import guarded_read, quote, read_json
 from specjax.retrieval.datastore.store import Datastore, Shard, token_dtype
 
 FORMAT, VERSION = "specjax-datastore", 1
@@ -49,7 +49,7 @@ def open_datastore(folder: str | Path, tokenizer=None, *, verify: bool = True) -
     meta = read_meta(folder)
     if not meta["complete"]:
         raise UsageError(f"{folder} is not built to its end; run the same `specjax datastore build` again")
-    with reading(folder):
+    with guarded_read(folder):
         store = Datastore(_shards(folder, meta), meta["vocab_size"], meta)
     if tokenizer is not None:
         check_tokenizer(store, tokenizer, str(folder))
@@ -80,7 +80,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{folder / META} is not that of a datastore; build one with `specjax datastore build`")
     if meta.get("version") != VERSION:
         raise UsageError(
-            f"{folder / META} is of format version {shown(meta.get('version'))}, but this specjax reads version "
+            f"{folder / META} is of format version {quote(meta.get('version'))}, but this specjax reads version "
             f"{VERSION}; build the datastore anew"
         )
     if not _is_sound(meta):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.errors import UsageError, needing
+from specjax.errors import UsageError, optional_import
 from specjax.retrieval.datastore.index import Index, to_device
 
 SHARD_TOKENS = 1 << 25
@@ -171,6 +171,6 @@ def make_shard(tokens: np.ndarray) -> Shard:
 
     Raises: UsageError without the package pydivsufsort.
     """
-    with needing("datastore", "building a datastore needs"):
+    with optional_import("datastore", "building a datastore needs"):
         import pydivsufsort
     return Shard(tokens, pydivsufsort.divsufsort(tokens).astype(np.int32, copy=False))

@@ -15,8 +15,8 @@ import numpy as np
 
 from specjax.api import decode, serve
 from specjax.errors import UsageError
-from specjax.files.atomic import write_whole
-from specjax.files.untrusted import reason, shown
+from specjax.files.atomic import write_atomic
+from specjax.files.untrusted import first_line, quote
 from specjax.parallel import gather
 from specjax.serving.requests import Request
 from specjax.training.data.packing import Text
@@ -123,7 +123,7 @@ class Answers:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if writes and not known.exists():
-                write_whole(known, (json.dumps(about, indent=2) + "\n").encode())  # another host may read it
+                write_atomic(known, (json.dumps(about, indent=2) + "\n").encode())  # another host may read it
             found = json.loads(known.read_text(encoding="utf-8")) if known.exists() else about
             shards = sorted(self.folder.glob("answers-*.jsonl"))
             texts = [path.read_text(encoding="utf-8") for path in shards]
@@ -136,7 +136,7 @@ class Answers:
             raise UsageError(f"{folder} holds answers of another model called {about['target']}; give another folder")
         if others:
             raise UsageError(
-                f"{folder} holds answers with {others[0]} {shown(found.get(others[0]))}, not {about[others[0]]!r}; "
+                f"{folder} holds answers with {others[0]} {quote(found.get(others[0]))}, not {about[others[0]]!r}; "
                 "give another folder"
             )
         for path, text in zip(shards, texts, strict=True):
@@ -152,7 +152,7 @@ class Answers:
             except json.JSONDecodeError:  # empty, or cut off
                 continue
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                what = f"without {error}" if isinstance(error, KeyError) else reason(error)
+                what = f"without {error}" if isinstance(error, KeyError) else first_line(error)
                 raise UsageError(f"{path}, line {number} is no answer ({what}); delete the line") from error
 
     def _know(self, answer: Answer) -> None:
@@ -187,7 +187,7 @@ def _entry(found: Any, ids: int) -> Answer:
     prompt, told, number = found["prompt"], found["answer"], found.get("number", 0)
     for token in (*prompt, *told):
         if type(token) is not int or not 0 <= token < ids:
-            raise ValueError(f"{shown(token)} is no token of {ids}")
+            raise ValueError(f"{quote(token)} is no token of {ids}")
     return Answer(Text((*prompt, *told), len(prompt)), str(found["finish"]), int(number))
 
 

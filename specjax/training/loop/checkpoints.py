@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.atomic import write_whole
+from specjax.files.atomic import write_atomic
 from specjax.persistence.checkpoint import restore, save
 from specjax.training.measure.acceptance_eval import Served
 from specjax.training.objectives.trainables import Pupil
@@ -120,7 +120,7 @@ class Kept:
             return
         known = {"about": self.about, "reached": self.reached._asdict()}
         try:
-            write_whole(self.folder / ABOUT, (json.dumps(known, indent=2) + "\n").encode())
+            write_atomic(self.folder / ABOUT, (json.dumps(known, indent=2) + "\n").encode())
         except OSError as error:
             where = self.folder / ABOUT
             raise UsageError(f"{where} cannot be written ({error.strerror}); make room, and run it again") from error

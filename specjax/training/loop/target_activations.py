@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.atomic import write_whole
+from specjax.files.atomic import write_atomic
 from specjax.numerics.global_arrays import gather
 from specjax.parallel.hosts import check_same
 from specjax.persistence.fingerprint import digest, of_model
@@ -140,11 +140,11 @@ class Shelf:
         path, index, kept = self.folder / ABOUT, self.folder / INDEX, self.folder / KEPT
         if not path.exists():
             index.unlink(missing_ok=True)
-            write_whole(path, json.dumps(about).encode())
+            write_atomic(path, json.dumps(about).encode())
         size = 2 * width
         there = kept.stat().st_size // size if kept.exists() else 0
         if not there:
-            write_whole(kept, bytes(size))
+            write_atomic(kept, bytes(size))
             there = 1
         whole, end = [], 1
         for line in index.read_text(encoding="utf-8").split("\n") if index.exists() else ():
@@ -153,7 +153,7 @@ class Shelf:
                 break
             whole.append(line + "\n")
             end += tokens
-        write_whole(index, "".join(whole).encode())
+        write_atomic(index, "".join(whole).encode())
         os.truncate(kept, size * end)
 
     def _known(self) -> tuple[dict[str, int], int]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.numerics.validation import check_whole
+from specjax.numerics.validation import check_integer
 from specjax.parallel import gather, place, shard_head
 from specjax.persistence.fingerprint import describe, digest, of_model, of_weights
 from specjax.training.data.packing import Lesson, Text, choose_places, numbered, pack, places_that_count
@@ -297,9 +297,9 @@ def train(
         "evaluate_every": evaluate_every,
     }  # fmt: skip
     for name, count in counts.items():
-        check_whole(name, count)
+        check_integer(name, count)
     for name, count in (("seed", seed), ("patience", patience)):
-        check_whole(name, count, least=0)
+        check_integer(name, count, minimum=0)
     _check_tokens(target, [*texts, *held_out])
     _check_rows(target, held_out, rows, length, mesh)
     known = beginning(

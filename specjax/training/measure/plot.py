@@ -10,7 +10,7 @@ from specjax.files import plotting
 
 def plot(history: Sequence[Mapping[str, Any]], title: str = "") -> bytes:
     """A PNG: how often drafts are right by depth, and tokens per pass on texts held out, by tokens trained on."""
-    figure = plotting.begun(8.4, 3.4)
+    figure = plotting.new_figure(8.4, 3.4)
     left, right = figure.subplots(1, 2)
     steps = [entry for entry in history if entry["accuracy"]]  # but what was measured before the first
     tokens = [entry["tokens"] for entry in steps]
@@ -27,9 +27,9 @@ def plot(history: Sequence[Mapping[str, Any]], title: str = "") -> bytes:
     right.set_ylabel("tokens per pass, held out")
     for axes in (left, right):
         axes.set_xlabel("places trained on")
-        plotting.open_corner(axes)
+        plotting.hide_top_right_spines(axes)
     figure.suptitle(title, fontsize=9)
-    return plotting.png(figure)
+    return plotting.to_png(figure)
 
 
 def _smoothed(values: Sequence[float], keep: float = 0.9) -> list[float]:

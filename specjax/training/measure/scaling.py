@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.numerics.validation import check_whole
+from specjax.numerics.validation import check_integer
 
 Form = Literal["log-linear", "log-log"]
 FORMS: tuple[Form, ...] = ("log-linear", "log-log")
@@ -75,8 +75,8 @@ def fit(
     x, y = _points(budgets, values)
     if form is not None and form not in FORMS:
         raise UsageError(f'form must be {" or ".join(FORMS)}, not "{form}"')
-    check_whole("samples", samples)
-    check_whole("seed", seed, least=0)
+    check_integer("samples", samples)
+    check_integer("seed", seed, minimum=0)
     errors = {each: _error_at_last(each, x, y) for each in FORMS}
     chosen = min(FORMS, key=errors.__getitem__) if form is None else form
     t, z = np.log(x), _forth(chosen, y)

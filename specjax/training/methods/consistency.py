@@ -27,7 +27,7 @@ from specjax.decoders.ceed_vla import ceed_vla
 from specjax.engine.packing import Prompts, new_tokens
 from specjax.errors import UsageError
 from specjax.numerics.sampling import threefry
-from specjax.numerics.validation import check_whole
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, Model, PyTree, Target
 
 
@@ -43,7 +43,7 @@ def trajectories(
     target: Target, prompts: Prompts, *, key: Array | int, max_new_tokens: int, block: int = 16
 ) -> Trajectories:
     """Of all blocks of the greedy answers of the target. Raises: UsageError for settings out of range."""
-    check_whole("block", block)
+    check_integer("block", block)
     max_new_tokens, key = new_tokens(max_new_tokens), threefry(key)
     if max_new_tokens < block:
         raise UsageError(f"max_new_tokens must be at least block, {block}, not {max_new_tokens}")

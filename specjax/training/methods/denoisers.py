@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
-from specjax.files.untrusted import reading
+from specjax.files.untrusted import guarded_read
 from specjax.models import LlamaConfig, abstract_params, init_params, make_model
 
 READ = ("mask_token", "attention", "block", "alignment", "seeding")
@@ -41,7 +41,7 @@ def load(file: str | Path) -> Denoiser:
     """
     from safetensors import safe_open
 
-    with reading(file), safe_open(str(file), "flax") as opened:
+    with guarded_read(file), safe_open(str(file), "flax") as opened:
         header = opened.metadata() or {}
         if not {"config", "read"} <= header.keys():
             raise UsageError(f"{file} holds no denoiser: its header has no config; give a file that `save` wrote")

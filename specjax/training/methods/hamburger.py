@@ -26,7 +26,7 @@ from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind, unembed
 from specjax.models.heads.contract import DraftHead, Head
 from specjax.models.heads.hamburger import Hamburger, continued
-from specjax.numerics.validation import check_whole
+from specjax.numerics.validation import check_integer
 from specjax.training.data.segments import by_entropy, told
 from specjax.types import Array, Context, Model, PyTree, Stream, Target
 
@@ -128,7 +128,7 @@ def train_hamburger(
     parts that do not fit the base, and for segments that they cannot merge.
     """
     check(target, head)
-    check_whole("steps", steps)
+    check_integer("steps", steps)
     longest = head.head.config.segment
     if starts is None:
         alone = jnp.arange(tokens.shape[1]) <= prompt[:, None]

@@ -24,7 +24,7 @@ from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.numerics.sampling import threefry
-from specjax.numerics.validation import check_range, check_whole
+from specjax.numerics.validation import check_integer, check_range
 from specjax.training.data.segments import by_confidence, told
 from specjax.types import Array, Model, PyTree, Target
 
@@ -66,11 +66,11 @@ def train_lud(
     tokens: int32[B, T], of `length` int32[B] tokens; one batch. pad_token: one that no text has. Raises: UsageError for
     settings out of range.
     """
-    check_whole("slots", slots)
+    check_integer("slots", slots)
     key = threefry(key)
     if not 0 <= pad_token < target.model.vocab_size:
         raise UsageError(f"pad_token must be a token of the model, below {target.model.vocab_size}, not {pad_token}")
-    check_whole("steps", steps)
+    check_integer("steps", steps)
     check_range("threshold", threshold, lambda x: (x >= 0) & (x <= 1), "from 0 to 1")
     if not np.any(np.asarray(length) > 1):
         raise UsageError("no text has two tokens, so there is nothing to learn; give longer ones")
