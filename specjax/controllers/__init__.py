@@ -1,4 +1,4 @@
-"""How deep to draft, and which of several arms to pull: pure functions of the past."""
+"""Controllers of the draft depth, and a bandit that chooses among arms. All are pure functions of the past."""
 
 from specjax.controllers import bandit
 from specjax.controllers.additive import additive

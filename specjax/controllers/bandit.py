@@ -1,11 +1,12 @@
-"""A bandit: which of several arms to pull, learnt from what each paid, without randomness.
+"""A deterministic multi-armed bandit that learns the reward of each arm.
 
-Auer, Cesa-Bianchi, Fischer: Finite-time Analysis of the Multiarmed Bandit Problem (2002), UCB1; discounted as in
-Garivier, Moulines: On Upper-Confidence Bound Policies for Non-Stationary Bandit Problems (2008), arXiv 0805.3415, since
-a text changes.
+Auer, Cesa-Bianchi, Fischer: Finite-time Analysis of the Multiarmed Bandit Problem (2002), UCB1. Rewards are discounted
+as in Garivier, Moulines: On Upper-Confidence Bound Policies for Non-Stationary Bandit Problems (2008), arXiv 0805.3415,
+because the statistics of a text change.
 
-Rule: pull the arm with the largest mean + width * sqrt(log(pulls of all arms) / pulls of the arm), each pull counting
-`memory` times less per later pull; arms never pulled come first, in order. Rewards are divided by the largest mean.
+Rule: pull the arm with the largest mean + width * sqrt(log(pulls of all arms) / pulls of the arm). The weight of a pull
+is multiplied by `memory` at each later pull. Arms that were never pulled come first, in order. Rewards are divided by
+the largest mean.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from specjax.types import Array
 
 
 class Arms(NamedTuple):
-    """Discounted counts."""
+    """Discounted counts of K arms."""
 
     pulls: Array  # float32[K]
     rewards: Array  # float32[K], their sums
@@ -37,9 +38,10 @@ class Bandit(NamedTuple):
 
 @functools.cache
 def ucb(num_arms: int, *, width: float = 0.1, memory: float = 0.995) -> Bandit:
-    """A bandit of `num_arms`; a larger `width` tries more, a smaller `memory` forgets faster.
+    """Build a bandit of `num_arms`. A larger `width` explores more, and a smaller `memory` forgets faster.
 
-    Regret in simulation: see tests/controllers/test_bandit.py. Raises: UsageError for a setting outside its range.
+    tests/controllers/test_bandit.py measures its regret in simulation. Raises: UsageError for a setting outside its
+    range.
     """
     if num_arms < 1 or width < 0 or not 0 < memory <= 1:
         raise UsageError(f"a bandit needs arms, width >= 0 and memory in (0, 1], not {num_arms}, {width}, {memory}")

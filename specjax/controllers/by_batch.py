@@ -1,10 +1,11 @@
-"""A static ladder: the larger the batch, the less deep the draft.
+"""A static table of depths by batch size: the larger the batch, the shorter the draft.
 
-Rule: the depth of the first step of the ladder whose batch size is not exceeded, `above` beyond the last. The baseline
-of Liu et al.: Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (2024), arXiv 2406.14066:
-drafted tokens are nearly free while the target waits for memory, and dear once it computes.
-The size is that of the call, rows that have ended included. Since the depth changes which random numbers a sampled
-draft uses, such a text, not its distribution, depends on the size of the batch; greedy and coupled texts do not.
+Rule: take the depth of the first entry whose batch size is not exceeded, and `above` beyond the last entry. It is the
+baseline of Liu et al.: Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (2024),
+arXiv 2406.14066. Drafted tokens are nearly free while the target is memory-bound, and expensive once it is
+compute-bound.
+The batch size is that of the call and includes finished rows. The depth decides which random numbers a sampled draft
+uses. So a sampled text depends on the batch size, but its distribution does not. Greedy and coupled texts do not.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from specjax.errors import UsageError
 from specjax.types import Controller
 
 LADDER = ((1, 7), (4, 5), (16, 3), (32, 2), (64, 1))
-"""(largest batch, depth); a guess to start from: measure."""
+"""(largest batch, depth). These values are a starting point; measure your own."""
 
 
 @functools.cache
 def by_batch(ladder: tuple[tuple[int, int], ...] = LADDER, *, above: int = 0) -> Controller:
-    """Depths from a ladder of (largest batch, depth).
+    """Build a controller from a table of (largest batch, depth).
 
-    Raises: UsageError for an empty ladder, sizes that do not rise, or a negative depth.
+    Raises: UsageError for an empty table, sizes that do not increase, or a negative depth.
     """
     sizes = [size for size, _ in ladder]
     if not ladder or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):

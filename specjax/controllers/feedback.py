@@ -1,4 +1,4 @@
-"""What controllers share that raise the limit after a success and lower it after a failure."""
+"""The shared part of controllers that raise the limit after a success and lower it after a failure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from specjax.types import Array, Controller, Info
 
 
 def feedback(
-    start: int, least: int, most: int, raised: Callable[[Array], Array], lowered: Callable[[Array], Array]
+    start: int, low: int, high: int, increase: Callable[[Array], Array], decrease: Callable[[Array], Array]
 ) -> Controller:
-    """A limit int32[B] that is `raised` once a draft as deep as it was accepted whole, `lowered` after a rejection.
+    """Build a controller whose limit int32[B] is raised after a fully accepted draft and lowered after a rejection.
 
-    A draft that was shorter for another reason (a stop rule, the tree's depth, the end of the text) and accepted whole
-    says nothing about a larger limit, which then stays; so the limit cannot run away from what the drafter can draft.
+    A draft may end before the limit because of a stop rule, the depth of the tree or the end of the text. If it is
+    fully accepted, the limit stays, so it cannot grow beyond the depth that the drafter reaches.
 
-    Raises: UsageError unless 1 <= least <= start <= most; at 0 nothing more would be learnt.
+    Raises: UsageError unless 1 <= low <= start <= high. A limit of 0 would never recover.
     """
-    if not 1 <= least <= start <= most:
-        raise UsageError(f"depths must satisfy 1 <= least <= start <= most, not {least}, {start} and {most}")
+    if not 1 <= low <= start <= high:
+        raise UsageError(f"depths must satisfy 1 <= low <= start <= high, not {low}, {start} and {high}")
 
     def update(limit: Array, info: Info) -> Array:
-        whole = info.accepted >= info.drafted_depth
-        larger = jnp.where(info.drafted_depth >= limit, jnp.minimum(raised(limit), most), limit)
-        changed = jnp.where(whole, larger, jnp.maximum(lowered(limit), least))
+        fully_accepted = info.accepted >= info.drafted_depth
+        larger = jnp.where(info.drafted_depth >= limit, jnp.minimum(increase(limit), high), limit)
+        changed = jnp.where(fully_accepted, larger, jnp.maximum(decrease(limit), low))
         return jnp.where(info.active & (info.drafted_depth > 0), changed, limit)
 
     return Controller(init=lambda batch: jnp.full((batch,), start, jnp.int32), limit=lambda limit: limit, update=update)

@@ -1,6 +1,7 @@
-"""Twice as deep after a round that was accepted whole, half as deep after any other.
+"""Multiplicative increase and decrease: twice as deep after a fully accepted draft, half as deep after a rejection.
 
-Our choice, after the windows of congestion control: a chain of rejections ends deep drafts in log steps.
+This rule is ours, after the congestion windows of TCP. A run of rejections ends deep drafts in logarithmically many
+steps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from specjax.types import Controller
 
 
 @functools.cache
-def multiplicative(start: int = 4, *, least: int = 1, most: int = 16) -> Controller:
-    """Limits from `least` to `most`, per row. Raises: UsageError unless 1 <= least <= start <= most."""
-    return feedback(start, least, most, lambda limit: 2 * limit, lambda limit: limit // 2)
+def multiplicative(start: int = 4, *, low: int = 1, high: int = 16) -> Controller:
+    """Build a controller with depths from `low` to `high`, per row. Raises: UsageError unless 1 <= low <= start <=
+    high.
+    """
+    return feedback(start, low, high, lambda limit: 2 * limit, lambda limit: limit // 2)

@@ -17,19 +17,19 @@ from specjax.types import Controller
 
 FORMS = {
     "fixed:N": "at most N tokens deep",
-    "additive, additive:N": "starts N deep; 2 more after a round accepted whole, 1 less after a rejection",
-    "multiplicative, multiplicative:N": "starts N deep; doubles and halves",
-    "bass, bass:N": "starts N deep, all rows alike; 2 more once a row accepts a draft whole, else about a tenth less",
-    "by_batch": "the larger the batch, the less deep",
-    "goodput": "the depth that emits most tokens per second, 0 if none pays",
+    "additive, additive:N": "start N deep; 2 more after a fully accepted draft, 1 less after a rejection",
+    "multiplicative, multiplicative:N": "start N deep; double after a fully accepted draft, halve after a rejection",
+    "bass, bass:N": "start N deep, the same for all rows; 2 more after a full acceptance, else about a tenth less",
+    "by_batch": "the larger the batch, the shorter the draft",
+    "goodput": "the depth with the most tokens per second, 0 if speculation is slower",
 }
 
 
 def parse(spec: str, costs: Costs = None, dtype: str = "float32", *, draft_cost: float = 0.0) -> Controller:
-    """A controller from one of `FORMS`; `costs`, the `dtype` of the parameters and the `draft_cost` of one pass of the
-    drafter: for those that weigh costs.
+    """Build a controller from one of `FORMS`. Raises: UsageError for any other text.
 
-    Raises: UsageError for any other text.
+    Args:
+      costs, dtype, draft_cost: as for `goodput`: cost curve, dtype of the target's parameters, cost of a drafter pass.
     """
     name, _, number = spec.partition(":")
     makers: dict[str, Callable[..., Controller]] = {

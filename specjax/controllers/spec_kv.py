@@ -1,15 +1,14 @@
-"""SpecKV: a small network chooses the draft's length from what the drafter's distributions looked like.
+"""SpecKV: a small network chooses the draft length from statistics of the drafter's distributions.
 
 SpecKV: Adaptive Speculative Decoding with Compression-Aware Gamma Selection (2026), arXiv 2605.02888.
 
-Rule: a(g) = MLP(mean entropy, mean confidence, largest entropy, smallest confidence, compression code, g) is the
-predicted share of accepted tokens of a draft of g tokens; the next draft has argmax_g a(g) g + 1 tokens. With costs the
-objective is (a(g) g + 1) / cost(g).
-Guarantee: distribution, as of every controller.
-Deviations: the paper evaluates its rule offline, on the statistics of the very draft whose length it chooses; here they
-are those of the round before, of its accepted tokens and the first rejected one, and the first round drafts `start`.
-The paper's objective takes rounds of all lengths to cost the same, so it nearly always drafts most; give `round_costs`.
-Activation (ReLU), loss (binomial) and scaling of the features are ours.
+Rule: a(g) = MLP(mean entropy, mean confidence, largest entropy, smallest confidence, compression code, g) predicts the
+share of accepted tokens in a draft of g tokens. The next draft has argmax_g a(g) g + 1 tokens. With costs, the
+objective is (a(g) g + 1) / cost(g). Guarantee: distribution, as for every controller. Deviations: the paper evaluates
+its rule offline, on the statistics of the same draft whose length it chooses. Here they come from the previous step,
+from its accepted tokens and its first rejected one. The first step drafts `start` tokens. The paper's objective assumes
+equal costs for all lengths, so it nearly always drafts most; set `round_costs`. Activation (ReLU), loss (binomial) and
+feature scaling are ours.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ HIDDEN = 16
 
 
 class Weights(NamedTuple):
-    """The network: 6 features, 16 hidden units, one output."""
+    """Parameters of the network: 6 features, 16 hidden units, one output."""
 
     w1: Array | np.ndarray  # float32[6, 16]
     b1: Array | np.ndarray  # float32[16]
@@ -45,14 +44,14 @@ def spec_kv(
     code: int = 0,
     round_costs: tuple[float, ...] | None = None,
 ) -> Controller:
-    """Drafts of one of `gammas` tokens, per row. Needs a drafter that hands its distributions on.
+    """Build a controller that drafts one of `gammas` tokens, per row. The drafter must return its distributions.
 
-    The weights become constants of the program: other weights compile another one.
+    The weights become constants of the program, so other weights compile another program.
 
     Args:
       weights: from `fit`.
-      code: of the drafter's compression: 0 float16, 1 int8, 2 nf4.
-      round_costs: of a round with each of `gammas`, draft and target, in any unit; None: the paper's objective.
+      code: compression of the drafter: 0 float16, 1 int8, 2 nf4.
+      round_costs: cost of a step with each of `gammas`, draft and target, in any unit. None: the paper's objective.
 
     Raises: UsageError for weights of other shapes, gammas below 1, or costs that are not one positive number for each.
     """
@@ -74,11 +73,11 @@ def _functions(packed: tuple[bytes, ...], gammas, start, code, round_costs) -> C
 
     def update(gamma: Array, info: Info) -> Array:
         assert info.signals is not None
-        seen = jnp.any(info.signals.judged, 1)
+        has_signals = jnp.any(info.signals.judged, 1)
         x = jnp.repeat(features(info.signals, code)[:, None], len(gammas), 1)  # [B, G, 5]
-        asked = jnp.broadcast_to(jnp.asarray(gammas, jnp.float32)[:, None], (*x.shape[:2], 1))
-        best = choose(predict(weights, jnp.concatenate([x, asked], -1)), gammas, round_costs)
-        return jnp.where(info.active & seen, best, gamma)
+        lengths = jnp.broadcast_to(jnp.asarray(gammas, jnp.float32)[:, None], (*x.shape[:2], 1))
+        best = choose(predict(weights, jnp.concatenate([x, lengths], -1)), gammas, round_costs)
+        return jnp.where(info.active & has_signals, best, gamma)
 
     return Controller(
         init=lambda batch: jnp.full((batch,), start, jnp.int32),
@@ -89,23 +88,25 @@ def _functions(packed: tuple[bytes, ...], gammas, start, code, round_costs) -> C
 
 
 def predict(weights: Weights, x: Array) -> Array:
-    """The predicted share of accepted tokens, float32[...], from features float32[..., 6], the last of them g."""
+    """Predict the share of accepted tokens, float32[...], from features float32[..., 6]. The last feature is g."""
     return jax.nn.sigmoid(jax.nn.relu(x @ weights.w1 + weights.b1) @ weights.w2 + weights.b2)
 
 
 def choose(acceptance: Array, gammas: Sequence[int], round_costs: Sequence[float] | None = None) -> Array:
-    """int32[...]: which of `gammas` scores best, given the acceptance float32[..., G] of each; ties: the first."""
+    """Return the best of `gammas`, int32[...], given their acceptance rates float32[..., G]. Ties go to the first."""
     return jnp.asarray(gammas, jnp.int32)[jnp.argmax(scores(acceptance, gammas, round_costs), -1)]
 
 
 def scores(acceptance: Array, gammas: Sequence[int], round_costs: Sequence[float] | None = None) -> Array:
-    """float32[..., G]: expected tokens of a round, or, with costs, per unit of cost."""
+    """Return the expected tokens of a step, float32[..., G], or tokens per unit of cost if costs are given."""
     tokens = acceptance * jnp.asarray(gammas, jnp.float32) + 1
     return tokens if round_costs is None else tokens / jnp.asarray(round_costs, jnp.float32)
 
 
 def features(signals: Signals, code: int = 0) -> Array:
-    """float32[B, 5]: mean entropy, mean confidence, largest entropy, smallest confidence, code; of a round."""
+    """Return features float32[B, 5]: mean entropy, mean confidence, largest entropy, smallest confidence, compression
+    code.
+    """
     judged = signals.judged
     count = jnp.maximum(jnp.sum(judged, 1), 1)
     mean = lambda x: jnp.sum(jnp.where(judged, x, 0.0), 1) / count
@@ -122,24 +123,26 @@ def features(signals: Signals, code: int = 0) -> Array:
 
 
 def records(rounds: Iterable[Info], code: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `fit` learns from, out of the `info` of successive steps of `stream` with a controller that reads signals.
+    """Collect training data for `fit` from the `info` of successive steps of `stream`.
 
-    Such as `fixed(g)._replace(reads_signals=True)`, for every g. Each row's round counts with the features of its round
-    before. Returns: features float32[R, 5], gamma float32[R] and accepted tokens float32[R].
+    The controller of that run must read signals, such as `fixed(g)._replace(reads_signals=True)` for every g. Each step
+    is paired with the features of the previous step of its row.
+
+    Returns: features float32[R, 5], gamma float32[R] and accepted tokens float32[R].
     """
-    found: list[tuple] = []
-    before = known = None
+    samples: list[tuple] = []
+    previous = has_previous = None
     for info in rounds:
         assert info.signals is not None
         drafted, accepted, active = (np.asarray(x) for x in (info.drafted_depth, info.accepted, info.active))
-        now, seen = np.asarray(features(info.signals, code)), np.asarray(jnp.any(info.signals.judged, 1))
-        if before is None or known is None:
-            before, known = now, seen
+        current, has_signals = np.asarray(features(info.signals, code)), np.asarray(jnp.any(info.signals.judged, 1))
+        if previous is None or has_previous is None:
+            previous, has_previous = current, has_signals
             continue
-        use = known & active & (drafted > 0)
-        found += zip(before[use], drafted[use], accepted[use], strict=True)
-        before, known = np.where(seen[:, None], now, before), known | seen
-    columns = zip(*found, strict=True) if found else ((), (), ())
+        use = has_previous & active & (drafted > 0)
+        samples += zip(previous[use], drafted[use], accepted[use], strict=True)
+        previous, has_previous = np.where(has_signals[:, None], current, previous), has_previous | has_signals
+    columns = zip(*samples, strict=True) if samples else ((), (), ())
     x, gamma, taken = (np.array(column, np.float32) for column in columns)
     return x.reshape(-1, 5), gamma, taken
 
@@ -147,10 +150,10 @@ def records(rounds: Iterable[Info], code: int = 0) -> tuple[np.ndarray, np.ndarr
 def fit(
     x: np.ndarray, gamma: np.ndarray, accepted: np.ndarray, *, key: Array, steps: int = 500, learning_rate: float = 0.02
 ) -> Weights:
-    """Train the network on logged rounds: features float32[R, 5], drafted gamma [R] and accepted tokens [R].
+    """Train the network on logged steps: features float32[R, 5], drafted tokens gamma [R] and accepted tokens [R].
 
-    Full-batch Adam on the binomial log-likelihood of `accepted` out of `gamma`.
-    Raises: UsageError for no rounds, or arrays of different lengths.
+    The optimizer is full-batch Adam on the binomial log-likelihood of `accepted` out of `gamma`.
+    Raises: UsageError for no data, or arrays of different lengths.
     """
     if not len(x) or not len(x) == len(gamma) == len(accepted):
         raise UsageError(f"fit needs as many gammas and accepted counts as features: {len(x)}, {len(gamma)} and "
@@ -168,7 +171,7 @@ def fit(
 
 @functools.partial(jax.jit, static_argnames="steps")
 def _train(rows, gamma, accepted, start: Weights, learning_rate, steps: int) -> Weights:
-    import optax  # needed by nothing else that decodes
+    import optax  # no other decoding code needs it
 
     optimiser = optax.adam(learning_rate)
 

@@ -1,15 +1,15 @@
-"""What a pass over several tokens costs, in passes over one."""
+"""Costs of a pass over several tokens, relative to a pass over one token."""
 
-from specjax.costs.curves import Costs, Curve, at, check, dtype_of, estimated, measured, of_draft, planned, timed
+from specjax.costs.curves import Costs, Curve, check, dtype_of, estimated, evaluate, measured, of_draft, planned, timed
 from specjax.costs.heads import of_head
 
 __all__ = [
     "Costs",
     "Curve",
-    "at",
     "check",
     "dtype_of",
     "estimated",
+    "evaluate",
     "measured",
     "of_draft",
     "of_head",

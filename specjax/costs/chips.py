@@ -1,14 +1,14 @@
-"""TPU chips: published figures, each with its source.
+"""Published figures of TPU chips, each with its source.
 
-All figures are per device as JAX counts them: a v4, v5e, v5p or v6e chip is one device, a tpu7x chip is two.
+All figures are per JAX device. A v4, v5e, v5p or v6e chip is one device, and a tpu7x chip is two.
 
-Products are counted at the bfloat16 peak: nothing here multiplies int8, whose peak is twice that on v5e and v6e (their
-pages) and v5p (How to Scale Your Model), equal to it on v4, and not published for tpu7x.
+Products count at the bfloat16 peak, because no int8 products are modelled. The int8 peak is twice as high on v5e and
+v6e (their pages) and v5p (How to Scale Your Model), equal on v4, and not published for tpu7x.
 
-Megacore: v4 and v5p chips have two cores that JAX shows as one device. XLA splits its own operations over both, so peak
-and bandwidth count in full; a Pallas kernel with a sequential grid, which that of tree_attention is, runs on one of
-them (`specjax.costs.roofline`). Not modelled: that the two devices of a tpu7x chip share its links, and that an axis of
-a small slice is a line and no ring.
+Megacore: v4 and v5p chips have two cores that JAX presents as one device. XLA splits its own operations over both
+cores, so peak and bandwidth count in full. A Pallas kernel with a sequential grid, such as tree attention, runs on one
+core (`specjax.costs.roofline`). Two facts are not modelled. The two devices of a tpu7x chip share its links, and an
+axis of a small slice is a line instead of a ring.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOP_SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class Chip:
-    """One device of a generation."""
+    """A device of one TPU generation."""
 
     name: str  # as in a topology
     hbm_bytes: int  # what a program may use
@@ -41,10 +41,10 @@ class Chip:
 
     @property
     def clock(self) -> float:
-        """Cycles per second: the published peak over what the matrix units do in a cycle.
+        """Cycles per second: the published peak divided by the FLOPs of the matrix units per cycle.
 
-        The compiler counts in these cycles: it schedules a bfloat16 product of 8192 x 8192 matrices at 70 to 93 % of
-        the peak on every generation here.
+        The compiler counts in these cycles. It schedules a bfloat16 product of 8192 x 8192 matrices at 70 to 93 % of
+        the peak on every generation listed.
         """
         return self.peak_flops / self.flops_per_cycle
 
@@ -127,5 +127,5 @@ CHIPS: dict[str, Chip] = {
 
 
 def gib(size: float) -> str:
-    """Bytes, to be read."""
+    """Format bytes as GiB."""
     return f"{size / GIB:.2f} GiB"

@@ -1,7 +1,9 @@
-"""What a pass over several tokens costs, in passes over one: what every decision to speculate rests on.
+"""Cost curves: the cost of a pass over several tokens, relative to a pass over one. Every speculation decision uses
+them.
 
-Three sources: the device itself (`measured`), the compiler (`planned`), or a rule of thumb (`estimated`). What decides
-by costs takes a `Curve`, its own numbers, or None for the rule of thumb, and asks `at`.
+A curve has one of three sources: the device (`measured`), the compiler (`planned`), or a rule of thumb (`estimated`).
+Functions that decide by cost take a `Curve`, a tuple of numbers, or None for the rule of thumb, and evaluate it with
+`evaluate`.
 """
 
 from __future__ import annotations
@@ -23,46 +25,49 @@ from specjax.types import Target
 
 
 class Curve(NamedTuple):
-    """Costs that were measured or planned; between its widths by interpolation, beyond the last by the last slope."""
+    """A measured or planned cost curve. It interpolates between its widths and extrapolates with the last slope."""
 
     widths: tuple[int, ...]  # tokens per row, rising from 1
     costs: tuple[float, ...]  # the first is 1
 
     def __call__(self, widths: Sequence[int]) -> np.ndarray:
-        """float32[W], in passes over the first of `widths`."""
+        """Return the costs float32[W] of `widths`, relative to the first of them."""
         x, y = np.asarray(self.widths, float), np.asarray(self.costs, float)
-        asked = np.asarray(widths, float)
+        wanted_widths = np.asarray(widths, float)
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 0.0
-        found = np.interp(asked, x, y) + np.maximum(asked - x[-1], 0) * max(slope, 0.0)
-        return (found / found[0]).astype(np.float32)
+        costs = np.interp(wanted_widths, x, y) + np.maximum(wanted_widths - x[-1], 0) * max(slope, 0.0)
+        return (costs / costs[0]).astype(np.float32)
 
 
 Costs = Curve | tuple[float, ...] | None
 
 
-def check(costs: Costs, count: int, of: str) -> None:
-    """Raises: UsageError unless `costs` are a curve, None, or one positive number for each `of` these."""
+def check(costs: Costs, count: int, item: str) -> None:
+    """Check that `costs` are a curve, None, or one positive number per item. Raises: UsageError."""
     if costs is None or isinstance(costs, Curve):
         return
     if len(costs) != count or not all(0 < cost < float("inf") for cost in costs):
-        raise UsageError(f"costs must be one positive number per {of} ({count}), not {list(costs)}")
+        raise UsageError(f"costs must be one positive number per {item} ({count}), not {list(costs)}")
 
 
-def at(costs: Costs, widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None):
-    """float32[W]: passes over `widths` tokens of each of `batch` rows, in passes over the first of these widths."""
+def evaluate(costs: Costs, widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None):
+    """Return the relative costs float32[W] of passes over `widths` tokens in each of `batch` rows; the first is 1."""
     if isinstance(costs, Curve):
         return costs(widths)
     return np.asarray(costs, np.float32) if costs else estimated(widths, batch, dtype, platform)
 
 
 def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None) -> np.ndarray:
-    """float32[W]: passes over `widths` tokens of `batch` rows, by a rule of thumb for the platform (default: this one).
+    """Estimate the costs float32[W] of passes over `widths` tokens of `batch` rows by a rule of thumb for the platform.
 
-    CPU, measured with SmolLM2 on two cores: in float32 a pass over n >= 2 tokens costs 1 + n / 16 passes over one (the
-    product with a single vector has a kernel of its own; measured 2: 1.18, 4: 1.22, 8: 1.45, 16: 1.95, 32: 3.16), in
-    bfloat16 1 + 0.035 (n - 1), between cores with AVX-512 (8: 1.12, 16: 1.22, 32: 1.8) and those with AMX (1.33, 1.7,
-    2.6). Elsewhere the weights are read once for up to some 240 tokens; the rest grows by 0.002 per token (Llama 3 8B
+    CPU, measured with SmolLM2 on two cores. In float32 a pass over n >= 2 tokens costs 1 + n / 16 passes over one. (A
+    product with a single vector has its own kernel. Measured 2: 1.18, 4: 1.22, 8: 1.45, 16: 1.95, 32: 3.16.) In
+    bfloat16 it costs 1 + 0.035 (n - 1), between cores with AVX-512 (8: 1.12, 16: 1.22, 32: 1.8) and with AMX (1.33,
+    1.7, 2.6). Other platforms read the weights once for up to about 240 tokens, and each token adds 0.002 (Llama 3 8B
     on v5e by its compiler).
+
+    Args:
+      platform: a JAX backend; the default is the current one.
     """
     platform = platform or jax.default_backend()
 
@@ -77,7 +82,7 @@ def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platf
 
 
 def dtype_of(target: Target) -> str:
-    """That of its first floating parameter; of a model without any float32."""
+    """Return the dtype name of the target's first floating-point parameter, or float32 if it has none."""
     dtypes = (jnp.result_type(leaf) for leaf in jax.tree.leaves(target.params))
     return next((dtype.name for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)), "float32")
 
@@ -85,10 +90,11 @@ def dtype_of(target: Target) -> str:
 def measured(
     target: Target, widths: Sequence[int] | None = None, batch: int = 1, context: int | None = None, repeats: int = 9
 ) -> Curve:
-    """Passes over `widths` tokens of `batch` rows, timed on this device: medians of `repeats` passes, taken in turns.
+    """Time passes over `widths` tokens of `batch` rows on this device. The curve uses medians of `repeats` interleaved
+    passes.
 
-    Default: widths to 16 on CPU and to 64 elsewhere, a context of 512 tokens if the model has so many. Compiles one
-    program per width. Raises: UsageError if the context leaves no room.
+    The default widths go up to 16 on CPU and 64 elsewhere. The default context is 512 tokens, if the model has so many.
+    It compiles one program per width. Raises: UsageError if the context leaves no room.
     """
     widths = tuple(widths or ((1, 2, 4, 8, 16) if jax.default_backend() == "cpu" else (1, 8, 16, 32, 64)))
     medians = timed(target, widths, batch, context, repeats)
@@ -98,36 +104,36 @@ def measured(
 def timed(
     target: Target, widths: Sequence[int], batch: int = 1, context: int | None = None, repeats: int = 9
 ) -> list[float]:
-    """Seconds of the passes of `measured`, which has the arguments."""
-    longest = max(widths)
-    context = min(512, target.model.max_positions - longest) if context is None else context
-    if context + longest > target.model.max_positions:
-        raise UsageError(f"context {context} with {longest} tokens is over the model's {target.model.max_positions}")
-    cache = _filled(target, batch, context, context + max(longest, CHUNK))
+    """Return the median seconds of the passes of `measured`, which has the same arguments."""
+    max_width = max(widths)
+    context = min(512, target.model.max_positions - max_width) if context is None else context
+    if context + max_width > target.model.max_positions:
+        raise UsageError(f"context {context} with {max_width} tokens is over the model's {target.model.max_positions}")
+    cache = _filled(target, batch, context, context + max(max_width, CHUNK))
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(repeats + 1):
         for width in widths:
             tokens = jnp.zeros((batch, width), jnp.int32)
             start = time.perf_counter()
             jax.block_until_ready(_pass(target, cache, jnp.int32(context), tokens))
-            if turn:  # the first compiles
+            if turn:  # the first turn compiles
                 seconds[width].append(time.perf_counter() - start)
     return [statistics.median(seconds[width]) for width in widths]
 
 
 def of_draft(target: Target, draft: Target) -> float:
-    """A pass of the draft model in passes of the target, by a rule of thumb: both read their parameters once."""
-    read = [sum(leaf.nbytes for leaf in jax.tree.leaves(of.params)) for of in (draft, target)]
-    return read[0] / read[1]
+    """Estimate the cost of a draft model's pass relative to a target pass: the ratio of their parameter bytes."""
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) for model in (draft, target)]
+    return sizes[0] / sizes[1]
 
 
 CHUNK = 128
-"""Tokens per pass, of those that are not timed."""
+"""Tokens per pass in the untimed prefill."""
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _filled(target: Target, batch: int, context: int, capacity: int):
-    """A cache of `context` tokens."""
+    """Return a cache of `context` tokens."""
     model, tokens = target.model, jnp.zeros((batch, CHUNK), jnp.int32)
     path = jnp.broadcast_to(jnp.arange(CHUNK), tokens.shape)
 
@@ -135,7 +141,7 @@ def _filled(target: Target, batch: int, context: int, capacity: int):
         _, pending = _pass(target, cache, i * CHUNK, tokens)
         return model.commit(cache, pending, path, jnp.full((batch,), jnp.minimum(context - i * CHUNK, CHUNK)))
 
-    empty = model.opened(target.params, None, jnp.full((batch,), context), capacity)
+    empty = model.start_cache(target.params, None, jnp.full((batch,), context), capacity)
     return jax.lax.fori_loop(0, -(-context // CHUNK), body, empty)
 
 
@@ -149,14 +155,14 @@ def _pass(target: Target, cache, start, tokens):
 
 
 def planned(plan: Any, side: str = "schedule") -> Curve:
-    """From a `specjax.plan`, or its `to_json()`: by the compiler's schedule, or `side="roofline"`.
+    """Read a curve from a `specjax.plan` or its `to_json()`: by the compiler's schedule, or with `side="roofline"`.
 
-    Raises: UsageError if it is no plan.
+    Raises: UsageError if it is not a plan.
     """
     try:
         reports = (plan if isinstance(plan, dict) else plan.to_json())["widths"]
-        known = sorted((int(r["name"].split()[1]), r["seconds"][side]) for r in reports if r["compiles"])  # "verify 8"
-        widths, seconds = zip(*known, strict=True)
+        points = sorted((int(r["name"].split()[1]), r["seconds"][side]) for r in reports if r["compiles"])  # "verify 8"
+        widths, seconds = zip(*points, strict=True)
         if widths[0] != 1 or len(set(widths)) < len(widths) or not all(0 < x < math.inf for x in seconds):
             raise ValueError
         return Curve(widths, tuple(x / seconds[0] for x in seconds))

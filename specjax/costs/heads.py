@@ -1,4 +1,4 @@
-"""What drafting with a learned head costs, in passes of its target over one token: by the weights that both read."""
+"""Cost of drafting with a head, in target passes over one token, estimated from the weights that both read."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ from specjax.models.heads.contract import Drafted, DraftHead
 from specjax.types import Context, PyTree, Target
 
 TEXT = 128
-"""Tokens of the text that is supposed. What attention costs grows with it in the head as in the target."""
+"""Assumed length of the text in tokens. Attention costs grow with it in the head as in the target."""
 
 
 def of_head(target: Target, head: DraftHead, passes: int) -> float:
-    """A tree that takes `passes` of the head, the root's included.
+    """Estimate the cost of drafting a tree that takes `passes` of the head, the root's pass included.
 
-    A rule of thumb: a pass takes as long as it takes to read the weights that it multiplies with, once, whatever few
-    tokens it is over. Parameters may be shapes.
+    The estimate is a rule of thumb: a pass over few tokens takes the time to read the weights of its products once.
+    Parameters may be shapes.
     """
     shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-    whole, params = jax.tree.map(shape, (target, head.params))
+    target, params = jax.tree.map(shape, (target, head.params))
     one = lambda value: jnp.full((1, 1), value, jnp.int32)
 
-    def first(whole: Target, params: PyTree) -> Any:
-        cache = whole.model.begin(whole.params, None, 1, TEXT)
-        context = Context(jnp.zeros((1, TEXT), jnp.int32), jnp.full((1,), 2), cache=cache, target=whole)
+    def first_level(target: Target, params: PyTree) -> Any:
+        cache = target.model.init_cache(target.params, None, 1, TEXT)
+        context = Context(jnp.zeros((1, TEXT), jnp.int32), jnp.full((1,), 2), cache=cache, target=target)
         return head.head.start(params, head.head.begin(params, context, 1, TEXT), context, passes), context
 
-    def level(whole: Target, params: PyTree) -> Any:
-        ((scratch, logits), context) = first(whole, params)
+    def level(target: Target, params: PyTree) -> Any:
+        ((scratch, logits), context) = first_level(target, params)
         drafted = Drafted(one(0), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, passes), bool))
         return head.head.follow(params, scratch, drafted, context), logits
 
     def count(function: Callable[..., Any]) -> float:
-        """Without what nobody reads, such as the logits of a pass of which the stream is wanted."""
-        jaxpr = jax.make_jaxpr(function)(whole, params).jaxpr
+        """Count the weights that are read, without unused outputs such as logits."""
+        jaxpr = jax.make_jaxpr(function)(target, params).jaxpr
         jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-        # A pass of a part of the target is one in which the program chooses not to run the other layers.
-        return _of_equations(jaxpr, min if run else max)
+        # A head that runs part of the target does so by branches that skip the other layers.
+        return _of_equations(jaxpr, min if num_layers_run else max)
 
-    layers = whole.model.capabilities.num_layers
-    run = sum(last - first for first, last in head.head.runs(layers))
-    of_first = count(first)
+    layers = target.model.capabilities.num_layers
+    num_layers_run = sum(last - first for first, last in head.head.runs(layers))
+    of_first = count(first_level)
     of_level = count(level) - of_first if passes > 1 else 0.0
-    of_target = run * (1 if head.head.at_once else passes)
-    weights = sum(x.size for x in jax.tree.leaves(whole.params))
+    of_target = num_layers_run * (1 if head.head.at_once else passes)
+    weights = sum(x.size for x in jax.tree.leaves(target.params))
     return of_target / layers + (of_first + (passes - 1) * of_level) / weights
 
 
 def _of_equations(jaxpr: Any, choose: Callable[[list[float]], float]) -> float:
-    """How many weights a program reads for its matrix products, `choose` of those of several branches."""
+    """Count the weights that the matrix products of a program read. `choose` combines the branches of a conditional."""
     total = 0.0
     for equation in jaxpr.eqns:
         parameters = equation.params
         if equation.primitive.name == "dot_general":
             _, (batched, _) = parameters["dimension_numbers"]
-            if not batched:  # else keys and values
+            if not batched:  # batched products read keys and values
                 total += max(operand.aval.size for operand in equation.invars)
             continue
         parts = [part for value in parameters.values() for part in (value if isinstance(value, tuple) else (value,))]
         inner = [_of_equations(getattr(part, "jaxpr", part), choose) for part in parts if _is_jaxpr(part)]
-        if parameters.get("branches_platforms") is not None:  # the same, some with rows that only fill a kernel
+        if parameters.get("branches_platforms") is not None:  # equal work, but some platforms pad the rows
             total += min(inner)
         elif equation.primitive.name == "cond":
             total += choose(inner)

@@ -1,20 +1,20 @@
-"""From a program's bytes, FLOPs, cycles and collectives to seconds on a chip. Plain formulas.
+"""Time of a program on a chip from its bytes, FLOPs, cycles and collectives. Plain formulas.
 
-Two estimates, from two sides, both printed; neither is a measurement.
+There are two estimates, and reports show both. Neither is a measurement.
 
-- *Roofline*: max(bytes that must move / HBM bandwidth, FLOPs / peak) + collectives. A lower bound: every weight is
-  read once per pass and the cached tokens once, at the published figures, and nothing waits. Where the compiled program
-  moves less, because it keeps a small model's weights on the chip between two passes, that counts.
-- *Schedule*: the compiler's own cycles (`specjax.planning.hlo`) over the clock, + Pallas kernels by their authors'
-  estimates, + collectives. It is more than real chips take for programs of many small fusions, and it is what the
-  compiler optimises; differences between two programs of one kind are worth more than its absolute value. It has no
-  cycles for copies that run beside the arithmetic. A kernel has one core of a megacore, and with it half of the peak
-  and, by assumption, of the bandwidth.
+- *Roofline*: max(bytes that must move / HBM bandwidth, FLOPs / peak) + collectives. It is a lower bound. Every weight
+is read once per pass and the cached tokens once, at the published figures, without waiting. If the compiled program
+moves fewer bytes, because a small model's weights stay on the chip between passes, the smaller number counts. -
+*Schedule*: the compiler's own cycles (`specjax.planning.hlo`) divided by the clock, plus Pallas kernels by their
+authors' estimates, plus collectives. Real chips are faster on programs of many small fusions. The compiler optimises
+this number, so differences between similar programs mean more than its absolute value. It counts no cycles for copies
+that overlap arithmetic. A kernel uses one core of a megacore, and so half of the peak and, by assumption, of the
+bandwidth.
 
-Which to believe for what: docs/tpu.md.
+docs/tpu.md explains which estimate to trust for which question.
 
-Collectives have no cycles in the text: wire bytes over both directions of one ring, and the latency of half the ring
-per collective, which is what decides at few tokens.
+Collectives have no cycles in the program text. They cost the wire bytes over both directions of one ring, plus the
+latency of half the ring per collective. The latency dominates for few tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ CLOCKS = {
     "roofline": "the least a step can take, by bytes, FLOPs and links: what more tokens, rows, context or chips cost",
     "schedule": "the compiler's own cycles, one operation after another: what many small operations cost",
 }
-"""What each of the two estimates is good for."""
+"""The use of each of the two estimates."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Calls of a Pallas kernel, which the compiler gives no cycles; its author's own estimate, if there is one."""
+    """Calls of a Pallas kernel, for which the compiler reports no cycles. The kernel's own cost estimate is used if it
+    has one.
+    """
 
     calls: float
     flops: float = 0.0
@@ -41,7 +43,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """All runs of one kind of collective."""
+    """All executions of one kind of collective."""
 
     kind: str
     count: float  # trips included
@@ -52,7 +54,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a program, per device, trip counts included."""
+    """Sums over a program, per device, including the iterations of loops."""
 
     cycles: float
     flops: float
@@ -64,7 +66,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Both estimates of one program, and what the first consists of."""
+    """Both estimates of one program, and the parts of the roofline."""
 
     memory: float
     compute: float
@@ -74,7 +76,11 @@ class Seconds:
 
 
 def estimate(chip: Chip, totals: Totals, must_bytes: float) -> Seconds:
-    """Seconds of one run. `must_bytes`: what a device has to move at least, as `specjax.planning.traffic` counts it."""
+    """Estimate the seconds of one execution.
+
+    Args:
+      must_bytes: bytes that a device has to move at least, as `specjax.planning.traffic` counts them.
+    """
     memory = min(must_bytes, totals.hbm_bytes) / chip.hbm_bandwidth
     compute = totals.flops / chip.peak_flops
     collectives = sum(collective_seconds(chip, entry) for entry in totals.collectives)
@@ -86,7 +92,7 @@ def estimate(chip: Chip, totals: Totals, must_bytes: float) -> Seconds:
 
 
 def collective_seconds(chip: Chip, entry: Collective) -> float:
-    """All runs of a kind: a ring that uses both directions of its links."""
+    """Return the seconds of all executions of one kind, on a ring that uses both directions of its links."""
     if entry.group < 2:
         return 0.0
     return entry.wire_bytes / (2 * chip.link_bandwidth) + entry.count * (entry.group // 2) * HOP_SECONDS

@@ -9,19 +9,23 @@ from specjax.trees.shape_search.best_shapes import Paths
 
 
 def expected_tokens(paths: Paths, acceptance: Sequence[float]) -> float:
-    """Tokens per target pass of a static tree: 1 + the sum over its nodes of the product of a[rank] along their path.
+    """Return the tokens per target pass of a static tree: 1 + sum over its nodes of the product of a[rank] along the
+    path.
 
-    acceptance: a[r], the chance that the r-th child of an accepted node is the accepted one. For a chain of k tokens
-    that is the sum of a[0] ** j over j = 0 ... k.
+    For a chain of k tokens that is the sum of a[0] ** j over j = 0 ... k.
+
+    Args:
+      acceptance: a[r] is the probability that the r-th child of an accepted node is the accepted child.
     """
     a = list(acceptance)
-    chance = lambda path: math.prod(a[rank] if rank < len(a) else 0.0 for rank in path)
-    return 1.0 + sum(chance(path) for path in paths)
+    probability = lambda path: math.prod(a[rank] if rank < len(a) else 0.0 for rank in path)
+    return 1.0 + sum(probability(path) for path in paths)
 
 
 def rank_acceptance(rate: float, ranks: int = 16) -> tuple[float, ...]:
-    """a[r] = rate * (1 - rate) ** r: each sibling is accepted with chance `rate` once those before it are refused.
+    """Return a[r] = rate * (1 - rate) ** r: each sibling is accepted with probability `rate` after its predecessors
+    fail.
 
-    An assumption, for tables by one number; siblings of real drafts are worth less. Measure where it matters.
+    This assumption turns one number into a table. Siblings of real drafts are worth less; measure where it matters.
     """
     return tuple(rate * (1 - rate) ** r for r in range(ranks))

@@ -1,8 +1,8 @@
-"""What changes the target's logits by the text before them: `decode(..., processors=(repetition(1.1), ban([5])))`.
+"""Logits processors of the target: `decode(..., processors=(repetition(1.1), ban([5])))`.
 
-In the order given, and before temperature, top-k, top-p and min-p. A processor sees, at each node of a tree, the text
-that plain decoding would have there, so every method, tree and rule keeps its promise, for the distribution that plain
-decoding with the same processors has. Drafts are not processed: what a processor forbids is drafted for nothing.
+Processors run in the given order, before temperature, top-k, top-p and min-p. At each tree node, a processor receives
+the text that plain decoding would have there. So every method, tree and rule keeps its guarantee, relative to plain
+decoding with the same processors. Drafts are not processed: a forbidden token may be drafted and is then rejected.
 """
 
 from specjax.processors.automaton import Automaton, json_schema, regex

@@ -1,4 +1,4 @@
-"""Logit bias, and banned tokens: a number for some tokens, added to their logits.
+"""Logit bias and banned tokens: numbers that are added to the logits of some tokens.
 
 Rule: x + b[token], with b = -inf for a banned token.
 """
@@ -15,14 +15,16 @@ from specjax.errors import UsageError
 from specjax.types import Array, Processor, TokenTree
 
 ROOM = 16
-"""Entries are filled up to a multiple of it, so that few programs serve all."""
+"""The number of entries is padded to a multiple of this, so that few programs are compiled."""
 
 
 def bias(entries: Mapping[int, float] | Sequence[Mapping[int, float]], *, room: int = 0) -> Processor:
-    """`entries`: what to add to the logits of tokens, by their ids; -inf bans one. Or a list of these, one per row.
+    """Add a bias to the logits of tokens. -inf bans a token.
 
-    room: for as many entries at least; with equal room, others compile nothing, and `serve` can take them.
-    Raises: UsageError for what is no id or no number.
+    Args:
+      entries: bias by token id, or a list with one such mapping per row.
+      room: minimum number of entries. With equal room, other entries compile nothing, and `serve` accepts them.
+    Raises: UsageError for an invalid id or number.
     """
     rows = [entries] if isinstance(entries, Mapping) else list(entries)
     size = -(-max(room, 1, *map(len, rows)) // ROOM) * ROOM
@@ -32,14 +34,14 @@ def bias(entries: Mapping[int, float] | Sequence[Mapping[int, float]], *, room: 
         for place, (token, value) in enumerate(of_row.items()):
             if not 0 <= token < 1 << 31 or token != int(token):
                 raise UsageError(f"a logit bias is for a token id, which {token!r} is not")
-            if not value < np.inf:  # NaN is not either
+            if not value < np.inf:  # also rejects NaN
                 raise UsageError(f"the logit bias of token {token} must be a number or -inf, not {value!r}")
             ids[row, place], values[row, place] = token, value
     return Processor(process=_process, init=_init, check=_check, settings=(ids, values))
 
 
 def ban(tokens: Iterable[int], *, room: int = 0) -> Processor:
-    """Tokens, by their ids, that are never drawn. Raises: UsageError for what is no id."""
+    """Ban tokens by their ids. Raises: UsageError for an invalid id."""
     return bias(dict.fromkeys(tokens, -np.inf), room=room)
 
 
@@ -55,10 +57,10 @@ def _check(processor: Processor, vocab_size: int) -> None:
 
 def _init(params, settings, tokens: Array, length: Array, vocab_size: int) -> Array:
     ids, values = settings
-    place = jnp.where(ids < 0, vocab_size, ids)  # behind the end: dropped
-    none = jnp.zeros((len(ids), vocab_size))
-    return none.at[jnp.arange(len(ids))[:, None], place].add(values, mode="drop")  # float32[B, V]
+    place = jnp.where(ids < 0, vocab_size, ids)  # an index past the end is dropped
+    zeros = jnp.zeros((len(ids), vocab_size))
+    return zeros.at[jnp.arange(len(ids))[:, None], place].add(values, mode="drop")  # float32[B, V]
 
 
-def _process(params, added: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
-    return logits + added[:, None]
+def _process(params, bias: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
+    return logits + bias[:, None]

@@ -2,9 +2,9 @@
 
 Willard, Louf: Efficient Guided Generation for Large Language Models (2023), arXiv 2307.09702.
 
-Rule: x = -inf of all tokens that the automaton has no transition for, from the state to which the text has come; an eos
-where it accepts, and nowhere else. The states of a tree's nodes are found level by level, from parent to child. After
-an eos there is nothing but eos, nor after a token without a transition, which only a lossy rule accepts.
+Rule: x = -inf for every token without a transition from the current state. An eos token is allowed only in accepting
+states. The states of tree nodes are computed level by level from parent to child. After an eos, only eos is allowed.
+The same holds after a token without a transition, which only a lossy rule accepts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from specjax.processors.automaton import Automaton
 from specjax.types import Array, Processor, TokenTree
 
 FREE = -1
-"""The state of a row that follows none."""
+"""State of an unconstrained row."""
 WORD = 32
-"""Tokens whose bits share a number."""
+"""Tokens whose bits share one integer."""
 
 
 class Tables(NamedTuple):
-    """Several automata as one: their states one behind another, and last the state after the end."""
+    """Several automata concatenated: their states in order, and last the state after the end."""
 
     starts: Array  # int32[A]
     allowed: Array  # uint32[S, ceil(V / 32)], a bit per token
@@ -39,11 +39,12 @@ class Tables(NamedTuple):
 
 
 def constraint(*automata: Automaton, follow: int | Sequence[int | None] | None = 0) -> Processor:
-    """Texts of one of the `automata`.
+    """Restrict texts to those that one of the `automata` accepts.
 
-    follow: which, by its number, or one number per row; None: no one, so that any text will do. `following` says so
-      later, of a request: `serve` has `constraint(a, b, follow=None)`.
-    Raises: UsageError for a number that is of none.
+    Args:
+      follow: number of the automaton, or one number per row. None leaves the rows unconstrained. `following` changes it
+        later for a request: `serve` receives `constraint(a, b, follow=None)`.
+    Raises: UsageError for a number without an automaton.
     """
     if not automata:
         raise UsageError("a constraint needs an automaton, such as processors.regex(...)")
@@ -66,7 +67,7 @@ def constraint(*automata: Automaton, follow: int | Sequence[int | None] | None =
 
 
 def following(processor: Processor, follow: int | Sequence[int | None] | None) -> Processor:
-    """A constraint whose rows follow another of its automata, as `constraint` takes it."""
+    """Return the constraint with other automata for its rows. `follow` is as in `constraint`."""
     rows = follow if isinstance(follow, Sequence) else [follow]
     count = len(processor.params.starts)
     for number in rows:
@@ -81,14 +82,14 @@ def _bits(automaton: Automaton, state: int, highest: int) -> np.ndarray:
 
 
 def _packed(tokens: Sequence[int] | np.ndarray, highest: int) -> np.ndarray:
-    """uint32[ceil(V / 32)] with the bits of some tokens."""
+    """Pack the bits of some tokens into uint32[ceil(V / 32)]."""
     bits = np.zeros((highest // WORD + 1) * WORD, bool)
     bits[np.asarray(tokens, np.int64)] = True
     return np.packbits(bits, bitorder="little").view("<u4")
 
 
 def _check(processor: Processor, vocab_size: int) -> None:
-    """Tokens that the model lacks would leave states without any."""
+    """Check that the model has all tokens of the automata. Otherwise some states would allow no token."""
     tokens = processor.params.tokens
     if isinstance(tokens, jax.core.Tracer):
         return
@@ -106,10 +107,12 @@ def _init(tables: Tables, follow: Array, tokens: Array, length: Array, vocab_siz
 
 def _process(tables: Tables, state: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
     node, parent = jnp.arange(tree.tokens.shape[1]), jnp.maximum(tree.parents, 0)
-    below = lambda _, states: jnp.where(node == 0, states, _after(tables, take_along(states, parent, 1), tree.tokens))
+    next_level = lambda _, states: jnp.where(
+        node == 0, states, _after(tables, take_along(states, parent, 1), tree.tokens)
+    )
     root = jnp.broadcast_to(state[:, None], tree.tokens.shape)
     depth = jnp.max(jnp.sum(above, 2)) - 1
-    states = jax.lax.fori_loop(0, depth, below, root)  # int32[B, N]; after round d right down to depth d
+    states = jax.lax.fori_loop(0, depth, next_level, root)  # int32[B, N]; correct down to depth d after iteration d
     words = gather_at(tables.allowed, jnp.maximum(states, 0))  # uint32[B, N, W]
     bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
     bits, vocab = bits.reshape(*words.shape[:2], -1), logits.shape[2]
@@ -123,15 +126,15 @@ def _update(tables: Tables, state: Array, tokens: Array, count: Array) -> Array:
 
 
 def _after(tables: Tables, state: Array, token: Array) -> Array:
-    """The states after tokens, int32 of any shape: by bisection among the transitions of each."""
-    known = jnp.maximum(state, 0)
-    low, stop = gather_at(tables.offsets, known), gather_at(tables.offsets, known + 1)
+    """Look up the states after tokens, int32 of any shape, by bisection among the transitions of each state."""
+    row = jnp.maximum(state, 0)
+    low, stop = gather_at(tables.offsets, row), gather_at(tables.offsets, row + 1)
     high, last = stop, len(tables.tokens) - 1
     for _ in range(len(tables.tokens).bit_length()):
         middle = (low + high) // 2
-        less = (middle < high) & (gather_at(tables.tokens, jnp.minimum(middle, last)) < token)
-        low, high = jnp.where(less, middle + 1, low), jnp.where(less, high, middle)
+        is_less = (middle < high) & (gather_at(tables.tokens, jnp.minimum(middle, last)) < token)
+        low, high = jnp.where(is_less, middle + 1, low), jnp.where(is_less, high, middle)
     place = jnp.minimum(low, last)
-    found = (low < stop) & (gather_at(tables.tokens, place) == token)
+    exists = (low < stop) & (gather_at(tables.tokens, place) == token)
     end = len(tables.allowed) - 1
-    return jnp.where(state == FREE, FREE, jnp.where(found, gather_at(tables.following, place), end))
+    return jnp.where(state == FREE, FREE, jnp.where(exists, gather_at(tables.following, place), end))

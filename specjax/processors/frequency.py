@@ -1,6 +1,6 @@
-"""Frequency penalty: make what has been decoded often less likely, by its count. As the OpenAI API has it.
+"""Frequency penalty as in the OpenAI API: tokens become less likely in proportion to their count.
 
-Rule: x - a c, with the count c of the token among those decoded; the prompt does not count.
+Rule: x - a c, where c is the count of the token among the decoded tokens. The prompt does not count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from specjax.types import Array, Processor
 
 
 def frequency(penalty: float | Array) -> Processor:
-    """`penalty`: a number, or one per row; 0 changes nothing. Raises: UsageError for what is not finite."""
+    """Build the processor. `penalty` is a number or one per row; 0 has no effect.
+
+    Raises: UsageError if it is not finite.
+    """
     check_range("the frequency penalty", penalty, np.isfinite, "a number")
     return by_count(_change, penalty, prompt=False)
 

@@ -1,6 +1,6 @@
-"""Presence penalty: make what has been decoded already less likely, by one amount. As the OpenAI API has it.
+"""Presence penalty as in the OpenAI API: decoded tokens become less likely by a constant.
 
-Rule: x - a where the token is among those decoded; the prompt does not count.
+Rule: x - a if the token is among the decoded tokens. The prompt does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from specjax.types import Array, Processor
 
 
 def presence(penalty: float | Array) -> Processor:
-    """`penalty`: a number, or one per row; 0 changes nothing. Raises: UsageError for what is not finite."""
+    """Build the processor. `penalty` is a number or one per row; 0 has no effect.
+
+    Raises: UsageError if it is not finite.
+    """
     check_range("the presence penalty", penalty, np.isfinite, "a number")
     return by_count(_change, penalty, prompt=False)
 

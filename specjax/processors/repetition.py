@@ -1,10 +1,10 @@
-"""Repetition penalty: make what is in the text already, prompt included, less likely.
+"""Repetition penalty: tokens of the text, prompt included, become less likely.
 
 Keskar, McCann, Varshney, Xiong, Socher: CTRL: A Conditional Transformer Language Model for Controllable Generation
 (2019), arXiv 1909.05858, section 4.1.
 
-Rule: x / r where x > 0, x r elsewhere, of the logits x of tokens in the text; r > 1 makes them less likely.
-Deviation: the paper divides logits of either sign; this is what its authors' and all other code does.
+Rule: x / r where x > 0, else x r, for logits x of tokens in the text. r > 1 makes them less likely.
+Deviation: the paper divides logits of either sign. Its authors' code and all other code use the rule above.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from specjax.types import Array, Processor
 
 
 def repetition(penalty: float | Array) -> Processor:
-    """`penalty`: a number above 0, or one per row; 1 changes nothing. Raises: UsageError for another one."""
+    """Build the processor. `penalty` is a number above 0 or one per row; 1 has no effect.
+
+    Raises: UsageError otherwise.
+    """
     check_range("the repetition penalty", penalty, lambda x: (x > 0) & np.isfinite(x), "above 0")
     return by_count(_change, penalty, prompt=True)
 

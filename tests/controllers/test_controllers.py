@@ -194,9 +194,9 @@ def test_the_limit_does_not_depend_on_the_randomness_of_its_round(name):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: controllers.additive(0), "1 <= least <= start <= most, not 1, 0 and 20"),
-        (lambda: controllers.multiplicative(4, least=0), "1 <= least <= start <= most, not 0, 4 and 16"),
-        (lambda: controllers.bass(0), "1 <= start <= most, not 0 and 32"),
+        (lambda: controllers.additive(0), "1 <= low <= start <= high, not 1, 0 and 20"),
+        (lambda: controllers.multiplicative(4, low=0), "1 <= low <= start <= high, not 0, 4 and 16"),
+        (lambda: controllers.bass(0), "1 <= start <= high, not 0 and 32"),
         (lambda: controllers.bass(part=0), "up must be at least 0 and part at least 1, not 2 and 0"),
         (lambda: controllers.additive(up=-1), "up and down must be at least 0"),
         (lambda: controllers.by_batch(()), "sizes of a ladder must be at least 1 and rise"),

@@ -51,7 +51,7 @@ def test_acceptance_counts_only_positions_that_were_reached():
     controller = goodput(DEPTHS, costs=(1.0,) * 6, smoothing=0.5, start=0.5)
     state = controller.update(controller.init(1), info(1, 3, 1))  # the first accepted, the second not, no third try
     np.testing.assert_allclose(state.rate, [0.75, 0.25, 0.5, 0.5, 0.5, 0.5, 0.5])
-    assert state.seen[0].tolist() == [1, 1, 0, 0, 0, 0, 0]
+    assert state.visits[0].tolist() == [1, 1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("margin", "depth"), [(1.03, 1), (1.02, 3)])
