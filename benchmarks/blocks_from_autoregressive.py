@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from specjax.catalog.diffusion import procedure_of
 from specjax.diffusion import Denoiser
-from specjax.training import Text, recipe_of, train
+from specjax.diffusion.procedures import procedure_of
+from specjax.training import TrainingText, recipe_of, train
 from specjax.training.data.packing import pack
 from specjax.training.methods import denoisers
 from specjax.training.objectives import masked
@@ -56,21 +56,21 @@ def denoiser_of(args: argparse.Namespace) -> tuple[Denoiser, Any]:
 def teach(args: argparse.Namespace) -> None:
     pupil, tokenizer = denoiser_of(args)
     pieces = stories(args.texts, tokenizer, args.length)
-    lessons = [Text(tuple(one), 1) for one in pieces[:-HELD_OUT]]
+    lessons = [TrainingText(tuple(one), 1) for one in pieces[:-HELD_OUT]]
     lessons = lessons if args.pieces is None else lessons[: args.pieces]
     epochs = args.epochs
     recipe = recipe_of("masked_diffusion", learning_rate=args.learning_rate, packs=True)
     print(f"{len(lessons)} pieces, {sum(len(text.tokens) for text in lessons)} tokens, {epochs} epochs", flush=True)
     started = time.perf_counter()
 
-    def listen(progress) -> None:
+    def on_progress(progress) -> None:
         if progress.step % 10 == 0 or progress.step == 1:
             print(f"{progress.step}/{progress.steps} loss {progress.loss:.3f} right {progress.accuracy[0]:.3f} "
                   f"{progress.seconds:.0f} s", flush=True)  # fmt: skip
 
     trained = train(
         None, pupil, lessons, recipe=recipe, epochs=epochs, rows=args.rows, length=args.length, places=1,
-        evaluate_every=args.keep, seed=args.seed, folder=args.run, listen=listen,
+        evaluate_every=args.keep, seed=args.seed, folder=args.run, on_progress=on_progress,
     )  # fmt: skip
     about = {name: str(getattr(args, name)) for name in ("epochs", "rows", "length", "learning_rate", "seed")}
     about["seconds"] = f"{time.perf_counter() - started:.0f}"
@@ -79,7 +79,7 @@ def teach(args: argparse.Namespace) -> None:
 
 def bound(denoiser: Denoiser, pieces: list[list[int]], length: int) -> float:
     """Nats per token of held-out texts at most: the loss that it was trained by, over several draws of masks."""
-    (lesson, *_) = pack([Text(tuple(one), 1) for one in pieces], len(pieces), length, alone=True)
+    (lesson, *_) = pack([TrainingText(tuple(one), 1) for one in pieces], len(pieces), length, alone=True)
 
     @jax.jit
     def of(denoiser: Denoiser, key: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ def nats(target: specjax.Target, texts: list[list[int]], prompts: int) -> float:
     tokens = jnp.array(texts)
     batch, size = tokens.shape
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
-    cache = target.model.begin(target.params, None, batch, 0)
+    cache = target.model.init_cache(target.params, None, batch, 0)
     positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
     output, _ = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
     said = jax.nn.log_softmax(output.logits, -1)[:, :-1]

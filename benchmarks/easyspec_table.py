@@ -95,7 +95,7 @@ def recited(prompts: list[list[int]], texts: list[list[int]], vocab: int) -> Tar
         return Output(jax.nn.one_hot(following, vocab), jnp.zeros((*tokens.shape, 1))), ()
 
     model = Model(
-        begin=lambda params, inputs, batch, capacity: (),
+        init_cache=lambda params, inputs, batch, capacity: (),
         forward=forward,
         commit=lambda cache, pending, path, num_nodes: cache,
         vocab_size=vocab,

@@ -76,7 +76,7 @@ def main(texts: str, out: str, count: str = "64") -> None:
     with open(texts) as file:
         data = json.load(file)
     pairs = [x for x in zip(data["prompts"], data["texts"], strict=True) if sum(map(len, x)) <= LONGEST][: int(count)]
-    distributions, cache = [], target.model.begin(target.params, None, 1, 1)
+    distributions, cache = [], target.model.init_cache(target.params, None, 1, 1)
     for prompt, text in pairs:
         padded = np.zeros((1, LONGEST), np.int32)
         padded[0, : len(prompt) + len(text)] = prompt + text

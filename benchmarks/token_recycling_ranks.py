@@ -23,7 +23,7 @@ def runners_up(target, tokens):
     """int32[T, 8]: the likeliest successors at each position of tokens [1, T]."""
     t = tokens.shape[1]
     mask = jnp.tril(jnp.ones((1, t, t), bool))
-    cache = target.model.begin(target.params, None, 1, 1)
+    cache = target.model.init_cache(target.params, None, 1, 1)
     output, _ = target.model.forward(target.params, tokens, cache, positions=jnp.arange(t)[None], mask=mask)
     return jax.lax.top_k(output.logits[0], 8)[1]
 

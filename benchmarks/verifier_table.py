@@ -242,7 +242,7 @@ def draft_round(drafter, keys, state, context, logits):
 def filled(target, tokens, count):
     """The cache of the first `count` int32[1] of tokens int32[1, S]."""
     model, params = target.model, target.params
-    return prefill(model, params, model.begin(params, None, *tokens.shape), tokens, count)
+    return prefill(model, params, model.init_cache(params, None, *tokens.shape), tokens, count)
 
 
 @jax.jit

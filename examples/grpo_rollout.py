@@ -59,7 +59,7 @@ def rescore(model: Model, params: PyTree, prompts: Array, lengths: Array, tokens
     text = text.at[rows, lengths[:, None] + places].set(jnp.maximum(tokens, 0))
     batch, size = text.shape
     output, _ = model.forward(
-        params, text, model.begin(params, None, batch, 1),
+        params, text, model.init_cache(params, None, batch, 1),
         positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""From an NNX module to the pure functions of `specjax.Model`."""
+"""Conversion of NNX modules to the pure functions of `specjax.Model`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specjax.models import cache as kv
 from specjax.models.decoder import Decoder, DecoderConfig
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.layers import run_layers
-from specjax.models.layout import Layout, axis_of_other_bits, spread
+from specjax.models.layout import Layout, axis_that_changes_bits, shard_config
 from specjax.models.llama import LlamaConfig
 from specjax.types import Capabilities, Model, PyTree
 
@@ -24,65 +24,72 @@ Config = DecoderConfig
 
 
 def abstract_module(config: Config) -> nnx.Module:
-    """The module of `config` with shapes for parameters; nothing is allocated."""
+    """Build the module of `config` with shapes for parameters, without allocating any."""
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
 @functools.cache
 def _abstract(config: Config):
-    """(graphdef, pure dict of ShapeDtypeStructs) of the module of `config`."""
+    """Return (graphdef, pure dict of ShapeDtypeStructs) of the module of `config`."""
     graphdef, state = nnx.split(abstract_module(config))
     return graphdef, nnx.to_pure_dict(state)
 
 
 def abstract_params(config: Config) -> PyTree:
-    """Shapes and dtypes of the parameters, as a nested dict of `jax.ShapeDtypeStruct`."""
+    """Return shapes and dtypes of the parameters, as a nested dict of `jax.ShapeDtypeStruct`."""
     return _abstract(config)[1]
 
 
 def init_params(config: Config, key) -> PyTree:
-    """Random parameters, for tests and for training from scratch."""
+    """Initialise random parameters, for tests and for training from scratch."""
     module = Decoder(config, rngs=nnx.Rngs(params=key))
     return nnx.to_pure_dict(nnx.split(module)[1])
 
 
 def check_cache_dtype(cache_dtype: str | None, name: str = "cache_dtype") -> None:
-    """Raises: UsageError, with the setting's name, for one that is not None or "int8"."""
+    """Check that a cache dtype is None or "int8".
+
+    Raises: UsageError, with the name of the setting.
+    """
     if cache_dtype not in (None, "int8"):
-        raise UsageError(f'{name} must be "int8", or left out for that of the model, not "{cache_dtype}"')
+        raise UsageError(
+            f'{name} must be "int8" or left out, not "{cache_dtype}"; without it the cache has the dtype of the model'
+        )
 
 
 def has_repeated_heads(config: Config, params: PyTree) -> bool:
-    """Whether the parameters are not of the shapes that their config says: a mesh repeats some heads."""
+    """Return True if the parameters do not have the shapes of their config, because a mesh repeats some heads."""
     shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
     return shapes(params) != shapes(abstract_params(config))
 
 
 @functools.cache
 def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> Model:
-    """The `Model` of a config: the same object for equal arguments, so a second `decode` compiles nothing.
+    """Build the `Model` of a config. Equal arguments return the same object, so a second `decode` compiles nothing.
 
-    With a mesh, the parameters are those of `specjax.shard`; `over` as there.
+    With a mesh, the parameters are those of `specjax.shard`, which also documents `over`.
 
-    Raises: UsageError for a `cache_dtype` other than None or "int8", and for a mesh that does not fit.
+    Raises: UsageError for a `cache_dtype` other than None or "int8", and for a mesh that does not fit the model.
     """
     check_cache_dtype(config.cache_dtype)
     if config.same_bits and config.dtype != "bfloat16":
-        raise UsageError(f'same_bits is of dtype "bfloat16", not "{config.dtype}"; choose that, or leave same_bits out')
+        raise UsageError(
+            f'same_bits needs dtype "bfloat16", not "{config.dtype}"; use that dtype, or leave same_bits out'
+        )
     if config.same_bits and mesh is not None:
-        axis = axis_of_other_bits({axis: mesh.shape.get(axis, 1) for axis in over or mesh.axis_names})
+        axis = axis_that_changes_bits({axis: mesh.shape.get(axis, 1) for axis in over or mesh.axis_names})
         if axis is not None:
             raise UsageError(
-                f'same_bits is not promised where a mesh splits rows or slots; make its axis "{axis}" 1, or leave '
+                f'same_bits does not hold on a mesh that splits rows or slots; set its axis "{axis}" to 1, or leave '
                 "same_bits out"
             )
-    whole = config
+    unsharded_config = config
     layout = None
     if mesh is not None:
-        config, layout = spread(config, mesh, over)
+        config, layout = shard_config(config, mesh, over)
     graphdef, _ = _abstract(config)
 
-    def begin(params, inputs, batch: int, capacity: int) -> kv.KVCache:
+    def init_cache(params, inputs, batch: int, capacity: int) -> kv.KVCache:
         c = config
         check_no_inputs(c.name, inputs)
         capacity = capacity if layout is None else layout.capacity(capacity)
@@ -100,11 +107,11 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
         )  # fmt: skip
 
     return Model(
-        begin=begin,
+        init_cache=init_cache,
         forward=forward,
         commit=kv.commit if layout is None else layout.commit,
         shardings=None if layout is None else layout.cache,
-        config=whole,
+        config=unsharded_config,
         mesh=mesh,
         over=over,
         capabilities=Capabilities(
@@ -116,13 +123,13 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
             streams=True,
             vectors=True,
         ),
-        **of_attention(config),
-        **outside_of_layers(lambda params: nnx.merge(graphdef, nnx.State(params)), layout),
+        **kv_cache_fields(config),
+        **embedding_and_head_fields(lambda params: nnx.merge(graphdef, nnx.State(params)), layout),
     )
 
 
-def of_attention(config: Config) -> dict[str, Any]:
-    """The fields of a `Model` that all with a key/value cache share."""
+def kv_cache_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of `Model` that all models with a key/value cache share."""
     return {
         "vocab_size": config.vocab_size,
         "max_positions": config.max_positions,
@@ -134,11 +141,11 @@ def of_attention(config: Config) -> dict[str, Any]:
     }
 
 
-def outside_of_layers(module_of: Callable[[PyTree], Any], layout: Layout | None) -> dict[str, Any]:
-    """`embed`, `unembed` and `head` of a `Model` whose module is `module_of(params)`."""
+def embedding_and_head_fields(module_of: Callable[[PyTree], Any], layout: Layout | None) -> dict[str, Any]:
+    """Return the fields `embed`, `unembed` and `head` of a `Model` whose module is `module_of(params)`."""
 
     def embed(params, tokens):
-        return module_of(params).embedded(tokens, layout)
+        return module_of(params).embed_tokens(tokens, layout)
 
     def unembed(params, hidden):
         return module_of(params).predict(hidden, layout)
@@ -151,6 +158,9 @@ def outside_of_layers(module_of: Callable[[PyTree], Any], layout: Layout | None)
 
 
 def check_no_inputs(name: str, inputs: PyTree) -> None:
-    """Raises: UsageError if a model that reads tokens only is given something else."""
+    """Check that a model that reads tokens only gets no other inputs.
+
+    Raises: UsageError if it does.
+    """
     if inputs is not None:
-        raise UsageError(f"the model {name} reads nothing besides tokens; leave inputs out, or choose one that does")
+        raise UsageError(f"the model {name} takes tokens only; leave inputs out, or choose a model that takes inputs")

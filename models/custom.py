@@ -1,8 +1,8 @@
-"""Models of a user's own: a Flax module or a function, as it stands, becomes a `Target`.
+"""Conversion of a user's own model, a Flax module or a function, to a `Target` without changes.
 
-What it remembers is one of two things. Without `cache`, the text: every pass reads all of it again, which is slow, and
-right for any causal model (`specjax.models.custom_caches.of_text`). With `cache`, what the model itself keeps of each
-token, in slots as gemma and Tunix have them (`of_slots`). `specjax.check_model` says whether a model does as it should.
+Without `cache`, every pass reads the whole text again. That is slow, but correct for any causal model
+(`specjax.models.custom_caches.text_cache_fields`). With `cache`, the model stores its own keys and values in slots, as
+gemma and Tunix models do (`slot_cache_fields`). `specjax.check_model` checks that a model behaves as expected.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from specjax.errors import UsageError
 from specjax.models import custom_caches
 from specjax.types import Array, Model, PyTree, Target
 
-NAMES = {"positions": "positions", "cache": "cache", "mask": "mask", "attention_mask": "mask"}
-"""Parameters that a model is given where it has them, and what each is."""
+OPTIONAL_ARGUMENTS = {"positions": "positions", "cache": "cache", "mask": "mask", "attention_mask": "mask"}
+"""Argument names that a model may have, and the kind of value that each gets."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """A user's forward pass with its parameters as an argument. Hashable: equal ones are one model."""
+class ForwardCall:
+    """A user's forward pass with its parameters as an argument. It is hashable, and equal calls are the same model."""
 
-    run: Callable[..., Any]  # (definition, params, tokens, **given)
+    run: Callable[..., Any]  # (definition, params, tokens, **arguments)
     definition: Any  # a graph definition, a Linen module or a function
-    takes: frozenset[tuple[str, str]]  # names of its parameters, and what they are
+    optional: frozenset[tuple[str, str]]  # (parameter name, kind) of its optional arguments
     name: str
 
-    def wants(self, what: str) -> bool:
-        return any(kind == what for _, kind in self.takes)
+    def accepts(self, kind: str) -> bool:
+        return any(kind == other for _, other in self.optional)
 
-    def __call__(self, params: PyTree, tokens: Array, **given: Any) -> tuple[Array, PyTree]:
-        """(logits float32[B, T, V], the cache that came back)."""
-        out = self.run(self.definition, params, tokens, **{name: given[kind] for name, kind in self.takes})
+    def __call__(self, params: PyTree, tokens: Array, **arguments: Any) -> tuple[Array, PyTree]:
+        """Return logits float32[B, T, V] and the new cache."""
+        out = self.run(self.definition, params, tokens, **{name: arguments[kind] for name, kind in self.optional})
         if isinstance(out, tuple):
             logits, cache = out[0], out[1] if len(out) > 1 else None
         else:
             logits, cache = getattr(out, "logits", out), getattr(out, "cache", None)
         shape = getattr(logits, "shape", None)
         if shape is None or len(shape) != 3 or shape[:2] != tokens.shape:
-            found = type(logits).__name__ if shape is None else list(shape)
-            raise UsageError(f"{self.name} must give logits [B, T, V] for tokens {list(tokens.shape)}, not {found}")
+            description = type(logits).__name__ if shape is None else list(shape)
+            raise UsageError(
+                f"{self.name} must return logits [B, T, V] for tokens {list(tokens.shape)}, not {description}"
+            )
         return logits.astype(jnp.float32), cache
 
 
-def target_of(
+def as_target(
     model: nnx.Module | linen.Module | Callable[..., Any],
     params: PyTree = None,
     *,
@@ -61,49 +63,52 @@ def target_of(
     trees: bool | None = None,
     name: str | None = None,
 ) -> Target:
-    """A model of your own as a target or draft model. Its parameters are used as they lie, without a copy.
+    """Turn your own model into a target or draft model. Its parameters are used in place, without a copy.
 
     Args:
-      model: an NNX module, called as `model(tokens)`; a Linen module, as `model.apply(params, tokens)`; or a function
-        `model(params, tokens)`. It gives logits [B, T, V], alone or first of a tuple, or as `.logits`. By keyword it is
-        further given those of these that its signature names: `positions` int32[B, T]; `mask` or `attention_mask`, bool
-        [B, T, S], which of the S tokens that it reads or has in its cache each token sees; and `cache`.
-      params: of an NNX module by default its own; variables or parameters of a Linen module; of a function anything.
-      max_positions: tokens of the longest text it reads.
-      cache: `cache(batch, slots)` makes its empty cache: arrays with an axis of rows and one of slots, and integers
-        that say at which slot the next token goes, the same for all rows. The model writes what it keeps of T tokens
-        into T slots from there on, and gives `(logits, cache)`, or both as attributes. None: it is called without one
-        (`cache=None`), on the whole text in every pass.
-      trees: whether it can be given trees. Default: if it takes a mask. False for a model that counts places of its
-        input instead of positions, as sliding windows of some do; without `cache` it reads plain texts then, and with
-        `cache` it would be wrong.
-      name: default: that of the module's class or of the function.
+      model: an NNX module, called as `model(tokens)`; a Linen module, called as `model.apply(params, tokens)`; or a
+        function `model(params, tokens)`. It returns logits [B, T, V], alone, as the first item of a tuple, or as
+        `.logits`. It also
+        gets the following keyword arguments if its signature has them: `positions` int32[B, T]; `mask` or
+          `attention_mask`, bool [B, T, S], the S tokens of its input or cache that each token sees; and `cache`.
+      params: parameters of an NNX module (default: its own), variables or parameters of a Linen module, or anything for
+        a function.
+      max_positions: number of tokens of the longest text it can read.
+      cache: `cache(batch, slots)` returns an empty cache: arrays with an axis of rows and one of slots, and integers
+        with the slot of the next token, the same for all rows. The model writes T tokens into T slots from there on,
+        and returns `(logits, cache)`, or both as attributes. None: it gets `cache=None` and the whole text in every
+        pass.
+      trees: whether the model can process token trees. Default: True if it takes a mask. Set it to False for a model
+        that counts input indices instead of positions, as some sliding windows do. Without `cache` such a model then
+        reads plain texts; with `cache` its results would be wrong.
+      name: name of the model. Default: the name of the module's class or of the function.
 
     Equal modules, or the same function, with the same `cache` are the same model: a second call of `decode` compiles
-    nothing. Dropout and the like must be off.
+    nothing. Dropout and similar layers must be off.
 
-    Raises: UsageError for a model that asks for something else, or gives no logits.
+    Raises: UsageError for a model that needs other arguments, or returns no logits.
     """
-    max_positions = _whole(max_positions)
-    call, params = _call_of(model, params, name)
-    params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)  # Python's own numbers
+    max_positions = _check_max_positions(max_positions)
+    call, params = _make_call(model, params, name)
+    params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)  # Python numbers
     if trees is None:
-        trees = call.wants("mask")
-    if cache is not None and not call.wants("cache"):
-        raise UsageError(f"cache is of models with a parameter `cache`, which {call.name} has not; leave cache out")
-    for what, names in (("mask", "`mask` or `attention_mask`"), ("positions", "`positions`")):
-        if (trees or cache is not None) and not call.wants(what):
-            reason = "its own cache needs" if cache is not None else "trees need"
+        trees = call.accepts("mask")
+    if cache is not None and not call.accepts("cache"):
+        raise UsageError(
+            f"cache needs a model with a parameter `cache`, which {call.name} lacks; add it, or leave cache out"
+        )
+    for kind, names in (("mask", "`mask` or `attention_mask`"), ("positions", "`positions`")):
+        if (trees or cache is not None) and not call.accepts(kind):
+            reason = "a cache needs" if cache is not None else "trees need"
             raise UsageError(
-                f"{call.name} has no parameter {names}, which {reason}; give it one, or leave cache out and set "
-                "trees=False"
+                f"{call.name} has no parameter {names}, which {reason}; add it, or leave cache out and set trees=False"
             )
-    memory = _memory_of(call, cache, max_positions, trees)
-    vocab_size = _vocabulary(memory, params)
-    return Target(Model(vocab_size=vocab_size, max_positions=max_positions, name=call.name, **memory), params)
+    fields = _make_cache_fields(call, cache, max_positions, trees)
+    vocab_size = _vocab_size(fields, params)
+    return Target(Model(vocab_size=vocab_size, max_positions=max_positions, name=call.name, **fields), params)
 
 
-def _whole(max_positions: int) -> int:
+def _check_max_positions(max_positions: int) -> int:
     try:
         number = 0 if isinstance(max_positions, bool) else operator.index(max_positions)
     except TypeError:
@@ -113,77 +118,84 @@ def _whole(max_positions: int) -> int:
     return number
 
 
-def _call_of(model: Any, params: PyTree, name: str | None) -> tuple[Call, PyTree]:
-    """How to run it, and its parameters."""
+def _make_call(model: Any, params: PyTree, name: str | None) -> tuple[ForwardCall, PyTree]:
+    """Return the forward call of a model, and its parameters."""
     if isinstance(model, type):
-        raise UsageError(f"model is the class {model.__name__}; give a module, which calling the class makes")
+        raise UsageError(f"model is the class {model.__name__}; pass an instance of it")
     if isinstance(model, nnx.Module):
         definition, state = nnx.split(model)
         params = nnx.to_pure_dict(state) if params is None else params
         params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
         name = name or type(model).__name__
-        return Call(_run_nnx, definition, _takes(type(model).__call__, name), name), params
+        return ForwardCall(_run_nnx, definition, _optional_arguments(type(model).__call__, name), name), params
     if params is None:
         raise UsageError(
-            "params of a Linen module or of a function must be given, as what a function closes over becomes a "
-            "constant of the program; pass () if there are none"
+            "a Linen module or a function needs params, because arrays that it closes over become constants of the "
+            "program; pass () if there are none"
         )
     if isinstance(model, linen.Module):
         name = name or type(model).__name__
-        return Call(_run_linen, model, _takes(type(model).__call__, name), name), params
+        return ForwardCall(_run_linen, model, _optional_arguments(type(model).__call__, name), name), params
     if not callable(model):
         raise UsageError(f"model must be a Flax module or a function, not {type(model).__name__}")
     name = name or str(getattr(model, "__name__", type(model).__name__))
-    return Call(_run_function, model, _takes(model, name), name), params
+    return ForwardCall(_run_function, model, _optional_arguments(model, name), name), params
 
 
-def _run_nnx(definition, params, tokens, **given):
-    return nnx.merge(definition, nnx.State(params))(tokens, **given)
+def _run_nnx(definition, params, tokens, **arguments):
+    return nnx.merge(definition, nnx.State(params))(tokens, **arguments)
 
 
-def _run_linen(module, params, tokens, **given):
+def _run_linen(module, params, tokens, **arguments):
     variables = params if "params" in params else {"params": params}
-    return module.apply(variables, tokens, **given)
+    return module.apply(variables, tokens, **arguments)
 
 
-def _run_function(function, params, tokens, **given):
-    return function(params, tokens, **given)
+def _run_function(function, params, tokens, **arguments):
+    return function(params, tokens, **arguments)
 
 
-def _takes(function: Callable[..., Any], name: str) -> frozenset[tuple[str, str]]:
-    """Of NAMES those that it has behind the parameters, or `self`, and the tokens."""
+def _optional_arguments(function: Callable[..., Any], name: str) -> frozenset[tuple[str, str]]:
+    """Return the entries of OPTIONAL_ARGUMENTS that a function has after the parameters, or `self`, and the tokens."""
     parameters = list(inspect.signature(function).parameters.values())[2:]
-    for one in parameters:
-        needed = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-        if needed and one.name not in NAMES:
+    for parameter in parameters:
+        is_required = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
+        if is_required and parameter.name not in OPTIONAL_ARGUMENTS:
             raise UsageError(
-                f"{name} takes `{one.name}`, which it cannot be given; pass a function of (params, tokens) and of "
-                "those of positions, cache and mask that it needs, which calls it"
+                f"{name} needs the argument `{parameter.name}`, which specjax does not pass; wrap it in a function of "
+                "(params, tokens) and of those of positions, cache and mask that it uses"
             )
-    return frozenset((one.name, NAMES[one.name]) for one in parameters if one.name in NAMES)
+    return frozenset(
+        (parameter.name, OPTIONAL_ARGUMENTS[parameter.name])
+        for parameter in parameters
+        if parameter.name in OPTIONAL_ARGUMENTS
+    )
 
 
-def _vocabulary(memory: dict[str, Any], params: PyTree) -> int:
-    """How many logits it gives. Nothing is computed."""
+def _vocab_size(fields: dict[str, Any], params: PyTree) -> int:
+    """Return the number of logits. Only shapes are evaluated."""
 
     def forward(params):
-        cache = memory["begin"](params, None, 1, 2)
+        cache = fields["init_cache"](params, None, 1, 2)
         mask = jnp.tril(jnp.ones((1, 2, 2), bool))
-        return memory["forward"](params, jnp.zeros((1, 2), jnp.int32), cache, positions=jnp.arange(2)[None], mask=mask)
+        return fields["forward"](params, jnp.zeros((1, 2), jnp.int32), cache, positions=jnp.arange(2)[None], mask=mask)
 
     return jax.eval_shape(forward, params)[0].logits.shape[2]
 
 
-def _memory_of(call: Call, cache: Callable[[int, int], PyTree] | None, max_positions: int, trees: bool):
+def _make_cache_fields(call: ForwardCall, cache: Callable[[int, int], PyTree] | None, max_positions: int, trees: bool):
     try:
-        return _made(call, cache, max_positions, trees)
-    except TypeError:  # what cannot be hashed is a model of its own each time
-        return _made.__wrapped__(call, cache, max_positions, trees)
+        return _cached_cache_fields(call, cache, max_positions, trees)
+    except TypeError:  # an unhashable call makes a new model each time
+        return _cached_cache_fields.__wrapped__(call, cache, max_positions, trees)
 
 
 @functools.cache
-def _made(call: Call, cache, max_positions: int, trees: bool) -> dict[str, Any]:
-    """The fields of a `Model` that have to do with what it remembers."""
+def _cached_cache_fields(call: ForwardCall, cache, max_positions: int, trees: bool) -> dict[str, Any]:
+    """Return the fields of a `Model` that depend on its cache."""
     if cache is None:
-        return custom_caches.of_text(call, call.name, max_positions, trees)
-    return custom_caches.of_slots(call, call.name, max_positions, trees, cache)
+        return custom_caches.text_cache_fields(call, call.name, max_positions, trees)
+    return custom_caches.slot_cache_fields(call, call.name, max_positions, trees, cache)

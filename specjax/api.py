@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.catalog import make_drafter, parse_rule
-from specjax.catalog.diffusion import procedure_of
 from specjax.controllers.parsing import parse
 from specjax.diffusion import Denoised, Denoiser, Procedure
 from specjax.diffusion.prepare import prepare as prepare_canvas
+from specjax.diffusion.procedures import procedure_of
+from specjax.drafters.making import make_drafter
 from specjax.engine import value_checks
-from specjax.engine.carry_over import taught
+from specjax.engine.carry_over import restore_params
 from specjax.engine.job import Job
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings, prepare
@@ -29,12 +29,13 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.loading import Tokenizer, read_model
 from specjax.numerics.global_arrays import gather
 from specjax.persistence.checkpoint import Checkpoints
-from specjax.persistence.program_cache import Kept, programs_of
+from specjax.persistence.program_cache import ProgramCache, programs_of
 from specjax.serving.detokenizer import Decodes
 from specjax.serving.loop import Served, serve_requests
 from specjax.serving.requests import Limits, Request, processor_settings, row_settings
 from specjax.types import Array, Controller, Drafter, Processor, PyTree, Target, VerifyFn
 from specjax.verifiers import Verifier
+from specjax.verifiers.parsing import parse_rule
 
 
 def load(source: str | Path | None = None, **options: Any) -> tuple[Target | Denoiser, Tokenizer]:
@@ -129,9 +130,9 @@ def decode(
         samples=samples_per_prompt,
     )  # fmt: skip
     result = run(job).cut(max_new_tokens)
-    result = dataclasses.replace(result, drafter=taught(job.parts.drafter, result.drafter))
+    result = dataclasses.replace(result, drafter=restore_params(job.parts.drafter, result.drafter))
     if debug and not isinstance(result.stats.violations, jax.core.Tracer):
-        value_checks.refuse(gather(result.stats.violations), job.parts.drafter.draws)
+        value_checks.refuse(gather(result.stats.violations), job.parts.drafter.traits.draws)
     return result
 
 
@@ -219,7 +220,7 @@ def _drafter(target: Target, drafter: Drafter | DraftHead | str | None) -> Draft
     if drafter is None or isinstance(drafter, str):
         return make_drafter(drafter or default, target)
     if isinstance(drafter, DraftHead):
-        return make_drafter("auto" if drafter.head.prompts is None else drafter.head.kind, target, drafter)
+        return make_drafter("auto" if drafter.head.soft_prompts is None else drafter.head.kind, target, drafter)
     if isinstance(drafter, Target):
         raise UsageError("drafter is a model; make a drafter of it: specjax.drafters.two_model(model)")
     if callable(drafter):
@@ -245,7 +246,7 @@ def stream(
     checkpoint: Checkpoints | None = None,
     inputs: PyTree = None,
     samples_per_prompt: int = 1,
-    programs: Kept | None = None,
+    programs: ProgramCache | None = None,
     **settings: Any,
 ) -> Generator[StreamStep, None, None]:
     """Like `decode` or `denoise`, with the same arguments, but yields what each step added, as soon as it is known.
@@ -258,7 +259,7 @@ def stream(
     the tokens of an uninterrupted run. One that finds that of another run raises UsageError. Not with `logprobs`, which
     it does not keep.
 
-    programs: `specjax.Kept(folder)`, to have the compiled programs of an earlier process, and nothing traced.
+    programs: `specjax.ProgramCache(folder)`, to have the compiled programs of an earlier process, and nothing traced.
     """
     refuse(settings, "stream", ("debug",))
     job = job_of(
@@ -272,9 +273,9 @@ def stream(
         raise UsageError("a checkpoint keeps runs of autoregressive models; leave it out")
     if job.parts.keep.logprobs:
         raise UsageError("a checkpoint does not keep log-probabilities; leave logprobs or checkpoint out")
-    from specjax.persistence.resume import Kept as Record
+    from specjax.persistence.resume import RunCheckpoint
 
-    record = Record(checkpoint, job)
+    record = RunCheckpoint(checkpoint, job)
     return record.closing(steps(job, record, compiled))
 
 
@@ -288,7 +289,7 @@ def serve(
     max_new_tokens: int,
     tokenizer: Decodes | None = None,
     inputs: PyTree = None,
-    programs: Kept | None = None,
+    programs: ProgramCache | None = None,
     **settings: Any,
 ) -> Generator[Served, PyTree, None]:
     """Decode requests as they come, `slots` of them at a time, and yield what each step adds to each of them.

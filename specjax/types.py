@@ -18,15 +18,6 @@ from specjax.arrays.indexing import take_along
 Array = jax.Array
 PyTree = Any
 
-Guarantee = Literal["distribution", "greedy", "lossy", "definition", "identical", "valid"]
-"""What a method promises about its text.
-
-`distribution`: the exact distribution of the target at any temperature (hence greedy equality too); `greedy`: equality
-at temperature 0 only; `lossy`: neither. Of diffusion models, whose text depends on the order in which it is decided:
-`definition`, the procedure that a model was published with, which others approximate; `identical`, the text of the
-procedure that it speeds up; `valid`, every text is one of a language that was given.
-"""
-
 Draws = Literal[
     "point_mass",
     "chain",
@@ -99,7 +90,7 @@ class Appended(NamedTuple):
     vectors: Array  # [B, P, D], as `Model.embed` gives them
 
 
-class Prompts(NamedTuple):
+class SoftPrompts(NamedTuple):
     """Vectors below the nodes of a tree that the target reads in the same pass. They are no nodes: no rule sees them,
     nothing accepts them, and no node has one above it."""
 
@@ -129,13 +120,13 @@ class Capabilities(NamedTuple):
     mixtures: bool = False  # takes a `Mixture` for tokens
     streams: bool = False  # takes a `Stream` for tokens
     vectors: bool = False  # takes `Appended` for tokens
-    inputs: bool = False  # `begin` reads some; others are given None
+    inputs: bool = False  # `init_cache` reads some; others are given None
 
 
 class Model(NamedTuple):
     """A language model as pure functions. Hashable: equal hyperparameters give the same object.
 
-    `begin(params, inputs, batch, capacity) -> cache` of no tokens, with room for `capacity`. `inputs` are what a text
+    `init_cache(params, inputs, batch, capacity) -> cache` of no tokens, with room for `capacity`. `inputs` are what a text
     is conditioned on besides its own tokens, arrays [B, ...] such as an encoder's input; None for most models.
 
     `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None, layers=None,
@@ -168,7 +159,7 @@ class Model(NamedTuple):
     model would predict if it ended at a residual stream such as one of `Output.taps`. For drafters that share them.
     """
 
-    begin: Callable[..., PyTree]
+    init_cache: Callable[..., PyTree]
     forward: Callable[..., tuple[Output, PyTree]]
     commit: Callable[..., PyTree]
     vocab_size: int
@@ -189,15 +180,15 @@ class Model(NamedTuple):
     over: tuple[str, ...] | None = None  # the axes of it that split them, besides "data"; None: all
 
     def reads(self, inputs: PyTree) -> PyTree:
-        """`inputs` for `begin` if the model reads any, else None: of a draft model beside a target that does."""
+        """`inputs` for `init_cache` if the model reads any, else None: of a draft model beside a target that does."""
         return inputs if self.capabilities.inputs else None
 
-    def opened(self, params: PyTree, inputs: PyTree, length: Array, capacity: int) -> PyTree:
-        """`begin` for texts whose prompts are of `length` int32[B] tokens."""
-        cache = self.begin(params, inputs, len(length), capacity)
+    def start_cache(self, params: PyTree, inputs: PyTree, length: Array, capacity: int) -> PyTree:
+        """`init_cache` for texts whose prompts are of `length` int32[B] tokens."""
+        cache = self.init_cache(params, inputs, len(length), capacity)
         return cache if self.prompted is None else self.prompted(cache, length)
 
-    def rewound(self, cache: PyTree, length: Array) -> PyTree:
+    def rewind_cache(self, cache: PyTree, length: Array) -> PyTree:
         """`rewind`, where it is known that the model can."""
         assert self.rewind is not None, f"{self.name} cannot rewind"
         return self.rewind(cache, length)
@@ -230,7 +221,9 @@ class Context(NamedTuple):
     noise: Array | None = None  # key[B] of the target's own draws, for drafters that share them (coupled sampling)
     cache: PyTree = None  # the target's, of the first length - 1 tokens; not in `init`
     target: Target | None = None  # for drafters made of its layers or its head
-    inputs: PyTree = None  # what the text is conditioned on besides its tokens, as `Model.begin` has it; only in `init`
+    inputs: PyTree = (
+        None  # what the text is conditioned on besides its tokens, as `Model.init_cache` has it; only in `init`
+    )
     left: Array | None = None  # int32[B], tokens to come where rows wait for the last to end; None: none waits
 
     @property
@@ -239,7 +232,7 @@ class Context(NamedTuple):
         return take_along(self.tokens, self.length[:, None] - 1, 1)
 
 
-class Said(NamedTuple):
+class DraftOutput(NamedTuple):
     """What a drafter says of the children of nodes, where that is more than their logits."""
 
     logits: Array  # [B, F, V]
@@ -251,87 +244,123 @@ def _no_state(params: PyTree, context: Context) -> PyTree:
     return ()
 
 
-def _sees_nothing(
+def _observe_nothing(
     params: PyTree, state: PyTree, context: Context, tree: TokenTree, verdict: Verdict, output: Output
 ) -> PyTree:
     return ()
 
 
-def _learns_nothing(params: PyTree, state: PyTree, seen: PyTree, verdict: Verdict) -> PyTree:
+def _same_state(params: PyTree, state: PyTree, observed: PyTree, verdict: Verdict) -> PyTree:
     return state
 
 
-STATIC = {"static": True}  # part of a pytree's structure, not one of its leaves
+STATIC = {"static": True}  # metadata of a dataclass field that belongs to the pytree's structure, not to its leaves
+
+
+class TreeSize(NamedTuple):
+    """Size of every tree that a drafter proposes. Both numbers count the whole tree, so a chain of k tokens has k + 1
+    nodes and depth k."""
+
+    num_nodes: int  # N, the root included
+    max_depth: int  # edges from the root to the deepest node
+
+
+class Traits(NamedTuple):
+    """Static facts about a drafter. They decide which verifiers are exact for it and which programs are compiled."""
+
+    draws: Draws = "point_mass"
+    # Widths of the target pass that are worth compiling, besides N. A width above 1 needs trees whose valid nodes come
+    # first (`trees.operations.compact`).
+    widths: tuple[int, ...] = (1,)
+    chains: bool = False  # every tree is a chain; implied by draws="chain"
+    rewinds: bool = True  # the state stays correct when the text becomes shorter, as happens within `hierarchical`
+    follows_any_tree: bool = False  # `observe` accepts trees that another drafter proposed
+    taps: tuple[int, ...] = ()  # layers of the target whose residual streams `observe` and `Hooks.prefill` read
+    max_accepted: int | None = None  # accepted tokens per step, root included, that `update` can handle; None: N
+
+
+class Hooks(NamedTuple):
+    """Optional functions of a drafter. Most drafters need none of them.
+
+    `prefill(params, state, context, tokens[B, T], count[B], output) -> state` receives the target's outputs for the
+    prompt, chunk by chunk. In row b, the first `count[b]` of the T tokens are the next tokens of the prompt.
+
+    `export(params, state) -> params` returns parameters that a later call can start from (`DecodeResult.drafter`). In
+    `serve`, rows end at different times. So the state should hold only the things that its own rows learned, and
+    `export` should add them to the parameters. Then no row overwrites the contribution of another row.
+
+    `soft_prompts(params, state, context, tree) -> SoftPrompts` adds vectors below nodes of the tree to the target
+    pass. The tree is cut to the width of the pass, and P may depend on that width. In `observe`, the outputs for these
+    vectors follow those of the tree's nodes.
+
+    `resume(params, state, length[B]) -> state` removes everything but the first `length` tokens of the text from a
+    state between two steps. Another writer then continues the text, and `propose` reads it. None: the state is
+    initialised again.
+
+    `axes(state)` returns the position of the batch axis in each array of the state, or `batch_axes.SHARED` for an array
+    that all rows share. Default: 0 for every array.
+
+    `explain(before, after) -> str` returns one sentence on why the tree was drafted. It compares the states of one row
+    before and after a step, and runs on the host (`specjax.explain`).
+    """
+
+    prefill: Callable[..., PyTree] | None = None
+    export: Callable[..., PyTree] | None = None
+    soft_prompts: Callable[..., SoftPrompts] | None = None
+    resume: Callable[..., PyTree] | None = None
+    axes: Callable[[PyTree], PyTree] = batch_axes.rows_first
+    explain: Callable[[PyTree, PyTree], str] | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Drafter:
-    """A proposer of token trees as pure functions, with its parameters as the only leaves. All but `propose` and the
-    size of its trees have defaults.
+    """A proposer of token trees, made of pure functions. A pytree whose only leaves are its parameters.
 
-    `propose(params, keys[B], state, context, limit[B]) -> (TokenTree, state)` drafts a tree of `num_nodes` nodes no
-    deeper than `limit`.
+    Only `propose` and `size` are required.
 
-    `init(params, context) -> state` reads the prompts. Default: ().
+    `propose(params, keys[B], state, context, limit[B]) -> (TokenTree, state)` drafts a tree of `size.num_nodes` nodes.
+    Valid nodes must not be deeper than `limit`.
 
-    After the target's pass it learns in two parts. `observe(params, state, context, tree, verdict, output) -> seen`
-    picks out what it wants of the pass; `tree` and `output` are cut to the first nodes, the valid ones among them.
-    `seen` must be small, and of one shape however many nodes these are: every width of the pass is a branch, and what a
-    branch returns is copied. `output.taps` has the layers that `taps` names, here and in `read`. `update(params, state,
-    seen, verdict) -> state` comes after it, outside of the branches, where caches and tables are written in place. In
-    rows that had ended the verdict accepts 0 nodes. Within a round the state may hold more than between two: `propose`
-    may note in it what only its own `update` reads, unless the drafter follows any tree.
+    `init(params, context) -> state` builds the state from the prompts. Default: ().
 
-    Three more, if it has use for them. `read(params, state, context, tokens[B, T], count[B], output) -> state` sees the
-    target's outputs for the prompt, chunk by chunk: the first `count` of these T tokens are its next ones.
-    `remember(params, state) -> params` says what a later call may start from: `DecodeResult.drafter` has it. In `serve`
-    each row ends at a time of its own, so the state holds what the rows themselves learnt; what the parameters say is
-    read beside it, and `remember` adds the one to the other. Then no row undoes what another one added meanwhile.
-    `prompts(params, state, context, tree) -> Prompts` puts vectors below nodes of the tree into the target's pass. The
-    tree is cut as for `observe`, and P may depend on its width; `observe` finds what the target says of them behind
-    the nodes of the tree in `output`.
+    The drafter learns from a target pass in two functions. `observe(params, state, context, tree, verdict, output) ->
+    observed` selects the part of the pass that the drafter needs. `tree` and `output` are cut to the width of the pass,
+    which covers all valid nodes. `observed` must be small, and its shape must not depend on the width: each width is a
+    branch of the program, and a branch copies its results. `output.taps` holds the layers listed in `traits.taps`.
 
-    `resume(params, state, kept[B]) -> state`, of a state between two rounds, forgets all but the first `kept` tokens of
-    the text: others have written what follows, and `propose` reads it. None: the state is begun anew then.
+    `update(params, state, observed, verdict) -> state` runs after these branches, where caches and tables are written
+    in place. In rows that have ended, the verdict accepts 0 nodes.
 
-    `axes(state)` has the place of B in the shape of each array of the state, `buffers.SHARED` for one that all rows
-    share. Default: 0 for all.
-
-    `explain(before, after) -> str` says in one sentence why it drafted what it did, of the states of one row before and
-    after a round, on the host (`specjax.explain`). None: there is nothing to say.
+    Within a step, `propose` may store intermediate values in the state for its own `update`, unless
+    `traits.follows_any_tree` is set.
     """
 
     propose: Callable[..., tuple[TokenTree, PyTree]] = field(metadata=STATIC)
-    num_nodes: int = field(metadata=STATIC)  # N
-    max_depth: int = field(metadata=STATIC)
-    draws: Draws = field(metadata=STATIC, default="point_mass")
+    size: TreeSize = field(metadata=STATIC)
     init: Callable[..., PyTree] = field(metadata=STATIC, default=_no_state)
-    observe: Callable[..., PyTree] = field(metadata=STATIC, default=_sees_nothing)
-    update: Callable[..., PyTree] = field(metadata=STATIC, default=_learns_nothing)
-    widths: tuple[int, ...] = field(
-        metadata=STATIC, default=(1,)
-    )  # verify widths worth compiling, besides N; above 1: of trees whose
-    # valid nodes stand in front (`trees.operations.compact`)
-    chains: bool = field(metadata=STATIC, default=False)  # all its trees are chains; known of draws="chain"
-    rewinds: bool = field(metadata=STATIC, default=True)  # its text may become shorter, as within `hierarchical`
-    follows_any_tree: bool = field(metadata=STATIC, default=False)  # `observe` may get trees drafted by others
-    read: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
-    remember: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
-    prompts: Callable[..., Prompts] | None = field(metadata=STATIC, default=None)
-    resume: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
-    axes: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=batch_axes.rows_first)
-    explain: Callable[[PyTree, PyTree], str] | None = field(metadata=STATIC, default=None)
-    taps: tuple[int, ...] = field(metadata=STATIC, default=())  # the target's streams that it reads
-    longest: int | None = field(metadata=STATIC, default=None)  # tokens of a round, root included, that it can take in
+    observe: Callable[..., PyTree] = field(metadata=STATIC, default=_observe_nothing)
+    update: Callable[..., PyTree] = field(metadata=STATIC, default=_same_state)
     params: PyTree = ()
+    traits: Traits = field(metadata=STATIC, default=Traits())
+    hooks: Hooks = field(metadata=STATIC, default=Hooks())
 
     replace = replace
 
     @property
+    def num_nodes(self) -> int:
+        """Number of nodes of every tree (N), the root included."""
+        return self.size.num_nodes
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest possible node."""
+        return self.size.max_depth
+
+    @property
     def drafts_chains(self) -> bool:
-        """Whether every node has the one before it for a parent."""
-        return self.chains or self.draws == "chain" or self.num_nodes <= 2
+        """True if the parent of every node is the node before it."""
+        return self.traits.chains or self.traits.draws == "chain" or self.num_nodes <= 2
 
 
 def _is_its_settings(params: PyTree, settings: PyTree, tokens: Array, length: Array, vocab_size: int) -> PyTree:
@@ -391,7 +420,7 @@ class Controller(NamedTuple):
     limit: Callable[[PyTree], Array]  # (state) -> int32[B]
     update: Callable[[PyTree, Any], PyTree]  # (state, Info) -> state
     reads_signals: bool = False  # needs `Info.signals`
-    axes: Callable[[PyTree], PyTree] = batch_axes.rows_first  # as `Drafter.axes`, of its state
+    axes: Callable[[PyTree], PyTree] = batch_axes.rows_first  # as `Hooks.axes`, of its state
 
 
 class Signals(NamedTuple):

@@ -16,7 +16,7 @@ from specjax.errors import UsageError
 from specjax.types import Array
 
 
-class Linear(NamedTuple):
+class AcceptanceLayer(NamedTuple):
     weight: Array  # float32[out, in]
     bias: Array  # float32[out]
 
@@ -27,8 +27,8 @@ class Linear(NamedTuple):
 class AcceptanceHead(NamedTuple):
     """A head's parameters, a pytree."""
 
-    blocks: tuple[Linear, ...]  # [D, D] each
-    out: Linear  # [2, D]; 1: accepted
+    blocks: tuple[AcceptanceLayer, ...]  # [D, D] each
+    out: AcceptanceLayer  # [2, D]; 1: accepted
 
     def accepted(self, features: Array) -> Array:
         """float32[...], of tokens by their features [..., D]. Raises: UsageError for features of another width."""
@@ -46,5 +46,5 @@ class AcceptanceHead(NamedTuple):
 
 def init_acceptance(width: int, num_blocks: int = 3) -> AcceptanceHead:
     """An untrained one: even odds for every token."""
-    nothing = lambda out: Linear(jnp.zeros((out, width)), jnp.zeros((out,)))
+    nothing = lambda out: AcceptanceLayer(jnp.zeros((out, width)), jnp.zeros((out,)))
     return AcceptanceHead(tuple(nothing(width) for _ in range(num_blocks)), nothing(2))

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.models.heads.contract import DraftHead, Head, Pairs
-from specjax.types import Appended, Array, Context, Output, PyTree, Said, Target
+from specjax.models.heads.contract import DraftHead, Head, FeaturePairs
+from specjax.types import Appended, Array, Context, DraftOutput, Output, PyTree, Target
 
 
-class Text(NamedTuple):
+class TargetText(NamedTuple):
     """What the target says of a text."""
 
     tokens: Array  # int32[1, T]
@@ -31,17 +31,17 @@ class Text(NamedTuple):
         return head.features_of(Output(self.best, self.hidden, tuple(self.streams[tap] for tap in head.taps)))
 
 
-def read_text(target: Target, tokens: Sequence[int], heads: Sequence[DraftHead]) -> Text:
+def read_text(target: Target, tokens: Sequence[int], heads: Sequence[DraftHead]) -> TargetText:
     """One pass of the target over a text of at least three tokens, for what several heads read."""
     taps = tuple(sorted({tap for head in heads for tap in head.head.taps}))
     text = jnp.asarray(tokens, jnp.int32)[None]
     best, hidden, pending, streams = _pass(target, text, taps)
-    return Text(text, best, hidden, pending, dict(zip(taps, streams, strict=True)))
+    return TargetText(text, best, hidden, pending, dict(zip(taps, streams, strict=True)))
 
 
-def agreement(target: Target, head: DraftHead, text: Text) -> float:
+def agreement(target: Target, head: DraftHead, text: TargetText) -> float:
     """The share of the places of a text where the likeliest draft is the likeliest token."""
-    prompted = head.head.prompts is not None
+    prompted = head.head.soft_prompts is not None
     features = prompted_features(target, head, text.tokens) if prompted else text.features(head.head)
     return float(_agreement(target, head, text.tokens, text.best, text.pending, features))
 
@@ -50,7 +50,7 @@ def agreement(target: Target, head: DraftHead, text: Text) -> float:
 def _pass(target: Target, tokens: Array, taps: tuple[int, ...]) -> tuple[Array, Array, PyTree, tuple[Array, ...]]:
     model, size = target.model, tokens.shape[1]
     positions, mask = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
-    cache = model.begin(target.params, None, 1, size)
+    cache = model.init_cache(target.params, None, 1, size)
     tapped = {"taps": taps} if taps else {}
     output, pending = model.forward(target.params, tokens, cache, positions=positions, mask=mask, **tapped)
     return jnp.argmax(output.logits[0], -1), output.hidden, pending, output.taps
@@ -62,9 +62,9 @@ def prompted_features(target: Target, head: DraftHead, tokens: Array, first: Arr
 
     first: int32[B, T], the first place that each token sees; None: 0.
     """
-    assert head.head.prompts is not None
+    assert head.head.soft_prompts is not None
     model, (batch, size) = target.model, tokens.shape
-    vectors = head.head.prompts(head.params)  # [depths, copies, D]
+    vectors = head.head.soft_prompts(head.params)  # [depths, copies, D]
     depths, copies, width = vectors.shape
     place, depth, copy = jnp.indices((size, depths, copies)).reshape(3, -1)  # of each prompt
     text = jnp.arange(size)
@@ -78,7 +78,7 @@ def prompted_features(target: Target, head: DraftHead, tokens: Array, first: Arr
     positions = jnp.concatenate([text, place + 1 + depth])
     below = jnp.tile(vectors.reshape(-1, width), (size, 1))
     rows = Appended(tokens, jnp.broadcast_to(below, (batch, *below.shape)))
-    cache = model.begin(target.params, None, batch, 0)
+    cache = model.init_cache(target.params, None, batch, 0)
     positions = jnp.broadcast_to(positions, (batch, len(positions)))
     output, _ = model.forward(target.params, rows, cache, positions=positions, mask=mask)
     return output.hidden[:, size:].reshape(batch, size, -1)
@@ -94,12 +94,12 @@ def _agreement(target: Target, head: DraftHead, tokens: Array, best: Array, pend
         memory, cache = held
         cache = model.commit(cache, pending, t[None, None], one)  # some heads run the target's own layers
         context = Context(tokens, one * (t + 2), target=target, cache=cache)
-        pair = Pairs(jax.lax.dynamic_slice_in_dim(features, t, 1, 1), context.root, one)
+        pair = FeaturePairs(jax.lax.dynamic_slice_in_dim(features, t, 1, 1), context.root, one)
         memory = head.head.read(head.params, memory, pair, context)
         _, said = head.head.start(head.params, memory, context, 2)
-        logits = said.logits if isinstance(said, Said) else said
+        logits = said.logits if isinstance(said, DraftOutput) else said
         return (memory, cache), jnp.argmax(logits[0], -1) == best[t + 1]
 
-    memory = head.head.begin(head.params, Context(tokens, one, target=target), 1, size + 1)
-    first = memory, model.begin(target.params, None, 1, size)
+    memory = head.head.init_memory(head.params, Context(tokens, one, target=target), 1, size + 1)
+    first = memory, model.init_cache(target.params, None, 1, size)
     return jnp.mean(jax.lax.scan(drafted, first, jnp.arange(size - 1))[1].astype(jnp.float32))

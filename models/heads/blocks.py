@@ -15,7 +15,7 @@ from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.heads.contract import Drafted, Pairs
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs
 from specjax.models.layout import Layout
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, PyTree, Target
@@ -25,17 +25,17 @@ Block = Callable[[Array, L.LayerInputs], tuple[Array, tuple]]
 
 
 def run_blocks(
-    blocks: Sequence[Block], x: Array, step: L.Step, cache: kv.KVCache, c: LlamaConfig
+    blocks: Sequence[Block], x: Array, step: L.PassInputs, cache: kv.KVCache, c: LlamaConfig
 ) -> tuple[Array, kv.Pending]:
     """The stream behind `blocks`, one after another, and their keys and values."""
-    reach = c.reach()
+    reach = c.attention_settings()
     new = []
     for i, block in enumerate(blocks):
         earlier = () if step.earlier is None else (step.earlier.k[i], step.earlier.v[i])
-        x, pending = block(x, L.LayerInputs(step, L.Prefix(cache.k[i], cache.v[i], earlier=earlier), reach))
+        x, pending = block(x, L.LayerInputs(step, L.LayerCache(cache.k[i], cache.v[i], earlier=earlier), reach))
         new.append(pending)
     k, v = zip(*new, strict=True)
-    return x, kv.Pending(k, v, step.positions, kv.after(x))
+    return x, kv.Pending(k, v, step.positions, kv.write_dependency(x))
 
 
 @functools.cache
@@ -71,13 +71,15 @@ def step_of(
     positions: Array,
     mask: Array,
     earlier: kv.Pending | None = None,
-) -> L.Step:
+) -> L.PassInputs:
     """What the layers `c` of one pass share; positions int32[B, T], mask bool[B, T, P + T]."""
-    return L.make_step(positions, mask, cache, earlier, _layout(context, c))
+    return L.make_pass_inputs(positions, mask, cache, earlier, _layout(context, c))
 
 
-def next_step(context: Context, c: LlamaConfig, cache: kv.KVCache, count: int, first: Array | None = None) -> L.Step:
-    """Of a pass over the `count` tokens behind the cache, one after another; of `Pairs` with `first` where given."""
+def next_step(
+    context: Context, c: LlamaConfig, cache: kv.KVCache, count: int, first: Array | None = None
+) -> L.PassInputs:
+    """Of a pass over the `count` tokens behind the cache, one after another; of `FeaturePairs` with `first` where given."""
     place = jnp.arange(count)
     mask = jnp.broadcast_to(place <= place[:, None], (*cache.length.shape, count, count))
     if first is not None:
@@ -85,18 +87,18 @@ def next_step(context: Context, c: LlamaConfig, cache: kv.KVCache, count: int, f
     return step_of(context, c, cache, cache.length[:, None] + place, mask)
 
 
-def with_root(drafted: Drafted) -> Drafted:
+def with_root(drafted: DraftedNodes) -> DraftedNodes:
     """For heads that keep the root in the scratch, at place 0: its nodes see it too."""
     return drafted._replace(seen=drafted.seen | (jnp.arange(drafted.seen.shape[2]) == 0))
 
 
-def root_of(context: Context, places: int) -> Drafted:
+def root_of(context: Context, places: int) -> DraftedNodes:
     """The root as a node of such a head, which sees none but itself there."""
     root, none = context.root, jnp.zeros_like(context.root)
-    return Drafted(root, none, jnp.int32(0), none, jnp.zeros((*root.shape, places), bool))
+    return DraftedNodes(root, none, jnp.int32(0), none, jnp.zeros((*root.shape, places), bool))
 
 
-def among_drafted(drafted: Drafted) -> Array:
+def among_drafted(drafted: DraftedNodes) -> Array:
     """bool[B, F, places + F]: what drafted nodes see of those before and of each other, of which only themselves."""
     among = jnp.broadcast_to(
         jnp.eye(drafted.tokens.shape[1], dtype=bool), (*drafted.tokens.shape, drafted.tokens.shape[1])
@@ -104,7 +106,7 @@ def among_drafted(drafted: Drafted) -> Array:
     return jnp.concatenate([drafted.seen, among], 2)
 
 
-def commit_pairs(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, pairs: Pairs) -> kv.KVCache:
+def commit_pairs(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, pairs: FeaturePairs) -> kv.KVCache:
     """`cache` with what is pending of the first `count` of these pairs."""
     return (
         cache_of_rows(pending, pairs)
@@ -120,12 +122,12 @@ def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: k
     return (kv.commit if layout is None else layout.commit)(cache, pending, path, count)
 
 
-def cache_of_rows(pending: PyTree, pairs: Pairs) -> PyTree:
+def cache_of_rows(pending: PyTree, pairs: FeaturePairs) -> PyTree:
     """The cache of B R rows, each of the first `count` int32[B, R] tokens of what is pending. None where that is no
     keys and values, as of a target with another memory."""
     if not isinstance(pending, kv.Pending):
         return None
-    return kv.shared(pending, pairs.count, None if pairs.first is None else last_of(pairs.first, pairs.count))
+    return kv.share_pending(pending, pairs.count, None if pairs.first is None else last_of(pairs.first, pairs.count))
 
 
 def newest(rows: Array, count: Array, before: Array) -> Array:

@@ -36,9 +36,9 @@ from specjax.models.heads.blocks import (
     step_of,
     with_root,
 )
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
 from specjax.models.heads.eagle import Layer
-from specjax.models.heads.memory import Memory
+from specjax.models.heads.memory import HeadMemory
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
 
@@ -68,7 +68,7 @@ class Chimera(nnx.Module):
         head = lambda: L.Embedding(config.vocab_size, 2 * c.width, dtype=c.dtype, rngs=rngs)
         self.heads = nnx.List([head() for _ in range(config.num_heads)])
 
-    def layers(self, x: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+    def layers(self, x: Array, step: L.PassInputs, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
         return run_blocks(list(self.stack), x, step, cache, self.config.layer)
 
     def embedded(self, before: Array, tokens: Array, position: Array, context: Context) -> Array:
@@ -87,8 +87,8 @@ class Chimera(nnx.Module):
         return by_depth(len(self.heads), depth, lambda i: self.heads[i].logits(x))
 
 
-class Scratch(NamedTuple):
-    memory: Memory
+class ChimeraScratch(NamedTuple):
+    memory: HeadMemory
     pending: kv.Pending  # of y, by place
     pair: Array  # int32[B, places, 2], the token before each node and its own
 
@@ -98,26 +98,26 @@ def chimera_head(config: ChimeraConfig) -> Head:
     """The functions of a Chimera head. Memory: keys and values of the features, and the last feature."""
     module_of, layer = bind(Chimera, config), config.layer
 
-    def begin(params, context: Context, batch: int, capacity: int) -> Memory:
-        return memory.begin(context, layer, layer.width, batch, capacity)
+    def init_memory(params, context: Context, batch: int, capacity: int) -> HeadMemory:
+        return memory.init(context, layer, layer.width, batch, capacity)
 
-    def read(params, held: Memory, pairs: Pairs, context: Context) -> Memory:
+    def read(params, held: HeadMemory, pairs: FeaturePairs, context: Context) -> HeadMemory:
         features = pairs.features.astype(layer.dtype)
         keys = lambda step, cache: (features, module_of(params).layers(features, step, cache)[1])
         return memory.read(held, pairs, context, layer, keys)
 
-    def start(params, held: Memory, context: Context, places: int) -> tuple[Scratch, Array]:
+    def start(params, held: HeadMemory, context: Context, places: int) -> tuple[ChimeraScratch, Array]:
         before = jnp.maximum(context.length[:, None] - jnp.array([3, 2]), 0)  # of the root's trigram
         before = take_along(context.tokens, before, 1)[:, None]
         pair = jnp.broadcast_to(before, (len(before), places, 2))
-        scratch = Scratch(held, kv.nothing_pending(held.cache, places), pair)
+        scratch = ChimeraScratch(held, kv.empty_pending(held.cache, places), pair)
         scratch, logits = _follow(params, scratch, root_of(context, places), context, 0)
         return scratch, logits[:, 0]
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+    def follow(params, scratch: ChimeraScratch, drafted: DraftedNodes, context: Context) -> tuple[ChimeraScratch, Array]:
         return _follow(params, scratch, with_root(drafted), context, drafted.depth)
 
-    def _follow(params, scratch: Scratch, drafted: Drafted, context: Context, depth: Array | int):
+    def _follow(params, scratch: ChimeraScratch, drafted: DraftedNodes, context: Context, depth: Array | int):
         module, (cache, feature), tokens = module_of(params), scratch.memory, drafted.tokens
         positions = cache.length[:, None] + drafted.depth
         step = step_of(context, layer, cache, positions, among_drafted(drafted), scratch.pending)
@@ -127,16 +127,16 @@ def chimera_head(config: ChimeraConfig) -> Head:
         pair = jnp.stack([before[:, :, 1], tokens], 2)
         pair = batch_axes.insert(scratch.pair, pair, drafted.place)
         pending = kv.insert(scratch.pending, new, drafted.place)
-        return Scratch(scratch.memory, pending, pair), module.logits(feature, y, depth)
+        return ChimeraScratch(scratch.memory, pending, pair), module.logits(feature, y, depth)
 
     return Head(
-        begin=begin,
+        init_memory=init_memory,
         read=read,
         start=start,
         follow=follow,
         kind="chimera",
         config=config,
-        deepest=config.num_heads,
+        max_depth=config.num_heads,
         axes=memory.axes,
         shardings=memory.shardings(layer),
     )
@@ -144,5 +144,5 @@ def chimera_head(config: ChimeraConfig) -> Head:
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> ChimeraConfig:
     """The shapes that the authors train for a target: a layer like its own."""
-    layer = target.of_head(**changes)
+    layer = target.draft_head_config(**changes)
     return ChimeraConfig(layer, target.vocab_size, num_heads)

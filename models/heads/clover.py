@@ -78,7 +78,7 @@ class State(NamedTuple):
 
 
 class Clover2(nnx.Module):
-    """A `specjax.models.heads.recurrent.Module`."""
+    """A `specjax.models.heads.recurrent.RecurrentModule`."""
 
     def __init__(self, config: CloverConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
@@ -94,7 +94,7 @@ class Clover2(nnx.Module):
         return embed(self.embed, tokens, context).astype(self.config.layer.dtype)
 
     def layers(
-        self, features: Array, tokens: Array, context: Context, step: L.Step, cache: kv.KVCache
+        self, features: Array, tokens: Array, context: Context, step: L.PassInputs, cache: kv.KVCache
     ) -> tuple[Array, kv.Pending]:
         x = self.gate(features, self.embedded(tokens, context))
         x, pending = run_blocks(list(self.stack), x, step, cache, self.config.layer)
@@ -146,7 +146,7 @@ class Path(NamedTuple):
 
 
 class Clover(nnx.Module):
-    """A `specjax.models.heads.recurrent.Module`."""
+    """A `specjax.models.heads.recurrent.RecurrentModule`."""
 
     def __init__(self, config: CloverConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
@@ -155,7 +155,7 @@ class Clover(nnx.Module):
         self.heads = nnx.List([Regression(c, rngs) for _ in range(config.num_heads)])
 
     def layers(
-        self, features: Array, tokens: Array, context: Context, step: L.Step, cache: kv.KVCache
+        self, features: Array, tokens: Array, context: Context, step: L.PassInputs, cache: kv.KVCache
     ) -> tuple[Array, kv.Pending]:
         return run_blocks(list(self.stack), features, step, cache, self.config.layer)
 
@@ -183,10 +183,10 @@ def clover(config: CloverConfig, *, rngs: nnx.Rngs) -> nnx.Module:
 
 def clover_head(config: CloverConfig) -> Head:
     """The functions of Clover's heads."""
-    return recurrent("clover", clover, config, deepest=config.num_heads if config.version == 1 else None)
+    return recurrent("clover", clover, config, max_depth=config.num_heads if config.version == 1 else None)
 
 
 def of_target(target: LlamaConfig, **changes) -> CloverConfig:
     """Clover-2 as the authors train it for a target: two layers like its own."""
-    layer = target.of_head(2)
+    layer = target.draft_head_config(2)
     return dataclasses.replace(CloverConfig(layer, (target.num_layers,), vocab_size=target.vocab_size), **changes)

@@ -1,17 +1,21 @@
-"""What every learned head is: pure functions over the target's states of the text and the tokens drafted after it.
+"""The contract of draft heads: pure functions over the target's features and the drafted tokens.
 
-How features and tokens are aligned, for a text of n tokens, x_0 ... x_{n-1}, of which the last, the root of every
-draft, has not been through the target yet:
+A text has n tokens x_0 ... x_{n-1}. The last one, the root of the draft, has not been through the target yet. Features
+and tokens are aligned like this:
 
     position         0        1              n-2       n-1       n         n+1
     token           x_0      x_1     ...    x_{n-2}   root     draft 1   draft 2
-    feature         f_0      f_1     ...    f_{n-2}   (the target says it of the root in this very round)
+    feature         f_0      f_1     ...    f_{n-2}   (computed by the target in the next pass)
     pair t       (f_0,x_1) (f_1,x_2) ... (f_{n-2},root)
-    what it says    x_2      x_3     ...     draft 1
+    predicts        x_2      x_3     ...     draft 1
 
-So there are n - 1 pairs, the last of them holds the root, and a head can draft without asking the target first. What is
-predicted replaces features that are not there yet: (f^, draft 1) says draft 2, at position n - 1, and so on. Those are
-scratch: after the target's pass the pairs of the accepted tokens are read with true features.
+There are n - 1 pairs, and the last one contains the root, so a head can draft without another pass of the target. A
+predicted feature replaces the one that is not computed yet: (f^, draft 1) predicts draft 2, at position n - 1, and so
+on. These predictions are scratch: after the target pass, the head reads the pairs of the accepted tokens again, with
+true features.
+
+A head is two files: `specjax.models.heads.<head>` has the mathematics, the row of the catalogue and a `HeadKind`, and
+`specjax.models.loading.heads.<head>` has the checkpoint format.
 """
 
 from __future__ import annotations
@@ -25,111 +29,155 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax.arrays import batch_axes
-from specjax.types import Array, Output, PyTree, Said
+from specjax.catalog import Method
+from specjax.types import Array, DraftOutput, Output, PyTree
 
 
-class Pairs(NamedTuple):
-    """Features of committed tokens, each with the token that followed it. The first `count[b]` of them belong to row b,
-    and continue what was read before.
+class FeaturePairs(NamedTuple):
+    """Features of committed tokens, each with the token that followed it.
 
-    Or `count` is int32[B, R]: what is read is the memory of B R rows, each as it was after so many of the pairs of one
-    text, of which the keys and values are those of all its rows. Only `start` and `follow` take it: they then draft
-    from R places of each text at once, which is what heads are trained by. Nothing was read before, and several texts
-    may stand in one row, in which the places before `first` are those of another.
+    The first `count[b]` pairs belong to row b, and they continue the pairs that the head read before.
+
+    In training `count` is int32[B, R]: the head reads one text into B R memories, each after a different number of its
+    pairs. The keys and values are shared by all rows of a text. Only `start` and `follow` accept such memories, and
+    they then draft from R positions of each text at once. Nothing was read before, and one row may hold several texts;
+    `first` then marks the first pair of each pair's own text.
     """
 
     features: Array  # [B, T, F], the target's `features_of`
     tokens: Array  # int32[B, T]
     count: Array  # type: ignore[assignment]  # int32[B] or [B, R]
-    first: Array | None = None  # int32[B, T], the first pair that each of them sees; None: 0
+    first: Array | None = None  # int32[B, T], the first pair that each pair attends to; None: 0
 
 
-class Drafted(NamedTuple):
-    """Drafted nodes to read, so that the head can say what follows each of them."""
+class DraftedNodes(NamedTuple):
+    """Drafted nodes that a head reads to predict the tokens after them."""
 
     tokens: Array  # int32[B, F]
     depth: Array  # int32[B, F], 1: children of the root
-    place: Array  # int32[], where in the scratch they stand; the root stands at 0
-    parent: Array  # int32[B, F], the place of each one's parent
-    seen: Array  # bool[B, F, places], the places of its drafted ancestors, without the root and itself
+    place: Array  # int32[], their first place in the scratch; the root has place 0
+    parent: Array  # int32[B, F], the place of each node's parent
+    seen: Array  # bool[B, F, places], the places of the drafted ancestors, without the root and the node itself
 
 
 Stretches = tuple[tuple[int, int], ...]
-"""Layers of the target: behind which each begins, and behind which it ends."""
+"""Ranges of the target's layers: the number of layers before the first one of a range, and up to its last one."""
 
 
-def _none(num_layers: int) -> Stretches:
+def _no_layers(num_layers: int) -> Stretches:
     return ()
 
 
 class Head(NamedTuple):
-    """A learned drafter as pure functions. Hashable: equal configs give the same object (`functools.cache`).
+    """A draft head as pure functions. Equal configs give the same object (`functools.cache`), so it is hashable.
 
-    `begin(params, context, batch, capacity) -> memory` of no pairs, with room for `capacity`.
+    `init_memory(params, context, batch, capacity) -> memory` returns a memory without pairs, with room for `capacity`.
 
-    `read(params, memory, pairs, context) -> memory` takes in committed pairs; rows of which `count` is 0 stay as they
-    are.
+    `read(params, memory, pairs, context) -> memory` reads committed pairs. Rows with a count of 0 stay unchanged.
 
-    `start(params, memory, context, places) -> (scratch, logits float32[B, V])`: what follows the root, by the pairs
-    read. The scratch has room for `places` nodes, the root included. A head that knows how sure it is gives a `Said`
-    in place of logits, here and in `follow`.
+    `start(params, memory, context, places) -> (scratch, logits float32[B, V])` predicts the token after the root. The
+    scratch has room for `places` nodes, root included. A head with a trained confidence returns a `DraftOutput` instead
+    of logits, here and in `follow`.
 
-    `follow(params, scratch, drafted, context) -> (scratch, logits float32[B, F, V])`: what follows each drafted node.
-    Logits are -inf of tokens that the head cannot draft.
+    `follow(params, scratch, drafted, context) -> (scratch, logits float32[B, F, V])` predicts the tokens after drafted
+    nodes. The logits of tokens that the head cannot draft are -inf.
 
-    `prompts(params) -> [depths, copies, D]`, of a head that has no pass of its own: vectors that the target reads below
-    a token, each below that of its copy at the depth before. What the target's `Output.hidden` is of them, joined, are
-    the features of that token.
+    `soft_prompts(params) -> [depths, copies, D]` exists for heads without a pass of their own. It returns vectors that
+    the target reads below a token, each below the vector of the same copy at the previous depth. The concatenated
+    `Output.hidden` of these vectors are the features of that token.
 
-    `runs(num_layers)`: the layers of a target of so many that a pass of the head runs, each stretch as a pass of the
-    target that skips all others (`types.Sublayers`).
+    `target_layers(num_layers)` returns the layers of the target that one pass of the head runs. Each stretch is one
+    target pass that skips all other layers (`types.Sublayers`).
 
-    `feature(scratch, place) -> [B, D]`: what it said in place of the feature of the node there, of a head that feeds
-    such back. Losses read it, and nothing else.
+    `feature(scratch, place) -> [B, D]` returns the predicted feature of a node, for heads that feed features back. Only
+    losses use it.
 
-    `learns_as`: the head of the same parameters whose logits are to be learnt, where its own leave most tokens out.
+    `training_head` is a head with the same parameters for training, if the logits of this one leave most tokens out.
 
-    `axes(memory)` has the place of B in the shape of each array, as `Drafter.axes`.
+    `axes(memory)` returns the position of the batch axis in each array, like `Hooks.axes`.
     """
 
-    begin: Callable[..., PyTree]
+    init_memory: Callable[..., PyTree]
     read: Callable[..., PyTree]
-    start: Callable[..., tuple[PyTree, Array | Said]]
-    follow: Callable[..., tuple[PyTree, Array | Said]]
-    kind: str  # the method of the catalogue that drafts with it
+    start: Callable[..., tuple[PyTree, Array | DraftOutput]]
+    follow: Callable[..., tuple[PyTree, Array | DraftOutput]]
+    kind: str  # the method of the catalogue that drafts with this head
     config: Any
-    taps: tuple[int, ...] = ()  # streams of the target that are its features, joined; none: `Output.hidden`
-    deepest: int | None = None  # how many tokens it can draft after one another; None: any number
-    prompts: Callable[[PyTree], Array] | None = None
-    at_once: bool = False  # `start` computes what it says of all depths, and `follow` hardly anything
-    levels: int = 1  # of a tree, of which one pass of its layers says the tokens
-    runs: Callable[[int], Stretches] = _none
+    taps: tuple[int, ...] = ()  # streams of the target that are concatenated into features; (): `Output.hidden`
+    max_depth: int | None = None  # longest chain that it can draft; None: any length
+    soft_prompts: Callable[[PyTree], Array] | None = None
+    is_single_pass: bool = False  # `start` computes the predictions of all depths, and `follow` costs hardly anything
+    levels_per_pass: int = 1  # tree levels that one pass of its layers predicts
+    target_layers: Callable[[int], Stretches] = _no_layers
     feature: Callable[[PyTree, int], Array] | None = None
-    learns_as: Any = None  # Head; None: itself
+    training_head: Any = None  # Head; None: this head itself
     axes: Callable[[PyTree], PyTree] = batch_axes.rows_first
-    shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: its rows over "data"
+    shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: rows over the axis "data"
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it runs layers of the target, or the target runs its prompts: both on the target's own cache."""
-        return self.runs is not _none or self.prompts is not None
+        """Return True if the head drafts on the target's own cache, by its layers or by soft prompts."""
+        return self.target_layers is not _no_layers or self.soft_prompts is not None
 
     def features_of(self, output: Output) -> Array:
-        """[B, T, F] of a pass of the target with these taps."""
+        """Return the features [B, T, F] of a target pass that recorded these taps."""
         return features_of(output, self.taps)
 
 
 def features_of(output: Output, taps: tuple[int, ...]) -> Array:
-    """[B, T, F]: what a head with these taps has of a pass of the target."""
+    """Return the features [B, T, F] that a head with these taps reads from a target pass."""
     return jnp.concatenate(output.taps, -1) if taps else output.hidden
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftHead:
-    """A head with its parameters. A pytree: the parameters are its leaves."""
+    """A head with its parameters. It is a pytree whose leaves are the parameters."""
 
     head: Head = field(metadata={"static": True})
     params: PyTree
 
     replace = replace
+
+
+class HeadKind(NamedTuple):
+    """A kind of head: its row of the catalogue, its functions, and the shapes that a user may change."""
+
+    method: Method
+    module: Callable[..., Any]  # (config, *, rngs) -> nnx.Module
+    head: Callable[[Any], Head]  # (config)
+    of_target: Callable[..., Any]  # (the target's config, **changes) -> the config that the authors train
+    numbers: tuple[str, ...] = ()  # changes that are whole numbers
+    taps: bool = False  # True: it can read other streams of the target than its authors'
+    flags: tuple[str, ...] = ()  # changes that are yes or no
+
+    @property
+    def name(self) -> str:
+        return self.method.name
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Return the names that `parse_change` accepts."""
+        return (("taps",) if self.taps else ()) + self.numbers + self.flags
+
+    def parse_change(self, text: str) -> tuple[str, Any] | None:
+        """Parse `num_layers=1`, `taps=2+15+27` or `embeds=no` into a name and a value; return None for other texts."""
+        name, _, value = text.partition("=")
+        if name in self.flags:
+            return (name, YES_NO[value]) if value in YES_NO else None
+        parts = value.split("+") if name == "taps" else [value]
+        if name not in self.changes or not all(part.isdecimal() for part in parts):
+            return None
+        numbers = tuple(map(int, parts))
+        if name == "taps":
+            return name, numbers
+        return (name, numbers[0]) if numbers[0] else None
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Return one example of each change, as `parse_change` reads it."""
+        forms = {"taps": "2+15+27"} | dict.fromkeys(self.flags, "no")
+        return tuple(f"{name}={forms.get(name, 'N')}" for name in self.changes)
+
+
+YES_NO = {"yes": True, "no": False}

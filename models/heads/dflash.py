@@ -44,13 +44,13 @@ from specjax.models.heads.blocks import (
     taps_of,
     unembed,
 )
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
 from specjax.models.heads.convolution import Convolution
 from specjax.models.heads.corrections import Confidence, Markov, Prefix, Selector
 from specjax.models.heads.eagle import Layer
 from specjax.models.llama import LlamaConfig
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.types import Array, Context, Said
+from specjax.types import Array, Context, DraftOutput
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class DFlashConfig:
         return 0 if self.from_anchor else 1
 
     @property
-    def deepest(self) -> int:
+    def max_depth(self) -> int:
         """How many tokens it drafts."""
         return self.block_size - self.first
 
@@ -131,14 +131,14 @@ class BlockLayer(Layer):
         y, new = self.attention(y, inputs)
         x = x + after(y)
         y, after = _convolved(self.mlp_conv, self.mlp_norm(x))
-        return x + after(inputs.step.sum(self.mlp(y), "mlp")), new
+        return x + after(inputs.shared.sum(self.mlp(y), "mlp")), new
 
 
 def _convolved(conv: Convolution | None, x: Array):
     return (x, lambda y: y) if conv is None else conv(x)
 
 
-class Slots(NamedTuple):
+class BlockSlots(NamedTuple):
     """What the slots of a block that draft said in one pass."""
 
     h: Array  # [B, n, D], behind the last norm
@@ -175,7 +175,7 @@ class DFlash(nnx.Module):
         rank, sure = config.markov_rank, c.width + config.markov_rank * (config.confidence == "markov")
         markov = lambda: Markov(config.markov, config.vocab_size, size, rank, c.width, **shapes)
         self.markov = None if config.markov == "no" else markov()
-        self.confidence = None if config.confidence == "no" else Confidence(sure, config.deepest, **shapes)
+        self.confidence = None if config.confidence == "no" else Confidence(sure, config.max_depth, **shapes)
         self.selector = Selector(size, config.selector_rank, c.width, **shapes) if config.selector_rank else None
         prefix = lambda: Prefix(size, config.prefix_rank, config.prefix_state, c.width, **shapes)
         self.prefix = prefix() if config.prefix_rank else None
@@ -185,23 +185,23 @@ class DFlash(nnx.Module):
         """Of what is remembered of the tokens drafted above a node."""
         return sum(part.state_width for part in (self.markov, self.prefix) if part is not None)
 
-    def keys_and_values(self, features: Array, step: L.Step, cache: kv.KVCache) -> kv.Pending:
+    def keys_and_values(self, features: Array, step: L.PassInputs, cache: kv.KVCache) -> kv.Pending:
         """Of the text, as the layers see it: of features [B, T, F]."""
         c = self.config.layer
         context = self.hidden_norm(self.fc(features.astype(c.dtype)))
-        reach = c.reach()
+        reach = c.attention_settings()
         heads = lambda x: step.place(x.reshape(*x.shape[:2], -1, c.head_dim), "data", None, "heads", None)
 
         def of(attention: L.Attention, slots: Array) -> tuple:
             k, v = heads(attention.k(context)), heads(attention.v(context))
             k = k if attention.k_norm is None else attention.k_norm(k)
             k = L.rope(k, step.positions, reach.frequencies, amplitude=reach.amplitude)
-            return kv.as_kept(k.swapaxes(1, 2), slots), kv.as_kept(v.swapaxes(1, 2), slots)
+            return kv.to_cache_dtype(k.swapaxes(1, 2), slots), kv.to_cache_dtype(v.swapaxes(1, 2), slots)
 
         k, v = zip(*(of(layer.attention, cache.k[i]) for i, layer in enumerate(self.layers)), strict=True)
-        return kv.Pending(k, v, step.positions, kv.after(context))
+        return kv.Pending(k, v, step.positions, kv.write_dependency(context))
 
-    def states(self, tokens: Array, step: L.Step, cache: kv.KVCache, context: Context) -> Array:
+    def states(self, tokens: Array, step: L.PassInputs, cache: kv.KVCache, context: Context) -> Array:
         """What the slots of a block say, [B, b, D] behind the last norm: of tokens int32[B, b]."""
         c = self.config
         x = embed(self.embed, tokens, context).astype(c.layer.dtype) * jnp.asarray(c.embedding_scale, c.layer.dtype)
@@ -209,17 +209,17 @@ class DFlash(nnx.Module):
         blocks = [_with_window(layer, window, c.causal) for layer, window in zip(self.layers, windows, strict=True)]
         return self.norm(run_blocks(blocks, x, step, cache, c.layer)[0])
 
-    def slots(self, h: Array, context: Context) -> Slots:
+    def slots(self, h: Array, context: Context) -> BlockSlots:
         """Of the states h [B, n, D] of slots that draft."""
         c = self.config
         logits = unembed(h, context) if self.head is None else self.head.logits(h)
         logits = logits.astype(jnp.float32) * c.logit_scale
         logits = logits if c.softcap is None else c.softcap * jnp.tanh(logits / c.softcap)
         if self.selector is None or c.candidates == c.vocab_size:
-            return Slots(h, logits)
-        return Slots(h, *reversed(gumbel_topk(None, logits, c.candidates)))
+            return BlockSlots(h, logits)
+        return BlockSlots(h, *reversed(gumbel_topk(None, logits, c.candidates)))
 
-    def below(self, tokens: Array, slot: Array, state: Array, slots: Slots, context: Context):
+    def below(self, tokens: Array, slot: Array, state: Array, slots: BlockSlots, context: Context):
         """(state, what it says) below nodes: int32[B, F] each, the slot that drafts their children."""
         h, logits, candidates = jax.tree.map(lambda x: take_along(x, slot[:, :, None], 1), slots)
         if self.markov is not None:
@@ -237,29 +237,29 @@ class DFlash(nnx.Module):
         if self.config.confidence == "markov":
             assert self.markov is not None
             h = jnp.concatenate([h, self.markov.w1(tokens)], -1)
-        return state, Said(logits, self.confidence(h, slot))
+        return state, DraftOutput(logits, self.confidence(h, slot))
 
 
 def _with_window(layer: BlockLayer, window: int | None, causal: str):
     """The layer with what its queries see, besides the text, of the block."""
 
     def block(x: Array, inputs: L.LayerInputs) -> tuple[Array, tuple]:
-        step = inputs.step
+        step = inputs.shared
         ahead = step.positions[:, None, :] - step.positions[:, :, None]  # [B, b, b], of a key
         mask = step.mask
         if causal == "all" or (causal == "windowed" and window is not None):
             mask &= ahead <= 0
         elif window is not None:
             mask &= ahead < window
-        return layer(x, inputs._replace(step=step.replace(mask=mask), reach=inputs.reach._replace(window=window)))
+        return layer(x, inputs._replace(shared=step.replace(mask=mask), settings=inputs.settings._replace(window=window)))
 
     return block
 
 
-class Scratch(NamedTuple):
+class BlockScratch(NamedTuple):
     """Of a round."""
 
-    slots: Slots
+    slots: BlockSlots
     state: Array  # [B, places, state_width], of the root and of drafted nodes
 
 
@@ -272,15 +272,15 @@ def dflash_head(config: DFlashConfig) -> Head:
     _check(config)
     module_of, c = bind(DFlash, config), config.layer
 
-    def begin(params, context: Context, batch: int, capacity: int) -> kv.KVCache:
+    def init_memory(params, context: Context, batch: int, capacity: int) -> kv.KVCache:
         return empty_cache(context, c, batch, capacity)
 
-    def read(params, cache: kv.KVCache, pairs: Pairs, context: Context) -> kv.KVCache:
+    def read(params, cache: kv.KVCache, pairs: FeaturePairs, context: Context) -> kv.KVCache:
         step = next_step(context, c, cache, pairs.tokens.shape[1], pairs.first)
         pending = module_of(params).keys_and_values(pairs.features, step, cache)
         return commit_pairs(context, c, cache, pending, pairs)
 
-    def start(params, cache: kv.KVCache, context: Context, places: int) -> tuple[Scratch, Array | Said]:
+    def start(params, cache: kv.KVCache, context: Context, places: int) -> tuple[BlockScratch, Array | DraftOutput]:
         module, batch, size = module_of(params), len(cache.length), config.block_size
         tokens = jnp.full((batch, size), config.mask_token, jnp.int32).at[:, :1].set(context.root)
         positions = cache.length[:, None] + jnp.arange(size)  # the text ends before the root
@@ -292,9 +292,9 @@ def dflash_head(config: DFlashConfig) -> Head:
         slots = module.slots(h[:, config.first :], context)
         state, said = module.below(context.root, jnp.zeros((batch, 1), jnp.int32), state, slots, context)
         kept = jnp.zeros((batch, places, module.state_width), h.dtype).at[:, :1].set(state)
-        return Scratch(slots, kept), jax.tree.map(lambda x: x[:, 0], said)
+        return BlockScratch(slots, kept), jax.tree.map(lambda x: x[:, 0], said)
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array | Said]:
+    def follow(params, scratch: BlockScratch, drafted: DraftedNodes, context: Context) -> tuple[BlockScratch, Array | DraftOutput]:
         state = take_along(scratch.state, drafted.parent[:, :, None], 1)
         state, said = module_of(params).below(drafted.tokens, drafted.depth, state, scratch.slots, context)
         return scratch._replace(state=batch_axes.insert(scratch.state, state, drafted.place)), said
@@ -305,18 +305,18 @@ def dflash_head(config: DFlashConfig) -> Head:
         return layout.cache(cache)
 
     return Head(
-        begin=begin,
+        init_memory=init_memory,
         read=read,
         start=start,
         follow=follow,
         kind=config.kind,
         config=config,
         taps=config.taps,
-        deepest=config.deepest,
-        at_once=True,
+        max_depth=config.max_depth,
+        is_single_pass=True,
         axes=kv.axes,
         shardings=shardings,
-        learns_as=_of_all_tokens(config),
+        training_head=_of_all_tokens(config),
     )
 
 
@@ -343,7 +343,7 @@ def _check(c: DFlashConfig) -> None:
         raise UsageError(f"candidates must be between 1 and the {c.vocab_size} tokens there are, not {c.candidates}")
     if c.windows and len(c.windows) != c.layer.num_layers:
         raise UsageError(f"windows has {len(c.windows)} entries for {c.layer.num_layers} layers")
-    if c.deepest < 1:
+    if c.max_depth < 1:
         raise UsageError(f"a block of {c.block_size} slots drafts nothing; block_size must be at least {c.first + 1}")
 
 
@@ -359,8 +359,8 @@ def of_target(
     taps: tuple[int, ...] | None = None, **changes,
 ) -> DFlashConfig:  # fmt: skip
     """The shapes that the authors train for a target; the mask is its last token."""
-    layer = target.of_head(
-        num_layers, mlp_width=mlp_width or target.mlp_width, qk_norm=True, qk_norm_of="head", qkv_bias=False,
+    layer = target.draft_head_config(
+        num_layers, mlp_width=mlp_width or target.mlp_width, qk_norm=True, qk_norm_scope="head", qkv_bias=False,
         window=None,
     )  # fmt: skip
     taps = taps_of(target, taps, default_taps(target.num_layers, num_layers))

@@ -19,7 +19,7 @@ from flax import nnx
 
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.decoder import attention_of
+from specjax.models.decoder import make_attention
 from specjax.models.heads.autoregressive import autoregressive
 from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, unembed
 from specjax.models.heads.contract import Head
@@ -51,7 +51,7 @@ class Layer(nnx.Module):
 
     def __init__(self, c: LlamaConfig, *, has_norm: bool, outputs: int = 1, rngs: nnx.Rngs):
         self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype) if has_norm else None
-        self.attention = attention_of(c, rngs=rngs)
+        self.attention = make_attention(c, rngs=rngs)
         self.mlp_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
         self.outputs = outputs
@@ -62,7 +62,7 @@ class Layer(nnx.Module):
         attended, new = self.attention(x if self.attention_norm is None else self.attention_norm(x), inputs)
         x = x + attended
         residual = jnp.concatenate([x] * self.outputs, -1)
-        return residual + inputs.step.sum(self.mlp(self.mlp_norm(x)), "mlp"), new
+        return residual + inputs.shared.sum(self.mlp(self.mlp_norm(x)), "mlp"), new
 
 
 class Sampler(nnx.Module):
@@ -72,13 +72,13 @@ class Sampler(nnx.Module):
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
 
-    def __call__(self, x: Array, embedded: Array, step: L.Step) -> Array:
+    def __call__(self, x: Array, embedded: Array, step: L.PassInputs) -> Array:
         mlp = self.mlp
         return x + step.sum(mlp.down(mlp.act(mlp.gate(embedded)) * mlp.up(self.norm(x))), "mlp")
 
 
 class Eagle(nnx.Module):
-    """A `specjax.models.heads.autoregressive.Module`."""
+    """A `specjax.models.heads.autoregressive.AutoregressiveModule`."""
 
     def __init__(self, config: EagleConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
@@ -101,7 +101,7 @@ class Eagle(nnx.Module):
     def fused(self, features: Array) -> Array:
         return features
 
-    def layers(self, embedded: Array, state: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+    def layers(self, embedded: Array, state: Array, step: L.PassInputs, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
         x = self.fc(jnp.concatenate([embedded, state], -1))
         if self.sampler is not None:
             x = self.sampler(x, embedded, step)
@@ -122,7 +122,7 @@ class Eagle(nnx.Module):
 
 def of_target(target: LlamaConfig, **changes) -> EagleConfig:
     """The shapes that the authors train for a target: a layer like its own."""
-    return EagleConfig(target.of_head(**changes))
+    return EagleConfig(target.draft_head_config(**changes))
 
 
 def eagle_head(config: EagleConfig) -> Head:

@@ -19,7 +19,7 @@ from flax import nnx
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.decoder import attention_of
+from specjax.models.decoder import make_attention
 from specjax.models.heads.autoregressive import autoregressive
 from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, taps_of, unembed
 from specjax.models.heads.contract import Head
@@ -53,25 +53,25 @@ class Eagle3Config:
         return self.own_head and self.layer.vocab_size < self.vocab_size
 
 
-class First(nnx.Module):
+class Eagle3FirstLayer(nnx.Module):
     """The layer that reads embeddings and states side by side."""
 
     def __init__(self, config: Eagle3Config, rngs: nnx.Rngs):
         c, self.norm_before_residual = config.layer, config.norm_before_residual
         norm = lambda: L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.embedding_norm, self.state_norm, self.mlp_norm = norm(), norm(), norm()
-        self.attention = attention_of(c, fan_in=2 * c.width, rngs=rngs)
+        self.attention = make_attention(c, fan_in=2 * c.width, rngs=rngs)
         self.mlp = L.GatedMLP(c.width, c.mlp_width, nnx.silu, dtype=c.dtype, rngs=rngs)
 
     def __call__(self, embedded: Array, state: Array, inputs: L.LayerInputs) -> tuple[Array, tuple]:
         normed = self.state_norm(state)
         attended, new = self.attention(jnp.concatenate([self.embedding_norm(embedded), normed], -1), inputs)
         x = (normed if self.norm_before_residual else state) + attended
-        return x + inputs.step.sum(self.mlp(self.mlp_norm(x)), "mlp"), new
+        return x + inputs.shared.sum(self.mlp(self.mlp_norm(x)), "mlp"), new
 
 
 class Eagle3(nnx.Module):
-    """A `specjax.models.heads.autoregressive.Module`."""
+    """A `specjax.models.heads.autoregressive.AutoregressiveModule`."""
 
     def __init__(self, config: Eagle3Config, *, rngs: nnx.Rngs):
         self.config, c, taps = config, config.layer, len(config.taps)
@@ -81,7 +81,7 @@ class Eagle3(nnx.Module):
         self.tap_norms = nnx.List(each)
         self.joined_norm = norm(taps * config.target_width) if config.norm_taps == "joined" else None
         self.fc = L.Linear(taps * config.target_width, c.width, dtype=c.dtype, rngs=rngs)
-        self.first = First(config, rngs)
+        self.first = Eagle3FirstLayer(config, rngs)
         self.others = nnx.List([Layer(c, has_norm=True, rngs=rngs) for _ in range(c.num_layers - 1)])
         self.norm = norm(c.width)
         rank = config.head_rank
@@ -100,7 +100,7 @@ class Eagle3(nnx.Module):
             features = jnp.concatenate([norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)], -1)
         return self.fc(features)
 
-    def layers(self, embedded: Array, state: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+    def layers(self, embedded: Array, state: Array, step: L.PassInputs, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
         first = lambda x, inputs: self.first(embedded, x, inputs)
         return run_blocks([first, *self.others], state, step, cache, self.config.layer)
 
@@ -135,7 +135,7 @@ def of_target(
     Raises: UsageError for a head_rank that is not below the width.
     """
     size = min(draft_vocab_size, target.vocab_size)
-    layer = target.of_head(vocab_size=size, **changes)
+    layer = target.draft_head_config(vocab_size=size, **changes)
     if not 0 <= head_rank < target.width:
         raise UsageError(f"head_rank must be below the width of the target, {target.width}, not {head_rank}")
     taps = taps_of(target, taps, default_taps(target.num_layers))

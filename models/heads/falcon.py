@@ -33,10 +33,10 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
 from specjax.models.heads.blocks import bind, embed, run_blocks, step_of, unembed
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
 from specjax.models.heads.eagle import Layer
 from specjax.models.heads.lstm import LSTM
-from specjax.models.heads.memory import Memory
+from specjax.models.heads.memory import HeadMemory
 from specjax.models.heads.recurrent import at_places, longer
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
@@ -86,11 +86,11 @@ class Falcon(nnx.Module):
             return self.fc(x), jnp.zeros((*features.shape[:-1], *state.shape[-2:]), x.dtype)
         return self.lstm(x, state)
 
-    def layers(self, z: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+    def layers(self, z: Array, step: L.PassInputs, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
         return run_blocks(list(self.stack), z, step, cache, self.config.layer)
 
 
-class Nodes(NamedTuple):
+class FalconNodes(NamedTuple):
     """Of the drafted nodes, by place."""
 
     tokens: Array  # int32[B, places, k], of the block that a node stands in, as far as the node
@@ -99,10 +99,10 @@ class Nodes(NamedTuple):
     ends: Array  # bool[B, places], whether it ends a block
 
 
-class Scratch(NamedTuple):
+class FalconScratch(NamedTuple):
     cache: kv.KVCache
     pending: kv.Pending  # k rows a place, of nodes that end a block
-    nodes: Nodes
+    nodes: FalconNodes
 
 
 @functools.cache
@@ -120,15 +120,15 @@ def falcon_head(config: FalconConfig) -> Head:
         )
     module_of, layer, k, width = bind(Falcon, config), config.layer, config.block_size, config.layer.width
 
-    def begin(params, context: Context, batch: int, capacity: int) -> Memory:
-        return memory.begin(context, layer, config.said, batch, capacity)
+    def init_memory(params, context: Context, batch: int, capacity: int) -> HeadMemory:
+        return memory.init(context, layer, config.said, batch, capacity)
 
     def parts(last: Array) -> tuple[Array, Array]:
         """(z [B, k, D] of the last k pairs, the LSTM's state [B, S, D])."""
         recent, state = jnp.split(last.reshape(len(last), -1, width), [k], 1)
         return recent, state
 
-    def read(params, held: Memory, pairs: Pairs, context: Context) -> Memory:
+    def read(params, held: HeadMemory, pairs: FeaturePairs, context: Context) -> HeadMemory:
         module, (recent, state), size = module_of(params), parts(held.last), pairs.tokens.shape[1]
         z, states = module.joined(pairs.features.astype(layer.dtype), pairs.tokens, state, context)
         line = jnp.concatenate([recent, z], 1)
@@ -136,29 +136,29 @@ def falcon_head(config: FalconConfig) -> Head:
         said = jnp.concatenate([*last, states], 2).reshape(*pairs.tokens.shape, -1)
         return memory.read(held, pairs, context, layer, lambda step, cache: (said, module.layers(z, step, cache)[1]))
 
-    def start(params, held: Memory, context: Context, places: int) -> tuple[Scratch, Array]:
+    def start(params, held: HeadMemory, context: Context, places: int) -> tuple[FalconScratch, Array]:
         cache, (z, state) = held.cache, parts(held.last)
         positions = cache.length[:, None] - k + jnp.arange(k, dtype=jnp.int32)
         # They are in the cache, which all of them see; pairs that a short text lacks see themselves as well.
         mask = jnp.eye(k, dtype=bool) & (positions < 0)[:, :, None]
         said, _ = module_of(params).layers(z, step_of(context, layer, cache, positions, mask), cache)
         none = jnp.zeros((len(said), 1, k), jnp.int32)
-        nodes = Nodes(none, said[:, None], state[:, None], jnp.zeros((len(said), 1), bool))
-        scratch = Scratch(cache, kv.nothing_pending(cache, places * k), batch_axes.widen(nodes, places))
+        nodes = FalconNodes(none, said[:, None], state[:, None], jnp.zeros((len(said), 1), bool))
+        scratch = FalconScratch(cache, kv.empty_pending(cache, places * k), batch_axes.widen(nodes, places))
         return scratch, unembed(said[:, 0], context)
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+    def follow(params, scratch: FalconScratch, drafted: DraftedNodes, context: Context) -> tuple[FalconScratch, Array]:
         nodes, depth = scratch.nodes, drafted.depth
         above = jax.tree.map(lambda x: at_places(x, drafted.parent), nodes)
         tokens, ends = longer(above.tokens, drafted.tokens, (depth - 1) % k), depth % k == 0
         whole = lambda: next_block(params, scratch, drafted, above._replace(tokens=tokens), context)
         said, state, pending = jax.lax.cond(jnp.any(ends), whole, lambda: (above.said, above.state, scratch.pending))
         choose = lambda new, old: jnp.where(ends[:, :, None, None], new, old)
-        new = Nodes(tokens, choose(said, above.said), choose(state, above.state), ends)
+        new = FalconNodes(tokens, choose(said, above.said), choose(state, above.state), ends)
         here = take_along(new.said, (depth % k)[:, :, None, None], 2)[:, :, 0]
-        return Scratch(scratch.cache, pending, batch_axes.insert(nodes, new, drafted.place)), unembed(here, context)
+        return FalconScratch(scratch.cache, pending, batch_axes.insert(nodes, new, drafted.place)), unembed(here, context)
 
-    def next_block(params, scratch: Scratch, drafted: Drafted, nodes: Nodes, context: Context):
+    def next_block(params, scratch: FalconScratch, drafted: DraftedNodes, nodes: FalconNodes, context: Context):
         """(said [B, F, k, D], state [B, F, S, D], all that is pending) of drafted nodes as the ends of blocks."""
         module, (batch, count), cache = module_of(params), drafted.tokens.shape, scratch.cache
         z, states = module.joined(nodes.said, nodes.tokens, nodes.state, context)
@@ -175,14 +175,14 @@ def falcon_head(config: FalconConfig) -> Head:
         return said.reshape(z.shape), states[:, :, -1], pending
 
     return Head(
-        begin=begin,
+        init_memory=init_memory,
         read=read,
         start=start,
         follow=follow,
         kind="falcon",
         config=config,
         taps=config.taps,
-        levels=k,
+        levels_per_pass=k,
         feature=lambda scratch, place: scratch.nodes.said[:, place, place % k],
         axes=memory.axes,
         shardings=memory.shardings(layer),
@@ -191,5 +191,5 @@ def falcon_head(config: FalconConfig) -> Head:
 
 def of_target(target: LlamaConfig, *, block_size: int = 2, **changes) -> FalconConfig:
     """The shapes that the authors train for a target: a layer like its own, k = 2."""
-    layer = target.of_head()
+    layer = target.draft_head_config()
     return FalconConfig(layer, block_size, **changes)

@@ -35,10 +35,10 @@ from specjax.models.heads.blocks import (
     unembed,
     with_root,
 )
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
 from specjax.models.heads.eagle import Layer
 from specjax.models.llama import LlamaConfig
-from specjax.types import Array, Context, Said
+from specjax.types import Array, Context, DraftOutput
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Hamburger(nnx.Module):
         sizes = (c.width, c.width, 1)
         self.stop = nnx.List([L.Linear(c.width, size, bias=True, dtype=c.dtype, rngs=rngs) for size in sizes])
 
-    def states(self, x: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+    def states(self, x: Array, step: L.PassInputs, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
         """[B, T, D] behind the last norm."""
         x, pending = run_blocks(self.stack, x.astype(self.config.layer.dtype), step, cache, self.config.layer)
         return self.norm(x), pending
@@ -103,11 +103,11 @@ class Hamburger(nnx.Module):
         first, second, last = self.stop
         return last(nnx.silu(second(nnx.silu(first(h)))))[..., 0].astype(jnp.float32)
 
-    def said(self, h: Array, context: Context) -> Said:
-        return Said(unembed(h, context), jax.nn.sigmoid(-self.stops(h)))
+    def said(self, h: Array, context: Context) -> DraftOutput:
+        return DraftOutput(unembed(h, context), jax.nn.sigmoid(-self.stops(h)))
 
 
-class Scratch(NamedTuple):
+class HamburgerScratch(NamedTuple):
     pending: kv.Pending  # of the decoder: the streams, then by place, the root's behind them
 
 
@@ -116,34 +116,34 @@ def hamburger_head(config: HamburgerConfig) -> Head:
     """The functions of the micro-step decoder. Memory: the base's streams at the last token that it read, [B, F]."""
     module_of, layer, count = bind(Hamburger, config), config.layer, len(config.taps)
 
-    def begin(params, context: Context, batch: int, capacity: int) -> Array:
+    def init_memory(params, context: Context, batch: int, capacity: int) -> Array:
         return jnp.zeros((batch, count * layer.width), layer.dtype)
 
-    def read(params, last: Array, pairs: Pairs, context: Context) -> Array:
+    def read(params, last: Array, pairs: FeaturePairs, context: Context) -> Array:
         return newest(pairs.features, pairs.count, last)
 
-    def start(params, last: Array, context: Context, places: int) -> tuple[Scratch, Said]:
+    def start(params, last: Array, context: Context, places: int) -> tuple[HamburgerScratch, DraftOutput]:
         module = module_of(params)
         h, pending = continued(module, last, context.root, context)
-        return Scratch(kv.widen(pending, count + places)), module.said(h[:, 0], context)
+        return HamburgerScratch(kv.widen(pending, count + places)), module.said(h[:, 0], context)
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Said]:
+    def follow(params, scratch: HamburgerScratch, drafted: DraftedNodes, context: Context) -> tuple[HamburgerScratch, DraftOutput]:
         module, tokens = module_of(params), drafted.tokens
         mask = jnp.pad(among_drafted(with_root(drafted)), ((0, 0), (0, 0), (count, 0)), constant_values=True)
         cache = empty_cache(context, layer, len(tokens), 0)
         step = step_of(context, layer, cache, count + drafted.depth, mask, scratch.pending)
         h, new = module.states(embed(None, tokens, context), step, cache)
-        return Scratch(kv.insert(scratch.pending, new, count + drafted.place)), module.said(h, context)
+        return HamburgerScratch(kv.insert(scratch.pending, new, count + drafted.place)), module.said(h, context)
 
     return Head(
-        begin=begin,
+        init_memory=init_memory,
         read=read,
         start=start,
         follow=follow,
         kind="hamburger",
         config=config,
         taps=config.taps,
-        deepest=config.segment - 1,
+        max_depth=config.segment - 1,
     )
 
 
@@ -163,7 +163,7 @@ def continued(module: Hamburger, last: Array, tokens: Array, context: Context) -
 
 def of_target(target: LlamaConfig, *, num_layers: int = 4, segment: int = 4, **changes) -> HamburgerConfig:
     """The shapes that the authors train for a base: layers like its own, streams behind each quarter of it."""
-    layer = target.of_head(num_layers)
+    layer = target.draft_head_config(num_layers)
     taps = tuple(-(-target.num_layers * quarter // 4) for quarter in range(1, 5))
     heads = next(heads for heads in (64, 32, 16, 8, 4, 2, 1) if target.width % heads == 0)
     return HamburgerConfig(layer, taps, segment, **{"merge_heads": heads} | changes)

@@ -24,7 +24,7 @@ from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.models import layers as L
 from specjax.models.heads.blocks import bind, newest, target_of
-from specjax.models.heads.contract import Drafted, Head, Pairs, Stretches
+from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs, Stretches
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, Stream, Sublayers
 
@@ -60,11 +60,11 @@ class Scratch(NamedTuple):
 def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
     """The functions of a set of transfers. Memory: the last streams [B, F].
 
-    Raises (`begin`): UsageError for a target that cannot run a part of its layers on given states, or has not as many.
+    Raises (`init_memory`): UsageError for a target that cannot run a part of its layers on given states, or has not as many.
     """
     module_of, furthest = bind(HiddenTransfer, config), max(config.behind)
 
-    def begin(params, context: Context, batch: int, capacity: int) -> Array:
+    def init_memory(params, context: Context, batch: int, capacity: int) -> Array:
         model = target_of(context).model
         able = model.capabilities
         if not (able.layer_skipping and able.streams) or furthest > able.num_layers:
@@ -79,7 +79,7 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
     def stretches(num_layers: int) -> Stretches:
         return tuple(pairwise((*config.taps, num_layers)))
 
-    def read(params, last: Array, pairs: Pairs, context: Context) -> Array:
+    def read(params, last: Array, pairs: FeaturePairs, context: Context) -> Array:
         return newest(pairs.features, pairs.count, last)
 
     def start(params, last: Array, context: Context, places: int) -> tuple[Scratch, Array]:
@@ -111,20 +111,20 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
         )  # fmt: skip
         return output.taps[0]
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+    def follow(params, scratch: Scratch, drafted: DraftedNodes, context: Context) -> tuple[Scratch, Array]:
         return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
 
     return Head(
-        begin=begin,
+        init_memory=init_memory,
         read=read,
         start=start,
         follow=follow,
         kind="hidden_transfer",
         config=config,
         taps=config.taps,
-        deepest=len(config.behind),
-        at_once=True,
-        runs=lambda num_layers: tuple((first, last) for first, last in stretches(num_layers) if first < last),
+        max_depth=len(config.behind),
+        is_single_pass=True,
+        target_layers=lambda num_layers: tuple((first, last) for first, last in stretches(num_layers) if first < last),
     )
 
 

@@ -48,7 +48,7 @@ class HydraConfig:
         return self.width
 
 
-class First(nnx.Module):
+class HydraInput(nnx.Module):
     """R c + SiLU(A c). New ones say the feature, whatever was drafted."""
 
     def __init__(self, c: HydraConfig, inputs: int, rngs: nnx.Rngs):
@@ -61,11 +61,11 @@ class First(nnx.Module):
         return self.residual(x) + nnx.silu(self.linear(x))
 
 
-class Branch(nnx.Module):
+class HydraBranch(nnx.Module):
     """One head, which reads the feature and `inputs` - 1 tokens."""
 
     def __init__(self, c: HydraConfig, inputs: int, rngs: nnx.Rngs):
-        self.first = First(c, inputs, rngs)
+        self.first = HydraInput(c, inputs, rngs)
         self.blocks = nnx.List([Residual(c.width, dtype=c.dtype, rngs=rngs) for _ in range(c.num_blocks - 1)])
         self.head = L.Embedding(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
         self.head_bias = nnx.Param(jnp.zeros((c.vocab_size,), c.dtype))
@@ -78,16 +78,16 @@ class Branch(nnx.Module):
 
 
 class Hydra(nnx.Module):
-    """A `specjax.models.heads.recurrent.Module`; its state are the tokens from the root on, int32[B, F, heads]."""
+    """A `specjax.models.heads.recurrent.RecurrentModule`; its state are the tokens from the root on, int32[B, F, heads]."""
 
     def __init__(self, config: HydraConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
         self.prefix = None if c is None else Layer(c, has_norm=True, rngs=rngs)
         self.norm = None if c is None else L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
-        self.branches = nnx.List([Branch(config, i + 2, rngs) for i in range(config.num_heads)])
+        self.branches = nnx.List([HydraBranch(config, i + 2, rngs) for i in range(config.num_heads)])
 
     def layers(
-        self, features: Array, tokens: Array, context: Context, step: L.Step, cache: kv.KVCache
+        self, features: Array, tokens: Array, context: Context, step: L.PassInputs, cache: kv.KVCache
     ) -> tuple[Array, kv.Pending]:
         assert self.config.layer is not None and self.prefix is not None and self.norm is not None
         x, pending = run_blocks([self.prefix], features, step, cache, self.config.layer)
@@ -112,11 +112,11 @@ class Hydra(nnx.Module):
 
 def hydra_head(config: HydraConfig) -> Head:
     """The functions of Hydra's heads."""
-    return recurrent("hydra", Hydra, config, deepest=config.num_heads)
+    return recurrent("hydra", Hydra, config, max_depth=config.num_heads)
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> HydraConfig:
     """Hydra++ as the authors train it for a target: four layers a head, and a prefix layer like its own."""
-    layer = target.of_head()
+    layer = target.draft_head_config()
     config = HydraConfig(target.width, target.vocab_size, num_heads, 4, layer, target.dtype)
     return dataclasses.replace(config, **changes)

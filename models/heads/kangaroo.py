@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.decoder import attention_of
+from specjax.models.decoder import make_attention
 from specjax.models.heads.blocks import (
     among_drafted,
     bind,
@@ -34,7 +34,7 @@ from specjax.models.heads.blocks import (
     unembed,
     with_root,
 )
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, PyTree, Sublayers
 
@@ -58,10 +58,10 @@ class Kangaroo(nnx.Module):
     def __init__(self, config: KangarooConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
         self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
-        self.attention = attention_of(c, rngs=rngs)
+        self.attention = make_attention(c, rngs=rngs)
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
 
-    def layers(self, h: Array, step: L.Step, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+    def layers(self, h: Array, step: L.PassInputs, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
         def block(x: Array, inputs: L.LayerInputs) -> tuple[Array, tuple]:
             attended, new = self.attention(self.attention_norm(x), inputs)
             return x + attended, new
@@ -73,7 +73,7 @@ class Kangaroo(nnx.Module):
         return unembed(self.norm(a), context)
 
 
-class Scratch(NamedTuple):
+class KangarooScratch(NamedTuple):
     cache: kv.KVCache  # the adapter's
     pending: kv.Pending  # the adapter's, by place, the root's at 0
     streams: PyTree  # what is pending of the target's first layers, likewise
@@ -83,11 +83,11 @@ class Scratch(NamedTuple):
 def kangaroo_head(config: KangarooConfig) -> Head:
     """The functions of an adapter. Memory: its keys and values, a `KVCache`.
 
-    Raises (`begin`): UsageError for a target that cannot run a part of its layers, or has not as many.
+    Raises (`init_memory`): UsageError for a target that cannot run a part of its layers, or has not as many.
     """
     module_of, layer = bind(Kangaroo, config), config.layer
 
-    def begin(params, context: Context, batch: int, capacity: int) -> kv.KVCache:
+    def init_memory(params, context: Context, batch: int, capacity: int) -> kv.KVCache:
         model = target_of(context).model
         if not model.capabilities.layer_skipping or not 1 <= config.exit_layer <= model.capabilities.num_layers:
             raise UsageError(
@@ -97,26 +97,26 @@ def kangaroo_head(config: KangarooConfig) -> Head:
             )
         return empty_cache(context, layer, batch, capacity)
 
-    def read(params, cache: kv.KVCache, pairs: Pairs, context: Context) -> kv.KVCache:
+    def read(params, cache: kv.KVCache, pairs: FeaturePairs, context: Context) -> kv.KVCache:
         step = next_step(context, layer, cache, pairs.tokens.shape[1], pairs.first)
         _, pending = module_of(params).layers(pairs.features, step, cache)
         return commit_pairs(context, layer, cache, pending, pairs)
 
-    def start(params, cache: kv.KVCache, context: Context, places: int) -> tuple[Scratch, Array]:
+    def start(params, cache: kv.KVCache, context: Context, places: int) -> tuple[KangarooScratch, Array]:
         root = root_of(context, places)
         h, streams = exited(context, root, jnp.ones((*root.tokens.shape, 1), bool))
         streams = target_of(context).model.widen(streams, places)
-        scratch = Scratch(cache, kv.nothing_pending(cache, places), streams)
+        scratch = KangarooScratch(cache, kv.empty_pending(cache, places), streams)
         scratch, logits = adapted(params, scratch, root, h, context)
         return scratch, logits[:, 0]
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+    def follow(params, scratch: KangarooScratch, drafted: DraftedNodes, context: Context) -> tuple[KangarooScratch, Array]:
         drafted = with_root(drafted)
         h, new = exited(context, drafted, among_drafted(drafted), earlier=scratch.streams)
         streams = target_of(context).model.insert(scratch.streams, new, drafted.place)
         return adapted(params, scratch._replace(streams=streams), drafted, h, context)
 
-    def exited(context: Context, drafted: Drafted, mask: Array, **earlier) -> tuple[Array, PyTree]:
+    def exited(context: Context, drafted: DraftedNodes, mask: Array, **earlier) -> tuple[Array, PyTree]:
         """h [B, F, D] of drafted tokens, and what is pending of the target."""
         target, batch = target_of(context), len(context.length)
         first = jnp.arange(target.model.capabilities.num_layers) < config.exit_layer
@@ -127,7 +127,7 @@ def kangaroo_head(config: KangarooConfig) -> Head:
         )  # fmt: skip
         return output.taps[0], pending
 
-    def adapted(params, scratch: Scratch, drafted: Drafted, h: Array, context: Context) -> tuple[Scratch, Array]:
+    def adapted(params, scratch: KangarooScratch, drafted: DraftedNodes, h: Array, context: Context) -> tuple[KangarooScratch, Array]:
         module, cache = module_of(params), scratch.cache
         positions = cache.length[:, None] + drafted.depth  # it has read what the target has, all but the root
         step = step_of(context, layer, cache, positions, among_drafted(drafted), scratch.pending)
@@ -141,14 +141,14 @@ def kangaroo_head(config: KangarooConfig) -> Head:
         return layout.cache(cache)
 
     return Head(
-        begin=begin,
+        init_memory=init_memory,
         read=read,
         start=start,
         follow=follow,
         kind="kangaroo",
         config=config,
         taps=config.taps,
-        runs=lambda num_layers: ((0, config.exit_layer),),
+        target_layers=lambda num_layers: ((0, config.exit_layer),),
         axes=kv.axes,
         shardings=shardings,
     )
@@ -162,5 +162,5 @@ def of_target(target: LlamaConfig, *, exit_layer: int | None = None, **changes) 
     exit_layer = min(2, target.num_layers) if exit_layer is None else exit_layer
     if not 1 <= exit_layer <= target.num_layers:
         raise UsageError(f"exit_layer must be from 1 to {target.num_layers}, the target's layers, not {exit_layer}")
-    layer = target.of_head(**changes)
+    layer = target.draft_head_config(**changes)
     return KangarooConfig(layer, exit_layer)

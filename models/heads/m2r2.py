@@ -22,10 +22,10 @@ from flax import nnx
 
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import among_drafted, bind, root_of, target_of, with_root
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
 from specjax.models.llama import LlamaConfig
-from specjax.models.variants.m2r2_streams import Accelerated, Accelerators
-from specjax.types import Array, Context, PyTree, Said, Sublayers
+from specjax.models.variants.m2r2_streams import AccelerationWeights, TwoStreamLayers
+from specjax.types import Array, Context, DraftOutput, PyTree, Sublayers
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class M2R2(nnx.Module):
         self.query = nnx.Param(jnp.zeros((c.router_width,), c.dtype))
         self.bias = nnx.Param(jnp.zeros((1,), c.dtype))
 
-    def accelerated(self) -> Accelerated:
+    def accelerated(self) -> TwoStreamLayers:
         """The loop over layers."""
-        return Accelerated(Accelerators(self.down[...], self.up[...]))
+        return TwoStreamLayers(AccelerationWeights(self.down[...], self.up[...]))
 
     def sure(self, streams: tuple[Array, ...]) -> Array:
         """float32[B, T]: the router's chance that the fast stream is right, by `streams` [B, T, D] behind `watched`."""
@@ -74,7 +74,7 @@ class M2R2(nnx.Module):
         return jax.nn.sigmoid(jnp.sum(jax.nn.softmax(score, -1) * score, -1) + self.bias[...])
 
 
-class Scratch(NamedTuple):
+class M2R2Scratch(NamedTuple):
     streams: PyTree  # what is pending of the target's first layers, by place, the root's at 0
 
 
@@ -82,44 +82,44 @@ class Scratch(NamedTuple):
 def m2r2_head(config: M2R2Config) -> Head:
     """The functions of a fast stream. Memory: none, the keys and values are the target's own.
 
-    Raises (`begin`): UsageError for a target that is not of `specjax.models`, or has another width or fewer layers.
+    Raises (`init_memory`): UsageError for a target that is not of `specjax.models`, or has another width or fewer layers.
     """
     module_of = bind(M2R2, config)
 
-    def begin(params, context: Context, batch: int, capacity: int) -> tuple[()]:
+    def init_memory(params, context: Context, batch: int, capacity: int) -> tuple[()]:
         check_target(config, target_of(context).model)
         return ()
 
-    def read(params, memory: tuple[()], pairs: Pairs, context: Context) -> tuple[()]:
+    def read(params, memory: tuple[()], pairs: FeaturePairs, context: Context) -> tuple[()]:
         return memory
 
-    def start(params, memory: tuple[()], context: Context, places: int) -> tuple[Scratch, Said]:
+    def start(params, memory: tuple[()], context: Context, places: int) -> tuple[M2R2Scratch, DraftOutput]:
         root = root_of(context, places)
         said, pending = through(params, context, root, jnp.ones((*root.tokens.shape, 1), bool))
-        return Scratch(target_of(context).model.widen(pending, places)), jax.tree.map(lambda x: x[:, 0], said)
+        return M2R2Scratch(target_of(context).model.widen(pending, places)), jax.tree.map(lambda x: x[:, 0], said)
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Said]:
+    def follow(params, scratch: M2R2Scratch, drafted: DraftedNodes, context: Context) -> tuple[M2R2Scratch, DraftOutput]:
         drafted = with_root(drafted)
         said, new = through(params, context, drafted, among_drafted(drafted), earlier=scratch.streams)
-        return Scratch(target_of(context).model.insert(scratch.streams, new, drafted.place)), said
+        return M2R2Scratch(target_of(context).model.insert(scratch.streams, new, drafted.place)), said
 
-    def through(params, context: Context, drafted: Drafted, mask: Array, **earlier) -> tuple[Said, PyTree]:
+    def through(params, context: Context, drafted: DraftedNodes, mask: Array, **earlier) -> tuple[DraftOutput, PyTree]:
         target, module = target_of(context), module_of(params)
         runs = jnp.ones((len(context.length), target.model.capabilities.num_layers), bool)
         output, pending = target.model.forward(
             target.params, drafted.tokens, context.cache, positions=context.length[:, None] - 1 + drafted.depth,
             mask=mask, layers=Sublayers(runs, runs), taps=config.watched, run=module.accelerated(), **earlier,
         )  # fmt: skip
-        return Said(output.logits, module.sure(output.taps)), pending
+        return DraftOutput(output.logits, module.sure(output.taps)), pending
 
     return Head(
-        begin=begin,
+        init_memory=init_memory,
         read=read,
         start=start,
         follow=follow,
         kind="m2r2",
         config=config,
-        runs=lambda num_layers: ((0, config.exit_layer),),
+        target_layers=lambda num_layers: ((0, config.exit_layer),),
     )
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 from specjax.arrays.indexing import take_along
 from specjax.models import layers as L
 from specjax.models.heads.blocks import DraftVocabulary, bind, newest, unembed
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
 
@@ -40,7 +40,7 @@ class MedusaConfig:
         return 0 < self.draft_vocab_size < self.vocab_size
 
 
-class Branch(nnx.Module):
+class MedusaBranch(nnx.Module):
     """One head. New blocks add nothing, so that with the target's own head it starts as that."""
 
     def __init__(self, c: MedusaConfig, rngs: nnx.Rngs):
@@ -62,7 +62,7 @@ class Medusa(nnx.Module):
 
     def __init__(self, config: MedusaConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.branches = nnx.List([Branch(config, rngs) for _ in range(config.num_heads)])
+        self.branches = nnx.List([MedusaBranch(config, rngs) for _ in range(config.num_heads)])
         self.vocabulary = DraftVocabulary(config.vocab_size, config.draft_vocab_size) if config.is_trimmed else None
 
     def __call__(self, feature: Array, context: Context) -> Array:
@@ -84,20 +84,20 @@ def medusa_head(config: MedusaConfig) -> Head:
     """The functions of Medusa's heads. Memory: the last feature [B, D]."""
     module_of = bind(Medusa, config)
 
-    def begin(params, context: Context, batch: int, capacity: int) -> Array:
+    def init_memory(params, context: Context, batch: int, capacity: int) -> Array:
         return jnp.zeros((batch, config.width), config.dtype)
 
-    def read(params, last: Array, pairs: Pairs, context: Context) -> Array:
+    def read(params, last: Array, pairs: FeaturePairs, context: Context) -> Array:
         return newest(pairs.features, pairs.count, last)
 
     def start(params, last: Array, context: Context, places: int) -> tuple[Scratch, Array]:
         logits = module_of(params)(last, context)
         return Scratch(logits), logits[:, 0]
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+    def follow(params, scratch: Scratch, drafted: DraftedNodes, context: Context) -> tuple[Scratch, Array]:
         return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
 
-    return Head(begin, read, start, follow, "medusa", config, deepest=config.num_heads, at_once=True)
+    return Head(init_memory, read, start, follow, "medusa", config, max_depth=config.num_heads, is_single_pass=True)
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> MedusaConfig:

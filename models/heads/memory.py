@@ -12,45 +12,45 @@ from specjax.arrays import batch_axes
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.blocks import commit_pairs, empty_cache, layout_of, newest, next_step
-from specjax.models.heads.contract import Pairs
+from specjax.models.heads.contract import FeaturePairs
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
 
 
-class Memory(NamedTuple):
+class HeadMemory(NamedTuple):
     """Of the pairs that were read."""
 
     cache: kv.KVCache
     last: Array  # [B, W], what was said of the last of them
 
 
-def begin(context: Context, layer: LlamaConfig, width: int, batch: int, capacity: int) -> Memory:
+def init(context: Context, layer: LlamaConfig, width: int, batch: int, capacity: int) -> HeadMemory:
     """Of no pairs. width: W."""
-    return Memory(empty_cache(context, layer, batch, capacity), jnp.zeros((batch, width), layer.dtype))
+    return HeadMemory(empty_cache(context, layer, batch, capacity), jnp.zeros((batch, width), layer.dtype))
 
 
 def read(
-    memory: Memory,
-    pairs: Pairs,
+    memory: HeadMemory,
+    pairs: FeaturePairs,
     context: Context,
     layer: LlamaConfig,
-    layers: Callable[[L.Step, kv.KVCache], tuple[Array, kv.Pending]],
-) -> Memory:
+    layers: Callable[[L.PassInputs, kv.KVCache], tuple[Array, kv.Pending]],
+) -> HeadMemory:
     """`layers` says [B, T, W] of the pairs behind the cache."""
     cache, last = memory
     said, pending = layers(next_step(context, layer, cache, pairs.tokens.shape[1], pairs.first), cache)
-    return Memory(commit_pairs(context, layer, cache, pending, pairs), newest(said, pairs.count, last))
+    return HeadMemory(commit_pairs(context, layer, cache, pending, pairs), newest(said, pairs.count, last))
 
 
-def axes(memory: Memory) -> Any:
+def axes(memory: HeadMemory) -> Any:
     """The place of B in the shape of each array."""
     return batch_axes.rows_first(memory)._replace(cache=kv.axes(memory.cache))
 
 
-def shardings(layer: LlamaConfig) -> Callable[[Memory, Mesh], Any]:
+def shardings(layer: LlamaConfig) -> Callable[[HeadMemory, Mesh], Any]:
     """`Head.shardings`."""
 
-    def of(memory: Memory, mesh: Mesh) -> Any:
+    def of(memory: HeadMemory, mesh: Mesh) -> Any:
         layout = layout_of(mesh, layer)
         assert layout is not None
         last: Any = layout.rows(memory.last)

@@ -70,7 +70,7 @@ class ShiftedNorm(L.RMSNorm):
 
 
 class MlpSpeculator(nnx.Module):
-    """A `specjax.models.heads.recurrent.Module` without layers; its state is s, [B, F, inner]."""
+    """A `specjax.models.heads.recurrent.RecurrentModule` without layers; its state is s, [B, F, inner]."""
 
     def __init__(self, config: MlpSpeculatorConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config
@@ -106,7 +106,7 @@ class MlpSpeculator(nnx.Module):
 
 def mlp_speculator_head(config: MlpSpeculatorConfig) -> Head:
     """The functions of an MLP speculator."""
-    return recurrent("mlp_speculator", MlpSpeculator, config, deepest=config.num_heads)
+    return recurrent("mlp_speculator", MlpSpeculator, config, max_depth=config.num_heads)
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 3, **changes) -> MlpSpeculatorConfig:

@@ -22,9 +22,9 @@ from flax import nnx
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.models.heads import eagle3
-from specjax.models.heads.autoregressive import Memory, autoregressive
+from specjax.models.heads.autoregressive import HeadMemory, autoregressive
 from specjax.models.heads.blocks import bind, next_step
-from specjax.models.heads.contract import Drafted, Head
+from specjax.models.heads.contract import DraftedNodes, Head
 from specjax.models.heads.eagle3 import Eagle3, Eagle3Config
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
@@ -64,7 +64,7 @@ def p_eagle_head(config: PEagleConfig) -> Head:
         )
     module_of = bind(PEagle, config)
 
-    def start(params, memory: Memory, context: Context, places: int) -> tuple[Scratch, Array]:
+    def start(params, memory: HeadMemory, context: Context, places: int) -> tuple[Scratch, Array]:
         module, batch, more = module_of(params), len(memory.last), config.depths - 1
         tokens = jnp.full((batch, more), config.mask_token, jnp.int32)
         state = module.fused(jnp.broadcast_to(module.mask_hidden[...], (batch, more, len(module.mask_hidden[...]))))
@@ -73,11 +73,11 @@ def p_eagle_head(config: PEagleConfig) -> Head:
         logits = module.logits(jnp.concatenate([memory.last[:, None], said], 1), context)
         return Scratch(logits), logits[:, 0]
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+    def follow(params, scratch: Scratch, drafted: DraftedNodes, context: Context) -> tuple[Scratch, Array]:
         return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
 
     head = autoregressive("p_eagle", PEagle, config)
-    return head._replace(start=start, follow=follow, deepest=config.depths, at_once=True)
+    return head._replace(start=start, follow=follow, max_depth=config.depths, is_single_pass=True)
 
 
 def of_target(target: LlamaConfig, *, num_layers: int = 4, embeds: bool = True, **changes) -> PEagleConfig:

@@ -22,7 +22,7 @@ from specjax.arrays.indexing import take_along
 from specjax.models import layers as L
 from specjax.models.heads.agreement import prompted_features, read_text
 from specjax.models.heads.blocks import bind, newest, unembed
-from specjax.models.heads.contract import Drafted, DraftHead, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, DraftHead, Head, FeaturePairs
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, Target
 
@@ -54,10 +54,10 @@ def ppd_head(config: PpdConfig) -> Head:
     """The functions of prompts. Memory: what the target made of those below the token before the root, [B, m e D]."""
     module_of, c = bind(Ppd, config), config
 
-    def begin(params, context: Context, batch: int, capacity: int) -> Array:
+    def init_memory(params, context: Context, batch: int, capacity: int) -> Array:
         return jnp.zeros((batch, c.num_prompts * c.copies * c.width), c.dtype)
 
-    def read(params, last: Array, pairs: Pairs, context: Context) -> Array:
+    def read(params, last: Array, pairs: FeaturePairs, context: Context) -> Array:
         return newest(pairs.features, pairs.count, last)
 
     def start(params, last: Array, context: Context, places: int) -> tuple[Scratch, Array]:
@@ -65,14 +65,14 @@ def ppd_head(config: PpdConfig) -> Head:
         logits = jnp.mean(unembed(hidden, context), 2)
         return Scratch(logits), logits[:, 0]
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+    def follow(params, scratch: Scratch, drafted: DraftedNodes, context: Context) -> tuple[Scratch, Array]:
         return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
 
-    def prompts(params) -> Array:
+    def soft_prompts(params) -> Array:
         return module_of(params).prompts.weight[...].reshape(c.num_prompts, c.copies, c.width)
 
     return Head(
-        begin, read, start, follow, "ppd", config, deepest=c.num_prompts, prompts=prompts, at_once=True
+        init_memory, read, start, follow, "ppd", config, max_depth=c.num_prompts, soft_prompts=soft_prompts, is_single_pass=True
     )  # fmt: skip
 
 

@@ -21,15 +21,15 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
 from specjax.models.heads.blocks import bind, newest
-from specjax.models.heads.contract import Drafted, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
 from specjax.types import Array, Context, PyTree
 
 
-class Module(Protocol):
+class RecurrentModule(Protocol):
     """What a head of this kind is made of."""
 
     def layers(
-        self, features: Array, tokens: Array, context: Context, step: L.Step, cache: kv.KVCache
+        self, features: Array, tokens: Array, context: Context, step: L.PassInputs, cache: kv.KVCache
     ) -> tuple[Array, kv.Pending]:
         """What it says [B, T, W] of pairs. Not asked of a head without layers: that says the features themselves."""
 
@@ -43,51 +43,51 @@ class Module(Protocol):
         """float32[B, F, V] of what follows nodes at `depth`; 0: the root. said: [B, 1, W]."""
 
 
-class Scratch(NamedTuple):
+class RecurrentScratch(NamedTuple):
     said: Array  # [B, 1, W]
     states: PyTree  # [B, places, ..] each
 
 
 @functools.cache
-def recurrent(kind: str, module: Callable[..., Any], config: Any, *, deepest: int | None = None) -> Head:
-    """The head of `module(config)`, a `Module`; `config.layer` has the shapes of its layers or is None, `config.said`
-    is W. Memory: a `memory.Memory`, or without layers the last feature [B, W].
+def recurrent(kind: str, module: Callable[..., Any], config: Any, *, max_depth: int | None = None) -> Head:
+    """The head of `module(config)`, a `RecurrentModule`; `config.layer` has the shapes of its layers or is None, `config.said`
+    is W. Memory: a `memory.HeadMemory`, or without layers the last feature [B, W].
     """
     module_of, layer = bind(module, config), config.layer
 
-    def begin(params, context: Context, batch: int, capacity: int) -> PyTree:
+    def init_memory(params, context: Context, batch: int, capacity: int) -> PyTree:
         if layer is None:
             return jnp.zeros((batch, config.said), config.dtype)
-        return memory.begin(context, layer, config.said, batch, capacity)
+        return memory.init(context, layer, config.said, batch, capacity)
 
-    def read(params, held: PyTree, pairs: Pairs, context: Context) -> PyTree:
+    def read(params, held: PyTree, pairs: FeaturePairs, context: Context) -> PyTree:
         if layer is None:
             return newest(pairs.features, pairs.count, held)
         features = pairs.features.astype(layer.dtype)
         layers = functools.partial(module_of(params).layers, features, pairs.tokens, context)
         return memory.read(held, pairs, context, layer, layers)
 
-    def start(params, held: PyTree, context: Context, places: int) -> tuple[Scratch, Array]:
+    def start(params, held: PyTree, context: Context, places: int) -> tuple[RecurrentScratch, Array]:
         module, said = module_of(params), (held if layer is None else held.last)[:, None]
         state = module.at_root(said, context.root, context)
-        return Scratch(said, batch_axes.widen(state, places)), module.logits(said, state, 0, context)[:, 0]
+        return RecurrentScratch(said, batch_axes.widen(state, places)), module.logits(said, state, 0, context)[:, 0]
 
-    def follow(params, scratch: Scratch, drafted: Drafted, context: Context) -> tuple[Scratch, Array]:
+    def follow(params, scratch: RecurrentScratch, drafted: DraftedNodes, context: Context) -> tuple[RecurrentScratch, Array]:
         module, (said, states) = module_of(params), scratch
         above = jax.tree.map(lambda x: at_places(x, drafted.parent), states)
         state = module.below(above, drafted.tokens, drafted.depth, context)
         logits = module.logits(said, state, drafted.depth, context)
-        return Scratch(said, batch_axes.insert(states, state, drafted.place)), logits
+        return RecurrentScratch(said, batch_axes.insert(states, state, drafted.place)), logits
 
     return Head(
-        begin=begin,
+        init_memory=init_memory,
         read=read,
         start=start,
         follow=follow,
         kind=kind,
         config=config,
         taps=config.taps,
-        deepest=deepest,
+        max_depth=max_depth,
         axes=batch_axes.rows_first if layer is None else memory.axes,
         shardings=None if layer is None else memory.shardings(layer),
     )

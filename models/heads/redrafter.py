@@ -44,7 +44,7 @@ class ReDrafterConfig:
 
 
 class ReDrafter(nnx.Module):
-    """A `specjax.models.heads.recurrent.Module` without layers; its state is s, [B, F, D]."""
+    """A `specjax.models.heads.recurrent.RecurrentModule` without layers; its state is s, [B, F, D]."""
 
     def __init__(self, config: ReDrafterConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config

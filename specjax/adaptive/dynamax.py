@@ -24,9 +24,23 @@ import optax
 
 from specjax.adaptive.exits import every_so_many, leaving, threshold_level
 from specjax.adaptive.optimise import descend, one_pass
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth, Places, Seen
+from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, Model, Target
+
+METHOD = Method(
+    name="dynamax",
+    kind="adaptive",
+    guarantee="lossy",
+    summary="a token leaves the model where a trained probe says that its prediction will stay",
+    paper="Nogales et al. 2025, arXiv 2504.20922",
+    needs=frozenset({"probes"}),
+    options=(
+        Option("threshold", "float", 0.9, "probability that is enough, above 1 none"),
+        shared.EVERY,
+    ),
+)
 
 
 class Probes(NamedTuple):
@@ -36,8 +50,8 @@ class Probes(NamedTuple):
     bias: Array  # float32[layers]
 
 
-def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> Depth:
-    """For `specjax.adaptive.thinned(target, dynamax(probes))`; `train_probes` makes some.
+def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> DepthPolicy:
+    """For `specjax.adaptive.skip_layers(target, dynamax(probes))`; `train_probes` makes some.
 
     threshold: lambda, a parameter; above 1 no token leaves. every: layers between two tests.
     """
@@ -53,7 +67,7 @@ def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> Depth:
 
 
 @functools.cache
-def _dynamax(every: int, layers: int) -> Depth:
+def _dynamax(every: int, layers: int) -> DepthPolicy:
     depth = leaving("dynamax", _confidence, _level, every_so_many(every))
 
     def check(num_layers: int) -> None:
@@ -64,11 +78,11 @@ def _dynamax(every: int, layers: int) -> Depth:
     return depth.replace(check=check)
 
 
-def _confidence(params, seen: Seen) -> Array:
-    return jax.nn.sigmoid(judged(params[0], seen.layer, seen.after))
+def _confidence(params, seen: LayerStreams) -> Array:
+    return jax.nn.sigmoid(judged(params[0], seen.layer, seen.after_mlp))
 
 
-def _level(params, places: Places) -> Array:
+def _level(params, places: TokenPositions) -> Array:
     return threshold_level(params[1], places)
 
 
@@ -113,7 +127,7 @@ def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: flo
 
 def lessons(model: Model, layers: tuple[int, ...], params, tokens: Array) -> tuple[list[Array], list[Array]]:
     """Of each layer the stream [B, T, D] behind it, and whether it names the model's own token, float32[B, T]."""
-    cache = model.begin(params, None, len(tokens), 0)
+    cache = model.init_cache(params, None, len(tokens), 0)
     output, _ = one_pass(model, params, tokens, cache, tuple(layer + 1 for layer in layers))
     assert model.head is not None
     said = jnp.argmax(output.logits, -1)

@@ -23,11 +23,21 @@ import jax.numpy as jnp
 
 from specjax.adaptive.fitting import fit, surprise
 from specjax.adaptive.optimise import descend, one_pass
+from specjax.catalog import Method
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth, Places, Seen
-from specjax.models.variants.low_rank import Changes, blank_changes, changed
-from specjax.models.variants.skipping_model import thinned
+from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
+from specjax.models.variants.low_rank import LoraWeights, apply_lora, init_lora
+from specjax.models.variants.skipping_model import skip_layers
 from specjax.types import Array, Model, Sublayers, Target
+
+METHOD = Method(
+    name="first",
+    kind="adaptive",
+    guarantee="lossy",
+    summary="routers choose by the prompt the layers that the answer runs",
+    paper="Jain et al. 2024, arXiv 2410.12513",
+    needs=frozenset({"routers"}),
+)
 
 
 class Routers(NamedTuple):
@@ -49,8 +59,8 @@ class _Routed(NamedTuple):
     said: Array  # float32[B, T, layers]
 
 
-def first(routers: Routers) -> Depth:
-    """For `specjax.adaptive.thinned(target, first(routers))`; `train_routers` makes some."""
+def first(routers: Routers) -> DepthPolicy:
+    """For `specjax.adaptive.skip_layers(target, first(routers))`; `train_routers` makes some."""
     if routers.weight.ndim != 2 or routers.bias.shape != routers.weight.shape[:1]:
         raise UsageError(
             f"routers are weight [layers, width] and bias [layers], not {routers.weight.shape} and {routers.bias.shape}"
@@ -59,21 +69,30 @@ def first(routers: Routers) -> Depth:
 
 
 @functools.cache
-def _first(layers: int) -> Depth:
+def _first(layers: int) -> DepthPolicy:
     def check(num_layers: int) -> None:
         if num_layers != layers:
             raise UsageError(f"the routers are of {layers} layers, and the model has {num_layers}")
 
-    return Depth(plan=_plan, runs=_runs, see=_see, start=_start, note=_note, learn=_learn, check=check, name="first")
+    return DepthPolicy(
+        plan=_plan,
+        runs=_runs,
+        observe=_see,
+        init_state=_start,
+        record=_note,
+        update_state=_learn,
+        check=check,
+        name="first",
+    )
 
 
 def _start(batch: int, num_layers: int) -> Asked:
     return Asked(jnp.zeros((batch, num_layers)), jnp.zeros((batch,), jnp.int32))
 
 
-def _plan(params: Routers, places: Places, asked: Asked, num_layers: int) -> _Routed:
+def _plan(params: Routers, places: TokenPositions, asked: Asked, num_layers: int) -> _Routed:
     chosen = (asked.total >= 0.5 * asked.tokens[:, None])[:, None]
-    runs = chosen | ~places.generated[..., None]
+    runs = chosen | ~places.is_generated[..., None]
     return _Routed(runs, jnp.zeros(runs.shape, jnp.float32))
 
 
@@ -87,16 +106,16 @@ def gate(routers: Routers, layer, stream: Array) -> Array:
     return jax.nn.sigmoid(stream.astype(jnp.float32) @ routers.weight[layer] + routers.bias[layer])
 
 
-def _see(params: Routers, carry: _Routed, seen: Seen) -> _Routed:
-    return carry._replace(said=carry.said.at[..., seen.layer].set(gate(params, seen.layer, seen.before)))
+def _see(params: Routers, carry: _Routed, seen: LayerStreams) -> _Routed:
+    return carry._replace(said=carry.said.at[..., seen.layer].set(gate(params, seen.layer, seen.before_layer)))
 
 
 def _note(carry: _Routed) -> Array:
     return carry.said
 
 
-def _learn(asked: Asked, said: Array, places: Places, taken: Array) -> Asked:
-    counts = taken & (places.positions < places.prompt[:, None] - 1)
+def _learn(asked: Asked, said: Array, places: TokenPositions, taken: Array) -> Asked:
+    counts = taken & (places.positions < places.prompt_length[:, None] - 1)
     return Asked(asked.total + jnp.sum(said * counts[..., None], 1), asked.tokens + jnp.sum(counts, 1, dtype=jnp.int32))
 
 
@@ -130,18 +149,18 @@ def _mean_gate(weight: float):
 
 
 @functools.cache
-def _soft(layers: int) -> Depth:
+def _soft(layers: int) -> DepthPolicy:
     """All layers run, each as far as its router says."""
 
-    def plan(params: Routers, places: Places, own, num_layers: int) -> _Routed:
+    def plan(params: Routers, places: TokenPositions, own, num_layers: int) -> _Routed:
         shape = (*places.positions.shape, num_layers)
         return _Routed(jnp.ones(shape, bool), jnp.zeros(shape))
 
-    def become(params: Routers, carry: _Routed, seen: Seen) -> Array:
-        r = gate(params, seen.layer, seen.before)[..., None]
-        return (r * seen.after + (1 - r) * seen.before).astype(seen.after.dtype)
+    def become(params: Routers, carry: _Routed, seen: LayerStreams) -> Array:
+        r = gate(params, seen.layer, seen.before_layer)[..., None]
+        return (r * seen.after_mlp + (1 - r) * seen.before_layer).astype(seen.after_mlp.dtype)
 
-    return Depth(plan=plan, runs=_runs, see=_see, note=_note, become=become, name="first_trained")
+    return DepthPolicy(plan=plan, runs=_runs, observe=_see, record=_note, replace_stream=become, name="first_trained")
 
 
 def train_lora(
@@ -161,15 +180,15 @@ def train_lora(
     the texts likelier with the layers that the frozen routers leave, and the loss of each step.
 
     Texts as `fit` takes them. The routers see the changed model, in each step anew, as they will when it decodes. For
-    `thinned(target, first(routers))` with the target that this returns.
+    `skip_layers(target, first(routers))` with the target that this returns.
     """
-    model = thinned(target, first(routers)).model
+    model = skip_layers(target, first(routers)).model
     key = jax.random.key(key) if isinstance(key, int) else key
-    blank = blank_changes(target, key, rank)
+    blank = init_lora(target, key, rank)
     changes, losses = _train_lora(
         model, target.model, alpha, steps, learning_rate, target.params, routers, blank, tokens, prompt, length
     )
-    return changed(target, changes, alpha), losses
+    return apply_lora(target, changes, alpha), losses
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -177,13 +196,13 @@ def _train_lora(
     model: Model, whole: Model, alpha: float, steps: int, learning_rate: float, base, routers, changes, tokens, prompt,
     length,
 ):  # fmt: skip
-    def loss(changes: Changes) -> Array:
-        both = {"base": changed(Target(whole, base), changes, alpha).params, "depth": routers}
-        memory = model.opened(both, None, prompt, 0)
+    def loss(changes: LoraWeights) -> Array:
+        both = {"base": apply_lora(Target(whole, base), changes, alpha).params, "depth": routers}
+        memory = model.start_cache(both, None, prompt, 0)
         # The prompt is read once to ask the routers, with what the answer runs still open.
         _, pending = one_pass(model, jax.lax.stop_gradient(both), tokens, memory)
         place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        asked = _learn(memory.own, pending.noted, Places(place, prompt), place < prompt[:, None])
+        asked = _learn(memory.own, pending.noted, TokenPositions(place, prompt), place < prompt[:, None])
         return surprise(model, both, tokens, prompt, length, memory._replace(own=asked))[0]
 
     return descend(loss, changes, steps, learning_rate)

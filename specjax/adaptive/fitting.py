@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import take_along
-from specjax.models.variants.layer_skipping import Depth
-from specjax.models.variants.skipping_model import thinned
+from specjax.models.variants.layer_skipping import DepthPolicy
+from specjax.models.variants.skipping_model import skip_layers
 from specjax.types import Array, Model, PyTree, Target
 
 
@@ -21,7 +21,7 @@ def _free(noted: PyTree) -> Array:
 
 def fit(
     target: Target,
-    depth: Depth,
+    depth: DepthPolicy,
     tokens: Array,
     prompt: Array,
     length: Array,
@@ -29,14 +29,14 @@ def fit(
     steps: int = 100,
     learning_rate: float = 1e-3,
     penalty: Callable[[PyTree], Array] = _free,
-) -> tuple[Depth, Array]:
+) -> tuple[DepthPolicy, Array]:
     """`depth` with parameters under which the thinned target holds the texts likelier, and the loss of each step.
 
     Of texts `tokens` int32[B, T], of `length` int32[B] tokens of which the first `prompt` int32[B] are given: the mean
     cross entropy of what follows, and `penalty(noted)` of what the depth notes. One pass over the texts is, for every
     token, what decoding it runs; all texts are one batch.
     """
-    model = thinned(target, depth).model
+    model = skip_layers(target, depth).model
     params, losses = _fit(model, penalty, steps, learning_rate, target.params, depth.params, tokens, prompt, length)
     return depth.replace(params=params), losses
 
@@ -45,7 +45,7 @@ def fit(
 def _fit(model: Model, penalty, steps: int, learning_rate: float, base, params, tokens, prompt, length):
     def loss(params) -> Array:
         both = {"base": base, "depth": params}
-        mean, pending = surprise(model, both, tokens, prompt, length, model.opened(both, None, prompt, 0))
+        mean, pending = surprise(model, both, tokens, prompt, length, model.start_cache(both, None, prompt, 0))
         return mean + penalty(pending.noted)
 
     return descend(loss, params, steps, learning_rate)

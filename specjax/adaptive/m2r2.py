@@ -77,7 +77,7 @@ def streams(model: Model, config: M2R2Config, base: PyTree, params: PyTree, toke
     assert head is not None
     layers = tuple(range(1, config.exit_layer + 1))
     above = tuple(min(round(config.rate * layer), model.capabilities.num_layers) for layer in layers)
-    cache = model.begin(base, None, len(tokens), 0)
+    cache = model.init_cache(base, None, len(tokens), 0)
     slow, _ = jax.lax.stop_gradient(one_pass(model, base, tokens, cache, above))
     fast, _ = one_pass(model, base, tokens, cache, layers, run=module.accelerated())
     p, named = jax.nn.softmax(slow.logits), jnp.argmax(slow.logits, -1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.engine.prefill import CHUNK, prefill
-from specjax.models.variants.layer_skipping import Thinned
+from specjax.models.variants.layer_skipping import SkippingPending
 from specjax.types import Array, Model, Sublayers, Target
 
 
@@ -46,12 +46,12 @@ def _read(model: Model, params, tokens: Array, prompt: Array) -> Reading:
         log_p = jax.nn.log_softmax(output.logits)
         logprobs = take_along(log_p, at(positions + 1)[..., None], 2)[..., 0]
         every = jnp.ones((*positions.shape, model.capabilities.num_layers), bool)
-        ran = pending.ran if isinstance(pending, Thinned) else Sublayers(every, every)
+        ran = pending.ran if isinstance(pending, SkippingPending) else Sublayers(every, every)
         here = Reading(ran, logprobs, jnp.argmax(log_p, -1).astype(jnp.int32))
         count = jnp.clip(size - held, 0, CHUNK)
         return (model.commit(cache, pending, path, count), held + count), here
 
-    cache = model.opened(params, None, prompt, size + CHUNK + 1)
+    cache = model.start_cache(params, None, prompt, size + CHUNK + 1)
     start = prefill(model, params, cache, tokens, prompt - 1), prompt - 1
     _, chunks = jax.lax.scan(chunk, start, None, -(-size // CHUNK))
     joined = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:]), chunks)

@@ -23,13 +23,26 @@ import jax.numpy as jnp
 from specjax.adaptive.exits import leaving, threshold_level
 from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth, Seen
+from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams
 from specjax.types import Array, Model, PyTree, Target
 
+METHOD = Method(
+    name="s2d",
+    kind="adaptive",
+    guarantee="lossy",
+    summary="a draft model of which a token leaves at the first of a few exits that is sure",
+    paper="Kavehzadeh et al. 2024, arXiv 2407.01955",
+    options=(
+        Option("threshold", "float", 0.7, "probability of the likeliest token that is enough, above 1 none"),
+        Option("exits", "int", 3, "of the draft model, at equal parts of its depth"),
+    ),
+)
 
-def s2d(threshold: float = 0.7, *, exits: int = 3) -> Depth:
-    """For `drafters.two_model(specjax.adaptive.thinned(draft, s2d()))`; `train_sorted` makes such a draft model.
+
+def s2d(threshold: float = 0.7, *, exits: int = 3) -> DepthPolicy:
+    """For `drafters.two_model(specjax.adaptive.skip_layers(draft, s2d()))`; `train_sorted` makes such a draft model.
 
     threshold: theta, a parameter; above 1 only the last exit is taken. exits: K.
     """
@@ -48,15 +61,15 @@ def exit_layers(exits: int, num_layers: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def _s2d(exits: int) -> Depth:
+def _s2d(exits: int) -> DepthPolicy:
     def tested(num_layers: int) -> tuple[int, ...]:
         return tuple(count - 1 for count in exit_layers(exits, num_layers)[:-1])
 
     return leaving("s2d", _likeliest, threshold_level, tested)
 
 
-def _likeliest(params, seen: Seen) -> Array:
-    logits = seen.head(seen.after)
+def _likeliest(params, seen: LayerStreams) -> Array:
+    logits = seen.head(seen.after_mlp)
     return jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1))
 
 
@@ -65,7 +78,7 @@ def sorted_loss(model: Model, params: PyTree, tokens: Array, length: Array, exit
 
     tokens: int32[B, T], of `length` int32[B] tokens.
     """
-    output, _ = one_pass(model, params, tokens, model.begin(params, None, len(tokens), 0), exits)
+    output, _ = one_pass(model, params, tokens, model.init_cache(params, None, len(tokens), 0), exits)
     counts = jnp.arange(tokens.shape[1] - 1) < length[:, None] - 1
 
     def of_exit(stream: Array) -> Array:
@@ -81,7 +94,7 @@ def train_sorted(
 ) -> tuple[Target, Array]:
     """A draft model all of whose exits say something of the text, and the loss of each step; all texts are one batch.
 
-    draft: may be the first layers of a target (`specjax.models.pruned`). Raises: UsageError for a model without taps.
+    draft: may be the first layers of a target (`specjax.models.prune_layers`). Raises: UsageError for a model without taps.
     """
     able = draft.model.capabilities
     if not able.taps or draft.model.head is None:

@@ -220,7 +220,7 @@ def _apart(seen: Seen, places: Sequence[int]) -> dict[int, Seen]:
 @functools.partial(jax.jit, static_argnums=3)
 def _begin(target: Target, tokens: Array, lengths: Array, capacity: int):
     model, params = target.model, target.params
-    return prefill(model, params, model.begin(params, None, len(tokens), capacity), tokens, lengths)
+    return prefill(model, params, model.init_cache(params, None, len(tokens), capacity), tokens, lengths)
 
 
 @functools.partial(jax.jit, static_argnums=6)

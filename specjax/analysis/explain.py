@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax.api import job_of, refuse, settings_of
 from specjax.arrays.indexing import take_along
-from specjax.costs import Curve, at, dtype_of
+from specjax.costs import Curve, dtype_of, evaluate
 from specjax.engine import run, value_checks
 from specjax.engine.job import Keep, Parts
 from specjax.errors import UsageError
@@ -66,7 +66,7 @@ def explain(
     while not bool(state.done[0]):
         state, info, _ = run.step(parts, state)
         after = _memory(parts.drafter, state)
-        why = None if parts.drafter.explain is None else parts.drafter.explain(before, after)
+        why = None if parts.drafter.hooks.explain is None else parts.drafter.hooks.explain(before, after)
         rounds.append(_round(parts, info, costs, why))
         before = after
     if not bool(state.finite[0]):
@@ -76,7 +76,7 @@ def explain(
 
 def _memory(drafter: Drafter, state: DecodeState) -> PyTree:
     """What it may explain its draft by: a copy, for the next step takes the state's place."""
-    return None if drafter.explain is None else jax.device_get(state.draft)
+    return None if drafter.hooks.explain is None else jax.device_get(state.draft)
 
 
 def _round(parts: Parts, info: Info, costs: Curve | None, why: str | None) -> Round:
@@ -90,8 +90,8 @@ def _round(parts: Parts, info: Info, costs: Curve | None, why: str | None) -> Ro
     parents = np.where(parents < 0, -1, number[np.maximum(parents, 0)])[valid]
     added = added[:count].tolist()
     path = _path(tokens[valid], parents, added[: int(accepted)])
-    width = min(width for width in {*drafter.widths, drafter.num_nodes} if width >= valid.sum())
-    cost = float(at(costs, (1, width), 1, dtype_of(parts.target))[1]) if width > 1 else 1.0
+    width = min(width for width in {*drafter.traits.widths, drafter.num_nodes} if width >= valid.sum())
+    cost = float(evaluate(costs, (1, width), 1, dtype_of(parts.target))[1]) if width > 1 else 1.0
     return Round(tokens[valid], parents, chances[valid], path, added, int(accepted), width, cost, why)
 
 

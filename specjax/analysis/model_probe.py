@@ -70,7 +70,7 @@ class Passes:
         """Whether parameters, or anything that is computed from them, are of a dtype shorter than float32."""
 
         def once(params):
-            cache = self.model.opened(params, self.inputs, jnp.asarray(self.lengths), CAPACITIES[0])
+            cache = self.model.start_cache(params, self.inputs, jnp.asarray(self.lengths), CAPACITIES[0])
             mask = jnp.broadcast_to(jnp.tril(jnp.ones((WIDTH, WIDTH), bool)), (len(LENGTHS), WIDTH, WIDTH))
             positions = self.lengths[:, None] + jnp.arange(WIDTH)
             return self.model.forward(params, jnp.asarray(self.tokens), cache, positions=positions, mask=mask)
@@ -134,7 +134,7 @@ class Passes:
 @functools.partial(jax.jit, static_argnums=(0, 6))
 def _read(model: Model, params, inputs, text, count, prompts, capacity: int):
     text = jnp.pad(text, ((0, 0), (0, CHUNK - text.shape[1])))
-    return prefill(model, params, model.opened(params, inputs, prompts, capacity), text, count)
+    return prefill(model, params, model.start_cache(params, inputs, prompts, capacity), text, count)
 
 
 @functools.partial(jax.jit, static_argnums=0)

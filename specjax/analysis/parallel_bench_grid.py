@@ -77,7 +77,7 @@ def _model() -> Model:
         return Output(logits, logits), jnp.zeros((*tokens.shape, 0))
 
     return Model(
-        begin=lambda params, inputs, batch, capacity: jnp.zeros((batch, 0)),
+        init_cache=lambda params, inputs, batch, capacity: jnp.zeros((batch, 0)),
         forward=forward,
         commit=lambda cache, pending, path, num_nodes: cache,
         vocab_size=VOCABULARY,

@@ -158,7 +158,7 @@ def _enter_widths(target: Target, drafter: Drafter, prompts, keys: Array, option
     """Steps from the same text, with room for more and more tokens, and so for wider and wider drafts."""
     job = _job(target, drafter, prompts, keys, options)
     programs = programs_of(job, options.get("programs"))
-    for width in (*drafter.widths, drafter.num_nodes):
+    for width in (*drafter.traits.widths, drafter.num_nodes):
         state = programs.start(job)
         jax.block_until_ready(programs.step(job.parts, state._replace(stop=state.length + width)))
 

@@ -85,7 +85,7 @@ def next_logits(target: Target, ids: Sequence[int], prompt: int) -> np.ndarray:
 @jax.jit
 def _next_logits(target: Target, tokens: Array, length: Array, prompt: Array) -> Array:
     model, params = target.model, target.params
-    cache = prefill(model, params, model.opened(params, None, prompt, tokens.shape[1]), tokens, length - 1)
+    cache = prefill(model, params, model.start_cache(params, None, prompt, tokens.shape[1]), tokens, length - 1)
     last = take_along(tokens, length[:, None] - 1, 1)
     output, _ = model.forward(params, last, cache, positions=length[:, None] - 1, mask=jnp.ones((1, 1, 1), bool))
     return output.logits[0, 0].astype(jnp.float32)

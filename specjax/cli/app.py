@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
     if COMPLETING in os.environ:  # a shell asks what could come next; it wants typer's own call
         typer.completion.completion_init()
         bash = os.environ[COMPLETING] == "complete_bash"
-        with completion.words_as_bash_parts_them() if bash else contextlib.nullcontext():
+        with completion.joined_bash_words() if bash else contextlib.nullcontext():
             command.main(arguments, prog_name="specjax")
     try:
         with command.make_context("specjax", arguments) as context:

@@ -177,7 +177,7 @@ def extend(
             done |= halt(length, ended | hit)
         cache = state.cache
         if segmenter is not None and writer.drafter.num_nodes > 1:
-            cache = writer.target.model.rewound(cache, jnp.maximum(length - 1, 0))
+            cache = writer.target.model.rewind_cache(cache, jnp.maximum(length - 1, 0))
         state = state._replace(length=length, done=done, cache=cache)
         read = read + jnp.where(info.active, info.drafted + 1, 0)
         return state, run, ended | hit, told, passes + info.active, read, see(seen, info, kept)
@@ -329,7 +329,7 @@ def rewind(writers: Writers, text: TextState, length: Array) -> TextState:
 
     def forget(writer: Parts, mind: Mind) -> Mind:
         held = jnp.minimum(mind.held, length)
-        cache = writer.target.model.rewound(mind.cache, held)
+        cache = writer.target.model.rewind_cache(mind.cache, held)
         return mind._replace(cache=cache, held=held, agreed=jnp.minimum(mind.agreed, length))
 
     minds = tuple(forget(writer, mind) for writer, mind in zip(writers, text.minds, strict=True))
@@ -342,7 +342,7 @@ def axes(writers: Writers, text: TextState) -> TextState:
     def of(writer: Parts, mind: Mind) -> Mind:
         return batch_axes.rows_first(mind)._replace(
             cache=writer.target.model.axes(mind.cache),
-            draft=writer.drafter.axes(mind.draft),
+            draft=writer.drafter.hooks.axes(mind.draft),
             control=writer.controller.axes(mind.control),
         )
 
@@ -406,18 +406,18 @@ def _is_new(text: TextState, who: int, active: Array) -> Array:
 def _drafter_anew(writer: Parts, text: TextState, who: int, is_new: Array) -> PyTree:
     """The drafter's state after the text as it is now, in the rows `is_new` bool[B]."""
     drafter, mind = writer.drafter, text.minds[who]
-    if drafter.resume is not None:
-        return drafter.resume(drafter.params, mind.draft, jnp.where(is_new, mind.agreed, text.length))
+    if drafter.hooks.resume is not None:
+        return drafter.hooks.resume(drafter.params, mind.draft, jnp.where(is_new, mind.agreed, text.length))
     keys = text.keys[:, who]
     noise = keys if writer.coupled else None
 
     def anew():
-        if drafter.read is None:
+        if drafter.hooks.prefill is None:
             context = Context(text.tokens, text.length, writer.sampling, noise, target=writer.target)
             fresh = drafter.init(drafter.params, context)
         else:  # it learns from what the target says of all tokens
             fresh = writer.loop.init(writer, text.tokens, text.length, keys, text.stop).draft
-        return batch_axes.where_rows(is_new, fresh, mind.draft, drafter.axes(mind.draft))
+        return batch_axes.where_rows(is_new, fresh, mind.draft, drafter.hooks.axes(mind.draft))
 
     return jax.lax.cond(jnp.any(is_new), anew, lambda: mind.draft)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from specjax.models.heads.contract import Drafted, DraftHead
+from specjax.models.heads.contract import DraftedNodes, DraftHead
 from specjax.types import Context, PyTree, Target
 
 TEXT = 128
@@ -29,11 +29,11 @@ def of_head(target: Target, head: DraftHead, passes: int) -> float:
     def first_level(target: Target, params: PyTree) -> Any:
         cache = target.model.init_cache(target.params, None, 1, TEXT)
         context = Context(jnp.zeros((1, TEXT), jnp.int32), jnp.full((1,), 2), cache=cache, target=target)
-        return head.head.start(params, head.head.begin(params, context, 1, TEXT), context, passes), context
+        return head.head.start(params, head.head.init_memory(params, context, 1, TEXT), context, passes), context
 
     def level(target: Target, params: PyTree) -> Any:
         ((scratch, logits), context) = first_level(target, params)
-        drafted = Drafted(one(0), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, passes), bool))
+        drafted = DraftedNodes(one(0), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, passes), bool))
         return head.head.follow(params, scratch, drafted, context), logits
 
     def count(function: Callable[..., Any]) -> float:
@@ -44,10 +44,10 @@ def of_head(target: Target, head: DraftHead, passes: int) -> float:
         return _of_equations(jaxpr, min if num_layers_run else max)
 
     layers = target.model.capabilities.num_layers
-    num_layers_run = sum(last - first for first, last in head.head.runs(layers))
+    num_layers_run = sum(last - first for first, last in head.head.target_layers(layers))
     of_first = count(first_level)
     of_level = count(level) - of_first if passes > 1 else 0.0
-    of_target = num_layers_run * (1 if head.head.at_once else passes)
+    of_target = num_layers_run * (1 if head.head.is_single_pass else passes)
     weights = sum(x.size for x in jax.tree.leaves(target.params))
     return of_target / layers + (of_first + (passes - 1) * of_level) / weights
 

@@ -28,15 +28,24 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
 from specjax.trees.operations import chain
-from specjax.types import Array, Guarantee, PyTree, Sampling, Stats
+from specjax.types import Array, PyTree, Sampling, Stats
 from specjax.verifiers.exact.standard import core as verify_chain
 
-GUARANTEE: Guarantee = "distribution"
+METHOD = Method(
+    name="any_subset",
+    kind="decoder",
+    guarantee="distribution",
+    summary="an any-order model fills in missing tokens and drafts for itself",
+    paper="Guo, Ermon 2025, arXiv 2504.20456",
+    needs=frozenset({"any_order"}),
+    options=(Option("window", "int", 5, "tokens drafted at once"),),
+)
 
 
 @jax.tree_util.register_dataclass

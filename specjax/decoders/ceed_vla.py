@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.decoders.loop_setup import written
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import prefill
@@ -35,9 +36,20 @@ from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in, row_keys, uniform
-from specjax.types import Array, Guarantee, PyTree, Target
+from specjax.types import Array, PyTree, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="ceed_vla",
+    kind="decoder",
+    guarantee="lossy",
+    summary="a block at once by Jacobi iterations, left before they converge; greedy where they may converge",
+    paper="Song et al. 2025, arXiv 2506.13725; Santilli et al. 2023, arXiv 2305.10427",
+    options=(
+        Option("block", "int", 16, "tokens of a block"),
+        Option("iterations", "int", 8, "passes of a block at most"),
+        Option("stale_keys", "yes_or_no", False, "keep the keys of a guess that did not converge"),
+    ),
+)
 
 
 def ceed_vla(
@@ -150,7 +162,7 @@ def _run(
         catching_up = jnp.any(~state.done & (state.length - state.held > 1))
         return jax.lax.cond(catching_up, lambda: round_of(state, 2 * n - 1), lambda: round_of(state, n))
 
-    cache = model.opened(params, inputs, prompts, prompt.shape[1])
+    cache = model.start_cache(params, inputs, prompts, prompt.shape[1])
     nothing = jnp.zeros((batch,), jnp.int32)
     state = _State(
         prefill(model, params, cache, prompt, prompts - 1), prompt, prompts, prompts - 1, first_guess(prompts), nothing,

@@ -38,11 +38,29 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
+from specjax.catalog.method import Guarantee
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, VERIFY, fold_in, normal, row_keys, uniform
-from specjax.types import Array, Guarantee, PyTree, Stats
+from specjax.types import Array, PyTree, Stats
+
+METHOD = Method(
+    name="continuous",
+    kind="decoder",
+    guarantee="distribution",
+    summary='draft and verify for tokens that are vectors drawn by a diffusion head; lossy with ratio="aligned"',
+    paper="Wang et al. 2024, arXiv 2411.11925",
+    needs=frozenset({"draft", "continuous"}),
+    options=(
+        Option("window", "int", 8, "tokens drafted per round"),
+        Option("ratio", ("path", "coupled", "aligned"), "path", "by which a draft is accepted"),
+        Option("prefill_ratio", "float", 0.15, "part of the new tokens that the target writes alone"),
+        Option("max_tries", "int", 1000, "candidates for a rejected token"),
+    ),
+)
+
 
 Ratio = Literal["path", "coupled", "aligned"]
 

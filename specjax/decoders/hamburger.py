@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.decoders.loop_setup import Begun, begin, written
 from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
@@ -29,12 +30,24 @@ from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind
-from specjax.models.heads.contract import Drafted, DraftHead
+from specjax.models.heads.contract import DraftedNodes, DraftHead
 from specjax.models.heads.hamburger import Hamburger
 from specjax.numerics.sampling import draw, node_keys, warp
-from specjax.types import Array, Context, Guarantee, PyTree, Said, Stream, Target
+from specjax.types import Array, Context, DraftOutput, PyTree, Stream, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="hamburger_decoding",
+    kind="decoder",
+    guarantee="lossy",
+    summary="the base reads several tokens as one, and a small decoder writes the next few from what it says of them",
+    paper="Liu, Zhang 2025, arXiv 2505.20438",
+    needs=frozenset({"head"}),
+    options=(
+        Option("confidence", "float", 0.9, "a segment goes on where it is as likely to, above 1 none does"),
+        Option("temperature", "float", 0.0, "of the tokens that are drawn"),
+    ),
+    factory="hamburger",
+)
 
 
 def hamburger(
@@ -126,13 +139,13 @@ def _run(target: Target, head: DraftHead, begun: Begun, confidence: Array, *, ma
         """The tokens behind the first, where the base said the streams [B, F] of the segment before."""
         context = Context(now.tokens, now.length, target=target)
         scratch, said = head.head.start(head.params, last.astype(config.layer.dtype), context, most)
-        assert isinstance(said, Said)
+        assert isinstance(said, DraftOutput)
         carry = sure(now, said), scratch, said
         for depth in range(1, most):
             carry = jax.lax.cond(jnp.any(carry[0].going), functools.partial(micro, depth), lambda carry: carry, carry)
         return carry[0]
 
-    def sure(now: _Micro, said: Said) -> _Micro:
+    def sure(now: _Micro, said: DraftOutput) -> _Micro:
         assert said.confidence is not None
         return now._replace(going=now.going & (said.confidence >= confidence))
 
@@ -144,7 +157,7 @@ def _run(target: Target, head: DraftHead, begun: Begun, confidence: Array, *, ma
         place = jnp.arange(most)
         seen = jnp.broadcast_to((place > 0) & (place < depth), (batch, 1, most))
         token = take_along(now.tokens, now.length[:, None] - 1, 1)
-        drafted = Drafted(token, zero + depth, jnp.int32(depth), zero + depth - 1, seen)
+        drafted = DraftedNodes(token, zero + depth, jnp.int32(depth), zero + depth - 1, seen)
         context = Context(now.tokens, now.length, target=target)
         scratch, said = head.head.follow(head.params, scratch, drafted, context)
         said = jax.tree.map(lambda x: x[:, 0], said)
@@ -166,7 +179,7 @@ def _run(target: Target, head: DraftHead, begun: Begun, confidence: Array, *, ma
         now = jax.lax.cond(jnp.any(now.going), lambda: segment(now, last), lambda: now)
         return _State(cache, now.tokens, now.length, now.size, now.ended, state.passes + going)
 
-    cache = model.opened(params, begun.inputs, begun.prompts, room)
+    cache = model.start_cache(params, begun.inputs, begun.prompts, room)
     cache = prefill(model, params, cache, begun.tokens, begun.prompts - 1)
     nothing = jnp.zeros((batch,), jnp.int32)
     state = _State(cache, begun.tokens, begun.prompts, nothing + 1, nothing > 0, nothing)

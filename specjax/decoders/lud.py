@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import REQUIRED, Method, Option
 from specjax.decoders.loop_setup import Begun, begin, written
 from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
@@ -32,9 +33,22 @@ from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, node_keys, warp
 from specjax.numerics.validation import check_integer
-from specjax.types import Array, Guarantee, PyTree, Target
+from specjax.types import Array, PyTree, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="lud",
+    kind="decoder",
+    guarantee="lossy",
+    summary="a model that was tuned for it fills several empty places at once, as far as it is sure",
+    paper="Sun et al. 2024, arXiv 2405.15208",
+    options=(
+        Option("pad_token", "int", REQUIRED, "the token that it was tuned with"),
+        Option("slots", "int", 3, "empty places of a pass"),
+        Option("threshold", "float", 0.9, "probability of the likeliest token that is enough, above 1 none"),
+        Option("repeats", "int", 2, "of a token in a row at most"),
+        Option("temperature", "float", 0.0, "of the tokens that are drawn"),
+    ),
+)
 
 
 def lud(
@@ -132,7 +146,7 @@ def _run(
                 count += takes
         return count
 
-    cache = model.opened(params, begun.inputs, begun.prompts, size)
+    cache = model.start_cache(params, begun.inputs, begun.prompts, size)
     cache = prefill(model, params, cache, begun.tokens, begun.prompts - 1)
     nothing = jnp.zeros((batch,), jnp.int32)
     state = _State(cache, begun.tokens, begun.prompts, begun.prompts - 1, nothing > 0, nothing)

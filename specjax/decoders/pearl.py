@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.arrays.indexing import first_largest
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings
@@ -40,11 +41,20 @@ from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_round, zero_stats
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
-from specjax.models.vocabulary import beside
+from specjax.models.vocabulary import match_vocabulary
 from specjax.numerics.sampling import draw, node_keys, row_keys, warp
-from specjax.types import Array, Guarantee, PyTree, Sampling, Target
+from specjax.types import Array, PyTree, Sampling, Target
 
-GUARANTEE: Guarantee = "distribution"
+METHOD = Method(
+    name="pearl",
+    kind="decoder",
+    guarantee="distribution",
+    summary="a smaller model drafts while the target verifies, each on devices of its own",
+    paper="Liu et al. 2024, arXiv 2408.11850",
+    needs=frozenset({"draft", "devices"}),
+    options=(Option("num_tokens", "int", None, "drafted tokens per step; default: by the clocks of both"),),
+)
+
 
 AnyArray = Any  # of numpy or JAX
 
@@ -159,7 +169,7 @@ class Role:
 def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
     """Of the draft and of the target."""
     of = lambda side: Role(side, settings.warping(), keys, side.model.reads(inputs))
-    return of(Target(beside(draft.model, target), draft.params)), of(target)
+    return of(Target(match_vocabulary(draft.model, target), draft.params)), of(target)
 
 
 class Text(NamedTuple):
@@ -279,7 +289,7 @@ def _place(role: Role) -> Role:
 def _read(role: Role, tokens: Array, count: Array) -> PyTree:
     """The cache of the first `count` int32[B] of tokens int32[B, S]."""
     model, params = role.target.model, role.target.params
-    return prefill(model, params, model.opened(params, role.inputs, count + 1, tokens.shape[1]), tokens, count)
+    return prefill(model, params, model.start_cache(params, role.inputs, count + 1, tokens.shape[1]), tokens, count)
 
 
 @functools.partial(jax.jit, static_argnames=("gamma",), donate_argnames=("cache",))
@@ -294,7 +304,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
         return (cache, picks), picks[:, 0]
 
     # Rolled back to what the two sides agree on. The text has grown by no more than what was fed.
-    cache = role.target.model.rewound(cache, length - 1)
+    cache = role.target.model.rewind_cache(cache, length - 1)
     (cache, _), drafts = jax.lax.scan(one, (cache, last), jnp.arange(gamma))
     return _whole(role, drafts.T), cache
 
@@ -305,7 +315,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
 def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
     """The target's draws int32[B, gamma] behind each token of `window` int32[B, gamma], which begins with the last
     verified token. Drafts in it that fail are forgotten by the next step."""
-    picks, cache = _next(role, role.target.model.rewound(cache, verified - 1), window, verified)
+    picks, cache = _next(role, role.target.model.rewind_cache(cache, verified - 1), window, verified)
     return _whole(role, picks), cache
 
 

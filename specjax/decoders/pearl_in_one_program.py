@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import REQUIRED, Method, Option
 from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, triangle
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import prefill
@@ -28,6 +29,16 @@ from specjax.engine.statistics import add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.numerics.sampling import row_keys
 from specjax.types import Array, PyTree, Stats, Target
+
+METHOD = Method(
+    name="pearl_in_one_program",
+    kind="decoder",
+    guarantee="distribution",
+    summary="the same as one compiled program on two devices, which may be part of another",
+    paper="Liu et al. 2024, arXiv 2408.11850",
+    needs=frozenset({"draft", "devices"}),
+    options=(Option("num_tokens", "int", REQUIRED, "drafted tokens per step"),),
+)
 
 
 def pearl_in_one_program(
@@ -101,8 +112,8 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
 
     def body(carry):
         text, stats, (drafted, cache) = carry
-        drafted = drafter.target.model.rewound(drafted, text.length - 1)
-        cache = target.target.model.rewound(cache, text.verified - 1)
+        drafted = drafter.target.model.rewind_cache(drafted, text.length - 1)
+        cache = target.target.model.rewind_cache(cache, text.verified - 1)
         last, window = text.window(text.length - 1, 1), text.window(text.verified - 1, gamma)
         (drafts, new), (picks, pending) = of_both(
             lambda: _draft(drafter, drafted, last, text.length, gamma),
@@ -123,7 +134,7 @@ def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> t
 def _read(role: Role, text: Text) -> PyTree:
     """The cache of the prompts but their last tokens."""
     model, params = role.target.model, role.target.params
-    cache = model.opened(params, role.inputs, text.length, text.tokens.shape[1])
+    cache = model.start_cache(params, role.inputs, text.length, text.tokens.shape[1])
     return prefill(model, params, cache, text.tokens, text.length - 1)
 
 

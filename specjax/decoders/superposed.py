@@ -26,6 +26,7 @@ import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
@@ -35,9 +36,25 @@ from specjax.errors import UsageError
 from specjax.retrieval.datastore.index import Index, search
 from specjax.retrieval.suffixes import last_tokens
 from specjax.trees.superposition import extend, likeliest
-from specjax.types import Array, Guarantee, Mixture, PyTree, Target
+from specjax.types import Array, Mixture, PyTree, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="superposed_decoding",
+    kind="decoder",
+    guarantee="lossy",
+    summary="several completions of a prompt for one pass of the target per token",
+    paper="Shen et al. 2024, arXiv 2405.18400",
+    takes=frozenset({"datastore"}),
+    options=(
+        Option("drafts", "int", 3, "completions"),
+        Option("candidates", "int", 9, "likeliest tokens to choose from"),
+        Option("temperature", "float", 0.06, "of the mixture's distribution"),
+        Option("alpha", "float", 0.54, "weight of the corpus"),
+    ),
+    factory="superposed",
+)
+
+
 WEIGHTS = (0.01, 0.04, 0.15, 0.18, 0.12)
 """The authors', of 2-grams to 6-grams."""
 UNKNOWN = -200.0
@@ -158,7 +175,7 @@ def _run(
 ) -> SuperposedResult:
     model, params = target.model, target.params
     batch, k, n = prompt.shape[0], drafts, max_new_tokens
-    cache = prefill(model, params, model.opened(params, inputs, length, prompt.shape[1]), prompt, length - 1)
+    cache = prefill(model, params, model.start_cache(params, inputs, length, prompt.shape[1]), prompt, length - 1)
 
     def look(cache: PyTree, step: Array, mixture: Mixture) -> tuple[PyTree, Array, Array]:
         """The cache with one more input, the candidates int32[B, C], best first, and their log p."""

@@ -28,7 +28,7 @@ from specjax.diffusion.rules.quota import quota
 from specjax.diffusion.types import Canvas, Denoiser, Proposal, Rule, View
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, fold_in, node_keys, warp
-from specjax.types import Array, Context, Drafter, PyTree, TokenTree
+from specjax.types import Array, Context, Drafter, PyTree, TokenTree, Traits, TreeSize
 
 
 class Kept(NamedTuple):
@@ -54,13 +54,10 @@ def as_drafter(denoiser: Denoiser, *, width: int, rounds: int = 1, rule: Rule | 
     make = functools.partial(_propose, width=width, rounds=rounds)
     return Drafter(
         propose=make,
-        num_nodes=width + 1,
-        max_depth=width,
-        draws="chain" if rounds == 1 else "point_mass",
+        size=TreeSize(width + 1, width),
         init=functools.partial(init, width=width),
-        chains=True,
-        rewinds=False,
         params=(denoiser, rule),
+        traits=Traits(draws="chain" if rounds == 1 else "point_mass", chains=True, rewinds=False),
     )
 
 
@@ -84,9 +81,9 @@ def init(params: tuple[Denoiser, *tuple[Any, ...]], context: Context, *, width: 
             f"{context.target.model.vocab_size}; a draft needs the target's own"
         )
     if not denoiser.is_causal:
-        return Kept(denoiser.model.begin(denoiser.params, None, batch, 1), jnp.zeros((batch,), jnp.int32))
+        return Kept(denoiser.model.init_cache(denoiser.params, None, batch, 1), jnp.zeros((batch,), jnp.int32))
     room = size + 2 * _columns(denoiser, width) + forward.more_than_chunk(denoiser)
-    cache = denoiser.model.begin(denoiser.params, None, batch, room)
+    cache = denoiser.model.init_cache(denoiser.params, None, batch, room)
     count = _finished(denoiser, context.length)
     return Kept(forward.read_blocks(denoiser, cache, context.tokens, count), count)
 

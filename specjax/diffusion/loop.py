@@ -22,14 +22,14 @@ from specjax.engine.results import DecodeResult
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
 from specjax.numerics.sampling import noise, warp
-from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Sampling, Target
+from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Sampling, Target, TreeSize
 
 
 def _drafts_nothing(*_: Any) -> Any:
     raise AssertionError("a denoising loop drafts nothing")
 
 
-NO_DRAFTER = Drafter(_drafts_nothing, num_nodes=1, max_depth=0)
+NO_DRAFTER = Drafter(_drafts_nothing, size=TreeSize(1, 0))
 
 
 @jax.tree_util.register_dataclass

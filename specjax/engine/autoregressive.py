@@ -11,14 +11,22 @@ import functools
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method
 from specjax.trees.operations import chain
-from specjax.types import Drafter
+from specjax.types import Drafter, Traits, TreeSize
+
+METHOD = Method(
+    name="autoregressive",
+    kind="drafter",
+    guarantee="distribution",
+    summary="plain decoding, one token per pass: the baseline",
+)
 
 
 @functools.cache
 def autoregressive() -> Drafter:
     """The drafter that drafts nothing."""
-    return Drafter(propose=_propose, num_nodes=1, max_depth=0, widths=(), follows_any_tree=True)
+    return Drafter(propose=_propose, size=TreeSize(1, 0), traits=Traits(widths=(), follows_any_tree=True))
 
 
 def _propose(params, keys, state, context, limit):

@@ -23,37 +23,37 @@ class _Unchanged:
     number: int = field(metadata=STATIC)
 
 
-def lesson(drafter: Drafter, draft: PyTree) -> Drafter:
-    """Inside of a program: the drafter with what its state `draft` has to remember, for `taught`."""
-    params = drafter.params if drafter.remember is None else drafter.remember(drafter.params, draft)
+def export_params(drafter: Drafter, draft: PyTree) -> Drafter:
+    """Inside of a program: the drafter with what its state `draft` has to remember, for `restore_params`."""
+    params = drafter.params if drafter.hooks.export is None else drafter.hooks.export(drafter.params, draft)
     number = {id(x): n for n, x in enumerate(jax.tree.leaves(drafter.params))}
     mark = lambda x: _Unchanged(number[id(x)]) if id(x) in number else x
     return drafter.replace(params=jax.tree.map(mark, params))
 
 
-def taught(drafter: Drafter, of_program: PyTree) -> PyTree:
-    """The drafter that `lesson` of this one gave a program, whole; None if it gave none."""
+def restore_params(drafter: Drafter, of_program: PyTree) -> PyTree:
+    """The drafter that `export_params` of this one gave a program, whole; None if it gave none."""
     own = jax.tree.leaves(drafter.params)
     is_mark = lambda x: isinstance(x, _Unchanged)
     return jax.tree.map(lambda x: own[x.number] if is_mark(x) else x, of_program, is_leaf=is_mark)
 
 
-def teach(drafter: Drafter, draft: PyTree) -> Drafter:
+def learned(drafter: Drafter, draft: PyTree) -> Drafter:
     """The drafter with what its state `draft` has to remember."""
-    return taught(drafter, _lesson(drafter, draft))
+    return restore_params(drafter, _lesson(drafter, draft))
 
 
-def settled(target: Target, drafter: Drafter) -> Drafter:
+def canonical(target: Target, drafter: Drafter) -> Drafter:
     """The drafter with parameters of the form that `remember` gives, and nothing added to what they say: those of a
     first call and of all that go on from it are then arguments of one program."""
-    return taught(drafter, _settled(target, drafter))
+    return restore_params(drafter, _settled(target, drafter))
 
 
-_lesson = jax.jit(without_x64(lesson))
+_lesson = jax.jit(without_x64(export_params))
 
 
 @jax.jit
 @without_x64
 def _settled(target: Target, drafter: Drafter) -> Drafter:
     context = Context(jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32), target=target)
-    return lesson(drafter, drafter.init(drafter.params, context))
+    return export_params(drafter, drafter.init(drafter.params, context))

@@ -105,10 +105,10 @@ class Settings:
             verifier = Verifier(name, verifier, ANY, "lossy", "the caller's own rule")
         if self.is_greedy and verifier.guarantee != "lossy":
             return greedy
-        if drafter.draws not in verifier.draws:
+        if drafter.traits.draws not in verifier.draws:
             default = exact_verifier(drafter, self.is_greedy).name
             raise UsageError(
-                f"verifier {verifier.name} is not valid for drafts drawn {drafter.draws}, "
+                f"verifier {verifier.name} is not valid for drafts drawn {drafter.traits.draws}, "
                 f"only for {', '.join(verifier.draws)}; the default for this drafter is {default}"
             )
         return verifier
@@ -176,21 +176,25 @@ def sample_keys(key: Array | int, prompts: int, samples: int) -> Array:
 
 def check_pair(target: Target, drafter: Drafter) -> None:
     """Raises: UsageError for a drafter that is none, or asks of the target what it cannot do."""
-    if drafter.draws not in get_args(Draws):
-        raise UsageError(f"the drafter's draws must be one of {', '.join(get_args(Draws))}, not {drafter.draws!r}")
+    if drafter.traits.draws not in get_args(Draws):
+        raise UsageError(
+            f"the drafter's draws must be one of {', '.join(get_args(Draws))}, not {drafter.traits.draws!r}"
+        )
     able, name = target.model.capabilities, target.model.name
-    if not ((drafter.drafts_chains and drafter.prompts is None) or able.trees):
+    if not ((drafter.drafts_chains and drafter.hooks.soft_prompts is None) or able.trees):
         raise UsageError(
             f"the model {name} takes chains only, and this drafter may draft trees; choose one of chains, such as "
             "prompt_lookup, or say chains=True of your own"
         )
-    if drafter.prompts is not None and not able.vectors:
+    if drafter.hooks.soft_prompts is not None and not able.vectors:
         raise UsageError(
             f"the drafter's prompts are vectors, and the model {name} reads tokens only; choose a drafter without, "
             "such as token_recycling, or say vectors=True of a model that takes `specjax.types.Appended`"
         )
-    if drafter.taps and not able.taps:
-        raise UsageError(f"the drafter reads the target's layers {drafter.taps}, which the model {name} does not show")
+    if drafter.traits.taps and not able.taps:
+        raise UsageError(
+            f"the drafter reads the target's layers {drafter.traits.taps}, which the model {name} does not show"
+        )
 
 
 def _check_inputs(target: Target, inputs: PyTree, batch: int) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
-from specjax.engine.carry_over import lesson
+from specjax.engine.carry_over import export_params
 from specjax.engine.job import Job, Looped
 from specjax.engine.results import DecodeResult
 from specjax.engine.statistics import add_stats, zero_stats
@@ -54,7 +54,7 @@ def run(job: Job) -> DecodeResult:
     How long the prompts are and how many tokens may follow is data: one program serves all that fit its buffer.
 
     Returns: DecodeResult whose arrays have as many places as the buffer; `DecodeResult.cut` takes those asked for. Its
-      drafter is a `lesson`.
+      drafter is a `export_params`.
     """
     parts, lengths = job.parts, job.starts
     batch, size = len(job.keys), job.tokens.shape[1]
@@ -81,7 +81,7 @@ def run(job: Job) -> DecodeResult:
         count,
         stats.hit_eos,
         stats,
-        lesson(parts.drafter, state.draft) if parts.drafter.remember else None,
+        export_params(parts.drafter, state.draft) if parts.drafter.hooks.export else None,
         logprobs,
         state.finite,
     )

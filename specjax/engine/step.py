@@ -68,17 +68,19 @@ def init(
     target, drafter = parts.target, parts.drafter
     noise = keys if parts.coupled else None
     context = Context(tokens, length, parts.sampling, noise, target=target, inputs=inputs)
-    cache = target.model.opened(target.params, inputs, length, size)
+    cache = target.model.start_cache(target.params, inputs, length, size)
     draft, control = drafter.init(drafter.params, context), parts.controller.init(batch)
     if beside is not None:
         cache = batch_axes.with_shared(cache, beside.cache, target.model.axes(cache))
-        draft = batch_axes.with_shared(draft, beside.draft, drafter.axes(draft))
+        draft = batch_axes.with_shared(draft, beside.draft, drafter.hooks.axes(draft))
         control = batch_axes.with_shared(control, beside.control, parts.controller.axes(control))
 
-    read = drafter.read
+    read = drafter.hooks.prefill
     see = lambda draft, *chunk: draft if read is None else read(drafter.params, draft, context, *chunk)
     count = jnp.maximum(length - 1, 0)
-    cache, draft = prefill_reading(target.model, target.params, cache, tokens, count, see, draft, taps=drafter.taps)
+    cache, draft = prefill_reading(
+        target.model, target.params, cache, tokens, count, see, draft, taps=drafter.traits.taps
+    )
     return DecodeState(
         tokens=tokens,
         length=length,
@@ -107,7 +109,9 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     context = Context(state.tokens, state.length, parts.sampling, noise, state.cache, parts.target, left=left)
     tree, draft, violations = _draft(parts, state, context)
     observe = functools.partial(drafter.observe, drafter.params, draft, context)
-    prompt = drafter.prompts and functools.partial(drafter.prompts, drafter.params, draft, context)
+    prompt = drafter.hooks.soft_prompts and functools.partial(
+        drafter.hooks.soft_prompts, drafter.params, draft, context
+    )
     cache, passed = pass_over(parts, state, tree, observe, prompt)
     draft = drafter.update(drafter.params, draft, passed.seen, passed.verdict)
     contract_checks.check_same(f"the drafter's update ({contract_checks.name_of(drafter.update)})", state.draft, draft)
@@ -157,7 +161,9 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
     keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
     tree, draft = drafter.propose(drafter.params, keys, state.draft, context, limit)
     contract_checks.check_tree(drafter, tree, batch, parts.target.model.vocab_size)
-    violations = value_checks.of_draft(tree, drafter.draws, context.root, limit) if parts.keep.violations else None
+    violations = (
+        value_checks.of_draft(tree, drafter.traits.draws, context.root, limit) if parts.keep.violations else None
+    )
     # Whatever was drafted, it hangs below the last token and every node stands behind its parent: so any walk ends.
     node = jnp.arange(drafter.num_nodes, dtype=jnp.int32)
     goes_on = ~state.done if violations is None else ~state.done & (violations == 0)
@@ -196,7 +202,7 @@ def axes(parts: Parts, state: DecodeState) -> DecodeState:
     """The place of the rows in the shape of each array of a state; `buffers.SHARED` of what all rows share."""
     return batch_axes.rows_first(state)._replace(
         cache=parts.target.model.axes(state.cache),
-        draft=parts.drafter.axes(state.draft),
+        draft=parts.drafter.hooks.axes(state.draft),
         control=parts.controller.axes(state.control),
     )
 

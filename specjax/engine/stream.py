@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax.engine.carry_over import teach
+from specjax.engine.carry_over import learned
 from specjax.engine.job import Job
 from specjax.engine.results import StreamStep
 from specjax.engine.run import TRACED, Programs
@@ -18,7 +18,7 @@ from specjax.types import DecodeState, Drafter, Info, Stats
 
 
 class Record(Protocol):
-    """What writes a run down, to go on from after a restart: `specjax.persistence.resume.Kept`."""
+    """What writes a run down, to go on from after a restart: `specjax.persistence.resume.RunCheckpoint`."""
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
         """The state to go on from and, of an earlier run, its text as if one step had added it, and its sums."""
@@ -60,7 +60,7 @@ def steps(job: Job, record: Record | None = None, programs: Programs = TRACED) -
 def _memory(job: Job, state: DecodeState) -> Callable[[], Drafter] | None:
     """Of a state whose rows have all ended."""
     drafter = job.parts.drafter
-    return functools.partial(teach, drafter, state.draft) if drafter.remember else None
+    return functools.partial(learned, drafter, state.draft) if drafter.hooks.export else None
 
 
 def _rows(tokens, count) -> list[list[int]]:

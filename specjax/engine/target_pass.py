@@ -16,11 +16,11 @@ from specjax.engine import contract_checks, logits_processing, value_checks
 from specjax.engine.job import Parts
 from specjax.numerics.sampling import is_greedy, node_keys, warp
 from specjax.trees import operations
-from specjax.types import Appended, Array, DecodeState, Output, Prompts, PyTree, Scored, TokenTree, Verdict
+from specjax.types import Appended, Array, DecodeState, Output, PyTree, Scored, SoftPrompts, TokenTree, Verdict
 from specjax.verifiers import greedy
 
 ObserveFn = Callable[[TokenTree, Verdict, Output], PyTree]
-PromptFn = Callable[[TokenTree], Prompts]
+PromptFn = Callable[[TokenTree], SoftPrompts]
 
 
 class Emitted(NamedTuple):
@@ -31,7 +31,7 @@ class Emitted(NamedTuple):
     is_eos: Array  # bool[B], whether the last of these is an eos
 
 
-class Kept(NamedTuple):
+class Diagnostics(NamedTuple):
     """Fields of `Info` that need the target's logits, those that were asked for."""
 
     logits: Array | None
@@ -48,7 +48,7 @@ class Passed(NamedTuple):
     depth: Array  # int32[B], of the deepest valid node
     seen: PyTree  # what the drafter observed
     finite: Array  # bool[B], whether what the target said of the root was
-    kept: Kept
+    kept: Diagnostics
 
 
 def pass_over(
@@ -61,7 +61,7 @@ def pass_over(
     draft costs one plain step. Which width ran changes rounding, never the distribution.
     """
     n = parts.drafter.num_nodes
-    widths = sorted({w for w in parts.drafter.widths if w < n} | {n})
+    widths = sorted({w for w in parts.drafter.traits.widths if w < n} | {n})
     needed = jnp.max(jnp.sum(tree.valid, 1))
 
     def over(widths: list[int], cache: PyTree) -> tuple[PyTree, Passed]:
@@ -119,7 +119,7 @@ def judge_at(
         tokens, mask = _with_prompts(part, prompt(part))
     depth = jnp.sum(mask, 2) - 1  # 0 of invalid nodes
     positions = state.length[:, None] - 1 + depth
-    taps = {"taps": drafter.taps} if drafter.taps else {}
+    taps = {"taps": drafter.traits.taps} if drafter.traits.taps else {}
     whole, pending = model.forward(parts.target.params, tokens, cache, positions=positions, mask=mask, **taps)
     contract_checks.check_output(model, whole, *depth.shape)
     output = whole if prompt is None else jax.tree.map(lambda x: x[:, :width], whole)
@@ -136,7 +136,7 @@ def judge_at(
     verdict = _of_running(verdict, state.done)
     seen = observe(part, verdict, whole)
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
-    kept = Kept(
+    kept = Diagnostics(
         logits=batch_axes.widen(take_along(logits, along_path, 1), n) if parts.keep.logits else None,
         logprobs=batch_axes.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
         violations=value_checks.of_target(part.valid, logits) if parts.keep.violations else None,
@@ -149,7 +149,7 @@ def judge_at(
     return (verdict, deepest, seen, finite, kept), pending
 
 
-def _with_prompts(tree: TokenTree, prompts: Prompts) -> tuple[Appended, Array]:
+def _with_prompts(tree: TokenTree, prompts: SoftPrompts) -> tuple[Appended, Array]:
     """What a pass over a tree and the vectors below it reads, and what each of these sees: bool[B, W + P, W + P]."""
     below = lambda x, more: jnp.concatenate([x, more], 1)
     mask = operations.ancestor_mask(below(tree.parents, prompts.parents), below(tree.valid, prompts.valid))

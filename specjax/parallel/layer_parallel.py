@@ -34,11 +34,11 @@ from specjax.models.bridge import (
     abstract_module,
     abstract_params,
     check_no_inputs,
-    of_attention,
-    outside_of_layers,
+    embedding_and_head_fields,
+    kv_cache_fields,
 )
-from specjax.models.layers import Reach, Step, segments
-from specjax.models.layout import Layout, check_axes, check_heads, copies_of_kv_heads, repeat_kv_heads
+from specjax.models.layers import AttentionSettings, PassInputs, layer_segments
+from specjax.models.layout import Layout, check_axes, check_heads, kv_head_copies, repeat_kv_heads
 from specjax.numerics.global_arrays import place_one, with_shardings
 from specjax.parallel.layer_pass import Parts, Pass
 from specjax.parallel.sharding import config_to_spread
@@ -87,7 +87,7 @@ def check(config: Any, mesh: Mesh, group: int | None = None) -> None:
             f"{config.name} has {config.num_layers} layers, too few for a group of {size} between the first and the "
             'last; choose a mesh with fewer devices along "layer", or specjax.shard'
         )
-    if model > 1 and config.qk_norm and config.qk_norm_of == "projection":
+    if model > 1 and config.qk_norm and config.qk_norm_scope == "projection":
         raise UsageError(
             f"{config.name} norms the queries of all heads at once, which a layer-parallel model cannot split; make "
             'the axis "model" 1, or use specjax.shard'
@@ -101,12 +101,12 @@ def _arrange(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
     own, rest: per segment of groups, the parts that only the layer's device has [groups, G, ..], with zeros for the
     layers that a smaller group lacks, and the others [groups, layers of each, ..].
     """
-    copies = copies_of_kv_heads(config, mesh.shape.get("model", 1))
+    copies = kv_head_copies(config, mesh.shape.get("model", 1))
     params = repeat_kv_heads(params, config, copies)
     group, layers = mesh.shape["layer"], params["layers"]
     take = lambda i: jax.tree.map(lambda leaf: leaf[i], layers) if config.stacked else layers[i]
     own, rest = [], []
-    for start, size, count in segments(config.num_layers, group)[1:-1]:
+    for start, size, count in layer_segments(config.num_layers, group)[1:-1]:
         members = [take(i) for i in range(start, start + size * count)]
         stack = lambda *leaves, shape=(count, size): jnp.stack(leaves).reshape(*shape, *leaves[0].shape)
         fill = lambda leaf, lacking=group - size: jnp.pad(leaf, ((0, 0), (0, lacking), *[(0, 0)] * (leaf.ndim - 2)))
@@ -137,24 +137,24 @@ def _shardings(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
 
 def cache_shardings(config: Any, mesh: Mesh, cache: kv.KVCache | kv.Pending) -> PyTree:
     """Of the cache of such a model, or of what is pending; shapes will do."""
-    batch = (cache.length if isinstance(cache, kv.KVCache) else cache.after).shape[0]
+    batch = (cache.length if isinstance(cache, kv.KVCache) else cache.write_dependency).shape[0]
     specs = _specs(Parts(config, mesh), type(cache), batch)
     return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs, cache)
 
 
 def _specs(parts: Parts, kind: type, batch: int) -> Any:
     """`PartitionSpec`s of a `KVCache` or a `Pending`, in the form of one with an array per segment and field."""
-    keys, rows = parts.kv(batch, len(segments(parts.config.num_layers, parts.group)) - 2), P(parts.rows(batch))
+    keys, rows = parts.kv(batch, len(layer_segments(parts.config.num_layers, parts.group)) - 2), P(parts.rows(batch))
     return kind(keys, keys, *[rows] * (len(kind._fields) - 2))  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _model(config: Any, mesh: Mesh) -> Model:
     """The `Model` of parameters from `_arrange`."""
-    copies = copies_of_kv_heads(config, mesh.shape.get("model", 1))
+    copies = kv_head_copies(config, mesh.shape.get("model", 1))
     wide = dataclasses.replace(config, num_kv_heads=config.num_kv_heads * copies)
     parts, layout = Parts(config, mesh), Layout(mesh, mesh.axis_names)
-    middle = segments(config.num_layers, parts.group)[1:-1]
+    middle = layer_segments(config.num_layers, parts.group)[1:-1]
     # All but the layers, which are not those of the module.
     outside, _ = nnx.split(abstract_module(dataclasses.replace(wide, num_layers=0, stacked=False)))
     one_layer: Any = abstract_module(dataclasses.replace(wide, num_layers=1, stacked=False))
@@ -163,7 +163,7 @@ def _model(config: Any, mesh: Mesh) -> Model:
     specs_of_cache = functools.partial(_specs, parts, kv.KVCache)
     specs_of_pending = functools.partial(_specs, parts, kv.Pending)
 
-    def begin(params, inputs, batch: int, capacity: int) -> kv.KVCache:
+    def init_cache(params, inputs, batch: int, capacity: int) -> kv.KVCache:
         check_no_inputs(config.name, inputs)
         one = kv.init(
             batch, capacity, 1, wide.num_kv_heads, wide.head_dim, wide.cache_dtype or wide.dtype, False,
@@ -183,22 +183,22 @@ def _model(config: Any, mesh: Mesh) -> Model:
             check_vma=False,
         )(cache, pending, path, num_nodes)  # fmt: skip
 
-    def run_layers(at_once: int, params, _, x, step: Step, cache, reach: Reach):
+    def run_layers(at_once: int, params, _, x, shared: PassInputs, cache, settings: AttentionSettings):
         """`layers.run_layers` on the arranged layers."""
         batch = x.shape[0]
         rows, of_cache, of_pending = P(parts.rows(batch)), specs_of_cache(batch), specs_of_pending(batch)
-        earlier = () if step.earlier is None else (step.earlier.k, step.earlier.v)
-        bare = step.replace(earlier=None, layout=None)
+        earlier = () if shared.earlier is None else (shared.earlier.k, shared.earlier.v)
+        bare = shared.replace(earlier=None, layout=None)
         of_step = jax.tree.map(lambda _: rows, bare)
 
-        def local(params, x, step, cache, earlier, reach):
-            return Pass(block, parts, step, cache, earlier, reach).run(params, x, middle, at_once)
+        def local(params, x, shared, cache, earlier, settings):
+            return Pass(block, parts, shared, cache, earlier, settings).run(params, x, middle, at_once)
 
         return jax.shard_map(
             local, mesh=mesh,
             in_specs=(parts.layers(params), rows, of_step, of_cache, (of_pending.k,) * len(earlier), P()),
             out_specs=(P(None, *rows), of_pending), check_vma=False,
-        )(params, x, bare, cache, earlier, reach)  # fmt: skip
+        )(params, x, bare, cache, earlier, settings)  # fmt: skip
 
     def module_of(params):
         return nnx.merge(outside, nnx.State({name: part for name, part in params.items() if name != "layers"}))
@@ -214,13 +214,13 @@ def _model(config: Any, mesh: Mesh) -> Model:
         )  # fmt: skip
 
     return Model(
-        begin=begin,
+        init_cache=init_cache,
         forward=forward,
         commit=commit,
         shardings=functools.partial(cache_shardings, config, mesh),
         config=config,
         mesh=mesh,
         capabilities=Capabilities(config.num_layers, taps=True, groups=(parts.group,), mixtures=True, vectors=True),
-        **of_attention(config),
-        **outside_of_layers(module_of, layout),
+        **kv_cache_fields(config),
+        **embedding_and_head_fields(module_of, layout),
     )

@@ -99,7 +99,7 @@ def describe(value: Any, seen: tuple = ()) -> Any:
     seen = (*seen, id(value))
     inner = functools.partial(describe, seen=seen)
     if isinstance(value, Model):
-        made_of = value.begin if value.config is None else value.config  # a thinned model closes over its depth
+        made_of = value.init_cache if value.config is None else value.config  # a thinned model closes over its depth
         return "model", value.name, value.vocab_size, value.max_positions, inner(made_of)
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         data = value.tobytes() if isinstance(value, np.ndarray | np.generic) else b""

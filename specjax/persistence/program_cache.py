@@ -60,7 +60,7 @@ def plain_step(job: Job) -> Callable[[Any], Any] | None:
     None: there is none, or the text for a key would be another one, by the rule, or by rounding coarser than float32.
     """
     parts = job.parts
-    if not isinstance(parts, Parts) or 1 not in parts.drafter.widths or parts.drafter.num_nodes == 1:
+    if not isinstance(parts, Parts) or 1 not in parts.drafter.traits.widths or parts.drafter.num_nodes == 1:
         return None
     if parts.verifier.name not in ("greedy", "sample_and_match") or parts.keep.scored:
         return None
@@ -103,8 +103,8 @@ class Stored(NamedTuple):
     plain: tuple | None = None  # stands in for the last of them
 
 
-class Kept:
-    """A folder of compiled programs, for `specjax.stream(..., programs=Kept(folder))` and `specjax.serve`.
+class ProgramCache:
+    """A folder of compiled programs, for `specjax.stream(..., programs=ProgramCache(folder))` and `specjax.serve`.
 
     What lies in it is run, so nobody else should be able to write there.
     """
@@ -272,7 +272,7 @@ def _stored(program: Any) -> tuple:
 
 
 def _loaded(stored: tuple) -> Callable[..., Any]:
-    """Of flat arguments, whose structure need not be known yet: `Kept.of` has compared it."""
+    """Of flat arguments, whose structure need not be known yet: `ProgramCache.of` has compared it."""
     from jax.experimental.serialize_executable import deserialize_and_load
 
     payload, count, result = stored
@@ -300,6 +300,6 @@ def _is_here(job: Job) -> bool:
     return all(leaf.devices() == {jax.devices()[0]} for leaf in arrays)
 
 
-def programs_of(job: Job, kept: Kept | None, family: Family = STREAM) -> Any:
+def programs_of(job: Job, kept: ProgramCache | None, family: Family = STREAM) -> Any:
     """Those of `kept`, or without it the traced ones."""
     return family.traced if kept is None else kept.of(job, family)

@@ -17,7 +17,7 @@ from specjax.persistence.checkpoint import Checkpoints, Running
 from specjax.types import DecodeState, Info, Stats
 
 
-class Kept:
+class RunCheckpoint:
     """The state of a run and the sums of its steps, written every so many steps.
 
     job: by which the run is known again.

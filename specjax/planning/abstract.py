@@ -129,7 +129,7 @@ def is_pending_of(target: Target, part: PyTree) -> bool:
     one = jnp.zeros((1, 1), jnp.int32)
 
     def pending(params: PyTree) -> PyTree:
-        cache = target.model.begin(params, None, 1, 1)
+        cache = target.model.init_cache(params, None, 1, 1)
         return target.model.forward(params, one, cache, positions=one, mask=jnp.ones((1, 1, 1), bool))[1]
 
     wanted: Any = jax.tree.structure(jax.eval_shape(pending, target.params))
@@ -138,7 +138,7 @@ def is_pending_of(target: Target, part: PyTree) -> bool:
 
 def cache_shapes(target: Target, batch: int, capacity: int) -> PyTree:
     """Shapes of a cache of the model."""
-    return jax.eval_shape(lambda params: target.model.begin(params, None, batch, capacity), target.params)
+    return jax.eval_shape(lambda params: target.model.init_cache(params, None, batch, capacity), target.params)
 
 
 def shard_bytes(tree: PyTree) -> int:

@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.catalog import find_drafter, make_drafter
+from specjax.catalog import find_drafter
 from specjax.costs.tokens import expected_tokens, rank_acceptance
 from specjax.drafters.heads.ppd import plan_of
+from specjax.drafters.making import make_drafter
 from specjax.drafters.tables.token_recycling import best_paths
 from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
@@ -23,7 +24,7 @@ from specjax.planning.workload import Workload
 from specjax.trees.operations import chain
 from specjax.trees.shape_search.best_shapes import Paths
 from specjax.trees.shape_search.dynamic_sparse import evaluate
-from specjax.types import Array, Drafter, PyTree, Target, TokenTree
+from specjax.types import Array, Drafter, PyTree, Target, TokenTree, Traits, TreeSize
 
 
 def drafter_of(work: Workload, target: Target, draft: Target | DraftHead | None) -> Drafter:
@@ -69,7 +70,7 @@ def share_of_layers(work: Workload) -> float:
     """Of the target's layers, how many a pass runs in which the method skips some; 1: it skips none."""
     layers, options, method = work.target.num_layers, _options(work), find_drafter(work.method)
     if work.head is not None:
-        stretches = abstract_head(work.method, work.head).head.runs(layers)
+        stretches = abstract_head(work.method, work.head).head.target_layers(layers)
         return sum(last - first for first, last in stretches) / (layers * len(stretches)) if stretches else 1.0
     if options.get("exit_layer") is not None:
         return options["exit_layer"] / layers
@@ -122,9 +123,4 @@ def probe(num_nodes: int) -> Drafter:
         depth: Array = jnp.arange(num_nodes)
         return chain(tokens, jnp.broadcast_to(depth <= limit[:, None], tokens.shape)), state
 
-    return Drafter(
-        propose=propose,
-        num_nodes=num_nodes,
-        max_depth=num_nodes - 1,
-        widths=(),
-    )
+    return Drafter(propose=propose, size=TreeSize(num_nodes, num_nodes - 1), traits=Traits(widths=()))

@@ -22,11 +22,11 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
     cache = None if args.draft is None else _cache_in(state.draft, args.draft)
     if args.draft is not None and cache is not None:
         passes.append((draft_passes, _pass_of(work.draft, args.draft, work.batch, cache)))
-    if args.head is not None and args.job.parts.drafter.taps == args.head.head.taps:
+    if args.head is not None and args.job.parts.drafter.traits.taps == args.head.head.taps:
         head = args.head.head
-        count = 1 if head.at_once else math.ceil(draft_passes / head.levels)
+        count = 1 if head.is_single_pass else math.ceil(draft_passes / head.levels_per_pass)
         passes.append((count, functools.partial(_of_head, args.head)))
-        stretches = head.runs(work.target.num_layers)
+        stretches = head.target_layers(work.target.num_layers)
         share = sum(last - first for first, last in stretches) / work.target.num_layers
         layers = share * shard_bytes(args.job.parts.target.params["layers"])
         passes.append((count, lambda context, head=True: layers if head else 0.0))  # prompts take none

@@ -26,13 +26,13 @@ import numpy as np
 
 from specjax.arrays import batch_axes
 from specjax.arrays.x64 import without_x64
-from specjax.engine.carry_over import lesson, taught
+from specjax.engine.carry_over import export_params, restore_params
 from specjax.engine.job import Job, Parts
 from specjax.engine.run import step
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import replicate
 from specjax.numerics.sampling import row_keys, threefry
-from specjax.persistence.program_cache import Family, Kept, programs_of, shapes
+from specjax.persistence.program_cache import Family, ProgramCache, programs_of, shapes
 from specjax.serving.detokenizer import Detokenizer
 from specjax.serving.requests import Limits, Request, RowSettings, check, processor_settings, row_settings
 from specjax.types import Array, DecodeState, Drafter, Info, PyTree
@@ -81,7 +81,7 @@ class _Row:
 
 
 def serve_requests(
-    job: Job, requests: Iterable[Request | None], limits: Limits, kept: Kept | None = None
+    job: Job, requests: Iterable[Request | None], limits: Limits, kept: ProgramCache | None = None
 ) -> Generator[Served, PyTree, None]:
     """As `specjax.serve`. `job`: of a batch of as many rows, with the longest prompts and the most tokens."""
     settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
@@ -211,7 +211,7 @@ def _ended(drafter: Drafter, state: DecodeState, slot) -> tuple[PyTree, DecodeSt
 
 
 def _lesson(drafter: Drafter, state: DecodeState, slot) -> PyTree:
-    return lesson(drafter, batch_axes.take_row(state.draft, slot, drafter.axes(state.draft))).params
+    return export_params(drafter, batch_axes.take_row(state.draft, slot, drafter.hooks.axes(state.draft))).params
 
 
 class Programs(NamedTuple):
@@ -245,4 +245,4 @@ def _without(programs: Programs, parts: Parts, state: DecodeState, slot: int) ->
 
 
 def _learnt(parts: Parts, learnt: PyTree) -> Parts:
-    return dataclasses.replace(parts, drafter=parts.drafter.replace(params=taught(parts.drafter, learnt)))
+    return dataclasses.replace(parts, drafter=parts.drafter.replace(params=restore_params(parts.drafter, learnt)))

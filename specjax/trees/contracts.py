@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax.numerics import sampling
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.types import Array, Draws, PyTree, Said
+from specjax.types import Array, DraftOutput, Draws, PyTree
 
 COLD = 2.0**-27
 """The temperature at which noise, which is between -4 and 23, no longer decides between any two float32 of about 1."""
@@ -80,7 +80,7 @@ class Frontier(NamedTuple):
         return jnp.concatenate([self.seen, among], 2)
 
 
-FeedFn = Callable[[PyTree, Frontier], tuple[PyTree, Array | Said]]
+FeedFn = Callable[[PyTree, Frontier], tuple[PyTree, Array | DraftOutput]]
 """The drafter: `feed(memory, frontier) -> (memory, logits float32[B, F, V])`, or with its confidence."""
 
 

@@ -16,7 +16,7 @@ from specjax.arrays import scopes
 from specjax.arrays.indexing import gather_at, take_along
 from specjax.numerics import sampling
 from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, Stop
-from specjax.types import Array, Context, PyTree, Said, TokenTree
+from specjax.types import Array, Context, DraftOutput, PyTree, TokenTree
 
 
 class Grown(NamedTuple):
@@ -35,7 +35,7 @@ def grow(
     feed: FeedFn | None,
     memory: PyTree,
     root: Array,
-    said: Array | Said,
+    said: Array | DraftOutput,
     keys: Array | None,
     context: Context,
     limit: Array,
@@ -133,15 +133,15 @@ def _level(given: _Given, feed: FeedFn, carry: _Carry) -> _Carry:
     return _expand(given, carry._replace(memory=memory), said)
 
 
-def _logits(said: Array | Said) -> Array:
-    return said.logits if isinstance(said, Said) else said
+def _logits(said: Array | DraftOutput) -> Array:
+    return said.logits if isinstance(said, DraftOutput) else said
 
 
-def _expand(given: _Given, carry: _Carry, said: Array | Said) -> _Carry:
+def _expand(given: _Given, carry: _Carry, said: Array | DraftOutput) -> _Carry:
     """Draft below the frontier, of whose children the drafter said this, and note what is to be fed next."""
     builder, level, nodes = given.builder, carry.level, carry.nodes
     depth = take_along(carry.grown.depth, nodes, 1)
-    said = said if isinstance(said, Said) else Said(said)
+    said = said if isinstance(said, DraftOutput) else DraftOutput(said)
     log_q, noise = _distribution(given, said.logits, level, depth)
     fed = Fed(log_q, depth, said.logits, said.confidence, said.accepted)
     grown, below = _judge(builder.stop, carry.grown, nodes, fed)

@@ -113,4 +113,4 @@ def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:
         "with_replacement_uneven": specinfer,
         "top_and_sampled": greedy_multi_draft,
         "without_replacement_then_uniform": sequoia,
-    }[drafter.draws]
+    }[drafter.traits.draws]

@@ -9,12 +9,12 @@ import pytest
 from specjax import Target, UsageError, adaptive
 from specjax.adaptive import exits
 from specjax.adaptive.calm import level, margin, saturation
-from specjax.models.variants.layer_skipping import Places, Seen
+from specjax.models.variants.layer_skipping import LayerStreams, TokenPositions
 from specjax.types import Sublayers
 
 
 def levels(threshold, form, at, decay=4.0, horizon=100):
-    places = Places(jnp.array([at]) + 7, jnp.array([7]))
+    places = TokenPositions(jnp.array([at]) + 7, jnp.array([7]))
     return np.asarray(level(decay, form, horizon, jnp.float32(threshold), places)[0])
 
 
@@ -35,14 +35,14 @@ def test_calibration_stops_where_the_bound_no_longer_holds():
 def test_confidences():
     logits = jnp.log(jnp.array([[[0.6, 0.3, 0.1]]]))
     before, after = jnp.array([[[1.0, 0.0]]]), jnp.array([[[3.0, 4.0]]])
-    seen = Seen(0, before, before, after, Sublayers(None, None), lambda stream: logits)
+    seen = LayerStreams(0, before, before, after, Sublayers(None, None), lambda stream: logits)
     np.testing.assert_allclose(margin(None, seen), [[0.3]], atol=1e-6)
     np.testing.assert_allclose(saturation(None, seen), [[0.6]], atol=1e-6)
 
 
 def test_every_token_leaves_at_the_first_test_or_none_does():
     for threshold, layers in ((0.0, 2), (-1.0, 2), (1.01, depths.LAYERS)):
-        model = adaptive.thinned(depths.target(), adaptive.calm(threshold, every=2))
+        model = adaptive.skip_layers(depths.target(), adaptive.calm(threshold, every=2))
         reading, counts = depths.read_again(model, depths.texts(model))
         counts[:, 0] = False  # the last token of the prompt runs everything
         assert (np.asarray(reading.ran.attention).sum(2)[counts] == layers).all()
@@ -53,7 +53,7 @@ def test_layers_that_are_tested():
     assert exits.tested_layers(4, 12) == (3, 7)
     assert exits.tested_layers(1, 3) == (0, 1)
     with pytest.raises(UsageError, match="every must be below the number of layers of the model, 8, not 8"):
-        adaptive.thinned(depths.target(), adaptive.calm(every=8))
+        adaptive.skip_layers(depths.target(), adaptive.calm(every=8))
 
 
 def test_upper_layers_that_add_nothing_make_leaving_exact():
@@ -64,7 +64,7 @@ def test_upper_layers_that_add_nothing_make_leaving_exact():
         weight = layers[part][name]["weight"].at[2:].set(0.0)
         layers[part] = layers[part] | {name: layers[part][name] | {"weight": weight}}
     target = Target(whole.model, whole.params | {"layers": layers})
-    model = adaptive.thinned(target, adaptive.calm(-1.0, every=2))
+    model = adaptive.skip_layers(target, adaptive.calm(-1.0, every=2))
     text = depths.texts(target)
     assert depths.texts(model) == text
     tokens = jnp.asarray([depths.PROMPTS[0] + text[0]])
@@ -72,8 +72,8 @@ def test_upper_layers_that_add_nothing_make_leaving_exact():
         target.params, tokens, cache, positions=jnp.arange(tokens.shape[1])[None],
         mask=jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool)),
     )[1]  # fmt: skip
-    full = one_pass(target, target.model.begin(target.params, None, 1, 64))
-    left = one_pass(model, model.model.opened(model.params, None, jnp.array([5]), 64))
+    full = one_pass(target, target.model.init_cache(target.params, None, 1, 64))
+    left = one_pass(model, model.model.start_cache(model.params, None, jnp.array([5]), 64))
     assert not left.ran.attention[0, 5:, 2:].any()
     np.testing.assert_allclose(left.base.k, full.k, atol=1e-5)
     np.testing.assert_allclose(left.base.v, full.v, atol=1e-5)
@@ -82,14 +82,14 @@ def test_upper_layers_that_add_nothing_make_leaving_exact():
 def test_keys_that_are_not_propagated_are_caught(monkeypatch):
     """A mutant: zeros in place of the keys of layers that a token left out."""
     target = depths.target()
-    model = adaptive.thinned(target, adaptive.calm(-1.0, every=2).replace(repair="absent", name="mutant"))
+    model = adaptive.skip_layers(target, adaptive.calm(-1.0, every=2).replace(repair="absent", name="mutant"))
     tokens, length = jnp.asarray([[1, 2, 3]]), jnp.array([1])
     one = lambda model: model.model.forward(
-        model.params, tokens[:, 1:2], model.model.opened(model.params, None, length, 64),
+        model.params, tokens[:, 1:2], model.model.start_cache(model.params, None, length, 64),
         positions=jnp.array([[1]]), mask=jnp.ones((1, 1, 1), bool),
     )[1].base.k[2:]  # fmt: skip
     assert not jnp.any(one(model))
-    assert jnp.all(jnp.any(one(adaptive.thinned(target, adaptive.calm(-1.0, every=2))), (1, 2, 3, 4)))
+    assert jnp.all(jnp.any(one(adaptive.skip_layers(target, adaptive.calm(-1.0, every=2))), (1, 2, 3, 4)))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def target() -> Target:
     return tiny_llama(layers=LAYERS)
 
 
-def of(every: int) -> adaptive.Depth:
+def of(every: int) -> adaptive.DepthPolicy:
     """Of low rank, and not zeros."""
     down, up = (
         jax.random.normal(jax.random.key(seed), shape) * 0.1
@@ -31,7 +31,7 @@ def of(every: int) -> adaptive.Depth:
 
 @functools.cache
 def dropped():
-    return adaptive.thinned(target(), of(EVERY))
+    return adaptive.skip_layers(target(), of(EVERY))
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def text():
 
 
 def test_every_token_in_full_is_the_whole_model():
-    model = adaptive.thinned(target(), of(1))
+    model = adaptive.skip_layers(target(), of(1))
     assert depths.texts(model) == depths.texts(target()) != text()
 
 
@@ -62,11 +62,11 @@ def test_one_reading_is_the_decoding():
 
 def test_keys_of_droppable_layers():
     """After 16 tokens at k = 4: those of the prompt but the last, that one, and four more."""
-    model = adaptive.thinned(target(), of(4))
+    model = adaptive.skip_layers(target(), of(4))
     prompt = depths.PROMPTS[0]
     tokens = jnp.asarray([prompt + list(range(16)) + [0] * 128])
     length = jnp.array([len(prompt)])
-    cache = model.model.opened(model.params, None, length, 300)
+    cache = model.model.start_cache(model.params, None, length, 300)
     cache = prefill(model.model, model.params, cache, tokens, length + 16)
     assert cache.base.length.tolist() == [len(prompt) + 16]
     assert cache.few.tolist() == [len(prompt) + 4]
@@ -74,12 +74,12 @@ def test_keys_of_droppable_layers():
 
 def test_zeros_repeat_what_the_layer_gave_last():
     blank = adaptive.blank_corrections(target(), jax.random.key(0))
-    model = adaptive.thinned(target(), adaptive.lora_drop(blank, every=2))
+    model = adaptive.skip_layers(target(), adaptive.lora_drop(blank, every=2))
     prompt = depths.PROMPTS[0]
     tokens = jnp.asarray([[*prompt, 7, 8, 9]])
     size = tokens.shape[1]
     output, pending = model.model.forward(
-        model.params, tokens, model.model.opened(model.params, None, jnp.array([len(prompt)]), 64),
+        model.params, tokens, model.model.start_cache(model.params, None, jnp.array([len(prompt)]), 64),
         positions=jnp.arange(size)[None], mask=jnp.tril(jnp.ones((1, size, size), bool)), taps=(4,),
     )  # fmt: skip
     refresh, after, other = np.asarray(output.taps[0][0, -3:])  # behind layer 3, which can be dropped
@@ -103,7 +103,7 @@ def test_corrections_learn_with_the_target_frozen():
 
 def test_what_does_not_fit():
     with pytest.raises(UsageError, match="load the model with stacked=False"):
-        adaptive.thinned(tiny_llama(layers=LAYERS, stacked=True), of(EVERY))
+        adaptive.skip_layers(tiny_llama(layers=LAYERS, stacked=True), of(EVERY))
     with pytest.raises(UsageError, match="corrections are down"):
         adaptive.lora_drop(adaptive.Corrections(jnp.zeros((8, 4, 32)), jnp.zeros((8, 4, 32))))
     with pytest.raises(UsageError, match="lora_drop learns from the prompt and cannot draft"):

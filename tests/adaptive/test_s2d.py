@@ -18,7 +18,7 @@ LAYERS = 6
 def draft(threshold=None):
     """The whole draft model, or with exits."""
     model = tiny_llama(seed=1, layers=LAYERS, stacked=True)
-    return model if threshold is None else adaptive.thinned(model, adaptive.s2d(threshold))
+    return model if threshold is None else adaptive.skip_layers(model, adaptive.s2d(threshold))
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def drafted(threshold=None):
 def test_exits_lie_at_equal_parts():
     assert exit_layers(3, 12) == (4, 8, 12) and exit_layers(3, 8) == (3, 5, 8) and exit_layers(1, 5) == (5,)
     with pytest.raises(UsageError, match="exits must be from 1 to the 2 layers of the model, not 3"):
-        adaptive.thinned(tiny_llama(layers=2), adaptive.s2d())
+        adaptive.skip_layers(tiny_llama(layers=2), adaptive.s2d())
     with pytest.raises(UsageError, match="exits must be at least 2, not 1"):
         adaptive.s2d(exits=1)
 
@@ -72,7 +72,7 @@ def test_one_exit_is_ordinary_fine_tuning():
     tokens, length = depths.lesson()
     size = tokens.shape[1]
     logits = model.forward(
-        params, tokens, model.begin(params, None, 3, 0), positions=jnp.broadcast_to(jnp.arange(size), (3, size)),
+        params, tokens, model.init_cache(params, None, 3, 0), positions=jnp.broadcast_to(jnp.arange(size), (3, size)),
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (3, size, size)),
     )[0].logits  # fmt: skip
     log_p = np.asarray(jax.nn.log_softmax(logits))

@@ -14,7 +14,8 @@ from toy import markov
 
 import specjax
 from specjax import Request, UsageError, adaptive, decode, drafters
-from specjax.catalog import of_kind, parse_depth
+from specjax.adaptive.parsing import parse_depth
+from specjax.catalog import of_kind
 from specjax.drafters import autoregressive
 from specjax.engine.prefill import prefill
 from specjax.persistence import fingerprint
@@ -26,7 +27,7 @@ SOME = {"calm", "skip_decode", "first"}  # an exit, a plan, and what learns from
 
 @functools.cache
 def thinned(name, stacked=True):
-    return adaptive.thinned(depths.target(stacked), depths.depth(name))
+    return adaptive.skip_layers(depths.target(stacked), depths.depth(name))
 
 
 @functools.cache
@@ -46,7 +47,7 @@ def test_a_part_of_the_layers_writes_another_text(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_of_the_layers_write_the_text_of_the_whole_model(name):
-    model = adaptive.thinned(depths.target(), depths.never(name))
+    model = adaptive.skip_layers(depths.target(), depths.never(name))
     assert depths.texts(model) == whole()
     if name in THROUGH:
         reading, counts = depths.read_again(model, whole())
@@ -96,7 +97,7 @@ def test_layers_that_are_not_stacked_give_the_same_text(name):
     assert len(keys) == depths.LAYERS
     apart = {key: apart[str(int(key))] for key in keys}
     params = depths.target().params | {"layers": apart}
-    model = adaptive.thinned(specjax.Target(depths.target(False).model, params), depths.depth(name))
+    model = adaptive.skip_layers(specjax.Target(depths.target(False).model, params), depths.depth(name))
     assert depths.texts(model) == plain(name)
 
 
@@ -112,7 +113,7 @@ def test_one_reading_runs_what_decoding_ran(name):
     prompt, answer = depths.PROMPTS[0], plain(name)[0]
     text = jnp.asarray([prompt + answer])
     length = jnp.array([len(prompt)])
-    cache = model.opened(params, None, length, 160)
+    cache = model.start_cache(params, None, length, 160)
     cache = prefill(model, params, cache, jnp.pad(text, ((0, 0), (0, 128))), length - 1)
 
     @jax.jit
@@ -139,9 +140,9 @@ def test_layers_that_nobody_runs_are_not_computed(name):
     base = depths.target()
     mlp = jax.tree.map(lambda x: x.at[layer].set(jnp.nan), base.params["layers"]["mlp"])
     broken = base.params | {"layers": base.params["layers"] | {"mlp": mlp}}
-    model = adaptive.thinned(specjax.Target(base.model, broken), depths.depth(name))
+    model = adaptive.skip_layers(specjax.Target(base.model, broken), depths.depth(name))
     prompt, answer = depths.PROMPTS[row], plain(name)[row]
-    memory = model.model.opened(model.params, None, jnp.array([len(prompt)]), 160)
+    memory = model.model.start_cache(model.params, None, jnp.array([len(prompt)]), 160)
     good = thinned(name)
     tokens = jnp.asarray([prompt + answer + [0] * 128])
     length = jnp.array([len(prompt) + place - 1])
@@ -159,13 +160,13 @@ def test_layers_that_nobody_runs_are_not_computed(name):
 
 
 def test_a_second_threshold_compiles_nothing():
-    model = adaptive.thinned(depths.target(), adaptive.calm(0.5, every=2))
+    model = adaptive.skip_layers(depths.target(), adaptive.calm(0.5, every=2))
     depths.texts(model)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
     )
-    again = adaptive.thinned(depths.target(), adaptive.calm(0.25, every=2))
+    again = adaptive.skip_layers(depths.target(), adaptive.calm(0.25, every=2))
     key = jax.random.key(1).block_until_ready()
     compiled.clear()
     decode(again, autoregressive(), depths.PROMPTS, key=key, max_new_tokens=depths.NEW)
@@ -174,7 +175,7 @@ def test_a_second_threshold_compiles_nothing():
 
 def test_a_model_of_which_layers_can_be_named_is_wanted():
     with pytest.raises(UsageError, match=r"markov has no layers to choose from"):
-        adaptive.thinned(markov(), adaptive.calm())
+        adaptive.skip_layers(markov(), adaptive.calm())
     reading, counts = depths.read_again(depths.target(), whole())
     assert np.asarray(reading.ran.attention).all()
     said = [row[count].tolist() for row, count in zip(np.asarray(reading.said), counts, strict=True)]
@@ -207,7 +208,7 @@ def test_options_and_defaults_are_those_of_the_function(name):
 
 def test_a_checkpoint_is_of_one_depth():
     """What decides the text is in the fingerprint, and where the model lies is not."""
-    of = lambda depth, target: fingerprint.of_model(adaptive.thinned(target, depth))
+    of = lambda depth, target: fingerprint.of_model(adaptive.skip_layers(target, depth))
     depth = adaptive.calm(0.5, every=2)
     others = (
         adaptive.calm(0.4, every=2),

@@ -39,7 +39,7 @@ def whole(params, tokens):
     """What the model is meant to be: a pass over a whole text."""
     batch, count = tokens.shape
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((count, count), bool)), (batch, count, count))
-    cache, positions = GOOD.begin(params, None, batch, 1), jnp.broadcast_to(jnp.arange(count), tokens.shape)
+    cache, positions = GOOD.init_cache(params, None, batch, 1), jnp.broadcast_to(jnp.arange(count), tokens.shape)
     return GOOD.forward(params, tokens, cache, positions=positions, mask=mask)[0].logits
 
 

@@ -165,7 +165,7 @@ def test_coupled_text_is_that_of_plain_sampling(name):
 
 @pytest.mark.parametrize("name", those(set(EXACT) - HEADS, EXACT))
 def test_point_mass_methods_sample_the_text_of_plain_sampling(name):
-    if drafter_of(name).draws == "point_mass":
+    if drafter_of(name).traits.draws == "point_mass":
         assert run(name, temperature=1.0)[0] == run("autoregressive", temperature=1.0)[0]
     else:
         assert (
@@ -288,7 +288,7 @@ def test_drafting_twice_gives_the_same_tree(name):
     keys, others = (jax.random.split(jax.random.key(seed), len(PROMPTS)) for seed in (2, 3))
     first, second, third = drafts(job.parts.drafter, state, keys, keys, others)
     jax.tree.map(np.testing.assert_array_equal, first, second)
-    if job.parts.drafter.draws == "point_mass" and name not in DRAWS_ITS_POINTS:
+    if job.parts.drafter.traits.draws == "point_mass" and name not in DRAWS_ITS_POINTS:
         jax.tree.map(np.testing.assert_array_equal, first, third)
 
 

@@ -194,7 +194,7 @@ def test_scores_are_those_of_a_whole_pass():
 def _whole(target, tokens):
     n = len(tokens)
     mask = jnp.tril(jnp.ones((1, n, n), bool))
-    cache = target.model.begin(target.params, None, 1, 64)
+    cache = target.model.init_cache(target.params, None, 1, 64)
     ids = jnp.array([tokens])
     return target.model.forward(target.params, ids, cache, positions=jnp.arange(n)[None], mask=mask)[0]
 

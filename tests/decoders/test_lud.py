@@ -57,7 +57,7 @@ def test_slots_change_nothing_before_them():
     tokens = jnp.asarray([[3, 1, 4, PAD, PAD]])
     model, params = target.model, target.params
     forward = lambda tokens: model.forward(
-        params, tokens, model.begin(params, None, 1, 0), positions=jnp.arange(tokens.shape[1])[None],
+        params, tokens, model.init_cache(params, None, 1, 0), positions=jnp.arange(tokens.shape[1])[None],
         mask=jnp.tril(jnp.ones((1, *[tokens.shape[1]] * 2), bool)),
     )[0].logits  # fmt: skip
     np.testing.assert_allclose(forward(tokens)[:, :3], forward(tokens[:, :3]), atol=1e-5)

@@ -249,7 +249,7 @@ def test_one_program_has_no_collective_in_its_branches_and_copies_no_cache():
     lowered = in_one._run.lower(roles, tokens, lengths, settings.ends(), mesh=mesh, gamma=3, max_new_tokens=20)
     text = lowered.compile().as_text()
     assert "conditional(" in text
-    slots = draft.model.begin(draft.params, None, 4, tokens.shape[1] + 128).k[0].shape
+    slots = draft.model.init_cache(draft.params, None, 4, tokens.shape[1] + 128).k[0].shape
     cache = "f32[" + ",".join(map(str, slots)) + "]"
     # Copies of zeros are the empty caches.
     assert cache in text and not re.findall(rf"= {re.escape(cache)}\S* copy\(%(?!\w*broadcast)", text)

@@ -73,7 +73,7 @@ def logits_behind(target, mixture):
     """float32[1, V]: of a pass of the model from the beginning."""
     count = mixture.ids.shape[1]
     output, _ = target.model.forward(
-        target.params, mixture, target.model.begin(target.params, None, 1, 128), positions=jnp.arange(count)[None],
+        target.params, mixture, target.model.init_cache(target.params, None, 1, 128), positions=jnp.arange(count)[None],
         mask=jnp.tril(jnp.ones((1, count, count), bool)),
     )  # fmt: skip
     return output.logits[:, -1]

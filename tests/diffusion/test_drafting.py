@@ -65,7 +65,7 @@ def test_one_round_keeps_the_distribution_and_drawn_tokens_of_two_rounds_would_n
     )
     share = np.mean(np.asarray(result.tokens) == 0, 0)
     np.testing.assert_allclose(share, 0.7, atol=0.025)
-    assert as_drafter(toys.coupled(), width=2, rounds=2).draws == "point_mass"
+    assert as_drafter(toys.coupled(), width=2, rounds=2).traits.draws == "point_mass"
 
 
 def test_bad_input_is_one_sentence():

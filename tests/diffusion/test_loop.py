@@ -75,7 +75,7 @@ def uncached(denoiser, canvas):
     batch, size = canvas.tokens.shape
     columns = jnp.broadcast_to(jnp.arange(size), (batch, size))
     mask = columns[:, None, :] // denoiser.block <= columns[:, :, None] // denoiser.block
-    cache = denoiser.model.begin(denoiser.params, None, batch, 1)
+    cache = denoiser.model.init_cache(denoiser.params, None, batch, 1)
     hidden, _ = forward.forward(denoiser, cache, forward.shown(denoiser, canvas, columns), columns, mask)
     return forward.logits_of(denoiser, hidden)
 

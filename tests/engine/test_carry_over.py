@@ -9,9 +9,10 @@ from tiers import those
 from toy import markov
 
 from specjax import Request, decode, drafters, serve, stream
-from specjax.engine.carry_over import settled, teach
+from specjax.engine.carry_over import canonical, learned
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start, step
+from specjax.types import Hooks
 
 RECYCLING = functools.partial(drafters.token_recycling, 30, num_nodes=7)
 REMEMBERING = {
@@ -43,11 +44,11 @@ def text(drafter, stride, first):
 @pytest.mark.parametrize("name", those(("token_recycling", "auto"), REMEMBERING))
 def test_a_text_that_ends_late_takes_nothing_back(name):
     drafter = REMEMBERING[name]()
-    early = teach(drafter, text(drafter, 1, 14)[0])  # 15 follows 14, ...
+    early = learned(drafter, text(drafter, 1, 14)[0])  # 15 follows 14, ...
     long, _ = text(early, 1, 0)
     short, _ = text(early, -1, 29)  # now 28 follows 29, ...
-    before = teach(early, short)
-    after = teach(before, long)
+    before = learned(early, short)
+    after = learned(before, long)
     accepted = [text(known, -1, 29)[1] for known in (drafter, before, after)]
     assert accepted[2] >= accepted[1] > accepted[0] + 5
     assert text(after, 1, 0)[1] > text(before, 1, 0)[1] + 5
@@ -57,7 +58,7 @@ def test_what_stays_as_it_is_is_not_copied():
     """A corpus, or a draft model, of a drafter that remembers something else."""
     known = {"corpus": np.arange(4), "learnt": jax.numpy.zeros(())}
     learning = lambda params, state: params | {"learnt": params["learnt"] + 1}
-    drafter = drafters.autoregressive().replace(params=jax.device_put(known), remember=learning)
+    drafter = drafters.autoregressive().replace(params=jax.device_put(known), hooks=Hooks(export=learning))
     target, prompts, options = cycle(1), [[3]], {"key": 0, "max_new_tokens": 2}
     requests = [Request(prompts[0], 0)] * 3
     last = lambda steps: list(steps)[-1].drafter()
@@ -65,7 +66,7 @@ def test_what_stays_as_it_is_is_not_copied():
         (decode(target, drafter, prompts, **options).drafter, 1),
         (last(stream(target, drafter, prompts, **options)), 1),
         (last(serve(target, drafter, requests, slots=2, longest_prompt=1, max_new_tokens=2)), 4),
-        (settled(target, drafter), 1),
+        (canonical(target, drafter), 1),
     ):
         assert after.params["corpus"] is drafter.params["corpus"]
         assert after.params["learnt"] == lessons

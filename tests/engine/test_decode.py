@@ -11,7 +11,7 @@ from toy import markov, tiny_llama
 
 from specjax import Target, UsageError, controllers, decode, drafters, stream, verifiers
 from specjax.engine.prefill import CHUNK
-from specjax.types import Controller
+from specjax.types import Controller, Traits
 
 CYCLE = np.full((12, 12), 1e-6, np.float32)
 for _t in range(12):
@@ -95,7 +95,7 @@ def test_a_pass_is_as_wide_as_the_widest_draft_asks_for():
     )
     result = decode(
         Target(honest.model._replace(forward=forward), honest.params),
-        drafters.prompt_lookup(7).replace(widths=(1, 4)),
+        drafters.prompt_lookup(7).replace(traits=Traits(widths=(1, 4), chains=True, follows_any_tree=True)),
         [[*range(12), 0, 1]] * 2,
         key=jax.random.key(0),
         max_new_tokens=14,
@@ -208,7 +208,7 @@ def test_bad_arguments_are_named_before_anything_compiles(run, change, message):
         (tiny_llama(), r"drafter is a model; make a drafter of it: specjax\.drafters\.two_model\(model\)"),
         (drafters.prompt_lookup, r"drafter is the function prompt_lookup; call it"),
         (3, "drafter must be one of specjax.drafters or the name of a method, not 3"),
-        (drafters.autoregressive().replace(draws="greedily"), "draws must be one of point_mass, chain"),
+        (drafters.autoregressive().replace(traits=Traits(draws="greedily")), "draws must be one of point_mass, chain"),
     ],
 )
 def test_what_is_no_drafter_is_named(drafter, message):

@@ -32,7 +32,7 @@ def rescored(target, prompts, result, **warping):
     def distribution(text):
         t = text.shape[1]
         mask = jnp.tril(jnp.ones((1, t, t), bool))
-        cache = target.model.begin(target.params, None, 1, t)
+        cache = target.model.init_cache(target.params, None, 1, t)
         output, _ = target.model.forward(target.params, text, cache, positions=jnp.arange(t)[None], mask=mask)
         return jax.nn.log_softmax(warp(output.logits, Sampling(**warping)))[0]
 
@@ -123,7 +123,7 @@ def test_gradients_flow_through_the_models_own_pass(head_dim, stacked):
     tokens = jnp.array([[1, 2, 3, 1, 2, 5]])
 
     def loss(params):
-        cache = target.model.begin(target.params, None, 1, 6)
+        cache = target.model.init_cache(target.params, None, 1, 6)
         mask = jnp.tril(jnp.ones((1, 6, 6), bool))
         output, _ = target.model.forward(params, tokens, cache, positions=jnp.arange(6)[None], mask=mask)
         log_p = jax.nn.log_softmax(output.logits[:, :-1])

@@ -17,7 +17,7 @@ from specjax.engine.job import Keep
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.target_pass import judge_at
 from specjax.trees import operations
-from specjax.types import Prompts
+from specjax.types import Hooks, SoftPrompts
 
 PROMPTS = [[1, 2, 3, 1, 2], [5, 9]]
 
@@ -39,7 +39,7 @@ def test_prompts_change_no_node_and_none_is_accepted():
         # Below node 0 the token after the root and, below that, another one; below node 1 the one after it.
         tokens = jnp.stack([best[:, 0], best[:, 1], best[:, 1]], 1)
         parents = jnp.broadcast_to(jnp.array([0, 3, 1]), tokens.shape)
-        prompts = Prompts(target.model.embed(target.params, tokens), parents, jnp.ones_like(tokens, bool))
+        prompts = SoftPrompts(target.model.embed(target.params, tokens), parents, jnp.ones_like(tokens, bool))
         beside = judge(tree, lambda tree, verdict, output: output.logits, lambda part: prompts)
         # The same as nodes of the tree.
         both = lambda x, y: jnp.concatenate([x, y], 1)
@@ -57,6 +57,6 @@ def test_prompts_change_no_node_and_none_is_accepted():
 
 
 def test_a_model_that_reads_tokens_alone_is_refused():
-    prompted = prompt_lookup(2).replace(prompts=lambda *arguments: None)
+    prompted = prompt_lookup(2).replace(hooks=Hooks(soft_prompts=lambda *arguments: None))
     with pytest.raises(UsageError, match="the drafter's prompts are vectors, and the model scripted reads tokens only"):
         decode(scripted([[1] * 64], 4), prompted, [[1]], key=0, max_new_tokens=2)

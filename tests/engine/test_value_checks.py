@@ -10,7 +10,7 @@ from specjax import UsageError, decode, trees, verifiers
 from specjax.drafters import two_model
 from specjax.engine.value_checks import check_draft
 from specjax.trees import operations
-from specjax.types import Drafter, TokenTree
+from specjax.types import Drafter, TokenTree, Traits, TreeSize
 
 LOGITS = jnp.log(jnp.asarray(DRAFT_ROWS))
 
@@ -69,7 +69,7 @@ def wrong(change, draws="point_mass"):
         valid = jnp.arange(3) <= limit[:, None]
         return change(operations.chain(nodes, valid), context), state
 
-    return Drafter(propose=propose, num_nodes=3, max_depth=2, draws=draws)
+    return Drafter(propose=propose, size=TreeSize(3, 2), traits=Traits(draws=draws))
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_sampled_text_is_that_of_plain_sampling(drafter, how):
 
 
 def test_an_empty_draft_of_the_drafter_costs_a_plain_step():
-    assert 1 in DRAFTERS["bigrams"]().widths
+    assert 1 in DRAFTERS["bigrams"]().traits.widths
 
 
 def test_a_round_of_the_drafter_by_hand():

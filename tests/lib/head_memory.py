@@ -11,7 +11,7 @@ from toy import markov, tiny_llama
 from specjax.engine import run as engine
 from specjax.engine.prepare import prepare
 from specjax.models.heads import blocks
-from specjax.models.heads.contract import DraftHead, Pairs
+from specjax.models.heads.contract import DraftHead, FeaturePairs
 from specjax.models.heads.eagle import Eagle, EagleConfig, eagle_head
 from specjax.types import Context
 
@@ -39,10 +39,10 @@ def read_at_once(head, job, state):
     positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
     taps = {"taps": head.head.taps} if head.head.taps else {}
-    cache = target.model.begin(target.params, None, batch, size)
+    cache = target.model.init_cache(target.params, None, batch, size)
     output, _ = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask, **taps)
-    memory = head.head.begin(head.params, context, batch, 2 * size)
-    pairs = Pairs(head.head.features_of(output), jnp.roll(tokens, -1, 1), state.length - 1)
+    memory = head.head.init_memory(head.params, context, batch, 2 * size)
+    pairs = FeaturePairs(head.head.features_of(output), jnp.roll(tokens, -1, 1), state.length - 1)
     return head.head.read(head.params, memory, pairs, context)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax import Target
 from specjax.models import LlamaConfig, init_params, make_model
-from specjax.models.heads.contract import Drafted, Pairs
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs
 from specjax.types import Context
 
 PAIRS = 5
@@ -49,12 +49,12 @@ def shapes_of_target(**changes) -> Target:
 def both_steps(head, target, features):
     """float32[2, V]: what follows the root, and what follows a token drafted there."""
     context = Context(jnp.asarray([[1, *TOKENS]]), jnp.asarray([PAIRS + 1]), target=target)
-    memory = head.head.begin(head.params, context, 1, 16)
-    pairs = Pairs(features[None], jnp.asarray(TOKENS)[None], jnp.asarray([PAIRS]))
+    memory = head.head.init_memory(head.params, context, 1, 16)
+    pairs = FeaturePairs(features[None], jnp.asarray(TOKENS)[None], jnp.asarray([PAIRS]))
     memory = head.head.read(head.params, memory, pairs, context)
     scratch, first = head.head.start(head.params, memory, context, 4)
     one = lambda value: jnp.full((1, 1), value)
-    node = Drafted(one(DRAFT), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, 4), bool))
+    node = DraftedNodes(one(DRAFT), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, 4), bool))
     _, second = head.head.follow(head.params, scratch, node, context)
     return jnp.stack([first[0], second[0, 0]])
 

@@ -11,9 +11,9 @@ from heads import width_of
 
 from specjax import Target
 from specjax.models.heads.blocks import init_params
-from specjax.models.heads.contract import Drafted, DraftHead, Pairs
+from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs
 from specjax.models.heads.kinds import KINDS
-from specjax.types import Context, Said
+from specjax.types import Context, DraftOutput
 
 # A text of seven tokens and one of four, each with a draft of three below its root.
 TEXT = np.array([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 0, 0, 0]])
@@ -40,13 +40,13 @@ def _run(head, params, target: Target, features, path, reads: int):
     length = jnp.asarray(LENGTH)
     tokens = jnp.pad(jnp.asarray(TEXT), ((0, 0), (0, 4)))
     context = Context(tokens, length, target=target)
-    memory, held = head.begin(params, context, len(TEXT), 16), jnp.zeros_like(length)
+    memory, held = head.init_memory(params, context, len(TEXT), 16), jnp.zeros_like(length)
     at = lambda x, start: jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, reads))(x, start)
     pad = lambda x: jnp.pad(x, [(0, 0), (0, reads)] + [(0, 0)] * (x.ndim - 2))
     for _ in range(-(-(TEXT.shape[1] - 1) // reads)):
         count = jnp.clip(length - 1 - held, 0, reads)
         following = at(pad(tokens), held + 1)
-        memory = head.read(params, memory, Pairs(at(pad(features), held), following, count), context)
+        memory = head.read(params, memory, FeaturePairs(at(pad(features), held), following, count), context)
         held += count
     return draft(head, params, memory, context, path)
 
@@ -55,12 +55,12 @@ def draft(head, params, memory, context: Context, path) -> jax.Array:
     """float32[B, 1 + D, V]: what it says of the root, and of each of the tokens int32[B, D] one below the other."""
     batch, depth = path.shape
     scratch, logits = head.start(params, memory, context, 1 + depth)
-    of = lambda said: said.logits if isinstance(said, Said) else said
+    of = lambda said: said.logits if isinstance(said, DraftOutput) else said
     said = [of(logits)]
     for d in range(1, depth + 1):
         one = lambda x: jnp.full((batch, 1), x, jnp.int32)
         seen = jnp.broadcast_to((jnp.arange(1 + depth) < d) & (jnp.arange(1 + depth) > 0), (batch, 1, 1 + depth))
-        drafted = Drafted(path[:, d - 1 : d], one(d), jnp.int32(d), one(d - 1), seen)
+        drafted = DraftedNodes(path[:, d - 1 : d], one(d), jnp.int32(d), one(d - 1), seen)
         scratch, logits = head.follow(params, scratch, drafted, context)
         said.append(of(logits)[:, 0])
     return jnp.stack(said, 1)

@@ -95,7 +95,7 @@ def training(address: str, count: str, host: str, folder: str, epochs: str) -> N
     losses: list[float] = []
     fitted = train(
         spread, head_of("eagle3"), texts(), recipe=recipe(), held_out=texts(), epochs=int(epochs), rows=4, length=32,
-        evaluate_every=2, folder=folder, listen=lambda progress: losses.append(progress.loss),
+        evaluate_every=2, folder=folder, on_progress=lambda progress: losses.append(progress.loss),
     )  # fmt: skip
     found = served(spread, fitted, texts(), depths=3, rows=4, length=32)
     print(json.dumps({"losses": losses, "served": found}), flush=True)

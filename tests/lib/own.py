@@ -105,7 +105,7 @@ def bag_model() -> Model:
         return Bag(values, cache.length + num_nodes)
 
     return Model(
-        begin=lambda params, inputs, batch, capacity: Bag(
+        init_cache=lambda params, inputs, batch, capacity: Bag(
             jnp.zeros((batch, capacity, WIDTH)), jnp.zeros((batch,), jnp.int32)
         ),
         forward=forward,

@@ -51,7 +51,7 @@ def history_model(vocab: int = VOCAB) -> Model:
         return Tokens(tokens, cache.length + num_nodes)
 
     return Model(
-        begin=lambda params, inputs, batch, capacity: Tokens(
+        init_cache=lambda params, inputs, batch, capacity: Tokens(
             jnp.zeros((batch, capacity), jnp.int32), jnp.zeros((batch,), jnp.int32)
         ),
         forward=forward,

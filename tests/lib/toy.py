@@ -29,6 +29,8 @@ from specjax.types import (
     Stream,
     Target,
     TokenTree,
+    Traits,
+    TreeSize,
 )
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
@@ -71,7 +73,7 @@ def markov_model(vocab: int) -> Model:
         return Output(logits, logits, streams), ()
 
     return Model(
-        begin=lambda params, inputs, batch, capacity: (),
+        init_cache=lambda params, inputs, batch, capacity: (),
         forward=forward,
         commit=lambda cache, pending, path, num_nodes: cache,
         rewind=lambda cache, length: cache,
@@ -148,9 +150,8 @@ def branching_drafter(branching: tuple[int, ...]) -> Drafter:
 
     return Drafter(
         propose=propose,
-        num_nodes=shape.num_nodes,
-        max_depth=len(branching),
-        draws="without_replacement",
+        size=TreeSize(shape.num_nodes, len(branching)),
+        traits=Traits(draws="without_replacement"),
     )
 
 
@@ -224,7 +225,7 @@ def pairs_after(drafter_of, layers: int = 3, **options):
     first, second = np.asarray(result.to_lists()).T
     chains = jnp.asarray([[1, 2, token] for token in range(3)])
     logits = target.model.forward(
-        target.params, chains, target.model.begin(target.params, None, 3, 128),
+        target.params, chains, target.model.init_cache(target.params, None, 3, 128),
         positions=jnp.broadcast_to(jnp.arange(3), (3, 3)), mask=jnp.tril(jnp.ones((3, 3, 3), bool)),
     )[0].logits  # fmt: skip
     p = np.asarray(jax.nn.softmax(logits / 2.0))

@@ -26,7 +26,7 @@ def _by_hand(kind: str, vocab: int) -> Model:
         return Output(hidden, hidden), jnp.zeros((*tokens.shape, 0))
 
     return Model(
-        begin=lambda params, inputs, batch, capacity: jnp.zeros((batch, 0)),
+        init_cache=lambda params, inputs, batch, capacity: jnp.zeros((batch, 0)),
         forward=forward,
         commit=lambda cache, pending, path, num_nodes: cache,
         vocab_size=vocab,

@@ -88,7 +88,7 @@ def recurrent_model(vocab: int, fold=fold_along_ancestors) -> Model:
         return Running(jnp.where((num_nodes > 0)[None, :, None], picked, cache.state))
 
     return Model(
-        begin=lambda params, inputs, batch, capacity: Running(jnp.zeros((LAYERS, batch, WIDTH))),
+        init_cache=lambda params, inputs, batch, capacity: Running(jnp.zeros((LAYERS, batch, WIDTH))),
         forward=forward,
         commit=commit,
         vocab_size=vocab,
@@ -138,7 +138,7 @@ def _attend(query, keys, seen):
 def encoding_model(vocab: int) -> Model:
     """A layer of attention to the text and one to an encoder's output; `inputs` are int32[B, INPUTS]."""
 
-    def begin(params, inputs, batch, capacity):
+    def init_cache(params, inputs, batch, capacity):
         encoded = jnp.tanh(params["source"][inputs] + params["place"]).swapaxes(0, 1)
         return Memory(encoded, jnp.zeros((batch, capacity, WIDTH)), jnp.zeros((batch,), jnp.int32))
 
@@ -161,7 +161,7 @@ def encoding_model(vocab: int) -> Model:
         return Memory(cache.encoded, text, cache.length + num_nodes)
 
     return Model(
-        begin=begin,
+        init_cache=init_cache,
         forward=forward,
         commit=commit,
         vocab_size=vocab,

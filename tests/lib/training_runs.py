@@ -12,7 +12,7 @@ import toy
 
 import specjax
 from specjax.models.heads.kinds import init_head
-from specjax.training.data.packing import Text
+from specjax.training.data.packing import TrainingText
 from specjax.training.objectives.recipes import recipe_of
 
 NEW, DEPTHS = 24, 3
@@ -24,11 +24,11 @@ def target():
 
 
 @functools.cache
-def texts() -> tuple[Text, ...]:
+def texts() -> tuple[TrainingText, ...]:
     """Four prompts, and what the target writes."""
     prompts = np.random.default_rng(0).integers(1, 60, (4, 6)).tolist()
     result = specjax.decode(target(), None, prompts, key=0, max_new_tokens=NEW)
-    return tuple(Text((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True))
+    return tuple(TrainingText((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True))
 
 
 def head_of(kind: str):

@@ -116,7 +116,7 @@ def ours(target, texts, cut: tuple[int, int] = (0, 0), taps=()):
     Both pieces have the same width, so they share a program.
     """
     model, params = target.model, target.params
-    cache, run = model.begin(params, None, 2, texts.shape[1] + 32), jitted(model, taps)
+    cache, run = model.init_cache(params, None, 2, texts.shape[1] + 32), jitted(model, taps)
     width = max(n - c for n, c in zip(LENGTHS, cut, strict=True))
     pieces: list[list] = [[], []]
     for start, stop in ((0, 0), cut), (cut, LENGTHS):

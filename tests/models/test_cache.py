@@ -47,7 +47,7 @@ def verify_pass(target, cache, tokens, parents, path, count):
 
 @jax.jit
 def filled(target, tokens, count):
-    cache = target.model.begin(target.params, None, tokens.shape[0], CAPACITY)
+    cache = target.model.init_cache(target.params, None, tokens.shape[0], CAPACITY)
     dead = lambda tree, value: jax.tree.map(lambda x: jnp.full_like(x, 99 if x.dtype == jnp.int8 else value), tree)
     cache = cache._replace(k=dead(cache.k, jnp.nan), v=dead(cache.v, 1e9))
     return prefill(target.model, target.params, cache, tokens, count)
@@ -115,7 +115,7 @@ def test_prefill_in_chunks_equals_one_pass_and_rows_may_differ():
     tokens = jax.random.randint(jax.random.key(0), (2, length), 0, 64)
     cache = filled(target, tokens, jnp.array([length, 5]))
     mask = jnp.tril(jnp.ones((1, length, length), bool))
-    empty = target.model.begin(target.params, None, 1, 1)
+    empty = target.model.init_cache(target.params, None, 1, 1)
     _, pending = jax.jit(target.model.forward)(
         target.params, tokens[:1], empty, positions=jnp.arange(length)[None], mask=mask
     )
@@ -181,7 +181,7 @@ def one_pass_and_steps(target, tokens):
         params, tokens, cache, positions=start + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool)), (batch, *(tokens.shape[1],) * 2)),
     )  # fmt: skip
-    cache = model.begin(params, None, batch, count + 1)
+    cache = model.init_cache(params, None, batch, count + 1)
 
     def step(cache, token):
         output, pending = forward(cache, token[:, None], cache.length[:, None])
@@ -248,8 +248,8 @@ def test_heads_that_fill_the_lanes_change_no_logit(changes):
     """As on a TPU, where heads of 8 lie in 128 lanes."""
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
     narrow, filled = (tiny_llama(cache_lanes=lanes, **changes) for lanes in (1, 128))
-    assert {leaf.shape[-1] for leaf in jax.tree.leaves(narrow.model.begin(None, None, 2, 24).k)} <= {8, kv.SLOTS}
-    assert {leaf.shape[-1] for leaf in jax.tree.leaves(filled.model.begin(None, None, 2, 24).k)} == {128}
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(narrow.model.init_cache(None, None, 2, 24).k)} <= {8, kv.SLOTS}
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(filled.model.init_cache(None, None, 2, 24).k)} == {128}
     one_pass, stepwise = jax.jit(one_pass_and_steps)(filled, tokens)
     for found, wanted in zip((one_pass, stepwise), jax.jit(one_pass_and_steps)(narrow, tokens), strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-5 if not changes else 2e-2)
@@ -257,7 +257,7 @@ def test_heads_that_fill_the_lanes_change_no_logit(changes):
 
 def test_int8_takes_half_the_memory_of_bfloat16():
     def size(**changes):
-        cache = tiny_llama(head_dim=64, **changes).model.begin(None, None, 2, 256)
+        cache = tiny_llama(head_dim=64, **changes).model.init_cache(None, None, 2, 256)
         return sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
 
     assert size(cache_dtype="int8") / size(dtype="bfloat16") == (64 + 4) / (2 * 64)

@@ -30,7 +30,7 @@ PARENTS = np.array([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 0, 3, 4], [-1, 0, 1, 2, 3, 4
 
 
 OPTIONS = dict(
-    norms="after", qk_norm=True, qk_norm_of="projection", rotated=6, rope_scaling=RopeScaling("yarn", 4.0, 1.0, 2.0, 4),
+    norms="after", qk_norm=True, qk_norm_scope="projection", rotary_dim=6, rope_scaling=RopeScaling("yarn", 4.0, 1.0, 2.0, 4),
     window=3, is_global=(False, True), local_rope_base=100.0,
 )  # fmt: skip
 """What families of Llama's kind add."""
@@ -67,7 +67,7 @@ class Passed(NamedTuple):
 
 def begin(target: Target, rows=slice(None)):
     inputs = inputs_of(ROWS)[rows] if target.model.capabilities.inputs else None
-    return target.model.begin(target.params, inputs, len(TEXT[rows]), CAPACITY)
+    return target.model.init_cache(target.params, inputs, len(TEXT[rows]), CAPACITY)
 
 
 @jax.jit
@@ -278,11 +278,11 @@ def test_embedding_and_head_are_those_of_a_pass(name):
 
 def test_inputs_matter_and_are_refused_where_nothing_reads_them():
     target = encoding()
-    caches = [target.model.begin(target.params, inputs_of(ROWS, seed=seed), ROWS, CAPACITY) for seed in (0, 1)]
+    caches = [target.model.init_cache(target.params, inputs_of(ROWS, seed=seed), ROWS, CAPACITY) for seed in (0, 1)]
     predicted = [next_logits(target, cache, np.zeros(ROWS, np.int32)) for cache in caches]
     assert (np.abs(predicted[0] - predicted[1]).max(-1) > 0.3).all()
-    with pytest.raises(UsageError, match="the model llama reads nothing besides tokens; leave inputs out"):
-        tiny_llama().model.begin(None, inputs_of(1), 1, 8)
+    with pytest.raises(UsageError, match="the model llama takes tokens only; leave inputs out"):
+        tiny_llama().model.init_cache(None, inputs_of(1), 1, 8)
 
 
 def test_equal_hyperparameters_give_the_same_model():

@@ -1,4 +1,4 @@
-"""`specjax.target_of`: users' functions and Flax modules as targets and drafts, which remember the text or a cache."""
+"""`specjax.as_target`: users' functions and Flax modules as targets and drafts, which remember the text or a cache."""
 
 import functools
 
@@ -11,20 +11,20 @@ from own import LONGEST, VOCAB, OwnLinen, OwnNNX, empty_cache, plain, transforme
 from tiers import exhaustive, those
 
 import specjax
-from specjax import Target, UsageError, check_model, decode, target_of, trees
+from specjax import Target, UsageError, as_target, check_model, decode, trees
 from specjax.drafters import prompt_lookup, two_model
 from specjax.models import custom_caches
 
 PROMPTS = [[1, 2, 3, 1, 2, 3], [5], [7, 8]]
 OPTIONS = {"key": jax.random.key(1), "max_new_tokens": 12}
 MADE = {
-    "function, text, chains": lambda: target_of(plain, weights(), max_positions=LONGEST),
-    "function, text, trees": lambda: target_of(transformer, weights(), max_positions=LONGEST),
-    "function, cache": lambda: target_of(transformer, weights(), max_positions=LONGEST, cache=empty_cache),
-    "nnx, cache": lambda: target_of(OwnNNX(), max_positions=LONGEST, cache=empty_cache),
-    "nnx, text": lambda: target_of(OwnNNX(), max_positions=LONGEST, trees=False),
-    "linen, cache": lambda: target_of(OwnLinen(), {"params": weights()}, max_positions=LONGEST, cache=empty_cache),
-    "linen, text": lambda: target_of(OwnLinen(), weights(), max_positions=LONGEST),
+    "function, text, chains": lambda: as_target(plain, weights(), max_positions=LONGEST),
+    "function, text, trees": lambda: as_target(transformer, weights(), max_positions=LONGEST),
+    "function, cache": lambda: as_target(transformer, weights(), max_positions=LONGEST, cache=empty_cache),
+    "nnx, cache": lambda: as_target(OwnNNX(), max_positions=LONGEST, cache=empty_cache),
+    "nnx, text": lambda: as_target(OwnNNX(), max_positions=LONGEST, trees=False),
+    "linen, cache": lambda: as_target(OwnLinen(), {"params": weights()}, max_positions=LONGEST, cache=empty_cache),
+    "linen, text": lambda: as_target(OwnLinen(), weights(), max_positions=LONGEST),
 }
 
 
@@ -81,7 +81,7 @@ def test_all_promises_are_kept(name):
 def logits_of(target):
     """Of a text, by a pass over its end behind its beginning, and by the function."""
     model, text = target.model, jnp.array([PROMPTS[0]])
-    cache, seen = model.begin(target.params, None, 1, 8), []
+    cache, seen = model.init_cache(target.params, None, 1, 8), []
     for start, end in ((0, 2), (2, 6)):
         mask = jnp.tril(jnp.ones((1, end - start, end - start), bool))
         positions = jnp.arange(start, end)[None]
@@ -100,7 +100,7 @@ def test_a_module_is_its_function(name):
 
 def test_nothing_is_copied():
     module = OwnNNX()
-    pairs = [(target_of(module, max_positions=8).params, nnx.state(module))]
+    pairs = [(as_target(module, max_positions=8).params, nnx.state(module))]
     pairs += [(made(name).params, weights()) for name in ("linen, cache", "linen, text", "function, cache")]
     for ours, theirs in pairs:
         for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -108,67 +108,67 @@ def test_nothing_is_copied():
 
 
 def test_equal_models_are_one():
-    assert made("nnx, cache").model == target_of(OwnNNX(seed=3), max_positions=LONGEST, cache=empty_cache).model
-    assert made("linen, text").model == target_of(OwnLinen(), weights(3), max_positions=LONGEST).model
+    assert made("nnx, cache").model == as_target(OwnNNX(seed=3), max_positions=LONGEST, cache=empty_cache).model
+    assert made("linen, text").model == as_target(OwnLinen(), weights(3), max_positions=LONGEST).model
     assert made("function, cache").model == MADE["function, cache"]().model
     assert made("function, cache").model != made("function, text, trees").model
     assert made("nnx, cache").model.name == "OwnNNX" and made("function, cache").model.name == "transformer"
 
 
 def test_what_a_pass_leaves_undone_is_refused_before_anything_runs():
-    with pytest.raises(UsageError, match="a parameter `cache`, which plain has not; leave cache out"):
-        target_of(plain, weights(), max_positions=8, cache=empty_cache)
+    with pytest.raises(UsageError, match="cache needs a model with a parameter `cache`, which plain lacks"):
+        as_target(plain, weights(), max_positions=8, cache=empty_cache)
     with pytest.raises(UsageError, match="no parameter `mask` or `attention_mask`, which trees need"):
-        target_of(plain, weights(), max_positions=8, trees=True)
-    with pytest.raises(UsageError, match=r"params of a Linen module or of a function must be given.*pass \(\)"):
-        target_of(plain, max_positions=8)
-    with pytest.raises(UsageError, match="takes `segments`, which it cannot be given; pass a function"):
-        target_of(lambda params, tokens, segments: tokens, (), max_positions=8, name="mine")
-    with pytest.raises(UsageError, match=r"mine must give logits \[B, T, V\] for tokens \[1, 4\], not \[1, 4\]"):
-        target_of(lambda params, tokens: tokens, (), max_positions=8, name="mine")
+        as_target(plain, weights(), max_positions=8, trees=True)
+    with pytest.raises(UsageError, match=r"a Linen module or a function needs params.*pass \(\)"):
+        as_target(plain, max_positions=8)
+    with pytest.raises(UsageError, match="needs the argument `segments`, which specjax does not pass; wrap it"):
+        as_target(lambda params, tokens, segments: tokens, (), max_positions=8, name="mine")
+    with pytest.raises(UsageError, match=r"mine must return logits \[B, T, V\] for tokens \[1, 4\], not \[1, 4\]"):
+        as_target(lambda params, tokens: tokens, (), max_positions=8, name="mine")
     for longest in (0, 1.5, True, "8", None):
         with pytest.raises(UsageError, match="max_positions must be a whole number of at least 1, not "):
-            target_of(plain, weights(), max_positions=longest)
+            as_target(plain, weights(), max_positions=longest)
     for module in (OwnNNX, OwnLinen):
-        with pytest.raises(UsageError, match=f"model is the class {module.__name__}; give a module"):
-            target_of(module, weights(), max_positions=8)
+        with pytest.raises(UsageError, match=f"model is the class {module.__name__}; pass an instance"):
+            as_target(module, weights(), max_positions=8)
     with pytest.raises(UsageError, match="must be a Flax module or a function, not str"):
-        target_of("llama", (), max_positions=8)
-    with pytest.raises(UsageError, match=r"mine must give logits .* not dict"):
-        target_of(lambda params, tokens: {"logits": tokens}, (), max_positions=8, name="mine")
+        as_target("llama", (), max_positions=8)
+    with pytest.raises(UsageError, match=r"mine must return logits .* not dict"):
+        as_target(lambda params, tokens: {"logits": tokens}, (), max_positions=8, name="mine")
     silent = lambda params, tokens, positions, mask, cache: transformer(params, tokens, positions, mask, cache)[0]
-    with pytest.raises(UsageError, match="mine must give its cache beside the logits"):
-        target_of(silent, weights(), max_positions=8, cache=empty_cache, name="mine")
+    with pytest.raises(UsageError, match="mine must return the cache with the logits"):
+        as_target(silent, weights(), max_positions=8, cache=empty_cache, name="mine")
     ring = lambda batch, slots: {"kv": jnp.zeros((batch, 2, 64, 2, 8)), "next": jnp.zeros((batch,), jnp.int32)}
     with pytest.raises(UsageError, match=r"float32\[2, 2, 64, 2, 8\] at \['kv'\] for 2 rows of 128 slots"):
-        target_of(transformer, weights(), max_positions=8, cache=ring)
+        as_target(transformer, weights(), max_positions=8, cache=ring)
     drafter = two_model(made("function, cache"), tree=trees.parse("2x2"))
     with pytest.raises(UsageError, match="chain"):
         decode(made("function, text, chains"), drafter, PROMPTS, **OPTIONS)
-    with pytest.raises(UsageError, match="reads nothing besides tokens"):
-        made("function, cache").model.begin(None, jnp.zeros(1), 1, 8)
+    with pytest.raises(UsageError, match="takes tokens only"):
+        made("function, cache").model.init_cache(None, jnp.zeros(1), 1, 8)
 
 
 @pytest.mark.exhaustive
 def test_padding_behind_the_last_place_is_no_number_otherwise(monkeypatch):
     """The model has fewer places than a chunk of a prompt."""
     monkeypatch.setattr(custom_caches, "_within", lambda positions, max_positions: positions)
-    target = target_of(transformer, weights(), max_positions=LONGEST, cache=empty_cache, name="beyond")
+    target = as_target(transformer, weights(), max_positions=LONGEST, cache=empty_cache, name="beyond")
     assert str(check_model(target.model, target.params)) == "beyond: its logits are not numbers"
 
 
 @pytest.mark.exhaustive
 def test_pending_nodes_that_do_not_see_those_above_them(monkeypatch):
     alone = lambda mask, positions: jnp.broadcast_to(jnp.eye(3, 6, dtype=bool), (len(mask), 3, 6))
-    right = custom_caches._among_earlier
+    right = custom_caches._earlier_mask
     broken = lambda mask, positions: alone(mask, positions) if mask.shape[1:] == (3, 6) else right(mask, positions)
     monkeypatch.setattr(custom_caches, "_among_earlier", broken)
-    target = target_of(transformer, weights(), max_positions=LONGEST, name="alone")
+    target = as_target(transformer, weights(), max_positions=LONGEST, name="alone")
     assert "alone: tokens that are pending are read otherwise" in str(check_model(target.model, target.params))
 
 
 def test_a_cache_may_be_of_chains_alone():
-    target = target_of(transformer, weights(), max_positions=LONGEST, cache=empty_cache, trees=False)
+    target = as_target(transformer, weights(), max_positions=LONGEST, cache=empty_cache, trees=False)
     assert not target.model.capabilities.trees
 
 
@@ -177,8 +177,8 @@ def test_a_function_with_hardly_any_parameters(params):
     """Nor has it any by whose dtype costs could be told."""
     scale = lambda params: params["scale"] if params else 1.0
     function = lambda params, tokens: jax.nn.one_hot(tokens + 1, VOCAB) * scale(params)
-    target = target_of(function, params, max_positions=LONGEST)
-    assert specjax.make_drafter("choice", target).widths  # as `auto`, it weighs costs
+    target = as_target(function, params, max_positions=LONGEST)
+    assert specjax.make_drafter("choice", target).traits.widths  # as `auto`, it weighs costs
     assert check_model(target.model, target.params)
 
 
@@ -199,15 +199,15 @@ def test_objects_with_logits_and_a_cache_that_has_another_order():
         slots = -(-slots // 128) * 128
         return {"kv": jnp.zeros((2, slots, batch, 2, 8)), "next": jnp.int32(0)}
 
-    target = target_of(turned, weights(), max_positions=LONGEST, cache=cache)
+    target = as_target(turned, weights(), max_positions=LONGEST, cache=cache)
     np.testing.assert_allclose(*logits_of(target), atol=1e-4)
 
 
 def test_new_parameters_of_a_module_that_is_trained():
     module = OwnNNX()
-    target = target_of(module, max_positions=LONGEST)
+    target = as_target(module, max_positions=LONGEST)
     nnx.update(module, nnx.state(OwnNNX(seed=5)))
-    again = target_of(module, max_positions=LONGEST)
+    again = as_target(module, max_positions=LONGEST)
     assert again.model == target.model
     np.testing.assert_array_equal(again.params["embed"], weights(5)["embed"])
 

@@ -29,9 +29,9 @@ LONGROPE = RopeScaling(
 )
 YARN = RopeScaling("yarn", 4.0, 1.0, 2.0, 16, 1.4)
 CONFIGS = {
-    "phi": LlamaConfig(**SHAPE, rotated=6, rope_base=500.0, rope_scaling=LONGROPE, window=30),
+    "phi": LlamaConfig(**SHAPE, rotary_dim=6, rope_base=500.0, rope_scaling=LONGROPE, window=30),
     "olmo": LlamaConfig(
-        **SHAPE, rope_base=500.0, rope_scaling=YARN, norms="after", qk_norm=True, qk_norm_of="projection", window=9,
+        **SHAPE, rope_base=500.0, rope_scaling=YARN, norms="after", qk_norm=True, qk_norm_scope="projection", window=9,
         is_global=(False, True), local_rope_base=500.0,
     ),
     "gemma2": Gemma3Config(
@@ -58,7 +58,7 @@ def prompts() -> list[list[int]]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _whole(model, params, text):
-    cache = model.begin(params, None, 1, text.shape[1])
+    cache = model.init_cache(params, None, 1, text.shape[1])
     mask = jnp.tril(jnp.ones((1, *[text.shape[1]] * 2), bool))
     return model.forward(params, text, cache, positions=jnp.arange(text.shape[1])[None], mask=mask)[0].logits[0]
 
@@ -87,7 +87,7 @@ def test_greedy_text_is_that_of_one_pass_whoever_drafts_and_beside_whom(name):
 def test_layers_of_heads_are_those_that_files_describe(kind):
     """Whatever the target's have besides: heads are read without it."""
     layer = kind.of_target(CONFIGS["olmo"]).layer
-    found = layer.norms, layer.qk_norm_of, layer.is_global, layer.window, layer.stacked
+    found = layer.norms, layer.qk_norm_scope, layer.is_global, layer.window, layer.stacked
     assert found == ("before", "head", None, None, False)
 
 
@@ -105,7 +105,7 @@ def test_a_head_begins_with_such_a_target_and_drafts_its_text(name, tmp_path):
 
 TEXT = np.random.default_rng(2).integers(0, 48, 40)
 MUTANTS = {
-    "all of a head rotated": ("phi", dict(rotated=None, rope_scaling=LONGROPE._replace(long=(1.5, 3.0, 6.0, 6.0)))),
+    "all of a head rotated": ("phi", dict(rotary_dim=None, rope_scaling=LONGROPE._replace(long=(1.5, 3.0, 6.0, 6.0)))),
     "short factors": ("phi", dict(max_positions=32)),
     "no attention factor": ("phi", dict(rope_scaling=LONGROPE._replace(amplitude=1.0))),
     "one window for all": ("olmo", dict(is_global=None)),
@@ -139,5 +139,5 @@ def test_every_option_changes_the_logits(name):
 def test_the_longest_text_says_which_factors_hold():
     """longrope goes by the model, not by the text."""
     config = CONFIGS["phi"]
-    at = lambda most: dataclasses.replace(config, max_positions=most).reach().frequencies
+    at = lambda most: dataclasses.replace(config, max_positions=most).attention_settings().frequencies
     np.testing.assert_array_equal(at(32) * jnp.array(LONGROPE.short), at(33) * jnp.array(LONGROPE.long))

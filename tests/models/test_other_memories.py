@@ -68,7 +68,7 @@ def joint_distribution(target: Target, prompt, inputs) -> np.ndarray:
     texts = np.array([[*prompt, *new] for new in itertools.product(range(SMALL), repeat=3)], np.int32)
     count, width = texts.shape
     repeated = None if inputs is None else jnp.repeat(inputs, count, 0)
-    cache = target.model.begin(target.params, repeated, count, 1)
+    cache = target.model.init_cache(target.params, repeated, count, 1)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (count, width, width))
     positions = jnp.broadcast_to(jnp.arange(width), texts.shape)
     output, _ = target.model.forward(target.params, jnp.asarray(texts), cache, positions=positions, mask=mask)

@@ -35,7 +35,7 @@ def with_dicts(model):
         return as_cache(model.axes(cache(held))) if "keys" in held else model.axes(pending(held))._asdict()
 
     return model._replace(
-        begin=lambda *arguments: as_cache(model.begin(*arguments)),
+        init_cache=lambda *arguments: as_cache(model.init_cache(*arguments)),
         forward=forward,
         commit=lambda held, new, *path: as_cache(model.commit(cache(held), pending(new), *path)),
         rewind=lambda held, length: as_cache(model.rewind(cache(held), length)),

@@ -32,7 +32,7 @@ MLP = jnp.array([[False, True, True], [True, True, False]])
 def forward(model, params, layers=None, taps=(), tokens=TOKENS):
     positions = jnp.broadcast_to(jnp.arange(4), (2, 4))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((4, 4), bool)), (2, 4, 4))
-    cache = model.begin(params, None, 2, 8)
+    cache = model.init_cache(params, None, 2, 8)
     return model.forward(params, tokens, cache, positions=positions, mask=mask, layers=layers, taps=taps)
 
 

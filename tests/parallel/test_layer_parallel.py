@@ -56,7 +56,7 @@ def passes(group):
                 target.params, tokens[:, first:end], cache, positions=positions, mask=mask, taps=taps, **options
             )
 
-        empty = model.begin(target.params, None, rows, 128)
+        empty = model.init_cache(target.params, None, rows, 128)
         prompt, pending = feed(0, 5, empty)
         path = jnp.broadcast_to(jnp.arange(5), (rows, 5))
         cache = model.commit(empty, pending, path, jnp.full(rows, 4))
@@ -108,7 +108,7 @@ def test_devices_keep_their_own_layers():
     assert shapes.model is placed.model
     for ours, theirs in zip(jax.tree.leaves(placed.params), jax.tree.leaves(shapes.params), strict=True):
         assert (ours.shape, ours.dtype, ours.sharding) == (theirs.shape, theirs.dtype, theirs.sharding)
-    cache = jax.jit(lambda: placed.model.begin(placed.params, None, 2, 128))()
+    cache = jax.jit(lambda: placed.model.init_cache(placed.params, None, 2, 128))()
     parts = lambda x: x.size // x.addressable_shards[0].data.size
     layers = placed.params["layers"]
     assert [parts(own["attention"]["q"]["weight"]) for own in layers["own"]] == [8, 8]
@@ -128,7 +128,7 @@ def test_collectives_of_a_group(model):
     def count(group):
         def forward(target):
             one = jnp.ones((1, 1), jnp.int32)
-            cache = target.model.begin(target.params, None, 1, 128)
+            cache = target.model.init_cache(target.params, None, 1, 128)
             return target.model.forward(target.params, one, cache, positions=one, mask=one[None] > 0, group=group)
 
         text = jax.jit(forward).lower(placed).compile().as_text()

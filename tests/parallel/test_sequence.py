@@ -50,10 +50,10 @@ def test_no_device_holds_or_gathers_the_whole_cache():
     target = specjax.shard(tiny_llama(stacked=True, num_kv_heads=4), specjax.mesh(1, 2, sequence=4))
     job = prepare(target, prompt_lookup(3), PROMPTS, Settings(), key=jax.random.key(0), max_new_tokens=NEW)
     state = start(job)
-    cache = jax.jit(lambda: target.model.begin(target.params, None, *job.tokens.shape))()
+    cache = jax.jit(lambda: target.model.init_cache(target.params, None, *job.tokens.shape))()
     assert cache.k.size // cache.k.addressable_shards[0].data.size == 8
     assert cache.k.shape[-2] % (4 * kv.SLOTS) == 0 and cache.k.shape == state.cache.k.shape
-    assert 4 * kv.slots_of_part(cache.k.addressable_shards[0].data) >= job.tokens.shape[1]
+    assert 4 * kv.slots_per_device(cache.k.addressable_shards[0].data) >= job.tokens.shape[1]
     text = step.lower(job.parts, state).compile().as_text()
     gathered = re.findall(r"= (?:\()?\w+\[([\d,]*)\]\S* all-gather\(", text)
     assert max((np.prod([int(n) for n in dims.split(",") if n]) for dims in gathered), default=0) < cache.k.size // 8
@@ -101,7 +101,7 @@ def test_derivatives_over_parts_of_the_prefix():
     def loss(model, params):
         positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((6, 6), bool)), (2, 6, 6))
-        output, _ = model.forward(params, tokens, model.begin(params, None, 2, 16), positions=positions, mask=mask)
+        output, _ = model.forward(params, tokens, model.init_cache(params, None, 2, 16), positions=positions, mask=mask)
         return jnp.mean(jax.nn.logsumexp(output.logits, -1))
 
     wanted, found = (jax.grad(loss, 1)(one.model, one.params) for one in (target, spread))

@@ -43,7 +43,7 @@ def test_mesh_equals_one_device(data, model, kv_heads, stacked):
 
 def test_a_norm_over_all_heads_is_that_of_one_device():
     """OLMo 2's, of heads that lie on several devices, and of key/value heads that are repeated."""
-    target = tiny_llama(num_kv_heads=2, stacked=True, qk_norm=True, qk_norm_of="projection", norms="after", **HEADS)
+    target = tiny_llama(num_kv_heads=2, stacked=True, qk_norm=True, qk_norm_scope="projection", norms="after", **HEADS)
     noise = np.random.default_rng(0)
     louder = lambda x: x + 0.2 * noise.normal(size=x.shape).astype(np.float32)
     target = Target(target.model, jax.tree.map(louder, target.params))
@@ -60,7 +60,7 @@ def test_int8_cache_is_spread_like_any_other(data, model, kv_heads):
     target = tiny_llama(num_kv_heads=kv_heads, stacked=True, cache_dtype="int8", **HEADS)
     options = {"key": jax.random.key(3), "max_new_tokens": 8}
     sharded = parallel.shard(target, parallel.mesh(data, model))
-    cache = jax.jit(lambda: sharded.model.begin(sharded.params, None, 4, 128))()
+    cache = jax.jit(lambda: sharded.model.init_cache(sharded.params, None, 4, 128))()
     parts = {leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves((cache.k, cache.v))}
     assert parts == {8} and cache.k.scale.dtype == jnp.float32
     whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
@@ -131,7 +131,7 @@ def test_collectives_are_those_intended(temperature):
     settings = Settings(temperature)
     job = prepare(target, prompt_lookup(3), PROMPTS, settings, key=jax.random.key(0), max_new_tokens=8)
     text = run.lower(job).compile().as_text()
-    cache = jax.eval_shape(lambda: target.model.begin(target.params, None, *job.tokens.shape)).k
+    cache = jax.eval_shape(lambda: target.model.init_cache(target.params, None, *job.tokens.shape)).k
     gathered = re.findall(r"= (?:\()?(\w+)\[([\d,]*)\]\S* all-gather\(", text)
     sizes = [int(np.prod([int(n) for n in dims.split(",") if n])) for _, dims in gathered]
     assert max(sizes, default=0) < min(VOCAB, cache.size // 8), gathered
@@ -172,5 +172,5 @@ def test_a_mesh_that_does_not_fit_is_refused():
         specjax.shard(tiny_llama(num_heads=6, num_kv_heads=3), specjax.mesh(1, 8))
     with pytest.raises(UsageError, match="sharded already"):
         specjax.shard(specjax.shard(tiny_llama(), specjax.mesh(1, 2)), specjax.mesh(1, 2))
-    with pytest.raises(UsageError, match="over names pipeline"):
+    with pytest.raises(UsageError, match="over has the axes pipeline"):
         specjax.shard(tiny_llama(), specjax.mesh(1, 2), over=("pipeline",))

@@ -25,7 +25,7 @@ from specjax.drafters import autoregressive, prompt_lookup
 from specjax.engine.prepare import Settings, prepare
 from specjax.persistence import program_cache as kept_module
 from specjax.persistence import program_key
-from specjax.persistence.program_cache import Kept
+from specjax.persistence.program_cache import ProgramCache
 from specjax.serving import loop as serve_module
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5, 4]]
@@ -55,13 +55,13 @@ def text(target, programs=None, **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
 def test_the_second_asks_for_nothing_and_says_the_same(target, tmp_path, settings, monkeypatch):
-    first = Kept(tmp_path)
+    first = ProgramCache(tmp_path)
     expected = text(target, **settings)
     assert text(target, first, **settings) == expected and first.found is False
     assert text(target, first, **settings) == expected and first.found is True, "in the same process"
     monkeypatch.setattr(kept_module.run, "start", None)  # whatever would be traced now fails
     monkeypatch.setattr(kept_module.run, "step", None)
-    other = Kept(tmp_path)
+    other = ProgramCache(tmp_path)
     assert text(target, other, **settings) == expected and other.found is True
 
 
@@ -79,14 +79,14 @@ def test_plain_steps_come_first_and_the_text_is_the_same(target, tmp_path, setti
     """However many of the steps are plain ones, of programs that are compiled and of those that are read."""
     expected = text(target, None, capacity=64, **settings)
     for plain in (0, 3, 99):
-        programs = Kept(tmp_path / str(plain), plain_first=True)
+        programs = ProgramCache(tmp_path / str(plain), plain_first=True)
         with whole_after(plain, monkeypatch) as seen:
             assert text(target, programs, capacity=64, **settings) == expected and seen and programs.found is False
         programs.finish()
-        again = Kept(tmp_path / str(plain), plain_first=True)
+        again = ProgramCache(tmp_path / str(plain), plain_first=True)
         with whole_after(plain, monkeypatch) as seen:
             assert text(target, again, capacity=64, **settings) == expected and seen and again.found is True
-        other = Kept(tmp_path / str(plain))
+        other = ProgramCache(tmp_path / str(plain))
         with whole_after(99, monkeypatch) as seen:
             assert text(target, other, capacity=64, **settings) == expected and other.found is True
         assert not seen, "nobody asked for plain steps"
@@ -95,12 +95,12 @@ def test_plain_steps_come_first_and_the_text_is_the_same(target, tmp_path, setti
 @pytest.mark.parametrize("found", [False, True])
 def test_who_measures_can_wait_for_the_wider_passes(target, tmp_path, found, monkeypatch):
     if found:
-        made = Kept(tmp_path, plain_first=True)
+        made = ProgramCache(tmp_path, plain_first=True)
         made.of(job_of(target))
         made.finish()
     read = kept_module._loaded_step
     monkeypatch.setattr(kept_module, "_loaded_step", lambda stored: time.sleep(0.5) or read(stored))
-    programs = Kept(tmp_path, plain_first=True)
+    programs = ProgramCache(tmp_path, plain_first=True)
     step = programs.of(job_of(target)).step
     assert programs.found is found and not step.whole.done()
     programs.finish()
@@ -108,7 +108,7 @@ def test_who_measures_can_wait_for_the_wider_passes(target, tmp_path, found, mon
 
 
 def test_wider_passes_that_cannot_be_read_are_compiled(target, tmp_path, monkeypatch):
-    first = Kept(tmp_path, plain_first=True)
+    first = ProgramCache(tmp_path, plain_first=True)
     expected = text(target, first)
     first.finish()
     read, count = kept_module._loaded, []
@@ -120,7 +120,7 @@ def test_wider_passes_that_cannot_be_read_are_compiled(target, tmp_path, monkeyp
         return read(stored)
 
     monkeypatch.setattr(kept_module, "_loaded", broken)
-    again = Kept(tmp_path, plain_first=True)
+    again = ProgramCache(tmp_path, plain_first=True)
     with whole_after(2, monkeypatch):
         assert text(target, again) == expected and again.found is True and len(count) == 3
 
@@ -161,7 +161,7 @@ def served(target, drafter, programs=None):
 
 def test_requests_too(target, tmp_path, monkeypatch):
     """Of a drafter that remembers, whose parameters are from then on those of its last text."""
-    first, drafter = Kept(tmp_path), drafters.token_recycling(64, num_nodes=4)
+    first, drafter = ProgramCache(tmp_path), drafters.token_recycling(64, num_nodes=4)
     kept = served(target, drafter, first)  # first: XLA cannot write down a sort that has run already
     expected = served(target, drafter)
     assert kept == expected and first.found is False
@@ -169,14 +169,14 @@ def test_requests_too(target, tmp_path, monkeypatch):
         monkeypatch.setattr(serve_module, name, None)
     broken = serve_module.SERVING._replace(traced=serve_module.Programs(None, None, None, None))
     monkeypatch.setattr(serve_module, "SERVING", broken)
-    other = Kept(tmp_path)
+    other = ProgramCache(tmp_path)
     assert served(target, drafter, other) == expected and other.found is True
 
 
 def test_the_state_is_written_in_its_place(target, tmp_path):
     job = job_of(target)
-    Kept(tmp_path).of(job)
-    programs = Kept(tmp_path).of(job)
+    ProgramCache(tmp_path).of(job)
+    programs = ProgramCache(tmp_path).of(job)
     state = programs.start(job)
     programs.step(job.parts, state)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
@@ -219,7 +219,7 @@ def _in_specjax(function):
 
 def test_a_user_s_own_drafter_is_compiled_as_ever(target, tmp_path):
     own = prompt_lookup(num_tokens=3).replace(observe=lambda params, state, context, tree, verdict, output: ())
-    kept = Kept(tmp_path)
+    kept = ProgramCache(tmp_path)
     assert kept.of(job_of(target, own)) is kept_module.TRACED and kept.found is None
     assert not list(tmp_path.iterdir())
 
@@ -229,13 +229,13 @@ def test_a_user_s_own_drafter_is_compiled_as_ever(target, tmp_path):
 )
 def test_a_damaged_file_is_made_again(target, tmp_path, damage):
     job = job_of(target)
-    Kept(tmp_path).of(job)
+    ProgramCache(tmp_path).of(job)
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage(path.read_bytes()))
-    again = Kept(tmp_path)
+    again = ProgramCache(tmp_path)
     again.of(job)
     assert again.found is False
-    after = Kept(tmp_path)
+    after = ProgramCache(tmp_path)
     after.of(job)
     assert after.found is True
 
@@ -251,8 +251,8 @@ def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
         job = job_of(target, prompt_lookup(num_tokens=1))
         kept_module.TRACED.step(job.parts, kept_module.TRACED.start(job))
         written = list((tmp_path / "xla").iterdir())
-        Kept(tmp_path / "kept").of(job)
-        again = Kept(tmp_path / "kept")
+        ProgramCache(tmp_path / "kept").of(job)
+        again = ProgramCache(tmp_path / "kept")
         again.of(job)
         assert again.found is True and written and set(written) >= set((tmp_path / "xla").iterdir())
     finally:
@@ -262,11 +262,11 @@ def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
 
 
 def test_what_was_not_used_for_longest_goes(target, tmp_path):
-    Kept(tmp_path).of(job_of(target))
+    ProgramCache(tmp_path).of(job_of(target))
     (old,) = tmp_path.iterdir()
     size = old.stat().st_size
     os.utime(old, (1, 1))
-    Kept(tmp_path, gib=1.5 * size / kept_module.GIB).of(job_of(target, temperature=0.5))
+    ProgramCache(tmp_path, gib=1.5 * size / kept_module.GIB).of(job_of(target, temperature=0.5))
     assert len(list(tmp_path.iterdir())) == 1 and not old.exists()
 
 

@@ -49,7 +49,7 @@ def test_trees_with_prompts_count_by_their_states():
 def test_auto_is_planned_with_the_widths_of_the_chip():
     """Not with those of the machine that plans."""
     shape = drafting.drafter_shape(make_workload("llama3_8b", "v5e:2x4", method="auto"))
-    assert (*shape.widths, shape.num_nodes) == WIDTHS
+    assert (*shape.traits.widths, shape.num_nodes) == WIDTHS
 
 
 def test_options_reach_the_drafter():

@@ -46,7 +46,7 @@ def test_layers_that_are_skipped_are_known_in_the_loop_over_a_stack():
     layers = jnp.ones((1, target.model.capabilities.num_layers), bool)
 
     def some(params, x, runs):
-        cache = target.model.begin(params, None, 1, 8)
+        cache = target.model.init_cache(params, None, 1, 8)
         zeros, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
         layers = Sublayers(runs, runs)
         return target.model.forward(params, Stream(x), cache, positions=zeros, mask=mask, layers=layers)[0].hidden

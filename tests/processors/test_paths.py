@@ -130,7 +130,7 @@ def test_the_law_of_a_sampled_tree(rule, shape):
     """By enumeration; and it is another one than that of processors that do not look up the tree, and of none."""
     drafter = branching_drafter(shape).replace(params=jnp.asarray(DRAFT_ROWS))
     if rule == "standard":
-        drafter = drafter.replace(draws="chain")
+        drafter = drafter.replace(traits=drafter.traits._replace(draws="chain"))
     counts = sampled_triples(drafter, TARGET_ROWS, verifier=rule, processors=PENALTIES)
     assert chi_square(counts, law(penalised)) > 1e-3
     assert chi_square(counts, law(lambda new, x: penalised((), x))) < 1e-6

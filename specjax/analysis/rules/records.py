@@ -132,7 +132,7 @@ def _log_distribution(
     model: Model, params: PyTree, tokens: Array, length: Array, warping: Sampling, count: int
 ) -> Array:
     """float32[count, V]: the warped distribution of each of the `count` tokens behind the first `length`."""
-    cache = prefill(model, params, model.opened(params, None, length, tokens.shape[1]), tokens, length - 1)
+    cache = prefill(model, params, model.start_cache(params, None, length, tokens.shape[1]), tokens, length - 1)
     positions = length[:, None] - 1 + jnp.arange(count)
     mask = jnp.tril(jnp.ones((1, count, count), bool))
     text = take_along(tokens, positions, 1)

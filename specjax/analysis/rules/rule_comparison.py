@@ -44,8 +44,8 @@ def expected_tokens(
     Raises: UsageError as `decode` does, such as for a rule that is not valid for how `drafter` draws.
     """
     for verifier in verifiers:
-        if drafter.draws not in verifier.draws:
-            raise UsageError(f"verifier {verifier.name} is not valid for drafts drawn {drafter.draws}")
+        if drafter.traits.draws not in verifier.draws:
+            raise UsageError(f"verifier {verifier.name} is not valid for drafts drawn {drafter.traits.draws}")
     room = passes * (drafter.max_depth + 1)
     settings = Settings(temperature=temperature, verifier=verifiers[0] if temperature else None)
     job = prepare(target, drafter, prompts, settings, key=key, max_new_tokens=room)

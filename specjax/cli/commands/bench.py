@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion as words
-from specjax.cli.options import diffusion
+from specjax.cli.options import completion, diffusion
 from specjax.cli.options.drafter_flags import as_asked, read_costs, read_drafting, recognised
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def bench(
             help="May be given several times; default: auto, with a head too; with a draft model two_model; of a "
             "diffusion model fast_dllm.",
             show_default=False,
-            autocompletion=words.of("drafters", "diffusion"),
+            autocompletion=completion.words("drafters", "diffusion"),
         ),
     ] = None,
     limit: Annotated[

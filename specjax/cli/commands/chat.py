@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion as words
+from specjax.cli.options import completion
 
 if TYPE_CHECKING:
     from specjax.cli.runs.session import Session
-    from specjax.persistence.program_cache import Kept
+    from specjax.persistence.program_cache import ProgramCache
     from specjax.serving.requests import Request
 
 COMMANDS = {
@@ -46,7 +46,7 @@ def chat(
         str | None,
         typer.Option(
             "--method", help="See `specjax methods`; default: as for generate.", show_default=False,
-            autocompletion=words.of("drafters"),
+            autocompletion=completion.words("drafters"),
         ),
     ] = None,
     settings: o.SetOption = None,
@@ -109,7 +109,7 @@ class Chat:
         self.seconds = 0.0
         self.number = 0
 
-    def run(self, settings: o.Settings, method: str, programs: Kept | None = None) -> None:
+    def run(self, settings: o.Settings, method: str, programs: ProgramCache | None = None) -> None:
         """Until there is no more to be said."""
         import time
 

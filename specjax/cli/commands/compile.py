@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion as words
+from specjax.cli.options import completion
 from specjax.cli.options import planning as p
 from specjax.cli.options.drafter_flags import read_settings
 
@@ -49,7 +49,7 @@ def compile_(
             help="Of `specjax methods`; default: that of --head, two_model with --draft, of diffusion models sdar or "
             "llada.",
             show_default=False,
-            autocompletion=words.of("drafters", "diffusion"),
+            autocompletion=completion.words("drafters", "diffusion"),
         ),
     ] = None,
     block: p.BlockOption = None,
@@ -95,9 +95,9 @@ def compile_(
 def _default_method(target: str) -> str:
     """Where nothing is said of drafts."""
     from specjax.planning.inputs.denoiser_inputs import default_method
-    from specjax.planning.inputs.model_configs import load_reading
+    from specjax.planning.inputs.model_configs import load_denoiser_settings
 
-    reading = load_reading(target)
+    reading = load_denoiser_settings(target)
     return "autoregressive" if reading is None else default_method(reading)
 
 

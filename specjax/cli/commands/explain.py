@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion as words
+from specjax.cli.options import completion
 from specjax.cli.options.processing import MinPOption
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def explain(
         str | None,
         typer.Option(
             "--method", help="See `specjax methods`; default: as for generate.", show_default=False,
-            autocompletion=words.of("drafters"),
+            autocompletion=completion.words("drafters"),
         ),
     ] = None,
     num_draft_tokens: o.BudgetOption = None,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion as words
-from specjax.cli.options import diffusion, hosts
+from specjax.cli.options import completion, diffusion, hosts
 from specjax.cli.options import processing as c
 from specjax.cli.options import vllm_sglang_flags as s
 from specjax.cli.options.drafter_flags import (
@@ -83,7 +82,7 @@ def generate(
             help="See `specjax methods`; default: auto, with a head too (the demo model's comes with specjax); with a "
             "draft model two_model, as deep as pays (--controller goodput).",
             show_default=False,
-            autocompletion=words.of("drafters", "diffusion", "collaborations"),
+            autocompletion=completion.words("drafters", "diffusion", "collaboration"),
         ),
     ] = None,
     num_draft_tokens: o.BudgetOption = None,
@@ -135,7 +134,7 @@ def generate(
         typer.Option(
             "--show",
             help="Of a diffusion model: text, or order, the canvas while it fills up.",
-            autocompletion=words.one_of("text", "order"),
+            autocompletion=completion.one_of("text", "order"),
         ),
     ] = "text",
     as_json: o.JsonOption = False,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion as words
-from specjax.cli.options import hosts
+from specjax.cli.options import completion, hosts
 from specjax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def train(
             help="A kind of head, see `specjax methods`, or two_model for a draft model; default: what --draft is, or "
             "eagle3.",
             show_default=False,
-            autocompletion=words.of("recipes", also=["two_model"]),
+            autocompletion=completion.words("heads", more=["two_model"]),
         ),
     ] = None,
     draft: Annotated[

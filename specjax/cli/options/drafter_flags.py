@@ -11,17 +11,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specjax.cli.options.common import parsed, require
+from specjax.cli.options.completion import LOADABLE
 from specjax.cli.output.files import read_text
 from specjax.errors import UsageError
 from specjax.files.untrusted import MAX_BYTES, parse_json
 
 if TYPE_CHECKING:
-    from specjax.adaptive import Depth
+    from specjax.adaptive import DepthPolicy
     from specjax.catalog import Method, Option
     from specjax.cli.options.common import Settings
-
-LOADABLE = {"draft", "head", "datastore"}
-"""What the command line can give to a method that cannot do without."""
 
 
 class Given(NamedTuple):
@@ -63,10 +61,8 @@ LARGEST = 4096
 
 
 def _stop(method: Method) -> Option | None:
-    from specjax.trees import stops
-
     option = method.option("stop")
-    return option if option and option.type is stops.parse else None  # that of swift is a number
+    return option if option and option.type == "stop" else None  # that of swift is a number
 
 
 NAMED: dict[str, Callable[[Method], Option | None]] = {
@@ -210,11 +206,11 @@ def shipped_head(target: str | None, *said: object) -> str | None:
     return str(folder) if folder is not None and all(value is None or value == [] for value in said) else None
 
 
-def read_depth(adapt: str | None, max_new_tokens: int, head: str | None) -> Depth | None:
+def read_depth(adapt: str | None, max_new_tokens: int, head: str | None) -> DepthPolicy | None:
     """What --adapt says of the target's layers. Raises: UsageError."""
     if adapt is None:
         return None
-    from specjax.catalog import parse_depth
+    from specjax.adaptive.parsing import parse_depth
 
     require(head is None, "--adapt changes the target that the head of --draft was trained for; leave one of them out")
     return parsed("--adapt", lambda spec: parse_depth(spec, max_new_tokens), adapt)

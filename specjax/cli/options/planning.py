@@ -8,19 +8,19 @@ from typing import Annotated
 
 import typer
 
-from specjax.cli.options import completion as words
+from specjax.cli.options import completion
 from specjax.cli.output.console import Console
 
 SHAPES = "a built-in config, a folder with config.json or a GGUF file; shapes only"
 TargetOption = Annotated[
-    str, typer.Option("--target", help=f"The model: {SHAPES}.", show_default=False, autocompletion=words.config)
+    str, typer.Option("--target", help=f"The model: {SHAPES}.", show_default=False, autocompletion=completion.config)
 ]
 TopologyOption = Annotated[
     str, typer.Option("--topology", help="The chips: v5e:2x4, v6e:16x16, v5p:2x2x1, ...", show_default=False)
 ]
 DraftOption = Annotated[
     str | None,
-    typer.Option("--draft", help=f"The draft model: {SHAPES}.", show_default=False, autocompletion=words.config),
+    typer.Option("--draft", help=f"The draft model: {SHAPES}.", show_default=False, autocompletion=completion.config),
 ]
 HeadOption = Annotated[
     str | None,

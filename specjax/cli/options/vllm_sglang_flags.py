@@ -133,7 +133,7 @@ def read_speculative(
 
 def _read_config(text: str, found: Mapping[str, dict[str, Any]]) -> list[str]:
     """Adds what vLLM's JSON says. Returns what of it is for --set."""
-    from specjax.models.loading.families.config_fields import Fields
+    from specjax.models.loading.families.config_fields import ConfigFields
 
     flag = "--speculative-config"
     contents = parse_json(text.encode("utf-8", "replace"), flag, 'write {"method": "eagle3", "model": "FOLDER"}')
@@ -141,7 +141,7 @@ def _read_config(text: str, found: Mapping[str, dict[str, Any]]) -> list[str]:
     unknown = [name for name in contents if name not in KEYS]
     first = quote(next(iter(unknown), ""))
     require(not unknown, f"{flag} has the key {first}, and of vLLM's only {', '.join(KEYS)} mean something here")
-    fields = Fields(contents, flag)
+    fields = ConfigFields(contents, flag)
     word = fields.text("method", None)
     if word is not None:
         found["method"][f"{flag}: method"] = _method(word, OF_VLLM, f"{flag}: method")

@@ -168,7 +168,7 @@ class Bench(Runs):
 
     def promise(self, name: str) -> bool | None:
         """True: the text must be plain decoding's. False: it may differ (lossy). None: equality means nothing here."""
-        if self.settings.is_comparable(name, self.drafters[name].draws):
+        if self.settings.is_comparable(name, self.drafters[name].traits.draws):
             return True
         return False if self.settings.promise(name) == "lossy" else None
 

@@ -16,9 +16,9 @@ from specjax.cli.output.console import Console
 from specjax.cli.output.progress import Pace
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
 from specjax.cli.runs.session import Session, peak_memory_bytes, stage
-from specjax.engine.carry_over import settled
+from specjax.engine.carry_over import canonical
 from specjax.persistence import Checkpoints
-from specjax.persistence.program_cache import Kept
+from specjax.persistence.program_cache import ProgramCache
 from specjax.types import Drafter, Processor
 
 
@@ -38,7 +38,7 @@ class Generation:
         checkpoint_every: int = 64,
         processors: tuple[Processor, ...] = (),
         stop: tuple[str, ...] = (),
-        programs: Kept | None = None,
+        programs: ProgramCache | None = None,
     ):
         self.session, self.settings, self.batch_size = session, settings, batch_size
         self.method = METHODS[method]
@@ -51,9 +51,9 @@ class Generation:
         self.options = session.keywords(settings, method) | {"processors": processors, "programs": programs}
         self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
         # Each batch goes on from what the one before taught; a checkpoint of one that has ended keeps its text alone.
-        self.remembers = len(self.groups) > 1 and self.drafter.remember is not None and checkpoint is None
+        self.remembers = len(self.groups) > 1 and self.drafter.hooks.export is not None and checkpoint is None
         if self.remembers:
-            self.drafter = session.on_mesh(settled(session.target, self.drafter))
+            self.drafter = session.on_mesh(canonical(session.target, self.drafter))
         self.runs: list[report.Run] = []
         self.plain_runs: list[report.Run] = []
         self.compile_seconds, self.plain_compile_seconds = 0.0, 0.0
@@ -170,7 +170,7 @@ class Generation:
     @property
     def is_comparable(self) -> bool:
         """Whether plain decoding must give the same text."""
-        return self.settings.is_comparable(self.method.name, self.drafter.draws)
+        return self.settings.is_comparable(self.method.name, self.drafter.traits.draws)
 
     @property
     def identical(self) -> bool | None:

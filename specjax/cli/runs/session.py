@@ -18,23 +18,25 @@ from rich.text import Text
 
 from specjax import controllers, trees
 from specjax import costs as costs_of
-from specjax.adaptive import Depth, thinned
+from specjax.adaptive import DepthPolicy, skip_layers
 from specjax.bench import near_ties
-from specjax.catalog import METHODS, Method, make_drafter, parse_rule
+from specjax.catalog import METHODS, Method
 from specjax.cli.options.common import Models, Settings, parsed, require
 from specjax.cli.options.drafter_flags import AS_EACH_DOES, Drafting
 from specjax.cli.output.console import Console, visible
 from specjax.diffusion import Denoiser
+from specjax.drafters.making import make_drafter
 from specjax.errors import UsageError
 from specjax.files.atomic import cache_folder
 from specjax.models.heads.contract import DraftHead
-from specjax.models.layout import axis_of_other_bits
+from specjax.models.layout import axis_that_changes_bits
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.vocabulary import read_token_map
-from specjax.persistence.program_cache import Kept
+from specjax.persistence.program_cache import ProgramCache
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.types import Drafter, Processor, Target
+from specjax.verifiers.parsing import parse_rule
 
 if TYPE_CHECKING:
     from specjax.cli.options.processing import Processing
@@ -164,7 +166,7 @@ def open_session(
     from specjax.parallel import check_same
 
     same_bits, draft = models.same_bits, models.draft
-    axis = axis_of_other_bits(mesh.shape) if same_bits and mesh is not None else None
+    axis = axis_that_changes_bits(mesh.shape) if same_bits and mesh is not None else None
     require(axis is None, f"--same-bits is not promised where a mesh splits rows or slots; leave it or --{axis} out")
     use_cache(not models.no_cache)
     store = _open_datastore(datastore)
@@ -199,12 +201,12 @@ def open_session(
     )  # fmt: skip
 
 
-def adapted(session: Session, depth: Depth | None, log: Console) -> Session:
+def adapted(session: Session, depth: DepthPolicy | None, log: Console) -> Session:
     """With a target that runs a part of its layers, which is said."""
     if depth is None:
         return session
     log.print(f"lossy: {depth.name} leaves layers of {session.target.model.name} out, token by token", style="yellow")
-    return session._replace(target=parsed("--adapt", lambda depth: thinned(session.target, depth), depth))
+    return session._replace(target=parsed("--adapt", lambda depth: skip_layers(session.target, depth), depth))
 
 
 def of_head(row: Method, head: LoadedHead, given: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -213,13 +215,13 @@ def of_head(row: Method, head: LoadedHead, given: Mapping[str, Any], options: di
 
     if given.keys() & {"tree", "num_tokens"}:
         return options
-    deepest = head.head.head.deepest
+    max_depth = head.head.head.max_depth
     if jax.default_backend() == "cpu":
-        return options | {name: min(size, deepest or size) for name, size in row.cpu_options.items()}
+        return options | {name: min(size, max_depth or size) for name, size in row.cpu_options.items()}
     if row.wide_tree is None:
         return options
     levels = row.wide_tree.split("x")
-    return options | {"tree": trees.parse("x".join(levels[:deepest]) if deepest else row.wide_tree)}
+    return options | {"tree": trees.parse("x".join(levels[:max_depth]) if max_depth else row.wide_tree)}
 
 
 def tell_head(head: LoadedHead, target: Target, tokenizer, log: Console) -> SelfCheck:
@@ -373,12 +375,12 @@ OF_A_TEXT = ("prompt", "batch_file", "seed", "system")
 """Arguments that no program depends on."""
 
 
-def kept_programs(arguments: Mapping[str, Any]) -> Kept | None:
+def kept_programs(arguments: Mapping[str, Any]) -> ProgramCache | None:
     """Compiled programs of earlier commands; those of the last one with the same flags are read from now on. None: with
     --no-cache."""
     if arguments["no_cache"]:
         return None
-    kept = Kept(cache_folder() / "programs", plain_first=True)
+    kept = ProgramCache(cache_folder() / "programs", plain_first=True)
     kept.expect(repr(sorted((name, repr(value)) for name, value in arguments.items() if name not in OF_A_TEXT)))
     return kept
 

@@ -14,15 +14,15 @@ from specjax.cli.options import hosts
 from specjax.cli.options.common import parsed
 from specjax.cli.runs.session import Session
 from specjax.errors import UsageError
-from specjax.models import loading, pruned
+from specjax.models import loading, prune_layers
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading.formats.writing import check_model_writable
 from specjax.models.loading.heads import read_head
 from specjax.models.loading.heads.writing import check_writable
-from specjax.training.data.packing import Text
+from specjax.training.data.packing import TrainingText
 from specjax.training.objectives.draft_models import OnPolicy
-from specjax.training.objectives.trainables import Learner, learner_of, of_head
+from specjax.training.objectives.trainables import TrainingObjective, build_objective, of_head
 from specjax.types import PyTree
 
 
@@ -58,7 +58,7 @@ class OfHead:
     def config(self, session: Session) -> Any:
         return KINDS[self.kind].of_target(session.target.model.config, **self.shapes)
 
-    def learner(self, session: Session) -> Learner:
+    def objective(self, session: Session) -> TrainingObjective:
         return of_head(abstract_head(self.kind, self.config(session)).head)
 
     def params(self, session: Session) -> PyTree:
@@ -87,15 +87,15 @@ class OfHead:
         share = parsed(f"--start {self.start}", lambda other: share_of(head.params, other.params), other)
         return f"of {self.start} it begins with {share:.0%} of its parameters"
 
-    def begin(self, session: Session, texts: Sequence[Text], seed: int) -> Any:
+    def begin(self, session: Session, texts: Sequence[TrainingText], seed: int) -> Any:
         """What training begins with. texts: of which it drafts the likeliest tokens."""
-        from specjax.training.data.vocabulary import likeliest_ids
+        from specjax.training.data.vocabulary import most_frequent_ids
         from specjax.training.loop.head_init import new_head
 
         target, config, ids = session.target, self.config(session), None
         if getattr(config, "is_trimmed", False):
             size = self.shapes.get("draft_vocab_size") or config.layer.vocab_size
-            ids = likeliest_ids(texts, size, target.model.vocab_size, session.tokenizer.eos)
+            ids = most_frequent_ids(texts, size, target.model.vocab_size, session.tokenizer.eos)
         other = self._other(session)
         return new_head(
             self.kind, config, target, jax.random.key(seed), ids=ids, random=self.start == "random",
@@ -128,7 +128,7 @@ class OfGivenHead(OfHead):
     def config(self, session: Session) -> Any:
         return self.begin(session, (), 0).head.config
 
-    def begin(self, session: Session, texts: Sequence[Text], seed: int) -> Any:
+    def begin(self, session: Session, texts: Sequence[TrainingText], seed: int) -> Any:
         assert session.head is not None
         return session.head.head
 
@@ -155,8 +155,8 @@ class OfModel:
     def data(self, session: Session) -> OnPolicy | None:
         return OnPolicy(eos=tuple(session.tokenizer.eos), share=self.own, seed=self.seed) if self.own else None
 
-    def learner(self, session: Session) -> Learner:
-        return learner_of(self.begin(session, (), 0))
+    def objective(self, session: Session) -> TrainingObjective:
+        return build_objective(self.begin(session, (), 0))
 
     def params(self, session: Session) -> PyTree:
         return self.begin(session, (), 0).params
@@ -165,11 +165,11 @@ class OfModel:
         check_model_writable(self.begin(session, (), 0))
         return None
 
-    def begin(self, session: Session, texts: Sequence[Text], seed: int) -> Any:
+    def begin(self, session: Session, texts: Sequence[TrainingText], seed: int) -> Any:
         if not self.layers:
             return session.draft
         try:
-            return pruned(session.target, self.layers)
+            return prune_layers(session.target, self.layers)
         except UsageError as error:
             raise UsageError(f"--layers: {error}") from None
 

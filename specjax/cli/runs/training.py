@@ -26,10 +26,10 @@ from specjax.errors import UsageError
 from specjax.parallel import check_same, gather
 from specjax.persistence.fingerprint import of_weights
 from specjax.training.data import target_responses as a
-from specjax.training.data.packing import BORDER, Text
+from specjax.training.data.packing import PAIR_TOKENS, TrainingText
 from specjax.training.loop.optimizers import check_frozen
 from specjax.training.objectives.recipes import Recipe
-from specjax.training.objectives.trainables import Learner
+from specjax.training.objectives.trainables import TrainingObjective
 
 CHAIN = 3
 """Drafted tokens of the chain that is measured, where nothing else is said and so many are drafted."""
@@ -40,7 +40,7 @@ HISTORY, PICTURE, CARD = "history{}.jsonl", "training.png", "card.json"
 class Run:
     """What was asked for, and what became of it."""
 
-    pupil: OfHead | OfModel
+    trainable: OfHead | OfModel
     recipe: Recipe
     out: Path
     answers: Path
@@ -85,31 +85,31 @@ class Run:
                 f"--length {self.length} is more than the {session.capacity} tokens that {session.shortest} takes; "
                 "lower it"
             )
-        learner = self.pupil.learner(session)
-        self.num_tokens = self.num_tokens or min(CHAIN, learner.deepest or CHAIN)
-        remark = self.pupil.check(session, self.num_tokens)
-        parsed("--freeze", lambda names: check_frozen(self.pupil.params(session), names), self.freeze)
-        self._check_run(session, learner)
+        objective = self.trainable.objective(session)
+        self.num_tokens = self.num_tokens or min(CHAIN, objective.max_depth or CHAIN)
+        remark = self.trainable.check(session, self.num_tokens)
+        parsed("--freeze", lambda names: check_frozen(self.trainable.params(session), names), self.freeze)
+        self._check_run(session, objective)
         if self.keep_states is not None:
-            from specjax.training.loop.target_activations import Shelf
+            from specjax.training.loop.target_activations import ActivationCache
 
-            Shelf(self.states, self.keep_states).check(session.target, learner)
+            ActivationCache(self.states, self.keep_states).check(session.target, objective)
         if remark:
             self.log.print(remark, style="dim", soft_wrap=True)
 
-    def _check_run(self, session: Session, learner: Learner) -> None:
+    def _check_run(self, session: Session, objective: TrainingObjective) -> None:
         """Raises: UsageError for folders of other runs, and what `loop.train` would refuse after all is answered."""
         from specjax.training.loop.checkpoints import found
-        from specjax.training.loop.trainer import beginning
+        from specjax.training.loop.trainer import run_identity
 
-        if learner.deepest and self.num_tokens > learner.deepest:
+        if objective.max_depth and self.num_tokens > objective.max_depth:
             raise UsageError(
-                f"--num-draft-tokens {self.num_tokens} is more than the {learner.deepest} that {learner.kind} drafts; "
+                f"--num-draft-tokens {self.num_tokens} is more than the {objective.max_depth} that {objective.kind} drafts; "
                 "lower it, or leave it out"
             )
-        about = beginning(
-            session.target, learner, self.pupil.params(session), self.recipe, epochs=self.epochs, chunk=self.chunk,
-            num_tokens=self.num_tokens, seed=self.seed, readings=self.keep_states is not None, about=self.pupil.about,
+        about = run_identity(
+            session.target, objective, self.trainable.params(session), self.recipe, epochs=self.epochs, chunk=self.chunk,
+            num_tokens=self.num_tokens, seed=self.seed, activation_cache=self.keep_states is not None, about=self.trainable.about,
         )  # fmt: skip
         for name in self._names():
             parsed("--out", lambda folder: found(folder, about), self.out / f"run{name}")
@@ -138,7 +138,7 @@ class Run:
             head, history, texts, law = self._by_budget(session, texts, greedy)
         else:
             head, history = self._trained(session, texts, greedy)
-        if self.pupil.serves and not any(entry["best"] and entry["step"] for entry in history):
+        if self.trainable.serves and not any(entry["best"] and entry["step"] for entry in history):
             self.log.print(
                 "nothing served more than what it begins with, which stays; more answers, or a --learning-rate below "
                 f"{self.recipe.learning_rate:g}, may teach it more",
@@ -151,13 +151,13 @@ class Run:
             return
         out, served = Console(quiet=not self.first), card["served"]
         out.print(
-            f"{self.pupil.kind}: {served['tokens_per_pass']:.2f} tokens per pass on {len(greedy)} texts held out "
+            f"{self.trainable.kind}: {served['tokens_per_pass']:.2f} tokens per pass on {len(greedy)} texts held out "
             f"(chain of {self.num_tokens}, greedy, bonus included), first draft right at {served['first']:.0%}",
             soft_wrap=True,
         )
         for line in _lines_of(law):
             out.print(line, soft_wrap=True)
-        out.print(f"specjax generate --draft {self.out}{self.pupil.use} ...", soft_wrap=True)
+        out.print(f"specjax generate --draft {self.out}{self.trainable.use} ...", soft_wrap=True)
 
     def _chats(self, session: Session) -> list[list[int]]:
         """Ids of the prompts, in an order of `seed`."""
@@ -171,7 +171,7 @@ class Run:
             rows += some
             if bad or unfit:
                 self.log.print(f"left out: {p.describe([*bad, *unfit], path)}", soft_wrap=True)
-        fit = [row for row in rows if len(row.ids) + BORDER <= self.length]
+        fit = [row for row in rows if len(row.ids) + PAIR_TOKENS <= self.length]
         if len(fit) < len(rows):
             self.log.print(
                 f"left out: {len(rows) - len(fit)} prompts that fill rows of {self.length} tokens (--length)"
@@ -186,7 +186,7 @@ class Run:
         order = np.random.default_rng(self.seed).permutation(len(different))
         return [different[i] for i in order]
 
-    def _raw(self, session: Session) -> list[Text]:
+    def _raw(self, session: Session) -> list[TrainingText]:
         """Texts that are learnt as they are, in pieces of a row."""
         pieces = []
         for path in self.texts:
@@ -196,7 +196,7 @@ class Run:
                 self.log.print(f"left out: {p.describe(bad, path)}", soft_wrap=True)
             for row in rows:
                 pieces += [row.ids[i : i + self.length] for i in range(0, len(row.ids), self.length)]
-        return [Text(tuple(ids), 0) for ids in pieces if len(ids) > BORDER]
+        return [TrainingText(tuple(ids), 0) for ids in pieces if len(ids) > PAIR_TOKENS]
 
     def _own(self, session: Session) -> list[p.Prompt]:
         """User turns by the target itself: answers to an empty chat, of which some have no end, and some come twice."""
@@ -208,7 +208,7 @@ class Run:
         )
         return [p.Prompt(words) for words in a.turns(told, session.tokenizer) if p.is_whole(words)]
 
-    def _answered(self, session: Session, chats: list[list[int]], folder: Path, temperature: float) -> list[Text]:
+    def _answered(self, session: Session, chats: list[list[int]], folder: Path, temperature: float) -> list[TrainingText]:
         about = {"max_new_tokens": self.max_new_tokens}
         told = self._answers(session, chats, folder, temperature, about, numbers=[0] * len(chats), doing="answering")
         return [one.text for one in told]
@@ -216,12 +216,12 @@ class Run:
     def _answers(
         self, session: Session, chats: list[list[int]], folder: Path, temperature: float, about: dict[str, int], *,
         numbers: Sequence[int], doing: str,
-    ) -> list[a.Answer]:  # fmt: skip
+    ) -> list[a.TargetResponse]:  # fmt: skip
         """Those of the folder, and the others, written into it as they come."""
         target = session.target.model
         known = {"target": target.name, "weights": of_weights(session.target.params), "vocabulary": target.vocab_size,
                  "temperature": temperature}  # fmt: skip
-        kept = a.Answers(folder, known | about, writes=self.first)
+        kept = a.ResponseStore(folder, known | about, writes=self.first)
         asked = list(zip(chats, numbers, strict=True))
         check_same([(chat, number, kept.of(chat, number)) for chat, number in asked], "prompts and answers")
         # Texts of one length in a batch end together.
@@ -244,7 +244,7 @@ class Run:
             )
         return [found for chat, number in asked if (found := kept.of(chat, number)) is not None]
 
-    def _by_budget(self, session: Session, texts: Sequence[Text], greedy: Sequence[Text]):
+    def _by_budget(self, session: Session, texts: Sequence[TrainingText], greedy: Sequence[TrainingText]):
         """The head of the largest budget, how it came, its texts, and the law of all."""
         from specjax.training.measure.scaling import fit
 
@@ -271,7 +271,7 @@ class Run:
                "predicted": ahead}  # fmt: skip
         return head, history, some, law
 
-    def _served(self, session: Session, head: Any, greedy: Sequence[Text], history: list[dict]) -> dict[str, Any]:
+    def _served(self, session: Session, head: Any, greedy: Sequence[TrainingText], history: list[dict]) -> dict[str, Any]:
         """By the head: as it was measured when it was found the best, or else now."""
         for entry in reversed(history):
             if entry.get("best") and isinstance(entry.get("served"), dict):
@@ -281,20 +281,20 @@ class Run:
         return _counts(served(session.target, head, greedy, depths=self.num_tokens, rows=self.rows, length=self.length))
 
     def _trained(
-        self, session: Session, texts: Sequence[Text], greedy: Sequence[Text], name: str = ""
+        self, session: Session, texts: Sequence[TrainingText], greedy: Sequence[TrainingText], name: str = ""
     ) -> tuple[Any, list[dict]]:
         """(the head, its steps). name: of the run, where there are several."""
-        from specjax.training.loop.target_activations import Shelf
+        from specjax.training.loop.target_activations import ActivationCache
         from specjax.training.loop.trainer import train
 
         target = session.target
-        pupil = self.pupil.begin(session, texts, self.seed)
+        trainable = self.trainable.begin(session, texts, self.seed)
         path = self.out / HISTORY.format(name)
         history = read_history(path)
         with self._bar("training") as bar, path.open("a", encoding="utf-8") if self.first else io.StringIO() as file:
             task = bar.add_task("", total=None, rate="")
 
-            def listen(progress) -> None:
+            def on_progress(progress) -> None:
                 entry = asdict_of(progress)
                 if not history or history[-1]["step"] >= entry["step"]:  # of steps that are taken again
                     history[:] = [known for known in history if known["step"] < entry["step"]]
@@ -317,17 +317,17 @@ class Run:
                     line = f"{where}, {said.per_pass:.3f} tokens per pass, first draft {said.first:.1%}{best}"
                     self.log.print(line, style="dim")
 
-            def reading(done: int, of: int) -> None:
+            def activations(done: int, of: int) -> None:
                 bar.update(task, description="", total=of, completed=done, rate="tokens read by the target")
 
-            shelf = None if self.keep_states is None else Shelf(self.states, self.keep_states, reading)
+            shelf = None if self.keep_states is None else ActivationCache(self.states, self.keep_states, activations)
             try:
                 fitted = train(
-                    target, pupil, texts, recipe=self.recipe, held_out=greedy, epochs=self.epochs, rows=self.rows,
+                    target, trainable, texts, recipe=self.recipe, held_out=greedy, epochs=self.epochs, rows=self.rows,
                     length=self.length, chunk=self.chunk, num_tokens=self.num_tokens, evaluate_every=self.every,
-                    evaluate_first=self.pupil.serves,
-                    patience=self.patience, seed=self.seed, folder=self.out / f"run{name}", readings=shelf,
-                    about=self.pupil.about, data=self.pupil.data(session), listen=listen,
+                    evaluate_first=self.trainable.serves,
+                    patience=self.patience, seed=self.seed, folder=self.out / f"run{name}", activation_cache=shelf,
+                    about=self.trainable.about, data=self.trainable.data(session), on_progress=on_progress,
                 )  # fmt: skip
             except KeyboardInterrupt:
                 has_head = any(entry["best"] for entry in history)
@@ -338,17 +338,17 @@ class Run:
     def _save(self, session: Session, head: Any) -> None:
         whole = replace(head, params=gather(head.params))
         if self.first:
-            self.pupil.save(self.out, session, whole, self.num_tokens)
+            self.trainable.save(self.out, session, whole, self.num_tokens)
 
     def _write(
-        self, session: Session, head: Any, texts: Sequence[Text], greedy: Sequence[Text], history: list[dict],
+        self, session: Session, head: Any, texts: Sequence[TrainingText], greedy: Sequence[TrainingText], history: list[dict],
         law: dict[str, Any] | None,
     ) -> dict[str, Any]:  # fmt: skip
         said = self._served(session, head, greedy, history)
         self._save(session, head)
         answered = sum(len(text.tokens) - text.answer for text in texts)
         card = {
-            **provenance(session), "method": self.pupil.kind, "recipe": asdict(self.recipe), "answers": len(texts),
+            **provenance(session), "method": self.trainable.kind, "recipe": asdict(self.recipe), "answers": len(texts),
             "answer_tokens": answered, "epochs": self.epochs, "temperature": self.temperature, "seed": self.seed,
             "seconds": history[-1]["seconds"] if history else 0.0,
             "served": {**said, "num_draft_tokens": self.num_tokens, "texts": len(greedy)},
@@ -362,7 +362,7 @@ class Run:
                 from specjax.training.measure.plot import plot
 
                 with contextlib.suppress(UsageError):  # matplotlib is not there; history.jsonl has the figures
-                    picture = plot(history, f"{self.pupil.kind} for {session.target.model.name}")
+                    picture = plot(history, f"{self.trainable.kind} for {session.target.model.name}")
                     (self.out / PICTURE).write_bytes(picture)
         return card
 
@@ -375,7 +375,7 @@ def _length(chat: tuple[list[int], int]) -> int:
     return len(chat[0])
 
 
-def _up_to(texts: Sequence[Text], budget: int) -> list[Text]:
+def _up_to(texts: Sequence[TrainingText], budget: int) -> list[TrainingText]:
     """The first texts whose answers have as many tokens."""
     before = np.cumsum([0, *(len(text.tokens) - text.answer for text in texts)])
     return [text for text, count in zip(texts, before, strict=False) if count < budget]

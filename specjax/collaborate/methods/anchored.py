@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
@@ -33,9 +34,23 @@ from specjax.engine.prefill import CHUNK, prefill_reading
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
 from specjax.numerics.sampling import warp
-from specjax.types import Array, Guarantee, Target
+from specjax.types import Array, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="anchored",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="a risky model's text within a budget of divergence from a safe model's: KL(text || safe) <= k T",
+    paper="He et al. 2026, arXiv 2602.07120",
+    needs=frozenset({"safe"}),
+    options=(
+        Option("budget", "float", 0.15, "nats per token, k"),
+        Option("debt", "yes_or_no", True, "what the prompt tells of the risky model counts"),
+        Option("tokens", "int", 5, "of the prompt that tell it"),
+    ),
+)
+
+
 SAFE, RISKY = 0, 1
 NEWTON, BISECTIONS = 8, 12
 ROUNDING = 1e-5
@@ -139,7 +154,7 @@ def prompt_logprobs(writer: Parts, tokens: Array, length: Array) -> Array:
         of = jnp.where(jnp.arange(CHUNK) < count[:, None], of, 0.0)
         return start + CHUNK, found.at[:, place].set(of, mode="drop")
 
-    cache = target.model.begin(target.params, None, batch, size)
+    cache = target.model.init_cache(target.params, None, batch, size)
     seen = jnp.int32(0), jnp.zeros(tokens.shape)
     return prefill_reading(target.model, target.params, cache, tokens, length - 1, see, seen)[1][1]
 

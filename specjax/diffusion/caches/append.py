@@ -35,7 +35,7 @@ def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
     """With all whole blocks of the prompts but the last one, which is the first clean pass where it is whole."""
     assert denoiser.block is not None
     batch, size = canvas.tokens.shape
-    cache = denoiser.model.begin(denoiser.params, None, batch, size + 2 * width + more_than_chunk(denoiser))
+    cache = denoiser.model.init_cache(denoiser.params, None, batch, size + 2 * width + more_than_chunk(denoiser))
     kept = (canvas.start - 1) // denoiser.block * denoiser.block
     return State(read_blocks(denoiser, cache, canvas.tokens, kept), kept)
 

@@ -33,7 +33,7 @@ class State(NamedTuple):
 
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
-    cache = denoiser.model.begin(denoiser.params, None, len(canvas.tokens), 1)
+    cache = denoiser.model.init_cache(denoiser.params, None, len(canvas.tokens), 1)
     shape = jax.eval_shape(lambda: over_canvas(denoiser, cache, canvas)[1])
     return State(cache, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
 

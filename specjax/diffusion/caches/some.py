@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 def nothing(denoiser: Denoiser, canvas: Canvas) -> Left:
     """What no pass has left anything in."""
-    cache = denoiser.model.begin(denoiser.params, None, len(canvas.tokens), 1)
+    cache = denoiser.model.init_cache(denoiser.params, None, len(canvas.tokens), 1)
     shape = jax.eval_shape(lambda: over_canvas(denoiser, cache, canvas)[1])
     return Left(cache, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
 

@@ -31,7 +31,7 @@ class State(NamedTuple):
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
     batch, size = canvas.tokens.shape
     model, params, kept = denoiser.model, denoiser.params, canvas.start - 1
-    cache = model.begin(params, None, batch, size + max(CHUNK, 2 * width + 2))
+    cache = model.init_cache(params, None, batch, size + max(CHUNK, 2 * width + 2))
     return State(prefill(model, params, cache, canvas.tokens, kept), kept)
 
 

@@ -14,7 +14,7 @@ from specjax.types import PyTree
 
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> PyTree:
-    return denoiser.model.begin(denoiser.params, None, len(canvas.tokens), 1)
+    return denoiser.model.init_cache(denoiser.params, None, len(canvas.tokens), 1)
 
 
 def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> tuple[Seen, PyTree]:

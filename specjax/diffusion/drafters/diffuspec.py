@@ -26,10 +26,32 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import drafting, forward
 from specjax.diffusion.types import Denoiser, is_eos
 from specjax.errors import UsageError
-from specjax.types import Array, Context, Drafter, PyTree, TokenTree, Verdict
+from specjax.types import Array, Context, Drafter, PyTree, TokenTree, Traits, TreeSize, Verdict
+
+METHOD = Method(
+    name="diffuspec",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a denoiser says what each place may hold, a search finds the words that go together",
+    paper="Li et al. 2025, arXiv 2510.02358",
+    needs=frozenset({"denoiser"}),
+    options=(
+        shared.num_tokens(30, "tokens of the longest draft"),
+        Option("least", "int", 20, "tokens of the shortest draft"),
+        Option("grow", "int", 10, "tokens that it may grow by"),
+        Option("rate", "float", 0.5, "weight of the last round in what it goes by"),
+        Option("mass", "float", 0.8, "of the tokens that a place may hold"),
+        Option("choices", "int", 15, "tokens at most that a place may hold"),
+        Option("beams", "int", 3, "paths of the search"),
+        Option("blend", "float", 0.5, "weight of the denoiser beside a trigram model of the text"),
+        Option("eos", "integers", None, "tokens that end a text; default: none"),
+    ),
+    arguments=("draft",),
+)
 
 
 class State(NamedTuple):
@@ -72,13 +94,11 @@ def diffuspec(
     )
     return Drafter(
         propose=search,
-        num_nodes=num_tokens + 1,
-        max_depth=num_tokens,
+        size=TreeSize(num_tokens + 1, num_tokens),
         init=functools.partial(_init, width=num_tokens),
         update=functools.partial(_update, least=least, most=num_tokens, grow=grow, rate=rate),
-        chains=True,
-        rewinds=False,
         params=(denoiser,),
+        traits=Traits(chains=True, rewinds=False),
     )
 
 

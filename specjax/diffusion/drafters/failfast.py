@@ -20,11 +20,27 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import drafting, forward
 from specjax.diffusion.measures import probability
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
-from specjax.types import Array, Context, Drafter, TokenTree
+from specjax.types import Array, Context, Drafter, TokenTree, Traits, TreeSize
+
+METHOD = Method(
+    name="failfast",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a denoiser drafts a chunk a pass, and another one as long as it is sure of all of the last",
+    paper="Pan et al. 2025, arXiv 2512.20573",
+    needs=frozenset({"denoiser"}),
+    options=(
+        Option("chunk", "int", 8, "tokens of a pass"),
+        shared.num_tokens(64, "tokens of the longest draft"),
+        Option("tau", "float", 0.45, "probability that each token of a chunk must have for another one"),
+    ),
+    arguments=("draft",),
+)
 
 
 def failfast(denoiser: Denoiser, *, chunk: int = 8, num_tokens: int = 64, tau: float = 0.45) -> Drafter:
@@ -37,12 +53,10 @@ def failfast(denoiser: Denoiser, *, chunk: int = 8, num_tokens: int = 64, tau: f
         raise UsageError(f"chunk must be from 1 to num_tokens, {num_tokens}, not {chunk}")
     return Drafter(
         propose=functools.partial(_propose, chunk=chunk, width=num_tokens, tau=tau),
-        num_nodes=num_tokens + 1,
-        max_depth=num_tokens,
+        size=TreeSize(num_tokens + 1, num_tokens),
         init=functools.partial(drafting.init, width=num_tokens),
-        chains=True,
-        rewinds=False,
         params=(denoiser,),
+        traits=Traits(chains=True, rewinds=False),
     )
 
 

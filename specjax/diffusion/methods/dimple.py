@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.forward import forward, over_canvas, shown
 from specjax.diffusion.schedules.blocks import blocks
@@ -40,6 +41,20 @@ from specjax.diffusion.types import (
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="dimple",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="every column that is sure enough, else the next share by a grid of times; the prompt is read once",
+    paper="Yu et al. 2025, arXiv 2505.16990",
+    options=(
+        Option("gamma", "float", 0.95, "confidence above which a column is decided"),
+        Option("steps", "int", None, "passes at most; default: one for each column"),
+        shared.EPS,
+        Option("prefill", "yes_or_no", True, "read the prompt once, of models with full attention"),
+    ),
+)
 
 
 @checked
@@ -96,7 +111,7 @@ def next_times(size: int | None = None, steps: int | None = None, eps: float = 1
 
 def _read_prompt(denoiser: Denoiser, canvas: Canvas, width: int) -> PyTree:
     batch, size = canvas.tokens.shape
-    cache = denoiser.model.begin(denoiser.params, None, batch, size)
+    cache = denoiser.model.init_cache(denoiser.params, None, batch, size)
     _, pending = over_canvas(denoiser, cache, canvas._replace(end=canvas.start))
     path = jnp.broadcast_to(jnp.arange(size), (batch, size))
     return denoiser.model.commit(cache, pending, path, canvas.start - 1)

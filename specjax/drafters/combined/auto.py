@@ -36,6 +36,7 @@ import jax.numpy as jnp
 
 from specjax import costs as costs_of
 from specjax.arrays import batch_axes, scopes
+from specjax.catalog import Method, Option
 from specjax.drafters.combined import head_schedule, node_classes, settings
 from specjax.drafters.combined.head_schedule import Asking
 from specjax.drafters.combined.settings import Config
@@ -45,7 +46,25 @@ from specjax.drafters.tables.token_recycling import Known, Recycled, Seen, recyc
 from specjax.models.heads.contract import DraftHead
 from specjax.trees import node_statistics, operations
 from specjax.trees.node_statistics import Counts, Drafted, Hindsight
-from specjax.types import Array, Context, Drafter, PyTree, TokenTree
+from specjax.types import Array, Context, Drafter, Hooks, PyTree, Target, TokenTree, Traits, TreeSize
+
+METHOD = Method(
+    name="auto",
+    kind="drafter",
+    guarantee="distribution",
+    summary="suffix matches, recycled runners-up and a head in one tree, of which only what pays is verified",
+    paper="our combination of arXiv 2411.10666, 2408.08696, 2503.03434 and 2406.14066",
+    takes=frozenset({"costs", "head"}),
+    options=(
+        Option("widths", "integers", None, "verify widths, rising from 1"),
+        Option("num_recycled", "int", None, "nodes of recycled tokens"),
+        Option("head_tree", "tree_shape", None, "of a head's likeliest tokens"),
+        Option("head_cost", "float", None, "of drafting them, in plain passes; default: by the weights it reads"),
+    ),
+    factory="make_auto",
+    arguments=("target", "draft"),
+)
+
 
 DRAFTING = 0.03
 """What drafting costs, in passes of width 1: 0.016 for SmolLM2 on two cores (0.5 of 31 ms), 0.04 for Llama 3 8B on 8
@@ -135,25 +154,34 @@ def auto(
     return made if head is None else made.replace(params=Params((), head.params))
 
 
+def make_auto(target: Target, draft: Target | DraftHead | None, **options) -> Drafter:
+    """Return `auto` for a target, with its draft head if there is one. A draft model is not used."""
+    head = draft if isinstance(draft, DraftHead) else None
+    return auto(target.model.vocab_size, head=head, dtype=costs_of.dtype_of(target), **options)
+
+
 @functools.cache
 def _functions(config: Config) -> Drafter:
     """The drafter, without its parameters."""
     of_head = config.head
     return Drafter(
-        init=functools.partial(_init, config),
         propose=functools.partial(_propose if of_head is None else _propose_with_head, config),
+        size=TreeSize(max(config.widths), config.longest - 1),
+        init=functools.partial(_init, config),
         observe=functools.partial(_observe, config),
         update=functools.partial(_update, config),
-        read=None if of_head is None else functools.partial(_read, config),
-        axes=functools.partial(_axes, config),
-        num_nodes=max(config.widths),
-        max_depth=config.longest - 1,
-        widths=config.widths[:-1],
-        follows_any_tree=True,
-        remember=functools.partial(_remember, config),
-        explain=_explain,
-        taps=() if of_head is None else of_head.taps,
-        rewinds=of_head is None,
+        traits=Traits(
+            widths=config.widths[:-1],
+            follows_any_tree=True,
+            taps=() if of_head is None else of_head.taps,
+            rewinds=of_head is None,
+        ),
+        hooks=Hooks(
+            prefill=None if of_head is None else functools.partial(_read, config),
+            axes=functools.partial(_axes, config),
+            export=functools.partial(_remember, config),
+            explain=_explain,
+        ),
     )
 
 
@@ -255,7 +283,7 @@ def _ranked(
 ) -> _Draft:
     """As much of what was drafted as pays."""
     tree, chance = node_statistics.rank(config.prior, config.shape, drafted, past, counts)
-    known = costs_of.at(config.costs, config.widths, chance.shape[0], config.dtype, config.platform)
+    known = costs_of.evaluate(config.costs, config.widths, chance.shape[0], config.dtype, config.platform)
     width, saved = best_width(config.widths, known, chance, weight_of(context.left, limit > 0))
     tree = tree._replace(valid=tree.valid & (jnp.arange(chance.shape[1]) < width))
     return _Draft(operations.cut(tree, max(config.widths)), drafted, saved)
@@ -314,7 +342,7 @@ def _update(config: Config, params, state: _State, seen, verdict) -> _State:
 
 
 def _remember(config: Config, params, state: _State) -> Memory | Params:
-    remember, earlier = config.recycling.remember, _earlier(config, params)
+    remember, earlier = config.recycling.hooks.export, _earlier(config, params)
     assert remember is not None
     counts = node_statistics.joined(earlier.counts, state.record.past.counts)
     learnt = Memory(remember(earlier.recycled, state.matrix), counts)

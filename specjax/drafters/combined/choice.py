@@ -10,6 +10,7 @@ does not. Unlike `auto`, which weighs nodes in hindsight, this needs to know not
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,11 +18,30 @@ import jax.numpy as jnp
 
 from specjax import costs as costs_of
 from specjax.arrays import batch_axes
+from specjax.catalog import Method, Option, shared
 from specjax.controllers.bandit import Arms, Bandit, ucb
 from specjax.drafters.composed import longest_of_each, read_each, remember_each, taps_of_each
+from specjax.drafters.making import make_inner_drafter
 from specjax.errors import UsageError
+from specjax.retrieval.datastore import Datastore
 from specjax.trees import operations
-from specjax.types import Array, Context, Drafter, PyTree
+from specjax.types import Array, Context, Drafter, Hooks, PyTree, Target, Traits, TreeSize
+
+METHOD = Method(
+    name="choice",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a bandit picks prompt lookup or token recycling, their depth, or plain decoding, by what each paid",
+    paper="Auer et al. 2002; Garivier, Moulines 2008, arXiv 0805.3415",
+    takes=frozenset({"costs", "datastore"}),
+    options=(
+        Option("several", "drafters", "prompt_lookup+token_recycling", "what to pick from, joined by +"),
+        shared.num_nodes(7),
+        Option("depths", "integers", (3, 7), "depths to pick from"),
+    ),
+    factory="make_choice",
+    arguments=("target",),
+)
 
 
 class Memory(NamedTuple):
@@ -60,7 +80,7 @@ def choice(
         raise UsageError("choice needs at least one drafter")
     if len({id(d.propose) for d in several}) < len(several):
         raise UsageError("choice was given the same drafter twice; give each once, with all depths in depths=")
-    if any(d.draws != "point_mass" or not d.follows_any_tree for d in several):
+    if any(d.traits.draws != "point_mass" or not d.traits.follows_any_tree for d in several):
         raise UsageError("choice can only pick among drafters without randomness that follow any tree")
     if not depths or min(depths) < 1:
         raise UsageError(f"depths must be at least 1, not {list(depths)}; plain decoding is an arm of its own")
@@ -70,10 +90,24 @@ def choice(
     return made.replace(params=Memory(tuple(drafter.params for drafter in several)))
 
 
+def make_choice(
+    target: Target,
+    *,
+    several: str | Sequence[str | Drafter] = "prompt_lookup+token_recycling",
+    num_nodes: int = 7,
+    datastore: Datastore | None = None,
+    **options,
+) -> Drafter:
+    """Return `choice` among drafters by name, such as `prompt_lookup+suffix:7`; each drafts `num_nodes` tokens."""
+    specs: Sequence[str | Drafter] = several.split("+") if isinstance(several, str) else several
+    drafters = (make_inner_drafter(spec, target, datastore, num_nodes) for spec in specs)
+    return choice(*drafters, dtype=costs_of.dtype_of(target), **options)
+
+
 @functools.cache
 def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform, bandit: Bandit) -> Drafter:
     nodes = max(drafter.num_nodes for drafter in several)
-    widths = sorted({1, *(w for drafter in several for w in (*drafter.widths, drafter.num_nodes))})
+    widths = sorted({1, *(w for drafter in several for w in (*drafter.traits.widths, drafter.num_nodes))})
     costs_of.check(costs, len(widths), "verify width")
 
     def init(params: Memory, context: Context) -> _State:
@@ -102,7 +136,7 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
             for drafter, own, memory in zip(several, params.several, state.several, strict=True)
         )
         batch, width = tree.tokens.shape  # that of the pass
-        known = costs_of.at(costs, widths, batch, dtype, platform)
+        known = costs_of.evaluate(costs, widths, batch, dtype, platform)
         running = jnp.sum(verdict.num_nodes > 0)
         wide_enough = next((i for i, own in enumerate(widths) if own >= width), -1)  # another drafter may set the width
         reward = jnp.sum(verdict.num_nodes) / jnp.maximum(running, 1) / known[wide_enough]
@@ -121,7 +155,9 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
 
     def axes(state: _State) -> _State:
         each = zip(several, state.several, strict=True)
-        return _State(tuple(drafter.axes(own) for drafter, own in each), *batch_axes.shared((state.arms, state.arm)))
+        return _State(
+            tuple(drafter.hooks.axes(own) for drafter, own in each), *batch_axes.shared((state.arms, state.arm))
+        )
 
     def read(params: Memory, state: _State, *chunk):
         return state._replace(several=read_each(several, params.several, state.several, *chunk))
@@ -131,19 +167,20 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
 
     deepest = max(drafter.max_depth for drafter in several)
     return Drafter(
-        init=init,
         propose=propose,
+        size=TreeSize(nodes, deepest),
+        init=init,
         observe=observe,
         update=update,
-        axes=axes,
-        read=read if any(drafter.read for drafter in several) else None,
-        remember=remember,
-        chains=all(drafter.drafts_chains for drafter in several),
-        rewinds=all(drafter.rewinds for drafter in several),
-        num_nodes=nodes,
-        max_depth=deepest,
-        longest=longest_of_each(several, deepest),
-        widths=tuple(w for w in widths if w < nodes),
-        follows_any_tree=True,
-        taps=taps_of_each(several),
+        traits=Traits(
+            chains=all(drafter.drafts_chains for drafter in several),
+            rewinds=all(drafter.traits.rewinds for drafter in several),
+            max_accepted=longest_of_each(several, deepest),
+            widths=tuple(w for w in widths if w < nodes),
+            follows_any_tree=True,
+            taps=taps_of_each(several),
+        ),
+        hooks=Hooks(
+            axes=axes, prefill=read if any(drafter.hooks.prefill for drafter in several) else None, export=remember
+        ),
     )

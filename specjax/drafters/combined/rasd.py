@@ -19,14 +19,34 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option
 from specjax.drafters.composed import longest_of_each, read_each, remember_each, taps_of_each
 from specjax.drafters.heads.learned import learned
 from specjax.drafters.lookup.suffix import suffix
+from specjax.drafters.making import make_inner_drafter
 from specjax.drafters.model.two_model import two_model
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
+from specjax.retrieval.datastore import Datastore
 from specjax.trees import Builder, operations, parse
-from specjax.types import Array, Context, Drafter, PyTree, Target, Verdict
+from specjax.types import Array, Context, Drafter, Hooks, PyTree, Target, Traits, TreeSize, Verdict
+
+METHOD = Method(
+    name="rasd",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a smaller model's or a head's tree fused with what followed the last occurrence of the end of the text",
+    paper="Quan et al. 2025, arXiv 2503.03434",
+    needs=frozenset({"draft"}),
+    takes=frozenset({"datastore", "head"}),
+    options=(
+        Option("retrieval", "drafter", None, "what is fused with it, such as rest:16; default: suffix:7"),
+        Option("tree", "tree", "top:8x2x1x1", "of the smaller model, without randomness"),
+        Option("prune", "yes_or_no", True, "keep only retrieved paths that start as the smaller model would"),
+    ),
+    factory="make_rasd",
+    arguments=("target", "draft"),
+)
 
 
 class _State(NamedTuple):
@@ -57,15 +77,31 @@ def rasd(
     Raises: UsageError for a tree or a drafter with randomness, one that follows its own trees only, or twice the same.
     """
     retrieval = suffix(7) if retrieval is None else retrieval
-    if retrieval.draws != "point_mass" or not retrieval.follows_any_tree:
+    if retrieval.traits.draws != "point_mass" or not retrieval.traits.follows_any_tree:
         raise UsageError("retrieval must be a drafter without randomness that follows any tree, such as suffix")
     base = draft if isinstance(draft, Drafter) else _grown_by(draft, tree, retrieval.max_depth)
-    if isinstance(draft, Drafter) and (draft.draws != "point_mass" or not draft.follows_any_tree):
+    if isinstance(draft, Drafter) and (draft.traits.draws != "point_mass" or not draft.traits.follows_any_tree):
         raise UsageError("draft must be a model, or a drafter without randomness that follows any tree")
     if base.propose is retrieval.propose:
         raise UsageError("rasd was given the same drafter twice; fuse two that differ, such as token_recycling, suffix")
     made = _functions(base.replace(params=()), retrieval.replace(params=()), prune)
     return made.replace(params=(base.params, retrieval.params))
+
+
+def make_rasd(
+    target: Target,
+    draft: Target | DraftHead,
+    *,
+    retrieval: str | Drafter | None = None,
+    datastore: Datastore | None = None,
+    **options,
+) -> Drafter:
+    """Return `rasd` with a retrieval drafter by name; default: `suffix:7`, which searches the datastore if given."""
+    if retrieval is None and datastore is not None:
+        retrieval = "suffix:7"
+    if retrieval is not None:
+        retrieval = make_inner_drafter(retrieval, target, datastore)
+    return rasd(draft, retrieval, **options)
 
 
 def _grown_by(draft: Target | DraftHead, tree: Builder | str, retrieved: int) -> Drafter:
@@ -91,12 +127,12 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
         if prune:
             retrieved = operations.keep_likely(drafted, retrieved)
         fused, order = operations.fuse(drafted, retrieved)
-        origin = () if model.follows_any_tree else jnp.where(order < model.num_nodes, order, 0)
+        origin = () if model.traits.follows_any_tree else jnp.where(order < model.num_nodes, order, 0)
         return fused, _State(model_state, retrieval_state, origin)
 
     def of_model(state: _State, verdict: Verdict) -> Verdict:
         """The verdict as if the model's own tree had been judged."""
-        if model.follows_any_tree:
+        if model.traits.follows_any_tree:
             return verdict
         # Nodes that only the retrieval had are behind those of the draft model on every path, and are read anew.
         path = take_along(state.origin, jnp.clip(verdict.path, 0, nodes - 1), 1)
@@ -111,7 +147,7 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
         return _State(drafted, retrieval.update(params[1], state.retrieval, seen[1], verdict), ())
 
     def axes(state: _State) -> _State:
-        return _State(model.axes(state.model), retrieval.axes(state.retrieval), ())
+        return _State(model.hooks.axes(state.model), retrieval.hooks.axes(state.retrieval), ())
 
     def read(params, state: _State, *chunk):
         return _State(*read_each((model, retrieval), params, state[:2], *chunk))
@@ -121,18 +157,21 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
 
     deepest = max(model.max_depth, retrieval.max_depth)
     return Drafter(
-        init=init,
         propose=propose,
+        size=TreeSize(nodes, deepest),
+        init=init,
         observe=observe,
         update=update,
-        axes=axes,
-        read=read if model.read or retrieval.read else None,
-        remember=remember if model.remember or retrieval.remember else None,
-        rewinds=model.rewinds and retrieval.rewinds,
-        follows_any_tree=model.follows_any_tree,
-        taps=taps_of_each((model, retrieval)),
-        num_nodes=nodes,
-        max_depth=deepest,
-        longest=longest_of_each((model, retrieval), deepest),
-        widths=tuple(sorted({w for w in (1, *model.widths, model.num_nodes) if w < nodes})),
+        traits=Traits(
+            rewinds=model.traits.rewinds and retrieval.traits.rewinds,
+            follows_any_tree=model.traits.follows_any_tree,
+            taps=taps_of_each((model, retrieval)),
+            max_accepted=longest_of_each((model, retrieval), deepest),
+            widths=tuple(sorted({w for w in (1, *model.traits.widths, model.num_nodes) if w < nodes})),
+        ),
+        hooks=Hooks(
+            axes=axes,
+            prefill=read if model.hooks.prefill or retrieval.hooks.prefill else None,
+            export=remember if model.hooks.export or retrieval.hooks.export else None,
+        ),
     )

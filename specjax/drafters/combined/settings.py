@@ -114,7 +114,7 @@ def checked(
     if head_cost is not None and head_cost >= MOST_COST:
         raise UsageError(f"head_cost must be below {MOST_COST:,} passes, not {head_cost}")
     paths: Paths = ()
-    if head is not None and head.prompts is not None:
+    if head is not None and head.soft_prompts is not None:
         raise UsageError(f"a head of {head.kind} drafts in the target's own pass; choose method {head.kind}")
     if head is not None:
         paths = _paths(head, head_tree, CPU_TREE if on_cpu else trees.sequoia(*WIDE_TREE)[1])
@@ -124,12 +124,12 @@ def checked(
 
 
 def _paths(head: Head, tree: Paths | None, default: Paths) -> Paths:
-    deepest = head.deepest
+    max_depth = head.max_depth
     if tree is None:
-        return tuple(path for path in default if deepest is None or len(path) <= deepest)
+        return tuple(path for path in default if max_depth is None or len(path) <= max_depth)
     if not tree:
         raise UsageError("head_tree needs a node at least; leave it out for the default")
     depth = max(map(len, tree))
-    if deepest is not None and depth > deepest:
-        raise UsageError(f"head_tree is {depth} tokens deep, but the head drafts {deepest}; choose that")
+    if max_depth is not None and depth > max_depth:
+        raise UsageError(f"head_tree is {depth} tokens deep, but the head drafts {max_depth}; choose that")
     return tree

@@ -15,11 +15,11 @@ from specjax import trees
 from specjax.drafters.heads import reading
 from specjax.drafters.heads.reading import State
 from specjax.errors import UsageError
-from specjax.models.heads.contract import Drafted, DraftHead, Head, Pairs
+from specjax.models.heads.contract import DraftedNodes, DraftHead, Head, FeaturePairs
 from specjax.trees import Builder, Stop, operations
 from specjax.trees.contracts import Frontier
 from specjax.trees.growing import Grown
-from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
+from specjax.types import Array, Context, Drafter, Hooks, Output, PyTree, TokenTree, Traits, TreeSize, Verdict
 
 
 def learned(head: DraftHead, builder: Builder, longest: int | None = None) -> Drafter:
@@ -30,12 +30,12 @@ def learned(head: DraftHead, builder: Builder, longest: int | None = None) -> Dr
 
     Raises: UsageError for a tree deeper than the head drafts, or a head that drafts in the target's own pass.
     """
-    if head.head.prompts is not None:
+    if head.head.soft_prompts is not None:
         kind = head.head.kind
         raise UsageError(f"a head of {kind} drafts in the target's own pass, in trees of its own; choose method {kind}")
-    deepest = head.head.deepest
-    if deepest is not None and builder.max_depth > deepest:
-        raise UsageError(f"the tree is {builder.max_depth} tokens deep, but the head drafts {deepest}; choose that")
+    max_depth = head.head.max_depth
+    if max_depth is not None and builder.max_depth > max_depth:
+        raise UsageError(f"the tree is {builder.max_depth} tokens deep, but the head drafts {max_depth}; choose that")
     return _functions(head.head, builder, longest or builder.max_depth + 1).replace(params=head.params)
 
 
@@ -48,7 +48,7 @@ def chain_of(
     longest: int | None,
 ) -> Drafter:
     """The drafter of a head with a last token: a chain as far as that, or of `num_tokens`, or a `tree`."""
-    most = head.head.deepest
+    most = head.head.max_depth
     assert most is not None
     return learned(head, trees.builder_of(num_tokens or most, tree, stop, keep_logits), longest)
 
@@ -64,24 +64,24 @@ def _functions(head: Head, builder: Builder, longest: int) -> Drafter:
         root_alone = lambda: operations.root_alone(context.root, shapes)
         return jax.lax.cond(jnp.any(limit > 0), grow, root_alone), state
 
-    def observe(params, state, context: Context, tree: TokenTree, verdict: Verdict, output: Output) -> Pairs:
+    def observe(params, state, context: Context, tree: TokenTree, verdict: Verdict, output: Output) -> FeaturePairs:
         return reading.seen(head, longest, tree, verdict, output)
 
     return Drafter(
-        init=lambda params, context: reading.begin(head, params, context, longest),
-        read=functools.partial(reading.read_prompt, head),
         propose=propose,
+        size=TreeSize(builder.num_nodes, builder.max_depth),
+        init=lambda params, context: reading.begin(head, params, context, longest),
         observe=observe,
         update=lambda params, state, seen, verdict: reading.added(state, seen),
-        axes=functools.partial(reading.axes, head),
-        num_nodes=builder.num_nodes,
-        max_depth=builder.max_depth,
-        draws=builder.draws,
-        widths=builder.widths,
-        taps=head.taps,
-        longest=longest,
-        rewinds=False,
-        follows_any_tree=True,
+        traits=Traits(
+            draws=builder.draws,
+            widths=builder.widths,
+            taps=head.taps,
+            max_accepted=longest,
+            rewinds=False,
+            follows_any_tree=True,
+        ),
+        hooks=Hooks(prefill=functools.partial(reading.read_prompt, head), axes=functools.partial(reading.axes, head)),
     )
 
 
@@ -97,8 +97,8 @@ def grown(
     return trees.grow(builder, feed, scratch, context.root[:, 0], said, keys, context, limit)[0]
 
 
-def as_drafted(frontier: Frontier) -> Drafted:
+def as_drafted(frontier: Frontier) -> DraftedNodes:
     """A frontier as heads read it: the root, whose pair they know already, is none of the nodes seen."""
     places = jnp.arange(frontier.seen.shape[2])
     parent = jnp.max(jnp.where(frontier.seen, places, 0), 2)  # nodes are fed after their ancestors
-    return Drafted(frontier.tokens, frontier.depth, frontier.place, parent, frontier.seen & (places > 0))
+    return DraftedNodes(frontier.tokens, frontier.depth, frontier.place, parent, frontier.seen & (places > 0))

@@ -9,7 +9,7 @@ guesses verifies the tree of state s, whose node v has c(v) prompts below it; wh
 next. A row begins without guesses, in state 0: the root alone, and prompts below it. Trees and prompts are those of the
 most tokens per cost, `specjax.trees.shape_search.dynamic_sparse`, by the costs of `specjax.costs`. There is no pass of the head.
 Guarantee: distribution (a point-mass tree, q = 1 of each guess). The paper's typical acceptance is `verifiers.typical`,
-lossy. Prompts are not nodes of the tree (`specjax.types.Prompts`): no rule sees one, and no node sees one.
+lossy. Prompts are not nodes of the tree (`specjax.types.SoftPrompts`): no rule sees one, and no node sees one.
 Deviations: the root and any node may have prompts or none, whichever is worth more; the authors give every candidate at
 least one and the root none. A state's pass is compiled as wide as its own tree; theirs are filled up to one width. In a
 batch all rows pass by the width of the largest tree among them, which the costs do not know.
@@ -33,7 +33,7 @@ from specjax.models.heads.contract import DraftHead, Head
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.trees.shape_search.dynamic_sparse import Accuracy, Rates, Shape, dynamic_sparse
 from specjax.trees.templates import Template
-from specjax.types import Array, Context, Drafter, Output, Prompts, TokenTree, Verdict
+from specjax.types import Array, Context, Drafter, Hooks, Output, SoftPrompts, TokenTree, Traits, TreeSize, Verdict
 
 LARGEST = 256
 CPU_NODES, NODES = 16, 64
@@ -98,7 +98,7 @@ def plan_of(
     if num_nodes > LARGEST:
         raise UsageError(f"num_nodes must be at most {LARGEST}, whose trees take seconds to plan, not {num_nodes}")
     costs_of.check(costs, num_nodes, "token of a pass")
-    curve = costs_of.at(costs, range(1, num_nodes + 1), 1, c.dtype, platform)
+    curve = costs_of.evaluate(costs, range(1, num_nodes + 1), 1, c.dtype, platform)
     return dynamic_sparse(accuracy, tuple(map(float, curve)), c.copies)
 
 
@@ -152,16 +152,16 @@ def _tables(shapes: tuple[Shape, ...]) -> _Tables:
 @functools.cache
 def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
     """The drafter, without its parameters."""
-    tables, c, vectors_of = _tables(shapes), head.config, head.prompts
+    tables, c, vectors_of = _tables(shapes), head.config, head.soft_prompts
     assert vectors_of is not None
-    deepest, copies, n = len(shapes) - 1, c.copies, tables.parents.shape[1]
+    max_depth, copies, n = len(shapes) - 1, c.copies, tables.parents.shape[1]
 
     def init(params, context: Context) -> State:
         assert context.target is not None
         batch, vocab = len(context.length), context.target.model.vocab_size
         if tables.num_ranks > vocab:
             raise UsageError(f"accuracy is of {tables.num_ranks} ranks and more, and the vocabulary has {vocab} tokens")
-        return State(jnp.zeros((batch, deepest, tables.num_ranks), jnp.int32), jnp.zeros((batch,), jnp.int32))
+        return State(jnp.zeros((batch, max_depth, tables.num_ranks), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def of_state(table: np.ndarray, state: State) -> Array:
         """[B, ...]."""
@@ -175,7 +175,7 @@ def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
         valid = of_state(tables.is_node, state) & (depth <= limit[:, None])  # in front, for the nodes lie by depth
         return TokenTree(tokens, of_state(tables.parents, state), valid), state
 
-    def prompts(params, state: State, context: Context, tree: TokenTree) -> Prompts:
+    def prompts(params, state: State, context: Context, tree: TokenTree) -> SoftPrompts:
         width = tree.tokens.shape[1]
         room = int(tables.room[width])
         owner, distance = (of_state(table[:, :room], state) for table in (tables.owner, tables.distance))
@@ -185,7 +185,7 @@ def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
         above = width + jnp.arange(room * copies) - copies
         parents = jnp.where(each(distance) == 0, jnp.clip(each(owner), 0, width - 1), above)
         vectors = vectors_of(params)[distance]  # [B, room, copies, D]
-        return Prompts(vectors.reshape(*parents.shape, -1), parents, each(there))
+        return SoftPrompts(vectors.reshape(*parents.shape, -1), parents, each(there))
 
     def observe(params, state: State, context: Context, tree: TokenTree, verdict: Verdict, output: Output) -> State:
         width = tree.tokens.shape[1]
@@ -193,7 +193,7 @@ def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
         first, count = (take_along(of_state(table, state), last, 1)[:, 0] for table in (tables.first, tables.prompts))
         # As if the row were alone: the others may have made the pass wider, with room for more.
         room = gather_at(jnp.asarray(tables.room), jnp.sum(tree.valid, 1, dtype=jnp.int32))
-        place = jnp.minimum(first[:, None] + jnp.arange(deepest), int(tables.room[width]) - 1)  # [B, m]
+        place = jnp.minimum(first[:, None] + jnp.arange(max_depth), int(tables.room[width]) - 1)  # [B, m]
         place = width + place[:, :, None] * copies + jnp.arange(copies)
         said = take_along(output.logits, place.reshape(len(place), -1, 1), 1)
         said = jnp.mean(said.reshape(*place.shape, -1), 2)  # [B, m, V]
@@ -203,13 +203,11 @@ def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
         return seen
 
     return Drafter(
-        init=init,
         propose=propose,
-        prompts=prompts,
+        size=TreeSize(n, int(tables.depths.max())),
+        init=init,
         observe=observe,
         update=update,
-        num_nodes=n,
-        max_depth=int(tables.depths.max()),
-        widths=tuple(width for width in tables.widths if width < n),
-        rewinds=False,
+        traits=Traits(widths=tuple(width for width in tables.widths if width < n), rewinds=False),
+        hooks=Hooks(soft_prompts=prompts),
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax.arrays import batch_axes, scopes
 from specjax.arrays.indexing import take_along
-from specjax.models.heads.contract import Head, Pairs
+from specjax.models.heads.contract import Head, FeaturePairs
 from specjax.trees import operations
 from specjax.types import Array, Context, Output, PyTree, TokenTree, Verdict
 
@@ -25,7 +25,7 @@ class State(NamedTuple):
 
     memory: PyTree  # of the pairs that it has read
     held: Array  # int32[B], how many these are
-    new: Pairs  # of the tokens accepted since; as many as fit the window
+    new: FeaturePairs  # of the tokens accepted since; as many as fit the window
 
 
 def begin(head: Head, params: PyTree, context: Context, window: int) -> State:
@@ -35,22 +35,22 @@ def begin(head: Head, params: PyTree, context: Context, window: int) -> State:
     stream = jax.eval_shape(target.model.embed, target.params, context.root)  # [B, 1, D]
     features = jnp.zeros((batch, window, stream.shape[-1] * max(len(head.taps), 1)), stream.dtype)
     none = jnp.zeros((batch,), jnp.int32)
-    new = Pairs(features, jnp.zeros((batch, window), jnp.int32), none)
-    return State(head.begin(params, context, batch, buffer + window), none, new)
+    new = FeaturePairs(features, jnp.zeros((batch, window), jnp.int32), none)
+    return State(head.init_memory(params, context, batch, buffer + window), none, new)
 
 
 def axes(head: Head, state: State) -> State:
-    """As `Drafter.axes`."""
+    """As `Hooks.axes`."""
     return batch_axes.rows_first(state)._replace(memory=head.axes(state.memory))
 
 
 def read_prompt(
     head: Head, params: PyTree, state: State, context: Context, tokens: Array, count: Array, output: Output
 ) -> State:
-    """As `Drafter.read`."""
+    """As `Hooks.prefill`."""
     index = state.held[:, None] + 1 + jnp.arange(tokens.shape[1])
     following = take_along(context.tokens, jnp.minimum(index, context.tokens.shape[1] - 1), 1)
-    pairs = Pairs(head.features_of(output), following, count)
+    pairs = FeaturePairs(head.features_of(output), following, count)
     return state._replace(memory=head.read(params, state.memory, pairs, context), held=state.held + count)
 
 
@@ -69,7 +69,7 @@ def caught_up(
 
     def read(i: Array, memory: PyTree) -> PyTree:
         part = lambda x: jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1)
-        pairs = Pairs(part(new.features), part(new.tokens), jnp.clip(new.count - i * chunk, 0, chunk))
+        pairs = FeaturePairs(part(new.features), part(new.tokens), jnp.clip(new.count - i * chunk, 0, chunk))
         return head.read(params, memory, pairs, context)
 
     passes = jnp.where(due, -(-jnp.max(new.count) // chunk), 0)
@@ -79,16 +79,16 @@ def caught_up(
     return State(memory, held, new._replace(count=left))
 
 
-def seen(head: Head, longest: int, tree: TokenTree, verdict: Verdict, output: Output) -> Pairs:
+def seen(head: Head, longest: int, tree: TokenTree, verdict: Verdict, output: Output) -> FeaturePairs:
     """The pairs of a round, of which it accepts at most `longest` tokens: for `Drafter.observe`."""
     fit = lambda x, value: jnp.pad(x, ((0, 0), (0, longest)), constant_values=value)[:, :longest]
     path = jnp.maximum(fit(verdict.path, -1), 0)[:, :, None]
     features = [take_along(x, path, 1) for x in (output.taps if head.taps else (output.hidden,))]
     count = jnp.minimum(verdict.num_nodes, longest)
-    return Pairs(jnp.concatenate(features, -1), fit(operations.emitted(tree, verdict), 0), count)
+    return FeaturePairs(jnp.concatenate(features, -1), fit(operations.emitted(tree, verdict), 0), count)
 
 
-def added(state: State, pairs: Pairs) -> State:
+def added(state: State, pairs: FeaturePairs) -> State:
     """With the pairs of a round behind those that wait; there is room for them."""
     old, longest = state.new, pairs.tokens.shape[1]
     if old.tokens.shape[1] == longest:
@@ -97,4 +97,4 @@ def added(state: State, pairs: Pairs) -> State:
     new = jnp.clip(place, 0, longest - 1)
     tokens = jnp.where(place < 0, old.tokens, take_along(pairs.tokens, new, 1))
     features = jnp.where(place[:, :, None] < 0, old.features, take_along(pairs.features, new[:, :, None], 1))
-    return state._replace(new=Pairs(features, tokens, old.count + pairs.count))
+    return state._replace(new=FeaturePairs(features, tokens, old.count + pairs.count))

@@ -30,11 +30,28 @@ import jax.numpy as jnp
 
 from specjax import trees
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.catalog import Method, Option, shared
 from specjax.drafters.layers.early_exit import first_layers, layers_of, self_draft, target_of
 from specjax.errors import UsageError
 from specjax.trees.contracts import Fed, Stop
 from specjax.trees.stops import top_unwarped
-from specjax.types import Array, Context, Drafter, Output, Target, TokenTree, Verdict
+from specjax.types import Array, Context, Drafter, Hooks, Output, Target, TokenTree, Traits, TreeSize, Verdict
+
+METHOD = Method(
+    name="dynamic_exit",
+    kind="drafter",
+    guarantee="distribution",
+    summary="the target's own first layers draft; how many of them, and how far, is chosen each round",
+    paper="Zarch et al. 2025, arXiv 2504.05598",
+    options=(
+        shared.num_tokens(18, "drafted tokens per round at most"),
+        Option("exits", "integers", None, "numbers of layers to choose from"),
+        Option("decay", "float", 0.95, "how much of what was counted is kept each round"),
+    ),
+    draft_cost=0.25,
+    arguments=("target",),
+)
+
 
 PROMPT_SAMPLES = 16
 IDLE_PERIOD = 8
@@ -87,16 +104,13 @@ class _Config(NamedTuple):
 def _functions(config: _Config) -> Drafter:
     builder = trees.chain(config.num_tokens)
     return Drafter(
-        init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
+        size=TreeSize(builder.num_nodes, builder.max_depth),
+        init=functools.partial(_init, config),
         observe=_observe,
         update=functools.partial(_update, config),
-        num_nodes=builder.num_nodes,
-        max_depth=builder.max_depth,
-        draws=builder.draws,
-        widths=builder.widths,
-        read=functools.partial(_read, config),
-        taps=(*config.exits, config.num_layers),
+        traits=Traits(draws=builder.draws, widths=builder.widths, taps=(*config.exits, config.num_layers)),
+        hooks=Hooks(prefill=functools.partial(_read, config)),
     )
 
 

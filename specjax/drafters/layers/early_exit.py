@@ -21,10 +21,39 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
+from specjax.catalog import Method, shared
 from specjax.errors import UsageError
 from specjax.trees import Builder
 from specjax.trees.contracts import Frontier
-from specjax.types import Array, Context, Drafter, Mixture, Model, PyTree, Sublayers, Target, TokenTree
+from specjax.types import (
+    Array,
+    Context,
+    Drafter,
+    Mixture,
+    Model,
+    PyTree,
+    Sublayers,
+    Target,
+    TokenTree,
+    Traits,
+    TreeSize,
+)
+
+METHOD = Method(
+    name="early_exit",
+    kind="drafter",
+    guarantee="distribution",
+    summary="the target's own first layers draft a chain",
+    paper="Elhoushi et al. 2024, arXiv 2404.16710",
+    options=(
+        shared.EXIT_LAYER,
+        shared.num_tokens(6),
+        shared.TREE,
+        shared.STOP,
+    ),
+    draft_cost=0.25,
+    arguments=("target",),
+)
 
 
 def early_exit(
@@ -52,11 +81,8 @@ def early_exit(
 def _functions(builder: Builder, exit_layer: int) -> Drafter:
     return Drafter(
         propose=functools.partial(_propose, builder, exit_layer),
-        num_nodes=builder.num_nodes,
-        max_depth=builder.max_depth,
-        draws=builder.draws,
-        widths=builder.widths,
-        follows_any_tree=True,
+        size=TreeSize(builder.num_nodes, builder.max_depth),
+        traits=Traits(draws=builder.draws, widths=builder.widths, follows_any_tree=True),
     )
 
 

@@ -24,11 +24,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option, shared
 from specjax.drafters.layers.early_exit import chosen_exit, first_layers, score_below, target_of
 from specjax.errors import UsageError
 from specjax.trees.contracts import narrower
 from specjax.trees.superposition import extend, likeliest
-from specjax.types import Array, Context, Drafter, Mixture, Target, TokenTree
+from specjax.types import Array, Context, Drafter, Mixture, Target, TokenTree, Traits, TreeSize
+
+METHOD = Method(
+    name="superposed",
+    kind="drafter",
+    guarantee="distribution",
+    summary="the target's own first layers draft several chains at once, from a mixture of their tokens",
+    paper="Shen et al. 2024, arXiv 2405.18400",
+    options=(
+        shared.EXIT_LAYER,
+        shared.num_tokens(6, "tokens of a chain"),
+        Option("drafts", "int", 3, "chains"),
+        Option("candidates", "int", 9, "likeliest tokens that chains choose from"),
+        Option("temperature", "float", 0.06, "of the mixture's distribution"),
+    ),
+    draft_cost=0.25,
+    arguments=("target",),
+)
 
 
 def superposed(
@@ -78,10 +96,8 @@ class _Config(NamedTuple):
 def _functions(config: _Config) -> Drafter:
     return Drafter(
         propose=functools.partial(_propose, config),
-        num_nodes=len(config.depth),
-        max_depth=config.num_tokens,
-        widths=narrower(range(1, len(config.depth) + 1, config.drafts)),
-        follows_any_tree=True,
+        size=TreeSize(len(config.depth), config.num_tokens),
+        traits=Traits(widths=narrower(range(1, len(config.depth) + 1, config.drafts)), follows_any_tree=True),
     )
 
 

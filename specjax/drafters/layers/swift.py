@@ -31,13 +31,35 @@ import numpy as np
 
 from specjax import trees
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.catalog import Method, Option, shared
 from specjax.drafters.layers.early_exit import layers_of, self_draft, target_of
 from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.trees import Builder
 from specjax.trees.contracts import Stop
 from specjax.trees.stops import top_unwarped
-from specjax.types import Array, Context, Drafter, Sublayers, Target
+from specjax.types import Array, Context, Drafter, Sublayers, Target, Traits, TreeSize
+
+METHOD = Method(
+    name="swift",
+    kind="drafter",
+    guarantee="distribution",
+    summary="the target drafts with sublayers skipped, and searches for the best ones to skip",
+    paper="Xia et al. 2024, arXiv 2410.06916",
+    options=(
+        shared.num_tokens(25),
+        shared.TREE,
+        Option("ratio", "float", 0.45, "share of sublayers to skip"),
+        Option("layers", "integers", None, "those that may be skipped; default: all but the first and last"),
+        Option("stop", "float", 0.8, "the draft ends behind a token less sure than this"),
+        Option("window", "int", 32, "tokens that a set of sublayers is scored on"),
+        Option("enough", "float", 0.95, "score at which the search ends"),
+        Option("patience", "int", 300, "rounds without a better set after which it ends"),
+        Option("max_trials", "int", 1000, "rounds after which it ends"),
+    ),
+    draft_cost=0.55,
+    arguments=("target",),
+)
 
 
 class SkipSet(NamedTuple):
@@ -130,12 +152,10 @@ def _functions(search: _Search, builder: Builder, stop: float) -> Drafter:
     if stop and builder.stop is None:
         builder = dataclasses.replace(builder, stop=Stop(lambda value, fed: (value, top_unwarped(fed) >= stop)))
     return Drafter(
-        init=functools.partial(_init, search),
         propose=functools.partial(_propose, search, builder),
-        num_nodes=builder.num_nodes,
-        max_depth=builder.max_depth,
-        draws=builder.draws,
-        widths=builder.widths,
+        size=TreeSize(builder.num_nodes, builder.max_depth),
+        init=functools.partial(_init, search),
+        traits=Traits(draws=builder.draws, widths=builder.widths),
     )
 
 
@@ -184,7 +204,7 @@ def matchness(search: _Search, skipped: Array, rows: Array, start: Array, contex
     text = take_along(context.tokens, jnp.minimum(places, context.tokens.shape[1] - 1), 1)
     model, params = target_of(context).model, target_of(context).params
     output, _ = model.forward(
-        params, text[:, :-1], model.rewound(context.cache, start), positions=places[:, :-1],
+        params, text[:, :-1], model.rewind_cache(context.cache, start), positions=places[:, :-1],
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((w, w), bool)), (batch, w, w)),
         layers=jax.tree.map(lambda runs: runs & rows[:, None], search.sublayers(skipped)),
     )  # fmt: skip

@@ -17,12 +17,32 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
+from specjax.adaptive.parsing import parse_depth
+from specjax.catalog import Method, Option, shared
 from specjax.drafters.layers.early_exit import self_draft, target_of
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth
-from specjax.models.variants.skipping_model import check_depth, over
+from specjax.models.variants.layer_skipping import DepthPolicy
+from specjax.models.variants.skipping_model import check_depth, skip_layers_over_cache
 from specjax.trees import Builder
-from specjax.types import Array, Context, Drafter, Sublayers, Target
+from specjax.types import Array, Context, Drafter, Hooks, Sublayers, Target, Traits, TreeSize
+
+METHOD = Method(
+    name="thinned",
+    kind="drafter",
+    guarantee="distribution",
+    summary="the target drafts with the layers that a method of adaptive depth chooses",
+    paper="our combination; papers: the methods of a target that does less",
+    options=(
+        Option("depth", "depth", "calm", "what chooses them, such as skip_decode:speedup=2"),
+        shared.num_tokens(4),
+        shared.TREE,
+        shared.STOP,
+    ),
+    draft_cost=0.6,
+    factory="make_thinned",
+    arguments=("target",),
+)
+
 
 if TYPE_CHECKING:
     from specjax.trees import Stop
@@ -30,7 +50,7 @@ if TYPE_CHECKING:
 
 def thinned(
     target: Target,
-    depth: Depth,
+    depth: DepthPolicy,
     *,
     num_tokens: int = 4,
     tree: Builder | None = None,
@@ -42,28 +62,30 @@ def thinned(
 
     State: int32[B], the length of the prompt. Raises: UsageError for a target that is not of `specjax.models` or is
     thinned itself, for layers that it does not have, and for a depth that learns from the prompt, which is of
-    `specjax.adaptive.thinned`.
+    `specjax.adaptive.skip_layers`.
     """
     num_layers = check_depth(target, depth)
-    if jax.tree.leaves(depth.start(1, num_layers)):
+    if jax.tree.leaves(depth.init_state(1, num_layers)):
         raise UsageError(
-            f"{depth.name} learns from the prompt and cannot draft; use specjax.adaptive.thinned, or another"
+            f"{depth.name} learns from the prompt and cannot draft; use specjax.adaptive.skip_layers, or another"
         )
     builder = trees.builder_of(num_tokens, tree, stop)
     return _functions(builder, depth.replace(params=())).replace(params=depth.params)
 
 
+def make_thinned(target: Target, *, depth: str | DepthPolicy = "calm", **options) -> Drafter:
+    """Return `thinned` with a depth policy by name, such as `skip_decode:speedup=2`."""
+    return thinned(target, parse_depth(depth) if isinstance(depth, str) else depth, **options)
+
+
 @functools.cache
-def _functions(builder: Builder, depth: Depth) -> Drafter:
+def _functions(builder: Builder, depth: DepthPolicy) -> Drafter:
     return Drafter(
-        init=_init,
         propose=functools.partial(_propose, builder, depth),
-        num_nodes=builder.num_nodes,
-        max_depth=builder.max_depth,
-        draws=builder.draws,
-        widths=builder.widths,
-        follows_any_tree=True,
-        resume=lambda params, state, kept: state,
+        size=TreeSize(builder.num_nodes, builder.max_depth),
+        init=_init,
+        traits=Traits(draws=builder.draws, widths=builder.widths, follows_any_tree=True),
+        hooks=Hooks(resume=lambda params, state, kept: state),
     )
 
 
@@ -71,8 +93,8 @@ def _init(params, context: Context) -> Array:
     return context.length
 
 
-def _propose(builder: Builder, depth: Depth, params, keys, prompt: Array, context: Context, limit: Array):
-    target, cache = over(target_of(context), depth.replace(params=params), context.cache, prompt)
+def _propose(builder: Builder, depth: DepthPolicy, params, keys, prompt: Array, context: Context, limit: Array):
+    target, cache = skip_layers_over_cache(target_of(context), depth.replace(params=params), context.cache, prompt)
     every = jnp.ones((len(prompt), target.model.capabilities.num_layers), bool)
     part = context._replace(target=target, cache=cache)
     return self_draft(builder, keys, part, limit, Sublayers(every, every)), prompt

@@ -27,9 +27,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
 from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length
-from specjax.types import Array, Context, Drafter
+from specjax.types import Array, Context, Drafter, Traits, TreeSize
+
+METHOD = Method(
+    name="input_guided",
+    kind="drafter",
+    guarantee="distribution",
+    summary="copies the text to be edited, or the prompt, from where the output stands in it",
+    paper="Ge et al. 2022, arXiv 2205.10350",
+    takes=frozenset({"source"}),
+    options=(
+        shared.num_tokens(32),
+        Option("max_ngram", "int", 3, "tokens of the longest end of the output that is looked for"),
+    ),
+)
+
 
 BUCKET = 128
 """Sources are padded to a multiple of this, so that those of similar length share one program."""
@@ -83,13 +98,10 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
         return tree, _State(place, state.prompt, length)
 
     return Drafter(
-        init=init,
         propose=propose,
-        num_nodes=num_tokens + 1,
-        max_depth=num_tokens,
-        widths=(1,),
-        chains=True,
-        follows_any_tree=True,
+        size=TreeSize(num_tokens + 1, num_tokens),
+        init=init,
+        traits=Traits(chains=True, follows_any_tree=True),
     )
 
 

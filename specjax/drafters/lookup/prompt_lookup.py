@@ -21,9 +21,24 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
 from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length
-from specjax.types import Drafter
+from specjax.types import Drafter, Traits, TreeSize
+
+METHOD = Method(
+    name="prompt_lookup",
+    kind="drafter",
+    guarantee="distribution",
+    summary="copies what followed the last occurrence of the current n-gram",
+    paper="Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding",
+    options=(
+        shared.num_tokens(7),
+        Option("max_ngram", "int", 3, "tokens of the longest n-gram that is looked for"),
+        Option("min_ngram", "int", 2, "and of the shortest"),
+        Option("mode", ("latest", "reference"), "latest", "which occurrence to copy from"),
+    ),
+)
 
 
 @functools.cache
@@ -52,11 +67,8 @@ def prompt_lookup(
 
     return Drafter(
         propose=propose,
-        num_nodes=num_tokens + 1,
-        max_depth=num_tokens,
-        widths=(1,),
-        chains=True,
-        follows_any_tree=True,
+        size=TreeSize(num_tokens + 1, num_tokens),
+        traits=Traits(chains=True, follows_any_tree=True),
     )
 
 

@@ -17,10 +17,31 @@ import functools
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
+from specjax.retrieval.datastore import Datastore
 from specjax.retrieval.datastore.index import Index, continuations, search
 from specjax.trees.token_trie import from_paths
-from specjax.types import Drafter
+from specjax.types import Drafter, Target, Traits, TreeSize
+
+METHOD = Method(
+    name="rest",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a tree of what most often followed the current words in a corpus",
+    paper="He et al. 2024, arXiv 2311.08252",
+    needs=frozenset({"datastore"}),
+    options=(
+        shared.num_nodes(64),
+        Option("depth", "int", 10, "levels of the tree"),
+        Option("max_span", "int", 16, "tokens of the longest match"),
+        Option("min_span", "int", 2, "and of the shortest"),
+        Option("num_paths", "int", 64, "continuations that are read"),
+    ),
+    cpu_options={"num_nodes": 7},
+    factory="make_rest",
+    arguments=("target",),
+)
 
 
 def rest(
@@ -46,6 +67,11 @@ def rest(
     return _functions(num_nodes, depth, max_span, min_span, num_paths).replace(params=index)
 
 
+def make_rest(target: Target, *, datastore: Datastore, **options) -> Drafter:
+    """Return `rest` with the index of a datastore on the devices of the target."""
+    return rest(datastore.to_device(target.model.mesh), **options)
+
+
 @functools.cache
 def _functions(num_nodes: int, depth: int, max_span: int, min_span: int, num_paths: int) -> Drafter:
     def propose(index: Index, keys, state, context, limit):
@@ -58,8 +84,6 @@ def _functions(num_nodes: int, depth: int, max_span: int, min_span: int, num_pat
 
     return Drafter(
         propose=propose,
-        num_nodes=num_nodes + 1,
-        max_depth=depth,
-        widths=tuple(w for w in (1, 8, 16, 32) if w <= num_nodes),
-        follows_any_tree=True,
+        size=TreeSize(num_nodes + 1, depth),
+        traits=Traits(widths=tuple(w for w in (1, 8, 16, 32) if w <= num_nodes), follows_any_tree=True),
     )

@@ -22,13 +22,36 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.drafters.composed import longest_of_each, read_each, remember_each
+from specjax.drafters.making import make_inner_drafter
 from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
+from specjax.retrieval.datastore import Datastore
 from specjax.retrieval.datastore.index import Index, continuations, search
 from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length
 from specjax.trees.operations import chain, pad_nodes
-from specjax.types import Array, Context, Drafter, PyTree, TokenTree
+from specjax.types import Array, Context, Drafter, PyTree, Target, TokenTree, TreeSize
+
+METHOD = Method(
+    name="suffix",
+    kind="drafter",
+    guarantee="distribution",
+    summary="copies what followed the longest occurrence of the end of the text, in itself or in a corpus",
+    paper="Hu et al. 2024, arXiv 2411.10666",
+    takes=frozenset({"datastore"}),
+    options=(
+        shared.num_tokens(15),
+        Option("max_match", "int", 16, "tokens of the longest match"),
+        Option("min_match", "int", None, "and of the shortest; default: 2, with a fallback 5"),
+        Option("occurrence", ("latest", "earliest"), "latest", "which one in the text to copy from"),
+        Option("fallback", "drafter", None, "what drafts where nothing matches, such as token_recycling"),
+        Option("bias", "int", 5, "tokens by which a match in the corpus must be longer than one in the text"),
+    ),
+    cpu_options={"num_tokens": 7},
+    factory="make_suffix",
+    arguments=("target",),
+)
 
 
 def suffix(
@@ -60,10 +83,19 @@ def suffix(
     if bias < 0:
         raise UsageError(f"bias must be at least 0, not {bias}")
     fallback = fallback or autoregressive()
-    if fallback.draws != "point_mass" or not fallback.follows_any_tree:
+    if fallback.traits.draws != "point_mass" or not fallback.traits.follows_any_tree:
         raise UsageError("fallback must be a drafter without randomness that follows any tree, such as token_recycling")
     made = _functions(fallback.replace(params=()), num_tokens, max_match, min_match, occurrence, bias)
     return made.replace(params=Params(fallback.params, corpus))
+
+
+def make_suffix(
+    target: Target, *, fallback: str | Drafter | None = None, datastore: Datastore | None = None, **options
+) -> Drafter:
+    """Return `suffix` with a fallback by name and a datastore as corpus."""
+    inner = None if fallback is None else make_inner_drafter(fallback, target, datastore)
+    corpus = None if datastore is None else datastore.to_device(target.model.mesh)
+    return suffix(fallback=inner, corpus=corpus, **options)
 
 
 class Params(NamedTuple):
@@ -126,13 +158,15 @@ def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, 
         propose=propose,
         observe=lambda params, *round: other.observe(params.fallback, *round),
         update=lambda params, *round: other.update(params.fallback, *round),
-        read=read if other.read else None,
-        remember=remember if other.remember else None,
-        num_nodes=nodes,
-        max_depth=deepest,
-        longest=longest_of_each((other,), deepest),
-        chains=other.drafts_chains,
-        widths=tuple(sorted({w for w in (1, 4, 8, *other.widths, other.num_nodes) if w < nodes})),
+        size=TreeSize(nodes, deepest),
+        traits=other.traits._replace(
+            max_accepted=longest_of_each((other,), deepest),
+            chains=other.drafts_chains,
+            widths=tuple(sorted({w for w in (1, 4, 8, *other.traits.widths, other.num_nodes) if w < nodes})),
+        ),
+        hooks=other.hooks._replace(
+            prefill=read if other.hooks.prefill else None, export=remember if other.hooks.export else None
+        ),
     )
 
 

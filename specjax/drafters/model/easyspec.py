@@ -19,10 +19,29 @@ can have committed, whatever it did commit, so that rows stay in step.
 from __future__ import annotations
 
 from specjax import trees
+from specjax.catalog import Method, Option, shared
 from specjax.drafters.model.two_model import functions as two_model_functions
 from specjax.errors import UsageError
 from specjax.trees import Builder, Stop
 from specjax.types import Drafter, Model, Target
+
+METHOD = Method(
+    name="easyspec",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a smaller model drafts a chain, the attention of several of its layers at once",
+    paper="Wu et al. 2025, arXiv 2502.02493",
+    needs=frozenset({"draft"}),
+    options=(
+        shared.num_tokens(4),
+        shared.TREE,
+        Option("group", "int", None, "layers whose attention runs at once; default: as the draft model lies"),
+        shared.STOP,
+        shared.KEEP_LOGITS,
+    ),
+    arguments=("draft",),
+)
+
 
 GROUP = 4
 """The paper's; from 5 on it loses more than it gains."""

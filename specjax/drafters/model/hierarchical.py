@@ -25,19 +25,52 @@ import jax.numpy as jnp
 from specjax.arrays import batch_axes
 from specjax.arrays.branching import narrow_or_wide
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.catalog import Method, Option
 from specjax.controllers.fixed import fixed
+from specjax.drafters.making import make_inner_drafter
 from specjax.drafters.model.two_model import caught_up, feed_last
 from specjax.engine.job import Keep, Parts
 from specjax.engine.prefill import prefill_reading
 from specjax.engine.prepare import check_pair
 from specjax.engine.step import LOOP, step
 from specjax.errors import UsageError
-from specjax.models.vocabulary import beside
+from specjax.models.vocabulary import match_vocabulary
 from specjax.numerics import sampling
+from specjax.retrieval.datastore import Datastore
 from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain, root_alone
-from specjax.types import Array, Context, DecodeState, Drafter, Model, PyTree, Target, TokenTree, Verdict
+from specjax.types import (
+    Array,
+    Context,
+    DecodeState,
+    Drafter,
+    Hooks,
+    Model,
+    PyTree,
+    Target,
+    TokenTree,
+    Traits,
+    TreeSize,
+    Verdict,
+)
 from specjax.verifiers import exact_verifier, sample_and_match
+
+METHOD = Method(
+    name="hierarchical",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a smaller model, itself helped by prompt lookup, drafts a chain",
+    paper="SpecMQuant 2025, arXiv 2505.22179; Spector, Re 2023, arXiv 2308.04623",
+    needs=frozenset({"draft"}),
+    takes=frozenset({"datastore"}),
+    options=(
+        Option("min_tokens", "int", 6, "drafted tokens after which it stops"),
+        Option("own_token", "yes_or_no", True, "begin with a token that the smaller model draws without a draft"),
+        Option("inner", "drafter", "prompt_lookup", "what drafts for the smaller model, such as suffix:7"),
+    ),
+    factory="make_hierarchical",
+    arguments=("draft",),
+)
 
 
 class _State(NamedTuple):
@@ -60,12 +93,19 @@ def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6, own_tok
     if min_tokens < 1:
         raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
     check_pair(middle, inner)
-    if not inner.rewinds:
+    if not inner.traits.rewinds:
         raise UsageError("the inner drafter's model cannot rewind, as it must when the target refuses a draft")
     if middle.model.rewind is None:
         raise UsageError(f"the model {middle.model.name} cannot rewind its cache, as the middle one must")
     config = _Config(middle.model, inner.replace(params=()), min_tokens, own_token)
     return _functions(config).replace(params=(middle.params, inner.params))
+
+
+def make_hierarchical(
+    draft: Target, *, inner: str | Drafter = "prompt_lookup", datastore: Datastore | None = None, **options
+) -> Drafter:
+    """Return `hierarchical` with an inner drafter by name."""
+    return hierarchical(draft, make_inner_drafter(inner, draft, datastore), **options)
 
 
 class _Config(NamedTuple):
@@ -89,33 +129,35 @@ class _Config(NamedTuple):
 @functools.cache
 def _functions(config: _Config) -> Drafter:
     return Drafter(
-        init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
-        remember=functools.partial(_remember, config) if config.inner.remember else None,
-        axes=lambda state: batch_axes.rows_first(state)._replace(
-            cache=config.model.axes(state.cache), draft=config.inner.axes(state.draft)
+        size=TreeSize(config.longest + 1, config.longest),
+        init=functools.partial(_init, config),
+        traits=Traits(draws="chain", widths=narrower(range(1, config.longest + 2))),
+        hooks=Hooks(
+            export=functools.partial(_remember, config) if config.inner.hooks.export else None,
+            axes=lambda state: batch_axes.rows_first(state)._replace(
+                cache=config.model.axes(state.cache), draft=config.inner.hooks.axes(state.draft)
+            ),
         ),
-        num_nodes=config.longest + 1,
-        max_depth=config.longest,
-        draws="chain",
-        widths=narrower(range(1, config.longest + 2)),
     )
 
 
 def _init(config: _Config, params, context: Context) -> _State:
-    model, (middle, inner) = beside(config.model, context.target), params
+    model, (middle, inner) = match_vocabulary(config.model, context.target), params
     room = context.tokens.shape[1] + config.longest + config.inner.num_nodes
-    cache = model.opened(middle, model.reads(context.inputs), context.length, room)
+    cache = model.start_cache(middle, model.reads(context.inputs), context.length, room)
     held = jnp.maximum(context.length - 1, 0)
     below = context._replace(target=Target(model, middle))
-    draft, read = config.inner.init(inner, below), config.inner.read
+    draft, read = config.inner.init(inner, below), config.inner.hooks.prefill
     see = lambda draft, *chunk: draft if read is None else read(inner, draft, below, *chunk)
-    cache, draft = prefill_reading(model, middle, cache, context.tokens, held, see, draft, taps=config.inner.taps)
+    cache, draft = prefill_reading(
+        model, middle, cache, context.tokens, held, see, draft, taps=config.inner.traits.taps
+    )
     return _State(cache, draft, held)
 
 
 def _remember(config: _Config, params, state: _State) -> tuple[PyTree, PyTree]:
-    remember = config.inner.remember
+    remember = config.inner.hooks.export
     assert remember is not None
     return params[0], remember(params[1], state.draft)
 
@@ -133,12 +175,12 @@ def _rest(
     config: _Config, params, keys, context: Context, shapes: TokenTree, state: _State
 ) -> tuple[_State, TokenTree]:
     """No draft, and no pass of the middle model. The inner drafter sees how long the text is, and nothing else."""
-    target = Target(beside(config.model, context.target), params[0])
+    target = Target(match_vocabulary(config.model, context.target), params[0])
     below = context._replace(cache=state.cache, target=target)
     tree, drafted = config.inner.propose(params[1], keys, state.draft, below, jnp.zeros_like(context.length))
     path = jnp.full_like(tree.parents, -1)
     mask = jnp.zeros((*path.shape, path.shape[1]), bool)
-    taps = {"taps": config.inner.taps} if config.inner.taps else {}
+    taps = {"taps": config.inner.traits.taps} if config.inner.traits.taps else {}
     read = functools.partial(target.model.forward, positions=path, mask=mask, **taps)
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
     output = zeros(jax.eval_shape(read, params[0], tree.tokens, state.cache)[0])
@@ -150,9 +192,9 @@ def _rest(
 
 
 def _draft(config: _Config, params, keys, context: Context, limit: Array, state: _State) -> tuple[_State, TokenTree]:
-    model, length = beside(config.model, context.target), context.length
+    model, length = match_vocabulary(config.model, context.target), context.length
     wanted = jnp.maximum(length - config.lag, 0)
-    cache = model.rewound(state.cache, state.held)
+    cache = model.rewind_cache(state.cache, state.held)
     cache = caught_up(model, params[0], cache, context, jnp.zeros_like(length), state.held, wanted)
     tokens, log_q = context.tokens, None
     if config.own_token:
@@ -186,7 +228,7 @@ def _draft(config: _Config, params, keys, context: Context, limit: Array, state:
 
 def _own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:
     """Feed what the cache lacks: M's own next token [B], log q of it [B, V], and the cache with the whole text."""
-    model, length, lag = beside(config.model, context.target), context.length, config.lag
+    model, length, lag = match_vocabulary(config.model, context.target), context.length, config.lag
     logits, pending = feed_last(model, params, cache, context, length, lag)
     path = jnp.where(length[:, None] == 1, 1, jnp.arange(lag))  # a text of one token has the last of the two only
     cache = model.commit(cache, pending, path, jnp.minimum(length, lag))
@@ -205,7 +247,7 @@ def _parts(config: _Config, params, context: Context) -> Parts:
     is_greedy, coupled = context.sampling.temperature is None, context.noise is not None
     return Parts(
         loop=LOOP,
-        target=Target(beside(config.model, context.target), params[0]),
+        target=Target(match_vocabulary(config.model, context.target), params[0]),
         drafter=config.inner.replace(params=params[1]),
         verifier=sample_and_match if coupled else exact_verifier(config.inner, is_greedy),
         controller=fixed(),

@@ -20,10 +20,25 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest
+from specjax.catalog import REQUIRED, Method, Option, shared
 from specjax.errors import UsageError
 from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain
-from specjax.types import Array, Context, Drafter, PyTree
+from specjax.types import Array, Context, Drafter, PyTree, Traits, TreeSize
+
+METHOD = Method(
+    name="nar_block",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a block of tokens at once from a model trained for masked places",
+    paper="Xia et al. 2022, arXiv 2203.16487; Ge et al. 2022, arXiv 2205.10350",
+    needs=frozenset({"fill"}),
+    options=(
+        Option("mask_token", "int", REQUIRED, "stands where a token is missing"),
+        shared.num_tokens(25),
+    ),
+)
+
 
 FillFn = Callable[[PyTree, Array, Array, Array], Array]
 """`fill(params, tokens int32[B, L], given bool[B, L], positions int32[B, k]) -> logits float32[B, k, V]`.
@@ -64,8 +79,6 @@ def _functions(fill: FillFn, mask_token: int, num_tokens: int) -> Drafter:
 
     return Drafter(
         propose=propose,
-        num_nodes=num_tokens + 1,
-        max_depth=num_tokens,
-        chains=True,
-        widths=narrower(range(1, num_tokens + 2)),
+        size=TreeSize(num_tokens + 1, num_tokens),
+        traits=Traits(chains=True, widths=narrower(range(1, num_tokens + 2))),
     )

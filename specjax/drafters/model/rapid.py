@@ -28,12 +28,32 @@ import jax.numpy as jnp
 
 from specjax import trees
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option, shared
 from specjax.drafters.model.two_model import State
 from specjax.drafters.model.two_model import functions as two_model_functions
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Model, Target
+
+METHOD = Method(
+    name="rapid",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a draft model that reads only the relevant chunks of a long prompt",
+    paper="Chen et al. 2025, arXiv 2502.20330",
+    needs=frozenset({"draft"}),
+    options=(
+        shared.num_tokens(10),
+        shared.TREE,
+        Option("budget", "int", 4096, "tokens of the prompt that it reads"),
+        Option("chunk", "int", 128, "tokens of a chunk"),
+        Option("query", "int", 64, "last tokens of the prompt, to which chunks are compared"),
+        Option("max_new_tokens", "int", 1024, "new tokens at most, for its cache"),
+    ),
+    arguments=("draft",),
+)
+
 
 LAG = 2
 
@@ -101,7 +121,7 @@ def _functions(model: Model, builder: Builder, budget: int, chunk: int, query: i
         """With the text cut down and read anew for `rows` bool[B]."""
         short = shorten(context)
         held = jnp.maximum(short.length - LAG, 0)
-        cache = model.rewound(state.cache, jnp.where(rows, 0, state.held))
+        cache = model.rewind_cache(state.cache, jnp.where(rows, 0, state.held))
         cache = prefill(model, params, cache, short.tokens, jnp.where(rows, held, 0))
         dropped = jnp.where(rows, context.length - short.length, state.dropped)
         return State(cache, jnp.where(rows, held, state.held), dropped)

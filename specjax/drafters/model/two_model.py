@@ -25,13 +25,45 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option, shared
 from specjax.engine.prefill import catch_up, prefill
 from specjax.errors import UsageError
 from specjax.models.heads.acceptance import AcceptanceHead
-from specjax.models.vocabulary import beside
+from specjax.models.vocabulary import match_vocabulary
 from specjax.trees import Builder, Stop, operations
 from specjax.trees.contracts import Frontier
-from specjax.types import Array, Context, Drafter, Model, PyTree, Said, Target, TokenTree
+from specjax.types import (
+    Array,
+    Context,
+    Drafter,
+    DraftOutput,
+    Hooks,
+    Model,
+    PyTree,
+    Target,
+    TokenTree,
+    Traits,
+    TreeSize,
+)
+
+METHOD = Method(
+    name="two_model",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a smaller model drafts a chain, verified with its true q",
+    paper="Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
+    needs=frozenset({"draft"}),
+    options=(
+        shared.num_tokens(4),
+        shared.TREE,
+        shared.STOP,
+        Option("lag", "int", 2, "last tokens of the text that are fed anew in each round"),
+        shared.KEEP_LOGITS,
+        Option("acceptance", "acceptance_head", None, "SpecDec++'s head of the draft model, for trained:T"),
+    ),
+    arguments=("draft",),
+)
+
 
 CATCH_UP = 16
 """Tokens per pass of those that were decoded while nothing was drafted."""
@@ -119,8 +151,8 @@ def functions(
     def init(params, context: Context):
         seen = context if shorten is None else shorten(context)
         weights, buffer = weights_of(params), seen.tokens.shape[1]
-        cache = model.opened(weights, model.reads(seen.inputs), seen.length, buffer + slots)
-        cache = prefill(beside(model, context.target), weights, cache, seen.tokens, start(seen.length))
+        cache = model.start_cache(weights, model.reads(seen.inputs), seen.length, buffer + slots)
+        cache = prefill(match_vocabulary(model, context.target), weights, cache, seen.tokens, start(seen.length))
         return State(cache, start(seen.length), context.length - seen.length)
 
     def propose(params, keys, state: State, context: Context, limit):
@@ -130,7 +162,7 @@ def functions(
             cache = model.rewind(cache, held)
         wanted = jnp.where(is_drafting, start(length), held)
         cache = caught_up(
-            beside(model, context.target), weights_of(params), cache, context, state.dropped, held, wanted
+            match_vocabulary(model, context.target), weights_of(params), cache, context, state.dropped, held, wanted
         )
         draft = jax.jit(functools.partial(grown_tree, params, keys, cache, length, context, limit))  # traced once
         shapes = draft.eval_shape()
@@ -145,9 +177,9 @@ def functions(
 
     def grown_tree(params, keys, cache, length, context: Context, limit) -> tuple[TokenTree, PyTree, Array]:
         """The tree, what is pending and the `places` of the nodes."""
-        same_ids, weights = beside(model, context.target), weights_of(params)
+        same_ids, weights = match_vocabulary(model, context.target), weights_of(params)
         logits, pending = feed_last(same_ids, weights, cache, context, length, lag)
-        said = Said(logits, accepted=jnp.ones(len(logits))) if judges else logits
+        said = DraftOutput(logits, accepted=jnp.ones(len(logits))) if judges else logits
         before_root = _real(length, lag)[:, None, :-1]
 
         def feed(pending, frontier: Frontier):
@@ -156,7 +188,7 @@ def functions(
                 weights, frontier.tokens, cache, positions=length[:, None] - 1 + frontier.depth,
                 mask=jnp.concatenate([text, frontier.mask], 2), earlier=pending, **approximately,
             )  # fmt: skip
-            said = Said(output.logits, accepted=params[1].accepted(output.hidden)) if judges else output.logits
+            said = DraftOutput(output.logits, accepted=params[1].accepted(output.hidden)) if judges else output.logits
             return model.insert(pending, new, lag - 1 + frontier.place), said
 
         pending = model.widen(pending, slots)
@@ -181,19 +213,18 @@ def functions(
     def resume(params, state: State, kept: Array) -> State:
         """What it holds of a text of which others rewrote all but `kept` tokens; `propose` reads the rest."""
         held = jnp.minimum(state.held, jnp.maximum(kept - state.dropped, 0))
-        return state._replace(cache=model.rewound(state.cache, held), held=held)
+        return state._replace(cache=model.rewind_cache(state.cache, held), held=held)
 
     return Drafter(
-        init=init,
         propose=propose,
+        size=TreeSize(builder.num_nodes, builder.max_depth),
+        init=init,
         update=update,
-        resume=None if model.rewind is None else resume,
-        axes=lambda state: batch_axes.rows_first(state)._replace(cache=model.axes(state.cache)),
-        num_nodes=builder.num_nodes,
-        max_depth=builder.max_depth,
-        draws=builder.draws,
-        rewinds=model.rewind is not None,
-        widths=builder.widths,
+        traits=Traits(draws=builder.draws, rewinds=model.rewind is not None, widths=builder.widths),
+        hooks=Hooks(
+            resume=None if model.rewind is None else resume,
+            axes=lambda state: batch_axes.rows_first(state)._replace(cache=model.axes(state.cache)),
+        ),
     )
 
 

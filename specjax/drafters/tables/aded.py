@@ -25,17 +25,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
 from specjax.retrieval import ngrams
+from specjax.retrieval.datastore import Datastore
 from specjax.trees.operations import compact
 from specjax.trees.table_search import Reward, best_first, monte_carlo
-from specjax.types import Array, Context, Drafter, PyTree, TokenTree
+from specjax.types import Array, Context, Drafter, Hooks, PyTree, TokenTree, Traits, TreeSize
+
+METHOD = Method(
+    name="aded",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a tree searched in a tri-gram table that adapts to the text",
+    paper="Liu et al. 2024, arXiv 2407.12021",
+    takes=frozenset({"datastore"}),
+    options=(
+        shared.num_nodes(63),
+        Option("depth", "int", 4, "levels of the tree"),
+        Option("search", ("best_first", "mcts"), "best_first", "how the tree is found"),
+        Option("iterations", "int", 32, "of mcts"),
+        Option("reward", ("mean", "sum", "constant"), "mean", "of mcts"),
+        shared.buckets(4096),
+    ),
+    cpu_options={"num_nodes": 7},
+    factory="make_aded",
+)
+
 
 WAYS = 12  # successors of a pair
 RECENT, BONUS, CAP = 16, 0.04, 3.0  # the adaptation
@@ -117,13 +139,22 @@ def aded(
 
     drafted = num_nodes if search == "best_first" else 2 * paths
     return Drafter(
-        init=init,
         propose=propose,
-        num_nodes=drafted + 1,
-        max_depth=depth,
-        widths=tuple(w for w in (1, 8, 16, 32) if w <= drafted),
-        remember=remember,
+        size=TreeSize(drafted + 1, depth),
+        init=init,
+        traits=Traits(widths=tuple(w for w in (1, 8, 16, 32) if w <= drafted)),
+        hooks=Hooks(export=remember),
     )
+
+
+def make_aded(*, datastore: Datastore | None = None, **options) -> Drafter:
+    """Return `aded`, with the tri-grams of a datastore as parameters if there is one."""
+    drafter = aded(**options)
+    if datastore is None:
+        return drafter
+    texts: list[Any] = list(datastore.documents())
+    size = {"buckets": options["buckets"]} if "buckets" in options else {}
+    return drafter.replace(params=corpus_table(texts, **size))
 
 
 def corpus_table(texts: Sequence[Sequence[int]], *, buckets: int = 4096) -> ngrams.Table:

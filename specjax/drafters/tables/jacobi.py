@@ -28,11 +28,28 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.catalog import Method, Option
 from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.trees.contracts import narrower
 from specjax.trees.operations import chain
-from specjax.types import Array, Context, Drafter, Output, Sampling, TokenTree, Verdict
+from specjax.types import Array, Context, Drafter, Output, Sampling, TokenTree, Traits, TreeSize, Verdict
+
+METHOD = Method(
+    name="jacobi",
+    kind="drafter",
+    guarantee="distribution",
+    summary="the target's last pass over a window is the draft of its next one",
+    paper="Teng et al. 2025, arXiv 2410.01699",
+    options=(
+        Option("window", "int", 15, "drafted tokens per round"),
+        Option("initial", ("random", "repeat", "sample"), "random", "what the end of the window starts with"),
+        Option("ids", "two_integers", None, "first and end of the ids that random tokens come from; default: all"),
+        Option("stride", "int", 1, "how far back the token is that `repeat` copies"),
+    ),
+    arguments=("vocab_size",),
+)
+
 
 Initial = Literal["random", "repeat", "sample"]
 
@@ -127,14 +144,12 @@ def jacobi(
         )
 
     return Drafter(
-        init=init,
         propose=propose,
+        size=TreeSize(window + 1, window),
+        init=init,
         observe=observe,
         update=lambda params, state, seen, verdict: seen,
-        num_nodes=window + 1,
-        max_depth=window,
-        draws="chain",
-        widths=narrower(range(1, window + 2)),
+        traits=Traits(draws="chain", widths=narrower(range(1, window + 2))),
     )
 
 

@@ -27,10 +27,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import first_largest, gather_at, take_along
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
 from specjax.retrieval import ngrams
 from specjax.trees.operations import compact
-from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Verdict
+from specjax.types import Array, Context, Drafter, Output, PyTree, TokenTree, Traits, TreeSize, Verdict
+
+METHOD = Method(
+    name="lookahead",
+    kind="drafter",
+    guarantee="distribution",
+    summary="n-grams from Jacobi iterations on a window of guesses",
+    paper="Fu et al. 2024, arXiv 2402.02057",
+    options=(
+        Option("ngram", "int", 5, "tokens of an n-gram"),
+        Option("window", "int", 7, "columns of guesses"),
+        Option("guesses", "int", 7, "candidates per pass"),
+        Option("seed_pool", "yes_or_no", True, "take n-grams from the text too"),
+        shared.buckets(4096),
+    ),
+    cpu_options={"ngram": 4, "window": 3, "guesses": 2},
+)
 
 
 class LookaheadState(NamedTuple):
@@ -77,13 +94,12 @@ def lookahead(
     config = _Config(ngram, window, guesses, seed_pool, buckets)
     places, steady = _places(config), config.rows * window
     return Drafter(
-        init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
+        size=TreeSize(len(places.depth), int(places.depth.max())),
+        init=functools.partial(_init, config),
         observe=functools.partial(_observe, config),
         update=functools.partial(_update, config),
-        num_nodes=len(places.depth),
-        max_depth=int(places.depth.max()),
-        widths=tuple(sorted({steady, steady + config.rows} - {len(places.depth)})),
+        traits=Traits(widths=tuple(sorted({steady, steady + config.rows} - {len(places.depth)}))),
     )
 
 

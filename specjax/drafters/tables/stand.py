@@ -30,13 +30,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.retrieval import contexts, ngrams
 from specjax.retrieval.contexts import LONGEST, Entry
 from specjax.trees.operations import compact
 from specjax.trees.templates import Template
-from specjax.types import Array, Context, Drafter, Output, TokenTree, Verdict
+from specjax.types import Array, Context, Drafter, Hooks, Output, TokenTree, Traits, TreeSize, Verdict
+
+METHOD = Method(
+    name="stand",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a tree drawn from a table of the target's distributions after the last 4, 3 or 2 tokens",
+    paper="Song et al. 2025, arXiv 2506.04708",
+    options=(
+        shared.num_nodes(32),
+        shared.PATHS,
+        Option("draw", ("sampled", "likeliest"), "sampled", "which tokens of an entry are drafted"),
+        Option(
+            "verify", ("sample_and_match", "recursive_rejection"), "sample_and_match", "the rule that judges the draft"
+        ),
+        Option("read_prompt", "yes_or_no", True, "learn from the target's outputs for the prompt"),
+        shared.buckets(8192),
+    ),
+    cpu_options={"num_nodes": 7},
+    arguments=("vocab_size",),
+)
+
 
 _PATHS = """
 0 00 000 0000 00000 000000 0000000 00000000 1 01 2 001 0001 02 3 00001 10 000001 4 100 002 010 5 0000001
@@ -97,16 +119,19 @@ def stand(
     template = config.template
     _check_ranks(paths, config.kept)
     return Drafter(
-        init=functools.partial(_init, config),
         propose=functools.partial(_propose, config),
+        size=TreeSize(template.num_nodes, template.max_depth),
+        init=functools.partial(_init, config),
         observe=functools.partial(_observe, config),
         update=_update,
-        num_nodes=template.num_nodes,
-        max_depth=template.max_depth,
-        draws="without_replacement" if config.exact else "point_mass",
-        widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes),
-        read=functools.partial(_read, config) if read_prompt else None,
-        remember=functools.partial(_remember, config),
+        traits=Traits(
+            draws="without_replacement" if config.exact else "point_mass",
+            widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes),
+        ),
+        hooks=Hooks(
+            prefill=functools.partial(_read, config) if read_prompt else None,
+            export=functools.partial(_remember, config),
+        ),
     )
 
 

@@ -25,11 +25,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import gather_at, take_along
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest
 from specjax.trees.operations import compact
 from specjax.trees.templates import Template
-from specjax.types import Array, Context, Drafter, TokenTree
+from specjax.types import Array, Context, Drafter, Hooks, TokenTree, Traits, TreeSize
+
+METHOD = Method(
+    name="token_recycling",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a static tree filled from the target's recent runners-up",
+    paper="Luo et al. 2024, arXiv 2408.08696",
+    options=(
+        shared.num_nodes(80),
+        shared.PATHS,
+        Option("read_prompt", "yes_or_no", False, "learn from the target's outputs for the prompt"),
+        Option("keep_chances", "yes_or_no", False, "keep the runners-up's log-probabilities too"),
+    ),
+    cpu_options={"num_nodes": 7},
+    arguments=("vocab_size",),
+)
+
 
 RANKS = 8
 SLOTS = 1 << 15
@@ -192,16 +210,13 @@ def token_recycling(
         return _write(matrix, tokens, valid, order, best_tokens(output.logits, keep_chances))
 
     return Drafter(
-        init=init,
         propose=propose,
+        size=TreeSize(template.num_nodes, template.max_depth),
+        init=init,
         observe=observe,
         update=update,
-        num_nodes=template.num_nodes,
-        max_depth=template.max_depth,
-        widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes),
-        follows_any_tree=True,
-        read=read if read_prompt else None,
-        remember=_remember,
+        traits=Traits(widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes), follows_any_tree=True),
+        hooks=Hooks(prefill=read if read_prompt else None, export=_remember),
     )
 
 

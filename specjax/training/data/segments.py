@@ -57,7 +57,7 @@ def told(target: Target, tokens: Array) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _told(model: Model, params, tokens: Array) -> tuple[Array, Array]:
-    logits = one_pass(model, params, tokens, model.begin(params, None, len(tokens), 0))[0].logits[:, :-1]
+    logits = one_pass(model, params, tokens, model.init_cache(params, None, len(tokens), 0))[0].logits[:, :-1]
     log_p = jax.nn.log_softmax(logits)
     of_text = jnp.exp(take_along(log_p, tokens[:, 1:, None], 2)[..., 0])
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)

@@ -31,7 +31,7 @@ from specjax.numerics.validation import check_integer
 from specjax.types import Array, Model, PyTree, Target
 
 
-class Trajectories(NamedTuple):
+class JacobiTrajectories(NamedTuple):
     """Blocks on their way to the fixed point."""
 
     text: Array  # int32[R, T], the prompt, what was written before the block, y*, and nothing that counts
@@ -41,7 +41,7 @@ class Trajectories(NamedTuple):
 
 def trajectories(
     target: Target, prompts: Prompts, *, key: Array | int, max_new_tokens: int, block: int = 16
-) -> Trajectories:
+) -> JacobiTrajectories:
     """Of all blocks of the greedy answers of the target. Raises: UsageError for settings out of range."""
     check_integer("block", block)
     max_new_tokens, key = new_tokens(max_new_tokens), threefry(key)
@@ -57,7 +57,7 @@ def trajectories(
     text = jnp.asarray([(row + [0] * size)[:size] for row, _, _ in rows], jnp.int32)
     start, given = (jnp.asarray([row[i] for row in rows], jnp.int32) for i in (1, 2))
     drawn = jax.random.randint(key, (len(rows), block), 0, given[:, None])
-    return Trajectories(
+    return JacobiTrajectories(
         text, start, _states(target.model, block, target.params, text, start, take_along(text, drawn, 1))
     )
 
@@ -76,7 +76,7 @@ def _logits(model: Model, params: PyTree, text: Array, start: Array, block: Arra
     """float32[R, n, V]: what is said at each place of a block int32[R, n] that stands at `start` in the text."""
     place = start[:, None] + jnp.arange(block.shape[1])
     tokens = text.at[jnp.arange(len(text))[:, None], place].set(block)
-    output, _ = one_pass(model, params, tokens, model.begin(params, None, len(text), 0))
+    output, _ = one_pass(model, params, tokens, model.init_cache(params, None, len(text), 0))
     return take_along(output.logits, (place - 1)[:, :, None], 1)
 
 
@@ -95,7 +95,7 @@ class Losses(NamedTuple):
     labels: Array
 
 
-def losses(model: Model, params: PyTree, found: Trajectories, which: Array, labels: Array | None = None) -> Losses:
+def losses(model: Model, params: PyTree, found: JacobiTrajectories, which: Array, labels: Array | None = None) -> Losses:
     """Of the states `which` int32[R] of the blocks; labels int32[R, n]: default y*."""
     best = found.states[:, -1]
     state = take_along(found.states, which[:, None, None], 1)[:, 0]
@@ -113,7 +113,7 @@ def losses(model: Model, params: PyTree, found: Trajectories, which: Array, labe
 
 def train_consistency(
     target: Target,
-    found: Trajectories,
+    found: JacobiTrajectories,
     *,
     key: Array | int,
     labels: Array | None = None,
@@ -133,7 +133,7 @@ def train_consistency(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _train(model: Model, weight: float, steps: int, learning_rate: float, params, found: Trajectories, labels, key):
+def _train(model: Model, weight: float, steps: int, learning_rate: float, params, found: JacobiTrajectories, labels, key):
     rows, states = found.states.shape[:2]
 
     def loss(params, key) -> Array:

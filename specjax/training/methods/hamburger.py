@@ -34,7 +34,7 @@ STOPS = 0.5
 LEAST_RATE = 1e-5
 
 
-class Macro(NamedTuple):
+class MacroSteps(NamedTuple):
     """Texts in macro steps, as many as they have tokens at most."""
 
     tokens: Array  # int32[B, M, s], of each segment
@@ -42,7 +42,7 @@ class Macro(NamedTuple):
     last: Array  # int32[B, M], the position of the last
 
 
-def macro_steps(tokens: Array, length: Array, starts: Array, longest: int) -> Macro:
+def macro_steps(tokens: Array, length: Array, starts: Array, longest: int) -> MacroSteps:
     """Of texts `tokens` int32[B, T], of `length` int32[B] tokens, of which `starts` bool[B, T] begin a segment."""
     batch, size = tokens.shape
     place = jnp.broadcast_to(jnp.arange(size), tokens.shape)
@@ -54,7 +54,7 @@ def macro_steps(tokens: Array, length: Array, starts: Array, longest: int) -> Ma
     empty = jnp.zeros((batch, size), jnp.int32)
     count = empty.at[rows, segment].add(1, mode="drop")
     last = empty.at[rows, segment].max(place, mode="drop")
-    return Macro(found, count, last)
+    return MacroSteps(found, count, last)
 
 
 class Losses(NamedTuple):
@@ -76,7 +76,7 @@ class Said(NamedTuple):
     stops: Array  # float32[B, M - 1, s - 1], logits that the segment ends with these
 
 
-def said(model: Model, head: Head, base: PyTree, params: PyTree, macro: Macro) -> Said:
+def said(model: Model, head: Head, base: PyTree, params: PyTree, macro: MacroSteps) -> Said:
     """One pass over the macro steps of texts, and one of the decoder over all segments: what decoding them does."""
     module, (batch, steps, most) = bind(Hamburger, head.config)(params), macro.tokens.shape
     context = Context(macro.tokens[:, :, 0], jnp.ones((batch,), jnp.int32), target=Target(model, base))
@@ -85,7 +85,7 @@ def said(model: Model, head: Head, base: PyTree, params: PyTree, macro: Macro) -
     merged = module.merge(embedded, jnp.maximum(macro.size, 1))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((steps, steps), bool)), (batch, steps, steps))
     output, _ = model.forward(
-        base, Stream(merged), model.begin(base, None, batch, 0), positions=macro.last, mask=mask, taps=head.taps
+        base, Stream(merged), model.init_cache(base, None, batch, 0), positions=macro.last, mask=mask, taps=head.taps
     )
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     streams = rows(head.features_of(output)[:, :-1]).astype(head.config.layer.dtype)
@@ -94,7 +94,7 @@ def said(model: Model, head: Head, base: PyTree, params: PyTree, macro: Macro) -
     return Said(output.logits[:, :-1], by_segment(unembed(h, context)), by_segment(module.stops(h)))
 
 
-def losses(model: Model, head: Head, base: PyTree, params: PyTree, macro: Macro, prompt: Array) -> Losses:
+def losses(model: Model, head: Head, base: PyTree, params: PyTree, macro: MacroSteps, prompt: Array) -> Losses:
     """Of texts whose first `prompt` int32[B] tokens are given."""
     found, size, following = said(model, head, base, params, macro), macro.size[:, 1:], macro.tokens[:, 1:]
     asked = (size > 0) & (macro.last[:, 1:] - size + 1 >= prompt[:, None])
@@ -146,7 +146,7 @@ def train_hamburger(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _train(model: Model, head: Head, steps: int, base_rate: float, rate: float, params, macro: Macro, prompt: Array):
+def _train(model: Model, head: Head, steps: int, base_rate: float, rate: float, params, macro: MacroSteps, prompt: Array):
     falling = lambda rate: optax.adam(optax.cosine_decay_schedule(rate, steps, min(LEAST_RATE / rate, 1.0)))
     optimizer = optax.multi_transform(
         {"base": falling(base_rate), "new": falling(rate)}, {"base": "base", "new": "new"}

@@ -42,7 +42,7 @@ def emptied(key: Array, tokens: Array, length: Array, starts: Array, pad_token: 
 
 def unit_loss(model: Model, params: PyTree, inputs: Array, labels: Array, length: Array) -> Array:
     """float32[]: the cross entropy of the next of `labels` int32[B, T] at all places of `inputs`, likewise."""
-    output, _ = one_pass(model, params, inputs, model.begin(params, None, len(inputs), 0))
+    output, _ = one_pass(model, params, inputs, model.init_cache(params, None, len(inputs), 0))
     log_p = jax.nn.log_softmax(output.logits[:, :-1])
     of_text = take_along(log_p, labels[:, 1:, None], 2)[..., 0]
     counts = jnp.arange(of_text.shape[1]) < length[:, None] - 1

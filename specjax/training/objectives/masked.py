@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from specjax.diffusion.forward import logits_of
 from specjax.diffusion.types import Denoiser
-from specjax.training.data.packing import Lesson
+from specjax.training.data.packing import PackedBatch
 from specjax.training.objectives.chunks import sum_in_chunks
 from specjax.training.objectives.losses import cross_entropy
 from specjax.types import Array
@@ -33,7 +33,7 @@ LEAST = 1e-3
 """The smallest rate: nothing counts for more than a thousand columns."""
 
 
-class View(NamedTuple):
+class MaskedView(NamedTuple):
     """A lesson with some of its columns masked."""
 
     masked: Array  # bool[B, T]
@@ -48,37 +48,37 @@ class Said(NamedTuple):
     masked: Array  # how many there were
 
 
-def places(lesson: Lesson) -> Array:
+def places(packed: PackedBatch) -> Array:
     """int32[B, T]: of each token in its text."""
-    return jnp.arange(lesson.tokens.shape[1]) - jnp.asarray(lesson.first)
+    return jnp.arange(packed.tokens.shape[1]) - jnp.asarray(packed.first)
 
 
-def units(denoiser: Denoiser, lesson: Lesson) -> Array:
+def units(denoiser: Denoiser, packed: PackedBatch) -> Array:
     """int32[B, T]: where the text of each column begins, or its block."""
-    first = jnp.asarray(lesson.first)
-    return first if denoiser.block is None else first + places(lesson) // denoiser.block * denoiser.block
+    first = jnp.asarray(packed.first)
+    return first if denoiser.block is None else first + places(packed) // denoiser.block * denoiser.block
 
 
-def noised(denoiser: Denoiser, lesson: Lesson, key: Array) -> View:
+def noised(denoiser: Denoiser, packed: PackedBatch, key: Array) -> MaskedView:
     """Masks at a rate for each text of a model with full attention, for each block of a block-causal one."""
-    batch, size = lesson.tokens.shape
+    batch, size = packed.tokens.shape
     of_rates, of_masks = jax.random.split(key)
     spread = (jax.random.uniform(of_rates, (1, size)) + jnp.arange(batch)[:, None] / batch) % 1
-    rate = LEAST + (1 - LEAST) * jnp.take_along_axis(spread, units(denoiser, lesson), 1)
+    rate = LEAST + (1 - LEAST) * jnp.take_along_axis(spread, units(denoiser, packed), 1)
     drawn = jax.random.uniform(of_masks, (batch, size))
-    return View(jnp.asarray(lesson.counts) & (drawn < rate), rate)
+    return MaskedView(jnp.asarray(packed.counts) & (drawn < rate), rate)
 
 
-def complement(lesson: Lesson, view: View) -> View:
+def complement(packed: PackedBatch, view: MaskedView) -> MaskedView:
     """The columns that count and are not masked."""
-    return View(jnp.asarray(lesson.counts) & ~view.masked, jnp.maximum(1 - view.rate, LEAST))
+    return MaskedView(jnp.asarray(packed.counts) & ~view.masked, jnp.maximum(1 - view.rate, LEAST))
 
 
-def read(denoiser: Denoiser, lesson: Lesson, masked: Array) -> Array:
+def read(denoiser: Denoiser, packed: PackedBatch, masked: Array) -> Array:
     """[B, n, T, D]: in one pass over a lesson, what predicts its columns where those of masked bool[B, n, T] are."""
-    tokens, first = jnp.asarray(lesson.tokens), jnp.asarray(lesson.first)
+    tokens, first = jnp.asarray(packed.tokens), jnp.asarray(packed.first)
     batch, views, size = masked.shape
-    unit, column = units(denoiser, lesson), jnp.arange(size)
+    unit, column = units(denoiser, packed), jnp.arange(size)
     copies = jnp.where(masked, denoiser.blank, tokens[:, None])
     if denoiser.is_causal:
         copies = jnp.concatenate([tokens[:, None], copies], 1)
@@ -88,11 +88,11 @@ def read(denoiser: Denoiser, lesson: Lesson, masked: Array) -> Array:
     same_unit = (unit[:, :, None] == unit[:, None, :])[:, None, :, None]  # [B, 1, T, 1, T]
     before = ((first[:, :, None] == first[:, None, :]) & (unit[:, None, :] < unit[:, :, None]))[:, None, :, None]
     mask = (same_copy & same_unit) | (clean & before)  # [B, copies, T, copies, T]
-    positions = jnp.broadcast_to(places(lesson)[:, None], copies.shape).reshape(batch, -1)
+    positions = jnp.broadcast_to(places(packed)[:, None], copies.shape).reshape(batch, -1)
     output, _ = denoiser.model.forward(
         denoiser.params,
         copies.reshape(batch, -1),
-        denoiser.model.begin(denoiser.params, None, batch, 0),
+        denoiser.model.init_cache(denoiser.params, None, batch, 0),
         positions=positions,
         mask=mask.reshape(batch, count * size, count * size),
     )
@@ -107,17 +107,17 @@ def read(denoiser: Denoiser, lesson: Lesson, masked: Array) -> Array:
 
 
 def loss_of(
-    denoiser: Denoiser, lesson: Lesson, views: tuple[View, ...], *, by_rate: bool = True, chunk: int | None = None
+    denoiser: Denoiser, packed: PackedBatch, views: tuple[MaskedView, ...], *, by_rate: bool = True, chunk: int | None = None
 ) -> tuple[Array, Said]:
     """(float32[], what the views say): the mean over views of the cross entropy per column that counts.
 
     by_rate: masked columns count 1 / rate, which bounds the likelihood; else 1, so that complementary views teach each
       column once. chunk: columns judged at a time, a divisor of T, each of which has V logits; None: all.
     """
-    tokens, size = jnp.asarray(lesson.tokens), lesson.tokens.shape[1]
+    tokens, size = jnp.asarray(packed.tokens), packed.tokens.shape[1]
     masked = jnp.stack([view.masked for view in views], 1)
     weight = jnp.stack([1 / view.rate if by_rate else jnp.ones_like(view.rate) for view in views], 1)
-    hidden = read(denoiser, lesson, masked)
+    hidden = read(denoiser, packed, masked)
 
     def some(params, hidden: Array, i: Array, width: int) -> Said:
         part = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, i, width, axis)
@@ -132,5 +132,5 @@ def loss_of(
         )
 
     said = sum_in_chunks(some, size, chunk, denoiser.params, hidden)
-    count = jnp.maximum(jnp.sum(jnp.asarray(lesson.counts)), 1) * (len(views) if by_rate else 1)
+    count = jnp.maximum(jnp.sum(jnp.asarray(packed.counts)), 1) * (len(views) if by_rate else 1)
     return said.loss / count, said

@@ -1,12 +1,12 @@
-"""A head is trained by what it is served by: rounds of drafting, from many places of a text at once.
+"""Training rounds: a head drafts from many positions of a text at once, exactly as it drafts when it is served.
 
-From place t, the pair of x_t and its root x_{t+1}, the head's own `start` and `follow` draft a chain, of which the
-tokens are those of the text: what follows a right draft. The rounds of a text share its keys and values and have
-their own behind them, as a tree's nodes have. So the training pass is the decoder's for every head there is. Of EAGLE-3
-that is its training-time test (arXiv 2503.01840): at step i the query of place t sees the pairs up to t and, of the
-steps before, only its own.
+The round from position t begins with the pair of x_t and its root x_{t+1}. The head's own `start` and `follow` draft a
+chain whose tokens are those of the text, that is, the tokens after a correct draft. All rounds of a text share its keys
+and values, and each round has its own after them, like the nodes of a tree. The training pass is therefore the decoder's
+for every head. For EAGLE-3 it is the training-time test of arXiv 2503.01840. There the query of position t at step i sees
+the pairs up to t and, from earlier steps, only those of its own round.
 
-    depth k of the round from t says x_{t+2+k}, which the target says of x_{t+1+k}
+    depth k of the round from t predicts x_{t+2+k}; the teacher is the target's prediction from x_{t+1+k}
 """
 
 from __future__ import annotations
@@ -20,139 +20,148 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.models.heads.agreement import prompted_features
 from specjax.models.heads.blocks import cache_of_rows
-from specjax.models.heads.contract import Drafted, DraftHead, Head, Pairs, features_of
-from specjax.training.data.packing import Lesson
+from specjax.models.heads.contract import DraftedNodes, DraftHead, Head, FeaturePairs, features_of
+from specjax.training.data.packing import PackedBatch
 from specjax.training.objectives.chunks import sum_in_chunks
-from specjax.types import Array, Context, Model, Output, PyTree, Said, Target
+from specjax.types import Array, Context, DraftOutput, Model, Output, PyTree, Target
 
 
-class Reading(NamedTuple):
-    """What the target says of a lesson."""
+class TargetActivations(NamedTuple):
+    """Results of a pass of the target over a packed batch."""
 
-    features: Array  # [B, T, F] of the head's taps
-    hidden: Array  # [B, T, D], behind its last norm
-    pending: PyTree  # of its cache; None: left out, of a head that does not read it
+    features: Array  # [B, T, F], the tapped layers
+    hidden: Array  # [B, T, D], after the last norm
+    pending: PyTree  # cache entries; None: not stored, for heads that do not read the cache
 
 
-class Depth(NamedTuple):
-    """What N rounds say at one depth, and what is true."""
+class DepthOutput(NamedTuple):
+    """Outputs of N rounds at one depth, and their labels."""
 
-    logits: Array  # float32[N, v]
-    label: Array  # int32[N], the place of the token that follows among the v; v: it has none there
-    hidden: Array  # [N, D], of the target, which says that token
-    weight: Array  # float32[N], 1 where the target wrote it
+    logits: Array  # float32[N, v], v: size of the draft vocabulary
+    label: Array  # int32[N], draft id of the token that follows; v: it is not in the draft vocabulary
+    hidden: Array  # [N, D], hidden states from which the target predicts that token
+    weight: Array  # float32[N], 1 where the target wrote that token
     confidence: Array | None  # float32[N]
-    scratch: PyTree  # of the head, for losses of more than logits
+    scratch: PyTree  # the head's, for losses that read more than logits
 
 
-def one_pass(model: Model, params: PyTree, lesson: Lesson, taps: tuple[int, ...] = ()) -> tuple[Output, PyTree]:
-    """A pass over a lesson, each text of a row on its own: (output, pending)."""
-    batch, size = lesson.tokens.shape
-    place = jnp.arange(size)
-    mask = (place <= place[:, None]) & (place >= jnp.asarray(lesson.first)[:, :, None])
-    positions = jnp.broadcast_to(place, (batch, size))
-    cache = model.begin(params, None, batch, 0)
-    wanted = {"taps": taps} if taps else {}
-    return model.forward(params, jnp.asarray(lesson.tokens), cache, positions=positions, mask=mask, **wanted)
+class Rounds(NamedTuple):
+    """Rounds of a packed batch."""
+
+    packed: PackedBatch
+    activations: TargetActivations
+    positions: Array  # int32[B, R], where rounds begin; -1: no round, with weight 0
+    ids: Array | None = None  # int32[V], the draft id of each token; None: the head drafts all ids of the target
 
 
-def read(target: Target, head: Head, lesson: Lesson) -> Reading:
-    """One pass of the target over a lesson. Nothing is derived from it."""
-    return _read(target, lesson, head.taps)
+def forward_packed(
+    model: Model, params: PyTree, packed: PackedBatch, taps: tuple[int, ...] = ()
+) -> tuple[Output, PyTree]:
+    """Run a model over a packed batch, in which no text sees another. Returns: (output, pending)."""
+    batch, size = packed.tokens.shape
+    column = jnp.arange(size)
+    mask = (column <= column[:, None]) & (column >= jnp.asarray(packed.text_start)[:, :, None])
+    positions = jnp.broadcast_to(column, (batch, size))
+    cache = model.init_cache(params, None, batch, 0)
+    options = {"taps": taps} if taps else {}
+    return model.forward(params, jnp.asarray(packed.tokens), cache, positions=positions, mask=mask, **options)
 
 
-def states(target: Target, lesson: Lesson, *, taps: tuple[int, ...]) -> Reading:
-    """`read`, of any head with these taps for which the cache is nothing."""
-    return _read(target, lesson, taps)._replace(pending=None)
+def run_target(target: Target, head: Head, packed: PackedBatch) -> TargetActivations:
+    """Run the target once over a packed batch, without gradients."""
+    return _run_target(target, packed, head.taps)
 
 
-def _read(target: Target, lesson: Lesson, taps: tuple[int, ...]) -> Reading:
-    output, pending = one_pass(target.model, target.params, lesson, taps)
-    return jax.lax.stop_gradient(Reading(features_of(output, taps), output.hidden, pending))
+def run_target_without_cache(target: Target, packed: PackedBatch, *, taps: tuple[int, ...]) -> TargetActivations:
+    """Return the activations for any head with these taps that does not read the target's cache."""
+    return _run_target(target, packed, taps)._replace(pending=None)
 
 
-def rounds(
+def _run_target(target: Target, packed: PackedBatch, taps: tuple[int, ...]) -> TargetActivations:
+    output, pending = forward_packed(target.model, target.params, packed, taps)
+    return jax.lax.stop_gradient(TargetActivations(features_of(output, taps), output.hidden, pending))
+
+
+def unroll_rounds(
     head: Head,
     params: PyTree,
     target: Target,
-    lesson: Lesson,
-    reading: Reading,
-    places: Array,
+    rounds: Rounds,
     depths: int,
-    ids: Array | None,
-    judge: Callable[[list[Depth]], Any],
+    judge: Callable[[list[DepthOutput]], Any],
     chunk: int | None = None,
 ) -> Any:
-    """The sum of what `judge` says of all rounds, given those of a chunk by depth: any tree of arrays.
+    """Return the sum over all rounds of `judge(outputs by depth)`, a tree of arrays.
 
     Args:
-      places: int32[B, R], where they begin; -1: nowhere, with weight 0. depths: how many tokens each drafts.
-      ids: int32[V], the place of each token among those that the head drafts; None: they are the target's.
-      chunk: how many of the R at a time, a divisor of R; what they say of the vocabulary is made again for the
-        derivatives. None: all, and nothing is made again.
+      depths: drafted tokens per round. judge: receives the outputs of a chunk of rounds.
+      chunk: rounds of a row per call, a divisor of R. The backward pass computes their logits again. None: all rounds
+        at once, and nothing is computed again.
     """
-    tokens, first = jnp.asarray(lesson.tokens), jnp.asarray(lesson.first)
-    batch, count = places.shape
-    begin = jnp.maximum(places, 0)
-    features = reading.features
-    if head.prompts is not None:  # it has no pass of its own: the target's pass over its prompts has the derivatives
-        features = prompted_features(target, DraftHead(head, params), tokens, first)
-    pairs = Pairs(features[:, :-1], tokens[:, 1:], begin + 1, first[:, :-1])
-    nothing = Context(tokens, jnp.ones((batch,), jnp.int32), target=target)
-    # Without room for any pair: what is read of all is not written into it, but stands in its place.
-    memory = head.read(params, head.begin(params, nothing, batch, 0), pairs, nothing)
-    whole = jax.tree.map(lambda axis, x: x.shape[axis] == batch * count, head.axes(memory), memory)
+    tokens, text_start = jnp.asarray(rounds.packed.tokens), jnp.asarray(rounds.packed.text_start)
+    batch, count = rounds.positions.shape
+    begin = jnp.maximum(rounds.positions, 0)
+    features = rounds.activations.features
+    if head.soft_prompts is not None:  # such a head has no pass of its own; gradients flow through the target's pass
+        features = prompted_features(target, DraftHead(head, params), tokens, text_start)
+    pairs = FeaturePairs(features[:, :-1], tokens[:, 1:], begin + 1, text_start[:, :-1])
+    context = Context(tokens, jnp.ones((batch,), jnp.int32), target=target)
+    # The capacity is 0: the pairs are not written into the memory, but take its place.
+    memory = head.read(params, head.init_memory(params, context, batch, 0), pairs, context)
+    is_per_round = jax.tree.map(lambda axis, x: x.shape[axis] == batch * count, head.axes(memory), memory)
 
-    def some(params, memory: PyTree, i: Array, size: int) -> Any:
-        """Of `size` of the R places from i on."""
+    def judge_chunk(params, memory: PyTree, i: Array, size: int) -> Any:
+        """Judge `size` of the R rounds of each row, from the i-th on."""
 
-        def rows(x: Array, axis: int, own: bool) -> Array:
-            if not own or size == count:
+        def take_rounds(x: Array, axis: int, per_round: bool) -> Array:
+            if not per_round or size == count:
                 return x
             split = x.reshape(*x.shape[:axis], batch, count, *x.shape[axis + 1 :])
             part = jax.lax.dynamic_slice_in_dim(split, i, size, axis + 1)
             return part.reshape(*x.shape[:axis], batch * size, *x.shape[axis + 1 :])
 
-        held = jax.tree.map(rows, memory, head.axes(memory), whole)
-        where = jax.lax.dynamic_slice_in_dim(places, i, size, 1)
-        return judge(_by_depth(head, params, held, target, lesson, reading, where, depths, ids))
+        part = jax.tree.map(take_rounds, memory, head.axes(memory), is_per_round)
+        positions = jax.lax.dynamic_slice_in_dim(rounds.positions, i, size, 1)
+        return judge(_draft_rounds(head, params, part, target, rounds._replace(positions=positions), depths))
 
-    return sum_in_chunks(some, count, chunk, params, memory)
+    return sum_in_chunks(judge_chunk, count, chunk, params, memory)
 
 
-def _by_depth(
-    head: Head, params: PyTree, memory: PyTree, target: Target, lesson: Lesson, reading: Reading, places: Array,
-    depths: int, ids: Array | None,
-) -> list[Depth]:  # fmt: skip
-    """What rounds from places int32[B, C] say at each depth, of B C rows."""
-    tokens, first, counts = (jnp.asarray(x) for x in lesson)
-    (batch, size), count = tokens.shape, places.shape[1]
-    rows = lambda x: x.reshape(-1, *x.shape[2:])
-    begin = jnp.maximum(places, 0)
+def _draft_rounds(
+    head: Head, params: PyTree, memory: PyTree, target: Target, rounds: Rounds, depths: int
+) -> list[DepthOutput]:
+    """Return the outputs of the N = B R rounds at each depth."""
+    packed, activations, positions, ids = rounds
+    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
+    (batch, size), count = tokens.shape, positions.shape[1]
+    flatten = lambda x: x.reshape(-1, *x.shape[2:])
+    begin = jnp.maximum(positions, 0)
 
-    def at(x: Array, ahead: int) -> Array:
-        """[B C, ..] of x [B, T, ..], so far ahead of each place."""
-        place = jnp.minimum(begin + ahead, size - 1)
-        return rows(take_along(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), 1))
+    def take_ahead(x: Array, ahead: int) -> Array:
+        """Return [N, ..], the entries of x [B, T, ..] that are `ahead` columns after each round's position."""
+        column = jnp.minimum(begin + ahead, size - 1)
+        return flatten(take_along(x, column.reshape(*column.shape, *[1] * (x.ndim - 2)), 1))
 
-    length = rows(begin) + 2
-    cache = cache_of_rows(reading.pending, Pairs(reading.features, tokens, begin + 1, first))
+    length = flatten(begin) + 2
+    cache = cache_of_rows(activations.pending, FeaturePairs(activations.features, tokens, begin + 1, text_start))
     repeated = jnp.broadcast_to(tokens[:, None], (batch, count, size))
-    context = Context(rows(repeated), length, cache=cache, target=target)
-    place = jnp.arange(depths)
-    said_by_depth = []
-    scratch, said = head.start(params, memory, context, depths)
+    context = Context(flatten(repeated), length, cache=cache, target=target)
+    slot = jnp.arange(depths)
+    by_depth = []
+    scratch, output = head.start(params, memory, context, depths)
     for k in range(depths):
         if k:
-            seen = jnp.broadcast_to((place > 0) & (place < k), (batch * count, 1, depths))
+            ancestors = jnp.broadcast_to((slot > 0) & (slot < k), (batch * count, 1, depths))
             depth = jnp.full((batch * count, 1), k, jnp.int32)
-            drafted = Drafted(at(tokens, 1 + k)[:, None], depth, jnp.int32(k), depth - 1, seen)
-            scratch, said = head.follow(params, scratch, drafted, context)
-            said = jax.tree.map(lambda x: x[:, 0], said)
-        said = said if isinstance(said, Said) else Said(said)
-        right, ahead = at(tokens, 2 + k), begin + 2 + k
-        same = rows((places >= 0) & (ahead < size)) & (at(first, 2 + k) == at(first, 0))
-        label = right if ids is None else ids[right]
-        weight = (same & at(counts, 2 + k)).astype(jnp.float32)
-        said_by_depth.append(Depth(said.logits, label, at(reading.hidden, 1 + k), weight, said.confidence, scratch))
-    return said_by_depth
+            drafted = DraftedNodes(take_ahead(tokens, 1 + k)[:, None], depth, jnp.int32(k), depth - 1, ancestors)
+            scratch, output = head.follow(params, scratch, drafted, context)
+            output = jax.tree.map(lambda x: x[:, 0], output)
+        output = output if isinstance(output, DraftOutput) else DraftOutput(output)
+        token, column = take_ahead(tokens, 2 + k), begin + 2 + k
+        same_text = take_ahead(text_start, 2 + k) == take_ahead(text_start, 0)
+        is_valid = flatten((positions >= 0) & (column < size)) & same_text
+        label = token if ids is None else ids[token]
+        weight = (is_valid & take_ahead(loss_mask, 2 + k)).astype(jnp.float32)
+        hidden = take_ahead(activations.hidden, 1 + k)
+        by_depth.append(DepthOutput(output.logits, label, hidden, weight, output.confidence, scratch))
+    return by_depth

@@ -10,7 +10,7 @@ import pytest
 import specjax
 from specjax.cli.output.console import visible
 from specjax.cli.runs import session
-from specjax.persistence.program_cache import Kept
+from specjax.persistence.program_cache import ProgramCache
 
 
 @pytest.fixture
@@ -75,14 +75,14 @@ def test_a_second_chat_finds_its_programs(said, tmp_path, monkeypatch):
     monkeypatch.delenv("SPECJAX_NO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(session, "use_cache", lambda on: None)  # XLA's cache is of the whole process
-    found, of = [], Kept.of
+    found, of = [], ProgramCache.of
 
     def noted(self, *arguments):
         programs = of(self, *arguments)
         found.append(self.found)
         return programs
 
-    monkeypatch.setattr(Kept, "of", noted)
+    monkeypatch.setattr(ProgramCache, "of", noted)
     new = "--method", "prompt_lookup", "--max-new-tokens", 11  # of no other chat: XLA cannot keep all that has run
     texts = [said(["hello"], *new, "--system", system).out for system in ("Be brief.", "Be brief.", "Be long.")]
     assert texts[0] == texts[1] == visible(answer("Be brief.", "hello", count=11)) + "\n"

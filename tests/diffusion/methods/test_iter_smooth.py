@@ -39,7 +39,7 @@ def test_open_columns_of_the_window_are_mixed_with_what_was_said_before():
         table = table.at[:, 2:6].add(jnp.where(here[:, None], 0.17 * p, 0))
         mixture = Mixture(jnp.broadcast_to(jnp.arange(64), (1, size, 64)), table)
         hidden = denoiser.model.forward(
-            denoiser.params, mixture, denoiser.model.begin(denoiser.params, None, 1, 1), positions=column[None],
+            denoiser.params, mixture, denoiser.model.init_cache(denoiser.params, None, 1, 1), positions=column[None],
             mask=jnp.ones((1, size, size), bool),
         )[0].hidden  # fmt: skip
         return out, forward.said(denoiser, plain), forward.logits_of(denoiser, hidden[:, 2:6])

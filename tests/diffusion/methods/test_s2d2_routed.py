@@ -106,7 +106,9 @@ def alone(denoiser: Denoiser, texts: jax.Array) -> jax.Array:
     count, size = tokens.shape
     columns = jnp.broadcast_to(jnp.arange(size), tokens.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (count, size, size))
-    hidden, _ = forward.forward(denoiser, denoiser.model.begin(denoiser.params, None, count, 8), tokens, columns, mask)
+    hidden, _ = forward.forward(
+        denoiser, denoiser.model.init_cache(denoiser.params, None, count, 8), tokens, columns, mask
+    )
     return jax.nn.softmax(forward.logits_of(denoiser, hidden[:, -1]))[:, :3]
 
 

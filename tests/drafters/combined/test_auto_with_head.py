@@ -253,7 +253,7 @@ def test_a_head_is_a_drafter_of_its_own():
     head = tiny_head("eagle3", tiny_llama())
     made = api._drafter(tiny_llama(), head)
     assert made.propose is auto(64, head=head).propose is make_drafter("auto", tiny_llama(), head).propose
-    assert made.params.head is head.params and made.draws == "point_mass"
+    assert made.params.head is head.params and made.traits.draws == "point_mass"
 
 
 def test_what_drafting_costs():
@@ -278,4 +278,4 @@ def test_bad_settings():
         auto(64, head=head, head_cost=-1)
     with pytest.raises(UsageError, match="head_cost must be below 10,000 passes, not inf"):
         auto(64, head=head, head_cost=float("inf"))
-    assert auto(64, head=head).num_nodes == 16 and auto(64, head=head).taps == head.head.taps
+    assert auto(64, head=head).num_nodes == 16 and auto(64, head=head).traits.taps == head.head.taps

@@ -117,4 +117,4 @@ def test_a_head_beside_what_drafts_deeper_must_take_that_in(combine):
         UsageError, match="7 drafted tokens, and one of the drafters takes in 2; make it with longest=8"
     ):
         make(short)
-    assert make(deep).longest == 8
+    assert make(deep).traits.max_accepted == 8

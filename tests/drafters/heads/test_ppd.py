@@ -54,7 +54,7 @@ def beside_mutants(drafter):
     return drafter.replace(
         init=lambda *arguments: (drafter.init(*arguments),) * 3,
         propose=propose,
-        prompts=of_first(drafter.prompts),
+        hooks=drafter.hooks._replace(soft_prompts=of_first(drafter.hooks.soft_prompts)),
         observe=lambda params, state, *rest: tuple(observe(params, state[0], *rest) for observe in observers),
     )
 
@@ -148,4 +148,4 @@ def test_given_alone_it_is_its_own_method():
     assert api._drafter(tiny_llama(), head) == make_drafter("ppd", tiny_llama(), head)
     assert method_of("HEAD", "ppd", None) == "ppd" and method_of("HEAD", "eagle3", None) == "auto"
     heads = {kind: made.head(config_of(kind, tiny_llama())) for kind, made in KINDS.items()}
-    assert {kind for kind in heads if METHODS[kind].alone} == {kind for kind in heads if heads[kind].prompts}
+    assert {kind for kind in heads if METHODS[kind].alone} == {kind for kind in heads if heads[kind].soft_prompts}

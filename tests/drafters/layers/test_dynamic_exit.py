@@ -53,7 +53,9 @@ def drafted(layer):
     target = tiny_llama(layers=4)
     tokens = jnp.zeros((1, 260), jnp.int32).at[0, :4].set(jnp.array([3, 1, 4, 1]))
     length = jnp.array([4])
-    cache = prefill(target.model, target.params, target.model.begin(target.params, None, 1, 260), tokens, length - 1)
+    cache = prefill(
+        target.model, target.params, target.model.init_cache(target.params, None, 1, 260), tokens, length - 1
+    )
     context = Context(tokens, length, cache=cache, target=target)
     layers = first_layers(target.model, jnp.array([layer]))
 
@@ -120,9 +122,9 @@ def test_the_choice_follows_a_text_that_changes():
 def test_the_prompt_is_read_at_spread_positions_whatever_else_is_in_the_batch():
     target = tiny_llama()
     drafter = dynamic_exit(target, 4, exits=(1, 2))
-    assert drafter.taps == (1, 2, 2)
+    assert drafter.traits.taps == (1, 2, 2)
     seen = []
-    original = drafter.read
+    original = drafter.hooks.prefill
 
     def read(params, state, context, tokens, count, output):
         state = original(params, state, context, tokens, count, output)
@@ -130,7 +132,7 @@ def test_the_prompt_is_read_at_spread_positions_whatever_else_is_in_the_batch():
         return state
 
     for prompts in ([[1, 2, 3] * 50, [4, 5, 6, 7]], [[4, 5, 6, 7]]):
-        decode(target, drafter.replace(read=read), prompts, key=jax.random.key(0), max_new_tokens=2)
+        decode(target, drafter.replace(hooks=drafter.hooks._replace(prefill=read)), prompts, key=jax.random.key(0), max_new_tokens=2)
     jax.effects_barrier()
     first, second, alone = seen
     assert first.positions.tolist() == [16, 3]

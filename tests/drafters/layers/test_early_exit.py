@@ -73,7 +73,9 @@ def test_passes_and_layers_that_no_row_needs_do_not_run(monkeypatch):
     target = tiny_llama(layers=3)
     tokens = jnp.zeros((2, 260), jnp.int32).at[:, :3].set(jnp.array([[1, 2, 3], [4, 5, 6]]))
     length = jnp.array([3, 2])
-    cache = prefill(target.model, target.params, target.model.begin(target.params, None, 2, 260), tokens, length - 1)
+    cache = prefill(
+        target.model, target.params, target.model.init_cache(target.params, None, 2, 260), tokens, length - 1
+    )
     context = Context(tokens, length, cache=cache, target=target)
     monkeypatch.setattr(L.GatedMLP, "__call__", counted)
 

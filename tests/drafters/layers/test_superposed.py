@@ -15,7 +15,9 @@ from specjax.types import Context, Mixture
 def context(target):
     tokens = jnp.zeros((2, 260), jnp.int32).at[:, :4].set(jnp.array([[3, 1, 4, 1], [5, 9, 2, 6]]))
     length = jnp.array([4, 3])
-    cache = prefill(target.model, target.params, target.model.begin(target.params, None, 2, 260), tokens, length - 1)
+    cache = prefill(
+        target.model, target.params, target.model.init_cache(target.params, None, 2, 260), tokens, length - 1
+    )
     return Context(tokens, length, cache=cache, target=target)
 
 
@@ -73,7 +75,7 @@ def test_equal_tokens_are_one_token():
         target.model.forward(
             target.params,
             tokens,
-            target.model.begin(target.params, None, 1, 8),
+            target.model.init_cache(target.params, None, 1, 8),
             positions=jnp.array([[0]]),
             mask=jnp.ones((1, 1, 1), bool),
         )[0].logits

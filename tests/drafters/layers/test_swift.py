@@ -35,7 +35,9 @@ def context():
     target = tiny_llama(layers=4)
     own = decode(target, autoregressive(), PROMPTS, key=jax.random.key(0), max_new_tokens=8).to_lists()
     tokens = jnp.asarray([(prompt + new + [0] * 300)[:212] for prompt, new in zip(PROMPTS, own, strict=True)])
-    cache = prefill(target.model, target.params, target.model.begin(target.params, None, 2, 212), tokens, LENGTH - 1)
+    cache = prefill(
+        target.model, target.params, target.model.init_cache(target.params, None, 2, 212), tokens, LENGTH - 1
+    )
     return Context(tokens, LENGTH, cache=cache, target=target)
 
 

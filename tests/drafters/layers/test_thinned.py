@@ -43,6 +43,6 @@ def test_what_cannot_draft():
     with pytest.raises(UsageError, match="first learns from the prompt and cannot draft"):
         thinned(depths.target(), depths.depth("first"))
     with pytest.raises(UsageError, match="llama by calm has no layers to choose from"):
-        thinned(adaptive.thinned(depths.target(), depths.depth("calm")), depths.depth("skip_decode"))
+        thinned(adaptive.skip_layers(depths.target(), depths.depth("calm")), depths.depth("skip_decode"))
     with pytest.raises(UsageError, match="every must be below"):
         thinned(depths.target(), adaptive.calm(every=9))

@@ -54,8 +54,8 @@ def test_scalar_toy_of_the_card(group, wanted):
     layers = nnx.List([Scale(0, 0), Scale(0.1, 0.2), Scale(0.3, 0.4), Scale(0, 0)])
     cache = kv.KVCache((0,) * 4, (0,) * 4, jnp.zeros(1, jnp.int32))
     x = jnp.ones((1, 1, 1))
-    step = L.make_step(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool), cache, None, None)
-    stream, pending = L.run_layers(layers, x, step, cache, L.Reach(jnp.zeros(1)), group=group)
+    step = L.make_pass_inputs(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool), cache, None, None)
+    stream, pending = L.run_layers(layers, x, step, cache, L.AttentionSettings(jnp.zeros(1)), group=group)
     np.testing.assert_allclose(stream[-1], wanted, atol=1e-6)
     assert len(stream) == 5
     np.testing.assert_allclose(pending.k[2], 1.32 if group == 1 else 1.0, atol=1e-6)  # what the second one read
@@ -64,10 +64,10 @@ def test_scalar_toy_of_the_card(group, wanted):
 def test_segments_cover_all_layers():
     for num_layers in range(1, 12):
         for group in range(1, 6):
-            found = L.segments(num_layers, group)
+            found = L.layer_segments(num_layers, group)
             assert [i for start, size, n in found for i in range(start, start + size * n)] == list(range(num_layers))
             assert all(size <= group and n > 0 for _, size, n in found)
-    assert L.segments(9, 4) == [(0, 1, 1), (1, 4, 1), (5, 3, 1), (8, 1, 1)]
+    assert L.layer_segments(9, 4) == [(0, 1, 1), (1, 4, 1), (5, 3, 1), (8, 1, 1)]
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def forward_at(group):
         tokens = jnp.array([[3, 1, 4, 1], [5, 9, 2, 6]])
         positions = jnp.broadcast_to(jnp.arange(4), (2, 4))
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((4, 4), bool)), (2, 4, 4))
-        cache = target.model.begin(target.params, None, 2, 8)
+        cache = target.model.init_cache(target.params, None, 2, 8)
         options = {"positions": positions, "mask": mask, "taps": tuple(range(7)), "group": group}
         return target.model.forward(target.params, tokens, cache, **options)
 
@@ -160,7 +160,7 @@ def test_the_cache_is_that_of_an_exact_prefill(lag):
     if lag == 2:  # the mutant: keeps what approximate passes left
         drafter = functions(draft_model().model, trees.chain(3), 2, group=3).replace(params=draft_model().params)
     forward = jax.jit(lambda target, tokens: target.model.forward(
-        target.params, tokens, target.model.begin(target.params, None, 2, 8),
+        target.params, tokens, target.model.init_cache(target.params, None, 2, 8),
         positions=jnp.broadcast_to(jnp.arange(32), (2, 32)),
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((32, 32), bool)), (2, 32, 32)),
     )[1])  # fmt: skip
@@ -191,7 +191,7 @@ def test_sampled_text_has_the_law_of_the_target():
     triples = np.stack(np.meshgrid(*[np.arange(4)] * 3, indexing="ij"), -1).reshape(-1, 3)
     output, _ = jax.jit(target.model.forward)(
         target.params, np.pad(triples, ((0, 0), (1, 0)), constant_values=1),
-        target.model.begin(target.params, None, 64, 8),
+        target.model.init_cache(target.params, None, 64, 8),
         positions=np.tile(np.arange(4), (64, 1)), mask=np.tile(np.tril(np.ones((4, 4), bool)), (64, 1, 1)),
     )  # fmt: skip
     distributions = np.asarray(jax.nn.softmax(output.logits[:, :3] / 3.0, -1), np.float64)

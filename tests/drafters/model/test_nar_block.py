@@ -43,7 +43,7 @@ def test_one_pass_drafts_the_likeliest_token_of_each_position():
     tree, _ = jax.jit(drafter.propose)(drafter.params, None, (), context, jnp.array([9, 2]))
     assert tree.tokens.tolist() == [[last, *block_after(last, DRAFT_ROWS)] for last in (1, 2)]
     assert tree.valid.tolist() == [[True] * 4, [True, True, True, False]]
-    assert tree.logits is None and drafter.draws == "point_mass"
+    assert tree.logits is None and drafter.traits.draws == "point_mass"
     assert block_after(1, DRAFT_ROWS) != block_after(2, DRAFT_ROWS)
 
 

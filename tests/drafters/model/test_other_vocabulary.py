@@ -13,7 +13,7 @@ import specjax
 from specjax import decode, trees
 from specjax.decoders import pearl_in_one_program
 from specjax.drafters import autoregressive, easyspec, hierarchical, prompt_lookup, rapid, two_model
-from specjax.models.vocabulary import of_vocabulary
+from specjax.models.vocabulary import resize_vocabulary
 from specjax.types import Context, Sampling
 
 VOCAB = len(TARGET_ROWS)
@@ -93,6 +93,6 @@ def test_by_name_and_the_same_object():
         for name in ("two_model", "easyspec")
     ]
     assert texts == [decode(target, autoregressive(), prompts, **options).to_lists()] * 2
-    assert of_vocabulary(draft.model, VOCAB) is of_vocabulary(draft.model, VOCAB)
-    for a, b in itertools.pairwise([of_vocabulary(draft.model, VOCAB + 2), draft.model]):
+    assert resize_vocabulary(draft.model, VOCAB) is resize_vocabulary(draft.model, VOCAB)
+    for a, b in itertools.pairwise([resize_vocabulary(draft.model, VOCAB + 2), draft.model]):
         assert a is b

@@ -62,7 +62,7 @@ def last_logits(target, texts, length):
     positions = jnp.broadcast_to(jnp.arange(t), (batch, t))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (batch, t, t))
     output, _ = target.model.forward(
-        target.params, tokens, target.model.begin(target.params, None, batch, t), positions=positions, mask=mask
+        target.params, tokens, target.model.init_cache(target.params, None, batch, t), positions=positions, mask=mask
     )
     return jnp.take_along_axis(output.logits, length[:, None, None] - 1, 1)[:, 0]
 

@@ -20,7 +20,7 @@ def last_logits(target, tokens, length):
     batch, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t), (batch, t))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (batch, t, t))
-    cache = target.model.begin(target.params, None, batch, t)
+    cache = target.model.init_cache(target.params, None, batch, t)
     output, _ = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
     return output.logits[:, length - 1]
 

@@ -27,7 +27,7 @@ def read_in_parts(drafter, context, logits, *parts):
     for start, stop in parts:
         count = jnp.clip(context.length - 1 - start, 0, stop - start)
         output = Output(logits[:, start:stop], logits[:, start:stop])
-        state = jax.jit(drafter.read)((), state, context, context.tokens[:, start:stop], count, output)
+        state = jax.jit(drafter.hooks.prefill)((), state, context, context.tokens[:, start:stop], count, output)
     return state
 
 
@@ -60,7 +60,7 @@ def test_children_are_drawn_without_replacement_from_the_stored_distribution(ver
         tree, _ = drafter.propose(table, keys, drafter.init((), many), many, jnp.full(rows, 9))
         return tree
 
-    tree = draw(jax.jit(drafter.remember)((), known), jax.random.split(jax.random.key(1), rows))
+    tree = draw(jax.jit(drafter.hooks.export)((), known), jax.random.split(jax.random.key(1), rows))
     assert tree.valid[:, :3].all()
     pairs = np.bincount(np.asarray(tree.tokens[:, 1] * 3 + tree.tokens[:, 2]), minlength=9).reshape(3, 3)
     q = p**0.5 / np.sum(p**0.5)

@@ -65,7 +65,7 @@ def recycle(tree, path):
     verdict = Verdict(jnp.array([path]), jnp.array([1]), jnp.array([0]))
     seen = drafter.observe((), state, None, tree, verdict, Output(logits, None))
     state = drafter.update((), state, seen, verdict)
-    return drafter.remember((), state).tokens[0, :4].tolist()
+    return drafter.hooks.export((), state).tokens[0, :4].tolist()
 
 
 def test_duplicate_writers_have_a_defined_winner():
@@ -105,7 +105,7 @@ def test_of_two_tokens_of_one_slot_the_latest_is_known():
             tree, _ = drafter.propose((), None, state, context(other), jnp.array([1]))
             assert tree.valid[0, 1] == (other == token)
             assert other != token or tree.tokens[0, 1] == token + 1
-    assert drafter.remember((), state).owner[5] == 5 + SLOTS
+    assert drafter.hooks.export((), state).owner[5] == 5 + SLOTS
 
 
 def test_what_was_learnt_starts_the_next_call():

@@ -13,7 +13,7 @@ from head_runs import LENGTH, PATH, TEXT, draft, random_params
 from toy import markov, tiny_llama
 
 from specjax import Target, UsageError, decode, drafters
-from specjax.models.heads.contract import DraftHead, Pairs
+from specjax.models.heads.contract import DraftHead, FeaturePairs
 from specjax.models.heads.hidden_transfer import HiddenTransferConfig, hidden_transfer_head
 from specjax.types import Context, Stream, Sublayers
 
@@ -26,11 +26,11 @@ def said(head, params, target: Target):
     model, text, size = target.model, jnp.asarray(TEXT), TEXT.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size), text.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (len(text), size, size))
-    cache, length = model.begin(target.params, None, len(text), 32), jnp.asarray(LENGTH)
+    cache, length = model.init_cache(target.params, None, len(text), 32), jnp.asarray(LENGTH)
     output, pending = model.forward(target.params, text, cache, positions=positions, mask=mask, taps=head.taps)
     context = Context(text, length, cache=model.commit(cache, pending, positions, length - 1), target=target)
-    pairs = Pairs(head.features_of(output), jnp.roll(text, -1, 1), length - 1)
-    memory = head.read(params, head.begin(params, context, len(text), 32), pairs, context)
+    pairs = FeaturePairs(head.features_of(output), jnp.roll(text, -1, 1), length - 1)
+    memory = head.read(params, head.init_memory(params, context, len(text), 32), pairs, context)
     return draft(head, params, memory, context, jnp.asarray(PATH)), output.logits
 
 
@@ -38,7 +38,7 @@ def said(head, params, target: Target):
 def one_layer(target: Target, x, number, positions, mask):
     """The stream [T, D] behind a layer, of all tokens from nothing that is cached."""
     runs = (jnp.arange(LAYERS) == number)[None]
-    cache = target.model.begin(target.params, None, 1, len(x))
+    cache = target.model.init_cache(target.params, None, 1, len(x))
     output, _ = target.model.forward(
         target.params, Stream(x[None]), cache, positions=positions[None], mask=mask[None],
         layers=Sublayers(runs, runs), taps=(LAYERS,),

@@ -13,7 +13,7 @@ from heads import layer_of
 from toy import tiny_llama
 
 from specjax import UsageError, decode, drafters, trees
-from specjax.models.heads.contract import DraftHead, Pairs
+from specjax.models.heads.contract import DraftHead, FeaturePairs
 from specjax.models.heads.kangaroo import KangarooConfig, kangaroo_head
 from specjax.types import Context
 
@@ -63,15 +63,15 @@ def test_what_it_drafts_is_what_it_says_of_that_text():
     def said(length, depth: int):
         positions = jnp.broadcast_to(jnp.arange(12), text.shape)
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((12, 12), bool)), (2, 12, 12))
-        cache = target.model.begin(target.params, None, 2, 32)
+        cache = target.model.init_cache(target.params, None, 2, 32)
         output, pending = target.model.forward(
             target.params, jnp.asarray(text), cache, positions=positions, mask=mask, taps=head.taps
         )
         context = Context(
             jnp.asarray(text), length, cache=target.model.commit(cache, pending, positions, length - 1), target=target
         )
-        pairs = Pairs(head.features_of(output), jnp.roll(jnp.asarray(text), -1, 1), length - 1)
-        memory = head.read(params, head.begin(params, context, 2, 32), pairs, context)
+        pairs = FeaturePairs(head.features_of(output), jnp.roll(jnp.asarray(text), -1, 1), length - 1)
+        memory = head.read(params, head.init_memory(params, context, 2, 32), pairs, context)
         return draft(head, params, memory, context, jnp.asarray(PATH[:, :depth]))
 
     drafted = said(jnp.asarray(LENGTH), 3)

@@ -49,7 +49,7 @@ def test_a_stream_that_is_not_faster_is_an_early_exit(stacked, temperature):
 def passed(params, target, tokens):
     """What is pending of the target's own stream in the first layers, and the fast streams behind them."""
     module = bind(M2R2, CONFIG)(params)
-    cache = target.model.begin(target.params, None, len(tokens), 0)
+    cache = target.model.init_cache(target.params, None, len(tokens), 0)
     output, pending = one_pass(target.model, target.params, tokens, cache, (1, 2, 3, 4), run=module.accelerated())
     return (pending.k, pending.v), output.taps
 
@@ -61,7 +61,7 @@ def test_no_bit_of_the_slow_stream_depends_on_the_accelerators():
     )
     jax.tree.map(np.testing.assert_array_equal, slow, again)
     assert not np.allclose(fast[0], faster[0])
-    cache = target.model.begin(target.params, None, len(tokens), 0)
+    cache = target.model.init_cache(target.params, None, len(tokens), 0)
     _, whole = jax.jit(one_pass, static_argnums=0)(target.model, target.params, tokens, cache)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[:4], atol=1e-5), slow, (whole.k, whole.v))
 

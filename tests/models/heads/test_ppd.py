@@ -38,7 +38,7 @@ def test_a_prompt_sees_the_text_and_the_prompts_before_it_of_its_copy():
     def plain(target, texts):
         batch, size = texts.shape
         mask, at = jnp.tril(jnp.ones((batch, size, size), bool)), jnp.tile(jnp.arange(size), (batch, 1))
-        cache = target.model.begin(target.params, None, batch, size)
+        cache = target.model.init_cache(target.params, None, batch, size)
         return target.model.forward(target.params, texts, cache, positions=at, mask=mask)[0].logits
 
     head = DraftHead(ppd_head(config), {"prompts": {"weight": rows}})

@@ -32,7 +32,7 @@ from safetensors.numpy import load_file
 from specjax import UsageError
 from specjax.models.heads.agreement import agreement, read_text
 from specjax.models.heads.clover import CloverConfig
-from specjax.models.heads.contract import Pairs
+from specjax.models.heads.contract import FeaturePairs
 from specjax.models.heads.kinds import init_head
 from specjax.models.loading.heads import kangaroo, load_head, read_head, recognise, save_head
 from specjax.types import Context
@@ -64,7 +64,7 @@ def streams_of(of, tokens):
     """The target's stream behind two layers, and its cache of all tokens but the last two."""
     size = tokens.shape[1]
     positions, mask = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
-    cache = of.model.begin(of.params, None, 1, 16)
+    cache = of.model.init_cache(of.params, None, 1, 16)
     output, pending = of.model.forward(of.params, tokens, cache, positions=positions, mask=mask, taps=(2,))
     return output.taps[0], of.model.commit(cache, pending, positions, jnp.array([PAIRS]))
 
@@ -73,8 +73,8 @@ def streams_of(of, tokens):
 def adapted(head, of, features, cache):
     text = jnp.asarray([[1, *TOKENS]])
     context = Context(text, jnp.asarray([PAIRS + 1]), target=of, cache=cache)
-    memory = head.head.begin(head.params, context, 1, 16)
-    pairs = Pairs(features, text[:, 1:], jnp.asarray([PAIRS]))
+    memory = head.head.init_memory(head.params, context, 1, 16)
+    pairs = FeaturePairs(features, text[:, 1:], jnp.asarray([PAIRS]))
     memory = head.head.read(head.params, memory, pairs, context)
     return draft(head.head, head.params, memory, context, jnp.asarray([[DRAFT]]))[0]
 

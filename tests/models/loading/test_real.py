@@ -43,7 +43,7 @@ def logits_of(source, dtype="float32"):
 
     @jax.jit
     def run(params, ids):
-        cache = model.begin(params, None, 1, 8)
+        cache = model.init_cache(params, None, 1, 8)
         return model.forward(params, ids, cache, positions=jnp.arange(200)[None], mask=mask)[0].logits
 
     return ids, np.asarray(run(target.params, ids)[0])

@@ -54,7 +54,7 @@ def test_losses_by_hand():
         tokens = jnp.asarray([tokens])
         size = tokens.shape[1]
         logits = model.forward(
-            params, tokens, model.begin(params, None, 1, 0), positions=jnp.arange(size)[None],
+            params, tokens, model.init_cache(params, None, 1, 0), positions=jnp.arange(size)[None],
             mask=jnp.tril(jnp.ones((1, size, size), bool)),
         )[0].logits  # fmt: skip
         return np.asarray(jax.nn.log_softmax(logits))[0]

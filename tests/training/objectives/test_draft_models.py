@@ -14,9 +14,9 @@ from toy_models import alike
 import specjax
 from specjax import UsageError
 from specjax.drafters import autoregressive, two_model
-from specjax.models import narrowed, pruned
-from specjax.models.vocabulary import of_vocabulary
-from specjax.training.data.packing import Text, choose_places, pack
+from specjax.models import narrow_mlps, prune_layers
+from specjax.models.vocabulary import resize_vocabulary
+from specjax.training.data.packing import TrainingText, choose_round_starts, pack
 from specjax.training.loop.trainer import train
 from specjax.training.measure.acceptance_eval import served
 from specjax.training.objectives import losses
@@ -38,18 +38,18 @@ def draft():
 
 
 @functools.cache
-def texts() -> list[Text]:
+def texts() -> list[TrainingText]:
     """Prompts of several lengths, and what the target writes."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 60, n).tolist() for n in (6, 3, 9, 5)]
     result = specjax.decode(target(), autoregressive(), prompts, key=0, max_new_tokens=NEW)
-    return [Text((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True)]
+    return [TrainingText((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "chunk"))
-def loss_and_gradient(recipe, draft, target, lesson, places, chunk=None):
+def loss_and_gradient(recipe, draft, target, packed, places, chunk=None):
     def loss(params):
-        return loss_of(recipe, draft.model, params, target, lesson, places, chunk)
+        return loss_of(recipe, draft.model, params, target, packed, places, chunk)
 
     (value, report), gradient = jax.value_and_grad(loss, has_aux=True)(draft.params)
     return value, report, gradient
@@ -66,7 +66,7 @@ def logits_of(model: Target, tokens):
 @jax.jit
 def _logits(model: Target, tokens):
     size = len(tokens)
-    cache = model.model.begin(model.params, None, 1, 1)
+    cache = model.model.init_cache(model.params, None, 1, 1)
     mask = jnp.tril(jnp.ones((1, size, size), bool))
     tokens, positions = jnp.asarray(tokens, jnp.int32)[None], jnp.arange(size)[None]
     return model.model.forward(model.params, tokens, cache, positions=positions, mask=mask)[0].logits[0]
@@ -75,9 +75,9 @@ def _logits(model: Target, tokens):
 def test_a_packed_lesson_is_the_mean_over_the_answers_of_its_texts():
     """R3, R4: alignment, masks, packing and chunks, against each text alone and by hand."""
     recipe = recipe_of("distillspec")
-    (lesson,) = pack(texts(), 2, 2 * LENGTH)
-    places = choose_places(lesson, 2 * LENGTH)
-    whole, chunked = (loss_and_gradient(recipe, draft(), target(), lesson, places, chunk) for chunk in (None, 16))
+    (packed,) = pack(texts(), 2, 2 * LENGTH)
+    places = choose_round_starts(packed, 2 * LENGTH)
+    whole, chunked = (loss_and_gradient(recipe, draft(), target(), packed, places, chunk) for chunk in (None, 16))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole, chunked)
     value, report, _ = whole
     parts = []
@@ -90,11 +90,11 @@ def test_a_packed_lesson_is_the_mean_over_the_answers_of_its_texts():
 
 
 def test_cross_entropy_needs_no_target_and_others_say_that_they_do():
-    (lesson,) = pack(texts()[:2], 2, LENGTH)
-    places = choose_places(lesson, 24)
+    (packed,) = pack(texts()[:2], 2, LENGTH)
+    places = choose_round_starts(packed, 24)
     recipe = recipe_of("fastdraft")
     with_it, without = (
-        compiled_loss(recipe, draft().model, draft().params, x, lesson, places)[0] for x in (target(), None)
+        compiled_loss(recipe, draft().model, draft().params, x, packed, places)[0] for x in (target(), None)
     )
     assert float(with_it) == pytest.approx(float(without), rel=1e-6)
     said = [jax.nn.log_softmax(logits_of(draft(), text.tokens)) for text in texts()[:2]]
@@ -103,29 +103,29 @@ def test_cross_entropy_needs_no_target_and_others_say_that_they_do():
     ]
     assert float(without) == pytest.approx(-float(jnp.concatenate(each).mean()), rel=1e-4)
     everywhere = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))  # prompts do not count, wherever drafts begin
-    whole, report = compiled_loss(recipe, draft().model, draft().params, None, lesson, everywhere)
+    whole, report = compiled_loss(recipe, draft().model, draft().params, None, packed, everywhere)
     assert report.tokens == 2 * NEW and float(whole) == pytest.approx(float(without), rel=1e-5)
     with pytest.raises(UsageError, match="only the loss ce can do without a target"):
-        loss_of(recipe_of("direct_alignment"), draft().model, draft().params, None, lesson, places)
+        loss_of(recipe_of("direct_alignment"), draft().model, draft().params, None, packed, places)
     with pytest.raises(UsageError, match="24 places of a row, and 7 does not"):
-        loss_of(recipe, draft().model, draft().params, target(), lesson, places, 7)
+        loss_of(recipe, draft().model, draft().params, target(), packed, places, 7)
 
 
 def test_models_of_other_vocabularies_meet_in_the_ids_that_both_have():
-    (lesson,) = pack(texts()[:2], 2, LENGTH)
-    places = choose_places(lesson, 24)
+    (packed,) = pack(texts()[:2], 2, LENGTH)
+    places = choose_round_starts(packed, 24)
     small = toy.tiny_llama(seed=1, layers=1, vocab=50)
-    value, report, gradient = loss_and_gradient(recipe_of("distillspec"), small, target(), lesson, places)
+    value, report, gradient = loss_and_gradient(recipe_of("distillspec"), small, target(), packed, places)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, gradient)))
     assert (
         int(report.tokens) == sum((np.array(text.tokens[text.answer :]) < 50).sum() for text in texts()[:2]) < 2 * NEW
     )
-    tokens = lesson._replace(tokens=np.minimum(lesson.tokens, 49))
+    tokens = packed._replace(tokens=np.minimum(packed.tokens, 49))
     loss = jax.jit(lambda: loss_of(recipe_of("distillspec"), target().model, target().params, small, tokens, places))()
     assert np.isfinite(loss[0]) and int(loss[1].tokens) == 2 * NEW
-    same = of_vocabulary(small.model, 64)
-    hits = leading_hits(small.model, small.params, target(), lesson, DEPTHS)
-    np.testing.assert_array_equal(hits, leading_hits(same, small.params, target(), lesson, DEPTHS))
+    same = resize_vocabulary(small.model, 64)
+    hits = leading_hits(small.model, small.params, target(), packed, DEPTHS)
+    np.testing.assert_array_equal(hits, leading_hits(same, small.params, target(), packed, DEPTHS))
 
 
 @pytest.mark.parametrize("depths", those([4], [1, 4]))
@@ -140,31 +140,31 @@ def test_predicted_is_served(depths):
 
 
 def test_pruned_layers_are_those_of_the_target():
-    whole = pruned(target(), [0, 1, 2])
+    whole = prune_layers(target(), [0, 1, 2])
     assert whole.model is target().model
-    few = pruned(target(), [0, 2])
+    few = prune_layers(target(), [0, 2])
     assert few.model.capabilities.num_layers == 2
     np.testing.assert_array_equal(
         few.params["layers"]["mlp"]["up"]["weight"][1], target().params["layers"]["mlp"]["up"]["weight"][2]
     )
     unstacked = toy.tiny_llama(layers=3)
-    other = pruned(unstacked, [2])
+    other = prune_layers(unstacked, [2])
     np.testing.assert_array_equal(
         other.params["layers"][0]["mlp"]["up"]["weight"], unstacked.params["layers"][2]["mlp"]["up"]["weight"]
     )
     tokens = texts()[0].tokens
-    assert not np.allclose(logits_of(few, tokens), logits_of(pruned(target(), [2, 0]), tokens))
+    assert not np.allclose(logits_of(few, tokens), logits_of(prune_layers(target(), [2, 0]), tokens))
     spread = specjax.shard(target(), specjax.parallel.mesh(1, 2), over=())
-    assert pruned(spread, [0, 2]).model.over == narrowed(spread, 8).model.over == ()
+    assert prune_layers(spread, [0, 2]).model.over == narrow_mlps(spread, 8).model.over == ()
     with pytest.raises(UsageError, match="layers 0 to 2; keep one or more of these"):
-        pruned(target(), [3])
+        prune_layers(target(), [3])
     with pytest.raises(UsageError, match="has no layers by number"):
-        pruned(toy.markov(), [0])
+        prune_layers(toy.markov(), [0])
 
 
 def test_the_draft_models_own_answers_take_the_place_of_the_targets():
-    (lesson,) = pack(texts()[:3], 4, LENGTH, alone=True)
-    own = answered_by(draft(), lesson, jax.random.key(3), eos=(), temperature=0.0)
+    (packed,) = pack(texts()[:3], 4, LENGTH, alone=True)
+    own = answered_by(draft(), packed, jax.random.key(3), eos=(), temperature=0.0)
     prompts = [text.tokens[: text.answer] for text in texts()[:3]]
     said = specjax.decode(draft(), autoregressive(), prompts, key=0, max_new_tokens=LENGTH).to_lists()
     for row, text in enumerate(texts()[:3]):
@@ -172,13 +172,13 @@ def test_the_draft_models_own_answers_take_the_place_of_the_targets():
         np.testing.assert_array_equal(own.counts[row], np.arange(LENGTH) >= text.answer)
     assert not own.counts[3].any()
     eos = int(own.tokens[0, texts()[0].answer + 4])
-    ended = answered_by(draft(), lesson, jax.random.key(3), eos=(eos,), temperature=0.0)
+    ended = answered_by(draft(), packed, jax.random.key(3), eos=(eos,), temperature=0.0)
     end = texts()[0].answer + int(np.argmax(own.tokens[0, texts()[0].answer :] == eos)) + 1
     assert ended.counts[0].sum() == end - texts()[0].answer and (ended.first[0, end:] == end).all()
     short = dataclasses.replace(draft(), model=draft().model._replace(max_positions=LENGTH))
-    long = [Text((1,) * LENGTH, LENGTH - 3), texts()[1]]
-    (lesson,) = pack(long, 2, LENGTH, alone=True)
-    few = answered_by(short, lesson, jax.random.key(3), eos=(), temperature=0.0)
+    long = [TrainingText((1,) * LENGTH, LENGTH - 3), texts()[1]]
+    (packed,) = pack(long, 2, LENGTH, alone=True)
+    few = answered_by(short, packed, jax.random.key(3), eos=(), temperature=0.0)
     assert few.counts.sum(1).tolist() == [3, 3], "as many as the longest prompt leaves places for"
     (packed,) = pack(texts(), 2, 2 * LENGTH)
     with pytest.raises(UsageError, match="pack one to a row"):
@@ -186,9 +186,9 @@ def test_the_draft_models_own_answers_take_the_place_of_the_targets():
 
 
 def test_a_share_of_the_steps_after_the_first_is_on_policy():
-    (lesson,) = pack(texts()[:2], 2, LENGTH, alone=True)
+    (packed,) = pack(texts()[:2], 2, LENGTH, alone=True)
     none, some, every = (OnPolicy((), share, warmup=0.2) for share in (0.0, 0.5, 1.0))
-    asked = lambda policy: [policy(step, 10, lesson, draft()) is not lesson for step in range(10)]
+    asked = lambda policy: [policy(step, 10, packed, draft()) is not packed for step in range(10)]
     assert asked(none) == [False] * 10 and asked(every) == [False] * 2 + [True] * 8
     assert 1 <= sum(asked(some)) <= 7
 
@@ -196,11 +196,11 @@ def test_a_share_of_the_steps_after_the_first_is_on_policy():
 @pytest.mark.parametrize("name", those(["distillspec"], ["distillspec", "fastdraft", "direct_alignment"]))
 def test_training_brings_a_pruned_target_back(name):
     """R7: on the target's answers, DistillSpec with the student's own mixed in; FastDraft without the target."""
-    start = pruned(target(), [0, 2])
+    start = prune_layers(target(), [0, 2])
     needed, data = (None, None) if name == "fastdraft" else (target(), OnPolicy((), 0.3))
     recipe = recipe_of(name, learning_rate=3e-3)
     fitted = train(needed, start, texts(), recipe=recipe, data=data, rows=4, length=LENGTH, epochs=30, chunk=20)
-    rate = lambda pupil: served(target(), pupil, texts(), depths=DEPTHS, rows=2, length=2 * LENGTH).per_pass
+    rate = lambda trainable: served(target(), trainable, texts(), depths=DEPTHS, rows=2, length=2 * LENGTH).per_pass
     assert rate(start) + 0.2 < rate(fitted)
 
 
@@ -231,7 +231,7 @@ def test_a_run_on_its_own_answers_that_was_ended_goes_on_to_the_same_bits(tmp_pa
         recipe=recipe_of("distillspec"), data=OnPolicy((), 0.7, warmup=0.0), rows=2, length=LENGTH, epochs=3, chunk=20,
         evaluate_every=1,
     )  # fmt: skip
-    start = pruned(target(), [1])
+    start = prune_layers(target(), [1])
     whole = train(target(), start, texts(), **settings)
 
     def stop(progress):
@@ -239,6 +239,6 @@ def test_a_run_on_its_own_answers_that_was_ended_goes_on_to_the_same_bits(tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(target(), start, texts(), folder=tmp_path, listen=stop, **settings)
+        train(target(), start, texts(), folder=tmp_path, on_progress=stop, **settings)
     again = train(target(), start, texts(), folder=tmp_path, **settings)
     jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)

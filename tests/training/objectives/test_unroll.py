@@ -12,11 +12,11 @@ from head_runs import draft, random_params
 from tiers import those
 
 from specjax.models.heads.agreement import prompted_features
-from specjax.models.heads.contract import DraftHead, Pairs
+from specjax.models.heads.contract import DraftHead, FeaturePairs
 from specjax.models.heads.kinds import KINDS
 from specjax.pallas_kernels.tree_attention.shared import shared_tree_attention
-from specjax.training.data.packing import Lesson
-from specjax.training.objectives.unroll import read, rounds
+from specjax.training.data.packing import PackedBatch
+from specjax.training.objectives.unroll import read, unroll_rounds
 from specjax.types import Context
 
 DEPTHS = 3
@@ -31,19 +31,19 @@ def target():
     return toy.tiny_llama(layers=3)
 
 
-def lesson(packed: bool = True) -> Lesson:
+def packed(packed: bool = True) -> PackedBatch:
     tokens = np.random.default_rng(1).integers(0, 64, (2, ROW)).astype(np.int32)
     first = np.zeros((2, ROW), np.int32)
     if packed:
         first[0, SECOND:] = SECOND
-    return Lesson(tokens, first, np.ones((2, ROW), bool))
+    return PackedBatch(tokens, first, np.ones((2, ROW), bool))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _said(head, params, target, lesson):
+def _said(head, params, target, packed):
     stack = lambda depths: jnp.stack([depth.logits for depth in depths], 1)
-    reading = read(target, head, lesson)
-    return rounds(head, params, target, lesson, reading, jnp.asarray(PLACES), DEPTHS, None, stack)
+    activations = read(target, head, packed)
+    return unroll_rounds(head, params, target, packed, activations, jnp.asarray(PLACES), DEPTHS, None, stack)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -51,7 +51,7 @@ def _alone(head, params, target, tokens, path):
     """What a head says that read all of a text int32[1, T] but its root, the last token."""
     size = tokens.shape[1]
     model = target.model
-    cache = model.begin(target.params, None, 1, 128)
+    cache = model.init_cache(target.params, None, 1, 128)
     positions, mask = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
     taps = {"taps": head.taps} if head.taps else {}
     output, pending = model.forward(target.params, tokens, cache, positions=positions, mask=mask, **taps)
@@ -59,10 +59,10 @@ def _alone(head, params, target, tokens, path):
     cache = model.commit(cache, pending, positions, length - 1)
     context = Context(tokens, length, target=target, cache=cache)
     features = head.features_of(output)
-    if head.prompts is not None:
+    if head.soft_prompts is not None:
         features = prompted_features(target, DraftHead(head, params), tokens)
-    pairs = Pairs(features[:, :-1], tokens[:, 1:], length - 1)
-    memory = head.read(params, head.begin(params, context, 1, 128), pairs, context)
+    pairs = FeaturePairs(features[:, :-1], tokens[:, 1:], length - 1)
+    memory = head.read(params, head.init_memory(params, context, 1, 128), pairs, context)
     return draft(head, params, memory, context, path)
 
 
@@ -70,7 +70,7 @@ def _alone(head, params, target, tokens, path):
 def test_a_round_is_what_the_head_drafts_from_there(kind):
     config = heads.config_of(kind, target())
     head, params = KINDS[kind].head(config), random_params(kind, config)
-    given = lesson(kind not in CANNOT_BE_PACKED)
+    given = packed(kind not in CANNOT_BE_PACKED)
     said = np.asarray(_said(head, params, target(), given)).reshape(*PLACES.shape, DEPTHS, -1)
     for row, column in np.argwhere(PLACES >= 0):
         t = PLACES[row, column]

@@ -57,7 +57,7 @@ def allowed(size: int, block: int | None) -> np.ndarray:
 def logits(target: Target, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Of one pass without a cache."""
     model, size = target.model, tokens.shape[1]
-    cache = model.begin(target.params, None, 1, 1)
+    cache = model.init_cache(target.params, None, 1, 1)
     positions = jnp.arange(size)[None]
     return np.asarray(
         model.forward(target.params, tokens, cache, positions=positions, mask=jnp.asarray(mask)[None])[0].logits[0]

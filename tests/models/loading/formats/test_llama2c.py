@@ -29,7 +29,7 @@ def greedy(target, ids: list[int], guess: list[int]) -> list[int]:
     """`ids` and what plain greedy decoding puts after them, as many tokens as `guess`: the text that whole forward
     passes leave as it is. No cache, nothing to get wrong; and a good guess is read in one pass."""
     model, width = target.model, len(ids) + len(guess)
-    cache = model.begin(None, None, 1, 8)
+    cache = model.init_cache(None, None, 1, 8)
     mask, positions = jnp.tril(jnp.ones((1, width, width), bool)), jnp.arange(width)[None]
     run = jax.jit(lambda p, t: model.forward(p, t, cache, positions=positions, mask=mask)[0].logits[0].argmax(-1))
     tokens = np.array(ids + guess, np.int32)

@@ -133,7 +133,7 @@ def test_a_checkpoint_of_maxtext_gives_its_logits(data, tmp_path, monkeypatch):
     target, _ = load("it")  # Orbax takes no relative paths
     asked = np.load(data / "maxtext" / "logits.npz")
     tokens, theirs = asked["tokens"], asked["logits"]
-    cache, width = target.model.begin(target.params, None, *tokens.shape), tokens.shape[1]
+    cache, width = target.model.init_cache(target.params, None, *tokens.shape), tokens.shape[1]
     mask = np.tril(np.ones((1, width, width), bool))
     out, _ = jax.jit(target.model.forward)(
         target.params, tokens, cache, positions=np.arange(width)[None], mask=jax.numpy.asarray(mask)
@@ -174,7 +174,7 @@ def test_each_array_of_the_model_is_read_once_and_no_other(llama, stacked, tmp_p
 def test_a_row_is_taken_without_a_copy_of_its_layer(part, shape):
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     store = SimpleNamespace(place="here", array=lambda path: whole)
-    array, config = maxtext.Array((), shape), SimpleNamespace(head_dim=32, vocab_size=8)
+    array, config = maxtext.ArrayInfo((), shape), SimpleNamespace(head_dim=32, vocab_size=8)
     held = maxtext._held(store, array, f"decoder.layers_1.{part}.kernel", 1, config, "qwen2")
     tracemalloc.start()
     row = held.rows(5, 6)
