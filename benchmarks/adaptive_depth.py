@@ -16,7 +16,7 @@ import numpy as np
 
 import specjax
 from specjax import adaptive, drafters
-from specjax.catalog import parse_depth
+from specjax.adaptive.parsing import parse_depth
 
 SPECS = [
     *(f"calm:{level}" for level in (0.999, 0.95, 0.8)),
@@ -44,7 +44,7 @@ def answers(target, tokenizer, prompts, new):
 
 def measure(target, spec, tokens, start, counts, prompts, new, eos):
     depth = parse_depth(spec, new)
-    model = adaptive.thinned(target, depth)
+    model = adaptive.skip_layers(target, depth)
     reading = adaptive.read(model, tokens, start)
     share = adaptive.share_run(reading.ran, counts, target.model.config)
     share *= model.model.capabilities.num_layers / target.model.capabilities.num_layers

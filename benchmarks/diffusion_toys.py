@@ -37,13 +37,13 @@ from specjax.analysis import parallel_bench as bench
 from specjax.analysis import parallel_bench_grid, word_problems
 from specjax.analysis.parallelism import aup, global_ar_ness, local_ar_ness, order_of, wilson
 from specjax.catalog import of_kind
-from specjax.catalog.diffusion import procedure_of
 from specjax.diffusion import Denoised, Denoiser, Procedure
 from specjax.diffusion.prepare import prepare
+from specjax.diffusion.procedures import procedure_of
 from specjax.engine.prepare import Settings
 from specjax.engine.run import run
 from specjax.models import LlamaConfig
-from specjax.training import Text, recipe_of, train
+from specjax.training import TrainingText, recipe_of, train
 from specjax.training.data.packing import pack
 from specjax.training.methods import denoisers, learn2pd_filter
 
@@ -63,7 +63,7 @@ class Suite(NamedTuple):
             mlp_width=384, tied=False, qk_norm=True, max_positions=256, name="toy",
         )  # fmt: skip
 
-    def texts(self, count: int, seed: int, causal: bool) -> list[Text]:
+    def texts(self, count: int, seed: int, causal: bool) -> list[TrainingText]:
         """Questions and answers; of block-causal models to the end of the block."""
         rng = np.random.default_rng(seed)
         weights = np.array(list(self.shares.values()))
@@ -72,7 +72,7 @@ class Suite(NamedTuple):
             item = self.bench.lesson_item(rng, name)
             answer = bench.filled(item.answer, self.bench.END)
             answer = answer if causal else answer[: self.bench.TASKS_BY_NAME[name].columns]
-            made.append(Text((*item.prompt, *answer), len(item.prompt)))
+            made.append(TrainingText((*item.prompt, *answer), len(item.prompt)))
         return made
 
 
@@ -99,14 +99,14 @@ def teach(args: argparse.Namespace) -> None:
     lessons = suite.texts(args.steps * args.rows, args.seed + 1, causal)
     started = time.perf_counter()
 
-    def listen(progress) -> None:
+    def on_progress(progress) -> None:
         if progress.step % 25 == 0 or progress.step == 1:
             print(f"{progress.step}/{progress.steps} loss {progress.loss:.3f} right {progress.accuracy[0]:.3f} "
                   f"{progress.seconds:.0f} s", flush=True)  # fmt: skip
 
     trained = train(
         None, pupil, lessons, recipe=recipe, rows=args.rows, length=suite.length, places=1, evaluate_every=args.keep,
-        seed=args.seed, folder=args.run, listen=listen,
+        seed=args.seed, folder=args.run, on_progress=on_progress,
     )  # fmt: skip
     Path(args.out).mkdir(parents=True, exist_ok=True)
     about = {name: str(getattr(args, name)) for name in ("model", "steps", "rows", "learning_rate", "seed")}
@@ -149,7 +149,7 @@ def filter_of(suite: Suite, denoiser: Denoiser, count: int = 32) -> learn2pd_fil
     rng = np.random.default_rng(7)
     items = [(name, suite.bench.lesson_item(rng, name)) for name in suite.measured for _ in range(count)]
     written = decoded(suite, denoiser, procedure_of("llada", denoiser), items, eos=None).to_lists()
-    texts = [Text((*item.prompt, *text), len(item.prompt)) for (_, item), text in zip(items, written, strict=True)]
+    texts = [TrainingText((*item.prompt, *text), len(item.prompt)) for (_, item), text in zip(items, written, strict=True)]
     (lesson,) = pack(texts, len(texts), suite.length, alone=True)
     return learn2pd_filter.fit(
         learn2pd_filter.replay(denoiser, lesson, denoiser.block or 8), jax.random.key(0), steps=3000

@@ -1,6 +1,6 @@
 """Models that do less: a token runs the part of the layers that a method gives it. Lossy, or as a drafter lossless.
 
-`thinned(target, calm())` is a target as any other, whose text is its own. `drafters.thinned(target, calm())` drafts so
+`skip_layers(target, calm())` is a target as any other, whose text is its own. `drafters.thinned(target, calm())` drafts so
 for the whole model, which verifies. One file per method; what they share is `specjax.models.variants.layer_skipping`.
 """
 
@@ -16,12 +16,12 @@ from specjax.adaptive.measure import Reading, read, share_run
 from specjax.adaptive.s2d import s2d, sorted_loss, train_sorted
 from specjax.adaptive.skip_decode import skip_decode
 from specjax.adaptive.unified import unified
-from specjax.models.variants.layer_skipping import Depth
-from specjax.models.variants.skipping_model import thinned
+from specjax.models.variants.layer_skipping import DepthPolicy
+from specjax.models.variants.skipping_model import skip_layers
 
 __all__ = [
     "Corrections",
-    "Depth",
+    "DepthPolicy",
     "Probes",
     "Reading",
     "Routers",
@@ -41,7 +41,7 @@ __all__ = [
     "share_run",
     "skip_decode",
     "sorted_loss",
-    "thinned",
+    "skip_layers",
     "train_lora",
     "train_m2r2",
     "train_nested",

@@ -24,9 +24,27 @@ import jax
 import jax.numpy as jnp
 
 from specjax.adaptive.exits import every_so_many, leaving, similarity
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth, Places, Seen
+from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array
+
+METHOD = Method(
+    name="calm",
+    kind="adaptive",
+    guarantee="lossy",
+    summary="a token leaves the model at the layer at which its prediction is confident",
+    paper="Schuster et al. 2022, arXiv 2207.07061",
+    options=(
+        Option("threshold", "float", 0.9, "confidence that is enough, above 1 none"),
+        Option("confidence", ("softmax", "saturation"), "softmax", "of the head, or of how little a layer changes"),
+        shared.EVERY,
+        Option("decay", "float", 4.0, "how fast the threshold falls along the text"),
+        Option("form", ("paper", "follow_up"), "paper", "of its fall"),
+        shared.HORIZON,
+    ),
+)
+
 
 FORMS = ("softmax", "saturation")
 DECAYS = ("paper", "follow_up")
@@ -40,8 +58,8 @@ def calm(
     decay: float = 4.0,
     form: str = "paper",
     horizon: int = 128,
-) -> Depth:
-    """For `specjax.adaptive.thinned(target, calm())`.
+) -> DepthPolicy:
+    """For `specjax.adaptive.skip_layers(target, calm())`.
 
     Args:
       threshold: lambda. confidence: one of FORMS. every: layers between two tests. decay: tau.
@@ -64,27 +82,27 @@ def calm(
 
 
 @functools.cache
-def _calm(confidence: str, every: int, decay: float, form: str, horizon: int) -> Depth:
+def _calm(confidence: str, every: int, decay: float, form: str, horizon: int) -> DepthPolicy:
     sure = {"softmax": margin, "saturation": saturation}[confidence]
     return leaving("calm", sure, functools.partial(level, decay, form, horizon), every_so_many(every))
 
 
-def margin(params, seen: Seen) -> Array:
+def margin(params, seen: LayerStreams) -> Array:
     """float32[B, T]: how much likelier the likeliest token is than the next."""
-    logits = seen.head(seen.after)
+    logits = seen.head(seen.after_mlp)
     largest = jax.lax.top_k(logits, 2)[0]
     first, second = jnp.moveaxis(jnp.exp(largest - jax.nn.logsumexp(logits, -1, keepdims=True)), -1, 0)
     return first - second
 
 
-def saturation(params, seen: Seen) -> Array:
+def saturation(params, seen: LayerStreams) -> Array:
     """float32[B, T]: how little the layer changed the stream."""
-    return similarity(seen.after, seen.before)
+    return similarity(seen.after_mlp, seen.before_layer)
 
 
-def level(decay: float, form: str, horizon: int, threshold: Array, places: Places) -> Array:
+def level(decay: float, form: str, horizon: int, threshold: Array, places: TokenPositions) -> Array:
     """float32[B, T]: lambda_t."""
-    falling = jnp.exp(-decay * places.nth / horizon)
+    falling = jnp.exp(-decay * places.num_generated / horizon)
     of_paper = jnp.clip(0.9 * threshold + 0.1 * falling, 0.0, 1.0)
     value = of_paper if form == "paper" else threshold * (0.9 + 0.1 * falling)
     return jnp.where(threshold <= 0, -jnp.inf, jnp.where(threshold > 1, jnp.inf, value))

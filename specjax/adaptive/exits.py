@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth, Places, Seen
+from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, PyTree, Sublayers
 
 
@@ -24,10 +24,10 @@ class Exits(NamedTuple):
 
 def leaving(
     name: str,
-    confidence: Callable[[PyTree, Seen], Array],
-    level: Callable[[PyTree, Places], Array],
+    confidence: Callable[[PyTree, LayerStreams], Array],
+    level: Callable[[PyTree, TokenPositions], Array],
     tested: Callable[[int], tuple[int, ...]],
-) -> Depth:
+) -> DepthPolicy:
     """A token leaves behind the first layer of `tested(num_layers)` where `confidence(params, seen)` float32[B, T] is
     `level(params, places)` float32[B, T] or more. Later tokens find the keys and values of the stream that it left
     with. To be cached by the caller, which adds the parameters. `tested` raises UsageError if a model does not fit.
@@ -36,11 +36,11 @@ def leaving(
     def check(num_layers: int) -> None:
         tested(num_layers)
 
-    return Depth(
+    return DepthPolicy(
         plan=functools.partial(_plan, level),
         runs=lambda carry, layer: Sublayers(~carry.out, ~carry.out),
-        see=functools.partial(_see, confidence),
-        sees=tested,
+        observe=functools.partial(_see, confidence),
+        observed_layers=tested,
         repair="propagate",
         check=check,
         name=name,
@@ -64,16 +64,16 @@ def tested_layers(every: int, num_layers: int) -> tuple[int, ...]:
     return tuple(range(every - 1, num_layers - 1, every))
 
 
-def threshold_level(threshold: Array, places: Places) -> Array:
+def threshold_level(threshold: Array, places: TokenPositions) -> Array:
     """float32[B, T]: one threshold for all; above 1 no token leaves, also where a probability is rounded to 1."""
     return jnp.where(threshold > 1, jnp.inf, jnp.broadcast_to(threshold, places.positions.shape))
 
 
-def _plan(level, params: PyTree, places: Places, own: PyTree, num_layers: int) -> Exits:
-    return Exits(jnp.zeros(places.positions.shape, bool), places.generated, level(params, places))
+def _plan(level, params: PyTree, places: TokenPositions, own: PyTree, num_layers: int) -> Exits:
+    return Exits(jnp.zeros(places.positions.shape, bool), places.is_generated, level(params, places))
 
 
-def _see(confidence, params: PyTree, carry: Exits, seen: Seen) -> Exits:
+def _see(confidence, params: PyTree, carry: Exits, seen: LayerStreams) -> Exits:
     undecided = carry.may & ~carry.out
 
     def judge():

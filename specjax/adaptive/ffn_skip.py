@@ -18,13 +18,28 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.adaptive.exits import similarity
+from specjax.catalog import Method, Option
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth, Places, Seen
+from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, Sublayers
 
+METHOD = Method(
+    name="ffn_skip",
+    kind="adaptive",
+    guarantee="lossy",
+    summary="no MLPs in the middle of the model once one of them changes little",
+    paper="Jaiswal et al. 2024, arXiv 2404.03865",
+    options=(
+        Option("threshold", "float", 0.95, "cosine of the stream before and behind an MLP, above 1 none"),
+        Option("first", "int", None, "layers at the bottom that run whole; default: an eighth, at least 2"),
+        Option("last", "int", 2, "layers at the top that run whole"),
+        Option("warm_up", "int", 8, "generated tokens that run everything"),
+    ),
+)
 
-def ffn_skip(threshold: float = 0.95, *, first: int | None = None, last: int = 2, warm_up: int = 8) -> Depth:
-    """For `specjax.adaptive.thinned(target, ffn_skip())`.
+
+def ffn_skip(threshold: float = 0.95, *, first: int | None = None, last: int = 2, warm_up: int = 8) -> DepthPolicy:
+    """For `specjax.adaptive.skip_layers(target, ffn_skip())`.
 
     Args:
       threshold: s. It is a parameter, an array: another one compiles nothing anew.
@@ -46,26 +61,26 @@ class _Skipping(NamedTuple):
 
 
 @functools.cache
-def _ffn_skip(first: int | None, last: int, warm_up: int) -> Depth:
+def _ffn_skip(first: int | None, last: int, warm_up: int) -> DepthPolicy:
     def between(num_layers: int) -> tuple[int, int]:
         begin = max(2, num_layers // 8) if first is None else first
         if begin + last >= num_layers:
             raise UsageError(f"first and last must leave some of the {num_layers} layers, not {begin} and {last}")
         return begin, num_layers - last
 
-    def plan(params, places: Places, own, num_layers: int) -> _Skipping:
-        may = places.generated & (places.nth >= warm_up)
+    def plan(params, places: TokenPositions, own, num_layers: int) -> _Skipping:
+        may = places.is_generated & (places.num_generated >= warm_up)
         return _Skipping(jnp.zeros(may.shape, bool), may, *between(num_layers))
 
     def runs(carry: _Skipping, layer) -> Sublayers:
         inside = (layer >= carry.begin) & (layer < carry.end)
         return Sublayers(jnp.ones(carry.now.shape, bool), ~(carry.now & inside))
 
-    def see(threshold, carry: _Skipping, seen: Seen) -> _Skipping:
-        alike = similarity(seen.between, seen.after) >= threshold
+    def see(threshold, carry: _Skipping, seen: LayerStreams) -> _Skipping:
+        alike = similarity(seen.after_attention, seen.after_mlp) >= threshold
         return carry._replace(now=carry.now | (carry.may & alike))
 
-    return Depth(
-        plan=plan, runs=runs, see=see, sees=lambda num_layers: tuple(range(*between(num_layers))),
+    return DepthPolicy(
+        plan=plan, runs=runs, observe=see, observed_layers=lambda num_layers: tuple(range(*between(num_layers))),
         check=lambda num_layers: between(num_layers) and None, name="ffn_skip",
     )  # fmt: skip

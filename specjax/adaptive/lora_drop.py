@@ -22,9 +22,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth, Places, Seen
+from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, Sublayers, Target
+
+METHOD = Method(
+    name="lora_drop",
+    kind="adaptive",
+    guarantee="lossy",
+    summary="most layers run at every k-th token only, in between a low-rank correction stands for them",
+    paper="2026, arXiv 2601.02569",
+    needs=frozenset({"corrections"}),
+    options=(
+        Option("every", "int", 4, "tokens between two that run everything"),
+        Option("alpha", "float", 16.0, "of the corrections, divided by their rank"),
+    ),
+)
 
 
 class Corrections(NamedTuple):
@@ -41,8 +55,8 @@ class _Drop(NamedTuple):
     streams: Array  # [B, T, droppable, D], what they are behind the tokens of this pass
 
 
-def lora_drop(corrections: Corrections, *, every: int = 4, alpha: float = 16.0) -> Depth:
-    """For `specjax.adaptive.thinned(target, lora_drop(corrections))`.
+def lora_drop(corrections: Corrections, *, every: int = 4, alpha: float = 16.0) -> DepthPolicy:
+    """For `specjax.adaptive.skip_layers(target, lora_drop(corrections))`.
 
     corrections: `blank_corrections` makes some, `fit` trains them. every: k. alpha: as above; r is the corrections'.
     """
@@ -69,21 +83,21 @@ def droppable(num_layers: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) -> Depth:
+def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) -> DepthPolicy:
     which = droppable(layers)
 
     def check(num_layers: int) -> None:
         if num_layers != layers:
             raise UsageError(f"the corrections are of {layers} layers, and the model has {num_layers}")
 
-    def refreshing(places: Places) -> Array:
-        return ~places.generated | (places.nth % every == 0)
+    def refreshing(places: TokenPositions) -> Array:
+        return ~places.is_generated | (places.num_generated % every == 0)
 
     def start(batch: int, num_layers: int) -> Array:
         return jnp.zeros((batch, len(which), width), dtype)
 
-    def plan(params: Corrections, places: Places, kept: Array, num_layers: int) -> _Drop:
-        wanted = places.positions - jnp.where(places.generated, places.nth % every, 0)
+    def plan(params: Corrections, places: TokenPositions, kept: Array, num_layers: int) -> _Drop:
+        wanted = places.positions - jnp.where(places.is_generated, places.num_generated % every, 0)
         assert places.mask is not None
         same = places.mask & (places.positions[:, None, :] == wanted[:, :, None])
         refreshes = refreshing(places)
@@ -93,29 +107,29 @@ def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) ->
         here = carry.refreshes if layer in which else jnp.ones_like(carry.refreshes)
         return Sublayers(here, here)
 
-    def become(params: Corrections, carry: _Drop, seen: Seen) -> Array:
+    def become(params: Corrections, carry: _Drop, seen: LayerStreams) -> Array:
         if seen.layer not in which:
-            return seen.after
-        after = seen.after.astype(jnp.float32)
+            return seen.after_mlp
+        after = seen.after_mlp.astype(jnp.float32)
         kept = carry.kept[:, which.index(seen.layer)].astype(jnp.float32)[:, None]
         here = jnp.einsum("bij,bjd->bid", carry.same.astype(jnp.float32), after)
         anchor = jnp.where(jnp.any(carry.same, 2)[..., None], here, kept)
         down, up = params.down[seen.layer], params.up[seen.layer]
-        correction = alpha / down.shape[0] * (seen.before.astype(jnp.float32) @ down.T) @ up.T
-        return jnp.where(carry.refreshes[..., None], seen.after, (anchor + correction).astype(seen.after.dtype))
+        correction = alpha / down.shape[0] * (seen.before_layer.astype(jnp.float32) @ down.T) @ up.T
+        return jnp.where(carry.refreshes[..., None], seen.after_mlp, (anchor + correction).astype(seen.after_mlp.dtype))
 
-    def see(params: Corrections, carry: _Drop, seen: Seen) -> _Drop:
+    def see(params: Corrections, carry: _Drop, seen: LayerStreams) -> _Drop:
         place = which.index(seen.layer)
-        return carry._replace(streams=carry.streams.at[:, :, place].set(seen.after.astype(dtype)))
+        return carry._replace(streams=carry.streams.at[:, :, place].set(seen.after_mlp.astype(dtype)))
 
-    def learn(kept: Array, streams: Array, places: Places, taken: Array) -> Array:
+    def learn(kept: Array, streams: Array, places: TokenPositions, taken: Array) -> Array:
         order = jnp.where(taken & refreshing(places), jnp.arange(taken.shape[1]), -1)
         last = jnp.argmax(order, 1)
         newest = jnp.take_along_axis(streams, last[:, None, None, None], 1)[:, 0]
         return jnp.where((jnp.max(order, 1) >= 0)[:, None, None], newest, kept)
 
-    return Depth(
-        plan=plan, runs=runs, become=become, see=see, sees=lambda num_layers: which, start=start,
-        note=lambda carry: carry.streams, learn=learn, sparse=droppable, check=check, width=width,
+    return DepthPolicy(
+        plan=plan, runs=runs, replace_stream=become, observe=see, observed_layers=lambda num_layers: which, init_state=start,
+        record=lambda carry: carry.streams, update_state=learn, sparse_layers=droppable, check=check, width=width,
         name="lora_drop",
     )  # fmt: skip

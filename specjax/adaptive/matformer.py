@@ -21,14 +21,24 @@ import jax.numpy as jnp
 
 from specjax.adaptive.optimise import descend
 from specjax.adaptive.s2d import sorted_loss
+from specjax.catalog import Method, Option
 from specjax.errors import UsageError
-from specjax.models import narrowed
-from specjax.models.variants.layer_skipping import Depth, Places
+from specjax.models import narrow_mlps
+from specjax.models.variants.layer_skipping import DepthPolicy, TokenPositions
 from specjax.types import Array, Model, PyTree, Sublayers, Target
 
+METHOD = Method(
+    name="matformer",
+    kind="adaptive",
+    guarantee="lossy",
+    summary="the first hidden units of every MLP are a smaller model",
+    paper="Devvrit et al. 2023, arXiv 2310.07707",
+    options=(Option("share", "float", 0.25, "of the hidden units"),),
+)
 
-def matformer(share: float = 0.25) -> Depth:
-    """For `drafters.thinned(target, matformer())`, or `specjax.adaptive.thinned`. share: m in the width of the MLPs."""
+
+def matformer(share: float = 0.25) -> DepthPolicy:
+    """For `drafters.thinned(target, matformer())`, or `specjax.adaptive.skip_layers`. share: m in the width of the MLPs."""
     if not 0 < share <= 1:
         raise UsageError(f"share must be above 0 and at most 1, not {share}")
     return _matformer(float(share))
@@ -40,12 +50,12 @@ def units(share: float, mlp_width: int) -> int:
 
 
 @functools.cache
-def _matformer(share: float) -> Depth:
-    def plan(params, places: Places, own, num_layers: int) -> Array:
+def _matformer(share: float) -> DepthPolicy:
+    def plan(params, places: TokenPositions, own, num_layers: int) -> Array:
         return jnp.ones(places.positions.shape, bool)
 
-    return Depth(
-        plan=plan, runs=lambda every, layer: Sublayers(every, every), narrow=functools.partial(units, share),
+    return DepthPolicy(
+        plan=plan, runs=lambda every, layer: Sublayers(every, every), mlp_units=functools.partial(units, share),
         name="matformer",
     )  # fmt: skip
 
@@ -58,7 +68,7 @@ def nested_loss(target: Target, tokens: Array, length: Array, shares: tuple[floa
     layers, width = (target.model.capabilities.num_layers,), target.model.config.mlp_width
 
     def of_part(share: float) -> Array:
-        part = narrowed(target, units(share, width))
+        part = narrow_mlps(target, units(share, width))
         return sorted_loss(part.model, part.params, tokens, length, layers)
 
     return jnp.mean(jnp.stack([of_part(share) for share in shares]))

@@ -17,9 +17,25 @@ import functools
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth, Places
+from specjax.models.variants.layer_skipping import DepthPolicy, TokenPositions
 from specjax.types import Array, Sublayers
+
+METHOD = Method(
+    name="skip_decode",
+    kind="adaptive",
+    guarantee="lossy",
+    summary="the later a token, the fewer layers it runs, the first and the last ones",
+    paper="Del Corro et al. 2023, arXiv 2307.02628",
+    options=(
+        Option("speedup", "float", 1.5, "layers of the model in the mean of the budgets"),
+        Option("most", "int", None, "layers of the first token; default: 1.5 times the mean"),
+        Option("least", "int", None, "layers of the last token; default: so that the mean is right"),
+        Option("warm_up", "int", 1, "layers at the bottom that every token runs"),
+        shared.HORIZON,
+    ),
+)
 
 
 def skip_decode(
@@ -29,8 +45,8 @@ def skip_decode(
     least: int | None = None,
     warm_up: int = 1,
     horizon: int = 128,
-) -> Depth:
-    """For `specjax.adaptive.thinned(target, skip_decode())`.
+) -> DepthPolicy:
+    """For `specjax.adaptive.skip_layers(target, skip_decode())`.
 
     Args:
       speedup: the mean of the budgets is L / speedup. most, least: b_max and b_min; default: 1.5 times that mean, at
@@ -45,20 +61,20 @@ def skip_decode(
 
 
 @functools.cache
-def _skip_decode(speedup: float, most: int | None, least: int | None, warm_up: int, horizon: int) -> Depth:
+def _skip_decode(speedup: float, most: int | None, least: int | None, warm_up: int, horizon: int) -> DepthPolicy:
     bounds = functools.partial(budgets, speedup, most, least, warm_up)
 
-    def plan(params, places: Places, own, num_layers: int) -> Array:
+    def plan(params, places: TokenPositions, own, num_layers: int) -> Array:
         high, low = bounds(num_layers)
-        share = jnp.minimum(places.nth, horizon) / horizon
+        share = jnp.minimum(places.num_generated, horizon) / horizon
         budget = jnp.round(high - (high - low) * share).astype(jnp.int32)
-        return jnp.where(places.generated, num_layers - budget, 0)  # how many are left out
+        return jnp.where(places.is_generated, num_layers - budget, 0)  # how many are left out
 
     def runs(skipped: Array, layer) -> Sublayers:
         here = (layer < warm_up) | (layer >= warm_up + skipped)
         return Sublayers(here, here)
 
-    return Depth(plan=plan, runs=runs, check=lambda num_layers: bounds(num_layers) and None, name="skip_decode")
+    return DepthPolicy(plan=plan, runs=runs, check=lambda num_layers: bounds(num_layers) and None, name="skip_decode")
 
 
 def budgets(speedup: float, most: int | None, least: int | None, warm_up: int, num_layers: int) -> tuple[int, int]:

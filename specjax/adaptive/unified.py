@@ -16,13 +16,23 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.catalog import Method, Option
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import Depth, Places
+from specjax.models.variants.layer_skipping import DepthPolicy, TokenPositions
 from specjax.types import Sublayers
 
+METHOD = Method(
+    name="unified",
+    kind="adaptive",
+    guarantee="lossy",
+    summary="every token runs the same few layers, evenly spread",
+    paper="Liu et al. 2024, arXiv 2404.06954",
+    options=(Option("speedup", "float", 1.5, "layers of the model in those that run"),),
+)
 
-def unified(speedup: float = 1.5) -> Depth:
-    """For `specjax.adaptive.thinned(target, unified())`. speedup: the layers of the model in those that run."""
+
+def unified(speedup: float = 1.5) -> DepthPolicy:
+    """For `specjax.adaptive.skip_layers(target, unified())`. speedup: the layers of the model in those that run."""
     if not speedup >= 1:
         raise UsageError(f"speedup must be at least 1, not {speedup}")
     return _unified(float(speedup))
@@ -35,12 +45,12 @@ def kept_layers(speedup: float, num_layers: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def _unified(speedup: float) -> Depth:
-    def plan(params, places: Places, own, num_layers: int):
+def _unified(speedup: float) -> DepthPolicy:
+    def plan(params, places: TokenPositions, own, num_layers: int):
         kept = np.isin(np.arange(num_layers), kept_layers(speedup, num_layers))
         return jnp.broadcast_to(kept, (*places.positions.shape, num_layers))
 
     def runs(carry, layer) -> Sublayers:
         return Sublayers(carry[..., layer], carry[..., layer])
 
-    return Depth(plan=plan, runs=runs, keeps=functools.partial(kept_layers, speedup), name="unified")
+    return DepthPolicy(plan=plan, runs=runs, kept_layers=functools.partial(kept_layers, speedup), name="unified")

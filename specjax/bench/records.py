@@ -14,7 +14,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax.types import Draws, Guarantee, Stats
+from specjax.catalog.method import Guarantee
+from specjax.types import Draws, Stats
 
 
 class Run(NamedTuple):

@@ -1,10 +1,10 @@
-"""Every method by name: what it promises, what it needs, what it can be told."""
+"""The catalogue of methods: guarantee, paper, inputs and options of each. It imports no JAX."""
 
-from specjax.catalog.adaptive import parse_depth
-from specjax.catalog.method import Kind, Method, Need
-from specjax.catalog.methods import METHODS, find_drafter, make_drafter, of_kind
+from specjax.catalog import shared
+from specjax.catalog.method import Guarantee, Kind, Method, Need
+from specjax.catalog.methods import METHODS, find_drafter, of_kind
 from specjax.catalog.options import REQUIRED, Option
-from specjax.catalog.rules import OF_FILES, PARAMETERS, SAMPLING, parse_rule
+from specjax.catalog.rules import OF_FILES, PARAMETERS, SAMPLING
 
 __all__ = [
     "METHODS",
@@ -12,13 +12,12 @@ __all__ = [
     "PARAMETERS",
     "REQUIRED",
     "SAMPLING",
+    "Guarantee",
     "Kind",
     "Method",
     "Need",
     "Option",
     "find_drafter",
-    "make_drafter",
     "of_kind",
-    "parse_depth",
-    "parse_rule",
+    "shared",
 ]

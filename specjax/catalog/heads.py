@@ -1,216 +1,319 @@
-"""Heads: drafters that were trained on the target's own states, one row a kind of checkpoint."""
+"""Rows of the draft heads whose files have none yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from specjax import drafters
-from specjax.catalog.drafters import KEEP_LOGITS, STOP, TREE, num_tokens
+from specjax.catalog import shared
 from specjax.catalog.method import Method
-from specjax.catalog.options import Option, chances
-from specjax.models.heads.contract import DraftHead
-from specjax.types import Drafter, Target
+from specjax.catalog.options import Option
 
-
-def _of_head(factory: Callable[..., Drafter]) -> Callable[..., Drafter]:
-    def make(target: Target, draft: DraftHead, **options) -> Drafter:
-        return factory(draft, **options)
-
-    return make
-
-
-EACH = TREE, STOP, KEEP_LOGITS
-"""Options of all of them."""
-
-
-def _row(
-    name: str,
-    factory: Callable[..., Drafter],
-    summary: str,
-    paper: str,
-    *options: Option,
-    on_cpu: int = 7,
-    wide_tree: str | None = None,
-) -> Method:
-    return Method(
-        name, "drafter", _of_head(factory), "distribution", summary, paper, frozenset({"head"}), options=options,
-        cpu_options={"num_tokens": on_cpu}, wide_tree=wide_tree,
-    )  # fmt: skip
-
-
-AS_MANY = Option("num_tokens", int, None, "drafted tokens per round; default: as many as the head drafts")
-
-
-HEADS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        _row(
-            "chimera",
-            drafters.chimera,
-            "a layer over the target's features, trigrams in place of those not there yet",
-            "Zeng et al. 2024, arXiv 2402.15758",
-            AS_MANY,
-            *EACH,
+HEADS: tuple[Method, ...] = (
+    Method(
+        name="chimera",
+        kind="drafter",
+        guarantee="distribution",
+        summary="a layer over the target's features, trigrams in place of those not there yet",
+        paper="Zeng et al. 2024, arXiv 2402.15758",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "dflash",
-            drafters.dflash,
-            "one pass over a block of masks that sees the target's streams says all drafted tokens",
-            "arXiv 2602.06036 (2026)",
-            AS_MANY,
-            *EACH,
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="dflash",
+        kind="drafter",
+        guarantee="distribution",
+        summary="one pass over a block of masks that sees the target's streams says all drafted tokens",
+        paper="arXiv 2602.06036 (2026)",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "dflash2",
-            drafters.dflash2,
-            "dflash with convolutions, and a selector of a path through the candidates",
-            "z-lab 2026, github.com/z-lab/dflash",
-            AS_MANY,
-            *EACH,
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="dflash2",
+        kind="drafter",
+        guarantee="distribution",
+        summary="dflash with convolutions, and a selector of a path through the candidates",
+        paper="z-lab 2026, github.com/z-lab/dflash",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "domino",
-            drafters.domino,
-            "dflash corrected by a recurrence over the tokens drafted so far",
-            "arXiv 2605.29707 (2026)",
-            AS_MANY,
-            *EACH,
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="domino",
+        kind="drafter",
+        guarantee="distribution",
+        summary="dflash corrected by a recurrence over the tokens drafted so far",
+        paper="arXiv 2605.29707 (2026)",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "dspark",
-            drafters.dspark,
-            "dflash corrected by the token before, with a confidence of its own",
-            "DeepSeek 2026, github.com/deepseek-ai/DeepSpec",
-            AS_MANY,
-            *EACH,
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="dspark",
+        kind="drafter",
+        guarantee="distribution",
+        summary="dflash corrected by the token before, with a confidence of its own",
+        paper="DeepSeek 2026, github.com/deepseek-ai/DeepSpec",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "clover",
-            drafters.clover,
-            "layers that have read the root, and a gated recurrence over the drafted tokens",
-            "Xiao et al. 2024, arXiv 2405.00263 and 2408.00264",
-            num_tokens(5),
-            *EACH,
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="clover",
+        kind="drafter",
+        guarantee="distribution",
+        summary="layers that have read the root, and a gated recurrence over the drafted tokens",
+        paper="Xiao et al. 2024, arXiv 2405.00263 and 2408.00264",
+        needs=frozenset({"head"}),
+        options=(
+            shared.num_tokens(5),
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "eagle",
-            drafters.eagle,
-            "one decoder layer continues the target's last feature",
-            "Li et al. 2024, arXiv 2401.15077 and 2406.16858; FSPAD: Gui et al. 2024, arXiv 2408.15562",
-            num_tokens(5),
-            *EACH,
-            on_cpu=3,
-            wide_tree="eagle2:8x6x60",
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="eagle",
+        kind="drafter",
+        guarantee="distribution",
+        summary="one decoder layer continues the target's last feature",
+        paper="Li et al. 2024, arXiv 2401.15077 and 2406.16858; FSPAD: Gui et al. 2024, arXiv 2408.15562",
+        needs=frozenset({"head"}),
+        options=(
+            shared.num_tokens(5),
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "eagle3",
-            drafters.eagle3,
-            "a decoder layer with a head of its own continues three of the target's streams",
-            "Li et al. 2025, arXiv 2503.01840",
-            num_tokens(5),
-            *EACH,
-            on_cpu=3,
-            wide_tree="eagle2:8x6x60",
+        cpu_options={"num_tokens": 3},
+        wide_tree="eagle2:8x6x60",
+        arguments=("draft",),
+    ),
+    Method(
+        name="eagle3",
+        kind="drafter",
+        guarantee="distribution",
+        summary="a decoder layer with a head of its own continues three of the target's streams",
+        paper="Li et al. 2025, arXiv 2503.01840",
+        needs=frozenset({"head"}),
+        options=(
+            shared.num_tokens(5),
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "falcon",
-            drafters.falcon,
-            "a decoder layer over blocks of k tokens continues the target's last features",
-            "Gao et al. 2024, arXiv 2412.12639",
-            num_tokens(4),
-            *EACH,
-            on_cpu=4,
-            wide_tree="eagle2:8x6x60",
+        cpu_options={"num_tokens": 3},
+        wide_tree="eagle2:8x6x60",
+        arguments=("draft",),
+    ),
+    Method(
+        name="falcon",
+        kind="drafter",
+        guarantee="distribution",
+        summary="a decoder layer over blocks of k tokens continues the target's last features",
+        paper="Gao et al. 2024, arXiv 2412.12639",
+        needs=frozenset({"head"}),
+        options=(
+            shared.num_tokens(4),
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "hamburger",
-            drafters.hamburger,
-            "a small decoder continues four of the target's streams until it says that a segment ends",
-            "Liu, Zhang 2025, arXiv 2505.20438",
-            AS_MANY,
-            *EACH,
+        cpu_options={"num_tokens": 4},
+        wide_tree="eagle2:8x6x60",
+        arguments=("draft",),
+    ),
+    Method(
+        name="hamburger",
+        kind="drafter",
+        guarantee="distribution",
+        summary="a small decoder continues four of the target's streams until it says that a segment ends",
+        paper="Liu, Zhang 2025, arXiv 2505.20438",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "hidden_transfer",
-            drafters.hidden_transfer,
-            "the target's upper layers finish states transferred from its last token",
-            "Wu et al. 2024, arXiv 2404.12022",
-            AS_MANY,
-            *EACH,
-            on_cpu=3,
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="hidden_transfer",
+        kind="drafter",
+        guarantee="distribution",
+        summary="the target's upper layers finish states transferred from its last token",
+        paper="Wu et al. 2024, arXiv 2404.12022",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "hydra",
-            drafters.hydra,
-            "Medusa's heads that also read the tokens drafted so far",
-            "Ankner et al. 2024, arXiv 2402.05109",
-            AS_MANY,
-            *EACH,
+        cpu_options={"num_tokens": 3},
+        arguments=("draft",),
+    ),
+    Method(
+        name="hydra",
+        kind="drafter",
+        guarantee="distribution",
+        summary="Medusa's heads that also read the tokens drafted so far",
+        paper="Ankner et al. 2024, arXiv 2402.05109",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "kangaroo",
-            drafters.kangaroo,
-            "the target's first layers and an adapter draft until a token is not sure",
-            "Liu et al. 2024, arXiv 2404.18911",
-            num_tokens(6),
-            *EACH,
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="kangaroo",
+        kind="drafter",
+        guarantee="distribution",
+        summary="the target's first layers and an adapter draft until a token is not sure",
+        paper="Liu et al. 2024, arXiv 2404.18911",
+        needs=frozenset({"head"}),
+        options=(
+            shared.num_tokens(6),
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "m2r2",
-            drafters.m2r2,
-            "a second, faster stream through the target's first layers, until its router is not sure",
-            "Bhendawade et al. 2025, arXiv 2502.02040",
-            num_tokens(6),
-            *EACH,
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="m2r2",
+        kind="drafter",
+        guarantee="distribution",
+        summary="a second, faster stream through the target's first layers, until its router is not sure",
+        paper="Bhendawade et al. 2025, arXiv 2502.02040",
+        needs=frozenset({"head"}),
+        options=(
+            shared.num_tokens(6),
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "medusa",
-            drafters.medusa,
-            "heads on the target's last feature say several tokens ahead at once",
-            "Cai et al. 2024, arXiv 2401.10774",
-            AS_MANY,
-            *EACH,
-            on_cpu=3,
-            wide_tree="top:8x2x1",
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="medusa",
+        kind="drafter",
+        guarantee="distribution",
+        summary="heads on the target's last feature say several tokens ahead at once",
+        paper="Cai et al. 2024, arXiv 2401.10774",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "p_eagle",
-            drafters.p_eagle,
-            "an EAGLE-3 head says all drafted tokens in one pass",
-            "arXiv 2602.01469 (2026)",
-            AS_MANY,
-            *EACH,
+        cpu_options={"num_tokens": 3},
+        wide_tree="top:8x2x1",
+        arguments=("draft",),
+    ),
+    Method(
+        name="p_eagle",
+        kind="drafter",
+        guarantee="distribution",
+        summary="an EAGLE-3 head says all drafted tokens in one pass",
+        paper="arXiv 2602.01469 (2026)",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        Method(
-            "ppd",
-            "drafter",
-            _of_head(drafters.ppd),
-            "distribution",
-            "the verify pass reads trained prompts below its nodes, and what it says of them is the next draft",
-            "Chen et al. 2024, arXiv 2405.18628",
-            frozenset({"head"}),
-            frozenset({"costs"}),
-            options=(
-                Option("num_nodes", int, None, "tokens of a pass, prompts included; default: 16 on CPU, else 64"),
-                Option("accuracy", chances, None, "by distance and rank, how often a guess is right; default: assumed"),
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="ppd",
+        kind="drafter",
+        guarantee="distribution",
+        summary="the verify pass reads trained prompts below its nodes, and what it says of them is the next draft",
+        paper="Chen et al. 2024, arXiv 2405.18628",
+        needs=frozenset({"head"}),
+        takes=frozenset({"costs"}),
+        options=(
+            Option("num_nodes", "int", None, "tokens of a pass, prompts included; default: 16 on CPU, else 64"),
+            Option(
+                "accuracy", "rows_of_floats", None, "by distance and rank, how often a guess is right; default: assumed"
             ),
-            alone=True,
         ),
-        _row(
-            "mlp_speculator",
-            drafters.mlp_speculator,
-            "an MLP per depth takes the sampled tokens into the target's last feature",
-            "Wertheimer et al. 2024, arXiv 2404.19124",
-            AS_MANY,
-            *EACH,
+        alone=True,
+        arguments=("draft",),
+    ),
+    Method(
+        name="mlp_speculator",
+        kind="drafter",
+        guarantee="distribution",
+        summary="an MLP per depth takes the sampled tokens into the target's last feature",
+        paper="Wertheimer et al. 2024, arXiv 2404.19124",
+        needs=frozenset({"head"}),
+        options=(
+            shared.HEAD_NUM_TOKENS,
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-        _row(
-            "redrafter",
-            drafters.redrafter,
-            "a recurrent network over the drafted tokens beside the target's last feature",
-            "Cheng et al. 2024, arXiv 2403.09919",
-            num_tokens(5),
-            *EACH,
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+    Method(
+        name="redrafter",
+        kind="drafter",
+        guarantee="distribution",
+        summary="a recurrent network over the drafted tokens beside the target's last feature",
+        paper="Cheng et al. 2024, arXiv 2403.09919",
+        needs=frozenset({"head"}),
+        options=(
+            shared.num_tokens(5),
+            shared.TREE,
+            shared.STOP,
+            shared.KEEP_LOGITS,
         ),
-    )
-}
+        cpu_options={"num_tokens": 7},
+        arguments=("draft",),
+    ),
+)

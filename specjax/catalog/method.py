@@ -1,4 +1,4 @@
-"""What a row of the catalogue says."""
+"""Rows of the catalogue: the static facts about one method."""
 
 from __future__ import annotations
 
@@ -6,57 +6,98 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from specjax.catalog.lazy import import_name
 from specjax.catalog.options import Option
-from specjax.types import Guarantee
+
+Guarantee = Literal["distribution", "greedy", "lossy", "definition", "identical", "valid"]
+"""The relation of a method's text to the text of plain decoding.
+
+`distribution`: the text has the exact distribution of the target at any temperature, so greedy text is equal too.
+`greedy`: the text is equal at temperature 0 only. `lossy`: neither holds.
+
+Three more are for diffusion models, whose text depends on the order in which tokens are decided.
+`definition`: the published procedure of a model, which other methods approximate. `identical`: the text equals that of
+the procedure which the method accelerates. `valid`: every text belongs to a given language.
+"""
 
 Kind = Literal["drafter", "decoder", "diffusion", "collaboration", "adaptive"]
-"""`drafter`: drafts for the loop of `specjax.decode`. `decoder`: a loop of its own. `diffusion`: decides the columns of
-a canvas, for `specjax.denoise`. `collaboration`: several models or samples write a text.
-`adaptive`: chooses the layers of the target that a token runs, for `specjax.adaptive.thinned`."""
+"""The loop that runs a method.
+
+`drafter`: drafts for `specjax.decode`. `decoder`: has a loop of its own. `diffusion`: decides the columns of a canvas,
+for `specjax.denoise`. `collaboration`: several models or samples write one text. `adaptive`: selects the layers of the
+target that each token runs, for `specjax.adaptive.thinned`.
+"""
 
 Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
     "filter", "automaton", "denoiser", "segmenter", "judging", "cues", "tuned", "reward", "safe", "router", "answers",
     "probes", "routers", "corrections",
 ]  # fmt: skip
-"""`draft`: a second, smaller model. `head`: a learned one of the target. `datastore`: a corpus. `costs`: what wide
-passes cost, of `specjax.costs`. `source`: a text to be edited. `devices`: some of its own for each model. `fill`: a
-model of masked blocks, as `drafters.nar_block` takes it. `any_order`, `continuous`: a target of
-`decoders.AnySubsetModel`, `ContinuousModel`. `filter`, `automaton`: arrays that only Python can give, by that name.
-`denoiser`: a diffusion model that drafts.
-Of collaborations, in Python too: `segmenter`: where steps end. `judging`: the prompt of a judge, and its digits.
-`cues`: words as tokens. `tuned`, `safe`, `router`: another model. `reward`, `answers`: a function.
-`probes`, `routers`, `corrections`: what `specjax.adaptive` trains.
+"""An input of a method besides the target.
+
+Models: `draft`: a second, smaller model. `head`: a draft head of the target. `denoiser`: a diffusion model that drafts.
+`fill`: a model of masked blocks, see `drafters.nar_block`. `any_order`, `continuous`: a target of class
+`decoders.AnySubsetModel` or `ContinuousModel`. `tuned`, `safe`, `router`: another model of a collaboration.
+Data: `datastore`: a corpus. `costs`: the costs of wide target passes, see `specjax.costs`. `source`: a text to edit.
+`devices`: separate devices for each model.
+Python objects of collaborations: `segmenter`: finds the ends of steps. `judging`: the prompt of a judge and its digits.
+`cues`: words as tokens. `reward`, `answers`: functions.
+Trained arrays: `filter`, `automaton`: arguments of diffusion methods. `probes`, `routers`, `corrections`: results of
+the training functions of `specjax.adaptive`.
 """
+
+Argument = Literal["target", "draft", "vocab_size"]
+"""A positional argument of a drafter's factory; `vocab_size` is that of the target."""
 
 
 class Method(NamedTuple):
-    """One row of the table."""
+    """One row of the catalogue."""
 
     name: str
     kind: Kind
-    # Of a drafter (target, draft, **options) -> Drafter, of diffusion (denoiser, **options) -> Procedure; of a decoder
-    # or a collaboration the loop itself.
-    make: Callable[..., Any]
     guarantee: Guarantee
     summary: str
     paper: str = ""
-    needs: frozenset[Need] = frozenset()  # what it cannot do without, besides the target
-    takes: frozenset[Need] = frozenset()  # and what else it can use
+    needs: frozenset[Need] = frozenset()  # required inputs, besides the target
+    takes: frozenset[Need] = frozenset()  # optional inputs
     options: tuple[Option, ...] = ()
-    cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines where wide passes are dear
-    wide_tree: str | None = None  # what the command line drafts where passes over dozens of tokens are cheap
-    alone: bool = False  # of a head: it drafts by itself, where others join `auto` if nothing else is said
-    draft_cost: float = 0.0  # of one drafting pass of the target itself, in its whole passes
+    cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines on which wide passes are slow
+    wide_tree: str | None = None  # the command line's tree where passes over dozens of tokens are cheap
+    alone: bool = False  # of a head: it drafts by itself by default; other heads join `auto`
+    draft_cost: float = 0.0  # cost of one drafting pass of the target itself, as a fraction of a whole pass
+    factory: str = ""  # the function of `module` that builds the method; default: `name`
+    arguments: tuple[Argument, ...] = ()  # of a drafter's factory, before the options
+    module: str = ""  # module of the factory; the catalogue fills it in
+
+    def load(self) -> Callable[..., Any]:
+        """Import the module of this method and return its factory."""
+        return import_name(f"{self.module}:{self.factory or self.name}")
+
+    @property
+    def make(self) -> Callable[..., Any]:
+        """The function that builds the method; reading this property imports the module of the method.
+
+        It is `(target, draft, **options) -> Drafter` for drafters, `(denoiser, **options) -> Procedure` for diffusion,
+        `(**options) -> Depth` for adaptive methods, and the loop itself for decoders and collaborations.
+        """
+        factory = self.load()
+        if self.kind != "drafter":
+            return factory
+
+        def make(target: Any, draft: Any, **options: Any) -> Any:
+            values = {"target": lambda: target, "draft": lambda: draft, "vocab_size": lambda: target.model.vocab_size}
+            return factory(*(values[argument]() for argument in self.arguments), **options)
+
+        return make
 
     def option(self, name: str) -> Option | None:
-        """The option of that name, if there is one."""
+        """Return the option with this name, or None."""
         return next((option for option in self.options if option.name == name), None)
 
     @property
     def size(self) -> str | None:
-        """The option that says how many tokens are drafted per round, if one does."""
+        """The name of the option that sets the number of drafted tokens per step, or None."""
         return next((option.name for option in self.options if option.name in ("num_tokens", "num_nodes")), None)
 
-    def uses(self, what: Need) -> bool:
-        """Whether it needs or takes it."""
-        return what in self.needs | self.takes
+    def uses(self, need: Need) -> bool:
+        """Return True if this input is required or optional."""
+        return need in self.needs | self.takes

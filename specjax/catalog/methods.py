@@ -1,35 +1,58 @@
-"""METHODS: every method by name, of all kinds, and the drafter of a name.
+"""The catalogue of methods by name, and lookups in it.
 
-The list in docs/methods.md, the command line's choices, the planner and the conformance tests come from it.
+The command line, the planner, the site and the conformance tests read it.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+from collections.abc import Iterator, Mapping
 
-from specjax.catalog.adaptive import ADAPTIVE
-from specjax.catalog.collaboration import COLLABORATIONS
-from specjax.catalog.decoders import DECODERS
-from specjax.catalog.diffusion import DIFFUSION
-from specjax.catalog.drafters import DRAFTERS
+from specjax.catalog.collection import collect_methods
 from specjax.catalog.heads import HEADS
 from specjax.catalog.method import Kind, Method
-from specjax.diffusion import Denoiser
+from specjax.catalog.options import read_call
 from specjax.errors import UsageError
-from specjax.models.heads.contract import DraftHead
-from specjax.retrieval.datastore import Datastore
-from specjax.types import Drafter, Target
 
-METHODS: dict[str, Method] = {**DRAFTERS, **HEADS, **DECODERS, **DIFFUSION, **COLLABORATIONS, **ADAPTIVE}
+
+class Catalogue(Mapping[str, Method]):
+    """All methods by name. It is read from the files of the methods when it is first used."""
+
+    def __getitem__(self, name: str) -> Method:
+        return _rows()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_rows())
+
+    def __len__(self) -> int:
+        return len(_rows())
+
+    def __repr__(self) -> str:
+        return f"Catalogue({', '.join(self)})"
+
+
+@functools.cache
+def _rows() -> dict[str, Method]:
+    rows: dict[str, Method] = {}
+    heads = (row._replace(module=f"specjax.drafters.heads.{row.name}") for row in HEADS)
+    for row in (*collect_methods(), *heads):
+        rows.setdefault(row.name, row)
+    order = {"drafter": 0, "decoder": 1, "diffusion": 2, "collaboration": 3, "adaptive": 4}
+    return dict(sorted(rows.items(), key=lambda item: order[item[1].kind]))
+
+
+METHODS: Mapping[str, Method] = Catalogue()
+"""Every method of every kind by name."""
 
 
 def of_kind(kind: Kind) -> dict[str, Method]:
-    """The rows of a kind."""
+    """Return the rows of one kind."""
     return {name: method for name, method in METHODS.items() if method.kind == kind}
 
 
 def find_drafter(name: str) -> Method:
-    """The row of a drafter. Raises: UsageError for an unknown name, or the name of a loop of its own."""
+    """Return the row of a drafter. Raises: UsageError for an unknown name or a method of another kind."""
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, 1)
         fix = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(of_kind('drafter'))}"
@@ -44,52 +67,29 @@ def find_drafter(name: str) -> Method:
         )
     if method.kind != "drafter":
         home = "decoders" if method.kind == "decoder" else "collaborate.methods"
-        loop = f"specjax.{home}.{method.make.__name__}"
+        loop = f"specjax.{home}.{method.factory or method.name}"
         raise UsageError(f"method {name} is a loop of its own, not a drafter; call {loop}(...) in Python")
     return method
 
 
-def make_drafter(
-    name: str, target: Target, draft: Target | DraftHead | Denoiser | None = None, *,
-    datastore: Datastore | None = None, **options,
-) -> Drafter:  # fmt: skip
-    """The drafter of a method by name. `options`: those that its row declares, and what else its factory takes.
+def find_inner_drafter(spec: str) -> Method:
+    """Return the row of a drafter that another drafter contains, such as `suffix:7,bias=2`.
 
-    draft: a smaller model, a learned head of the target or a denoiser, where the method has a use for one.
-
-    Raises: UsageError for an unknown name, a loop of its own, a missing or unfit draft model or head, or a missing or
-      mismatched datastore.
+    Raises: UsageError unless the drafter needs nothing but a datastore.
     """
-    method = find_drafter(name)
-    _check_draft(method, draft)
-    if "fill" in method.needs and "fill" not in options:
-        raise UsageError(f"method {name} needs a model of masked blocks; in Python give fill=, params= and mask_token=")
-    if "datastore" in method.needs and datastore is None:
-        raise UsageError(f"method {name} needs a datastore; give one with --datastore (datastore= in Python)")
-    if method.uses("datastore") and datastore is not None:
-        if datastore.vocab_size > target.model.vocab_size:
-            raise UsageError(
-                f"the datastore has {datastore.vocab_size} tokens in its vocabulary and the target "
-                f"{target.model.vocab_size}; build one with the target's own tokenizer"
-            )
-        options["datastore"] = datastore
-    return method.make(target, draft, **options)
+    known = {name: method for name, method in of_kind("drafter").items() if method.needs <= {"datastore"}}
+    name = spec.partition(":")[0]
+    if name not in known:
+        raise UsageError(f'"{name}" is no drafter for the inside of another; choose one of {", ".join(known)}')
+    return known[name]
 
 
-def _check_draft(method: Method, draft: Target | DraftHead | Denoiser | None) -> None:
-    """Raises: UsageError for a model or a head that is missing, or is not what the method drafts with."""
-    name = method.name
-    if "denoiser" in method.needs and not isinstance(draft, Denoiser):
-        raise UsageError(f"method {name} drafts with a specjax.Denoiser, not with {type(draft).__name__}; give draft=")
-    if "denoiser" not in method.needs and isinstance(draft, Denoiser):
-        others = ", ".join(row for row, other in METHODS.items() if "denoiser" in other.needs)
-        raise UsageError(f"method {name} does not draft with a denoiser; choose one of {others}, or leave draft out")
-    head = draft.head.kind if isinstance(draft, DraftHead) else None
-    if "draft" in method.needs and (draft is None or (head and not method.uses("head"))):
-        found = f", and this is a learned head; choose method {head}" if head else "; give one with --draft"
-        raise UsageError(f"method {name} needs a draft model{found} (draft= in Python)")
-    if "head" in method.needs and head is None:
-        found = ", and this is a whole model; choose method two_model" if draft else "; give one with --draft"
-        raise UsageError(f"method {name} needs a learned head of the target{found} (draft= in Python)")
-    if "head" in method.needs and head != name:
-        raise UsageError(f"method {name} needs a head of its own kind, and this is one of {head}; choose method {head}")
+def check_inner_drafter(spec: str) -> str:
+    """Return the text itself. Raises: UsageError unless it names an inner drafter and options of it."""
+    read_call(spec, find_inner_drafter(spec).options)
+    return spec
+
+
+def check_inner_drafters(specs: str) -> str:
+    """Return the text itself. Raises: UsageError unless its parts, joined by +, name inner drafters."""
+    return "+".join(map(check_inner_drafter, specs.split("+")))

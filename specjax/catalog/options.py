@@ -1,4 +1,4 @@
-"""Options as the catalogue declares them, and their values from text."""
+"""Options of methods: declarations, and values parsed from text."""
 
 from __future__ import annotations
 
@@ -6,95 +6,123 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from specjax.catalog.lazy import import_name
 from specjax.errors import UsageError
-from specjax.models.loading.decision_heads import read_acceptance, read_judge
-from specjax.trees import parse as tree
-from specjax.trees import parse_paths, stops
 
 REQUIRED: Any = ...
-"""The default of an option that has none."""
+"""The default of an option that must be set."""
 
 
 class Option(NamedTuple):
-    """What a factory can be told besides its models."""
+    """A keyword argument of a factory that the command line can set."""
 
     name: str
-    type: Callable[[str], Any] | tuple[str, ...]  # reads a text; or the texts that there are
-    default: Any  # None: the factory decides
+    type: str | tuple[str, ...]  # a key of PARSERS, or the allowed words
+    default: Any  # None: the factory chooses
     help: str
 
     @property
     def form(self) -> str:
-        """How a value is written."""
-        return "|".join(self.type) if isinstance(self.type, tuple) else _FORMS.get(self.type, "NAME")
+        """Return a placeholder that shows how a value is written, such as N or yes|no."""
+        return "|".join(self.type) if isinstance(self.type, tuple) else PARSERS[self.type].form
 
     def parse(self, text: str, name: str | None = None) -> Any:
-        """The value of a text. Raises: UsageError about `name`; default: the option's own."""
+        """Return the value of a text.
+
+        Args:
+          name: the name that errors mention; default: the option's own.
+
+        Raises: UsageError for a text that is not a value of this option.
+        """
         name = name or self.name
         if isinstance(self.type, tuple):
             if text not in self.type:
                 raise UsageError(f'{name} must be one of {", ".join(self.type)}, not "{text}"')
             return text
+        parser = PARSERS[self.type]
         try:
-            value = self.type(text)
+            value = parser.function(text)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
         except ValueError:
-            raise UsageError(f'{name} must be {_WORDS[self.type]}, not "{text}"') from None
-        if isinstance(value, float) and math.isnan(value):  # which no comparison of a factory would find
-            raise UsageError(f'{name} must be {_WORDS[self.type]}, not "{text}"')
+            raise UsageError(f'{name} must be {parser.description}, not "{text}"') from None
+        if isinstance(value, float) and math.isnan(value):  # NaN would pass every range check of a factory
+            raise UsageError(f'{name} must be {parser.description}, not "{text}"')
         if any(isinstance(n, int) and abs(n) >= 1 << 31 for n in (value if isinstance(value, tuple) else (value,))):
-            raise UsageError(f"{name} must be {_WORDS[self.type]} below 2**31, not {text}")
+            raise UsageError(f"{name} must be {parser.description} below 2**31, not {text}")
         return value
 
 
+class OptionParser(NamedTuple):
+    """A type of options: its placeholder, its description for errors, and the function that parses a text."""
+
+    form: str
+    description: str
+    parse: Callable[[str], Any] | str  # a path such as specjax.trees:parse is imported at the first use
+
+    @property
+    def function(self) -> Callable[[str], Any]:
+        return import_name(self.parse) if isinstance(self.parse, str) else self.parse
+
+
 def yes_or_no(text: str) -> bool:
-    """Raises: ValueError for any other word."""
+    """Return True for "yes" and False for "no". Raises: ValueError for any other text."""
     return ("no", "yes").index(text) == 1
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers joined by commas. Raises: ValueError."""
+def integers(text: str) -> tuple[int, ...]:
+    """Parse integers that are joined by commas. Raises: ValueError."""
     return tuple(int(part) for part in text.split(","))
 
 
-def two_numbers(text: str) -> tuple[int, int]:
-    """Raises: ValueError unless there are two."""
-    first, second = numbers(text)
+def two_integers(text: str) -> tuple[int, int]:
+    """Parse exactly two integers that are joined by a comma. Raises: ValueError."""
+    first, second = integers(text)
     return first, second
 
 
-def chances(text: str) -> tuple[tuple[float, ...], ...]:
-    """Rows of numbers, as A,B,.../C,D,... Raises: ValueError."""
+def rows_of_floats(text: str) -> tuple[tuple[float, ...], ...]:
+    """Parse rows of numbers, written as A,B,.../C,D,... Raises: ValueError."""
     return tuple(tuple(float(part) for part in row.split(",")) for row in text.split("/"))
 
 
-_FORMS: dict[Any, str] = {
-    int: "N", float: "X", yes_or_no: "yes|no", numbers: "N,N,...", two_numbers: "N,N", chances: "X,X,.../X,...",
-    tree: "TREE", parse_paths: "SHAPE", stops.parse: "STOP", read_acceptance: "FOLDER", read_judge: "FILE",
-}  # fmt: skip
-_WORDS: dict[Any, str] = {
-    int: "a whole number", float: "a number", yes_or_no: "yes or no", numbers: "whole numbers joined by commas",
-    two_numbers: "two whole numbers joined by a comma", chances: "rows of numbers such as .6,.2/.4,.1",
-}  # fmt: skip
+PARSERS: dict[str, OptionParser] = {
+    "int": OptionParser("N", "a whole number", int),
+    "float": OptionParser("X", "a number", float),
+    "yes_or_no": OptionParser("yes|no", "yes or no", yes_or_no),
+    "integers": OptionParser("N,N,...", "whole numbers joined by commas", integers),
+    "two_integers": OptionParser("N,N", "two whole numbers joined by a comma", two_integers),
+    "rows_of_floats": OptionParser("X,X,.../X,...", "rows of numbers such as .6,.2/.4,.1", rows_of_floats),
+    "tree": OptionParser("TREE", "a tree", "specjax.trees:parse"),
+    "tree_shape": OptionParser("SHAPE", "a static tree", "specjax.trees:parse_paths"),
+    "stop": OptionParser("STOP", "a stop condition of drafting", "specjax.trees.stops:parse"),
+    "acceptance_head": OptionParser(
+        "FOLDER", "an acceptance head", "specjax.models.loading.decision_heads:read_acceptance"
+    ),
+    "judge_head": OptionParser("FILE", "a judge head", "specjax.models.loading.decision_heads:read_judge"),
+    "drafter": OptionParser("NAME", "a drafter", "specjax.catalog.methods:check_inner_drafter"),
+    "drafters": OptionParser("NAME", "drafters joined by +", "specjax.catalog.methods:check_inner_drafters"),
+    "depth": OptionParser("NAME", "a method of adaptive depth", "specjax.adaptive.parsing:check_depth"),
+}
+"""The types of options by name. Parsers that import JAX are named by their path."""
 
 
 def read_call(spec: str, options: Sequence[Option]) -> dict[str, Any]:
-    """The options of a call such as `NAME:0.2,delta=0.4`, in the order of the table or by name.
+    """Parse the options of a call such as `NAME:0.2,delta=0.4`, in the order of declaration or by name.
 
-    Raises: UsageError for values that are too many, unknown or of the wrong type, or a missing one.
+    Raises: UsageError for too many values, an unknown name, a value of the wrong type, or a missing one.
     """
-    name, _, rest = spec.partition(":")
-    known = {option.name: option for option in options}
+    name, _, arguments = spec.partition(":")
+    by_name = {option.name: option for option in options}
     values: dict[str, Any] = {}
-    for place, part in enumerate(rest.split(",") if rest else ()):
+    for position, part in enumerate(arguments.split(",") if arguments else ()):
         word, equals, text = part.partition("=")
         if not equals:
-            word, text = (options[place].name if place < len(options) else part), part
-        if word not in known or word in values:
+            word, text = (options[position].name if position < len(options) else part), part
+        if word not in by_name or word in values:
             forms = ", ".join(f"{option.name}={option.form}" for option in options) or "nothing"
             raise UsageError(f'"{spec}": {name} takes {forms}, each once, and not "{part}"')
-        values[word] = known[word].parse(text)
+        values[word] = by_name[word].parse(text)
     missing = [option for option in options if option.default is REQUIRED and option.name not in values]
     if missing:
         raise UsageError(f'"{spec}" lacks {missing[0].name}, {missing[0].help}; write {name}:{missing[0].form}')

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from specjax.arrays import batch_axes, scopes
 from specjax.arrays.batch_axes import SHARED
 from specjax.catalog import METHODS
-from specjax.catalog.diffusion import procedure_of
 from specjax.diffusion.caches import append
 from specjax.diffusion.loop import LOOP, Denoising
 from specjax.diffusion.prepare import check, memory_of, up
+from specjax.diffusion.procedures import procedure_of
 from specjax.diffusion.types import Denoiser, Procedure
 from specjax.engine.job import Job
 from specjax.engine.prefill import CHUNK

@@ -12,10 +12,11 @@ import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog.method import Guarantee
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, fold_in, node_keys, uniform
 from specjax.trees import operations
-from specjax.types import Array, Draws, Guarantee, PyTree, TokenTree, Verdict, VerifyFn
+from specjax.types import Array, Draws, PyTree, TokenTree, Verdict, VerifyFn
 
 ANY: tuple[Draws, ...] = get_args(Draws)
 

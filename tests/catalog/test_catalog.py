@@ -1,57 +1,63 @@
-"""The table itself: it names everything, and says what the factories say."""
+"""The catalogue: it has every method, imports no JAX, and agrees with the factories."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 from typing import get_args
 
 import pytest
 
 import specjax
-from specjax import METHODS, UsageError, decoders, drafters, verifiers
-from specjax.catalog import PARAMETERS, REQUIRED, of_kind, parse_rule
-from specjax.catalog.method import Kind
-from specjax.catalog.options import numbers, read_call, yes_or_no
+from specjax import METHODS, UsageError, adaptive, controllers, decoders, drafters, trees, verifiers
+from specjax.catalog import OF_FILES, PARAMETERS, REQUIRED, of_kind, shared
+from specjax.catalog.collection import PLACES, find_package, read_rows
+from specjax.catalog.forms import controller_forms, stop_forms, tree_forms
+from specjax.catalog.method import Guarantee, Kind
+from specjax.catalog.options import read_call
+from specjax.catalog.rules import rule_summaries
+from specjax.collaborate import methods as collaborations
 from specjax.diffusion import drafters as denoising
-from specjax.types import Guarantee
+from specjax.diffusion import methods as procedures
+from specjax.diffusion.rules.quota import MEASURES
+from specjax.verifiers.parsing import parse_rule
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs/methods.md").read_text()
 IN_PYTHON = {
-    "auto": {"dtype", "platform"},  # known from the target, and to the planner
+    "auto": {"dtype", "platform"},  # the command line reads them from the target and the devices
     "choice": {"dtype", "platform", "bandit"},
     "nar_block": {"params"},
     "ppd": {"platform"},
 }
-"""Parameters that no option sets: what is not written in a word."""
-GIVEN = {
+"""Parameters that no option sets, because no text can express them."""
+NEED_OF = {
     "costs": "costs", "index": "datastore", "corpus": "datastore", "source": "source", "fill": "fill", "draft": "draft",
     "head": "head", "longest": None,
     "denoiser": "denoiser", "middle": "draft", "target": None, "vocab_size": None,
 }  # fmt: skip
-"""What is given to a factory, and the word for it among `needs` and `takes`; None: it is the target's."""
-PARTS = {"asking", "begun", "composed", "learned", "nodes", "reading", "settings", "widths"}
-"""Files of drafters and loops that are parts of several, or of `auto`."""
+"""The need that provides a parameter of a factory; None: the target provides it."""
+NO_METHODS = {
+    "composed", "head_schedule", "learned", "loop_setup", "making", "node_classes", "reading", "settings", "widths",
+    "exits", "fitting", "m2r2", "measure", "optimise", "parsing", "parts",
+}  # fmt: skip
+"""Files of the folders that hold parts of several methods, or training."""
 OF_EVERY_LOOP = {
     "prompts", "key", "max_new_tokens", "top_k", "top_p", "eos", "capacity", "lengths", "condition", "tokens",
     "missing", "devices", "inputs",
 }  # fmt: skip
 
 
-def factory_of(row):
-    if "denoiser" in row.needs:
-        return getattr(denoising, row.name)
-    return getattr(
-        decoders if row.kind == "decoder" else drafters, row.make.__name__ if row.kind == "decoder" else row.name
-    )
-
-
 def signature_of(row) -> dict:
-    """Name to default of what the factory takes, and the function of the table that calls it."""
-    parameters = dict(inspect.signature(factory_of(row)).parameters)
+    """Return the defaults of all named parameters: of the public function, and of the factory that the row names."""
+    parameters = {}
     if row.kind == "drafter":
-        parameters |= inspect.signature(row.make).parameters
+        public = denoising if "denoiser" in row.needs else drafters
+        parameters |= inspect.signature(getattr(public, row.name)).parameters
+    parameters |= inspect.signature(row.load()).parameters
     several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {
         name: REQUIRED if p.default is p.empty else p.default for name, p in parameters.items() if p.kind not in several
@@ -69,34 +75,82 @@ def test_options_and_defaults_are_those_of_the_factory(name):
     others = set(signature) - set(declared) - {"target", "draft", "datastore"} - IN_PYTHON.get(name, set())
     if row.kind == "decoder":
         others -= OF_EVERY_LOOP | ({"temperature"} - set(declared)) | {"model"}
-    assert others <= set(GIVEN) | {"inner", "retrieval", "fallback"}, others
-    assert all(GIVEN[other] is None or row.uses(GIVEN[other]) for other in others)
+    assert others <= set(NEED_OF) | {"inner", "retrieval", "fallback"}, others
+    assert all(NEED_OF[other] is None or row.uses(NEED_OF[other]) for other in others)
     assert set(row.cpu_options) <= set(declared)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_of_rules_are_those_of_their_factories(name):
-    make, options = PARAMETERS[name]
-    assert make is getattr(verifiers, name)
-    signature = inspect.signature(make).parameters
-    assert [option.name for option in options] == list(signature)
-    for option in options:
+    signature = inspect.signature(getattr(verifiers, name)).parameters
+    assert [option.name for option in PARAMETERS[name]] == list(signature)
+    for option in PARAMETERS[name]:
         assert option.default == (
             REQUIRED if signature[option.name].default is inspect.Parameter.empty else signature[option.name].default
         )
 
 
-def test_every_file_of_a_method_is_in_the_table():
-    files = lambda package: {path.stem for path in pathlib.Path(package.__file__).parent.rglob("*.py")} - {"__init__"}
-    own = files(drafters) | files(denoising)
-    assert (own - PARTS) | {"autoregressive"} == set(of_kind("drafter"))  # which is the engine's
-    loops = {inspect.getmodule(row.make).__name__.rpartition(".")[2] for row in of_kind("decoder").values()}
-    assert files(decoders) - PARTS == loops
+def test_every_method_has_a_row():
+    public = {
+        "drafter": {*drafters.__all__, *denoising.__all__} - {"corpus_table"},
+        "decoder": {name for name in decoders.__all__ if name.islower()},
+        "diffusion": set(procedures.__all__),
+        "collaboration": {name for name in collaborations.__all__ if name.islower()},
+    }
+    for kind, names in public.items():
+        assert {row.name if kind == "drafter" else row.load().__name__ for row in of_kind(kind).values()} == names, kind
+    assert all(row.load() is getattr(adaptive, name) for name, row in of_kind("adaptive").items())
     assert {name for kind in get_args(Kind) for name in of_kind(kind)} == set(METHODS)
     for name, row in METHODS.items():
         assert name == row.name and row.summary and all(option.help and option.form for option in row.options)
         assert row.guarantee in get_args(Guarantee)
         assert row.kind == "diffusion" or row.guarantee in ("distribution", "greedy", "lossy")
+
+
+def method_files():
+    for place in PLACES:
+        root = find_package(place.package) / place.path
+        for file in [root] if root.suffix == ".py" else sorted(root.glob("*.py")):
+            yield place, file
+
+
+def test_every_file_of_a_method_has_a_row():
+    for place, file in method_files():
+        if place.package != "models" and file.stem not in NO_METHODS | {"__init__"}:
+            assert read_rows(file), file
+
+
+def test_rows_read_from_source_are_the_constants_of_the_modules():
+    for place, file in method_files():
+        rows = read_rows(file)
+        if rows:
+            package = f"specjax.{place.package}.{place.path.removesuffix('.py')}".rstrip(".")
+            name = package if place.path.endswith(".py") else f"{package}.{file.stem}"
+            module = importlib.import_module(name)
+            constants = [module.METHOD] if hasattr(module, "METHOD") else list(module.METHODS)
+            assert rows == constants, file
+            assert all(METHODS[row.name]._replace(module=row.module) == row for row in rows)
+
+
+def test_listing_the_methods_imports_no_jax():
+    code = """
+import sys
+from specjax.catalog import METHODS, find_drafter
+assert len(METHODS) > 90 and find_drafter("suffix").option("fallback").parse("rest:16") == "rest:16"
+import specjax.cli.app, specjax.catalog.forms, specjax.catalog.rules
+specjax.catalog.forms.tree_forms(), specjax.catalog.rules.rule_summaries()
+print(*{"jax", "numpy", "flax"} & set(sys.modules))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+def test_texts_read_from_source_are_those_of_the_modules():
+    assert tree_forms() == trees.FORMS and stop_forms() == trees.stops.FORMS
+    assert controller_forms() == controllers.FORMS
+    accepted = {**verifiers.VERIFIERS, **{name: verifiers.rules_with_arrays()[name] for name in OF_FILES}}
+    assert {name: rule.summary for name, rule in accepted.items()}.items() <= rule_summaries().items()
+    assert shared.RANKING.type == tuple(MEASURES)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -105,9 +159,9 @@ def test_a_default_reads_as_it_is_written(name):
         if option.default in (None, REQUIRED):
             continue
         if isinstance(option.default, bool):
-            assert option.type is yes_or_no and option.parse("yes" if option.default else "no") is option.default
+            assert option.type == "yes_or_no" and option.parse("yes" if option.default else "no") is option.default
         elif isinstance(option.default, tuple):
-            assert option.type is numbers and option.parse(",".join(map(str, option.default))) == option.default
+            assert option.type == "integers" and option.parse(",".join(map(str, option.default))) == option.default
         elif option.name != "tree":
             read = option.parse(str(option.default))
             assert read == option.default and type(read) is type(option.default)
@@ -129,7 +183,7 @@ def test_nobody_inspects_signatures():
 
 
 def test_calls_by_place_and_by_name():
-    options = PARAMETERS["typical"][1]
+    options = PARAMETERS["typical"]
     assert read_call("typical", options) == {}
     assert read_call("typical:0.2,0.4", options) == {"epsilon": 0.2, "delta": 0.4}
     assert read_call("typical:0.2,delta=0.4", options) == {"epsilon": 0.2, "delta": 0.4}

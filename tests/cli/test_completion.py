@@ -57,12 +57,6 @@ def test_a_shell_is_told_how_to_ask(cli, monkeypatch):
     assert shown.code == 0 and "_SPECJAX_COMPLETE=complete_bash" in shown.out
 
 
-def test_what_is_written_down_is_the_catalogue():
-    from specjax.cli.words import text
-
-    assert completion.FILE.read_text(encoding="utf-8") == text(), "run python -m specjax.cli.words"
-
-
 def test_models_that_come_along_are_called_as_their_loaders_call_them():
     from specjax.models import loading
     from specjax.models.loading.heads import shipped

@@ -8,10 +8,10 @@ import toy_denoisers as toys
 
 import specjax
 from specjax.catalog import METHODS, of_kind
-from specjax.catalog.diffusion import procedure_of
 from specjax.diffusion import methods
 from specjax.diffusion.methods.constraint import Automaton
 from specjax.diffusion.methods.learn2pd import above
+from specjax.diffusion.procedures import procedure_of
 from specjax.errors import UsageError
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8]]

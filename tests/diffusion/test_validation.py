@@ -7,8 +7,8 @@ import toy_denoisers as toys
 
 from specjax import UsageError
 from specjax.catalog import METHODS, of_kind
-from specjax.catalog.diffusion import procedure_of
 from specjax.diffusion import methods
+from specjax.diffusion.procedures import procedure_of
 from specjax.diffusion.validation import checked
 
 

@@ -29,10 +29,11 @@ import numpy as np
 
 from specjax import trees
 from specjax.analysis.rules.optimal import check_distributions, optimal_acceptance, order_by_ratio
+from specjax.catalog.method import Guarantee
 from specjax.errors import UsageError
 from specjax.numerics.sampling import threefry
 from specjax.trees.builders.static import How
-from specjax.types import Context, Draws, Guarantee, Sampling
+from specjax.types import Context, Draws, Sampling
 from specjax.verifiers import VERIFIERS, Verifier
 from specjax.verifiers.exact.spectr import division_factor
 

@@ -360,11 +360,11 @@ def _report(
 ) -> None:  # fmt: skip
     from specjax.cli.options.planning import progress
     from specjax.cli.output.console import Console, print_json
-    from specjax.models.heads.kinds import written
+    from specjax.models.heads.kinds import format_changes
     from specjax.planning import training_report
     from specjax.planning.reports.tables import show_training
 
-    changes = ",".join(written(shapes))
+    changes = ",".join(format_changes(shapes))
     with progress(Console(stderr=True)) as notify:
         try:
             found = training_report(
@@ -440,7 +440,7 @@ def _shapes(method: str, shape: list[str] | None, draft_vocab: int | None) -> di
     shapes: dict[str, Any] = {}
     known = kind.changes
     for entry in shape or ():
-        name, change = entry.partition("=")[0], kind.change(entry)
+        name, change = entry.partition("=")[0], kind.parse_change(entry)
         o.require(name in known, f'--shape: {method} has {", ".join(known) or "none"}, not "{name}"')
         if change is None:
             form = kind.forms[known.index(name)].replace("=N", "=4")

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
 from specjax.collaborate.multi_writer import TextState
@@ -34,9 +35,25 @@ from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in
-from specjax.types import Array, Drafter, Guarantee, Target
+from specjax.types import Array, Drafter, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="a_star",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="steps searched best first, by rewards and a guess at what is still to come",
+    paper="arXiv 2505.13672",
+    needs=frozenset({"segmenter", "reward"}),
+    options=(
+        Option("k", "int", 4, "steps per expansion"),
+        Option("frontier", "int", 64, "nodes that stay open"),
+        Option("expected", "float", 8.0, "steps that a text is expected to have; 0: costs alone decide"),
+        Option("budget", "int", 64, "expansions per prompt"),
+        Option("most", "int", 512, "tokens of a step at most"),
+    ),
+)
+
+
 LEAST = 1e-30
 """A reward below counts as this one, so that all costs are finite."""
 

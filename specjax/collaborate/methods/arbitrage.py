@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
 from specjax.collaborate.multi_writer import TextState, Writers
@@ -30,9 +31,24 @@ from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
-from specjax.types import Array, Drafter, Guarantee, Target
+from specjax.types import Array, Drafter, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="arbitrage",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="a small model writes steps, the target rewrites those that it would make better",
+    paper="arXiv 2512.05033",
+    needs=frozenset({"draft", "segmenter"}),
+    takes=frozenset({"router", "reward"}),
+    options=(
+        Option("form", ("router", "reward", "oracle"), "router", "what decides"),
+        Option("tau", "float", None, "its threshold: 0.5 of a router, 0.7 of a reward, 0 of the oracle"),
+        Option("most", "int", 512, "tokens of a step at most"),
+    ),
+)
+
+
 ROUTER = 2
 Form = Literal["router", "reward", "oracle"]
 DEFAULTS = {"router": 0.5, "reward": 0.7, "oracle": 0.0}

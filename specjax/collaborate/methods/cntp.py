@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
@@ -30,9 +31,23 @@ from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
 from specjax.numerics.sampling import entropy, fold_in, warp
-from specjax.types import Array, Drafter, Guarantee, Info, Target
+from specjax.types import Array, Drafter, Info, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="cntp",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="several continuations where the model is unsure, of which the likeliest is kept",
+    paper="Wang et al. 2025, arXiv 2507.03038",
+    needs=frozenset({"segmenter"}),
+    options=(
+        Option("n_min", "int", 1, "continuations at least"),
+        Option("n_max", "int", 10, "and at most"),
+        Option("most", "int", 32, "tokens of one at most"),
+    ),
+)
+
+
 SURE, UNSURE = 0.01, 1.5
 """Nats, from which and up to which more trials are made."""
 

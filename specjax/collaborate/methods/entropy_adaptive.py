@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
@@ -29,9 +30,24 @@ from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
 from specjax.numerics.sampling import entropy
-from specjax.types import Array, Guarantee, Target
+from specjax.types import Array, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="entropy_adaptive",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="the large model writes where the text is uncertain, the small one where it is not",
+    paper="Simonds 2025, arXiv 2502.06833",
+    needs=frozenset({"draft"}),
+    options=(
+        Option("tau", "float", 1.0, "bits of mean entropy above which the large model writes"),
+        Option("window", "int", 5, "entropies that are averaged"),
+        Option("least", "int", 10, "tokens between two switches"),
+        Option("start", ("small", "large"), "small", "who writes first"),
+    ),
+)
+
+
 SMALL, LARGE = 0, 1
 
 

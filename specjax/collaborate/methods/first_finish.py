@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
@@ -27,9 +28,16 @@ from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
-from specjax.types import Array, Drafter, Guarantee, Info, Target
+from specjax.types import Array, Drafter, Info, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="first_finish",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="of several samples the one that ends first",
+    paper="Agarwal et al. 2025, arXiv 2505.18149",
+    options=(Option("samples", "int", 4, "per prompt"),),
+)
 
 
 class Race(NamedTuple):

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
@@ -28,9 +29,22 @@ from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.numerics.sampling import fold_in, uniform
-from specjax.types import Array, Drafter, Guarantee, Target
+from specjax.types import Array, Drafter, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="foreal",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="a leading model begins sentences, a small one ends them",
+    paper="Li et al. 2025, arXiv 2506.06998",
+    needs=frozenset({"draft", "segmenter"}),
+    options=(
+        Option("lead", "int", 15, "tokens of a sentence that the leader writes"),
+        Option("p", "float", 0.6, "probability that it begins one"),
+    ),
+)
+
+
 DRAFT, LEADER = 0, 1
 COIN = 105
 """Purpose of the keys of the tosses."""

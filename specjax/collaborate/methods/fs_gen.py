@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts
@@ -31,9 +32,26 @@ from specjax.collaborate.routing import token_by_token
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
-from specjax.types import Array, Guarantee, Target
+from specjax.types import Array, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="fs_gen",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="a small and a large model, their logits fused or a router for each token",
+    paper="Zhang et al. 2024, arXiv 2406.12295",
+    needs=frozenset({"draft"}),
+    takes=frozenset({"tuned"}),
+    options=(
+        Option(
+            "form", ("contrastive", "proxy", "threshold", "margin", "oracle"), "contrastive", "how they are combined"
+        ),
+        Option("strength", "float", None, "beta of contrastive, 0.5, and proxy, 1.0; threshold of the routers"),
+        Option("alpha", "float", 0.1, "of contrastive: how likely a token must be beside the likeliest"),
+    ),
+)
+
+
 Form = Literal["contrastive", "proxy", "threshold", "margin", "oracle"]
 DEFAULTS = {"contrastive": 0.5, "proxy": 1.0, "threshold": 0.5, "margin": 0.25, "oracle": 0.0}
 """`strength` of each: the authors' beta and a, our choice of t."""

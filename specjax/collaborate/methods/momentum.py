@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
@@ -26,9 +27,21 @@ from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.types import Array, Guarantee, Target
+from specjax.types import Array, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="momentum",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="greedy text that is held back from going round in circles",
+    paper="Lan et al. 2022, arXiv 2212.02175",
+    options=(
+        Option("k", "int", 5, "likeliest tokens to choose from"),
+        Option("alpha", "float", 0.2, "weight of what was written already"),
+    ),
+)
+
+
 RESISTANCE = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 """f of a depth."""
 DEEPEST = len(RESISTANCE) - 1

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
 from specjax.collaborate.methods.reward_smc import CUTS
@@ -32,9 +33,22 @@ from specjax.collaborate.results import TextResult, result
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.types import Array, Drafter, Guarantee, Info, Target
+from specjax.types import Array, Drafter, Info, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="power_smc",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="particles that follow the power law p^alpha of whole texts",
+    paper="Azizi et al. 2026, arXiv 2602.10273",
+    options=(
+        Option("alpha", "float", 4.0, "the power"),
+        Option("particles", "int", 64, "per prompt"),
+        Option("block", "int", 64, "tokens between two looks at the weights"),
+        Option("kappa", "float", 0.5, "share of effective particles below which they are drawn anew"),
+        Option("ramp", "int", 400, "tokens until the weights aim at alpha"),
+    ),
+)
 
 
 class Power(NamedTuple):

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
 from specjax.collaborate.multi_writer import TextState, Writers
@@ -39,9 +40,25 @@ from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in, uniform
-from specjax.types import Array, Drafter, Guarantee, Info, Sampling, Target
+from specjax.types import Array, Drafter, Info, Sampling, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="reward_smc",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="particles that follow the model's law times rewards of the text so far",
+    paper="arXiv 2604.16453",
+    needs=frozenset({"reward"}),
+    options=(
+        Option("particles", "int", 16, "per prompt"),
+        Option("block", "int", 32, "tokens between two rewards"),
+        Option("kappa", "float", 0.5, "share of effective particles below which they are drawn anew"),
+        Option("lookahead", "int", 0, "roll-outs that say what rewards come; 0: the prefix alone"),
+        Option("move", "yes_or_no", True, "particles draw their last block anew after they were drawn anew"),
+    ),
+)
+
+
 CUTS = "top_k", "top_p", "min_p"
 """Settings that cut a distribution."""
 Reward = Callable[[Array, Array, Array, Array], Array]

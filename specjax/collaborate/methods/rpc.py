@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
@@ -30,9 +31,23 @@ from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
-from specjax.types import Array, Drafter, Guarantee, Info, Target
+from specjax.types import Array, Drafter, Info, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="rpc",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="of many samples the answer with the most probability, without the samples that are improbable",
+    paper="Zhou et al. 2025, arXiv 2502.00511",
+    needs=frozenset({"answers"}),
+    options=(
+        Option("samples", "int", 128, "per prompt"),
+        Option("path", "yes_or_no", False, "probabilities of whole texts, not their mean token's"),
+        Option("prune", "yes_or_no", True, "leave improbable samples out"),
+    ),
+)
+
+
 STEPS, RATE = 200, 0.05
 
 

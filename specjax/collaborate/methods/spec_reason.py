@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.prepare import TextJob, check_ids, number, prepare_texts, whole
@@ -32,9 +33,22 @@ from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
-from specjax.types import Array, Drafter, Guarantee, Target
+from specjax.types import Array, Drafter, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="spec_reason",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="a small model writes the steps of a chain of thought, the target rewrites those that it rates low",
+    paper="Pan et al. 2025, arXiv 2504.07891",
+    needs=frozenset({"draft", "segmenter", "judging"}),
+    options=(
+        Option("threshold", "float", 7.0, "rating from 0 to 9 from which on a step is kept"),
+        Option("average", "yes_or_no", False, "the mean rating, not the likeliest"),
+        Option("first", "int", 0, "steps that the target writes without a proposal"),
+        Option("most", "int", 512, "tokens of a step at most"),
+    ),
+)
 
 
 def spec_reason(

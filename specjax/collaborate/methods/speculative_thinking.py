@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.x64 import without_x64
+from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, check_ids, prepare_texts, whole
@@ -30,9 +31,26 @@ from specjax.collaborate.routing import count_patterns, patterns
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.types import Array, Drafter, Guarantee, Target
+from specjax.types import Array, Drafter, Target
 
-GUARANTEE: Guarantee = "lossy"
+METHOD = Method(
+    name="speculative_thinking",
+    kind="collaboration",
+    guarantee="lossy",
+    summary="a small model reasons, a large one takes over where it reflects or doubts",
+    paper="Yang et al. 2025, arXiv 2504.12329",
+    needs=frozenset({"draft", "segmenter"}),
+    takes=frozenset({"cues"}),
+    options=(
+        Option("look_ahead", "int", 20, "tokens in which cues are looked for"),
+        Option("long", "int", 125, "tokens of a long takeover"),
+        Option("patience", "int", 15, "negative cues before one"),
+        Option("reasons", "yes_or_no", True, "whether the small model reasons by itself"),
+        Option("most", "int", 512, "tokens of a thought at most"),
+    ),
+)
+
+
 SMALL, LARGE = 0, 1
 GROWTH, LONGEST = 25, 200  # of a takeover
 MORE_PATIENCE, MOST_PATIENCE = 5, 30

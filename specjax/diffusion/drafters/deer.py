@@ -12,9 +12,21 @@ trained with is not put there.
 
 from __future__ import annotations
 
+from specjax.catalog import Method, shared
 from specjax.diffusion.drafting import as_drafter
 from specjax.diffusion.types import Denoiser
 from specjax.types import Drafter
+
+METHOD = Method(
+    name="deer",
+    kind="drafter",
+    guarantee="distribution",
+    summary="a denoiser drafts a block in one pass, each token drawn by itself",
+    paper="Cheng et al. 2025, arXiv 2512.15176",
+    needs=frozenset({"denoiser"}),
+    options=(shared.num_tokens(32),),
+    arguments=("draft",),
+)
 
 
 def deer(denoiser: Denoiser, *, num_tokens: int = 32) -> Drafter:

@@ -19,12 +19,28 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion.measures import probability
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Schedule, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="adablock",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="blocks that end where the model says that a line does, decided by the threshold rule",
+    paper="Lu et al. 2025, arXiv 2509.26432",
+    options=(
+        shared.BLOCK,
+        shared.tau(0.9),
+        Option("delimiters", "integers", (198,), "tokens that may end a block"),
+        Option("delimiter_tau", "float", 0.3, "confidence from which on one does"),
+        Option("ahead", "int", 128, "columns that are looked through for one"),
+    ),
+)
 
 
 @checked

@@ -21,12 +21,27 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="ccd",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="columns that were good candidates in the pass before, too, with the same word",
+    paper="Chen et al. 2025, arXiv 2512.02044",
+    options=(
+        shared.BLOCK,
+        Option("candidates", "int", 5, "columns that a pass may name"),
+        Option("warmup", "int", 5, "first passes of a block that decide one column"),
+        Option("dynamic", "yes_or_no", True, "decide all coherent columns, not one"),
+    ),
+)
 
 
 @checked

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, shared
 from specjax.diffusion import measures
 from specjax.diffusion.forward import put
 from specjax.diffusion.rules.threshold import threshold
@@ -33,6 +34,19 @@ from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule,
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="constraint",
+    kind="diffusion",
+    guarantee="valid",
+    summary="texts of a regular language, of which an automaton is given; by the threshold rule",
+    paper="Mündler et al. 2025, arXiv 2508.10111",
+    needs=frozenset({"automaton"}),
+    options=(
+        shared.BLOCK,
+        shared.tau(0.9),
+    ),
+)
 
 
 class Automaton(NamedTuple):

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion.measures import probability
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
@@ -30,6 +31,22 @@ from specjax.diffusion.types import Canvas, Denoiser, Procedure, Score, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="credit_decoding",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="tokens that were likeliest in passes before are surer now",
+    paper="Wang et al. 2025, arXiv 2510.06133",
+    options=(
+        shared.BLOCK,
+        shared.tau(0.8),
+        Option("alpha", "float", 0.7, "what credit adds to a logit, times log(1 + credit)"),
+        Option("beta", "float", 0.8, "what is left of credit after a pass"),
+        Option("gamma", "float", 0.2, "power of the probability that is credited"),
+        Option("slots", "int", 8, "tokens of a column that have credit; 0: all"),
+    ),
+)
 
 
 @checked

@@ -9,12 +9,28 @@ Deviations: those of the memory.
 
 from __future__ import annotations
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion.caches.delayed import Suffix, delayed
 from specjax.diffusion.methods.llada import llada
 from specjax.diffusion.rules.quota import By
 from specjax.diffusion.types import Denoiser, Procedure
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
+
+METHOD = Method(
+    name="dkv_cache",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="as llada; what is decided is computed once more, in the pass after, and then kept",
+    paper="Ma et al. 2025, arXiv 2505.15781",
+    options=(
+        shared.BLOCK,
+        shared.STEPS,
+        shared.RANKING,
+        Option("refresh", "int", 8, "passes over a block after which the whole canvas is computed again"),
+        Option("suffix", ("frozen", "fresh"), "frozen", "what open columns behind the block are"),
+    ),
+)
 
 
 @checked

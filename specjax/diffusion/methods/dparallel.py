@@ -11,11 +11,24 @@ from __future__ import annotations
 
 import functools
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
 from specjax.diffusion.validation import checked
 from specjax.types import Array
+
+METHOD = Method(
+    name="dparallel",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="every column of little entropy, for models that were made certain by distillation",
+    paper="Chen et al. 2025, arXiv 2509.26488",
+    options=(
+        shared.BLOCK,
+        Option("eta", "float", 0.5, "entropy in nats up to which a column is decided"),
+    ),
+)
 
 
 @checked

@@ -19,6 +19,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.rules.quota import MEASURES, quota
 from specjax.diffusion.schedules.blocks import blocks
@@ -28,6 +29,21 @@ from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="dream",
+    kind="diffusion",
+    guarantee="definition",
+    summary="no blocks: a grid of times says how many columns, one of four scores which",
+    paper="Ye et al. 2025, arXiv 2508.15487",
+    options=(
+        Option("alg", ("origin", "maskgit_plus", "topk_margin", "entropy"), "origin", "what chooses columns"),
+        Option("steps", "int", None, "steps of the grid; default: one for each column"),
+        shared.EPS,
+        Option("alg_temp", "float", 0.0, "how much chance has a say in which columns are chosen"),
+    ),
+)
+
 
 Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 SCORES = {"maskgit_plus": "warped_confidence", "topk_margin": "warped_margin", "entropy": "warped_entropy"}

@@ -20,11 +20,25 @@ import functools
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
 from specjax.diffusion.validation import checked
 from specjax.types import Array
+
+METHOD = Method(
+    name="entropy_bound",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="the most certain columns, as many as have little entropy together",
+    paper="Cheng et al. 2025, arXiv 2510.06303",
+    options=(
+        shared.BLOCK,
+        Option("gamma", "float", 0.35, "nats that a pass may decide"),
+        Option("own", "yes_or_no", True, "whether a column's own entropy counts, or only that of those before it"),
+    ),
+)
 
 
 @checked

@@ -22,12 +22,29 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion.rules.quota import quota
 from specjax.diffusion.schedules.blocks import blocks, num_passes
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Schedule, Score, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="eoser",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="ends of a text are decided late; with ascending, 1, 2, 4 ... columns a pass",
+    paper="Yang et al. 2025, arXiv 2509.23924",
+    options=(
+        Option("block", "int", None, "columns of a block, of models with full attention; default: all new ones"),
+        shared.STEPS,
+        Option("ascending", "yes_or_no", False, "1, 2, 4 ... columns a pass"),
+        Option("parts", "int", 1, "blocks of ascending passes"),
+        Option("least", "float", None, "what the confidence of an end is multiplied by in the first pass"),
+        Option("most", "float", 1.0, "and in the last one"),
+    ),
+)
 
 
 @checked

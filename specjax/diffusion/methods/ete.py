@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import forward, measures
 from specjax.diffusion.loop import (
     Decided,
@@ -44,6 +45,22 @@ from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.numerics.sampling import noise
 from specjax.types import Array, DecodeState, PyTree
+
+METHOD = Method(
+    name="ete",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="every column that is sure enough; where these are few, tries words for an uncertain one",
+    paper="arXiv 2511.21103",
+    options=(
+        Option("block", "int", 32, "columns of a block"),
+        shared.tau(0.9),
+        Option("ahead", "int", 1, "blocks behind it that are decided, too"),
+        Option("least", "int", 2, "columns below which a pass explores"),
+        Option("words", "int", 2, "words that it tries"),
+        Option("gain", "float", 0.1, "nats that a column is worth which a word makes sure"),
+    ),
+)
 
 
 def most_bits(count: int, factor: float) -> float:

@@ -19,6 +19,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.caches.dual import dual
 from specjax.diffusion.caches.prefix import prefix
@@ -27,6 +28,22 @@ from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Memory, Procedure, Proposal, Rule, View
 from specjax.diffusion.validation import checked
 from specjax.types import Array
+
+METHOD = Method(
+    name="fast_dllm",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="every column that is sure enough, or as many as can be sure together",
+    paper="Wu et al. 2025, arXiv 2505.22618",
+    options=(
+        shared.BLOCK,
+        Option("rule", ("threshold", "factor"), "threshold", "what is sure enough"),
+        shared.tau(0.9),
+        Option("factor", "float", 0.75, "of the rule factor"),
+        Option("memory", ("exact", "dual", "prefix"), "exact", "what is not computed anew in every pass"),
+    ),
+)
+
 
 CACHES: dict[str, Callable[[], Memory]] = {"dual": dual, "prefix": prefix}
 

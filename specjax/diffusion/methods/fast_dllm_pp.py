@@ -16,11 +16,24 @@ import functools
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
 from specjax.diffusion.validation import checked
 from specjax.types import Array
+
+METHOD = Method(
+    name="fast_dllm_pp",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="as many columns as are the likeliest together under any dependence between them",
+    paper="Kasa et al. 2026, arXiv 2606.02955",
+    options=(
+        shared.BLOCK,
+        Option("delta", "float", 0.25, "by how much what is taken must be likelier than the rest"),
+    ),
+)
 
 
 @checked

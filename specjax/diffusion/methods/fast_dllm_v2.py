@@ -16,6 +16,7 @@ import functools
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.caches.append import append
 from specjax.diffusion.rules.threshold import threshold
@@ -25,6 +26,20 @@ from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.numerics.sampling import warp
 from specjax.types import Array, Sampling
+
+METHOD = Method(
+    name="fast_dllm_v2",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="seeded block-causal models: sub-blocks from left to right, every column that is sure enough",
+    paper="Wu et al. 2025, arXiv 2509.26328",
+    options=(
+        shared.tau(0.9),
+        Option("sub_block", "int", None, "its columns; default: 8, or the block if 8 does not divide it"),
+        Option("top_p", "float", 0.95, "mass of the nucleus that confidences are shares of"),
+    ),
+)
+
 
 SUB_BLOCK = 8
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import forward
 from specjax.diffusion.loop import Decided, Denoising, Slots, judge
 from specjax.diffusion.methods.llada import llada
@@ -31,6 +32,20 @@ from specjax.diffusion.types import Canvas, Denoiser, Procedure, Seen, Verify, W
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, DecodeState, PyTree
+
+METHOD = Method(
+    name="freedave",
+    kind="diffusion",
+    guarantee="identical",
+    summary="looks at the next steps of llada at once and keeps those that it would have taken one by one",
+    paper="Wu and Zhang 2025, arXiv 2510.00294",
+    options=(
+        shared.BLOCK,
+        shared.STEPS,
+        shared.RANKING,
+        Option("drafts", "int", 4, "canvases that a pass looks at"),
+    ),
+)
 
 
 class Last(NamedTuple):

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import forward
 from specjax.diffusion.caches import WHOLE
 from specjax.diffusion.rules.threshold import sure_enough
@@ -27,6 +28,22 @@ from specjax.diffusion.types import Canvas, Denoiser, Memory, Procedure, Proposa
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, Mixture, PyTree
+
+METHOD = Method(
+    name="iter_smooth",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="open columns are shown mixed with what the model said of them in the pass before",
+    paper="Ma et al. 2025, arXiv 2510.08666",
+    options=(
+        shared.BLOCK,
+        shared.tau(0.9),
+        Option("first", "float", 0.15, "share of that in the first pass that has any"),
+        Option("step", "float", 0.02, "by how much it grows, and the threshold falls, in each pass"),
+        Option("most", "float", 0.3, "largest share"),
+        Option("words", "int", 8, "tokens of a column that are mixed in"),
+    ),
+)
 
 
 @checked

@@ -20,12 +20,26 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Act, Canvas, Control, Denoiser, Procedure, Proposal, Rule, View, Wide
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="learn2pd",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="what a tiny trained filter holds to be right already, and nothing behind the end of the text",
+    paper="Bao et al. 2025, arXiv 2509.25188",
+    needs=frozenset({"filter"}),
+    options=(
+        Option("theta", "float", 0.96, "opinion of the filter above which a column is decided"),
+        Option("eotp", "yes_or_no", True, "end the text with the first column that ends it"),
+    ),
+)
 
 
 class Filter(NamedTuple):

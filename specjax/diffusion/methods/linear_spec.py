@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method
 from specjax.diffusion import forward, rules, schedules
 from specjax.diffusion.caches import TOKEN_CAUSAL, token_causal
 from specjax.diffusion.loop import Decided, Denoising, Slots, drawn, finite_of, logged, propose, view_of
@@ -28,6 +29,14 @@ from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, fold_in, node_keys, warp
 from specjax.types import Array, DecodeState, TokenTree
 from specjax.verifiers.exact.standard import standard
+
+METHOD = Method(
+    name="linear_spec",
+    kind="diffusion",
+    guarantee="distribution",
+    summary="block-causal models: drafts a block in one pass and judges it as the autoregressive model that it is",
+    paper="SGLang, Nemotron-Labs-Diffusion 2026",
+)
 
 
 class Judged(NamedTuple):

@@ -11,11 +11,26 @@ forbid eos are not here (`eoser` decides ends late). Guidance: `specjax.diffusio
 
 from __future__ import annotations
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion.caches import WHOLE, append, guided
 from specjax.diffusion.rules.quota import By, quota
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure
 from specjax.diffusion.validation import checked
+
+METHOD = Method(
+    name="llada",
+    kind="diffusion",
+    guarantee="definition",
+    summary="blocks from left to right, the surest columns first, a fixed share per pass",
+    paper="Nie et al. 2025, arXiv 2502.09992",
+    options=(
+        shared.BLOCK,
+        shared.STEPS,
+        shared.RANKING,
+        Option("guidance", "float", 0.0, "how far to move away from what the model says without the prompt"),
+    ),
+)
 
 
 @checked

@@ -22,12 +22,27 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="llada21",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="decided columns may be changed again until their block is finished",
+    paper="Bie et al. 2026, arXiv 2602.08676",
+    options=(
+        shared.BLOCK,
+        shared.tau(0.95),
+        Option("edit_tau", "float", 0.9, "probability above which a decided column is changed"),
+        Option("post_steps", "int", 16, "passes over a full block"),
+    ),
+)
 
 
 @checked

@@ -16,12 +16,27 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array
+
+METHOD = Method(
+    name="local_leap",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="every column that is sure enough, where less is enough next to one that is",
+    paper="Kong et al. 2025, arXiv 2510.07081",
+    options=(
+        shared.BLOCK,
+        shared.tau(0.9),
+        Option("near", "float", 0.75, "confidence that is enough next to a column that is sure"),
+        Option("radius", "int", 4, "columns that count as next to one"),
+    ),
+)
 
 
 @checked

@@ -18,12 +18,29 @@ import functools
 
 import jax.numpy as jnp
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion.rules.quota import quota
 from specjax.diffusion.schedules.blocks import blocks, num_passes
 from specjax.diffusion.types import Act, Canvas, Control, Denoiser, Procedure, Proposal, View, Wide
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="prophet",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="once the model is sure of the answer, all of the canvas at once",
+    paper="Li et al. 2025, arXiv 2508.19982",
+    options=(
+        shared.BLOCK,
+        shared.STEPS,
+        Option("early", "float", 7.5, "gap of logits that is enough in the first third of the passes"),
+        Option("middle", "float", 5.0, "in the second"),
+        Option("late", "float", 2.5, "in the last"),
+    ),
+)
+
 
 CUTS = (0.33, 0.67)
 """Shares of the passes behind which a smaller gap is enough."""

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
@@ -29,6 +30,24 @@ from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule,
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+METHOD = Method(
+    name="r2_dllm",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="every column that is sure enough, and what is redundant in place or in time",
+    paper="Du et al. 2026, arXiv 2604.18995",
+    options=(
+        shared.BLOCK,
+        shared.tau(0.9),
+        Option("cluster", "float", 0.8, "mean confidence of three columns in a row that is enough"),
+        Option("repeat", "float", 0.8, "confidence of the surest of columns with one token that is enough"),
+        Option("steady", "float", 0.8, "confidence that is enough where the token stayed the same"),
+        Option("times", "int", 3, "passes for which it must stay the same"),
+        Option("over", ("last", "mean", "max"), "last", "which of their confidences counts"),
+    ),
+)
+
 
 TOGETHER = 3
 """Columns of a cluster."""

@@ -18,12 +18,21 @@ from __future__ import annotations
 
 import functools
 
+from specjax.catalog import Method
 from specjax.diffusion import rules, schedules
 from specjax.diffusion.caches import TOKEN_CAUSAL
 from specjax.diffusion.methods.linear_spec import causal_block, check, decide
 from specjax.diffusion.types import Denoiser, Procedure, Verify
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
+
+METHOD = Method(
+    name="s2d2",
+    kind="diffusion",
+    guarantee="distribution",
+    summary="block-causal models: drafts a block in one pass and judges it by itself with blocks of one",
+    paper="Han et al. 2026, arXiv 2603.25702",
+)
 
 
 @checked

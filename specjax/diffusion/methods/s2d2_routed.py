@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion import forward, measures, routers
 from specjax.diffusion.caches import append
 from specjax.diffusion.loop import (
@@ -46,6 +47,27 @@ from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Verif
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, DecodeState, PyTree
+
+METHOD = Method(
+    name="s2d2_routed",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="as sdar; where a router expects it to pay, drafts are judged by the model with blocks of one",
+    paper="Han et al. 2026, arXiv 2603.25702",
+    options=(
+        Option("router", ("always", "span", "score", "hysteresis", "bandit"), "score", "when drafts are verified"),
+        shared.tau(0.85),
+        shared.STEPS,
+        Option("chance", ("entropy", "margin"), "entropy", "what the chance of a draft is estimated by"),
+        Option("beta", "float", 1.0, "power of the chance by entropy"),
+        Option("dynamic", "yes_or_no", False, "cost counts for each column that is sure enough"),
+        Option("cost", "float", 1.0, "what the expected tokens must make up for"),
+        Option("above", "float", 0.0, "score above which drafts are verified"),
+        Option("below", "float", -5.0, "of hysteresis, score below which they no longer are"),
+        Option("least", "int", 2, "of span, open columns in a row"),
+    ),
+)
+
 
 Kind = Literal["always", "span", "score", "hysteresis", "bandit"]
 

@@ -14,12 +14,27 @@ from __future__ import annotations
 
 from typing import Literal
 
+from specjax.catalog import Method, Option, shared
 from specjax.diffusion.caches.append import append
 from specjax.diffusion.rules import quota, threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Denoiser, Procedure
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
+
+METHOD = Method(
+    name="sdar",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="block-causal models: every column of a block that is sure enough, at least its share",
+    paper="Cheng et al. 2025, arXiv 2510.06303",
+    options=(
+        shared.tau(0.85),
+        shared.STEPS,
+        Option("remasking", ("dynamic", "static", "sequential"), "dynamic", "which columns a pass decides"),
+        Option("fuse", "yes_or_no", True, "read a finished block in the first pass over the next"),
+    ),
+)
 
 
 @checked

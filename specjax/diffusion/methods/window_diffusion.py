@@ -13,6 +13,7 @@ which drops what is behind an end of the text: it does so as soon as one is deci
 
 from __future__ import annotations
 
+from specjax.catalog import Method, Option
 from specjax.diffusion.caches.phases import phases
 from specjax.diffusion.methods.learn2pd import ends_the_text
 from specjax.diffusion.rules.quota import quota
@@ -21,6 +22,21 @@ from specjax.diffusion.schedules.sliding import sliding
 from specjax.diffusion.types import Denoiser, Procedure
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
+
+METHOD = Method(
+    name="window_diffusion",
+    kind="diffusion",
+    guarantee="lossy",
+    summary="far columns are not seen, near ones kept for some passes, and the first few open ones decided",
+    paper="arXiv 2601.20332",
+    options=(
+        Option("outer", "int", 64, "open columns that are seen"),
+        Option("inner", "int", 16, "those of them that may be decided"),
+        Option("refresh", "int", 32, "passes for which the others are kept"),
+        Option("tau", "float", None, "confidence from which on a column is decided; default: one a pass"),
+        Option("early", "yes_or_no", False, "end the text with the first column that ends it"),
+    ),
+)
 
 
 @checked

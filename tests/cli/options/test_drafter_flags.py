@@ -11,9 +11,9 @@ import pytest
 
 import specjax
 from specjax import drafters
-from specjax.catalog.adaptive import depth_spec
 from specjax.cli.options.common import Settings
-from specjax.cli.options.drafter_flags import DEEPEST, LOADABLE, Given, as_asked, read_drafting
+from specjax.cli.options.completion import LOADABLE
+from specjax.cli.options.drafter_flags import DEEPEST, Given, as_asked, read_drafting
 from specjax.cli.runs.session import Session
 from specjax.trees import parse, parse_paths
 
@@ -300,7 +300,7 @@ def test_every_option_can_be_written(name):
         if option.form == "FOLDER":  # read where it is written: test_heads.py
             continue
         text = texts.get(option.form, option.type[-1] if isinstance(option.type, tuple) else "confidence:0.5")
-        text = "unified:2" if option.type is depth_spec else text  # a name of another table
+        text = "unified:2" if option.type == "depth" else text  # a name of another table
         flags = [f"{option.name}={text}"]
         draft = "draft" if row.needs & {"draft", "head"} else None
         datastore = "store" if "datastore" in row.needs else None

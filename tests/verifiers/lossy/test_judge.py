@@ -15,12 +15,12 @@ from lossy import (
 )
 
 from specjax import UsageError
-from specjax.catalog import parse_rule
 from specjax.models.loading.decision_heads import save_judge
 from specjax.trees import operations
 from specjax.types import TokenTree
 from specjax.verifiers import recursive_rejection
 from specjax.verifiers.lossy.judge import init_judge, judge, judge_score
+from specjax.verifiers.parsing import parse_rule
 from specjax.verifiers.verifier import distribution
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -1,0 +1,35 @@
+"""Methods of adaptive depth from text."""
+
+from __future__ import annotations
+
+from specjax.catalog.methods import METHODS, of_kind
+from specjax.catalog.options import read_call
+from specjax.errors import UsageError
+from specjax.models.variants.layer_skipping import DepthPolicy
+
+
+def parse_depth(spec: str, horizon: int | None = None) -> DepthPolicy:
+    """Return the depth policy of a text such as `calm` or `calm:0.8,every=5`.
+
+    Args:
+      horizon: the value of the option `horizon`, for methods that have it and texts that do not set it.
+
+    Raises: UsageError for a text that names no method without trained arrays, or options that it lacks.
+    """
+    name = spec.partition(":")[0]
+    loadable = [row.name for row in of_kind("adaptive").values() if not row.needs]
+    if name not in loadable:
+        is_adaptive = name in METHODS and METHODS[name].kind == "adaptive"
+        reason = "needs arrays that only Python can give" if is_adaptive else "chooses no layers"
+        raise UsageError(f'"{name}" {reason}; choose one of {", ".join(loadable)}')
+    row = METHODS[name]
+    values = read_call(spec, row.options)
+    if horizon is not None and row.option("horizon"):
+        values = {"horizon": horizon} | values
+    return row.make(**values)
+
+
+def check_depth(spec: str) -> str:
+    """Return the text itself. Raises: UsageError unless `parse_depth` accepts it."""
+    parse_depth(spec)
+    return spec

@@ -1,0 +1,82 @@
+"""Options that several methods have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specjax.catalog.options import Option
+
+# Drafters.
+TREE = Option("tree", "tree", None, "what to draft instead of a chain")
+STOP = Option("stop", "stop", None, "when to draft no further")
+PATHS = Option("tree", "tree_shape", None, "the static tree, in place of the first num_nodes of its own")
+KEEP_LOGITS = Option("keep_logits", "yes_or_no", False, "hand the draft's logits on in greedy and coupled decoding")
+EXIT_LAYER = Option("exit_layer", "int", None, "layers that draft; default: a quarter")
+
+
+def num_tokens(default: int, help: str = "drafted tokens per round") -> Option:
+    """Return the option for the length of a chain."""
+    return Option("num_tokens", "int", default, help)
+
+
+def num_nodes(default: int) -> Option:
+    """Return the option for the size of a tree."""
+    return Option("num_nodes", "int", default, "drafted tokens per round")
+
+
+def buckets(default: int) -> Option:
+    """Return the option for the size of a hash table."""
+    return Option("buckets", "int", default, "of the table of each row")
+
+
+# Draft heads.
+HEAD: dict[str, Any] = {
+    "kind": "drafter",
+    "guarantee": "distribution",
+    "needs": frozenset({"head"}),
+    "module": "head_drafter",
+    "factory": "head_drafter",
+    "arguments": ("draft",),
+}
+"""The columns that the rows of draft heads share: one factory builds the drafters of all of them."""
+
+
+def head_options(length: int | None = None, stop: str | None = None) -> tuple[Option, ...]:
+    """Return the options of a draft head.
+
+    Args:
+      length: default number of drafted tokens per step; None: as many as the head drafts.
+      stop: default stop condition, as `specjax.trees.stops.parse` reads it; None: the draft has its full length.
+    """
+    length_help = "drafted tokens per step" + ("; default: as many as the head drafts" if length is None else "")
+    return (
+        Option("num_tokens", "int", length, length_help),
+        TREE,
+        STOP._replace(default=stop),
+        KEEP_LOGITS,
+    )
+
+
+# Methods of diffusion models.
+BLOCK = Option("block", "int", 32, "columns of a block, of models with full attention")
+STEPS = Option("steps", "int", None, "passes for a block; default: one for each column")
+EPS = Option("eps", "float", 1e-3, "last time of the grid")
+RANKING = Option(
+    "by",
+    (
+        "confidence", "warped_confidence", "entropy", "warped_entropy", "margin", "warped_margin", "random",
+        "left_to_right",
+    ),
+    "confidence",
+    "what ranks columns",
+)  # fmt: skip
+
+
+def tau(default: float) -> Option:
+    """Return the option for the confidence threshold of a column."""
+    return Option("tau", "float", default, "confidence from which on a column is decided")
+
+
+# Methods of adaptive depth.
+EVERY = Option("every", "int", 4, "layers between two tests")
+HORIZON = Option("horizon", "int", 128, "tokens that are generated at most; default: --max-new-tokens")

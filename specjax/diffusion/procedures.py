@@ -1,0 +1,31 @@
+"""Procedures of diffusion methods by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specjax.catalog.methods import of_kind
+from specjax.diffusion.types import Denoiser, Procedure
+from specjax.errors import UsageError
+
+
+def procedure_of(method: str | Procedure, denoiser: Denoiser, **options: Any) -> Procedure:
+    """Return the procedure of a diffusion method by name; return a procedure as it is.
+
+    Raises: UsageError for an unknown name, or options that the method does not have.
+    """
+    if isinstance(method, Procedure):
+        if options:
+            raise UsageError(
+                f"{next(iter(options))} is of a method by name; give it to the one that made this procedure"
+            )
+        return method
+    rows = of_kind("diffusion")
+    if method not in rows:
+        raise UsageError(f'unknown diffusion method "{method}"; choose one of {", ".join(rows)}')
+    row = rows[method]
+    known = [*row.needs, *(option.name for option in row.options)]
+    wrong = [name for name in options if name not in known]
+    if wrong:
+        raise UsageError(f"method {method} has no option {wrong[0]}; it has {', '.join(known) or 'none'}")
+    return row.make(denoiser, **options)
