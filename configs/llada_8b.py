@@ -1,7 +1,7 @@
 """LLaDA 8B, a diffusion language model."""
 
 from specjax.models import LlamaConfig
-from specjax.models.loading.families.denoisers import Reading
+from specjax.models.loading.families.denoisers import DenoiserSettings
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
@@ -23,6 +23,6 @@ def get_config(dtype: str = "bfloat16") -> LlamaConfig:
     )
 
 
-def get_reading() -> Reading:
+def get_denoiser_settings() -> DenoiserSettings:
     """How it is read as a denoiser."""
-    return Reading(126336, "full", None, "same", "all_masked")
+    return DenoiserSettings(126336, "full", None, "same", "all_masked")

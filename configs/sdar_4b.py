@@ -1,7 +1,7 @@
 """SDAR 4B, a block-diffusion language model."""
 
 from specjax.models import LlamaConfig
-from specjax.models.loading.families.denoisers import Reading
+from specjax.models.loading.families.denoisers import DenoiserSettings
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
@@ -25,6 +25,6 @@ def get_config(dtype: str = "bfloat16") -> LlamaConfig:
     )
 
 
-def get_reading() -> Reading:
+def get_denoiser_settings() -> DenoiserSettings:
     """How it is read as a denoiser; there are variants with blocks of 8 to 64."""
-    return Reading(151669, "block_causal", 4, "same", "all_masked")
+    return DenoiserSettings(151669, "block_causal", 4, "same", "all_masked")

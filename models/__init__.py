@@ -1,22 +1,22 @@
-"""Model families as Flax NNX modules, one file each, and their loaders."""
+"""Model families as Flax NNX modules, one file each, and the loaders of their checkpoints."""
 
 from specjax.models.bridge import abstract_params, init_params, make_model
-from specjax.models.cache import lanes_of
+from specjax.models.cache import cache_lanes_for
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
-from specjax.models.variants.pruning import narrowed, pruned
+from specjax.models.variants.pruning import narrow_mlps, prune_layers
 
 __all__ = [
     "Gemma3Config",
     "LlamaConfig",
     "Tokenizer",
     "abstract_params",
+    "cache_lanes_for",
     "first_difference",
     "init_params",
-    "lanes_of",
     "load",
     "make_model",
-    "narrowed",
-    "pruned",
+    "narrow_mlps",
+    "prune_layers",
 ]

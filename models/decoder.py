@@ -1,4 +1,4 @@
-"""The one decoder of all families: attention and a gated MLP per layer, with what families add to these as options."""
+"""The decoder of all model families: attention and a gated MLP per layer, with family features as options."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from specjax.models import layers as L
 from specjax.numerics import reproducible_math
 from specjax.types import Appended, Array, Mixture, Output, Stream
 
-GLOBAL = 1 << 30  # a window wider than any text
+UNLIMITED_WINDOW = 1 << 30  # a window wider than any text
 
 C = TypeVar("C", bound="DecoderConfig")
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and constants of a decoder. Families are subclasses with defaults of their own."""
+    """Shapes and constants of a decoder. Model families are subclasses with their own defaults."""
 
     vocab_size: int
     width: int
@@ -34,104 +34,109 @@ class DecoderConfig:
     mlp_width: int
     rope_base: float = 10000.0
     rope_scaling: L.RopeScaling | None = None
-    rotated: int | None = None  # numbers of each head that are rotated, the first ones; None: all
+    rotary_dim: int | None = None  # the first so many numbers of each head are rotated; None: all
     norm_eps: float = 1e-5
-    tied: bool = True  # the head is the embedding
+    tied: bool = True  # the output head is the embedding
     qkv_bias: bool = False
     qk_norm: bool = False
-    qk_norm_of: Literal["head", "projection"] = "head"  # "projection": of all heads at once
-    norms: Literal["before", "after", "both"] = "before"  # where the norms of a sublayer stand
+    qk_norm_scope: Literal["head", "projection"] = "head"  # "projection": over all heads together
+    norms: Literal["before", "after", "both"] = "before"  # position of the norms of a sublayer
     activation: Literal["silu", "gelu"] = "silu"  # "gelu": approximated by tanh
-    window: int | None = None  # of sliding-window attention
-    is_global: tuple[bool, ...] | None = None  # per layer: full attention, in place of the window; None: none is
-    local_rope_base: float | None = None  # of windowed layers, then not scaled; None: rotated as global ones
+    window: int | None = None  # width of sliding-window attention
+    is_global: tuple[bool, ...] | None = None  # per layer: full attention instead of the window; None: no layer
+    local_rope_base: float | None = None  # of windowed layers, unscaled; None: as in global layers
     query_scale: float | None = None  # factor on q.k; None: head_dim ** -0.5
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    scales_embedding: bool = False  # by the root of the width
+    scales_embedding: bool = False  # by the square root of the width
     max_positions: int = 8192
     dtype: str = "float32"
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
-    cache_lanes: int = 1  # the cache keeps heads filled up to a multiple of these; 128 on TPU
-    cache_bits: bool = False  # the cache keeps bfloat16 as uint16, which XLA on CPU writes in place
-    same_bits: bool = False  # of bfloat16: a token's logits do not depend on the pass that it is in, docs/same_bits.md
-    stacked: bool = False  # layers stacked and scanned, not unrolled
+    cache_lanes: int = 1  # the cache pads heads to a multiple of this; 128 on TPU
+    cache_bits: bool = False  # the cache stores bfloat16 as uint16, which XLA on CPU writes in place
+    same_bits: bool = False  # bfloat16 only: a token's logits do not depend on its pass, docs/same_bits.md
+    stacked: bool = False  # layers are stacked and scanned, not unrolled
     name: str = "decoder"
 
-    def reach(self) -> L.Reach:
-        """How its attention counts positions, and how far back it sees."""
-        size = self.rotated or self.head_dim
+    def attention_settings(self) -> L.AttentionSettings:
+        """Return the rotary frequencies, windows and amplitudes of its attention."""
+        size = self.rotary_dim or self.head_dim
         full = L.rope_frequencies(size, self.rope_base, self.rope_scaling, self.max_positions)
         amplitude = 1.0 if self.rope_scaling is None else self.rope_scaling.amplitude
         if self.is_global is None or self.window is None:
-            return L.Reach(full, self.window, None if amplitude == 1.0 else amplitude)
+            return L.AttentionSettings(full, self.window, None if amplitude == 1.0 else amplitude)
         local, local_amplitude = full, amplitude
         if self.local_rope_base is not None:
             local, local_amplitude = L.rope_frequencies(size, self.local_rope_base), 1.0
         is_global = jnp.array(self.is_global)
-        return L.Reach(
+        return L.AttentionSettings(
             jnp.where(is_global[:, None], full, local),
-            jnp.where(is_global, GLOBAL, self.window),
+            jnp.where(is_global, UNLIMITED_WINDOW, self.window),
             None if amplitude == 1.0 else jnp.where(is_global, amplitude, local_amplitude),
         )
 
-    def of_head(self: C, num_layers: int = 1, **changes) -> C:
-        """Of layers like these for a drafting head: each sublayer behind its norm, all alike and unstacked, and nothing
-        that the files of heads cannot say."""
+    def draft_head_config(self: C, num_layers: int = 1, **changes) -> C:
+        """Return the config of a draft head with layers like these.
+
+        The layers are identical, unstacked and have norms before each sublayer. Features that checkpoints of heads
+        cannot express are off.
+        """
         mixed = self.is_global is not None
-        alike = {
+        uniform = {
             "norms": "before", "qk_norm_of": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window,
         }  # fmt: skip
         plain = {"stacked": False, "cache_dtype": None, "same_bits": False}
-        return dataclasses.replace(self, num_layers=num_layers, **(alike | plain | changes))
+        return dataclasses.replace(self, num_layers=num_layers, **(uniform | plain | changes))
 
 
-def attention_of(c: DecoderConfig, *, fan_in: int | None = None, rngs: nnx.Rngs) -> L.Attention:
-    """The attention of a layer. fan_in: of what it reads, where that is not as wide as the stream."""
+def make_attention(c: DecoderConfig, *, fan_in: int | None = None, rngs: nnx.Rngs) -> L.Attention:
+    """Create the attention of a layer. `fan_in` is its input width, if it differs from the width of the stream."""
     return L.Attention(
         c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias,
-        qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_of == "head", scale=c.query_scale,
+        qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_scope == "head", scale=c.query_scale,
         softcap=c.attention_softcap, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs,
     )  # fmt: skip
 
 
-def activation_of(c: DecoderConfig):
-    """Of its MLPs."""
+def activation_function(c: DecoderConfig):
+    """Return the activation function of the MLPs."""
     if c.activation == "silu":
         return reproducible_math.silu if c.same_bits else nnx.silu
     return reproducible_math.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each behind a norm, before one, or between two: what they add to the stream."""
+    """A decoder layer: attention and MLP, with norms before, after or on both sides of each sublayer."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         norm = lambda: L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
-        before = lambda: None if c.norms == "after" else norm()
-        after = lambda: None if c.norms == "before" else norm()
-        self.attention_norm, self.attention_post_norm = before(), after()
-        self.attention = attention_of(c, rngs=rngs)
-        self.mlp_norm, self.mlp_post_norm = before(), after()
-        self.mlp = L.GatedMLP(c.width, c.mlp_width, activation_of(c), same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
+        pre_norm = lambda: None if c.norms == "after" else norm()
+        post_norm = lambda: None if c.norms == "before" else norm()
+        self.attention_norm, self.attention_post_norm = pre_norm(), post_norm()
+        self.attention = make_attention(c, rngs=rngs)
+        self.mlp_norm, self.mlp_post_norm = pre_norm(), post_norm()
+        self.mlp = L.GatedMLP(
+            c.width, c.mlp_width, activation_function(c), same_bits=c.same_bits, dtype=c.dtype, rngs=rngs
+        )
 
     def attend(self, x, inputs: L.LayerInputs):
-        attended, new = self.attention(_normed(self.attention_norm, x), inputs)
-        return _normed(self.attention_post_norm, attended), new
+        output, new = self.attention(_normalize(self.attention_norm, x), inputs)
+        return _normalize(self.attention_post_norm, output), new
 
     def keys(self, x, inputs: L.LayerInputs):
-        return self.attention.keys(_normed(self.attention_norm, x), inputs)
+        return self.attention.keys(_normalize(self.attention_norm, x), inputs)
 
-    def feed(self, x, step: L.Step):
-        return _normed(self.mlp_post_norm, step.sum(self.mlp(_normed(self.mlp_norm, x)), "mlp"))
+    def feed(self, x, shared: L.PassInputs):
+        return _normalize(self.mlp_post_norm, shared.sum(self.mlp(_normalize(self.mlp_norm, x)), "mlp"))
 
 
-def _normed(norm: L.RMSNorm | None, x: Array) -> Array:
+def _normalize(norm: L.RMSNorm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits."""
+    """A decoder-only language model: tokens to logits."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
@@ -146,21 +151,21 @@ class Decoder(nnx.Module):
         self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,
         taps=(), earlier=None, layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
-        step = L.make_step(positions, mask, cache, earlier, layout, layers)
-        x = L.with_vectors(lambda tokens: self.embedded(tokens, layout), tokens)
-        stream, pending = run_layers(self.layers, x, step, cache, self.config.reach())
+        shared = L.make_pass_inputs(positions, mask, cache, earlier, layout, layers)
+        x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
+        stream, pending = run_layers(self.layers, x, shared, cache, self.config.attention_settings())
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 
-    def embedded(self, tokens: Array | Mixture | Stream, layout=None) -> Array:
-        """What the first layer reads: [B, T, D]."""
+    def embed_tokens(self, tokens: Array | Mixture | Stream, layout=None) -> Array:
+        """Return the input [B, T, D] of the first layer."""
         x = tokens.values if isinstance(tokens, Stream) else self.embed(tokens)
         x = x if layout is None else layout.place(x, "data", None, None)
         scaled = self.config.scales_embedding and not isinstance(tokens, Stream)
         return x * jnp.asarray(self.config.width**0.5, x.dtype) if scaled else x
 
     def predict(self, hidden: Array, layout=None) -> Array:
-        """Logits of normed states [..., D]."""
+        """Compute the logits of hidden states [..., D] after the final norm."""
         c, logits = self.config, (self.head or self.embed).logits(hidden)
-        logits = logits if layout is None else layout.over_vocabulary(logits)
+        logits = logits if layout is None else layout.place_logits(logits)
         return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)

@@ -1,5 +1,7 @@
-"""Gemma 2 and 3, text only: local and global attention, norms on both sides of each sublayer; Gemma 2 with soft caps,
-Gemma 3 with two rope bases and q/k norms."""
+"""Gemma 2 and 3, text only, with local and global attention and norms on both sides of each sublayer.
+
+Gemma 2 has soft caps; Gemma 3 has two rope bases and q/k norms.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from specjax.models.decoder import DecoderConfig
 
 @dataclass(frozen=True)
 class Gemma3Config(DecoderConfig):
-    """Shapes and constants of a Gemma text model; the defaults are those of Gemma 3."""
+    """Shapes and constants of a Gemma text model. The defaults are those of Gemma 3."""
 
     window: int | None = 512
     rope_base: float = 1_000_000.0  # of the global layers

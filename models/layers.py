@@ -1,4 +1,4 @@
-"""The blocks that the model families share."""
+"""Building blocks that the model families share: projections, norms, rotary positions, attention and layer loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax import nnx
 from specjax.arrays import scopes
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
-from specjax.models.matmul import project, rows_of, same_project
+from specjax.models.matmul import matmul, matmul_same_bits, take_rows
 from specjax.numerics import reproducible_math
 from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention import tree_attention
@@ -23,14 +23,14 @@ from specjax.types import Appended, Array, Mixture, PyTree, Stream, Sublayers
 
 
 class Linear(nnx.Module):
-    """x @ weight.T (+ bias)."""
+    """A linear layer: x @ weight.T (+ bias)."""
 
     def __init__(
         self, fan_in: int, fan_out: int, *, bias: bool = False, same_bits: bool = False, dtype, rngs: nnx.Rngs
     ):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (fan_out, fan_in), dtype) * fan_in**-0.5)
         self.bias = nnx.Param(jnp.zeros((fan_out,), dtype)) if bias else None
-        self.product = same_project if same_bits else project
+        self.product = matmul_same_bits if same_bits else matmul
 
     def __call__(self, x):
         y = self.product(x, self.weight[...])
@@ -38,34 +38,39 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of token vectors, which may also serve as the head."""
+    """A table of token vectors [V, D], which may also serve as the output head."""
 
     def __init__(self, vocab: int, width: int, *, same_bits: bool = False, dtype, rngs: nnx.Rngs):
-        self.product = same_project if same_bits else project
+        self.product = matmul_same_bits if same_bits else matmul
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (vocab, width), dtype) * width**-0.5)
 
     def __call__(self, tokens: Array | Mixture):
         table = self.weight[...]
         if not isinstance(tokens, Mixture):
-            return rows_of(table, tokens)
-        rows = rows_of(table, tokens.ids).astype(jnp.float32)  # [B, T, K, D]
+            return take_rows(table, tokens)
+        rows = take_rows(table, tokens.ids).astype(jnp.float32)  # [B, T, K, D]
         return jnp.sum(rows * tokens.weights[..., None], -2).astype(table.dtype)
 
     def logits(self, x):
-        """float32[..., V]."""
+        """Compute logits float32[..., V] of hidden states [..., D]."""
         return self.product(x, self.weight[...], jnp.float32)
 
 
-def with_vectors(embedded: Callable[..., Array], tokens: Array | Mixture | Stream | Appended) -> Array:
-    """[B, T, D]: what the first layer reads, by what it reads of tokens."""
+def embed_inputs(embed: Callable[..., Array], tokens: Array | Mixture | Stream | Appended) -> Array:
+    """Return the inputs [B, T, D] of the first layer: embedded tokens, followed by the appended vectors if there are
+    any.
+    """
     if not isinstance(tokens, Appended):
-        return embedded(tokens)
-    x = embedded(tokens.tokens)
+        return embed(tokens)
+    x = embed(tokens.tokens)
     return jnp.concatenate([x, tokens.vectors.astype(x.dtype)], 1)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, computed in float32. same_bits: as `specjax.numerics.reproducible_math` has it."""
+    """Root-mean-square norm: x / rms(x) * weight, computed in float32.
+
+    same_bits: use the reproducible form of `specjax.numerics.reproducible_math`.
+    """
 
     def __init__(self, width: int, eps: float, *, dtype, same_bits: bool = False):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
@@ -82,7 +87,7 @@ class RMSNorm(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(act(gate(x)) * up(x))."""
+    """Gated feed-forward block: down(act(gate(x)) * up(x))."""
 
     def __init__(self, width: int, hidden: int, act, *, same_bits: bool = False, dtype, rngs: nnx.Rngs):
         linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
@@ -96,28 +101,28 @@ class GatedMLP(nnx.Module):
 
 
 class RopeScaling(NamedTuple):
-    """How rotary frequencies are stretched. `kind`: "linear" (factor only), "llama3", "yarn" or "longrope"."""
+    """Scaling of rotary frequencies. `kind` is "linear" (which uses `factor` only), "llama3", "yarn" or "longrope"."""
 
     kind: str
     factor: float
     low: float = 1.0
     high: float = 4.0
     original_positions: int = 8192
-    amplitude: float = 1.0  # of rotated queries and of keys (yarn, longrope)
-    whole: bool = True  # yarn: between whole dimensions
-    short: tuple[float, ...] = ()  # longrope: what each frequency is divided by, of models of short texts
-    long: tuple[float, ...] = ()  # and of those of texts longer than `original_positions`
+    amplitude: float = 1.0  # factor on rotated queries and keys (yarn, longrope)
+    whole: bool = True  # yarn: round the ends of the blended range to whole dimensions
+    short: tuple[float, ...] = ()  # longrope: divisor of each frequency if the model takes short texts only
+    long: tuple[float, ...] = ()  # longrope: divisors if it takes texts longer than `original_positions`
 
 
 def rope_frequencies(
     dim: int, base: float, scaling: RopeScaling | None = None, max_positions: int | None = None
 ) -> Array:
-    """float32[dim / 2]: radians per position.
+    """Compute the rotary frequencies float32[dim / 2], in radians per position.
 
-    LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets of divisors. The longest text that the model takes,
-    `max_positions`, says which one holds (None: the long one), and not the text at hand: its keys are kept rotated, so
-    one that grew beyond `original_positions` would have to be read again, and the company of a long text would change
-    the others. transformers takes the short set for texts, or batches, up to `original_positions`.
+    LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets of divisors. The choice depends on `max_positions`, the
+    longest text that the model takes (None: the long set), and not on the current text. Keys are cached after rotation,
+    so a text that outgrows `original_positions` would need a new prefill. A long text would also change the others in
+    its batch. transformers uses the short set for texts or batches up to `original_positions`.
     """
     freq = 1.0 / base ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     if scaling is None:
@@ -128,36 +133,37 @@ def rope_frequencies(
     if scaling.kind == "linear":
         return freq / scaling.factor
     if scaling.kind == "yarn":
-        return freq * _kept_by_yarn(dim, base, scaling)
-    # Llama 3: long waves are stretched, short ones kept, those between blended.
+        return freq * _yarn_factor(dim, base, scaling)
+    # Llama 3: long waves are stretched, short waves stay, and those in between are blended.
     waves = scaling.original_positions * freq / (2 * jnp.pi)  # full turns within the original context
-    keep = jnp.clip((waves - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
-    return freq * (keep + (1 - keep) / scaling.factor)
+    original_share = jnp.clip((waves - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
+    return freq * (original_share + (1 - original_share) / scaling.factor)
 
 
-def _kept_by_yarn(dim: int, base: float, scaling: RopeScaling) -> Array:
-    """float32[dim / 2]: what is left of each frequency; blended by dimension, where Llama 3 blends by full turns.
+def _yarn_factor(dim: int, base: float, scaling: RopeScaling) -> Array:
+    """Compute the YaRN factor float32[dim / 2] of each frequency.
 
-    Peng, Quesnelle, Fan, Shippole: YaRN: Efficient Context Window Extension of Large Language Models (2023), arXiv
-    2309.00071.
+    The factor is blended by dimension, where Llama 3 blends by full turns. Peng, Quesnelle, Fan, Shippole: YaRN:
+    Efficient Context Window Extension of Large Language Models (2023), arXiv 2309.00071.
     """
     turns = lambda count: dim * math.log(scaling.original_positions / (count * 2 * math.pi)) / (2 * math.log(base))
     first, last = turns(scaling.high), turns(scaling.low)
     if scaling.whole:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    stretched = jnp.clip((jnp.arange(dim // 2) - first) / (last - first or 0.001), 0.0, 1.0)
-    return 1 - stretched + stretched / scaling.factor
+    fraction = jnp.clip((jnp.arange(dim // 2) - first) / (last - first or 0.001), 0.0, 1.0)
+    return 1 - fraction + fraction / scaling.factor
 
 
 def rope(
     x: Array, positions: Array, frequencies: Array, same_bits: bool = False, amplitude: Array | float | None = None
 ) -> Array:
-    """Rotate the halves of x [B, T, H, h] by its positions int32[B, T]. same_bits: products of bfloat16 are exact.
+    """Rotate the halves of x [B, T, H, h] by its positions int32[B, T].
 
     Args:
-      frequencies: float32[r / 2]; the first r of the h numbers are rotated, the others are left as they are.
-      amplitude: what is rotated is multiplied by it.
+      frequencies: float32[r / 2]. The first r of the h numbers of a head are rotated; the others stay.
+      same_bits: make the products of bfloat16 exact.
+      amplitude: factor on the rotated numbers.
     """
     angle = positions[:, :, None, None].astype(jnp.float32) * frequencies  # [B, T, 1, r/2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -167,76 +173,76 @@ def rope(
         cos, sin = reproducible_math.exact_factor(cos), reproducible_math.exact_factor(sin)
     half = frequencies.shape[-1]
     y = reproducible_math.as_bfloat16(x) if same_bits else x.astype(jnp.float32)
-    a, b, rest = jnp.split(y, (half, 2 * half), -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x.dtype)
+    a, b, unrotated = jnp.split(y, (half, 2 * half), -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, unrotated], -1).astype(x.dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Step:
-    """What every layer of one forward pass shares."""
+class PassInputs:
+    """Inputs that all layers of one forward pass share."""
 
     positions: Array  # int32[B, T]
-    key_positions: Array  # int32[B, P + T], of the earlier tokens and these
+    key_positions: Array  # int32[B, P + T], of the pending earlier tokens and the new ones
     mask: Array  # bool[B, T, P + T]
-    length: Array  # int32[B]
-    earlier: kv.Pending | None
-    first: Array | None = None  # int32[B], as `KVCache.first`
-    layers: Sublayers | None = None  # those to run; None: all
-    layout: Layout | None = field(default=None, metadata={"static": True})  # of a model that is spread over a mesh
+    length: Array  # int32[B], committed tokens
+    earlier: kv.Pending | None  # P tokens that are pending
+    first: Array | None = None  # int32[B], see `KVCache.first`
+    layers: Sublayers | None = None  # the sublayers to run; None: all
+    layout: Layout | None = field(default=None, metadata={"static": True})  # of a sharded model
 
     replace = replace
 
     def place(self, x: Array, *axes: str | None) -> Array:
-        """`x`, laid out over the mesh by these axes of it; as it is without a mesh."""
+        """Constrain `x` to the sharding of these axes; without a mesh, return it unchanged."""
         return x if self.layout is None else self.layout.place(x, *axes)
 
     def sum(self, x: Array, part: str) -> Array:
-        """x [B, T, D], whose terms lie where the mesh splits `part`, in full on each of these devices."""
+        """Sum x [B, T, D] over the devices that split `part`, so that each has the full result."""
         return x if self.layout is None else self.layout.sum(x, part)
 
 
-def make_step(
+def make_pass_inputs(
     positions: Array,
     mask: Array,
     cache: kv.KVCache,
     earlier: kv.Pending | None,
     layout: Layout | None,
     layers: Sublayers | None = None,
-) -> Step:
-    """From the arguments of `forward`."""
+) -> PassInputs:
+    """Build the `PassInputs` from the arguments of `forward`."""
     keys = positions if earlier is None else jnp.concatenate([earlier.positions, positions], 1)
-    return Step(positions, keys, mask, cache.length, earlier, cache.first, layers, layout)
+    return PassInputs(positions, keys, mask, cache.length, earlier, cache.first, layers, layout)
 
 
-class Prefix(NamedTuple):
-    """What one layer knows of the tokens before: its cache, and what is pending still."""
+class LayerCache(NamedTuple):
+    """Cached and pending keys and values that one layer attends to."""
 
-    k: Array | Quantized  # [B, K, S, h], or those of all layers
+    k: Array | Quantized  # [B, K, S, h], or of all layers with a leading layer axis
     v: Array | Quantized
-    layer: Array | None = None  # int32[], which of them
-    earlier: tuple[Array | Quantized, ...] = ()  # (k, v) [B, K, P, h]
+    layer: Array | None = None  # int32[], the layer if `k` and `v` have a layer axis
+    earlier: tuple[Array | Quantized, ...] = ()  # pending (k, v) [B, K, P, h]
 
 
-class Reach(NamedTuple):
-    """How attention counts positions, and how far back it sees: of all layers alike, or with a leading layer axis."""
+class AttentionSettings(NamedTuple):
+    """Rotary frequencies and window of attention, for all layers alike or with a leading layer axis."""
 
     frequencies: Array  # float32[r / 2], or [layers, r / 2]
-    window: Array | int | None = None  # int32[layers] where layers differ
-    amplitude: Array | float | None = None  # of rotated queries and keys; float32[layers] where layers differ
+    window: Array | int | None = None  # tokens that attention looks back; int32[layers] if layers differ
+    amplitude: Array | float | None = None  # factor on rotated queries and keys; float32[layers] if layers differ
 
-    def of(self, layer: Array | int) -> Reach:
-        """That of one layer."""
+    def at_layer(self, layer: Array | int) -> AttentionSettings:
+        """Return the settings of one layer."""
         return self if self.frequencies.ndim == 1 else at_layer(self, layer)
 
 
 class LayerInputs(NamedTuple):
-    """What one layer reads besides the stream."""
+    """Inputs of one layer besides the residual stream."""
 
-    step: Step
-    prefix: Prefix
-    reach: Reach
-    runs: Sublayers | None = None  # bool[B] each, what of the layer runs; None: all
+    shared: PassInputs
+    cache: LayerCache
+    settings: AttentionSettings
+    runs: Sublayers | None = None  # bool[B] each, the sublayers that run; None: both
 
 
 class Attention(nnx.Module):
@@ -246,8 +252,13 @@ class Attention(nnx.Module):
         self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, norms_heads=True,
         scale=None, softcap=None, same_bits=False, dtype, rngs,
     ):  # fmt: skip
-        """norms_heads: q/k norms are of each head, with one weight for all; else of a whole projection."""
-        fan_in = width if fan_in is None else fan_in  # of what it reads, where that is not as wide as the stream
+        """Create the projections and norms.
+
+        Args:
+          fan_in: input width, if it differs from the width of the stream.
+          norms_heads: normalise queries and keys per head, with one weight for all heads; otherwise per projection.
+        """
+        fan_in = width if fan_in is None else fan_in
         linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
         self.q = linear(fan_in, heads * head_dim, bias=bias)
         self.k = linear(fan_in, kv_heads * head_dim, bias=bias)
@@ -265,82 +276,90 @@ class Attention(nnx.Module):
         self.same_bits = same_bits
 
     def __call__(self, x, inputs: LayerInputs):
-        """x [B, T, D] -> [B, T, D], (k, v) [B, K, T, h] of the new tokens, as the cache keeps them."""
-        step, prefix, reach = inputs.step, inputs.prefix, inputs.reach
-        q, k, v = self._by_heads(step, self.q(x), self.k(x), self.v(x))
-        q = self._rotated(self._normed(self.q_norm, q), inputs)
-        new = self._kept(k, v, inputs)
+        """Attend from x [B, T, D].
+
+        Returns: the output [B, T, D], and (k, v) [B, K, T, h] of the new tokens in the form of the cache.
+        """
+        shared, layer_cache, settings = inputs.shared, inputs.cache, inputs.settings
+        q, k, v = self._by_heads(shared, self.q(x), self.k(x), self.v(x))
+        q = self._rotate(self._normalize(self.q_norm, q), inputs)
+        new = self._to_cache(k, v, inputs)
         join = lambda old, new: jnp.concatenate([old, new], 2)
-        all_k, all_v = jax.tree.map(join, prefix.earlier, new) if prefix.earlier else new
+        all_k, all_v = jax.tree.map(join, layer_cache.earlier, new) if layer_cache.earlier else new
         attend: Callable[..., Array] = functools.partial(
             tree_attention, scale=self.scale, softcap=self.softcap,
             implementation="by_slot" if self.same_bits else None,
         )  # fmt: skip
-        if step.layout is not None:
-            attend = step.layout.by_heads(attend)
-        seen = {} if step.first is None else {"first": step.first}
+        if shared.layout is not None:
+            attend = shared.layout.shard_attention(attend)
+        optional = {} if shared.first is None else {"first": shared.first}
         out = attend(
-            kv.fill_lanes(q, prefix.k), all_k, all_v, prefix.k, prefix.v, step.length, step.positions, step.mask,
-            key_positions=step.key_positions, layer=prefix.layer, window=reach.window, **seen,
+            kv.pad_head_dim(q, layer_cache.k), all_k, all_v, layer_cache.k, layer_cache.v, shared.length,
+            shared.positions, shared.mask,
+            key_positions=shared.key_positions, layer=layer_cache.layer, window=settings.window, **optional,
         )  # fmt: skip
         out = out[..., : self.head_dim].reshape(*x.shape[:2], -1)
-        return step.sum(self.o(out), "heads"), new
+        return shared.sum(self.o(out), "heads"), new
 
     def keys(self, x, inputs: LayerInputs):
-        """(k, v) [B, K, T, h] alone of what `__call__` gives: where a layer is skipped that later tokens read."""
-        k, v = self._by_heads(inputs.step, self.k(x), self.v(x))
-        return self._kept(k, v, inputs)
+        """Compute only the (k, v) [B, K, T, h] of `__call__`, for a skipped layer whose cache later tokens read."""
+        k, v = self._by_heads(inputs.shared, self.k(x), self.v(x))
+        return self._to_cache(k, v, inputs)
 
-    def _by_heads(self, step: Step, *projected: Array) -> tuple[Array, ...]:
-        """[B, T, H, h] each."""
-        heads = lambda y: step.place(y.reshape(*y.shape[:2], -1, self.head_dim), "data", None, "heads", None)
-        # The barrier keeps what follows out of the products, for which the TPU compiler would cut the weights out of
-        # their stack first (Llama 3 8B over four v5e chips, 64 tokens: 90,000 cycles per layer against 46,000).
+    def _by_heads(self, shared: PassInputs, *projected: Array) -> tuple[Array, ...]:
+        """Split projections [B, T, H h] into heads [B, T, H, h]."""
+        heads = lambda y: shared.place(y.reshape(*y.shape[:2], -1, self.head_dim), "data", None, "heads", None)
+        # The barrier keeps later operations out of the matmuls. To fuse them, the TPU compiler would first slice
+        # the weights out of their stack (Llama 3 8B on four v5e chips, 64 tokens: 90,000 cycles per layer against
+        # 46,000 with the barrier).
         return tuple(map(heads, jax.lax.optimization_barrier(projected)))
 
-    def _kept(self, k: Array, v: Array, inputs: LayerInputs):
-        """Keys and values by heads [B, T, K, h], as the cache keeps them."""
-        k = self._rotated(self._normed(self.k_norm, k), inputs)
-        return kv.as_kept(k.swapaxes(1, 2), inputs.prefix.k), kv.as_kept(v.swapaxes(1, 2), inputs.prefix.v)
+    def _to_cache(self, k: Array, v: Array, inputs: LayerInputs):
+        """Convert keys and values [B, T, K, h] to the form of the cache [B, K, T, h]."""
+        k = self._rotate(self._normalize(self.k_norm, k), inputs)
+        return kv.to_cache_dtype(k.swapaxes(1, 2), inputs.cache.k), kv.to_cache_dtype(v.swapaxes(1, 2), inputs.cache.v)
 
-    def _normed(self, norm: RMSNorm | None, x: Array) -> Array:
-        """Queries or keys [B, T, H, h]."""
+    def _normalize(self, norm: RMSNorm | None, x: Array) -> Array:
+        """Normalise queries or keys [B, T, H, h] if the model has q/k norms."""
         if norm is None or self.norms_heads:
             return x if norm is None else norm(x)
         return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
-    def _rotated(self, x: Array, inputs: LayerInputs) -> Array:
-        """Likewise."""
-        reach = inputs.reach
-        return rope(x, inputs.step.positions, reach.frequencies, self.same_bits, reach.amplitude)
+    def _rotate(self, x: Array, inputs: LayerInputs) -> Array:
+        """Rotate queries or keys [B, T, H, h] by their positions."""
+        settings = inputs.settings
+        return rope(x, inputs.shared.positions, settings.frequencies, self.same_bits, settings.amplitude)
 
 
 def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):
-    """`num_layers` blocks: a list, or one block whose parameters have a leading axis."""
+    """Create `num_layers` blocks: a list, or one block whose parameters have a leading layer axis."""
     if stacked:
         return nnx.vmap(block, in_axes=0, out_axes=0)(rngs.split(num_layers))
     return nnx.List([block(rngs) for _ in range(num_layers)])
 
 
-def segments(num_layers: int, group: int) -> list[tuple[int, int, int]]:
-    """(first layer, layers per group, groups): in order, all layers of a model.
+def layer_segments(num_layers: int, group: int) -> list[tuple[int, int, int]]:
+    """Return (first layer, layers per group, number of groups) of consecutive segments that cover all layers.
 
-    The first and the last layer, the most sensitive, are alone; a last group of those between may be smaller.
+    The first and the last layer are the most sensitive and form groups of their own. The last middle group may be
+    smaller.
     """
     if group == 1 or num_layers < 3:
         return [(0, 1, num_layers)]
-    full, rest = divmod(num_layers - 2, group)
-    middle = [(1, group, full), (1 + full * group, rest, 1)]
+    full, remainder = divmod(num_layers - 2, group)
+    middle = [(1, group, full), (1 + full * group, remainder, 1)]
     return [(0, 1, 1), *((start, size, count) for start, size, count in middle if size * count), (num_layers - 1, 1, 1)]
 
 
-def take_turns(x: Array, attended, feed) -> list[Array]:
-    """The stream after each layer of a group, of whose input all of them have read the attention.
+def apply_mlps_in_order(x: Array, attention_outputs, feed) -> list[Array]:
+    """Return the stream after each layer of a group whose attention all read the same input.
 
-    attended: [B, T, D] each, what attention adds; feed: (i, stream) -> what the i-th MLP adds: one after another.
+    Args:
+      attention_outputs: [B, T, D] of each layer.
+      feed: (i, stream) -> output of the i-th MLP. The MLPs run one after another.
     """
     stream = []
-    for i, y in enumerate(attended):
+    for i, y in enumerate(attention_outputs):
         x = x + y
         x = x + feed(i, x)
         stream.append(x)
@@ -348,26 +367,28 @@ def take_turns(x: Array, attended, feed) -> list[Array]:
 
 
 def run_layers(
-    layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, *, group: int = 1
+    layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, *, group: int = 1
 ) -> tuple[list | Array, kv.Pending]:
-    """Add what each layer's `attend(x, LayerInputs) -> y, (k, v)` and `feed(x, step) -> y` give to the stream, in turn.
+    """Run the layers in order, adding each layer's attention and MLP outputs to the residual stream.
 
-    Unstacked layers are unrolled; stacked ones are scanned, which compiles in constant time but copies each layer's
-    weights out of the stack on CPU (SmolLM2, one token: 54 ms against 44 ms), so CPU keeps them apart.
+    Each layer has `attend(x, LayerInputs) -> y, (k, v)` and `feed(x, shared) -> y`. Unstacked layers are unrolled and
+    stacked ones are scanned. A scan compiles in constant time, but on CPU it copies each layer's weights out of the
+    stack (SmolLM2, one token: 54 ms against 44 ms). So models on CPU have unstacked layers.
 
     Args:
-      layers: from `make_layers`. x: [B, T, D].
-      group: consecutive layers, of those in the middle, whose attention reads one stream, that before the group
-        (EasySpec). Not together with `step.layers`.
+      layers: from `make_layers`.
+      x: [B, T, D].
+      group: number of consecutive middle layers whose attention reads the same stream, the input of the group
+        (EasySpec). It cannot be combined with `shared.layers`.
 
     Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the pending keys and values.
     """
     run = _unrolled if isinstance(layers, nnx.List) else _scanned
-    return run(layers, x, step, cache, reach, group)
+    return run(layers, x, shared, cache, settings, group)
 
 
-class Weights(NamedTuple):
-    """The parameters of a layer, or of all of them, of which `layer` is cut out where it is needed."""
+class LayerWeights(NamedTuple):
+    """Parameters of one layer, or of all layers if `layer` is set; `block` then slices that layer out."""
 
     graphdef: nnx.GraphDef
     state: PyTree
@@ -378,7 +399,7 @@ class Weights(NamedTuple):
 
 
 def at_layer(tree: PyTree, layer: Array | int, axis: int = 0) -> PyTree:
-    """One layer of arrays that count layers along `axis`."""
+    """Slice one layer out of arrays whose axis `axis` counts layers."""
 
     def cut(leaf):
         if isinstance(layer, int):
@@ -388,20 +409,22 @@ def at_layer(tree: PyTree, layer: Array | int, axis: int = 0) -> PyTree:
     return jax.tree.map(cut, tree)
 
 
-def _unrolled(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, group: int) -> tuple[list, kv.Pending]:
-    earlier = keys_and_values(step.earlier)
+def _unrolled(
+    layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, group: int
+) -> tuple[list, kv.Pending]:
+    earlier = keys_and_values(shared.earlier)
 
-    # Under `jit` so that equal layers share one trace: 30 layers in five programs take 2.9 s of CPU time, not 10.3.
+    # `jit` lets equal layers share one trace: 30 layers in five programs take 2.9 s of CPU time, not 10.3.
     @functools.partial(jax.jit, static_argnums=0)
     def run_layer(graphdef, state, x, inputs):
-        return one_layer(Weights(graphdef, state), x, inputs)
+        return apply_layer(LayerWeights(graphdef, state), x, inputs)
 
     def inputs_of(i: int) -> LayerInputs:
-        prefix = Prefix(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
-        return LayerInputs(step, prefix, reach.of(i), at_layer(step.layers, i, axis=1))
+        layer_cache = LayerCache(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
+        return LayerInputs(shared, layer_cache, settings.at_layer(i), at_layer(shared.layers, i, axis=1))
 
     stream, new = [x], []
-    for start, size, count in segments(len(layers), group):
+    for start, size, count in layer_segments(len(layers), group):
         for first in range(start, start + size * count, size):
             if size == 1:
                 x, pending = run_layer(*nnx.split(layers[first]), x, inputs_of(first))
@@ -413,44 +436,46 @@ def _unrolled(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, gro
             stream += outputs
             new += pending
     k, v = zip(*new, strict=True)
-    return stream, kv.Pending(k, v, step.positions, kv.after(x))
+    return stream, kv.Pending(k, v, shared.positions, kv.write_dependency(x))
 
 
-def _scanned(layers, x: Array, step: Step, cache: kv.KVCache, reach: Reach, group: int) -> tuple[Array, kv.Pending]:
+def _scanned(
+    layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, group: int
+) -> tuple[Array, kv.Pending]:
     graphdef, state = nnx.split(layers)
-    earlier = keys_and_values(step.earlier)
+    earlier = keys_and_values(shared.earlier)
 
     def inputs_of(layer: Array) -> LayerInputs:
-        # The whole cache, not a slice of it: a kernel's operand would be copied out of the stack.
-        prefix = Prefix(cache.k, cache.v, layer, at_layer(earlier, layer))
-        return LayerInputs(step, prefix, reach.of(layer), at_layer(step.layers, layer, axis=1))
+        # Pass the whole cache, not a slice of it. A slice that is a kernel's operand is copied out of the stack.
+        layer_cache = LayerCache(cache.k, cache.v, layer, at_layer(earlier, layer))
+        return LayerInputs(shared, layer_cache, settings.at_layer(layer), at_layer(shared.layers, layer, axis=1))
 
     def body(size: int, x: Array, xs):
-        first, own = xs
-        if own is not None:
-            members = [Weights(graphdef, own)]
+        first, group_weights = xs
+        if group_weights is not None:
+            members = [LayerWeights(graphdef, group_weights)]
         else:
-            members = [Weights(graphdef, state, first + i) for i in range(size)]
+            members = [LayerWeights(graphdef, state, first + i) for i in range(size)]
         inputs = [inputs_of(first + i) for i in range(size)]
         if size == 1:
-            x, new = one_layer(members[0], x, inputs[0])
+            x, new = apply_layer(members[0], x, inputs[0])
             return x, (x[None], jax.tree.map(lambda leaf: leaf[None], new))
         outputs, new = _run_group([weights.block() for weights in members], x, inputs)
         return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new))
 
-    # The scan cuts out the weights, except of what may be skipped, and of groups.
-    cut = state if group == 1 and step.layers is None else None
+    # The scan slices the weights, except those of layers that may be skipped, and of groups.
+    cut = state if group == 1 and shared.layers is None else None
     flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
     stream, new = [x[None]], []
-    for start, size, count in segments(len(cache.k), group):
+    for start, size, count in layer_segments(len(cache.k), group):
         numbers = start + size * jnp.arange(count)
         x, (outputs, pending) = jax.lax.scan(functools.partial(body, size), x, (numbers, cut))
         stream.append(flat(outputs))
         new.append(jax.tree.map(flat, pending))
-    # The last from what the scan carries: where nobody reads the others, they are not kept.
+    # Take the last stream from the scan carry, so that the others are not stored if they are unused.
     stream[-1] = stream[-1][:-1]
     k, v = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *new)
-    return jnp.concatenate([*stream, x[None]]), kv.Pending(k, v, step.positions, kv.after(x))
+    return jnp.concatenate([*stream, x[None]]), kv.Pending(k, v, shared.positions, kv.write_dependency(x))
 
 
 def keys_and_values(earlier: kv.Pending | None) -> tuple:
@@ -458,28 +483,33 @@ def keys_and_values(earlier: kv.Pending | None) -> tuple:
 
 
 def _run_group(blocks: list, x: Array, inputs: list[LayerInputs]) -> tuple[list[Array], list]:
-    """Layers whose attention reads one stream: the stream after each, and their (k, v)."""
-    attended, new = zip(*map(lambda block, own: block.attend(x, own), blocks, inputs), strict=True)
-    return take_turns(x, attended, lambda i, x: blocks[i].feed(x, inputs[i].step)), list(new)
+    """Run layers whose attention reads the same stream. Return the stream after each layer, and their (k, v)."""
+    attention_outputs, new = zip(
+        *map(lambda block, layer_inputs: block.attend(x, layer_inputs), blocks, inputs), strict=True
+    )
+    return apply_mlps_in_order(x, attention_outputs, lambda i, x: blocks[i].feed(x, inputs[i].step)), list(new)
 
 
-def one_layer(weights: Weights, x: Array, inputs: LayerInputs):
-    """One layer, or what `inputs.runs` says of it: the stream after it, and (k, v)."""
+def apply_layer(weights: LayerWeights, x: Array, inputs: LayerInputs):
+    """Run one layer, or the sublayers of `inputs.runs`. Return the stream after it, and (k, v)."""
     if inputs.runs is None:
         block = weights.block()
         y, new = block.attend(x, inputs)
         x = x + y
-        return x + block.feed(x, inputs.step), new
+        return x + block.feed(x, inputs.shared), new
     of_row = lambda runs: runs[:, None]
-    x, new = run_if(of_row(inputs.runs.attention), lambda x: weights.block().attend(x, inputs), x)
-    x, _ = run_if(of_row(inputs.runs.mlp), lambda x: (weights.block().feed(x, inputs.step), ()), x)
+    x, new = run_where(of_row(inputs.runs.attention), lambda x: weights.block().attend(x, inputs), x)
+    x, _ = run_where(of_row(inputs.runs.mlp), lambda x: (weights.block().feed(x, inputs.shared), ()), x)
     return x, new
 
 
-def run_if(tokens: Array, sublayer, x: Array, left=None):
-    """x with what `sublayer(x) -> y, new` adds to these tokens bool[B, T] or rows bool[B, 1], and `new`.
+def run_where(tokens: Array, sublayer, x: Array, otherwise=None):
+    """Add the output of `sublayer(x) -> y, new` to x for these tokens bool[B, T] or rows bool[B, 1].
 
-    It runs if there are any; else `new` is `left(x)`, None: zeros.
+    The sublayer only runs if any entry of `tokens` is true. Otherwise `new` is `otherwise(x)`, or zeros if that is
+    None.
+
+    Returns: the stream and `new`.
     """
 
     def run(x):
@@ -489,4 +519,4 @@ def run_if(tokens: Array, sublayer, x: Array, left=None):
     shapes = jax.eval_shape(run, x)[1]
     zeros = lambda x: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     with jax.named_scope(scopes.SUBLAYER):
-        return jax.lax.cond(jnp.any(tokens), run, lambda x: (x, (left or zeros)(x)), x)
+        return jax.lax.cond(jnp.any(tokens), run, lambda x: (x, (otherwise or zeros)(x)), x)

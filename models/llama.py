@@ -1,5 +1,8 @@
-"""Families of Llama's kind: Llama 2/3, SmolLM2, Mistral, Qwen2 (biases), Qwen3 (q/k norms), Phi-3 and Phi-4 (heads that
-are rotated in part), OLMo 2 and 3 (norms behind the sublayers)."""
+"""Models of the Llama family.
+
+They are Llama 2 and 3, SmolLM2, Mistral, Qwen2 (biases), Qwen3 (q/k norms), Phi-3 and Phi-4 (partially rotated heads),
+and OLMo 2 and 3 (norms after the sublayers).
+"""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, check_folder, guarded_read, quote, read_json_object, shorten
 from specjax.models.bridge import check_cache_dtype, make_model
-from specjax.models.cache import lanes_of
+from specjax.models.cache import cache_lanes_for
 from specjax.models.loading.families import denoisers
-from specjax.models.loading.families.config_fields import Fields
-from specjax.models.loading.families.denoisers import Reading
+from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.formats import gguf, hf, llama2c
 from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check
 from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
@@ -29,12 +29,12 @@ from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_differe
 from specjax.types import Target
 
 __all__ = [
-    "Loaded",
+    "LoadedModel",
     "Tokenizer",
     "first_difference",
     "is_diffusion",
     "load",
-    "load_reading",
+    "load_denoiser_settings",
     "load_tokenizer",
     "read_model",
 ]
@@ -44,12 +44,12 @@ DTYPES = ("float32", "bfloat16")
 HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model with its weights, and what its files say of it."""
 
     target: Target
     tokenizer: Tokenizer
-    reading: Reading | None  # of a diffusion model; None: it is autoregressive
+    reading: DenoiserSettings | None  # of a diffusion model; None: it is autoregressive
 
 
 def load(source: str | Path | None = None, **options) -> tuple[Target, Tokenizer]:
@@ -69,7 +69,7 @@ def read_model(
     max_positions: int | None = None,
     mesh: Mesh | None = None,
     over: tuple[str, ...] | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """A model with its weights, its tokenizer, and how it is read if it is a diffusion model.
 
     Args:
@@ -108,11 +108,11 @@ def read_model(
     path, backend = resolve(source), jax.default_backend()
     with guarded_read(path):
         checkpoint, tokenizer = _read(
-            path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=lanes_of(backend),
+            path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=cache_lanes_for(backend),
             cache_bits=backend == "cpu", name=_name(source, path),
         )  # fmt: skip
         check(checkpoint)
-        known = denoisers.reading_of(_config(path), tokenizer) if path.is_dir() else None
+        known = denoisers.read_denoiser_settings(_config(path), tokenizer) if path.is_dir() else None
     config = dataclasses.replace(checkpoint.config, same_bits=same_bits)
     if max_positions is not None:
         most = config.max_positions
@@ -122,7 +122,7 @@ def read_model(
             )
         config = dataclasses.replace(config, max_positions=max_positions)
     try:
-        return Loaded(Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, known)
+        return LoadedModel(Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, known)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
 
@@ -139,7 +139,7 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
         return llama2c.read_tokenizer(path, config.vocab_size)
 
 
-def load_reading(folder: str | Path) -> Reading | None:
+def load_denoiser_settings(folder: str | Path) -> DenoiserSettings | None:
     """How the model of a folder is read as a denoiser, by its config and tokenizer; None: it is autoregressive.
 
     Raises: UsageError where these do not say it.
@@ -148,7 +148,7 @@ def load_reading(folder: str | Path) -> Reading | None:
     if not is_diffusion(path):
         return None
     with guarded_read(path):
-        return denoisers.reading_of(_config(path), hf_tokenizer.from_folder(path))
+        return denoisers.read_denoiser_settings(_config(path), hf_tokenizer.from_folder(path))
 
 
 def is_diffusion(source: str | Path | None) -> bool:
@@ -168,8 +168,8 @@ def is_diffusion(source: str | Path | None) -> bool:
         return False
 
 
-def _config(folder: Path) -> Fields:
-    return Fields(read_json_object(folder / "config.json") or {}, str(folder / "config.json"))
+def _config(folder: Path) -> ConfigFields:
+    return ConfigFields(read_json_object(folder / "config.json") or {}, str(folder / "config.json"))
 
 
 def _name(source: str | Path | None, path: Path) -> str:

@@ -1,1 +1,1 @@
-"""Models that run part of a base model: fewer layers, low-rank weights, or pruned units."""
+"""Models that run part of a base model: fewer layers, low-rank weight updates, or pruned units."""

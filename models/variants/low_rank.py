@@ -1,4 +1,4 @@
-"""Low-rank changes of a model's weights (LoRA: Hu et al. 2021, arXiv 2106.09685): W + (alpha / r) B A."""
+"""Low-rank updates of a model's weights (LoRA: Hu et al. 2021, arXiv 2106.09685): W + (alpha / r) B A."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from specjax.errors import UsageError
 from specjax.types import Array, Target
 
 
-class LowRank(NamedTuple):
-    """Of one weight [.., out, in], what stands before is layers."""
+class LoraMatrices(NamedTuple):
+    """The update of one weight [.., out, in]. Leading axes count layers."""
 
     down: Array  # float32[.., r, in], A
     up: Array  # float32[.., out, r], B
 
 
-Changes = dict[str, LowRank]
-"""By the path of the weight."""
+LoraWeights = dict[str, LoraMatrices]
+"""Updates by the path of the weight."""
 
 
-def blank_changes(target: Target, key: Array, rank: int = 8, of: tuple[str, ...] = ("q", "v")) -> Changes:
-    """Changes of the projections `of` of all layers that change nothing yet: B is zeros.
+def init_lora(target: Target, key: Array, rank: int = 8, projections: tuple[str, ...] = ("q", "v")) -> LoraWeights:
+    """Create updates of these projections of all layers that leave the model unchanged: B is zero.
 
-    Raises: UsageError for a model that has none of that name.
+    Raises: UsageError for a model without weights of these names.
     """
     if rank < 1:
         raise UsageError(f"rank must be at least 1, not {rank}")
     params = target.params if isinstance(target.params, dict) else {}
     leaves = jax.tree_util.tree_flatten_with_path(params.get("layers", {}))[0]
-    found: Changes = {}
+    weights: LoraWeights = {}
     for path, weight in leaves:
         names = [getattr(part, "key", None) for part in path]
-        if names[-1] == "weight" and names[-2] in of:
-            before, (out, fan_in) = weight.shape[:-2], weight.shape[-2:]
-            key, own = jax.random.split(key)
-            down = jax.random.normal(own, (*before, rank, fan_in)) * fan_in**-0.5
-            found[jax.tree_util.keystr(path)] = LowRank(down, jnp.zeros((*before, out, rank)))
-    if not found:
-        raise UsageError(f"{target.model.name} has no weights called {', '.join(of)} in its layers")
-    return found
+        if names[-1] == "weight" and names[-2] in projections:
+            leading, (out, fan_in) = weight.shape[:-2], weight.shape[-2:]
+            key, subkey = jax.random.split(key)
+            down = jax.random.normal(subkey, (*leading, rank, fan_in)) * fan_in**-0.5
+            weights[jax.tree_util.keystr(path)] = LoraMatrices(down, jnp.zeros((*leading, out, rank)))
+    if not weights:
+        raise UsageError(f"{target.model.name} has no weights with the names {', '.join(projections)} in its layers")
+    return weights
 
 
-def changed(target: Target, changes: Changes, alpha: float = 16.0) -> Target:
-    """The target with its weights changed: as large and as fast as before."""
+def apply_lora(target: Target, lora: LoraWeights, alpha: float = 16.0) -> Target:
+    """Return the target with updated weights, at the same size and speed."""
 
-    def change(path, weight: Array) -> Array:
-        low = changes.get(jax.tree_util.keystr(path))
-        if low is None:
+    def add(path, weight: Array) -> Array:
+        matrices = lora.get(jax.tree_util.keystr(path))
+        if matrices is None:
             return weight
-        return (weight + alpha / low.down.shape[-2] * low.up @ low.down).astype(weight.dtype)
+        return (weight + alpha / matrices.down.shape[-2] * matrices.up @ matrices.down).astype(weight.dtype)
 
-    layers = jax.tree_util.tree_map_with_path(change, target.params["layers"])
+    layers = jax.tree_util.tree_map_with_path(add, target.params["layers"])
     return Target(target.model, target.params | {"layers": layers})

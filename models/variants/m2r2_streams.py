@@ -1,4 +1,4 @@
-"""Two streams through a model's layers: its own, and a faster one beside it that runs ahead of the depth."""
+"""A layer loop with two streams: the model's own, and an accelerated one that approaches the final state earlier."""
 
 from __future__ import annotations
 
@@ -14,77 +14,86 @@ from specjax.models import layers as L
 from specjax.types import Array
 
 
-class Accelerators(NamedTuple):
-    """What makes the second stream faster, of the first E layers."""
+class AccelerationWeights(NamedTuple):
+    """Low-rank weights that accelerate the second stream in the first E layers."""
 
     down: Array  # [E, r, D], A
     up: Array  # [E, D, r], B
 
 
-class Accelerated(NamedTuple):
+class TwoStreamLayers(NamedTuple):
     """The first E layers with two streams, in place of `layers.run_layers`.
 
-    Both begin with what the first layer reads. h is the model's own. Of a, the fast one, a layer's queries read the
-    keys and values of h, of the tokens before and of its own token; behind it B SiLU(A a) is added. Each token is two
-    nodes of one pass, so the layers are read once.
+    Both streams start with the input of the first layer. h is the model's own stream. In the accelerated stream a, a
+    layer's queries attend to the keys and values of h, of earlier tokens and of the same token. After the layer B
+    SiLU(A a) is added to a. Each token becomes two nodes of one pass, so the weights of the layers are read once.
     """
 
-    accelerators: Accelerators
+    accelerators: AccelerationWeights
 
     def __call__(
-        self, layers, x: Array, step: L.Step, cache: kv.KVCache, reach: L.Reach
+        self, layers, x: Array, shared: L.PassInputs, cache: kv.KVCache, settings: L.AttentionSettings
     ) -> tuple[list | Array, kv.Pending]:
-        """The fast streams, E + 1 of them, and what is pending of h in these layers: no bit of it depends on a."""
+        """Return the accelerated streams, E + 1 of them, and the pending keys and values of h in these layers.
+
+        The pending values do not depend on a in any bit.
+        """
         size = x.shape[1]
         run = self._unrolled if isinstance(layers, nnx.List) else self._scanned
-        streams, pending = run(layers, jnp.concatenate([x, x], 1), _both(step), cache, reach)
+        streams, pending = run(layers, jnp.concatenate([x, x], 1), _duplicate_tokens(shared), cache, settings)
         fast = [both[:, size:] for both in streams] if isinstance(streams, list) else streams[:, :, size:]
-        return fast, kv.first_of(pending, size)
+        return fast, kv.truncate_pending(pending, size)
 
-    def _unrolled(self, layers, x, step, cache, reach):
-        earlier = L.keys_and_values(step.earlier)
+    def _unrolled(self, layers, x, shared, cache, settings):
+        earlier = L.keys_and_values(shared.earlier)
         streams, new = [x], []
         for i in range(len(self.accelerators.down)):
-            prefix = L.Prefix(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
-            inputs = L.LayerInputs(step, prefix, reach.of(i), L.at_layer(step.layers, i, axis=1))
+            layer_cache = L.LayerCache(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
+            inputs = L.LayerInputs(shared, layer_cache, settings.at_layer(i), L.at_layer(shared.layers, i, axis=1))
             graphdef, state = nnx.split(layers[i])
             x, pending = _layer(graphdef, state, None, L.at_layer(self.accelerators, i), x, inputs)
             streams.append(x)
             new.append(pending)
         k, v = zip(*new, strict=True)
-        return streams, kv.Pending(k, v, step.positions, kv.after(x))
+        return streams, kv.Pending(k, v, shared.positions, kv.write_dependency(x))
 
-    def _scanned(self, layers, x, step, cache, reach):
+    def _scanned(self, layers, x, shared, cache, settings):
         graphdef, state = nnx.split(layers)
-        earlier = L.keys_and_values(step.earlier)
+        earlier = L.keys_and_values(shared.earlier)
 
         def body(x, layer):
-            prefix = L.Prefix(cache.k, cache.v, layer, L.at_layer(earlier, layer))
-            inputs = L.LayerInputs(step, prefix, reach.of(layer), L.at_layer(step.layers, layer, axis=1))
+            layer_cache = L.LayerCache(cache.k, cache.v, layer, L.at_layer(earlier, layer))
+            inputs = L.LayerInputs(
+                shared, layer_cache, settings.at_layer(layer), L.at_layer(shared.layers, layer, axis=1)
+            )
             x, new = _layer(graphdef, state, layer, L.at_layer(self.accelerators, layer), x, inputs)
             return x, (x, new)
 
-        first = x[None]
+        embedding = x[None]
         x, (streams, (k, v)) = jax.lax.scan(body, x, jnp.arange(len(self.accelerators.down)))
-        return jnp.concatenate([first, streams]), kv.Pending(k, v, step.positions, kv.after(x))
+        return jnp.concatenate([embedding, streams]), kv.Pending(k, v, shared.positions, kv.write_dependency(x))
 
 
-# Under `jit`, so that equal layers share one trace, as in `layers.run_layers`.
+# `jit` lets equal layers share one trace, as in `layers.run_layers`.
 @functools.partial(jax.jit, static_argnums=0)
-def _layer(graphdef, state, layer, accelerator: Accelerators, both: Array, inputs: L.LayerInputs):
-    """[B, 2 T, D] behind a layer, h of all tokens and then a, and (k, v) of all of these."""
-    fast = both[:, both.shape[1] // 2 :].astype(jnp.float32)
-    after, new = L.one_layer(L.Weights(graphdef, state, layer), both, inputs)
-    more = nnx.silu(fast @ accelerator.down.T) @ accelerator.up.T
-    return after.at[:, both.shape[1] // 2 :].add(more.astype(after.dtype)), new
+def _layer(graphdef, state, layer, accelerator: AccelerationWeights, streams: Array, inputs: L.LayerInputs):
+    """Run a layer on the streams [B, 2 T, D], first h of all tokens and then a. Return the streams after it, and all
+    (k, v).
+    """
+    fast = streams[:, streams.shape[1] // 2 :].astype(jnp.float32)
+    output, new = L.apply_layer(L.LayerWeights(graphdef, state, layer), streams, inputs)
+    acceleration = nnx.silu(fast @ accelerator.down.T) @ accelerator.up.T
+    return output.at[:, streams.shape[1] // 2 :].add(acceleration.astype(output.dtype)), new
 
 
-def _both(step: L.Step) -> L.Step:
-    """The pass with each token twice, where the second ones see what the first do and nobody sees them."""
-    twice = lambda x: jnp.concatenate([x, x], 1)
-    hidden = jnp.zeros((*step.positions.shape, step.positions.shape[1]), bool)
-    return step.replace(
-        positions=twice(step.positions),
-        key_positions=jnp.concatenate([step.key_positions, step.positions], 1),
-        mask=twice(jnp.concatenate([step.mask, hidden], 2)),
+def _duplicate_tokens(shared: L.PassInputs) -> L.PassInputs:
+    """Return the pass inputs with each token twice. The second copies see what the first ones see, and no token sees
+    them.
+    """
+    double = lambda x: jnp.concatenate([x, x], 1)
+    hidden = jnp.zeros((*shared.positions.shape, shared.positions.shape[1]), bool)
+    return shared.replace(
+        positions=double(shared.positions),
+        key_positions=jnp.concatenate([shared.key_positions, shared.positions], 1),
+        mask=double(jnp.concatenate([shared.mask, hidden], 2)),
     )

@@ -1,4 +1,4 @@
-"""A model whose tokens run a part of its layers each: `Model` and `Target` as any other."""
+"""A model that skips layers per token, as an ordinary `Model` and `Target`."""
 
 from __future__ import annotations
 
@@ -13,139 +13,151 @@ from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.models import cache as kv
-from specjax.models.variants.layer_skipping import Depth, Places, Thinned, Through
-from specjax.models.variants.pruning import narrowed, pruned
+from specjax.models.variants.layer_skipping import DepthPolicy, SkippingLayers, SkippingPending, TokenPositions
+from specjax.models.variants.pruning import narrow_mlps, prune_layers
 from specjax.types import Array, Model, PyTree, Target
 
 
-class Memory(NamedTuple):
-    """The cache of the model, and what its depth knows of a text."""
+class SkippingCache(NamedTuple):
+    """The cache of the base model, and the state of the depth policy."""
 
     base: PyTree
-    prompt: Array  # int32[B], tokens of the prompt
-    own: PyTree
-    few: Array | None = None  # int32[B], tokens in the caches of sparse layers, if there are any
+    prompt_length: Array  # int32[B], tokens of the prompt
+    state: PyTree  # from `DepthPolicy.init_state`
+    sparse_length: Array | None = None  # int32[B], tokens in the caches of sparse layers, if there are any
 
 
-def thinned(target: Target, depth: Depth) -> Target:
-    """`target` with the part of its layers that `depth` chooses, token by token. Its text is another: lossy.
+def skip_layers(target: Target, policy: DepthPolicy) -> Target:
+    """Return `target` with a depth policy that chooses the layers of each token. The method is lossy.
 
-    It is a target as any other: for `decode`, `serve`, streams, drafters and rules, which are exact for *it*. A batch
-    runs a sublayer if any of its rows needs it.
+    The result is an ordinary target for `decode`, `serve`, streams, drafters and verifiers, which are exact for *it*. A
+    batch runs a sublayer if any of its rows needs it.
 
-    Raises: UsageError for a model that is not of `specjax.models`, and for layers that it does not have.
+    Raises: UsageError for a model that is not from `specjax.models`, and for layers that it does not have.
     """
-    num_layers = check_depth(target, depth)
-    if depth.sparse(num_layers) and getattr(target.model.config, "stacked", False):
-        raise UsageError(f"{depth.name} has layers with caches of their own; load the model with stacked=False")
-    if depth.keeps is not None or depth.narrow is not None:
-        rest = target if depth.keeps is None else pruned(target, depth.keeps(num_layers))
-        rest = rest if depth.narrow is None else _narrowed(rest, depth)
-        return Target(rest.model._replace(name=_name(target.model, depth)), rest.params)
-    return Target(_model(target.model, depth.replace(params=())), {"base": target.params, "depth": depth.params})
+    num_layers = check_depth(target, policy)
+    if policy.sparse_layers(num_layers) and getattr(target.model.config, "stacked", False):
+        raise UsageError(f"{policy.name} needs a separate cache for each layer; load the model with stacked=False")
+    if policy.kept_layers is not None or policy.mlp_units is not None:
+        reduced = target if policy.kept_layers is None else prune_layers(target, policy.kept_layers(num_layers))
+        reduced = reduced if policy.mlp_units is None else _narrowed(reduced, policy)
+        return Target(reduced.model._replace(name=_name(target.model, policy)), reduced.params)
+    return Target(_model(target.model, policy.replace(params=())), {"base": target.params, "depth": policy.params})
 
 
-def check_depth(target: Target, depth: Depth) -> int:
-    """How many layers it chooses from. Raises: UsageError for a target that it does not fit, as `thinned`."""
-    num_layers, width = choosable_layers(target), target.model.config.width
-    depth.check(num_layers)
-    if depth.width not in (None, width):
+def check_depth(target: Target, policy: DepthPolicy) -> int:
+    """Check that a depth policy fits the target, and return the number of layers.
+
+    Raises: UsageError if it does not fit.
+    """
+    num_layers, width = count_skippable_layers(target), target.model.config.width
+    policy.check(num_layers)
+    if policy.width not in (None, width):
         raise UsageError(
-            f"what {depth.name} was given reads streams of width {depth.width}, and the model {target.model.name} has "
-            f"{width}; train it for this model"
+            f"the parameters of {policy.name} fit streams of width {policy.width}, but the model {target.model.name} "
+            f"has width {width}; train them for this model"
         )
     return num_layers
 
 
-def choosable_layers(target: Target) -> int:
-    """How many layers a depth chooses from. Raises: UsageError for a model that is not of `specjax.models`."""
+def count_skippable_layers(target: Target) -> int:
+    """Return the number of layers that a depth policy can skip.
+
+    Raises: UsageError for a model that is not from `specjax.models`.
+    """
     model = target.model
     if model.config is None or not model.capabilities.layer_skipping:
-        raise UsageError(f"{model.name} has no layers to choose from; give a model of specjax.models")
+        raise UsageError(f"{model.name} has no layers that can be skipped; give a model of specjax.models")
     return model.capabilities.num_layers
 
 
-def over(target: Target, depth: Depth, cache: PyTree, prompt: Array) -> tuple[Target, PyTree]:
-    """The thinned target over a cache that the whole one wrote: what drafts for it."""
-    if depth.narrow is not None:
-        return _narrowed(target, depth), cache
-    model = _model(target.model, depth.replace(params=()))
-    return Target(model, {"base": target.params, "depth": depth.params}), Memory(cache, prompt, ())
+def skip_layers_over_cache(
+    target: Target, policy: DepthPolicy, cache: PyTree, prompt_length: Array
+) -> tuple[Target, PyTree]:
+    """Return the skipping target, and its cache made from one that the full target wrote. It is used for drafting."""
+    if policy.mlp_units is not None:
+        return _narrowed(target, policy), cache
+    model = _model(target.model, policy.replace(params=()))
+    return Target(model, {"base": target.params, "depth": policy.params}), SkippingCache(cache, prompt_length, ())
 
 
-def _narrowed(target: Target, depth: Depth) -> Target:
-    assert depth.narrow is not None
-    return narrowed(target, depth.narrow(target.model.config.mlp_width))
+def _narrowed(target: Target, policy: DepthPolicy) -> Target:
+    assert policy.mlp_units is not None
+    return narrow_mlps(target, policy.mlp_units(target.model.config.mlp_width))
 
 
-def _name(base: Model, depth: Depth) -> str:
-    return f"{base.name} by {depth.name}"
+def _name(base: Model, policy: DepthPolicy) -> str:
+    return f"{base.name} by {policy.name}"
 
 
 @functools.cache
-def _model(base: Model, depth: Depth) -> Model:
-    """`depth` has no parameters here: they come with the model's."""
+def _model(base: Model, policy: DepthPolicy) -> Model:
+    """Build the skipping model. `policy` has no parameters here; they are part of the model's."""
     num_layers = base.capabilities.num_layers
-    sparse = depth.sparse(num_layers)
+    sparse = policy.sparse_layers(num_layers)
 
-    def begin(params, inputs, batch: int, capacity: int) -> Memory:
-        cache = base.begin(params["base"], inputs, batch, capacity)
-        # Who does not say where the prompt ends gets the whole model.
-        prompt, few = jnp.full((batch,), jnp.iinfo(jnp.int32).max), jnp.zeros((batch,), jnp.int32)
-        return Memory(cache, prompt, depth.start(batch, num_layers), few if sparse else None)
+    def init_cache(params, inputs, batch: int, capacity: int) -> SkippingCache:
+        cache = base.init_cache(params["base"], inputs, batch, capacity)
+        # A caller that does not set the prompt length gets the whole model.
+        prompt_length, sparse_length = jnp.full((batch,), jnp.iinfo(jnp.int32).max), jnp.zeros((batch,), jnp.int32)
+        return SkippingCache(
+            cache, prompt_length, policy.init_state(batch, num_layers), sparse_length if sparse else None
+        )
 
-    def forward(params, tokens, memory: Memory, *, positions, mask, taps=(), earlier=None, layers=None):
+    def forward(params, tokens, cache: SkippingCache, *, positions, mask, taps=(), earlier=None, layers=None):
         if earlier is not None and sparse:
-            raise UsageError(f"{depth.name} cannot grow drafts; use it for a target, not for a draft model")
-        places = Places(positions, memory.prompt, mask[:, :, -positions.shape[1] :])
+            raise UsageError(
+                f"{policy.name} cannot draft trees level by level; use it for a target, not for a draft model"
+            )
+        token_positions = TokenPositions(positions, cache.prompt_length, mask[:, :, -positions.shape[1] :])
         assert base.head is not None
         head = functools.partial(base.head, params["base"])
-        through = Through(depth, params["depth"], places, memory.own, head, memory.few)
+        run_layers = SkippingLayers(policy, params["depth"], token_positions, cache.state, head, cache.sparse_length)
         return base.forward(
-            params["base"], tokens, memory.base, positions=positions, mask=mask, taps=taps,
-            earlier=None if earlier is None else earlier.base, layers=layers, run=through,
+            params["base"], tokens, cache.base, positions=positions, mask=mask, taps=taps,
+            earlier=None if earlier is None else earlier.base, layers=layers, run=run_layers,
         )  # fmt: skip
 
-    def commit(memory: Memory, pending: Thinned, path: Array, num_nodes: Array) -> Memory:
+    def commit(cache: SkippingCache, pending: SkippingPending, path: Array, num_nodes: Array) -> SkippingCache:
         if sparse:
-            cache, few = _commit_apart(base, sparse, memory, pending, path, num_nodes)
+            base_cache, sparse_length = _commit_sparse(base, sparse, cache, pending, path, num_nodes)
         else:
-            cache, few = base.commit(memory.base, pending.base, path, num_nodes), None
-        own = memory.own
-        if jax.tree.leaves(own):
-            at = lambda x: take_along(x, jnp.maximum(path, 0).reshape(*path.shape, *[1] * (x.ndim - 2)), 1)
-            places = Places(at(pending.base.positions), memory.prompt)
-            taken = jnp.arange(path.shape[1]) < num_nodes[:, None]
-            own = depth.learn(own, jax.tree.map(at, pending.noted), places, taken)
-        return Memory(cache, memory.prompt, own, few)
+            base_cache, sparse_length = base.commit(cache.base, pending.base, path, num_nodes), None
+        state = cache.state
+        if jax.tree.leaves(state):
+            take_path = lambda x: take_along(x, jnp.maximum(path, 0).reshape(*path.shape, *[1] * (x.ndim - 2)), 1)
+            token_positions = TokenPositions(take_path(pending.base.positions), cache.prompt_length)
+            is_committed = jnp.arange(path.shape[1]) < num_nodes[:, None]
+            state = policy.update_state(state, jax.tree.map(take_path, pending.records), token_positions, is_committed)
+        return SkippingCache(base_cache, cache.prompt_length, state, sparse_length)
 
-    def rewind(memory: Memory, length: Array) -> Memory:
-        return memory._replace(base=base.rewound(memory.base, length))
+    def rewind(cache: SkippingCache, length: Array) -> SkippingCache:
+        return cache._replace(base=base.rewind_cache(cache.base, length))
 
-    def widen(pending: Thinned, slots: int) -> Thinned:
-        return Thinned(base.widen(pending.base, slots), *batch_axes.widen(tuple(pending[1:]), slots))
+    def widen(pending: SkippingPending, slots: int) -> SkippingPending:
+        return SkippingPending(base.widen(pending.base, slots), *batch_axes.widen(tuple(pending[1:]), slots))
 
-    def insert(pending: Thinned, new: Thinned, place) -> Thinned:
-        return Thinned(
+    def insert(pending: SkippingPending, new: SkippingPending, place) -> SkippingPending:
+        return SkippingPending(
             base.insert(pending.base, new.base, place), *batch_axes.insert(tuple(pending[1:]), tuple(new[1:]), place)
         )
 
-    def axes(held: Memory | Thinned) -> PyTree:
-        return batch_axes.rows_first(held)._replace(base=base.axes(held.base))
+    def axes(arrays: SkippingCache | SkippingPending) -> PyTree:
+        return batch_axes.rows_first(arrays)._replace(base=base.axes(arrays.base))
 
-    def shardings(held: Memory | Thinned) -> PyTree:
+    def shardings(arrays: SkippingCache | SkippingPending) -> PyTree:
         assert base.shardings is not None and base.mesh is not None
         rows = NamedSharding(base.mesh, PartitionSpec("data" if "data" in base.mesh.axis_names else None))
-        return jax.tree.map(lambda x: rows, held)._replace(base=base.shardings(held.base))
+        return jax.tree.map(lambda x: rows, arrays)._replace(base=base.shardings(arrays.base))
 
     of_base = lambda function: function and (lambda params, *arguments: function(params["base"], *arguments))
     return base._replace(
-        begin=begin,
+        init_cache=init_cache,
         forward=forward,
         commit=commit,
-        prompted=lambda memory, length: memory._replace(prompt=length),
-        # What was learnt of tokens cannot be taken back.
-        rewind=None if base.rewind is None or jax.tree.leaves(depth.start(1, num_layers)) else rewind,
+        prompted=lambda cache, length: cache._replace(prompt_length=length),
+        # The update of the state by a token cannot be undone.
+        rewind=None if base.rewind is None or jax.tree.leaves(policy.init_state(1, num_layers)) else rewind,
         widen=widen,
         insert=insert,
         axes=axes,
@@ -154,29 +166,37 @@ def _model(base: Model, depth: Depth) -> Model:
         unembed=of_base(base.unembed),
         head=of_base(base.head),
         config=None,
-        name=_name(base, depth),
+        name=_name(base, policy),
         capabilities=base.capabilities._replace(groups=()),
     )
 
 
-def _commit_apart(
-    base: Model, sparse: tuple[int, ...], memory: Memory, pending: Thinned, path: Array, num_nodes: Array
+def _commit_sparse(
+    base: Model, sparse: tuple[int, ...], cache: SkippingCache, pending: SkippingPending, path: Array, num_nodes: Array
 ) -> tuple[kv.KVCache, Array]:
-    """`commit` where the caches of the layers `sparse` take only the tokens that ran them; and how many these have."""
-    place = jnp.arange(path.shape[1])
-    ran = take_along(pending.ran.attention[:, :, sparse[0]], jnp.maximum(path, 0), 1) & (place < num_nodes[:, None])
-    in_front = take_along(path, jnp.argsort(~ran, axis=1, stable=True), 1)
+    """Commit tokens, adding to the caches of the `sparse` layers only the tokens that ran them.
+
+    Returns: the cache, and the length int32[B] of the sparse layers.
+    """
+    index = jnp.arange(path.shape[1])
+    ran = take_along(pending.ran.attention[:, :, sparse[0]], jnp.maximum(path, 0), 1) & (index < num_nodes[:, None])
+    compacted = take_along(path, jnp.argsort(~ran, axis=1, stable=True), 1)
     count = jnp.sum(ran, 1, dtype=jnp.int32)
 
-    def only(held, are_sparse: bool):
-        pick = lambda parts: tuple(part for layer, part in enumerate(parts) if (layer in sparse) == are_sparse)
-        return held._replace(k=pick(held.k), v=pick(held.v))
+    def select_layers(arrays, want_sparse: bool):
+        pick = lambda parts: tuple(part for layer, part in enumerate(parts) if (layer in sparse) == want_sparse)
+        return arrays._replace(k=pick(arrays.k), v=pick(arrays.v))
 
-    dense = base.commit(only(memory.base, False), only(pending.base, False), path, num_nodes)
-    few = base.commit(only(memory.base, True)._replace(length=memory.few), only(pending.base, True), in_front, count)
+    dense = base.commit(select_layers(cache.base, False), select_layers(pending.base, False), path, num_nodes)
+    sparse_cache = base.commit(
+        select_layers(cache.base, True)._replace(length=cache.sparse_length),
+        select_layers(pending.base, True),
+        compacted,
+        count,
+    )
 
-    def joined(dense, few):
-        dense, few = iter(dense), iter(few)
-        return tuple(next(few if layer in sparse else dense) for layer in range(len(memory.base.k)))
+    def merge(dense, sparse_cache):
+        dense, sparse_cache = iter(dense), iter(sparse_cache)
+        return tuple(next(sparse_cache if layer in sparse else dense) for layer in range(len(cache.base.k)))
 
-    return dense._replace(k=joined(dense.k, few.k), v=joined(dense.v, few.v)), few.length
+    return dense._replace(k=merge(dense.k, sparse_cache.k), v=merge(dense.v, sparse_cache.v)), sparse_cache.length

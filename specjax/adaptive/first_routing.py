@@ -202,7 +202,7 @@ def _train_lora(
         # The prompt is read once to ask the routers, with what the answer runs still open.
         _, pending = one_pass(model, jax.lax.stop_gradient(both), tokens, memory)
         place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        asked = _learn(memory.own, pending.noted, TokenPositions(place, prompt), place < prompt[:, None])
+        asked = _learn(memory.state, pending.records, TokenPositions(place, prompt), place < prompt[:, None])
         return surprise(model, both, tokens, prompt, length, memory._replace(own=asked))[0]
 
     return descend(loss, changes, steps, learning_rate)

@@ -46,7 +46,7 @@ def _fit(model: Model, penalty, steps: int, learning_rate: float, base, params, 
     def loss(params) -> Array:
         both = {"base": base, "depth": params}
         mean, pending = surprise(model, both, tokens, prompt, length, model.start_cache(both, None, prompt, 0))
-        return mean + penalty(pending.noted)
+        return mean + penalty(pending.records)
 
     return descend(loss, params, steps, learning_rate)
 

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from specjax.models import cache as kv
-from specjax.models.layers import LayerInputs, Prefix, Reach, Step, take_turns
-from specjax.models.layout import TABLE
+from specjax.models.layers import AttentionSettings, LayerCache, LayerInputs, PassInputs, apply_mlps_in_order
+from specjax.models.layout import PARAMETER_DIMENSIONS
 from specjax.types import Array, PyTree
 
 
@@ -51,7 +51,7 @@ class Parts:
 
         def one(path, leaf):
             names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
-            counted = TABLE.get((names[-2], names[-1]), ())
+            counted = PARAMETER_DIMENSIONS.get((names[-2], names[-1]), ())
             spec: list = [None] * (leaf.ndim - len(counted)) + [part and (self.axes(part) or None) for part in counted]
             if names[0] == "own":
                 spec[1] = "layer"
@@ -75,7 +75,7 @@ class _Within:
     def place(self, x: Array, *parts: str | None) -> Array:
         return x
 
-    def by_heads(self, attend: Callable[..., Array]) -> Callable[..., Array]:
+    def shard_attention(self, attend: Callable[..., Array]) -> Callable[..., Array]:
         return attend
 
     def sum(self, x: Array, part: str) -> Array:
@@ -88,10 +88,10 @@ class Pass:
 
     block: Any  # graphdef
     parts: Parts
-    step: Step
+    shared: PassInputs
     cache: kv.KVCache
     earlier: tuple  # (k, v), like the cache's
-    reach: Reach
+    settings: AttentionSettings
 
     def run(self, params: PyTree, x: Array, middle, at_once: int) -> tuple[Array, kv.Pending]:
         """The residual stream [layers + 1, B, T, D], and what is pending. middle: `segments` without its ends."""
@@ -105,10 +105,10 @@ class Pass:
                 own, rest, earlier, i = xs
                 # The whole cache, not a slice of it, as in `layers.run_layers`; here [groups, 1, B, K, S, h].
                 k, v = (jax.tree.map(lambda leaf: leaf[:, 0], part["groups"][segment]) for part in self.cache[:2])
-                prefix = Prefix(k, v, i, jax.tree.map(lambda leaf: leaf[0], earlier))
+                layer_cache = LayerCache(k, v, i, jax.tree.map(lambda leaf: leaf[0], earlier))
                 me = jax.lax.axis_index("layer")
-                reach = self.reach.of(start + i * size + jnp.minimum(me, size - 1))
-                outputs, new = run_group(jax.tree.map(lambda leaf: leaf[0], own), rest, x, prefix, reach)
+                settings = self.settings.at_layer(start + i * size + jnp.minimum(me, size - 1))
+                outputs, new = run_group(jax.tree.map(lambda leaf: leaf[0], own), rest, x, layer_cache, settings)
                 return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda leaf: leaf[None], new))
 
             earlier = tuple(part["groups"][segment] for part in self.earlier)
@@ -120,17 +120,17 @@ class Pass:
         k, v = (
             {"first": a, "last": b, "groups": tuple(c)} for a, b, *c in zip(new_first, new_last, *news, strict=True)
         )
-        return jnp.concatenate([*stream, x[None]]), kv.Pending(k, v, self.step.positions, kv.after(x))
+        return jnp.concatenate([*stream, x[None]]), kv.Pending(k, v, self.shared.positions, kv.write_dependency(x))
 
     def _alone(self, params: PyTree, x: Array, name: str, layer: int):
         """The first or the last layer."""
-        prefix = Prefix(self.cache.k[name], self.cache.v[name], earlier=tuple(part[name] for part in self.earlier))
-        block, step = nnx.merge(self.block, nnx.State(params)), self._step(self._sum("heads"))
-        y, new = block.attend(x, LayerInputs(step, prefix, self.reach.of(layer)))
+        layer_cache = LayerCache(self.cache.k[name], self.cache.v[name], earlier=tuple(part[name] for part in self.earlier))
+        block, shared = nnx.merge(self.block, nnx.State(params)), self._step(self._sum("heads"))
+        y, new = block.attend(x, LayerInputs(shared, layer_cache, self.settings.at_layer(layer)))
         x = x + y
-        return x + block.feed(x, step), new
+        return x + block.feed(x, shared), new
 
-    def _at_once(self, own: PyTree, rest: PyTree, x: Array, prefix: Prefix, reach: Reach):
+    def _at_once(self, own: PyTree, rest: PyTree, x: Array, layer_cache: LayerCache, settings: AttentionSettings):
         """A group, all layers reading x: the stream after each of them, and (k, v) of this device's layer."""
         size = len(jax.tree.leaves(rest)[0])
         # A norm behind the sum is that of all layers, as the sum brings what all of them add: [size, B, T, D].
@@ -138,21 +138,21 @@ class Pass:
             name: jax.tree.map(lambda leaf: leaf[:, None, None], part) if name.startswith("attention") else part
             for name, part in rest.items()
         }
-        block, step = nnx.merge(self.block, nnx.State(own | behind)), self._step(lambda y: self._gather(y)[:size])
-        attended, new = block.attend(x, LayerInputs(step, prefix, reach))
-        return take_turns(x, list(attended), lambda i, x: self._block(own, rest, i).feed(x, step)), new
+        block, shared = nnx.merge(self.block, nnx.State(own | behind)), self._step(lambda y: self._gather(y)[:size])
+        attended, new = block.attend(x, LayerInputs(shared, layer_cache, settings))
+        return apply_mlps_in_order(x, list(attended), lambda i, x: self._block(own, rest, i).feed(x, shared)), new
 
-    def _in_turn(self, own: PyTree, rest: PyTree, x: Array, prefix: Prefix, reach: Reach):
+    def _in_turn(self, own: PyTree, rest: PyTree, x: Array, layer_cache: LayerCache, settings: AttentionSettings):
         """The same, exact: each layer reads the stream after the one before."""
         me, size = jax.lax.axis_index("layer"), len(jax.tree.leaves(rest)[0])
         stream, new = [], None
         for i in range(size):
             mine = lambda y, i=i: jax.lax.psum(jnp.where(me == i, y, 0), ("layer", *self.parts.axes("heads")))
-            block, step = self._block(own, rest, i), self._step(mine)
-            y, found = block.attend(x, LayerInputs(step, prefix, reach))
+            block, shared = self._block(own, rest, i), self._step(mine)
+            y, found = block.attend(x, LayerInputs(shared, layer_cache, settings))
             new = found if new is None else jax.tree.map(lambda a, b, i=i: jnp.where(me == i, a, b), found, new)
             x = x + y
-            x = x + block.feed(x, step)
+            x = x + block.feed(x, shared)
             stream.append(x)
         return stream, new
 
@@ -160,9 +160,9 @@ class Pass:
         """This device's attention with the MLP of the i-th layer of the group."""
         return nnx.merge(self.block, nnx.State(own | self._at(rest, i)))
 
-    def _step(self, heads: Callable[[Array], Array]) -> Step:
+    def _step(self, heads: Callable[[Array], Array]) -> PassInputs:
         within: Any = _Within({"heads": heads, "mlp": self._sum("mlp")})
-        return self.step.replace(layout=within)
+        return self.shared.replace(layout=within)
 
     def _sum(self, part: str) -> Callable[[Array], Array]:
         axes = self.parts.axes(part)

@@ -71,10 +71,10 @@ def shard(target: OfModel, mesh: Mesh, over: tuple[str, ...] | None = None) -> O
       not divide its heads.
     """
     from specjax.models import make_model
-    from specjax.models.layout import repeat_kv_heads, spread
+    from specjax.models.layout import repeat_kv_heads, shard_config
 
     config = config_to_spread(target)
-    wide, layout = spread(config, mesh, over)
+    wide, layout = shard_config(config, mesh, over)
     params = repeat_kv_heads(target.params, config, wide.num_kv_heads // config.num_kv_heads)
     params = jax.tree.map(place_one, params, layout.params(params))
     return dataclasses.replace(target, model=make_model(config, mesh, over), params=params)
@@ -83,9 +83,9 @@ def shard(target: OfModel, mesh: Mesh, over: tuple[str, ...] | None = None) -> O
 def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> Target:
     """Shapes of what `shard` returns, as `jax.ShapeDtypeStruct` with shardings: to compile without weights."""
     from specjax.models import abstract_params, make_model
-    from specjax.models.layout import spread
+    from specjax.models.layout import shard_config
 
-    wide, layout = spread(config, mesh, over)
+    wide, layout = shard_config(config, mesh, over)
     params = abstract_params(wide)
     return Target(make_model(config, mesh, over), with_shardings(params, layout.params(params)))
 

@@ -8,12 +8,12 @@ import pytest
 
 from specjax import Target, UsageError, adaptive
 from specjax.adaptive.unified import kept_layers
-from specjax.models.variants.low_rank import blank_changes, changed
+from specjax.models.variants.low_rank import apply_lora, init_lora
 
 
 def ran(routers, prompts=depths.PROMPTS):
     """Per row the layers that its generated tokens run."""
-    model = adaptive.thinned(depths.target(), adaptive.first(routers))
+    model = adaptive.skip_layers(depths.target(), adaptive.first(routers))
     reading, counts = depths.read_again(model, depths.texts(model, prompts=prompts), prompts)
     counts[:, 0] = False
     layers = np.asarray(reading.ran.attention)
@@ -40,7 +40,7 @@ def test_a_set_of_layers_can_be_said():
 def test_routers_of_another_model():
     routers = adaptive.Routers(jnp.zeros((3, depths.WIDTH)), jnp.zeros(3))
     with pytest.raises(UsageError, match="the routers are of 3 layers, and the model has 8"):
-        adaptive.thinned(depths.target(), adaptive.first(routers))
+        adaptive.skip_layers(depths.target(), adaptive.first(routers))
     with pytest.raises(UsageError, match="routers are weight"):
         adaptive.first(routers._replace(bias=jnp.zeros(4)))
 
@@ -58,7 +58,7 @@ def test_routers_learn_what_can_be_left_out():
     tokens = jnp.asarray([row + [0] * (25 - len(row)) for row in rows])
     prompt, length = (jnp.asarray(list(map(len, texts))) for texts in (depths.PROMPTS, rows))
     routers = adaptive.train_routers(target, tokens, prompt, length, weight=1.0, steps=60, learning_rate=0.05)
-    model = adaptive.thinned(target, adaptive.first(routers))
+    model = adaptive.skip_layers(target, adaptive.first(routers))
     reading, _ = depths.read_again(model, text)
     ran = np.asarray(reading.ran.attention)[0, 1]
     assert not ran[3] and ran.sum() > 3
@@ -72,7 +72,7 @@ def taught():
 
 def held(target, routers):
     """float32: the mean surprise of the texts, as one reads them that decodes so."""
-    model = adaptive.thinned(target, adaptive.first(routers))
+    model = adaptive.skip_layers(target, adaptive.first(routers))
     reading, counts = depths.read_again(model, depths.texts(depths.target()))
     return -np.asarray(reading.logprobs)[counts].mean()
 
@@ -94,10 +94,10 @@ def test_the_second_stage_learns_with_the_layers_that_decoding_runs():
 
 
 def test_changes_that_change_nothing():
-    changes = blank_changes(depths.target(), jax.random.key(0))
-    same = changed(depths.target(), changes)
+    changes = init_lora(depths.target(), jax.random.key(0))
+    same = apply_lora(depths.target(), changes)
     jax.tree.map(np.testing.assert_array_equal, same.params, depths.target().params)
-    apart = blank_changes(depths.target(False), jax.random.key(0), of=("down",))
+    apart = init_lora(depths.target(False), jax.random.key(0), projections=("down",))
     assert len(apart) == depths.LAYERS and len(changes) == 2
-    with pytest.raises(UsageError, match="llama has no weights called nothing in its layers"):
-        blank_changes(depths.target(), jax.random.key(0), of=("nothing",))
+    with pytest.raises(UsageError, match="llama has no weights with the names nothing in its layers"):
+        init_lora(depths.target(), jax.random.key(0), projections=("nothing",))

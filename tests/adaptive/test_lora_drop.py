@@ -69,7 +69,7 @@ def test_keys_of_droppable_layers():
     cache = model.model.start_cache(model.params, None, length, 300)
     cache = prefill(model.model, model.params, cache, tokens, length + 16)
     assert cache.base.length.tolist() == [len(prompt) + 16]
-    assert cache.few.tolist() == [len(prompt) + 4]
+    assert cache.sparse_length.tolist() == [len(prompt) + 4]
 
 
 def test_zeros_repeat_what_the_layer_gave_last():
@@ -108,5 +108,5 @@ def test_what_does_not_fit():
         adaptive.lora_drop(adaptive.Corrections(jnp.zeros((8, 4, 32)), jnp.zeros((8, 4, 32))))
     with pytest.raises(UsageError, match="lora_drop learns from the prompt and cannot draft"):
         drafters.thinned(target(), of(EVERY))
-    with pytest.raises(UsageError, match="cannot grow drafts"):
+    with pytest.raises(UsageError, match="cannot draft trees level by level"):
         depths.texts(target(), drafters.two_model(dropped(), 3))

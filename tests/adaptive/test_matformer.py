@@ -8,7 +8,7 @@ import pytest
 from toy import tiny_llama
 
 from specjax import Target, UsageError, adaptive, decode, drafters
-from specjax.models import narrowed
+from specjax.models import narrow_mlps
 
 SHARES = (0.25, 0.5, 1.0)
 
@@ -39,9 +39,9 @@ def test_a_part_drafts_what_the_whole_verifies(stacked):
     whole = tiny_llama(layers=3, stacked=stacked)
     drafter = drafters.thinned(whole, adaptive.matformer(0.5), num_tokens=3)
     assert depths.texts(whole, drafter) == depths.texts(whole)
-    part = adaptive.thinned(whole, adaptive.matformer(0.5))
+    part = adaptive.skip_layers(whole, adaptive.matformer(0.5))
     assert part.model.name == "llama by matformer" and part.model.config.mlp_width == 32
-    assert depths.texts(part) == depths.texts(narrowed(whole, 32)) != depths.texts(whole)
+    assert depths.texts(part) == depths.texts(narrow_mlps(whole, 32)) != depths.texts(whole)
 
 
 def test_units_beyond_the_part_do_not_matter():
@@ -81,5 +81,5 @@ def test_granularities_learn_together():
 def test_settings_out_of_range():
     with pytest.raises(UsageError, match="share must be above 0 and at most 1, not 0"):
         adaptive.matformer(0)
-    with pytest.raises(UsageError, match="an MLP of 64 hidden units has no first 65"):
-        narrowed(small(), 65)
+    with pytest.raises(UsageError, match="width must be from 1 to 64, the hidden units of the MLPs, not 65"):
+        narrow_mlps(small(), 65)

@@ -18,7 +18,7 @@ OPTIONS = {"key": jax.random.key(0), "max_new_tokens": depths.NEW}
 
 @functools.cache
 def model():
-    return adaptive.thinned(depths.target(), depths.depth("skip_decode"))
+    return adaptive.skip_layers(depths.target(), depths.depth("skip_decode"))
 
 
 @functools.cache
@@ -55,4 +55,4 @@ def test_logits_of_a_difference_are_those_of_the_thinned_model():
 
 
 def test_passes_are_timed_behind_a_prompt():
-    assert _filled(model(), 2, 7, 300).prompt.tolist() == [7, 7]
+    assert _filled(model(), 2, 7, 300).prompt_length.tolist() == [7, 7]

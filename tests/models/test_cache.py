@@ -197,7 +197,7 @@ def test_int8_tokens_see_each_other_as_the_cache_keeps_them(mutant, monkeypatch)
     """Else a node's distribution would depend on how many of its ancestors are pending still."""
     if mutant:  # rounded only when written
         exact = lambda x: Quantized(x / quantize(x).scale[..., None], quantize(x).scale)
-        monkeypatch.setattr(kv, "as_kept", lambda x, slots: exact(x))
+        monkeypatch.setattr(kv, "to_cache_dtype", lambda x, slots: exact(x))
         monkeypatch.setattr(kv, "commit", lambda cache, pending, *args: ORIGINAL(cache, rounded(pending), *args))
     tokens = jax.random.randint(jax.random.key(1), (4, 24), 0, 64)
     target = tiny_llama(seed=3 + mutant, cache_dtype="int8")

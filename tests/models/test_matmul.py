@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.matmul import project, rows_of
+from specjax.models.matmul import matmul, take_rows
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17, 26, 32, 33])
@@ -13,14 +13,14 @@ def test_rows_that_are_taken_along_are_not_in_the_result(rows):
     x, weight = (
         np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in ((0, (rows, 24)), (1, (40, 24)))
     )
-    found = project(jnp.asarray(x), jnp.asarray(weight))
+    found = matmul(jnp.asarray(x), jnp.asarray(weight))
     assert found.shape == (rows, 40)
     np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T.astype(np.float64), rtol=2e-5, atol=2e-5)
 
 
 def in_a_loop(table, ids):
     """The sum of rows that are looked up one after another, as a drafter does."""
-    return jax.lax.fori_loop(0, len(ids), lambda i, total: total + rows_of(table, ids[i]), jnp.zeros_like(table[0]))
+    return jax.lax.fori_loop(0, len(ids), lambda i, total: total + take_rows(table, ids[i]), jnp.zeros_like(table[0]))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA on CPU")
@@ -33,9 +33,9 @@ def test_a_table_in_bfloat16_is_not_made_anew_in_float32():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rows_and_their_derivatives(dtype):
     table, ids = jnp.arange(12.0, dtype=dtype).reshape(4, 3), jnp.asarray([[2, 0], [2, 3]])
-    np.testing.assert_array_equal(rows_of(table, ids), table[ids])
-    gradient = jax.grad(lambda table: jnp.sum(rows_of(table, ids) * jnp.asarray([1, 2, 4], dtype)))(table)
+    np.testing.assert_array_equal(take_rows(table, ids), table[ids])
+    gradient = jax.grad(lambda table: jnp.sum(take_rows(table, ids) * jnp.asarray([1, 2, 4], dtype)))(table)
     np.testing.assert_array_equal(gradient, np.outer([1, 0, 2, 1], [1, 2, 4]))
-    np.testing.assert_array_equal(jax.vmap(rows_of, (None, 0))(table, ids), table[ids])
-    moved = jax.jvp(lambda table: rows_of(table, ids), (table,), (table,))[1]
+    np.testing.assert_array_equal(jax.vmap(take_rows, (None, 0))(table, ids), table[ids])
+    moved = jax.jvp(lambda table: take_rows(table, ids), (table,), (table,))[1]
     np.testing.assert_array_equal(moved, table[ids])

@@ -16,7 +16,7 @@ from specjax.numerics import reproducible_math
 def test_long_rows():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((600, 8192), (96, 8192)))
-    run = jax.jit(lambda x: matmul.same_project(x, weight, jnp.float32))
+    run = jax.jit(lambda x: matmul.matmul_same_bits(x, weight, jnp.float32))
     whole = np.asarray(run(x))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(whole, exact, atol=0.02)
@@ -32,7 +32,7 @@ def test_a_product_is_one_in_every_form(dtype, error):
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     for some in (np.s_[:1, :1], np.s_[:2, :3], np.s_[:]):
         for wanted in (None, "float32"):
-            found = matmul.project(x[some], weight, wanted)
+            found = matmul.matmul(x[some], weight, wanted)
             assert found.dtype == (wanted or dtype)
             np.testing.assert_allclose(np.asarray(found, np.float64), exact[some], atol=error)
 
@@ -45,7 +45,7 @@ def test_derivatives_of_many_rows_are_products_in_their_dtype(dtype, error, want
 
     @jax.jit
     def derivatives(x, weight):
-        return jax.grad(lambda x, w: jnp.sum(matmul.project(x, w, wanted) * out), (0, 1))(x, weight)
+        return jax.grad(lambda x, w: jnp.sum(matmul.matmul(x, w, wanted) * out), (0, 1))(x, weight)
 
     exact = [np.asarray(value, np.float64) for value in (x, weight, out)]
     exact = [exact[2] @ exact[1], np.einsum("bto,bti->oi", exact[2], exact[0])]
@@ -62,14 +62,14 @@ def test_many_rows_go_with_forward_mode_and_with_a_callers_shard_map():
     """Float32 has forward mode; over a caller's own axes the derivatives are the plain ones."""
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((600, 16), (8, 16)))
-    out, tangent = jax.jvp(lambda x: matmul.project(x, weight), (x,), (x,))
+    out, tangent = jax.jvp(lambda x: matmul.matmul(x, weight), (x,), (x,))
     np.testing.assert_allclose(tangent, out, rtol=1e-5)
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
     rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     x, weight = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
 
     def loss(x, weight):
-        said = lambda x, w: jax.lax.psum(jnp.sum(matmul.project(x, w, jnp.float32)), "data")
+        said = lambda x, w: jax.lax.psum(jnp.sum(matmul.matmul(x, w, jnp.float32)), "data")
         return jax.shard_map(said, mesh=mesh, in_specs=(rows, whole), out_specs=whole)(x, weight)
 
     found = jax.jit(jax.grad(loss, 1))(x, weight)
@@ -98,11 +98,11 @@ def test_on_a_tpu_all_passes_have_the_same_products():
         run = jax.jit(lambda x, weights, layer: jnp.tanh(project(jnp.square(x), weights[layer])))
         return products_of(run.lower(shape(1, rows, 2048), shape(2, 4096, 2048), layer).compile().as_text())
 
-    (wanted,) = compiled(matmul.same_project, 1)
+    (wanted,) = compiled(matmul.matmul_same_bits, 1)
     for rows in (2, 33, 128, 300):  # the last in three tiles
-        assert compiled(matmul.same_project, rows) == {wanted}
+        assert compiled(matmul.matmul_same_bits, rows) == {wanted}
     # The mutant is the product of other passes, which is cut otherwise for more rows.
-    assert len(set.union(*(compiled(matmul.project, rows) for rows in (1, 64, 128)))) > 1
+    assert len(set.union(*(compiled(matmul.matmul, rows) for rows in (1, 64, 128)))) > 1
 
 
 @pytest.mark.tpu_compile
@@ -131,5 +131,5 @@ def test_tiles_are_products_of_all_rows():
 
 def test_float32_is_refused():
     config = LlamaConfig(61, 32, 1, 2, 2, 16, 40, same_bits=True)
-    with pytest.raises(UsageError, match='same_bits is of dtype "bfloat16", not "float32"'):
+    with pytest.raises(UsageError, match='same_bits needs dtype "bfloat16", not "float32"'):
         make_model(config)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from own import of_page
 
-from specjax import check_model, decode, target_of
+from specjax import as_target, check_model, decode
 
 pytest.importorskip("tunix", reason="google-tunix is not installed")
 from tunix.generate.sampler import CacheConfig, Sampler
@@ -73,7 +73,7 @@ def test_all_promises_are_kept_with_its_own_cache(name):
 def test_windows_that_count_slots(options):
     """Gemma 3 in Tunix counts places of its input: right for whole texts, so for chains without a cache alone."""
     module = made("gemma3")
-    target = target_of(module, max_positions=LONGEST, **options)
+    target = as_target(module, max_positions=LONGEST, **options)
     found = check_model(target.model, target.params, reference=whole(module))
     assert bool(found) == ("trees" in options)
     assert found or "Gemma3: a pass has other logits than `reference`: their logits differ by " in str(found)
@@ -89,7 +89,7 @@ class Numbers:
 
 def test_texts_are_those_of_its_own_sampler():
     module, prompts = made("qwen3"), [[5, 17, 5, 17], [9], [33, 2]]
-    target = target_of(module, max_positions=LONGEST, cache=slots)
+    target = as_target(module, max_positions=LONGEST, cache=slots)
     found = decode(target, None, prompts, key=0, max_new_tokens=24, eos=0)
     sampler = Sampler(module, Numbers(), CacheConfig(LONGEST, 2, HEADS, SIZE))
     theirs = sampler([Numbers.decode(row) for row in prompts], max_generation_steps=24, pad_output=False)

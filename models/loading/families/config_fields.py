@@ -18,7 +18,7 @@ _REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
-class Fields:
+class ConfigFields:
     """What a file says, and which file it is. Names below are without `prefix`; null is as good as absent."""
 
     values: Mapping[str, Any]
@@ -57,11 +57,11 @@ class Fields:
         )
         return self._checked(name, [], wanted, good)
 
-    def inside(self, name: str) -> Fields:
+    def inside(self, name: str) -> ConfigFields:
         """The fields of an object within this one; none where it is absent."""
         values = self._checked(name, {}, "an object", lambda x: isinstance(x, dict))
         prefix = f"{self.prefix}{name}."
-        return Fields({prefix + str(key): value for key, value in values.items()}, self.where, prefix)
+        return ConfigFields({prefix + str(key): value for key, value in values.items()}, self.where, prefix)
 
     def _checked(self, name: str, default: Any, wanted: str, good) -> Any:
         name = self.prefix + name
@@ -75,7 +75,7 @@ class Fields:
         return value
 
 
-def check_heads(fields: Fields, names: tuple[str, str, str], heads: int, kv_heads: int, head_dim: int) -> None:
+def check_heads(fields: ConfigFields, names: tuple[str, str, str], heads: int, kv_heads: int, head_dim: int) -> None:
     """Raises: UsageError for heads that cannot share keys and values evenly, or be rotated by pairs.
 
     Args: names: the fields of heads, key/value heads and their width.

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
-from specjax.models.loading.families.config_fields import POSITIONS, ROWS, Fields
+from specjax.models.loading.families.config_fields import POSITIONS, ROWS, ConfigFields
 
 
-class Reading(NamedTuple):
+class DenoiserSettings(NamedTuple):
     """How a model is read as a denoiser: the fields of `specjax.Denoiser`, which is made of it."""
 
     mask_token: int
@@ -25,7 +25,7 @@ class Reading(NamedTuple):
     seeding: str  # "all_masked" or "seed_and_mask"
 
 
-class Kind(NamedTuple):
+class DenoiserKind(NamedTuple):
     """Of a `model_type`."""
 
     base: str  # the type whose weights and fields it has
@@ -37,17 +37,17 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "sdar": Kind("qwen3", block="block_size", mask="<|MASK|>"),  # and TraDo
-    "Dream": Kind("qwen2", "shifted"),  # and DiffuCoder
-    "Fast_dLLM_Qwen": Kind("qwen2", "shifted", "seed_and_mask", block="bd_size", mask="|<MASK>|"),
+    "sdar": DenoiserKind("qwen3", block="block_size", mask="<|MASK|>"),  # and TraDo
+    "Dream": DenoiserKind("qwen2", "shifted"),  # and DiffuCoder
+    "Fast_dLLM_Qwen": DenoiserKind("qwen2", "shifted", "seed_and_mask", block="bd_size", mask="|<MASK>|"),
     # Tiny-A2D of dLLM: its masked models have full attention; its block models say so by nothing but their name.
-    "a2d-qwen2": Kind("qwen2", block="block_size", optional=True, mask="<|mask|>"),
-    "a2d-qwen3": Kind("qwen3", block="block_size", optional=True, mask="<|mask|>"),
-    "a2d-llama": Kind("llama", block="block_size", optional=True, mask="<|mask|>"),
-    "llada": Kind("llada"),
+    "a2d-qwen2": DenoiserKind("qwen2", block="block_size", optional=True, mask="<|mask|>"),
+    "a2d-qwen3": DenoiserKind("qwen3", block="block_size", optional=True, mask="<|mask|>"),
+    "a2d-llama": DenoiserKind("llama", block="block_size", optional=True, mask="<|mask|>"),
+    "llada": DenoiserKind("llada"),
 }
 
-OPEN_DCODER = Kind("qwen2", "shifted")
+OPEN_DCODER = DenoiserKind("qwen2", "shifted")
 """Of type qwen2, as the autoregressive models; those have no mask token."""
 
 EXPERTS = {
@@ -71,7 +71,7 @@ class SpecialTokens(Protocol):
     def eos(self) -> Any: ...  # collection of the ids that end a text
 
 
-def as_family(hf: Fields) -> Fields:
+def as_family(hf: ConfigFields) -> ConfigFields:
     """The fields of a config.json with the `model_type` of the family that it is read by.
 
     Raises: UsageError for diffusion models that no family has.
@@ -92,7 +92,7 @@ def as_family(hf: Fields) -> Fields:
     return dataclasses.replace(hf, values={**hf.values, "model_type": kind.base})
 
 
-def reading_of(hf: Fields, tokenizer: SpecialTokens) -> Reading | None:
+def read_denoiser_settings(hf: ConfigFields, tokenizer: SpecialTokens) -> DenoiserSettings | None:
     """How the model of a config.json is read; None: it is autoregressive.
 
     Raises: UsageError where neither config nor tokenizer say which token is the mask, or how long a block is.
@@ -109,7 +109,7 @@ def reading_of(hf: Fields, tokenizer: SpecialTokens) -> Reading | None:
                 f'"{kind.block}": {4 if name == "sdar" else 32}'
             )
         block = hf.size(kind.block, most=POSITIONS)
-    return Reading(
+    return DenoiserSettings(
         mask_token=_mask(hf, kind, tokenizer),
         attention="full" if block is None else "block_causal",
         block=block,
@@ -118,17 +118,17 @@ def reading_of(hf: Fields, tokenizer: SpecialTokens) -> Reading | None:
     )
 
 
-def is_open_dcoder(hf: Fields, names: Any) -> bool:
+def is_open_dcoder(hf: ConfigFields, names: Any) -> bool:
     """Whether a config of type qwen2 is that of a denoiser. `names`: the tokenizer's special tokens."""
     return hf.text("model_type", None) == "qwen2" and (hf.given("mask_token_id") or bool(names.get("mask_token")))
 
 
-def is_denoiser(hf: Fields, names: Any) -> bool:
+def is_denoiser(hf: ConfigFields, names: Any) -> bool:
     """Whether the model of a config.json is one, by what is read quickly."""
     return hf.text("model_type", None) in KINDS or is_open_dcoder(hf, names)
 
 
-def _mask(hf: Fields, kind: Kind, tokenizer: SpecialTokens) -> int:
+def _mask(hf: ConfigFields, kind: DenoiserKind, tokenizer: SpecialTokens) -> int:
     """The config's, else the tokenizer's."""
     rows = hf.size("embedding_size", hf.size("vocab_size", most=ROWS), most=ROWS)
     for field in ("mask_token_id", "mask_id"):

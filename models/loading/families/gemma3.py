@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.models.decoder import GLOBAL
+from specjax.models.decoder import UNLIMITED_WINDOW
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.loading.families import llama, rope
-from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, Fields, check_heads
-from specjax.models.loading.tensors.assembly import Stored, Weight
+from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
+from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
 
 HF_TYPES = ("gemma2", "gemma3_text", "gemma3")  # the last is multimodal; its text part is loaded
 GGUF_TYPES = ("gemma2", "gemma3")
@@ -36,21 +36,21 @@ _SHARED = tuple(w for w in llama.WEIGHTS if not w.path.startswith("layers.*.mlp_
 WEIGHTS = (
     *_SHARED,
     *llama.POST_NORMS,
-    Weight("layers.*.mlp_norm.weight", "model.layers.*.pre_feedforward_layernorm.weight", "blk.*.ffn_norm.weight"),
+    WeightNames("layers.*.mlp_norm.weight", "model.layers.*.pre_feedforward_layernorm.weight", "blk.*.ffn_norm.weight"),
 )
 
 
-def stored_hf(config: Gemma3Config, kind: str) -> dict[str, Stored]:
+def stored_hf(config: Gemma3Config, kind: str) -> dict[str, StoredTensor]:
     """By parameter path: what a Hugging Face checkpoint keeps. Its norms hold w and multiply by 1 + w."""
-    return {w.path: Stored(w.hf, add=1.0 if w.path.endswith("norm.weight") else 0.0) for w in WEIGHTS}
+    return {w.path: StoredTensor(w.hf, add=1.0 if w.path.endswith("norm.weight") else 0.0) for w in WEIGHTS}
 
 
-def stored_gguf(config: Gemma3Config, arch: str) -> dict[str, Stored]:
+def stored_gguf(config: Gemma3Config, arch: str) -> dict[str, StoredTensor]:
     """By parameter path: what a GGUF keeps. Its norms hold 1 + w already."""
-    return {w.path: Stored(w.gguf) for w in WEIGHTS}
+    return {w.path: StoredTensor(w.gguf) for w in WEIGHTS}
 
 
-def config_from_hf(hf: Fields, **options) -> Gemma3Config:
+def config_from_hf(hf: ConfigFields, **options) -> Gemma3Config:
     """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
     kind, where = hf.text("model_type"), hf.where
     if kind == "gemma3":  # defaults of the 4B model
@@ -78,7 +78,7 @@ def config_from_hf(hf: Fields, **options) -> Gemma3Config:
         head_dim=head_dim,
         mlp_width=hf.size("intermediate_size", most=ROWS),
         is_global=llama.global_layers(hf, layers) or llama.every(pattern, layers),
-        window=hf.size("sliding_window", 4096, most=GLOBAL),
+        window=hf.size("sliding_window", 4096, most=UNLIMITED_WINDOW),
         rope_base=base,
         rope_scaling=scaling,
         local_rope_base=local_base() if has_local else None,
@@ -125,7 +125,7 @@ def config_to_hf(c: Gemma3Config) -> dict[str, Any]:
     }
 
 
-def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, **options) -> Gemma3Config:
+def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], factors, **options) -> Gemma3Config:
     """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: must be empty."""
     where, row = meta.where, ROWS_OF_HF[meta.prefix.removesuffix(".")]
     if factors:
@@ -145,7 +145,7 @@ def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, 
         mlp_width=meta.size("feed_forward_length", most=ROWS),
         is_global=llama.windowed_by_gguf(meta, layers, row.pattern),
         # The first files of Gemma 2 leave it out: all of its models have the same one.
-        window=meta.size("attention.sliding_window", *() if row.qk_norm else (4096,), most=GLOBAL),
+        window=meta.size("attention.sliding_window", *() if row.qk_norm else (4096,), most=UNLIMITED_WINDOW),
         rope_base=base,
         rope_scaling=scaling,
         local_rope_base=meta.number("rope.freq_base_swa", 10_000.0, **rope.BASE) if row.qk_norm else None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.llama import LlamaConfig
-from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, Fields, check_heads
+from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
 from specjax.models.loading.families.rope import BASE
-from specjax.models.loading.tensors.assembly import Stored
+from specjax.models.loading.tensors.assembly import StoredTensor
 
 HF_TYPES = ("llada",)
 GGUF_TYPES = ()
@@ -38,12 +38,12 @@ WANTED = {
 """Fields of the modelling code that change what it computes, and the one value that specjax has; absent is as good."""
 
 
-def stored_hf(config: LlamaConfig, kind: str) -> dict[str, Stored]:
+def stored_hf(config: LlamaConfig, kind: str) -> dict[str, StoredTensor]:
     """By parameter path: what a checkpoint keeps."""
-    return {path: Stored(name) for path, name in NAMES.items()}
+    return {path: StoredTensor(name) for path, name in NAMES.items()}
 
 
-def config_from_hf(hf: Fields, **options) -> LlamaConfig:
+def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
     """`hf`: config.json. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
     for field, wanted in WANTED.items():
         if hf.given(field) and hf.values[field] != wanted:

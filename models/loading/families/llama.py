@@ -13,15 +13,17 @@ from specjax.files.untrusted import quote
 from specjax.models.decoder import DecoderConfig
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import rope
-from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, Fields, check_heads
-from specjax.models.loading.tensors.assembly import Stored, Weight
+from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
+from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
 
 
 class Row(NamedTuple):
     """An architecture: what its code has and its config does not say."""
 
     shape: Mapping[str, Any] = MappingProxyType({})  # fields of LlamaConfig
-    layers: Callable[[Fields, int], tuple[bool, ...]] = lambda hf, layers: (True,) * layers  # by default; True: global
+    layers: Callable[[ConfigFields, int], tuple[bool, ...]] = lambda hf, layers: (
+        (True,) * layers
+    )  # by default; True: global
     window: int | None = 4096  # of the others, by default
     head_dim: int | None = None  # by default; None: the width by the heads
     rope_base: float = 10_000.0  # likewise
@@ -34,7 +36,7 @@ _WINDOWED = lambda hf, layers: (False,) * layers
 _BEHIND = {"norms": "after", "qk_norm": True, "qk_norm_of": "projection"}
 
 
-def _of_qwen(hf: Fields, layers: int) -> tuple[bool, ...]:
+def _of_qwen(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
     """Windows only from some layer on, and only if asked."""
     first = hf.size("max_window_layers", 28, least=0) if hf.flag("use_sliding_window") else layers
     return tuple(i < first for i in range(layers))
@@ -68,33 +70,37 @@ HF_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 GGUF_HEADS = "attention.head_count", "attention.head_count_kv", "attention.key_length"
 
 WEIGHTS = (
-    Weight("embed.weight", "model.embed_tokens.weight", "token_embd.weight"),
-    Weight("norm.weight", "model.norm.weight", "output_norm.weight"),
-    Weight("head.weight", "lm_head.weight", "output.weight"),
-    Weight("layers.*.attention_norm.weight", "model.layers.*.input_layernorm.weight", "blk.*.attn_norm.weight"),
-    Weight("layers.*.attention.q.weight", "model.layers.*.self_attn.q_proj.weight", "blk.*.attn_q.weight"),
-    Weight("layers.*.attention.k.weight", "model.layers.*.self_attn.k_proj.weight", "blk.*.attn_k.weight"),
-    Weight("layers.*.attention.v.weight", "model.layers.*.self_attn.v_proj.weight", "blk.*.attn_v.weight"),
-    Weight("layers.*.attention.o.weight", "model.layers.*.self_attn.o_proj.weight", "blk.*.attn_output.weight"),
-    Weight("layers.*.attention.q.bias", "model.layers.*.self_attn.q_proj.bias", "blk.*.attn_q.bias"),
-    Weight("layers.*.attention.k.bias", "model.layers.*.self_attn.k_proj.bias", "blk.*.attn_k.bias"),
-    Weight("layers.*.attention.v.bias", "model.layers.*.self_attn.v_proj.bias", "blk.*.attn_v.bias"),
-    Weight("layers.*.attention.q_norm.weight", "model.layers.*.self_attn.q_norm.weight", "blk.*.attn_q_norm.weight"),
-    Weight("layers.*.attention.k_norm.weight", "model.layers.*.self_attn.k_norm.weight", "blk.*.attn_k_norm.weight"),
-    Weight("layers.*.mlp_norm.weight", "model.layers.*.post_attention_layernorm.weight", "blk.*.ffn_norm.weight"),
-    Weight("layers.*.mlp.gate.weight", "model.layers.*.mlp.gate_proj.weight", "blk.*.ffn_gate.weight"),
-    Weight("layers.*.mlp.up.weight", "model.layers.*.mlp.up_proj.weight", "blk.*.ffn_up.weight"),
-    Weight("layers.*.mlp.down.weight", "model.layers.*.mlp.down_proj.weight", "blk.*.ffn_down.weight"),
+    WeightNames("embed.weight", "model.embed_tokens.weight", "token_embd.weight"),
+    WeightNames("norm.weight", "model.norm.weight", "output_norm.weight"),
+    WeightNames("head.weight", "lm_head.weight", "output.weight"),
+    WeightNames("layers.*.attention_norm.weight", "model.layers.*.input_layernorm.weight", "blk.*.attn_norm.weight"),
+    WeightNames("layers.*.attention.q.weight", "model.layers.*.self_attn.q_proj.weight", "blk.*.attn_q.weight"),
+    WeightNames("layers.*.attention.k.weight", "model.layers.*.self_attn.k_proj.weight", "blk.*.attn_k.weight"),
+    WeightNames("layers.*.attention.v.weight", "model.layers.*.self_attn.v_proj.weight", "blk.*.attn_v.weight"),
+    WeightNames("layers.*.attention.o.weight", "model.layers.*.self_attn.o_proj.weight", "blk.*.attn_output.weight"),
+    WeightNames("layers.*.attention.q.bias", "model.layers.*.self_attn.q_proj.bias", "blk.*.attn_q.bias"),
+    WeightNames("layers.*.attention.k.bias", "model.layers.*.self_attn.k_proj.bias", "blk.*.attn_k.bias"),
+    WeightNames("layers.*.attention.v.bias", "model.layers.*.self_attn.v_proj.bias", "blk.*.attn_v.bias"),
+    WeightNames(
+        "layers.*.attention.q_norm.weight", "model.layers.*.self_attn.q_norm.weight", "blk.*.attn_q_norm.weight"
+    ),
+    WeightNames(
+        "layers.*.attention.k_norm.weight", "model.layers.*.self_attn.k_norm.weight", "blk.*.attn_k_norm.weight"
+    ),
+    WeightNames("layers.*.mlp_norm.weight", "model.layers.*.post_attention_layernorm.weight", "blk.*.ffn_norm.weight"),
+    WeightNames("layers.*.mlp.gate.weight", "model.layers.*.mlp.gate_proj.weight", "blk.*.ffn_gate.weight"),
+    WeightNames("layers.*.mlp.up.weight", "model.layers.*.mlp.up_proj.weight", "blk.*.ffn_up.weight"),
+    WeightNames("layers.*.mlp.down.weight", "model.layers.*.mlp.down_proj.weight", "blk.*.ffn_down.weight"),
 )
 
 
 POST_NORMS = (
-    Weight(
+    WeightNames(
         "layers.*.attention_post_norm.weight",
         "model.layers.*.post_attention_layernorm.weight",
         "blk.*.post_attention_norm.weight",
     ),
-    Weight(
+    WeightNames(
         "layers.*.mlp_post_norm.weight",
         "model.layers.*.post_feedforward_layernorm.weight",
         "blk.*.post_ffw_norm.weight",
@@ -103,16 +109,16 @@ POST_NORMS = (
 """Of families that have them."""
 
 
-def stored_hf(config: LlamaConfig, kind: str) -> dict[str, Stored]:
+def stored_hf(config: LlamaConfig, kind: str) -> dict[str, StoredTensor]:
     """By parameter path: what a Hugging Face checkpoint of a `model_type` keeps."""
-    stored = {w.path: Stored(w.hf) for w in (*WEIGHTS, *POST_NORMS)}
+    stored = {w.path: StoredTensor(w.hf) for w in (*WEIGHTS, *POST_NORMS)}
     if kind in ROWS_OF_HF and ROWS_OF_HF[kind].joined:
         layer = "model.layers.*."
         stored |= joined(config, f"{layer}self_attn.qkv_proj.weight", f"{layer}mlp.gate_up_proj.weight")
     return stored
 
 
-def joined(config: LlamaConfig, attention: str, mlp: str) -> dict[str, Stored]:
+def joined(config: LlamaConfig, attention: str, mlp: str) -> dict[str, StoredTensor]:
     """By parameter path, of files that have one matrix for q, k and v, and one for gate and up."""
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {
@@ -123,18 +129,18 @@ def joined(config: LlamaConfig, attention: str, mlp: str) -> dict[str, Stored]:
     for name, rows in parts.items():
         firsts = itertools.accumulate(rows.values(), initial=0)
         for part, first in zip(rows, firsts, strict=False):
-            stored[f"layers.*.{part}.weight"] = Stored(name, first=first, rows=sum(rows.values()))
+            stored[f"layers.*.{part}.weight"] = StoredTensor(name, first=first, rows=sum(rows.values()))
     return stored
 
 
-def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, Stored]:
+def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, StoredTensor]:
     """By parameter path: what a GGUF keeps. Of "llama" files q and k are permuted, to rotate neighbouring rows."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if arch == "llama" else {}
-    stored = {w.path: Stored(w.gguf, heads=heads.get(w.path.split(".")[-2], 0)) for w in (*WEIGHTS, *POST_NORMS)}
+    stored = {w.path: StoredTensor(w.gguf, heads=heads.get(w.path.split(".")[-2], 0)) for w in (*WEIGHTS, *POST_NORMS)}
     return stored | (joined(config, "blk.*.attn_qkv.weight", "blk.*.ffn_up.weight") if arch == "phi3" else {})
 
 
-def config_from_hf(hf: Fields, **options) -> LlamaConfig:
+def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
     """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
     if hf.text("model_type") == "mistral3":
         hf = text_part(hf, {"model_type": "mistral"})
@@ -156,7 +162,7 @@ def config_from_hf(hf: Fields, **options) -> LlamaConfig:
     check_heads(hf, HF_HEADS, heads, kv_heads, head_dim)
     layers = hf.size("num_hidden_layers", most=LAYERS)
     window, is_global = _windows(hf, row, layers)
-    base, scaling, rotated = rope.from_hf(hf, head_dim, base=row.rope_base, layer_type=FULL, partial=row.partial)
+    base, scaling, rotary_dim = rope.from_hf(hf, head_dim, base=row.rope_base, layer_type=FULL, partial=row.partial)
     local = None if is_global is None or row.stretches_all else rope.local_from_hf(hf, head_dim, base)
     return LlamaConfig(
         vocab_size=hf.size("vocab_size", most=ROWS),
@@ -168,7 +174,7 @@ def config_from_hf(hf: Fields, **options) -> LlamaConfig:
         mlp_width=hf.size("intermediate_size", most=ROWS),
         rope_base=base,
         rope_scaling=scaling,
-        rotated=rotated,
+        rotary_dim=rotary_dim,
         norm_eps=hf.number("rms_norm_eps", 1e-6, most=1.0),
         tied=hf.flag("tie_word_embeddings"),
         window=window,
@@ -180,7 +186,7 @@ def config_from_hf(hf: Fields, **options) -> LlamaConfig:
     )
 
 
-def text_part(hf: Fields, defaults: Mapping[str, Any]) -> Fields:
+def text_part(hf: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFields:
     """Of a multimodal file; defaults: what it may leave out. Raises: UsageError without it."""
     stated = hf.inside("text_config")
     if not stated.values:
@@ -190,7 +196,7 @@ def text_part(hf: Fields, defaults: Mapping[str, Any]) -> Fields:
     return dataclasses.replace(stated, values={**known, **tied, **stated.values})
 
 
-def _windows(hf: Fields, row: Row, layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+def _windows(hf: ConfigFields, row: Row, layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
     """(window, the layers without it), the second None where all layers have it, rotated as those without would be."""
     is_global = global_layers(hf, layers) or row.layers(hf, layers)
     # Mistral 0.1 and OLMo 3 may leave out the window that they have; null is none.
@@ -200,7 +206,7 @@ def _windows(hf: Fields, row: Row, layers: int) -> tuple[int | None, tuple[bool,
     return window, is_global if any(is_global) or not row.stretches_all else None
 
 
-def global_layers(hf: Fields, layers: int) -> tuple[bool, ...]:
+def global_layers(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
     """By `layer_types`, which layers have full attention; () without it. Raises: UsageError for other attention."""
     types = hf.array("layer_types", str)
     if types and len(types) != layers:
@@ -231,8 +237,8 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
     if kind == "olmo3":
         local = rope.to_hf(c.local_rope_base or c.rope_base, None)
         own = {"rope_parameters": {FULL: rope.in_new_form(own), SLIDING: rope.in_new_form(local)}}
-    if c.rotated is not None:
-        own["partial_rotary_factor"] = c.rotated / c.head_dim
+    if c.rotary_dim is not None:
+        own["partial_rotary_factor"] = c.rotary_dim / c.head_dim
     if c.rope_scaling is not None and c.rope_scaling.kind == "longrope":
         own["original_max_position_embeddings"] = c.rope_scaling.original_positions
     if kind == "phi3":
@@ -263,7 +269,7 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
 
 def kind_of(c: LlamaConfig) -> str:
     """The `model_type` whose code computes what a config says."""
-    if c.rotated is not None:  # first: layers of heads may have q/k norms besides, which their files show
+    if c.rotary_dim is not None:  # first: layers of heads may have q/k norms besides, which their files show
         return "phi3"
     if c.norms == "after":
         return "olmo2" if c.window is None else "olmo3"
@@ -274,7 +280,7 @@ def kind_of(c: LlamaConfig) -> str:
     return "llama"
 
 
-def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, **options) -> LlamaConfig:
+def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], factors, **options) -> LlamaConfig:
     """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: its tensors of rope.OF_GGUF."""
     arch, where = meta.prefix.removesuffix("."), meta.where
     if meta.size("expert_count", 0, least=0):
@@ -282,16 +288,16 @@ def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, 
     width, heads = meta.size("embedding_length", most=WIDTH), meta.size("attention.head_count", most=HEADS)
     kv_heads = meta.size("attention.head_count_kv", heads, most=HEADS)
     row, layers = ROWS_OF_GGUF[arch], meta.size("block_count", most=LAYERS)
-    rotated = meta.size("rope.dimension_count", width // heads, most=HEADS)
-    head_dim = meta.size("attention.key_length", width // heads if row.partial else rotated, most=HEADS)
+    rotary_dim = meta.size("rope.dimension_count", width // heads, most=HEADS)
+    head_dim = meta.size("attention.key_length", width // heads if row.partial else rotary_dim, most=HEADS)
     check_heads(meta, GGUF_HEADS, heads, kv_heads, head_dim)
-    if row.partial and (rotated % 2 or rotated > head_dim):
+    if row.partial and (rotary_dim % 2 or rotary_dim > head_dim):
         raise UsageError(
-            f"{where} rotates {rotated} of the {head_dim} numbers of a head (rope.dimension_count); these must be even "
+            f"{where} rotates {rotary_dim} of the {head_dim} numbers of a head (rope.dimension_count); these must be even "
             "and no more than there are"
         )
     base, scaling = rope.from_gguf(meta)
-    scaling = rope.divided(factors, meta, rotated if row.partial else head_dim, base) or scaling
+    scaling = rope.divided(factors, meta, rotary_dim if row.partial else head_dim, base) or scaling
     least = 0 if arch == "phi3" else 1  # of a window: llama.cpp writes 0 for none
     window = meta.size("attention.sliding_window", None, least=least) or None
     is_global = None if row.stretches_all or window is None else windowed_by_gguf(meta, layers, 4)
@@ -305,7 +311,7 @@ def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, 
         mlp_width=meta.size("feed_forward_length", most=ROWS),
         rope_base=base,
         rope_scaling=scaling,
-        rotated=rotated if row.partial and rotated < head_dim else None,
+        rotary_dim=rotary_dim if row.partial and rotary_dim < head_dim else None,
         norm_eps=meta.number("attention.layer_norm_rms_epsilon", most=1.0),
         tied="output.weight" not in shapes,
         window=window,
@@ -317,7 +323,7 @@ def config_from_gguf(meta: Fields, shapes: dict[str, tuple[int, ...]], factors, 
     )
 
 
-def windowed_by_gguf(meta: Fields, layers: int, pattern: int) -> tuple[bool, ...]:
+def windowed_by_gguf(meta: ConfigFields, layers: int, pattern: int) -> tuple[bool, ...]:
     """Which layers have full attention: an array says of each whether it is windowed, a number is the period.
 
     pattern: that of a file that says neither.

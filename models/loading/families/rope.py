@@ -11,7 +11,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.layers import RopeScaling, rope_frequencies
-from specjax.models.loading.families.config_fields import POSITIONS, Fields
+from specjax.models.loading.families.config_fields import POSITIONS, ConfigFields
 
 OF_GGUF = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors of GGUF files that are no parameters: what frequencies are divided by."""
@@ -25,11 +25,11 @@ class Rotary(NamedTuple):
 
     base: float
     scaling: RopeScaling | None
-    rotated: int | None  # numbers of a head; None: all
+    rotary_dim: int | None  # numbers of a head; None: all
 
 
 def from_hf(
-    hf: Fields, head_dim: int, *, base: float = 10000.0, layer_type: str | None = None, partial: bool = False
+    hf: ConfigFields, head_dim: int, *, base: float = 10000.0, layer_type: str | None = None, partial: bool = False
 ) -> Rotary:
     """Of a Hugging Face config, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
 
@@ -45,19 +45,19 @@ def from_hf(
         raise UsageError(
             f"{hf.where} rotates only part of each head (partial_rotary_factor), which specjax supports for phi3 only"
         )
-    rotated = int(head_dim * part)
-    if rotated % 2 or not rotated:
+    rotary_dim = int(head_dim * part)
+    if rotary_dim % 2 or not rotary_dim:
         raise UsageError(
-            f"{hf.where} has partial_rotary_factor {part:g}, which rotates {rotated} of the {head_dim} numbers of a "
+            f"{hf.where} has partial_rotary_factor {part:g}, which rotates {rotary_dim} of the {head_dim} numbers of a "
             "head; these must be even"
         )
-    scaling = _scaling(hf, rope, rotated)
+    scaling = _scaling(hf, rope, rotary_dim)
     if base == 1 and scaling is not None and scaling.kind == "yarn":
         raise UsageError(f"{hf.where} has rope_theta 1, by which YaRN cannot tell frequencies apart; give one above 1")
-    return Rotary(base, scaling, None if rotated == head_dim else rotated)
+    return Rotary(base, scaling, None if rotary_dim == head_dim else rotary_dim)
 
 
-def local_from_hf(hf: Fields, head_dim: int, base: float) -> float:
+def local_from_hf(hf: ConfigFields, head_dim: int, base: float) -> float:
     """The rotary base of windowed layers, which are never stretched. base: that of a file in the old form."""
     if not hf.given("rope_parameters"):
         return base
@@ -67,7 +67,7 @@ def local_from_hf(hf: Fields, head_dim: int, base: float) -> float:
     return found.base
 
 
-def _scaling(hf: Fields, rope: Fields, rotated: int) -> RopeScaling | None:
+def _scaling(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScaling | None:
     kind = rope.text("rope_type", None) or rope.text("type", "default")
     if kind == "default":
         return None
@@ -80,7 +80,7 @@ def _scaling(hf: Fields, rope: Fields, rotated: int) -> RopeScaling | None:
         original = rope.size("original_max_position_embeddings", most=POSITIONS)
         return RopeScaling("llama3", rope.number("factor", **FACTOR), low, high, original)
     if kind in ("longrope", "su") or (kind == "yarn" and rope.given("long_factor")):  # so the first Phi-3 of 128k
-        return _longrope(hf, rope, rotated)
+        return _longrope(hf, rope, rotary_dim)
     if kind == "yarn":
         return _yarn(hf, rope)
     known = "default, linear, llama3, yarn, longrope"
@@ -115,7 +115,7 @@ def in_new_form(said: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": said["rope_theta"], **(said["rope_scaling"] or {})}
 
 
-def _yarn(hf: Fields, rope: Fields) -> RopeScaling:
+def _yarn(hf: ConfigFields, rope: ConfigFields) -> RopeScaling:
     """As transformers reads it."""
     original = rope.size("original_max_position_embeddings", most=POSITIONS)
     factor = rope.number("factor", hf.size("max_position_embeddings") / original, **FACTOR)
@@ -129,7 +129,7 @@ def _yarn(hf: Fields, rope: Fields) -> RopeScaling:
     return RopeScaling("yarn", factor, low, high, original, amplitude, rope.flag("truncate", True))
 
 
-def _longrope(hf: Fields, rope: Fields, rotated: int) -> RopeScaling:
+def _longrope(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScaling:
     """As transformers reads it: Phi keeps its original length outside of the other settings, which then counts."""
     for name in ("short_mscale", "long_mscale"):
         if rope.given(name):
@@ -140,11 +140,11 @@ def _longrope(hf: Fields, rope: Fields, rotated: int) -> RopeScaling:
     factor = rope.number("factor", most / original, **FACTOR)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     amplitude = rope.number("attention_factor", amplitude, **FACTOR)
-    short, long = (_divisors(rope, name, rotated // 2) for name in ("short_factor", "long_factor"))
+    short, long = (_divisors(rope, name, rotary_dim // 2) for name in ("short_factor", "long_factor"))
     return RopeScaling("longrope", factor, original_positions=original, amplitude=amplitude, short=short, long=long)
 
 
-def _divisors(rope: Fields, name: str, count: int) -> tuple[float, ...]:
+def _divisors(rope: ConfigFields, name: str, count: int) -> tuple[float, ...]:
     """One for each frequency."""
     found = rope.array(name, (int, float), count)
     if not found:
@@ -156,7 +156,7 @@ def _divisors(rope: Fields, name: str, count: int) -> tuple[float, ...]:
     return tuple(map(float, found))
 
 
-def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:
+def from_gguf(meta: ConfigFields) -> tuple[float, RopeScaling | None]:
     """(base, scaling) of GGUF metadata; see also `divided`."""
     base = meta.number("rope.freq_base", 10000.0, **BASE)
     kind = meta.text("rope.scaling.type", "none")
@@ -168,14 +168,14 @@ def from_gguf(meta: Fields) -> tuple[float, RopeScaling | None]:
     return base, RopeScaling("linear", factor) if factor not in (0.0, 1.0) else None
 
 
-def divided(factors: Mapping[str, np.ndarray], meta: Fields, rotated: int, base: float) -> RopeScaling | None:
+def divided(factors: Mapping[str, np.ndarray], meta: ConfigFields, rotary_dim: int, base: float) -> RopeScaling | None:
     """What the divisors of frequencies, by names in OF_GGUF, say of a file's scaling; None without any."""
     plain, *sets = OF_GGUF
     if plain in factors:
-        return llama3_from_factors(factors[plain], rotated, base, meta.where)
+        return llama3_from_factors(factors[plain], rotary_dim, base, meta.where)
     if not factors:
         return None
-    long, short = (_divisors_of_gguf(factors.get(name), name, rotated // 2, meta.where) for name in sets)
+    long, short = (_divisors_of_gguf(factors.get(name), name, rotary_dim // 2, meta.where) for name in sets)
     original = meta.size("rope.scaling.original_context_length", least=2, most=POSITIONS)
     factor = meta.size("context_length") / original
     amplitude = meta.number("rope.scaling.attn_factor", 1.0, **FACTOR)

@@ -17,9 +17,9 @@ import numpy as np
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import check_regular, quote
 from specjax.models.loading.families import registry, rope
-from specjax.models.loading.families.config_fields import ROWS, Fields
+from specjax.models.loading.families.config_fields import ROWS, ConfigFields
 from specjax.models.loading.tensors.assembly import Checkpoint
-from specjax.models.loading.tensors.tensors import Tensor, check_sizes, read_rows
+from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes, read_rows
 
 T = TypeVar("T")
 
@@ -36,15 +36,15 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     """
     meta, tensors = read_header(file)
     where = str(file)
-    arch = Fields(meta, where, "general.").text("architecture", "unnamed")
+    arch = ConfigFields(meta, where, "general.").text("architecture", "unnamed")
     family = registry.by_gguf(arch, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     factors = {name: read_rows(tensors[name], 0, shapes[name][0]) for name in rope.OF_GGUF if name in tensors}
-    config = family.config_from_gguf(Fields(meta, where, f"{arch}."), shapes, factors, **options)
+    config = family.config_from_gguf(ConfigFields(meta, where, f"{arch}."), shapes, factors, **options)
     return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), rope.OF_GGUF.__contains__), meta
 
 
-def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorLocation]]:
     """Metadata and the table of tensors."""
     check_regular(file)
     size = file.stat().st_size
@@ -57,7 +57,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             return _parse(data, file)
 
 
-def _parse(data: mmap.mmap, file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _parse(data: mmap.mmap, file: Path) -> tuple[dict[str, Any], dict[str, TensorLocation]]:
     cursor = _Cursor(data, 4)
     try:
         version = cursor.scalar("I")
@@ -68,11 +68,11 @@ def _parse(data: mmap.mmap, file: Path) -> tuple[dict[str, Any], dict[str, Tenso
         infos = _without_twins((cursor.tensor_info() for _ in range(num_tensors)), file)
     except (struct.error, KeyError, UnicodeDecodeError):
         raise UsageError(f"{file} is cut short or damaged: its header cannot be read; download it again") from None
-    alignment = Fields(meta, str(file), "general.").size("alignment", 32)
+    alignment = ConfigFields(meta, str(file), "general.").size("alignment", 32)
     if alignment % 8 or alignment & (alignment - 1):
         raise UsageError(f"{file} has general.alignment {alignment}, which must be a power of two from 8 on")
     start = -(-cursor.at // alignment) * alignment
-    tensors = {name: Tensor(file, start + offset, shape, kind) for name, (shape, kind, offset) in infos.items()}
+    tensors = {name: TensorLocation(file, start + offset, shape, kind) for name, (shape, kind, offset) in infos.items()}
     check_sizes(tensors, file)
     _check_places(tensors, start, alignment, file)
     return meta, tensors
@@ -87,7 +87,7 @@ def _without_twins(pairs: Iterable[tuple[str, T]], file: Path) -> dict[str, T]:
     return found
 
 
-def _check_places(tensors: dict[str, Tensor], start: int, alignment: int, file: Path) -> None:
+def _check_places(tensors: dict[str, TensorLocation], start: int, alignment: int, file: Path) -> None:
     """Raises: UsageError for tensors that lie on each other, or where none begins."""
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda entry: (entry[1].offset, entry[1].num_bytes)):

@@ -11,27 +11,27 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import QUOTED, check_regular, first_line, parse_json, quote, read_json_object, shorten
 from specjax.models.bridge import Config
 from specjax.models.loading.families import denoisers, registry
-from specjax.models.loading.families.config_fields import Fields
+from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.formats import maxtext
 from specjax.models.loading.tensors import torch_file
-from specjax.models.loading.tensors.assembly import Checkpoint, Stored
-from specjax.models.loading.tensors.tensors import Tensor, check_sizes
+from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor
+from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes
 
-WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is downloaded of a hub repository: no pickles, no code, no other frameworks."""
 
-TORCHS = "*.bin", "*.pt"
+TORCH_FILES = "*.bin", "*.pt"
 """What is downloaded of a repository that has no safetensors, of those who can do without: nothing in them runs."""
 
-SAFETENSORS, TORCH, OF_TORCH = ".safetensors", ".bin", (".bin", ".pt")
-WHOLE, WHOLE_OF_TORCH = "model.safetensors", "pytorch_model.bin"
-INDEX = f"{WHOLE}.index.json"
+SAFETENSORS, TORCH, TORCH_SUFFIXES = ".safetensors", ".bin", (".bin", ".pt")
+SAFETENSORS_FILE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
+INDEX = f"{SAFETENSORS_FILE}.index.json"
 SHARD = r"[^/\\\0]+"  # a name of a file in the same folder, without its ending
 
 _BESIDE_THE_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
-def download(repo: str, wanted: tuple[str, ...] = WANTED) -> Path:
+def download(repo: str, wanted: tuple[str, ...] = DOWNLOADED_FILES) -> Path:
     """The local folder of a hub repository, from the cache or the network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
@@ -61,9 +61,9 @@ def read(folder: Path, **options) -> Checkpoint:
     if items is not None:
         if any(folder.glob(f"*{SAFETENSORS}")):
             raise UsageError(f"{folder} has safetensors and a checkpoint of MaxText; move one of the two away")
-        held, stored = maxtext.read(items, parsed, Fields(config, where).text("model_type", "unnamed"))
+        held, stored = maxtext.read(items, parsed, ConfigFields(config, where).text("model_type", "unnamed"))
         return Checkpoint(folder, parsed, held, stored)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TensorLocation] = {}
     for file in weight_files(folder):
         for name, tensor in read_tensors(file).items():
             first = tensors.setdefault(_text_name(name), tensor)
@@ -81,9 +81,9 @@ def read(folder: Path, **options) -> Checkpoint:
     return Checkpoint(folder, parsed, tensors, stored, ignored)
 
 
-def parse_config(config: dict, where: str, **options) -> tuple[Config, dict[str, Stored]]:
+def parse_config(config: dict, where: str, **options) -> tuple[Config, dict[str, StoredTensor]]:
     """(config, what is stored by parameter path) of the contents of a config.json. `options`: as for `read`."""
-    fields = denoisers.as_family(Fields(config, where))
+    fields = denoisers.as_family(ConfigFields(config, where))
     kind = fields.text("model_type", "unnamed")
     family = registry.by_hf(kind, where)
     parsed = family.config_from_hf(fields, **options)
@@ -99,7 +99,7 @@ def _text_name(name: str) -> str:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files of weights of a folder, safetensors if there are any; all shards must be there."""
-    for whole, kind in ((WHOLE, SAFETENSORS), (WHOLE_OF_TORCH, TORCH)):
+    for whole, kind in ((SAFETENSORS_FILE, SAFETENSORS), (TORCH_FILE, TORCH)):
         index = read_json_object(folder / f"{whole}.index.json")
         if index is not None:
             return _shards(folder, f"{whole}.index.json", index, kind)
@@ -111,7 +111,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:
-    names = Fields(index, str(folder / name)).inside("weight_map").values.values()
+    names = ConfigFields(index, str(folder / name)).inside("weight_map").values.values()
     outside = [
         shard for shard in names if not isinstance(shard, str) or not re.fullmatch(SHARD + re.escape(kind), shard)
     ]
@@ -127,12 +127,12 @@ def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:
     return files
 
 
-def read_tensors(file: Path, integers: bool = False) -> dict[str, Tensor]:
+def read_tensors(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
     """The table of one file of weights, by the kind its name says. `integers`: ids may be among them."""
-    return torch_file.read(file, integers) if file.suffix in OF_TORCH else read_safetensors(file, integers)
+    return torch_file.read(file, integers) if file.suffix in TORCH_SUFFIXES else read_safetensors(file, integers)
 
 
-def read_safetensors(file: Path, integers: bool = False) -> dict[str, Tensor]:
+def read_safetensors(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
     """The table of one file. The library compares types, shapes and places with each other and with the file's size."""
     from safetensors import SafetensorError, safe_open
 
@@ -149,7 +149,7 @@ def read_safetensors(file: Path, integers: bool = False) -> dict[str, Tensor]:
         length = int.from_bytes(handle.read(8), "little")
         header = parse_json(handle.read(length), file, object_pairs_hook=functools.partial(_without_twins, file))
     tensors = {
-        name: Tensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        name: TensorLocation(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
         for name, entry in header.items()
         if name != "__metadata__"
     }

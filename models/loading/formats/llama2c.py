@@ -15,7 +15,7 @@ from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import llama
 from specjax.models.loading.families.config_fields import LAYERS, ROWS, WIDTH
 from specjax.models.loading.tensors.assembly import Checkpoint
-from specjax.models.loading.tensors.tensors import Tensor
+from specjax.models.loading.tensors.tensors import TensorLocation
 from specjax.models.loading.tokenizers.spm import SPACE, Spm
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def read(file: Path, **options) -> Checkpoint:
     return Checkpoint(file, config, tensors, llama.stored_gguf(config, "llama"))
 
 
-def _table(file: Path, c: LlamaConfig) -> tuple[dict[str, Tensor], int]:
+def _table(file: Path, c: LlamaConfig) -> tuple[dict[str, TensorLocation], int]:
     """The tensors in file order, under their GGUF names (q and k are permuted as there), and where they end."""
     kv_width = c.num_kv_heads * c.head_dim
     per_layer: dict[str, tuple[int, ...]] = {
@@ -78,7 +78,7 @@ def _table(file: Path, c: LlamaConfig) -> tuple[dict[str, Tensor], int]:
         order += [("output.weight", (c.vocab_size, c.width))]
     tensors, at = {}, HEADER.size
     for name, shape in order:
-        tensors[name] = Tensor(file, at, shape, "F32")
+        tensors[name] = TensorLocation(file, at, shape, "F32")
         at += 4 * math.prod(shape)
     del tensors[""]
     return tensors, at

@@ -5,9 +5,9 @@ trained, laid into the same folder. MaxText keeps a matrix as [in, heads, width 
 one array, whose second axis they are, or each apart; what it does not do at run time, it has done to the weights:
 
 - queries are divided by the square root of a head's width, where attention does not do it (llama, mistral);
-- with the frequencies of Llama 3.1 the two numbers that are rotated together are neighbours (`Stored.heads`).
+- with the frequencies of Llama 3.1 the two numbers that are rotated together are neighbours (`StoredTensor.heads`).
 
-An array is read whole when its first layer is wanted, so loading takes the memory of the model, of `KEPT` arrays and of
+An array is read whole when its first layer is wanted, so loading takes the memory of the model, of `CACHED_ARRAYS` arrays and of
 the one that is read.
 """
 
@@ -26,8 +26,8 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import check_folder, first_line, import_orbax, quote
 from specjax.models.bridge import Config
 from specjax.models.layers import RopeScaling
-from specjax.models.loading.tensors.assembly import Stored
-from specjax.models.loading.tensors.tensors import Held
+from specjax.models.loading.tensors.assembly import StoredTensor
+from specjax.models.loading.tensors.tensors import LazyTensor
 
 ITEMS, METADATA = "items", "_METADATA"
 """The folder in a step's folder, and the file by which Orbax knows its own."""
@@ -63,10 +63,10 @@ PATHS = {
 
 LAYERS_AXIS = 1  # MaxText's param_scan_axis
 PADDING = 1024  # rows by which a vocabulary is filled up, at most; with more it is another one
-KEPT = 4  # arrays that are held at once: those of one size, whose layers are filled in turn
+CACHED_ARRAYS = 4  # arrays that are held at once: those of one size, whose layers are filled in turn
 
 
-class Array(NamedTuple):
+class ArrayInfo(NamedTuple):
     """What Orbax says of an array before it is read."""
 
     path: tuple[str, ...]
@@ -106,7 +106,7 @@ def why_no_weights(folder: Path) -> str | None:
     return None
 
 
-def read(place: Path, config: Config, kind: str) -> tuple[dict[str, Held], dict[str, Stored]]:
+def read(place: Path, config: Config, kind: str) -> tuple[dict[str, LazyTensor], dict[str, StoredTensor]]:
     """(tensors by name, what is stored by parameter path) of a checkpoint of a Hugging Face `model_type`.
 
     Raises: UsageError for a type that is not of KINDS, and for what is no checkpoint of MaxText.
@@ -138,10 +138,10 @@ def read(place: Path, config: Config, kind: str) -> tuple[dict[str, Held], dict[
             f"{LLAMA31.high:g} and original_max_position_embeddings {LLAMA31.original_positions}"
         )
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if neighbours else {}
-    return tensors, {path: Stored(name, heads=heads.get(path.split(".")[-2], 0)) for path, name in PATHS.items()}
+    return tensors, {path: StoredTensor(name, heads=heads.get(path.split(".")[-2], 0)) for path, name in PATHS.items()}
 
 
-def _held(store: _Store, array: Array, name: str, layer: int | None, config: Config, kind: str) -> Held:
+def _held(store: _Store, array: ArrayInfo, name: str, layer: int | None, config: Config, kind: str) -> LazyTensor:
     """One tensor of one layer, [out, in] or [out]."""
     own = array.shape if layer is None else (*array.shape[:LAYERS_AXIS], *array.shape[LAYERS_AXIS + 1 :])
     *parts, part = name.split(".")
@@ -164,7 +164,7 @@ def _held(store: _Store, array: Array, name: str, layer: int | None, config: Con
         found = flat.astype(np.float32)
         return found * np.float32(times) if times != 1.0 else found
 
-    return Held(store.place, shape, rows)
+    return LazyTensor(store.place, shape, rows)
 
 
 class _Store:
@@ -173,7 +173,7 @@ class _Store:
     def __init__(self, place: Path):
         self.place = place
         self.lock = threading.Lock()
-        self.kept = functools.lru_cache(KEPT)(self._read)
+        self.kept = functools.lru_cache(CACHED_ARRAYS)(self._read)
         self.tree = self._metadata()
         prefixes: tuple[tuple[str, ...], ...] = (("params", "params"), ("params",), ())
         with_decoder = [prefix for prefix in prefixes if "decoder" in _inside(self.tree, prefix)]
@@ -181,15 +181,15 @@ class _Store:
             raise UsageError(f"{place} is a folder of Orbax with no decoder in its params, so no checkpoint of MaxText")
         self.prefix = with_decoder[0]
 
-    def arrays(self) -> Iterator[Array]:
+    def arrays(self) -> Iterator[ArrayInfo]:
         """Of the model: not those of the optimiser."""
 
-        def below(path: tuple[str, ...], node: Any) -> Iterator[Array]:
+        def below(path: tuple[str, ...], node: Any) -> Iterator[ArrayInfo]:
             for key, child in node.items():
                 if isinstance(child, dict):
                     yield from below((*path, key), child)
                 elif getattr(child, "shape", None) is not None:
-                    yield Array((*path, key), tuple(child.shape))
+                    yield ArrayInfo((*path, key), tuple(child.shape))
 
         return below(self.prefix, _inside(self.tree, self.prefix))
 
@@ -220,7 +220,9 @@ class _Store:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 found = reader.metadata(self.place.absolute()).item_metadata
         except Exception as error:
-            raise UsageError(f"{self.place} is no whole folder of Orbax ({first_line(error)}); copy it again") from error
+            raise UsageError(
+                f"{self.place} is no whole folder of Orbax ({first_line(error)}); copy it again"
+            ) from error
         tree = getattr(found, "tree", None)
         if not isinstance(tree, dict):
             raise UsageError(f"{self.place} is no whole folder of Orbax: what is in it is not said; copy it again")

@@ -17,7 +17,7 @@ from specjax.files.untrusted import first_line, read_json_object
 from specjax.models.bridge import CONFIGS, Config, has_repeated_heads
 from specjax.models.loading.families import registry
 from specjax.models.loading.formats import hf
-from specjax.models.loading.tensors.assembly import Checkpoint, leaves
+from specjax.models.loading.tensors.assembly import Checkpoint, list_parameters
 from specjax.models.loading.tokenizers import writing
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer
 from specjax.types import Target
@@ -51,9 +51,9 @@ def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | 
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        write_tensors(place / hf.WHOLE, _tensors(target))
+        write_tensors(place / hf.SAFETENSORS_FILE, _tensors(target))
         if isinstance(tokenizer, Tokenizer):
-            described |= writing.write(place, tokenizer)
+            described |= writing.write_tokenizer(place, tokenizer)
         elif tokenizer is not None:
             described |= _copied(Path(tokenizer), place)
         (place / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -97,7 +97,7 @@ def _tensors(target: Target) -> dict[str, jax.Array]:
     values = {tuple(entry.key for entry in path): value for path, value in values.items()}
     tensors: dict[str, jax.Array] = {}
     joined: dict[str, dict[int, jax.Array]] = {}  # by row, what is one tensor there
-    for leaf in leaves(checkpoint):
+    for leaf in list_parameters(checkpoint):
         value = values[leaf.keys]
         for layer, stored in enumerate(leaf.parts):
             one = value[layer] if leaf.stacked else value

@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from specjax.errors import UsageError
 from specjax.files.untrusted import QUOTED, SENTENCE, quote, shorten
 from specjax.models.bridge import Config, abstract_params
-from specjax.models.layout import counts_kv_heads, spread
-from specjax.models.loading.tensors.tensors import Held, Tensor, read_rows
+from specjax.models.layout import has_kv_head_rows, shard_config
+from specjax.models.loading.tensors.tensors import LazyTensor, TensorLocation, read_rows
 from specjax.types import PyTree
 
 ALIGNMENT = 64  # bytes; jax copies numpy memory that is less aligned
@@ -31,7 +31,7 @@ CHUNK = 1 << 17  # elements dequantised at a time: the scratch arrays of one chu
 SHOWN = 8  # names listed per kind of mismatch
 
 
-class Weight(NamedTuple):
+class WeightNames(NamedTuple):
     """One row of a family's table: the same tensor here, in Hugging Face checkpoints and in GGUF; `*` is the layer."""
 
     path: str
@@ -39,7 +39,7 @@ class Weight(NamedTuple):
     gguf: str
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """How a file keeps one tensor: its name there, and what differs from the parameter."""
 
     name: str
@@ -54,18 +54,18 @@ class Checkpoint(NamedTuple):
 
     path: Path
     config: Config
-    tensors: Mapping[str, Tensor | Held]
-    stored: dict[str, Stored]  # by parameter path, `*` for the layer
+    tensors: Mapping[str, TensorLocation | LazyTensor]
+    stored: dict[str, StoredTensor]  # by parameter path, `*` for the layer
     ignored: Callable[[str], bool] = lambda name: False  # tensors that no parameter needs
 
 
-class Leaf(NamedTuple):
+class Parameter(NamedTuple):
     """One parameter array and the stored tensors that fill it: one, or one per layer if layers are stacked."""
 
     keys: tuple
     shape: tuple[int, ...]
     dtype: np.dtype
-    parts: tuple[Stored, ...]
+    parts: tuple[StoredTensor, ...]
     stacked: bool
     sharding: Any = None  # None: of the default device
     copies: int = 1  # of each key/value head, which the file has once
@@ -77,7 +77,7 @@ class Leaf(NamedTuple):
         return (shape[0] // self.copies, *shape[1:])
 
 
-class Piece(NamedTuple):
+class DevicePart(NamedTuple):
     """What one device, or several that hold the same, get of a parameter."""
 
     where: tuple[slice, ...]  # of the parameter
@@ -94,7 +94,7 @@ def check(checkpoint: Checkpoint) -> None:
     needed = set()
     # Layers in one array each: a thousand of them apart are traced for a minute.
     stacked = dataclasses.replace(checkpoint.config, stacked=True)
-    for leaf in leaves(checkpoint._replace(config=stacked)):
+    for leaf in list_parameters(checkpoint._replace(config=stacked)):
         for part in leaf.parts:
             want = (part.rows or leaf.row_shape[0], *leaf.row_shape[1:])
             needed.add(part.name)
@@ -104,10 +104,10 @@ def check(checkpoint: Checkpoint) -> None:
                 wrong.append(f"{part.name} is {quote(list(tensors[part.name].shape))}, not {list(want)}")
     extra = sorted(name for name in tensors if name not in needed and not checkpoint.ignored(name))
     once = lambda names: list(dict.fromkeys(names))  # a joined tensor was asked for by each of its parts
-    refuse(checkpoint.path, once(missing), once(wrong), extra)
+    refuse_tensors(checkpoint.path, once(missing), once(wrong), extra)
 
 
-def refuse(path: Path, missing: list[str], wrong: list[str], extra: list[str]) -> None:
+def refuse_tensors(path: Path, missing: list[str], wrong: list[str], extra: list[str]) -> None:
     """Raises: UsageError with the names of the tensors that are not as they should be, if there are any."""
     faults = [
         f"{len(names)} {kind} ({_some(names)})"
@@ -122,15 +122,17 @@ def assemble(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, 
     """The parameters of a checked checkpoint; with a mesh those of `specjax.shard`, each device's part alone."""
     params: dict = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for leaf in sorted(leaves(checkpoint, mesh, over), key=lambda leaf: -math.prod(leaf.shape)):
+        for leaf in sorted(list_parameters(checkpoint, mesh, over), key=lambda leaf: -math.prod(leaf.shape)):
             insert(params, leaf.keys, fill(leaf, checkpoint.tensors, pool, checkpoint.config.head_dim))
     return params
 
 
-def leaves(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> Iterator[Leaf]:
+def list_parameters(
+    checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None
+) -> Iterator[Parameter]:
     """The parameters that the model wants, with the names of their tensors in the file."""
     config = checkpoint.config
-    wide, layout = (config, None) if mesh is None else spread(config, mesh, over)
+    wide, layout = (config, None) if mesh is None else shard_config(config, mesh, over)
     shapes = abstract_params(wide)
     shardings = jax.tree.map(lambda x: None, shapes) if layout is None else layout.params(shapes)
     flat = jax.tree_util.tree_flatten_with_path(shapes)[0]
@@ -141,8 +143,8 @@ def leaves(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ..
         names = ["*" if isinstance(key, int) else key for key in keys]
         stored = checkpoint.stored[".".join(["layers", "*", *names[1:]] if in_stack else names)]
         parts = tuple(stored._replace(name=stored.name.replace("*", str(layer))) for layer in layers)
-        copies = wide.num_kv_heads // config.num_kv_heads if counts_kv_heads(config, keys[-2]) else 1
-        yield Leaf(keys, struct.shape, struct.dtype, parts, in_stack, sharding, copies)
+        copies = wide.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, keys[-2]) else 1
+        yield Parameter(keys, struct.shape, struct.dtype, parts, in_stack, sharding, copies)
 
 
 def _some(names: list[str]) -> str:
@@ -150,7 +152,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(shorten(name, QUOTED) for name in names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def fill(leaf: Leaf, tensors: Mapping[str, Tensor | Held], pool: ThreadPoolExecutor, head_dim: int = 1) -> jax.Array:
+def fill(
+    leaf: Parameter, tensors: Mapping[str, TensorLocation | LazyTensor], pool: ThreadPoolExecutor, head_dim: int = 1
+) -> jax.Array:
     """Read, convert and place all parts of one parameter, a chunk of rows per task."""
     pieces = _pieces(leaf)
     tasks = []
@@ -172,7 +176,7 @@ def fill(leaf: Leaf, tensors: Mapping[str, Tensor | Held], pool: ThreadPoolExecu
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
 
 
-def _pieces(leaf: Leaf) -> list[Piece]:
+def _pieces(leaf: Parameter) -> list[DevicePart]:
     """Of the devices of this process."""
     whole = tuple(slice(0, size) for size in leaf.shape)
     found: dict[tuple, list] = {}
@@ -183,12 +187,14 @@ def _pieces(leaf: Leaf) -> list[Piece]:
             bounds = (part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
             found.setdefault(tuple(bounds), []).append(device)
     return [
-        Piece(tuple(slice(*pair) for pair in where), _aligned([b - a for a, b in where], leaf.dtype), tuple(devices))
+        DevicePart(
+            tuple(slice(*pair) for pair in where), _aligned([b - a for a, b in where], leaf.dtype), tuple(devices)
+        )
         for where, devices in found.items()
     ]
 
 
-def _source_rows(leaf: Leaf, part: Stored, head_dim: int) -> np.ndarray | None:
+def _source_rows(leaf: Parameter, part: StoredTensor, head_dim: int) -> np.ndarray | None:
     """int[rows]: the stored row of each row of the parameter; None if they are the same."""
     if not part.heads and not part.rows and leaf.copies == 1:
         return None
@@ -198,7 +204,9 @@ def _source_rows(leaf: Leaf, part: Stored, head_dim: int) -> np.ndarray | None:
     return rows if leaf.copies == 1 else np.repeat(rows.reshape(-1, head_dim), leaf.copies, 0).reshape(-1)
 
 
-def _place(slots: list, tensor: Tensor | Held, start: int, stop: int, add: float, source: np.ndarray | None) -> None:
+def _place(
+    slots: list, tensor: TensorLocation | LazyTensor, start: int, stop: int, add: float, source: np.ndarray | None
+) -> None:
     """Stored rows `start:stop` to where they belong. What is added is added in float32, before rounding."""
     wanted: list[tuple] = []
     for (rows, *others), values in slots:

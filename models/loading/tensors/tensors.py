@@ -1,6 +1,6 @@
 """Tensors that lie in files: where, how big, how stored; and how to read a few rows of one as float32.
 
-Every format is parsed down to a table of `Tensor`s. Rows are then read with plain file reads, chunk by chunk: the pages
+Every format is parsed down to a table of `TensorLocation`s. Rows are then read with plain file reads, chunk by chunk: the pages
 of a mapped file would stay resident, and count, until all of it had been read.
 """
 
@@ -23,7 +23,7 @@ INTEGERS = {"I64": "<i8", "I32": "<i4", "BOOL": "?"}
 """Storage formats of ids and flags, which are no weights."""
 
 
-class Tensor(NamedTuple):
+class TensorLocation(NamedTuple):
     """One stored tensor. `kind`: of PLAIN_BYTES or INTEGERS, or the name of a GGML block format such as "Q4_K"."""
 
     file: Path
@@ -36,16 +36,16 @@ class Tensor(NamedTuple):
         return bytes_of(self.kind, math.prod(self.shape))
 
 
-class Held(NamedTuple):
+class LazyTensor(NamedTuple):
     """One tensor of a store that reads itself, such as Orbax: `rows(start, stop)` gives rows of it as float32."""
 
     file: Path
-    shape: tuple[int, ...]  # as `Tensor`'s
+    shape: tuple[int, ...]  # as `TensorLocation`'s
     rows: Callable[[int, int], np.ndarray]
 
 
 @functools.cache
-def block(kind: str) -> tuple[int, int]:
+def block_size(kind: str) -> tuple[int, int]:
     """(elements, bytes) of the smallest unit of a storage format; (0, 0) if it cannot be read."""
     if kind in PLAIN_BYTES:
         return 1, PLAIN_BYTES[kind]
@@ -68,23 +68,23 @@ def block(kind: str) -> tuple[int, int]:
 
 def bytes_of(kind: str, elements: int) -> int:
     """Bytes of so many elements."""
-    unit, size = block(kind)
+    unit, size = block_size(kind)
     return elements // unit * size
 
 
-def read_rows(tensor: Tensor | Held, start: int, stop: int) -> np.ndarray:
+def read_rows(tensor: TensorLocation | LazyTensor, start: int, stop: int) -> np.ndarray:
     """float32[stop - start, ...]: rows of a tensor. `start` must fall on a block of the format."""
-    if isinstance(tensor, Held):
+    if isinstance(tensor, LazyTensor):
         return tensor.rows(start, stop)
     return _float32(_raw(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
 
 
-def read_integers(tensor: Tensor) -> np.ndarray:
+def read_integers(tensor: TensorLocation) -> np.ndarray:
     """int64 of the tensor's shape, of one whose kind is in INTEGERS."""
     return _raw(tensor, 0, tensor.shape[0]).view(INTEGERS[tensor.kind]).astype(np.int64).reshape(tensor.shape)
 
 
-def _raw(tensor: Tensor, start: int, stop: int) -> np.ndarray:
+def _raw(tensor: TensorLocation, start: int, stop: int) -> np.ndarray:
     """uint8[n]: the bytes of some rows."""
     row = math.prod(tensor.shape[1:])
     size = bytes_of(tensor.kind, (stop - start) * row)
@@ -110,18 +110,18 @@ def _float32(raw: np.ndarray, kind: str) -> np.ndarray:
     return dequantize(raw.reshape(1, -1), GGMLQuantizationType[kind]).reshape(-1)
 
 
-def check_sizes(tensors: dict[str, Tensor], file: Path, integers: bool = False) -> None:
+def check_sizes(tensors: dict[str, TensorLocation], file: Path, integers: bool = False) -> None:
     """Refuse storage formats that cannot be read, and a file that is shorter than its own table says.
 
     integers: formats of whole numbers can be.
     """
-    unreadable = lambda kind: block(kind)[0] == 0 or (kind in INTEGERS and not integers)
+    unreadable = lambda kind: block_size(kind)[0] == 0 or (kind in INTEGERS and not integers)
     unknown = sorted({t.kind for t in tensors.values() if unreadable(t.kind)})
     if unknown:
         some = ", ".join(unknown[:SHOWN])
         raise UsageError(f"{file} stores tensors as {some}, which specjax cannot read; use another file")
     for name, t in tensors.items():
-        unit = block(t.kind)[0]
+        unit = block_size(t.kind)[0]
         if math.prod(t.shape) == 0 or (unit > 1 and t.shape[-1] % unit):
             raise UsageError(
                 f"{file} has {quote(name)} of shape {quote(list(t.shape))}, which {t.kind} cannot hold; download it "

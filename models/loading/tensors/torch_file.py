@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import check_regular, guarded_read, quote
-from specjax.models.loading.tensors.tensors import INTEGERS, Tensor, block, check_sizes, read_integers
+from specjax.models.loading.tensors.tensors import INTEGERS, TensorLocation, block_size, check_sizes, read_integers
 
 MAGIC = b"PK\x03\x04"
 LONGEST_PICKLE = 16_000_000  # bytes: what describes the tensors, not they
@@ -82,7 +82,7 @@ class _View(NamedTuple):
     strides: tuple[int, ...]
 
 
-def read(file: Path, integers: bool = False) -> dict[str, Tensor]:
+def read(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
     """The table of tensors of one file, whose other entries (numbers, texts) are left out.
 
     integers: there may be tensors of whole numbers among them.
@@ -219,10 +219,10 @@ def _rebuild(storage: _Storage, first: int, shape: tuple, strides: tuple, *_: An
     return _View(storage, first, tuple(shape), tuple(strides))
 
 
-def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -> Tensor:
+def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -> TensorLocation:
     """Where its elements lie. Raises: UsageError if they are not in the file, in order, one after another."""
     kind = KINDS.get(view.storage.kind, view.storage.kind)
-    size = block(kind)[1] or 1
+    size = block_size(kind)[1] or 1
     numbers = (view.first, view.storage.size, *view.shape, *view.strides)
     if entry is None or not _is_stored(entry) or not all(type(n) is int and n >= 0 for n in numbers):
         raise UsageError(f"{file} has no elements for the tensor {quote(name)}; download it again")
@@ -237,7 +237,7 @@ def _tensor(file: Path, name: str, view: _View, entry: zipfile.ZipInfo | None) -
         raise UsageError(f"{file} has the tensor {quote(name)} transposed or cut; save it with .contiguous()")
     if len(view.strides) != len(view.shape) or (view.first + count) * size > entry.file_size:
         raise UsageError(f"{file} has no elements for the tensor {quote(name)}; download it again")
-    return Tensor(file, _start(file, entry) + view.first * size, view.shape, kind)
+    return TensorLocation(file, _start(file, entry) + view.first * size, view.shape, kind)
 
 
 def _is_stored(entry: zipfile.ZipInfo) -> bool:

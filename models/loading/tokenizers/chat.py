@@ -59,7 +59,7 @@ def render(template: str, messages: Messages, names: Mapping[str, str]) -> str:
     return answer["text"]
 
 
-def stands_in(template: str, piece: str) -> bool:
+def appears_in_template(template: str, piece: str) -> bool:
     """Whether a template writes a token: one that is more than spaces or a letter, of which some are tokens too."""
     return len(piece.strip()) > 2 and piece in template
 
@@ -138,7 +138,7 @@ _process = _Process()
 atexit.register(_process.stop)
 
 
-def set_apart(messages: Messages, find: Callable[..., Spans]) -> tuple[list, str | None]:
+def split_control_tokens(messages: Messages, find: Callable[..., Spans]) -> tuple[list, str | None]:
     """Control tokens that are written out in the messages, cut in two.
 
     Args:
@@ -197,7 +197,7 @@ def _parts(text: str, find: Callable[[str], Spans]) -> list[str]:
     return [part for a, b in itertools.pairwise((0, *cuts, len(text))) for part in _parts(text[a:b], find)]
 
 
-class Region(NamedTuple):
+class MessageRegion(NamedTuple):
     """Where a rendered conversation has what somebody wrote; of none of its characters: where it begins or ends."""
 
     start: int
@@ -205,7 +205,7 @@ class Region(NamedTuple):
     by_model: bool
 
 
-def parts_of(
+def split_conversation(
     text: str, mark: str | None, messages: list, draw: Callable[[list], str], find: Callable[..., Spans]
 ) -> list[str]:
     """A conversation in parts within which all control tokens are the template's own.
@@ -215,7 +215,7 @@ def parts_of(
 
     Args:
       text: as rendered. mark: where it is cut already. messages: as they were for `text`. draw: renders messages.
-      find: as of `set_apart`.
+      find: as of `split_control_tokens`.
 
     Raises: UsageError if the brackets change the text, and there are other control tokens in it then.
     """
@@ -257,7 +257,7 @@ def _enclosed(messages: list) -> tuple[list, dict[str, tuple[str, bool]]]:
     return enclosed, brackets
 
 
-def _regions(text: str, brackets: Mapping[str, tuple[str, bool]]) -> tuple[str, list[Region]]:
+def _regions(text: str, brackets: Mapping[str, tuple[str, bool]]) -> tuple[str, list[MessageRegion]]:
     """The text without brackets, and what lay between them; a bracket whose other one is gone is a border."""
     pieces, at, regions = [], 0, []
     opened: dict[str, int] = {}
@@ -267,12 +267,12 @@ def _regions(text: str, brackets: Mapping[str, tuple[str, bool]]) -> tuple[str, 
             at += len(piece)
             continue
         other, by_model = brackets[piece]
-        regions.append(Region(opened.pop(other, at), at, by_model))
+        regions.append(MessageRegion(opened.pop(other, at), at, by_model))
         opened[piece] = at
     return "".join(pieces), regions
 
 
-def _apart(text: str, regions: list[Region], find: Callable[..., Spans]) -> list[str]:
+def _apart(text: str, regions: list[MessageRegion], find: Callable[..., Spans]) -> list[str]:
     """The text cut behind the first character of each control token that is not the template's alone."""
     cuts, todo = [0, len(text)], [(0, len(text))]
     while todo:

@@ -7,12 +7,12 @@ import json
 import math
 from typing import Any
 
-MOST = 1 << 14
+MAX_EXPANSION = 1 << 14
 """Times the length of a text. Replacements of one character count twice, as they may stand where nothing was; the
 tables of T5, XLM and Gemma come to less than 100."""
 
 
-def growth(backend: Any) -> int:
+def expansion_factor(backend: Any) -> int:
     """The most by which a tokenizer of the library `tokenizers` multiplies what it reads or writes."""
     parts = (backend.normalizer, backend.post_processor, backend.decoder)
     return max((_of(json.loads(part.__getstate__())) for part in parts if part is not None), default=1)

@@ -9,7 +9,7 @@ import math
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
-from specjax.models.loading.families.config_fields import Fields
+from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.tokenizers.spm import SPACE, Spm
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer, end_ids
 
@@ -29,7 +29,7 @@ SPLITS |= dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bp
 
 def from_metadata(meta: dict, where: str) -> Tokenizer:
     """From the metadata of a GGUF file."""
-    fields = Fields(meta, where, "tokenizer.ggml.")
+    fields = ConfigFields(meta, where, "tokenizer.ggml.")
     kind = fields.text("model", "none")
     tokens = fields.array("tokens", str)
     if not tokens:
@@ -53,7 +53,7 @@ def from_metadata(meta: dict, where: str) -> Tokenizer:
     return Tokenizer(codec, vocab, end_ids(vocab, control, stated), meta.get("tokenizer.chat_template"), names)
 
 
-def _id(fields: Fields, name: str, count: int) -> int | None:
+def _id(fields: ConfigFields, name: str, count: int) -> int | None:
     """The id of a token with a role, None if the vocabulary of `count` has none."""
     stated = fields.size(f"{name}_token_id", count, least=0)
     return stated if stated < count else None
@@ -64,7 +64,7 @@ def _pieces(tokens: list[str]) -> list[str]:
     return [SPACE * len(p) if p and not p.strip(" ") else p for p in tokens]
 
 
-def _sentencepiece(fields: Fields, pieces: list[str], types: list[int]) -> Spm:
+def _sentencepiece(fields: ConfigFields, pieces: list[str], types: list[int]) -> Spm:
     # Gemma's scores do not follow the order in which its merges were learned; the order of the vocabulary does.
     by_order = str(fields.values.get("general.architecture", "")).startswith("gemma")
     scores = [] if by_order else fields.array("scores", (int, float), len(pieces))
@@ -84,7 +84,7 @@ def _sentencepiece(fields: Fields, pieces: list[str], types: list[int]) -> Spm:
     )
 
 
-def _byte_level(fields: Fields, pieces: list[str], types: list[int]) -> LibraryCodec:
+def _byte_level(fields: ConfigFields, pieces: list[str], types: list[int]) -> LibraryCodec:
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 

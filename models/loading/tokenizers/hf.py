@@ -6,8 +6,8 @@ from pathlib import Path
 
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import check_folder, first_line, quote, read_bytes, read_json_object
-from specjax.models.loading.families.config_fields import POSITIONS, Fields
-from specjax.models.loading.tokenizers.expansion_limit import MOST, growth
+from specjax.models.loading.families.config_fields import POSITIONS, ConfigFields
+from specjax.models.loading.tokenizers.expansion_limit import MAX_EXPANSION, expansion_factor
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer, end_ids
 
 MOST_HOLES = 1 << 20  # ids below the highest that no token has
@@ -17,8 +17,8 @@ def from_folder(folder: Path) -> Tokenizer:
     """From tokenizer.json and its companions, or through `transformers` where there is only a tokenizer.model."""
     check_folder(folder)
     backend = _backend(folder)
-    times = growth(backend)
-    if times > MOST:
+    times = expansion_factor(backend)
+    if times > MAX_EXPANSION:
         raise UsageError(f"the rules of {folder}/tokenizer.json can make a text {float(times):.2g} times as long")
     settings = read_json_object(folder / "tokenizer_config.json") or {}
     by_piece = backend.get_vocab(with_added_tokens=True)
@@ -31,7 +31,7 @@ def from_folder(folder: Path) -> Tokenizer:
     names = {key: text for key, value in settings.items() if key.endswith("_token") and (text := _content(value))}
     stated: list[int] = [by_piece[names["eos_token"]]] if names.get("eos_token") in by_piece else []
     for file in ("generation_config.json", "config.json"):
-        config = Fields(read_json_object(folder / file) or {}, str(folder / file))
+        config = ConfigFields(read_json_object(folder / file) or {}, str(folder / file))
         stated += _eos(config if "eos_token_id" in config.values else config.inside("text_config"))
     control = [i for i, token in backend.get_added_tokens_decoder().items() if token.special]
     return Tokenizer(
@@ -39,7 +39,7 @@ def from_folder(folder: Path) -> Tokenizer:
     )
 
 
-def _eos(config: Fields) -> list[int]:
+def _eos(config: ConfigFields) -> list[int]:
     """One id, several or none."""
     several = isinstance(config.values.get(f"{config.prefix}eos_token_id"), list)
     eos = config.array("eos_token_id", int) if several else [config.size("eos_token_id", None, least=0)]

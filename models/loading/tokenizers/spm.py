@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from specjax.models.loading.tokenizers.chat import stands_in
+from specjax.models.loading.tokenizers.chat import appears_in_template
 
 SPACE = "▁"
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -52,7 +52,7 @@ class Spm:
         found, at = [], 0
         for part in self._split(text):
             end = at + len(self.pieces[part] if isinstance(part, int) else part)
-            if isinstance(part, int) and (part in self.hidden or stands_in(template, self.pieces[part])):
+            if isinstance(part, int) and (part in self.hidden or appears_in_template(template, self.pieces[part])):
                 found.append((at, end))
             at = end
         return found

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from specjax.errors import UsageError
 from specjax.files.untrusted import first_line
 from specjax.models.loading.tokenizers import chat
-from specjax.models.loading.tokenizers.chat import Messages, Spans, stands_in
+from specjax.models.loading.tokenizers.chat import Messages, Spans, appears_in_template
 from specjax.models.loading.tokenizers.spm import spelled
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ NO_TOKEN = "(none)"
 BORDER = "\U0010ffff border \U0010ffff"  # what no text holds: its characters are none
 
 
-class Codec(Protocol):
+class TextCodec(Protocol):
     """What turns text into ids and back. `special`: add bos/eos; show control tokens."""
 
     def encode(self, text: str, special: bool) -> list[int]: ...
@@ -48,7 +48,7 @@ class Codec(Protocol):
 class Tokenizer:
     """A vocabulary with everything a prompt needs."""
 
-    codec: Codec = field(repr=False)
+    codec: TextCodec = field(repr=False)
     vocab: tuple[str, ...] = field(repr=False)  # pieces by id, as the model's files spell them
     eos: tuple[int, ...]  # every id that ends a turn or a text
     chat_template: Any = field(default=None, repr=False)  # Jinja, as Hugging Face defines it; as the file has it
@@ -89,9 +89,9 @@ class Tokenizer:
         template = self.chat_template
         if not (template is None or isinstance(template, str)):
             raise UsageError(f"the model's chat template is not text ({type(template).__name__}); {chat.WITHOUT}")
-        messages, mark = chat.set_apart(messages, self._find)
+        messages, mark = chat.split_control_tokens(messages, self._find)
         text = self._written(messages)
-        parts = chat.parts_of(text, mark, messages, self._written, self._find)
+        parts = chat.split_conversation(text, mark, messages, self._written, self._find)
         special = template is None
         return self.codec.encode_parts(parts, special) if len(parts) > 1 else self.codec.encode(text, special)
 
@@ -143,7 +143,7 @@ class LibraryCodec:
     def find(self, text: str, template: str) -> Spans:
         found = _encoded(self.backend, text, special=False)
         added = self.backend.get_added_tokens_decoder()
-        wanted = {i for i, t in added.items() if t.special or stands_in(template, t.content)}
+        wanted = {i for i, t in added.items() if t.special or appears_in_template(template, t.content)}
         return [span for i, span in zip(found.ids, found.offsets, strict=True) if i in wanted]
 
     def decode(self, ids: Sequence[int], special: bool) -> str:

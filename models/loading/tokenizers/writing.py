@@ -12,11 +12,11 @@ from specjax.models.loading.tokenizers.spm import SPACE, Spm
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer
 
 
-def write(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """tokenizer.json and tokenizer_config.json. Returns: what config.json is to say of tokens. Raises: OSError."""
     codec = tokenizer.codec
     if isinstance(codec, Spm):
-        backend = library_of(codec)
+        backend = to_library_tokenizer(codec)
     elif isinstance(codec, LibraryCodec):
         backend = codec.backend
     else:
@@ -34,7 +34,7 @@ def write(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def library_of(spm: Spm) -> Any:
+def to_library_tokenizer(spm: Spm) -> Any:
     """The same vocabulary for the library `tokenizers`, as `transformers` converts SentencePiece's.
 
     Control tokens are found in a text too, a space that begins a text stands for the one that is put before it, and

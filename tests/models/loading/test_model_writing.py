@@ -29,7 +29,7 @@ LLAMA3 = RopeScaling("llama3", 4.0, 1.0, 4.0, 16)
 LONGROPE = RopeScaling(
     "longrope", 4.0, original_positions=10, amplitude=1.2, short=(1.0,) * 6, long=(1.5, 2.0, 3.0, 4.0, 5.0, 6.0)
 )
-BEHIND = dict(norms="after", qk_norm=True, qk_norm_of="projection")
+BEHIND = dict(norms="after", qk_norm=True, qk_norm_scope="projection")
 YARN = RopeScaling("yarn", 4.0, 1.0, 2.0, 16, 1.1)
 
 VARIANTS = {
@@ -40,7 +40,7 @@ VARIANTS = {
     "qwen3": LlamaConfig(**SHAPES, qk_norm=True, tied=False),
     "qwen2-some-windows": LlamaConfig(**SHAPES, qkv_bias=True, window=5, is_global=(True, False)),
     "ministral": LlamaConfig(**SHAPES, window=5, is_global=(False, True)),
-    "phi3": LlamaConfig(**SHAPES | {"width": 64}, rotated=12, rope_scaling=LONGROPE, window=7),
+    "phi3": LlamaConfig(**SHAPES | {"width": 64}, rotary_dim=12, rope_scaling=LONGROPE, window=7),
     "olmo2": LlamaConfig(**SHAPES, **BEHIND, rope_scaling=YARN),
     "olmo3": LlamaConfig(
         **SHAPES, **BEHIND, rope_base=500.0, rope_scaling=YARN, window=5, is_global=(False, True),

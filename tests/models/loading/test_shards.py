@@ -7,7 +7,7 @@ import pytest
 import specjax
 from specjax.models import load
 from specjax.models.loading.tensors import assembly
-from specjax.models.loading.tensors.tensors import Tensor
+from specjax.models.loading.tensors.tensors import TensorLocation
 
 
 def check(source, mesh, over=None, **options):
@@ -44,7 +44,7 @@ def test_biases_and_a_head_of_its_own(tiny, tmp_path):
 def test_only_rows_that_are_needed_are_read(tmp_path, monkeypatch):
     stored = np.arange(32, dtype=np.float32).reshape(16, 2)
     stored.tofile(tmp_path / "weights")
-    tensor = Tensor(tmp_path / "weights", 0, (16, 2), "F32")
+    tensor = TensorLocation(tmp_path / "weights", 0, (16, 2), "F32")
     read, read_rows = [], assembly.read_rows
     monkeypatch.setattr(assembly, "read_rows", lambda *args: read.append(args[1:]) or read_rows(*args))
     values = np.zeros((4, 1), np.float32)
