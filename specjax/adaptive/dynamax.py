@@ -33,11 +33,11 @@ METHOD = Method(
     name="dynamax",
     kind="adaptive",
     guarantee="lossy",
-    summary="a token leaves the model where a trained probe says that its prediction will stay",
+    summary="exits the model for each token where a trained probe predicts that the output will not change",
     paper="Nogales et al. 2025, arXiv 2504.20922",
     needs=frozenset({"probes"}),
     options=(
-        Option("threshold", "float", 0.9, "probability that is enough, above 1 none"),
+        Option("threshold", "float", 0.9, "probability that ends the pass; above 1: never"),
         shared.EVERY,
     ),
 )

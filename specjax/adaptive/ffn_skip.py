@@ -27,13 +27,18 @@ METHOD = Method(
     name="ffn_skip",
     kind="adaptive",
     guarantee="lossy",
-    summary="no MLPs in the middle of the model once one of them changes little",
+    summary="skips the MLPs of the middle layers after one of them changes its input little",
     paper="Jaiswal et al. 2024, arXiv 2404.03865",
     options=(
-        Option("threshold", "float", 0.95, "cosine of the stream before and behind an MLP, above 1 none"),
-        Option("first", "int", None, "layers at the bottom that run whole; default: an eighth, at least 2"),
-        Option("last", "int", 2, "layers at the top that run whole"),
-        Option("warm_up", "int", 8, "generated tokens that run everything"),
+        Option(
+            "threshold",
+            "float",
+            0.95,
+            "cosine similarity of an MLP's input and output at which skipping starts; above 1: never",
+        ),
+        Option("first", "int", None, "first layers that never skip; default: an eighth, at least 2"),
+        Option("last", "int", 2, "last layers that never skip"),
+        Option("warm_up", "int", 8, "first generated tokens that run all layers"),
     ),
 )
 

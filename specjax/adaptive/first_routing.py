@@ -34,7 +34,7 @@ METHOD = Method(
     name="first",
     kind="adaptive",
     guarantee="lossy",
-    summary="routers choose by the prompt the layers that the answer runs",
+    summary="selects the layers of the whole answer with trained routers that read the prompt",
     paper="Jain et al. 2024, arXiv 2410.12513",
     needs=frozenset({"routers"}),
 )

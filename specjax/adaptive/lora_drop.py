@@ -31,12 +31,12 @@ METHOD = Method(
     name="lora_drop",
     kind="adaptive",
     guarantee="lossy",
-    summary="most layers run at every k-th token only, in between a low-rank correction stands for them",
+    summary="runs most layers for every k-th token only, and replaces them by low-rank corrections in between",
     paper="2026, arXiv 2601.02569",
     needs=frozenset({"corrections"}),
     options=(
-        Option("every", "int", 4, "tokens between two that run everything"),
-        Option("alpha", "float", 16.0, "of the corrections, divided by their rank"),
+        Option("every", "int", 4, "every how many tokens all layers run"),
+        Option("alpha", "float", 16.0, "scale of the corrections; it is divided by their rank"),
     ),
 )
 

@@ -31,9 +31,9 @@ METHOD = Method(
     name="matformer",
     kind="adaptive",
     guarantee="lossy",
-    summary="the first hidden units of every MLP are a smaller model",
+    summary="runs a nested smaller model: the first hidden units of every MLP",
     paper="Devvrit et al. 2023, arXiv 2310.07707",
-    options=(Option("share", "float", 0.25, "of the hidden units"),),
+    options=(Option("share", "float", 0.25, "fraction of the hidden units"),),
 )
 
 

@@ -32,11 +32,11 @@ METHOD = Method(
     name="s2d",
     kind="adaptive",
     guarantee="lossy",
-    summary="a draft model of which a token leaves at the first of a few exits that is sure",
+    summary="exits a draft model for each token at the first of several exits that is confident",
     paper="Kavehzadeh et al. 2024, arXiv 2407.01955",
     options=(
-        Option("threshold", "float", 0.7, "probability of the likeliest token that is enough, above 1 none"),
-        Option("exits", "int", 3, "of the draft model, at equal parts of its depth"),
+        Option("threshold", "float", 0.7, "minimum probability of the most likely token; above 1: never reached"),
+        Option("exits", "int", 3, "number of exits, at equal distances in depth"),
     ),
 )
 

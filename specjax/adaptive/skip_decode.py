@@ -26,13 +26,13 @@ METHOD = Method(
     name="skip_decode",
     kind="adaptive",
     guarantee="lossy",
-    summary="the later a token, the fewer layers it runs, the first and the last ones",
+    summary="runs fewer layers for later tokens: the first and the last ones",
     paper="Del Corro et al. 2023, arXiv 2307.02628",
     options=(
-        Option("speedup", "float", 1.5, "layers of the model in the mean of the budgets"),
+        Option("speedup", "float", 1.5, "all layers divided by the mean number of layers per token"),
         Option("most", "int", None, "layers of the first token; default: 1.5 times the mean"),
-        Option("least", "int", None, "layers of the last token; default: so that the mean is right"),
-        Option("warm_up", "int", 1, "layers at the bottom that every token runs"),
+        Option("least", "int", None, "layers of the last token; default: the number that gives the mean"),
+        Option("warm_up", "int", 1, "first layers that every token runs"),
         shared.HORIZON,
     ),
 )

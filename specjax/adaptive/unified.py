@@ -25,9 +25,9 @@ METHOD = Method(
     name="unified",
     kind="adaptive",
     guarantee="lossy",
-    summary="every token runs the same few layers, evenly spread",
+    summary="runs the same evenly spaced layers for every token",
     paper="Liu et al. 2024, arXiv 2404.06954",
-    options=(Option("speedup", "float", 1.5, "layers of the model in those that run"),),
+    options=(Option("speedup", "float", 1.5, "all layers divided by the layers that run"),),
 )
 
 

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from specjax.catalog.collection import collect_methods
-from specjax.catalog.heads import HEADS
 from specjax.catalog.method import Kind, Method
 from specjax.catalog.options import read_call
 from specjax.errors import UsageError

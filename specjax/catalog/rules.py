@@ -8,29 +8,27 @@ from collections.abc import Iterator
 from specjax.catalog.collection import find_package
 from specjax.catalog.options import REQUIRED, Option
 
-_SAMPLE = "draw the target's own tokens instead of taking the likeliest"
+_SAMPLE = "sample the target's own tokens instead of taking the most likely ones"
 
 PARAMETERS: dict[str, tuple[Option, ...]] = {
-    "multipath_block": (
-        Option("paths", "int", None, "of the independent chains the first so many are read; default: all"),
-    ),
+    "multipath_block": (Option("paths", "int", None, "number of independent chains to use; default: all"),),
     "typical": (
-        Option("epsilon", "float", 0.09, "largest threshold of a token's probability"),
-        Option("delta", "float", 0.3, "of the threshold delta exp(-entropy)"),
+        Option("epsilon", "float", 0.09, "maximum threshold of a token's probability"),
+        Option("delta", "float", 0.3, "factor of the entropy-dependent threshold delta exp(-entropy)"),
     ),
     "rollback": (
-        Option("alpha", "float", 5.0, "largest surprise of a token that is kept, in nats"),
+        Option("alpha", "float", 5.0, "maximum surprisal of an accepted token, in nats"),
         Option("sample", "yes_or_no", False, _SAMPLE),
-        Option("keep_argmax", "yes_or_no", False, "keep the likeliest token too, whatever its surprise"),
+        Option("keep_argmax", "yes_or_no", False, "always accept the target's most likely token"),
     ),
     "top_beta": (
-        Option("beta", "int", 5, "likeliest tokens that may pass"),
-        Option("tau", "float", 3.0, "how far behind the likeliest, in nats"),
+        Option("beta", "int", 5, "number of most likely tokens that can be accepted"),
+        Option("tau", "float", 3.0, "maximum log-probability distance from the most likely token, in nats"),
     ),
     "rapid": (
-        Option("eta", "float", 10.0, "how far the target is pulled towards the draft"),
-        Option("alpha", "float", 0.1, "share of the largest probability that a pulled token needs"),
-        Option("residual", ("phat", "paper"), "phat", "what the next token is drawn from"),
+        Option("eta", "float", 10.0, "strength of the shift of the target's distribution towards the draft's"),
+        Option("alpha", "float", 0.1, "minimum probability of a shifted token relative to the most likely one"),
+        Option("residual", ("phat", "paper"), "phat", "distribution of the token after a rejection"),
         Option("sample", "yes_or_no", True, _SAMPLE),
     ),
 }
@@ -38,15 +36,17 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {
 
 OF_FILES: dict[str, tuple[Option, ...]] = {
     "judge": (
-        Option("file", "judge_head", REQUIRED, "the head's weight and bias, a .safetensors, .pt or .bin file"),
-        Option("threshold", "float", None, "least chance of being right; default: the file's, or 0.5"),
+        Option("file", "judge_head", REQUIRED, "file of the judge head's weight and bias: .safetensors, .pt or .bin"),
+        Option(
+            "threshold", "float", None, "minimum probability that a token is correct; default: the file's value, or 0.5"
+        ),
     ),
 }
 """Parameters of the rules whose arrays are read from a file."""
 
 SAMPLING = {
-    "speculative": "a drafted token is accepted by a rule: --verifier, or the exact one for how it was drawn",
-    "coupled": "target and draft draw with the same noise: the text for a seed is plain sampling's, whatever drafts",
+    "speculative": "an acceptance rule verifies drafted tokens: --verifier, or the exact rule for the drafter",
+    "coupled": "target and drafter sample with the same noise; a seed's text equals plain sampling with any drafter",
 }
 """The ways to sample, with one line about each."""
 

@@ -7,26 +7,26 @@ from typing import Any
 from specjax.catalog.options import Option
 
 # Drafters.
-TREE = Option("tree", "tree", None, "what to draft instead of a chain")
-STOP = Option("stop", "stop", None, "when to draft no further")
-PATHS = Option("tree", "tree_shape", None, "the static tree, in place of the first num_nodes of its own")
-KEEP_LOGITS = Option("keep_logits", "yes_or_no", False, "hand the draft's logits on in greedy and coupled decoding")
-EXIT_LAYER = Option("exit_layer", "int", None, "layers that draft; default: a quarter")
+TREE = Option("tree", "tree", None, "tree to draft instead of a chain")
+STOP = Option("stop", "stop", None, "condition that ends the draft early")
+PATHS = Option("tree", "tree_shape", None, "static tree; default: the first num_nodes nodes of the built-in tree")
+KEEP_LOGITS = Option("keep_logits", "yes_or_no", False, "keep the draft's logits in greedy and coupled decoding too")
+EXIT_LAYER = Option("exit_layer", "int", None, "number of first layers that draft; default: a quarter of all")
 
 
-def num_tokens(default: int, help: str = "drafted tokens per round") -> Option:
+def num_tokens(default: int, help: str = "drafted tokens per step") -> Option:
     """Return the option for the length of a chain."""
     return Option("num_tokens", "int", default, help)
 
 
 def num_nodes(default: int) -> Option:
     """Return the option for the size of a tree."""
-    return Option("num_nodes", "int", default, "drafted tokens per round")
+    return Option("num_nodes", "int", default, "drafted tokens per step")
 
 
 def buckets(default: int) -> Option:
     """Return the option for the size of a hash table."""
-    return Option("buckets", "int", default, "of the table of each row")
+    return Option("buckets", "int", default, "buckets of the hash table of each batch row")
 
 
 # Draft heads.
@@ -58,9 +58,9 @@ def head_options(length: int | None = None, stop: str | None = None) -> tuple[Op
 
 
 # Methods of diffusion models.
-BLOCK = Option("block", "int", 32, "columns of a block, of models with full attention")
-STEPS = Option("steps", "int", None, "passes for a block; default: one for each column")
-EPS = Option("eps", "float", 1e-3, "last time of the grid")
+BLOCK = Option("block", "int", 32, "columns per block, for models with full attention")
+STEPS = Option("steps", "int", None, "passes per block; default: one per column")
+EPS = Option("eps", "float", 1e-3, "last time of the time grid")
 RANKING = Option(
     "by",
     (
@@ -68,15 +68,15 @@ RANKING = Option(
         "left_to_right",
     ),
     "confidence",
-    "what ranks columns",
+    "score that ranks the columns",
 )  # fmt: skip
 
 
 def tau(default: float) -> Option:
     """Return the option for the confidence threshold of a column."""
-    return Option("tau", "float", default, "confidence from which on a column is decided")
+    return Option("tau", "float", default, "confidence at which a column is decided")
 
 
 # Methods of adaptive depth.
-EVERY = Option("every", "int", 4, "layers between two tests")
-HORIZON = Option("horizon", "int", 128, "tokens that are generated at most; default: --max-new-tokens")
+EVERY = Option("every", "int", 4, "layers between two exit tests")
+HORIZON = Option("horizon", "int", 128, "maximum number of new tokens; default: --max-new-tokens")

@@ -41,10 +41,10 @@ METHOD = Method(
     name="any_subset",
     kind="decoder",
     guarantee="distribution",
-    summary="an any-order model fills in missing tokens and drafts for itself",
+    summary="fills in missing tokens with an any-order model, which drafts and verifies its own tokens",
     paper="Guo, Ermon 2025, arXiv 2504.20456",
     needs=frozenset({"any_order"}),
-    options=(Option("window", "int", 5, "tokens drafted at once"),),
+    options=(Option("window", "int", 5, "drafted tokens per step"),),
 )
 
 

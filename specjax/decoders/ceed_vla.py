@@ -42,12 +42,12 @@ METHOD = Method(
     name="ceed_vla",
     kind="decoder",
     guarantee="lossy",
-    summary="a block at once by Jacobi iterations, left before they converge; greedy where they may converge",
+    summary="decodes a block by Jacobi iterations with early exit; equals greedy decoding if they converge",
     paper="Song et al. 2025, arXiv 2506.13725; Santilli et al. 2023, arXiv 2305.10427",
     options=(
-        Option("block", "int", 16, "tokens of a block"),
-        Option("iterations", "int", 8, "passes of a block at most"),
-        Option("stale_keys", "yes_or_no", False, "keep the keys of a guess that did not converge"),
+        Option("block", "int", 16, "tokens per block"),
+        Option("iterations", "int", 8, "maximum number of passes per block"),
+        Option("stale_keys", "yes_or_no", False, "keep the cache entries of guesses that did not converge"),
     ),
 )
 

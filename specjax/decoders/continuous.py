@@ -50,14 +50,16 @@ METHOD = Method(
     name="continuous",
     kind="decoder",
     guarantee="distribution",
-    summary='draft and verify for tokens that are vectors drawn by a diffusion head; lossy with ratio="aligned"',
+    summary='drafts and verifies continuous tokens, vectors from a diffusion head; lossy with ratio="aligned"',
     paper="Wang et al. 2024, arXiv 2411.11925",
     needs=frozenset({"draft", "continuous"}),
     options=(
-        Option("window", "int", 8, "tokens drafted per round"),
-        Option("ratio", ("path", "coupled", "aligned"), "path", "by which a draft is accepted"),
-        Option("prefill_ratio", "float", 0.15, "part of the new tokens that the target writes alone"),
-        Option("max_tries", "int", 1000, "candidates for a rejected token"),
+        Option("window", "int", 8, "drafted tokens per step"),
+        Option("ratio", ("path", "coupled", "aligned"), "path", "acceptance ratio"),
+        Option(
+            "prefill_ratio", "float", 0.15, "fraction of the new tokens that the target writes without a draft first"
+        ),
+        Option("max_tries", "int", 1000, "maximum number of tries to resample a rejected token"),
     ),
 )
 

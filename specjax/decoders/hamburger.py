@@ -39,12 +39,12 @@ METHOD = Method(
     name="hamburger_decoding",
     kind="decoder",
     guarantee="lossy",
-    summary="the base reads several tokens as one, and a small decoder writes the next few from what it says of them",
+    summary="reads several tokens as one position of the base model, and writes the next few with a small decoder",
     paper="Liu, Zhang 2025, arXiv 2505.20438",
     needs=frozenset({"head"}),
     options=(
-        Option("confidence", "float", 0.9, "a segment goes on where it is as likely to, above 1 none does"),
-        Option("temperature", "float", 0.0, "of the tokens that are drawn"),
+        Option("confidence", "float", 0.9, "probability at which a segment continues; above 1: never"),
+        Option("temperature", "float", 0.0, "sampling temperature"),
     ),
     factory="hamburger",
 )

@@ -39,14 +39,14 @@ METHOD = Method(
     name="lud",
     kind="decoder",
     guarantee="lossy",
-    summary="a model that was tuned for it fills several empty places at once, as far as it is sure",
+    summary="decodes several adjacent tokens per pass, up to a confidence, with a model trained for it",
     paper="Sun et al. 2024, arXiv 2405.15208",
     options=(
-        Option("pad_token", "int", REQUIRED, "the token that it was tuned with"),
-        Option("slots", "int", 3, "empty places of a pass"),
-        Option("threshold", "float", 0.9, "probability of the likeliest token that is enough, above 1 none"),
-        Option("repeats", "int", 2, "of a token in a row at most"),
-        Option("temperature", "float", 0.0, "of the tokens that are drawn"),
+        Option("pad_token", "int", REQUIRED, "id of the padding token that the model was trained with"),
+        Option("slots", "int", 3, "padding tokens per pass"),
+        Option("threshold", "float", 0.9, "minimum probability of the most likely token; above 1: never reached"),
+        Option("repeats", "int", 2, "maximum number of repetitions of one token in a row"),
+        Option("temperature", "float", 0.0, "sampling temperature"),
     ),
 )
 

@@ -49,10 +49,12 @@ METHOD = Method(
     name="pearl",
     kind="decoder",
     guarantee="distribution",
-    summary="a smaller model drafts while the target verifies, each on devices of its own",
+    summary="runs the draft model and the target in parallel, each on its own devices",
     paper="Liu et al. 2024, arXiv 2408.11850",
     needs=frozenset({"draft", "devices"}),
-    options=(Option("num_tokens", "int", None, "drafted tokens per step; default: by the clocks of both"),),
+    options=(
+        Option("num_tokens", "int", None, "drafted tokens per step; default: from the measured times of both models"),
+    ),
 )
 
 

@@ -41,15 +41,15 @@ METHOD = Method(
     name="a_star",
     kind="collaboration",
     guarantee="lossy",
-    summary="steps searched best first, by rewards and a guess at what is still to come",
+    summary="searches over reasoning steps with A*, by rewards and an estimate of the remaining cost",
     paper="arXiv 2505.13672",
     needs=frozenset({"segmenter", "reward"}),
     options=(
-        Option("k", "int", 4, "steps per expansion"),
-        Option("frontier", "int", 64, "nodes that stay open"),
-        Option("expected", "float", 8.0, "steps that a text is expected to have; 0: costs alone decide"),
+        Option("k", "int", 4, "candidate steps per expansion"),
+        Option("frontier", "int", 64, "size of the frontier"),
+        Option("expected", "float", 8.0, "expected number of steps of a text; 0: no estimate of the remaining cost"),
         Option("budget", "int", 64, "expansions per prompt"),
-        Option("most", "int", 512, "tokens of a step at most"),
+        Option("most", "int", 512, "maximum number of tokens per step"),
     ),
 )
 

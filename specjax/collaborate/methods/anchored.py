@@ -40,13 +40,13 @@ METHOD = Method(
     name="anchored",
     kind="collaboration",
     guarantee="lossy",
-    summary="a risky model's text within a budget of divergence from a safe model's: KL(text || safe) <= k T",
+    summary="decodes a risky model within a divergence budget from a safe model: KL(text || safe) <= k T",
     paper="He et al. 2026, arXiv 2602.07120",
     needs=frozenset({"safe"}),
     options=(
-        Option("budget", "float", 0.15, "nats per token, k"),
-        Option("debt", "yes_or_no", True, "what the prompt tells of the risky model counts"),
-        Option("tokens", "int", 5, "of the prompt that tell it"),
+        Option("budget", "float", 0.15, "divergence budget k in nats per token"),
+        Option("debt", "yes_or_no", True, "charge the divergence on the prompt to the budget"),
+        Option("tokens", "int", 5, "last prompt tokens for the divergence on the prompt"),
     ),
 )
 

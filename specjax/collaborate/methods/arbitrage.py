@@ -37,14 +37,16 @@ METHOD = Method(
     name="arbitrage",
     kind="collaboration",
     guarantee="lossy",
-    summary="a small model writes steps, the target rewrites those that it would make better",
+    summary="writes steps with a small model; the target rewrites the steps that it is predicted to improve",
     paper="arXiv 2512.05033",
     needs=frozenset({"draft", "segmenter"}),
     takes=frozenset({"router", "reward"}),
     options=(
-        Option("form", ("router", "reward", "oracle"), "router", "what decides"),
-        Option("tau", "float", None, "its threshold: 0.5 of a router, 0.7 of a reward, 0 of the oracle"),
-        Option("most", "int", 512, "tokens of a step at most"),
+        Option("form", ("router", "reward", "oracle"), "router", "source of the decision"),
+        Option(
+            "tau", "float", None, "threshold of the decision; default: 0.5 for router, 0.7 for reward, 0 for oracle"
+        ),
+        Option("most", "int", 512, "maximum number of tokens per step"),
     ),
 )
 

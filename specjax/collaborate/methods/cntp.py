@@ -37,13 +37,13 @@ METHOD = Method(
     name="cntp",
     kind="collaboration",
     guarantee="lossy",
-    summary="several continuations where the model is unsure, of which the likeliest is kept",
+    summary="samples several continuations where the entropy is high, and keeps the most likely one",
     paper="Wang et al. 2025, arXiv 2507.03038",
     needs=frozenset({"segmenter"}),
     options=(
-        Option("n_min", "int", 1, "continuations at least"),
-        Option("n_max", "int", 10, "and at most"),
-        Option("most", "int", 32, "tokens of one at most"),
+        Option("n_min", "int", 1, "minimum number of continuations"),
+        Option("n_max", "int", 10, "maximum number of continuations"),
+        Option("most", "int", 32, "maximum number of tokens per continuation"),
     ),
 )
 

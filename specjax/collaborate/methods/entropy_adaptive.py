@@ -36,14 +36,14 @@ METHOD = Method(
     name="entropy_adaptive",
     kind="collaboration",
     guarantee="lossy",
-    summary="the large model writes where the text is uncertain, the small one where it is not",
+    summary="switches between a small and a large model by the mean entropy of the last tokens",
     paper="Simonds 2025, arXiv 2502.06833",
     needs=frozenset({"draft"}),
     options=(
-        Option("tau", "float", 1.0, "bits of mean entropy above which the large model writes"),
-        Option("window", "int", 5, "entropies that are averaged"),
-        Option("least", "int", 10, "tokens between two switches"),
-        Option("start", ("small", "large"), "small", "who writes first"),
+        Option("tau", "float", 1.0, "mean entropy in bits above which the large model writes"),
+        Option("window", "int", 5, "tokens in the mean of the entropy"),
+        Option("least", "int", 10, "minimum number of tokens between two switches"),
+        Option("start", ("small", "large"), "small", "model that writes first"),
     ),
 )
 

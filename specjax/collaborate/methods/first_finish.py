@@ -34,9 +34,9 @@ METHOD = Method(
     name="first_finish",
     kind="collaboration",
     guarantee="lossy",
-    summary="of several samples the one that ends first",
+    summary="samples several answers in parallel and returns the one that finishes first",
     paper="Agarwal et al. 2025, arXiv 2505.18149",
-    options=(Option("samples", "int", 4, "per prompt"),),
+    options=(Option("samples", "int", 4, "samples per prompt"),),
 )
 
 

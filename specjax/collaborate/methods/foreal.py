@@ -35,12 +35,12 @@ METHOD = Method(
     name="foreal",
     kind="collaboration",
     guarantee="lossy",
-    summary="a leading model begins sentences, a small one ends them",
+    summary="begins sentences with a leading model and finishes them with a small one",
     paper="Li et al. 2025, arXiv 2506.06998",
     needs=frozenset({"draft", "segmenter"}),
     options=(
-        Option("lead", "int", 15, "tokens of a sentence that the leader writes"),
-        Option("p", "float", 0.6, "probability that it begins one"),
+        Option("lead", "int", 15, "tokens of a sentence that the leading model writes"),
+        Option("p", "float", 0.6, "probability that the leading model begins a sentence"),
     ),
 )
 

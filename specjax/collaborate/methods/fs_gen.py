@@ -38,16 +38,20 @@ METHOD = Method(
     name="fs_gen",
     kind="collaboration",
     guarantee="lossy",
-    summary="a small and a large model, their logits fused or a router for each token",
+    summary="combines a small and a large model by fusing their logits or by routing each token",
     paper="Zhang et al. 2024, arXiv 2406.12295",
     needs=frozenset({"draft"}),
     takes=frozenset({"tuned"}),
     options=(
         Option(
-            "form", ("contrastive", "proxy", "threshold", "margin", "oracle"), "contrastive", "how they are combined"
+            "form", ("contrastive", "proxy", "threshold", "margin", "oracle"), "contrastive", "method of combination"
         ),
-        Option("strength", "float", None, "beta of contrastive, 0.5, and proxy, 1.0; threshold of the routers"),
-        Option("alpha", "float", 0.1, "of contrastive: how likely a token must be beside the likeliest"),
+        Option(
+            "strength", "float", None, "beta of contrastive (0.5) and proxy (1.0), or the threshold of the other forms"
+        ),
+        Option(
+            "alpha", "float", 0.1, "for contrastive: minimum probability of a token relative to the most likely one"
+        ),
     ),
 )
 

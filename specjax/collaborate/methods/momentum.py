@@ -33,11 +33,11 @@ METHOD = Method(
     name="momentum",
     kind="collaboration",
     guarantee="lossy",
-    summary="greedy text that is held back from going round in circles",
+    summary="decodes greedily with a penalty for repeated phrases, which prevents loops",
     paper="Lan et al. 2022, arXiv 2212.02175",
     options=(
-        Option("k", "int", 5, "likeliest tokens to choose from"),
-        Option("alpha", "float", 0.2, "weight of what was written already"),
+        Option("k", "int", 5, "most likely tokens to choose from"),
+        Option("alpha", "float", 0.2, "weight of the repetition penalty"),
     ),
 )
 

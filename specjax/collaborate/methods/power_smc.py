@@ -39,14 +39,14 @@ METHOD = Method(
     name="power_smc",
     kind="collaboration",
     guarantee="lossy",
-    summary="particles that follow the power law p^alpha of whole texts",
+    summary="samples whole texts from the power distribution p^alpha by sequential Monte Carlo",
     paper="Azizi et al. 2026, arXiv 2602.10273",
     options=(
-        Option("alpha", "float", 4.0, "the power"),
-        Option("particles", "int", 64, "per prompt"),
-        Option("block", "int", 64, "tokens between two looks at the weights"),
-        Option("kappa", "float", 0.5, "share of effective particles below which they are drawn anew"),
-        Option("ramp", "int", 400, "tokens until the weights aim at alpha"),
+        Option("alpha", "float", 4.0, "exponent of the distribution"),
+        Option("particles", "int", 64, "particles per prompt"),
+        Option("block", "int", 64, "tokens between two resampling tests"),
+        Option("kappa", "float", 0.5, "effective fraction of particles below which they are resampled"),
+        Option("ramp", "int", 400, "tokens until the exponent has grown to alpha"),
     ),
 )
 

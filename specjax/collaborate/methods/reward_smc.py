@@ -46,15 +46,17 @@ METHOD = Method(
     name="reward_smc",
     kind="collaboration",
     guarantee="lossy",
-    summary="particles that follow the model's law times rewards of the text so far",
+    summary="samples from the model's distribution weighted by rewards, by sequential Monte Carlo",
     paper="arXiv 2604.16453",
     needs=frozenset({"reward"}),
     options=(
-        Option("particles", "int", 16, "per prompt"),
-        Option("block", "int", 32, "tokens between two rewards"),
-        Option("kappa", "float", 0.5, "share of effective particles below which they are drawn anew"),
-        Option("lookahead", "int", 0, "roll-outs that say what rewards come; 0: the prefix alone"),
-        Option("move", "yes_or_no", True, "particles draw their last block anew after they were drawn anew"),
+        Option("particles", "int", 16, "particles per prompt"),
+        Option("block", "int", 32, "tokens between two evaluations of the reward"),
+        Option("kappa", "float", 0.5, "effective fraction of particles below which they are resampled"),
+        Option("lookahead", "int", 0, "roll-outs that estimate future rewards; 0: use the prefix only"),
+        Option(
+            "move", "yes_or_no", True, "resample the last block of each particle after resampling (a Metropolis move)"
+        ),
     ),
 )
 

@@ -37,13 +37,13 @@ METHOD = Method(
     name="rpc",
     kind="collaboration",
     guarantee="lossy",
-    summary="of many samples the answer with the most probability, without the samples that are improbable",
+    summary="samples many texts, drops improbable ones, and returns the answer with the largest total probability",
     paper="Zhou et al. 2025, arXiv 2502.00511",
     needs=frozenset({"answers"}),
     options=(
-        Option("samples", "int", 128, "per prompt"),
-        Option("path", "yes_or_no", False, "probabilities of whole texts, not their mean token's"),
-        Option("prune", "yes_or_no", True, "leave improbable samples out"),
+        Option("samples", "int", 128, "samples per prompt"),
+        Option("path", "yes_or_no", False, "use the probability of the whole text instead of the mean per token"),
+        Option("prune", "yes_or_no", True, "drop improbable samples"),
     ),
 )
 

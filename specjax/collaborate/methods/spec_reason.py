@@ -39,14 +39,14 @@ METHOD = Method(
     name="spec_reason",
     kind="collaboration",
     guarantee="lossy",
-    summary="a small model writes the steps of a chain of thought, the target rewrites those that it rates low",
+    summary="writes reasoning steps with a small model; the target rates each and rewrites those with a low rating",
     paper="Pan et al. 2025, arXiv 2504.07891",
     needs=frozenset({"draft", "segmenter", "judging"}),
     options=(
-        Option("threshold", "float", 7.0, "rating from 0 to 9 from which on a step is kept"),
-        Option("average", "yes_or_no", False, "the mean rating, not the likeliest"),
-        Option("first", "int", 0, "steps that the target writes without a proposal"),
-        Option("most", "int", 512, "tokens of a step at most"),
+        Option("threshold", "float", 7.0, "minimum rating of an accepted step, from 0 to 9"),
+        Option("average", "yes_or_no", False, "use the mean rating instead of the most likely one"),
+        Option("first", "int", 0, "first steps that the target writes itself"),
+        Option("most", "int", 512, "maximum number of tokens per step"),
     ),
 )
 

@@ -37,16 +37,16 @@ METHOD = Method(
     name="speculative_thinking",
     kind="collaboration",
     guarantee="lossy",
-    summary="a small model reasons, a large one takes over where it reflects or doubts",
+    summary="reasons with a small model; a large one takes over where the text reflects or doubts",
     paper="Yang et al. 2025, arXiv 2504.12329",
     needs=frozenset({"draft", "segmenter"}),
     takes=frozenset({"cues"}),
     options=(
-        Option("look_ahead", "int", 20, "tokens in which cues are looked for"),
-        Option("long", "int", 125, "tokens of a long takeover"),
-        Option("patience", "int", 15, "negative cues before one"),
-        Option("reasons", "yes_or_no", True, "whether the small model reasons by itself"),
-        Option("most", "int", 512, "tokens of a thought at most"),
+        Option("look_ahead", "int", 20, "tokens after a break that are searched for cues"),
+        Option("long", "int", 125, "tokens of a long takeover by the large model"),
+        Option("patience", "int", 15, "negative cues before a long takeover"),
+        Option("reasons", "yes_or_no", True, "the small model is a reasoning model"),
+        Option("most", "int", 512, "maximum number of tokens per thought"),
     ),
 )
 

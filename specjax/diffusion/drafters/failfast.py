@@ -31,13 +31,13 @@ METHOD = Method(
     name="failfast",
     kind="drafter",
     guarantee="distribution",
-    summary="a denoiser drafts a chunk a pass, and another one as long as it is sure of all of the last",
+    summary="drafts chunks with a diffusion model, and another chunk while all tokens of the last one are confident",
     paper="Pan et al. 2025, arXiv 2512.20573",
     needs=frozenset({"denoiser"}),
     options=(
-        Option("chunk", "int", 8, "tokens of a pass"),
-        shared.num_tokens(64, "tokens of the longest draft"),
-        Option("tau", "float", 0.45, "probability that each token of a chunk must have for another one"),
+        Option("chunk", "int", 8, "drafted tokens per pass of the diffusion model"),
+        shared.num_tokens(64, "maximum draft length"),
+        Option("tau", "float", 0.45, "minimum probability of each token of a chunk for drafting another chunk"),
     ),
     arguments=("draft",),
 )

@@ -31,14 +31,14 @@ METHOD = Method(
     name="adablock",
     kind="diffusion",
     guarantee="lossy",
-    summary="blocks that end where the model says that a line does, decided by the threshold rule",
+    summary="ends blocks at predicted line breaks, and decides their columns by the threshold rule",
     paper="Lu et al. 2025, arXiv 2509.26432",
     options=(
         shared.BLOCK,
         shared.tau(0.9),
-        Option("delimiters", "integers", (198,), "tokens that may end a block"),
-        Option("delimiter_tau", "float", 0.3, "confidence from which on one does"),
-        Option("ahead", "int", 128, "columns that are looked through for one"),
+        Option("delimiters", "integers", (198,), "ids of tokens that may end a block"),
+        Option("delimiter_tau", "float", 0.3, "confidence at which a delimiter ends the block"),
+        Option("ahead", "int", 128, "columns that are searched for a delimiter"),
     ),
 )
 

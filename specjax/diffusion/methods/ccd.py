@@ -33,13 +33,13 @@ METHOD = Method(
     name="ccd",
     kind="diffusion",
     guarantee="lossy",
-    summary="columns that were good candidates in the pass before, too, with the same word",
+    summary="decides columns that were candidates in the previous pass too, with the same token",
     paper="Chen et al. 2025, arXiv 2512.02044",
     options=(
         shared.BLOCK,
-        Option("candidates", "int", 5, "columns that a pass may name"),
-        Option("warmup", "int", 5, "first passes of a block that decide one column"),
-        Option("dynamic", "yes_or_no", True, "decide all coherent columns, not one"),
+        Option("candidates", "int", 5, "candidate columns per pass"),
+        Option("warmup", "int", 5, "first passes per block that decide one column each"),
+        Option("dynamic", "yes_or_no", True, "decide all coherent columns instead of one"),
     ),
 )
 

@@ -36,15 +36,15 @@ METHOD = Method(
     name="credit_decoding",
     kind="diffusion",
     guarantee="lossy",
-    summary="tokens that were likeliest in passes before are surer now",
+    summary="raises the confidence of tokens that were most likely in earlier passes",
     paper="Wang et al. 2025, arXiv 2510.06133",
     options=(
         shared.BLOCK,
         shared.tau(0.8),
-        Option("alpha", "float", 0.7, "what credit adds to a logit, times log(1 + credit)"),
-        Option("beta", "float", 0.8, "what is left of credit after a pass"),
-        Option("gamma", "float", 0.2, "power of the probability that is credited"),
-        Option("slots", "int", 8, "tokens of a column that have credit; 0: all"),
+        Option("alpha", "float", 0.7, "scale of the credit in the logits, times log(1 + credit)"),
+        Option("beta", "float", 0.8, "decay of the credit per pass"),
+        Option("gamma", "float", 0.2, "exponent of the probability that is added as credit"),
+        Option("slots", "int", 8, "tokens per column with credit; 0: all"),
     ),
 )
 

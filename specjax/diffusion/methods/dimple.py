@@ -46,13 +46,13 @@ METHOD = Method(
     name="dimple",
     kind="diffusion",
     guarantee="lossy",
-    summary="every column that is sure enough, else the next share by a grid of times; the prompt is read once",
+    summary="decides all confident columns, at least as many as a time grid requires, and caches the prompt",
     paper="Yu et al. 2025, arXiv 2505.16990",
     options=(
         Option("gamma", "float", 0.95, "confidence above which a column is decided"),
-        Option("steps", "int", None, "passes at most; default: one for each column"),
+        Option("steps", "int", None, "maximum number of passes; default: one per column"),
         shared.EPS,
-        Option("prefill", "yes_or_no", True, "read the prompt once, of models with full attention"),
+        Option("prefill", "yes_or_no", True, "compute the prompt once, for models with full attention"),
     ),
 )
 

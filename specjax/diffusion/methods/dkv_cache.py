@@ -21,14 +21,14 @@ METHOD = Method(
     name="dkv_cache",
     kind="diffusion",
     guarantee="lossy",
-    summary="as llada; what is decided is computed once more, in the pass after, and then kept",
+    summary="follows llada, and caches a decided column after one more pass",
     paper="Ma et al. 2025, arXiv 2505.15781",
     options=(
         shared.BLOCK,
         shared.STEPS,
         shared.RANKING,
-        Option("refresh", "int", 8, "passes over a block after which the whole canvas is computed again"),
-        Option("suffix", ("frozen", "fresh"), "frozen", "what open columns behind the block are"),
+        Option("refresh", "int", 8, "passes over a block between two recomputations of the whole canvas"),
+        Option("suffix", ("frozen", "fresh"), "frozen", "treatment of open columns after the block"),
     ),
 )
 

@@ -22,11 +22,11 @@ METHOD = Method(
     name="dparallel",
     kind="diffusion",
     guarantee="lossy",
-    summary="every column of little entropy, for models that were made certain by distillation",
+    summary="decides all columns of low entropy, for models distilled for certainty",
     paper="Chen et al. 2025, arXiv 2509.26488",
     options=(
         shared.BLOCK,
-        Option("eta", "float", 0.5, "entropy in nats up to which a column is decided"),
+        Option("eta", "float", 0.5, "maximum entropy of a decided column, in nats"),
     ),
 )
 

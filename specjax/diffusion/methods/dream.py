@@ -34,13 +34,13 @@ METHOD = Method(
     name="dream",
     kind="diffusion",
     guarantee="definition",
-    summary="no blocks: a grid of times says how many columns, one of four scores which",
+    summary="decides columns without blocks: a time grid sets their number, and one of four scores ranks them",
     paper="Ye et al. 2025, arXiv 2508.15487",
     options=(
-        Option("alg", ("origin", "maskgit_plus", "topk_margin", "entropy"), "origin", "what chooses columns"),
-        Option("steps", "int", None, "steps of the grid; default: one for each column"),
+        Option("alg", ("origin", "maskgit_plus", "topk_margin", "entropy"), "origin", "score that ranks the columns"),
+        Option("steps", "int", None, "steps of the time grid; default: one per column"),
         shared.EPS,
-        Option("alg_temp", "float", 0.0, "how much chance has a say in which columns are chosen"),
+        Option("alg_temp", "float", 0.0, "temperature of the random choice of columns"),
     ),
 )
 

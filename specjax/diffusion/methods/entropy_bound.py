@@ -31,12 +31,12 @@ METHOD = Method(
     name="entropy_bound",
     kind="diffusion",
     guarantee="lossy",
-    summary="the most certain columns, as many as have little entropy together",
+    summary="decides the columns of lowest entropy, as many as an entropy budget allows",
     paper="Cheng et al. 2025, arXiv 2510.06303",
     options=(
         shared.BLOCK,
-        Option("gamma", "float", 0.35, "nats that a pass may decide"),
-        Option("own", "yes_or_no", True, "whether a column's own entropy counts, or only that of those before it"),
+        Option("gamma", "float", 0.35, "entropy budget per pass, in nats"),
+        Option("own", "yes_or_no", True, "count the column's own entropy too, and not only that of earlier ones"),
     ),
 )
 

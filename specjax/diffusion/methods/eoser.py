@@ -34,15 +34,15 @@ METHOD = Method(
     name="eoser",
     kind="diffusion",
     guarantee="lossy",
-    summary="ends of a text are decided late; with ascending, 1, 2, 4 ... columns a pass",
+    summary="decides end-of-text tokens late; with ascending, 1, 2, 4, ... columns per pass",
     paper="Yang et al. 2025, arXiv 2509.23924",
     options=(
-        Option("block", "int", None, "columns of a block, of models with full attention; default: all new ones"),
+        Option("block", "int", None, "columns per block, for models with full attention; default: all new columns"),
         shared.STEPS,
-        Option("ascending", "yes_or_no", False, "1, 2, 4 ... columns a pass"),
-        Option("parts", "int", 1, "blocks of ascending passes"),
-        Option("least", "float", None, "what the confidence of an end is multiplied by in the first pass"),
-        Option("most", "float", 1.0, "and in the last one"),
+        Option("ascending", "yes_or_no", False, "decide 1, 2, 4, ... columns per pass"),
+        Option("parts", "int", 1, "blocks of ascending schedules"),
+        Option("least", "float", None, "factor on the confidence of end tokens in the first pass"),
+        Option("most", "float", 1.0, "factor on the confidence of end tokens in the last pass"),
     ),
 )
 

@@ -50,15 +50,15 @@ METHOD = Method(
     name="ete",
     kind="diffusion",
     guarantee="lossy",
-    summary="every column that is sure enough; where these are few, tries words for an uncertain one",
+    summary="decides all confident columns; if these are few, explores tokens of an uncertain column",
     paper="arXiv 2511.21103",
     options=(
-        Option("block", "int", 32, "columns of a block"),
+        Option("block", "int", 32, "columns per block"),
         shared.tau(0.9),
-        Option("ahead", "int", 1, "blocks behind it that are decided, too"),
-        Option("least", "int", 2, "columns below which a pass explores"),
-        Option("words", "int", 2, "words that it tries"),
-        Option("gain", "float", 0.1, "nats that a column is worth which a word makes sure"),
+        Option("ahead", "int", 1, "later blocks whose columns may be decided too"),
+        Option("least", "int", 2, "number of decided columns below which a pass explores"),
+        Option("words", "int", 2, "tokens to explore"),
+        Option("gain", "float", 0.1, "value in nats of each column that an explored token makes confident"),
     ),
 )
 

@@ -33,14 +33,14 @@ METHOD = Method(
     name="fast_dllm",
     kind="diffusion",
     guarantee="lossy",
-    summary="every column that is sure enough, or as many as can be sure together",
+    summary="decides all confident columns in parallel, by a threshold or by a factor of their joint confidence",
     paper="Wu et al. 2025, arXiv 2505.22618",
     options=(
         shared.BLOCK,
-        Option("rule", ("threshold", "factor"), "threshold", "what is sure enough"),
+        Option("rule", ("threshold", "factor"), "threshold", "rule for confident columns"),
         shared.tau(0.9),
-        Option("factor", "float", 0.75, "of the rule factor"),
-        Option("memory", ("exact", "dual", "prefix"), "exact", "what is not computed anew in every pass"),
+        Option("factor", "float", 0.75, "factor of the rule `factor`"),
+        Option("memory", ("exact", "dual", "prefix"), "exact", "activations that are cached between passes"),
     ),
 )
 

@@ -27,11 +27,11 @@ METHOD = Method(
     name="fast_dllm_pp",
     kind="diffusion",
     guarantee="lossy",
-    summary="as many columns as are the likeliest together under any dependence between them",
+    summary="decides as many columns as are jointly most likely under any dependence between them",
     paper="Kasa et al. 2026, arXiv 2606.02955",
     options=(
         shared.BLOCK,
-        Option("delta", "float", 0.25, "by how much what is taken must be likelier than the rest"),
+        Option("delta", "float", 0.25, "margin of the decided tokens over the others"),
     ),
 )
 

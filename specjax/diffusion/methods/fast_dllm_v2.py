@@ -31,12 +31,14 @@ METHOD = Method(
     name="fast_dllm_v2",
     kind="diffusion",
     guarantee="lossy",
-    summary="seeded block-causal models: sub-blocks from left to right, every column that is sure enough",
+    summary="for seeded block-causal models: decides all confident columns of sub-blocks, from left to right",
     paper="Wu et al. 2025, arXiv 2509.26328",
     options=(
         shared.tau(0.9),
-        Option("sub_block", "int", None, "its columns; default: 8, or the block if 8 does not divide it"),
-        Option("top_p", "float", 0.95, "mass of the nucleus that confidences are shares of"),
+        Option(
+            "sub_block", "int", None, "columns per sub-block; default: 8, or the whole block if 8 does not divide it"
+        ),
+        Option("top_p", "float", 0.95, "nucleus mass for the normalisation of confidences"),
     ),
 )
 

@@ -37,13 +37,13 @@ METHOD = Method(
     name="freedave",
     kind="diffusion",
     guarantee="identical",
-    summary="looks at the next steps of llada at once and keeps those that it would have taken one by one",
+    summary="verifies several next steps of llada in one pass and keeps those that llada would take",
     paper="Wu and Zhang 2025, arXiv 2510.00294",
     options=(
         shared.BLOCK,
         shared.STEPS,
         shared.RANKING,
-        Option("drafts", "int", 4, "canvases that a pass looks at"),
+        Option("drafts", "int", 4, "drafted canvases per pass"),
     ),
 )
 

@@ -33,15 +33,15 @@ METHOD = Method(
     name="iter_smooth",
     kind="diffusion",
     guarantee="lossy",
-    summary="open columns are shown mixed with what the model said of them in the pass before",
+    summary="feeds open columns as mixtures of the mask and the tokens predicted in the previous pass",
     paper="Ma et al. 2025, arXiv 2510.08666",
     options=(
         shared.BLOCK,
         shared.tau(0.9),
-        Option("first", "float", 0.15, "share of that in the first pass that has any"),
-        Option("step", "float", 0.02, "by how much it grows, and the threshold falls, in each pass"),
-        Option("most", "float", 0.3, "largest share"),
-        Option("words", "int", 8, "tokens of a column that are mixed in"),
+        Option("first", "float", 0.15, "share of the predicted tokens in the first mixture"),
+        Option("step", "float", 0.02, "increase of the share, and decrease of the threshold, per pass"),
+        Option("most", "float", 0.3, "maximum share"),
+        Option("words", "int", 8, "predicted tokens per mixture"),
     ),
 )
 

@@ -32,12 +32,12 @@ METHOD = Method(
     name="learn2pd",
     kind="diffusion",
     guarantee="lossy",
-    summary="what a tiny trained filter holds to be right already, and nothing behind the end of the text",
+    summary="decides the columns that a small trained filter accepts, and stops at the end of the text",
     paper="Bao et al. 2025, arXiv 2509.25188",
     needs=frozenset({"filter"}),
     options=(
-        Option("theta", "float", 0.96, "opinion of the filter above which a column is decided"),
-        Option("eotp", "yes_or_no", True, "end the text with the first column that ends it"),
+        Option("theta", "float", 0.96, "filter output above which a column is decided"),
+        Option("eotp", "yes_or_no", True, "end the text at the first end-of-text token"),
     ),
 )
 

@@ -34,7 +34,7 @@ METHOD = Method(
     name="linear_spec",
     kind="diffusion",
     guarantee="distribution",
-    summary="block-causal models: drafts a block in one pass and judges it as the autoregressive model that it is",
+    summary="for block-causal models: drafts a block in one pass and verifies it in the model's autoregressive mode",
     paper="SGLang, Nemotron-Labs-Diffusion 2026",
 )
 

@@ -22,13 +22,13 @@ METHOD = Method(
     name="llada",
     kind="diffusion",
     guarantee="definition",
-    summary="blocks from left to right, the surest columns first, a fixed share per pass",
+    summary="decides blocks from left to right, and in each pass a fixed number of the most confident columns",
     paper="Nie et al. 2025, arXiv 2502.09992",
     options=(
         shared.BLOCK,
         shared.STEPS,
         shared.RANKING,
-        Option("guidance", "float", 0.0, "how far to move away from what the model says without the prompt"),
+        Option("guidance", "float", 0.0, "scale of classifier-free guidance, away from the logits without the prompt"),
     ),
 )
 

@@ -34,13 +34,13 @@ METHOD = Method(
     name="llada21",
     kind="diffusion",
     guarantee="lossy",
-    summary="decided columns may be changed again until their block is finished",
+    summary="decides confident columns and may change them again until their block is finished",
     paper="Bie et al. 2026, arXiv 2602.08676",
     options=(
         shared.BLOCK,
         shared.tau(0.95),
-        Option("edit_tau", "float", 0.9, "probability above which a decided column is changed"),
-        Option("post_steps", "int", 16, "passes over a full block"),
+        Option("edit_tau", "float", 0.9, "probability of another token above which a decided column changes"),
+        Option("post_steps", "int", 16, "maximum number of passes over a full block"),
     ),
 )
 

@@ -28,13 +28,13 @@ METHOD = Method(
     name="local_leap",
     kind="diffusion",
     guarantee="lossy",
-    summary="every column that is sure enough, where less is enough next to one that is",
+    summary="decides all confident columns, with a lower threshold near a very confident one",
     paper="Kong et al. 2025, arXiv 2510.07081",
     options=(
         shared.BLOCK,
         shared.tau(0.9),
-        Option("near", "float", 0.75, "confidence that is enough next to a column that is sure"),
-        Option("radius", "int", 4, "columns that count as next to one"),
+        Option("near", "float", 0.75, "threshold next to a confident column"),
+        Option("radius", "int", 4, "distance of columns that count as near"),
     ),
 )
 

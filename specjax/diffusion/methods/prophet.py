@@ -30,14 +30,14 @@ METHOD = Method(
     name="prophet",
     kind="diffusion",
     guarantee="lossy",
-    summary="once the model is sure of the answer, all of the canvas at once",
+    summary="follows llada, and decides the whole canvas at once when the model is confident of the answer",
     paper="Li et al. 2025, arXiv 2508.19982",
     options=(
         shared.BLOCK,
         shared.STEPS,
-        Option("early", "float", 7.5, "gap of logits that is enough in the first third of the passes"),
-        Option("middle", "float", 5.0, "in the second"),
-        Option("late", "float", 2.5, "in the last"),
+        Option("early", "float", 7.5, "gap between the top two logits that suffices in the first third of the passes"),
+        Option("middle", "float", 5.0, "gap that suffices in the second third"),
+        Option("late", "float", 2.5, "gap that suffices in the last third"),
     ),
 )
 

@@ -35,16 +35,16 @@ METHOD = Method(
     name="r2_dllm",
     kind="diffusion",
     guarantee="lossy",
-    summary="every column that is sure enough, and what is redundant in place or in time",
+    summary="decides all confident columns, and those that are redundant in space or in time",
     paper="Du et al. 2026, arXiv 2604.18995",
     options=(
         shared.BLOCK,
         shared.tau(0.9),
-        Option("cluster", "float", 0.8, "mean confidence of three columns in a row that is enough"),
-        Option("repeat", "float", 0.8, "confidence of the surest of columns with one token that is enough"),
-        Option("steady", "float", 0.8, "confidence that is enough where the token stayed the same"),
-        Option("times", "int", 3, "passes for which it must stay the same"),
-        Option("over", ("last", "mean", "max"), "last", "which of their confidences counts"),
+        Option("cluster", "float", 0.8, "threshold for the mean confidence of three adjacent columns"),
+        Option("repeat", "float", 0.8, "threshold for the most confident of columns with the same token"),
+        Option("steady", "float", 0.8, "threshold for a column whose token did not change"),
+        Option("times", "int", 3, "passes without change that this needs"),
+        Option("over", ("last", "mean", "max"), "last", "confidence of these passes that counts"),
     ),
 )
 

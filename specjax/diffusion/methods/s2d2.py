@@ -30,7 +30,7 @@ METHOD = Method(
     name="s2d2",
     kind="diffusion",
     guarantee="distribution",
-    summary="block-causal models: drafts a block in one pass and judges it by itself with blocks of one",
+    summary="for block-causal models: drafts a block in one pass and verifies it with the same model at block size 1",
     paper="Han et al. 2026, arXiv 2603.25702",
 )
 

@@ -26,13 +26,13 @@ METHOD = Method(
     name="sdar",
     kind="diffusion",
     guarantee="lossy",
-    summary="block-causal models: every column of a block that is sure enough, at least its share",
+    summary="for block-causal models: decides all confident columns of a block, at least a fixed number per pass",
     paper="Cheng et al. 2025, arXiv 2510.06303",
     options=(
         shared.tau(0.85),
         shared.STEPS,
-        Option("remasking", ("dynamic", "static", "sequential"), "dynamic", "which columns a pass decides"),
-        Option("fuse", "yes_or_no", True, "read a finished block in the first pass over the next"),
+        Option("remasking", ("dynamic", "static", "sequential"), "dynamic", "rule that selects the columns of a pass"),
+        Option("fuse", "yes_or_no", True, "write a finished block into the cache in the first pass over the next one"),
     ),
 )
 

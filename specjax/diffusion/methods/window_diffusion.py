@@ -27,14 +27,14 @@ METHOD = Method(
     name="window_diffusion",
     kind="diffusion",
     guarantee="lossy",
-    summary="far columns are not seen, near ones kept for some passes, and the first few open ones decided",
+    summary="computes a window of open columns, caches those around it, and decides the first few",
     paper="arXiv 2601.20332",
     options=(
-        Option("outer", "int", 64, "open columns that are seen"),
-        Option("inner", "int", 16, "those of them that may be decided"),
-        Option("refresh", "int", 32, "passes for which the others are kept"),
-        Option("tau", "float", None, "confidence from which on a column is decided; default: one a pass"),
-        Option("early", "yes_or_no", False, "end the text with the first column that ends it"),
+        Option("outer", "int", 64, "open columns that are visible"),
+        Option("inner", "int", 16, "visible columns that may be decided"),
+        Option("refresh", "int", 32, "passes between two recomputations of the cached columns"),
+        Option("tau", "float", None, "confidence at which a column is decided; default: one column per pass"),
+        Option("early", "yes_or_no", False, "end the text at the first end-of-text token"),
     ),
 )
 

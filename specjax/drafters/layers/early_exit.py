@@ -43,7 +43,7 @@ METHOD = Method(
     name="early_exit",
     kind="drafter",
     guarantee="distribution",
-    summary="the target's own first layers draft a chain",
+    summary="drafts a chain with the target's own first layers",
     paper="Elhoushi et al. 2024, arXiv 2404.16710",
     options=(
         shared.EXIT_LAYER,

@@ -30,10 +30,10 @@ METHOD = Method(
     name="thinned",
     kind="drafter",
     guarantee="distribution",
-    summary="the target drafts with the layers that a method of adaptive depth chooses",
-    paper="our combination; papers: the methods of a target that does less",
+    summary="drafts with the layers of the target that a method of adaptive depth selects",
+    paper="our combination; see the papers of the adaptive methods",
     options=(
-        Option("depth", "depth", "calm", "what chooses them, such as skip_decode:speedup=2"),
+        Option("depth", "depth", "calm", "method of adaptive depth, such as skip_decode:speedup=2"),
         shared.num_tokens(4),
         shared.TREE,
         shared.STOP,

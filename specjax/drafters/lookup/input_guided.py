@@ -36,12 +36,12 @@ METHOD = Method(
     name="input_guided",
     kind="drafter",
     guarantee="distribution",
-    summary="copies the text to be edited, or the prompt, from where the output stands in it",
+    summary="drafts from the text to edit, or the prompt, at the position that the output has reached",
     paper="Ge et al. 2022, arXiv 2205.10350",
     takes=frozenset({"source"}),
     options=(
         shared.num_tokens(32),
-        Option("max_ngram", "int", 3, "tokens of the longest end of the output that is looked for"),
+        Option("max_ngram", "int", 3, "maximum length of the output's end to search for"),
     ),
 )
 

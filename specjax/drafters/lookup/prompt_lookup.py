@@ -30,13 +30,13 @@ METHOD = Method(
     name="prompt_lookup",
     kind="drafter",
     guarantee="distribution",
-    summary="copies what followed the last occurrence of the current n-gram",
+    summary="drafts the tokens that followed the last occurrence of the current n-gram",
     paper="Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding",
     options=(
         shared.num_tokens(7),
-        Option("max_ngram", "int", 3, "tokens of the longest n-gram that is looked for"),
-        Option("min_ngram", "int", 2, "and of the shortest"),
-        Option("mode", ("latest", "reference"), "latest", "which occurrence to copy from"),
+        Option("max_ngram", "int", 3, "maximum length of the n-gram"),
+        Option("min_ngram", "int", 2, "minimum length of the match"),
+        Option("mode", ("latest", "reference"), "latest", "occurrence to copy from"),
     ),
 )
 

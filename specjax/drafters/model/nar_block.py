@@ -30,11 +30,11 @@ METHOD = Method(
     name="nar_block",
     kind="drafter",
     guarantee="distribution",
-    summary="a block of tokens at once from a model trained for masked places",
+    summary="drafts a block of tokens in one pass of a model that fills masked positions",
     paper="Xia et al. 2022, arXiv 2203.16487; Ge et al. 2022, arXiv 2205.10350",
     needs=frozenset({"fill"}),
     options=(
-        Option("mask_token", "int", REQUIRED, "stands where a token is missing"),
+        Option("mask_token", "int", REQUIRED, "id of the mask token"),
         shared.num_tokens(25),
     ),
 )

@@ -50,16 +50,21 @@ METHOD = Method(
     name="two_model",
     kind="drafter",
     guarantee="distribution",
-    summary="a smaller model drafts a chain, verified with its true q",
+    summary="drafts a chain with a smaller model and verifies it with the exact draft probabilities",
     paper="Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
     needs=frozenset({"draft"}),
     options=(
         shared.num_tokens(4),
         shared.TREE,
         shared.STOP,
-        Option("lag", "int", 2, "last tokens of the text that are fed anew in each round"),
+        Option("lag", "int", 2, "last tokens of the text that the draft model reads again in each step"),
         shared.KEEP_LOGITS,
-        Option("acceptance", "acceptance_head", None, "SpecDec++'s head of the draft model, for trained:T"),
+        Option(
+            "acceptance",
+            "acceptance_head",
+            None,
+            "acceptance head of the draft model (SpecDec++), for the stop condition trained:T",
+        ),
     ),
     arguments=("draft",),
 )
@@ -188,7 +193,7 @@ def functions(
                 weights, frontier.tokens, cache, positions=length[:, None] - 1 + frontier.depth,
                 mask=jnp.concatenate([text, frontier.mask], 2), earlier=pending, **approximately,
             )  # fmt: skip
-            said = DraftOutput(output.logits, accepted=params[1].accepted(output.hidden)) if judges else output.logits
+            said = DraftOutput(output.logits, accepted=params[1].acceptance(output.hidden)) if judges else output.logits
             return model.insert(pending, new, lag - 1 + frontier.place), said
 
         pending = model.widen(pending, slots)

@@ -39,13 +39,13 @@ METHOD = Method(
     name="jacobi",
     kind="drafter",
     guarantee="distribution",
-    summary="the target's last pass over a window is the draft of its next one",
+    summary="drafts the target's own predictions for a window of guesses (Jacobi iteration)",
     paper="Teng et al. 2025, arXiv 2410.01699",
     options=(
-        Option("window", "int", 15, "drafted tokens per round"),
-        Option("initial", ("random", "repeat", "sample"), "random", "what the end of the window starts with"),
-        Option("ids", "two_integers", None, "first and end of the ids that random tokens come from; default: all"),
-        Option("stride", "int", 1, "how far back the token is that `repeat` copies"),
+        Option("window", "int", 15, "drafted tokens per step"),
+        Option("initial", ("random", "repeat", "sample"), "random", "initial guesses at the end of the window"),
+        Option("ids", "two_integers", None, "range of token ids for random guesses, END excluded; default: all"),
+        Option("stride", "int", 1, "distance of the token that `repeat` copies"),
     ),
     arguments=("vocab_size",),
 )

@@ -43,16 +43,16 @@ METHOD = Method(
     name="stand",
     kind="drafter",
     guarantee="distribution",
-    summary="a tree drawn from a table of the target's distributions after the last 4, 3 or 2 tokens",
+    summary="samples a tree from a table of the target's distributions after the last 4, 3 or 2 tokens",
     paper="Song et al. 2025, arXiv 2506.04708",
     options=(
         shared.num_nodes(32),
         shared.PATHS,
-        Option("draw", ("sampled", "likeliest"), "sampled", "which tokens of an entry are drafted"),
+        Option("draw", ("sampled", "likeliest"), "sampled", "how tokens of a table entry are drafted"),
         Option(
-            "verify", ("sample_and_match", "recursive_rejection"), "sample_and_match", "the rule that judges the draft"
+            "verify", ("sample_and_match", "recursive_rejection"), "sample_and_match", "acceptance rule for the draft"
         ),
-        Option("read_prompt", "yes_or_no", True, "learn from the target's outputs for the prompt"),
+        Option("read_prompt", "yes_or_no", True, "learn from the target's outputs for the prompt too"),
         shared.buckets(8192),
     ),
     cpu_options={"num_nodes": 7},
