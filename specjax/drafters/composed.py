@@ -1,4 +1,4 @@
-"""What a drafter made of several others passes on to each of them."""
+"""Calls and facts that a composed drafter passes on to the drafters inside it."""
 
 from __future__ import annotations
 
@@ -8,40 +8,44 @@ from specjax.errors import UsageError
 from specjax.types import Drafter, PyTree
 
 
-def read_each(several: Sequence[Drafter], params: Sequence, states: Sequence, *chunk) -> tuple[PyTree, ...]:
-    """Their states after a chunk of the prompt, as `Hooks.prefill` has it: context, tokens, count, output."""
-    each = zip(several, params, states, strict=True)
+def read_each(drafters: Sequence[Drafter], params: Sequence, states: Sequence, *chunk) -> tuple[PyTree, ...]:
+    """Return the states of all drafters after a chunk of the prompt: (context, tokens, count, output)."""
+    each = zip(drafters, params, states, strict=True)
     return tuple(
-        drafter.hooks.prefill(own, state, *chunk) if drafter.hooks.prefill else state for drafter, own, state in each
+        drafter.hooks.prefill(drafter_params, state, *chunk) if drafter.hooks.prefill else state
+        for drafter, drafter_params, state in each
     )
 
 
-def remember_each(several: Sequence[Drafter], params: Sequence, states: Sequence) -> tuple[PyTree, ...]:
-    """Their parameters for a later call, as `Hooks.export` has it."""
-    each = zip(several, params, states, strict=True)
-    return tuple(drafter.hooks.export(own, state) if drafter.hooks.export else own for drafter, own, state in each)
+def remember_each(drafters: Sequence[Drafter], params: Sequence, states: Sequence) -> tuple[PyTree, ...]:
+    """Return the parameters of all drafters for a later call, from `Hooks.export`."""
+    each = zip(drafters, params, states, strict=True)
+    return tuple(
+        drafter.hooks.export(drafter_params, state) if drafter.hooks.export else drafter_params
+        for drafter, drafter_params, state in each
+    )
 
 
-def taps_of_each(several: Sequence[Drafter]) -> tuple[int, ...]:
-    """The target's streams that they read, which each finds in the order in which it named them.
+def taps_of_each(drafters: Sequence[Drafter]) -> tuple[int, ...]:
+    """Return the taps that the drafters share; each drafter reads them in the order of its own traits.
 
-    Raises: UsageError where two read other ones.
+    Raises: UsageError if two drafters read different taps.
     """
-    named = {drafter.traits.taps for drafter in several if drafter.traits.taps}
-    if len(named) > 1:
-        raise UsageError(f"the drafters read different layers of the target, {sorted(named)}; give all the same taps")
-    return next(iter(named), ())
+    choices = {drafter.traits.taps for drafter in drafters if drafter.traits.taps}
+    if len(choices) > 1:
+        raise UsageError(f"the drafters read different layers of the target, {sorted(choices)}; give all the same taps")
+    return next(iter(choices), ())
 
 
-def longest_of_each(several: Sequence[Drafter], deepest: int) -> int | None:
-    """`Traits.max_accepted` of what drafts up to `deepest` tokens by them.
+def longest_of_each(drafters: Sequence[Drafter], max_depth: int) -> int | None:
+    """Return `Traits.max_accepted` of a drafter that drafts up to `max_depth` tokens with all of them.
 
-    Raises: UsageError where one of them cannot take in so many, and would lose count of the text.
+    Raises: UsageError if one of them cannot read so many accepted tokens; it would lose its position in the text.
     """
-    known = [drafter.traits.max_accepted for drafter in several if drafter.traits.max_accepted is not None]
-    if known and min(known) <= deepest:
+    limits = [drafter.traits.max_accepted for drafter in drafters if drafter.traits.max_accepted is not None]
+    if limits and min(limits) <= max_depth:
         raise UsageError(
-            f"a round may accept {deepest} drafted tokens, and one of the drafters takes in {min(known) - 1}; make it "
-            f"with longest={deepest + 1}, or let the others draft less"
+            f"a step may accept {max_depth} drafted tokens, and one of the drafters reads at most {min(limits) - 1}; "
+            f"make it with max_accepted={max_depth + 1}, or let the others draft less"
         )
-    return min(known, default=None)
+    return min(limits, default=None)

@@ -1,1 +1,1 @@
-"""Drafters that join or choose among others."""
+"""Drafters that combine other drafters or choose among them."""

@@ -1,1 +1,1 @@
-"""Drafters that are learned heads, and what they share with the loop: `learned`."""
+"""The drafter of draft heads. `head_drafter` builds it for every kind; PPD drafts differently and has a file of its own."""

@@ -1,1 +1,1 @@
-"""Drafters that copy from the text or a corpus."""
+"""Drafters that copy tokens from the text or a corpus."""

@@ -1,19 +1,21 @@
-"""Input-guided aggressive decoding (IAD): copy the text to be edited until the target departs from it.
+"""Input-guided aggressive decoding (IAD): copy the text to edit until the target departs from it.
 
 Ge, Xia, Sun, Chen, Wei: Lossless Acceleration for Seq2seq Generation with Aggressive Decoding (2022), arXiv 2205.10350;
 first in Sun, Ge, Wei, Wang: Instantaneous Grammatical Error Correction with Shallow Aggressive Decoding (ACL 2021),
 arXiv 2106.04970.
 
-Rule: the source is a text s that the output is expected to resemble, c the place in it where the output stands.
-  copy: draft s[c], s[c+1], ...; where the target departs from them, search.
-  search: for n = 1, 2, ..., max_ngram, let the last n output tokens occur m times in s. m = 0: draft nothing. m = 1:
-    c is the end of that occurrence; copy. m > 1: try the next n.
+Rule: the source s is a text that the output is expected to resemble. The position c in s is the one that the output
+has reached.
+  copy: draft s[c], s[c+1], ...; search once the target departs from them.
+  search: for n = 1, 2, ..., max_ngram, let m be the number of occurrences of the last n output tokens in s. If m = 0,
+    draft no token. If m = 1, set c to the end of that occurrence and copy. If m > 1, try the next n.
 Guarantee: distribution (a point-mass chain).
-Deviations: a draft is at most `num_tokens` long (the authors copy the whole rest); copying goes on as long as the
-target's own token behind a draft is the source's next. No eos is drafted at the end of the source, since the target's
-own token of that pass is it. The search starts with the token at which the target departed, as in the paper (the
-released code decodes one more before it). Any text may be the source, as with a "predicted output". Without one it is
-the row's own prompt; the output rarely starts where a prompt does, so decoding then starts with a search.
+Deviations: a draft has at most `num_tokens` tokens; the authors copy all remaining tokens. Copying continues while the
+target's own token after a draft is the next token of the source. The draft has no eos at the end of the source, because
+the target adds that token itself in the same pass. The search starts with the token at which the target departed, as
+in the paper; the released code decodes one more token before it. Any text can be the source, such as a predicted
+output. The default source is the row's own prompt. The output rarely starts like the prompt, so decoding then starts
+with a search.
 """
 
 from __future__ import annotations
@@ -47,27 +49,27 @@ METHOD = Method(
 
 
 BUCKET = 128
-"""Sources are padded to a multiple of this, so that those of similar length share one program."""
+"""Sources are padded to a multiple of this length, so that sources of similar length share one program."""
 
 Source = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray]
 
 
 class _State(NamedTuple):
-    place: Array  # int32[B], of the source's token to copy next; -1: none, search
+    position: Array  # int32[B], of the next source token to copy; -1: search
     prompt: Array  # int32[B], length of the prompt
-    length: Array  # int32[B], of the text when `place` was found
+    length: Array  # int32[B], of the text when `position` was computed
 
 
 def input_guided(source: Source | None = None, num_tokens: int = 32, *, max_ngram: int = 3) -> Drafter:
-    """A chain of up to `num_tokens` tokens of the source; an empty draft while the place in it is unknown.
+    """Draft a chain of up to `num_tokens` tokens of the source; the draft is empty while the position is unknown.
 
     Args:
       source: one text per row, without an eos at its end: a list of token lists, or (tokens int32[B, Ns], lengths
-        int32[B]) padded on the right. Default: the prompts. Another source of the same shape compiles nothing.
-      max_ngram: longest end of the output that is looked for in the source.
+        int32[B]) padded on the right. Default: the prompts. Another source of the same shape compiles no new program.
+      max_ngram: maximum length of the output's end that is searched for in the source.
 
-    Raises: UsageError for a setting below 1, an empty source, a length that the array does not have, or, once decoding,
-      another number of sources than prompts.
+    Raises: UsageError for a setting below 1, an empty source, or a length beyond the array. Decoding raises one if the
+      number of sources differs from the number of prompts.
     """
     if num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
@@ -90,12 +92,12 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
         tokens, length = context.tokens, context.length
         source, size = params or (tokens, state.prompt)
         root = context.root
-        place = _follow(state, source, size, root, length)
+        position = _follow(state, source, size, root, length)
         ending = last_tokens(tokens, length, max_ngram)
-        ending = jnp.where(jnp.arange(max_ngram) < (length - state.prompt)[:, None], ending, -1)  # of the output
-        place = jnp.where(place >= 0, place, _search(source, size, ending))
-        tree = copied_chain(root, source, size, place, num_tokens, limit)
-        return tree, _State(place, state.prompt, length)
+        ending = jnp.where(jnp.arange(max_ngram) < (length - state.prompt)[:, None], ending, -1)  # of the output only
+        position = jnp.where(position >= 0, position, _search(source, size, ending))
+        tree = copied_chain(root, source, size, position, num_tokens, limit)
+        return tree, _State(position, state.prompt, length)
 
     return Drafter(
         propose=propose,
@@ -106,28 +108,28 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
 
 
 def _follow(state: _State, source: Array, size: Array, root: Array, length: Array) -> Array:
-    """int32[B]: the place behind what was copied, if the target's own token `root` [B, 1] is the source's too; or -1.
+    """Return int32[B], the source position after the copied tokens; -1 if `root` [B, 1] departs from the source.
 
-    All that was added since but the root was copied.
+    All tokens that were added since the last draft, except the root, are copies.
     """
-    own = state.place + length - state.length - 1  # where the root stands, had it been copied
-    same = take_along(source, jnp.clip(own, 0, source.shape[1] - 1)[:, None], 1) == root
-    copied = (state.place >= 0) & (own < size) & same[:, 0]
+    position = state.position + length - state.length - 1  # the root's position, if it is a copy
+    same = take_along(source, jnp.clip(position, 0, source.shape[1] - 1)[:, None], 1) == root
+    copied = (state.position >= 0) & (position < size) & same[:, 0]
     fresh = length == state.length  # the first round
-    return jnp.where(fresh, state.place, jnp.where(copied, own + 1, -1))
+    return jnp.where(fresh, state.position, jnp.where(copied, position + 1, -1))
 
 
 def _search(source: Array, size: Array, ending: Array) -> Array:
-    """int32[B]: the end of the only occurrence of the shortest `ending` that occurs once; -1 if there is none."""
+    """Return int32[B], the end of the single occurrence of the shortest unique `ending`; -1 without one."""
     matched = match_length(source, size, ending)[:, :, None] > jnp.arange(ending.shape[1])  # bool[B, Ns, n]
-    once = jnp.sum(matched, 1) == 1  # an ending that does not occur has no longer one that does
+    once = jnp.sum(matched, 1) == 1  # if an ending does not occur, no longer ending does
     shortest = jnp.argmax(once, 1)
     end = jnp.argmax(take_along(matched, shortest[:, None, None], 2)[:, :, 0], 1) + 1
     return jnp.where(jnp.any(once, 1), end, -1).astype(jnp.int32)
 
 
 def _pack(source: Source) -> tuple[Array, Array]:
-    """(tokens int32[B, Ns], lengths int32[B]) from either form."""
+    """Return (tokens int32[B, Ns], lengths int32[B]) from either form of a source."""
     if isinstance(source, tuple) and len(source) == 2 and hasattr(source[0], "ndim"):
         tokens, lengths = jnp.asarray(source[0], jnp.int32), jnp.asarray(source[1], jnp.int32)
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
@@ -135,8 +137,8 @@ def _pack(source: Source) -> tuple[Array, Array]:
     else:
         longest = max((len(row) for row in source), default=0)
         padded = np.zeros((len(source), -(-max(longest, 1) // BUCKET) * BUCKET), np.int32)
-        for place, row in zip(padded, source, strict=True):
-            place[: len(row)] = row
+        for target, row in zip(padded, source, strict=True):
+            target[: len(row)] = row
         tokens, lengths = jnp.asarray(padded), jnp.asarray([len(row) for row in source], jnp.int32)
     if not isinstance(lengths, jax.core.Tracer):
         for row, length in enumerate(np.asarray(lengths)):

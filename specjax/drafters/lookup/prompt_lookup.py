@@ -1,17 +1,19 @@
-"""Prompt lookup decoding: copy what followed the last occurrence of the current n-gram.
+"""Prompt lookup decoding: draft the tokens that followed the last occurrence of the current n-gram.
 
 Apoorv Saxena, Prompt Lookup Decoding (2023), github.com/apoorvumang/prompt-lookup-decoding; the same idea as
 Yang et al., Inference with Reference (2023), arXiv 2304.04487.
 
-Rule: let n <= max_ngram be the length of the longest suffix of the text that occurs earlier; draft the num_tokens
-tokens that follow one such occurrence: the latest that has all of them, else the earliest, cut at the end of the text.
+Rule: let n <= max_ngram be the length of the longest suffix of the text that occurs earlier. Draft the num_tokens
+tokens that follow an occurrence: the latest one with a full continuation, else the earliest one, cut at the end of the
+text.
 Guarantee: distribution (a point-mass chain).
-Deviation: the original takes the earliest match with a full continuation and drafts nothing if no n has one;
-`mode="reference"` does that. The latest match follows the recent topic; the earliest of the cut ones copies most. The
-original copies 10 tokens after any match, single tokens too (`num_tokens=10, min_ngram=1`). A single token that recurs
-says little. Replayed on 64 greedy texts of SmolLM2 (5 Spec-Bench tasks, none of RAG) under one table of measured
-pass costs (2 cores, 8 tokens: 1.7 of one), the original's settings give 0.95 to 1.95 times plain decoding per task
-and 1.08 overall, those here 1.17 to 2.21 and 1.32. They were chosen among some twenty on those same texts.
+Deviations: the original takes the earliest match with a full continuation, and its draft is empty if no n has one;
+`mode="reference"` does that. The latest match follows the recent topic; the earliest cut one copies most tokens.
+The original copies 10 tokens after any match, even of a single token (`num_tokens=10, min_ngram=1`), which is weak
+evidence. Both settings were replayed on 64 greedy texts of SmolLM2 (5 Spec-Bench tasks without RAG) with one table of
+measured pass costs (2 cores; 8 tokens cost 1.7 passes of one). The original's settings give 0.95 to 1.95 times the
+speed of plain decoding per task and 1.08 overall; the defaults give 1.17 to 2.21 and 1.32. The defaults are the best of
+about twenty settings on the same texts.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def prompt_lookup(
     min_ngram: int = 2,
     mode: Literal["latest", "reference"] = "latest",
 ) -> Drafter:
-    """A chain of up to `num_tokens` copied tokens; an empty draft where no n-gram of at least `min_ngram` recurs.
+    """Draft a chain of up to `num_tokens` copied tokens; it is empty if no n-gram of `min_ngram` or more tokens recurs.
 
     Raises: UsageError if num_tokens < 1 or not 1 <= min_ngram <= max_ngram.
     """
@@ -62,7 +64,7 @@ def prompt_lookup(
     def propose(params, keys, state, context, limit):
         tokens, length = context.tokens, context.length
         matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_ngram))
-        start = find(matched, length, num_tokens, min_ngram, max_ngram)  # [B], -1: nothing found
+        start = find(matched, length, num_tokens, min_ngram, max_ngram)  # [B], -1: no match
         return copied_chain(context.root, tokens, length, start, num_tokens, limit), state
 
     return Drafter(
@@ -73,19 +75,22 @@ def prompt_lookup(
 
 
 def _find_latest(matched, length, num_tokens, min_ngram, max_ngram):
-    """int32[B]: where the continuation starts, or -1."""
+    """Return int32[B], the start of the continuation, or -1."""
     position = jnp.arange(matched.shape[1])
     best = jnp.max(matched, 1, keepdims=True)
     candidate = (matched == best) & (best >= min_ngram)
     full = candidate & (position + 1 + num_tokens <= length[:, None])
     latest = jnp.max(jnp.where(full, position, -1), 1)
     earliest = jnp.argmax(candidate, 1)
-    found = jnp.where(latest >= 0, latest, earliest)
-    return jnp.where(jnp.any(candidate, 1), found + 1, -1)
+    match = jnp.where(latest >= 0, latest, earliest)
+    return jnp.where(jnp.any(candidate, 1), match + 1, -1)
 
 
 def _find_reference(matched, length, num_tokens, min_ngram, max_ngram):
-    """As above: the earliest match of the longest n whose continuation is full and starts before the suffix."""
+    """Return int32[B], the start of the earliest full continuation that begins before the suffix, or -1.
+
+    The longest n with such a continuation counts.
+    """
     start = jnp.arange(matched.shape[1]) + 1
     result = jnp.full(length.shape, -1)
     for n in range(min_ngram, max_ngram + 1):

@@ -1,13 +1,13 @@
-"""REST: retrieval-based speculative decoding, a tree of what followed the current words in a corpus.
+"""REST: retrieval-based speculative decoding drafts a tree of continuations from a corpus.
 
 He, Zhong, Cai, Lee, He: REST: Retrieval-Based Speculative Decoding (NAACL 2024), arXiv 2311.08252.
 
-Rule: let s be the longest end of the text, of at most max_span tokens, that occurs in the datastore; take what follows
-it, `depth` tokens each time; of all prefixes of these continuations draft the num_nodes most frequent.
+Rule: let s be the longest end of the text, of at most max_span tokens, that occurs in the datastore. Read `depth`
+tokens after each occurrence. Draft the num_nodes most frequent prefixes of these continuations.
 Guarantee: distribution (a point-mass tree).
-Deviations: at most `num_paths` occurrences are read, evenly spread over the sorted ones (the authors read the first
-5,000): counts then are proportional but rounded. An empty draft where nothing matches (the authors draft one arbitrary
-token). Equal counts: the shorter prefix first, then smaller ids.
+Deviations: at most `num_paths` occurrences are read, evenly spaced in sorted order, so counts are proportional but
+rounded; the authors read the first 5,000. The draft is empty without a match; the authors draft one arbitrary token.
+For equal counts the shorter prefix comes first, then the smaller id.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def rest(
     min_span: int = 2,
     num_paths: int = 64,
 ) -> Drafter:
-    """A tree of up to `num_nodes` tokens, `depth` deep, retrieved on the device. Params: the index.
+    """Draft a tree of up to `num_nodes` tokens and depth `depth`, retrieved on the device. Params: the index.
 
-    Args: index: `Datastore.to_device()`, on the mesh of the target if it has one. Its ids must be those of the target,
-      which `open_datastore(folder, tokenizer)` sees to.
+    Args:
+      index: `Datastore.to_device()`, on the mesh of the target if it has one. Its token ids must be those of the
+        target; `open_datastore(folder, tokenizer)` checks this.
 
     Raises: UsageError for a budget below 1, or unless 1 <= min_span <= max_span.
     """
@@ -75,8 +76,8 @@ def make_rest(target: Target, *, datastore: Datastore, **options) -> Drafter:
 @functools.cache
 def _functions(num_nodes: int, depth: int, max_span: int, min_span: int, num_paths: int) -> Drafter:
     def propose(index: Index, keys, state, context, limit):
-        place = context.length[:, None] - max_span + jnp.arange(max_span)
-        text = take_along(context.tokens, jnp.maximum(place, 0), 1)
+        positions = context.length[:, None] - max_span + jnp.arange(max_span)
+        text = take_along(context.tokens, jnp.maximum(positions, 0), 1)
         matches = search(index, text, context.length, min_span)
         paths = continuations(index, matches, num_paths, depth)
         paths = jnp.where(jnp.arange(depth) < limit[:, None, None], paths, -1)

@@ -1,17 +1,18 @@
-"""Suffix matching: copy what followed the longest occurrence of the end of the text, in itself or in a corpus; else
-ask another drafter.
+"""Suffix matching: draft the tokens that followed the longest match of the text's end, in the text or in a corpus.
+
+Another drafter, the fallback, drafts if there is no match.
 
 Hu et al., SAM Decoding: Speculative Decoding via Suffix Automaton (2024), arXiv 2411.10666.
 
 Rule: m is the length of the longest suffix of the text (at most max_match) that occurs earlier. If m >= min_match,
-draft the num_tokens tokens that follow an occurrence, preferring a shorter match with a full continuation to a longer
-one without; else the tree of `fallback`. With a corpus, m' is the length of the longest suffix that occurs there, less
-`bias`; if m' > m, what follows an occurrence there is drafted in place of it.
+draft the num_tokens tokens after an occurrence; a shorter match with a full continuation beats a longer one without.
+Otherwise draft the tree of `fallback`. With a corpus, m' is the length of the longest suffix that occurs in it, minus
+`bias`. If m' > m, draft the tokens after an occurrence in the corpus instead.
 Guarantee: distribution (a point-mass chain, or the fallback's tree).
-Deviations: the authors keep automata, on the host; a compare of the whole text finds the same match on the device, up
-to `max_match`, and the corpus is searched in its suffix array, whose first occurrence is copied. In the text they copy
-from the earliest occurrence (`occurrence="earliest"`); the latest follows the recent topic. Alone they ask for
-min_match = 5 and use another drafter below; without a fallback short matches are better than none.
+Deviations: the authors store automata on the host. Here a comparison with the whole text finds the same match on the
+device, up to `max_match`. The corpus has a suffix array, and its first occurrence is copied. The authors copy from the
+earliest occurrence in the text (`occurrence="earliest"`); the latest follows the recent topic. They require
+min_match = 5 and use another drafter below it; without a fallback, short matches are better than an empty draft.
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ def suffix(
     corpus: Index | None = None,
     bias: int = 5,
 ) -> Drafter:
-    """A chain of up to `num_tokens` copied tokens where a suffix of `min_match` or more recurs (default: 2, with a
-    fallback 5), else the fallback's point-mass tree, else nothing.
+    """Draft a chain of up to `num_tokens` copied tokens, or the fallback's point-mass tree without a match.
 
     Args:
-      corpus: `Datastore.to_device()`, to copy from too; its ids must be those of the target. bias: how many tokens
-        longer a match in the corpus must be to count as long as one in the text.
+      min_match: minimum length of the match; default: 2, or 5 with a fallback.
+      corpus: `Datastore.to_device()`, a second text to copy from; its token ids must be those of the target.
+      bias: number of extra tokens that a match in the corpus needs to count as much as one in the text.
 
-    Raises: UsageError if num_tokens < 1, bias < 0, not 1 <= min_match <= max_match, or the fallback has randomness or
-    does not follow any tree.
+    Raises: UsageError for a number out of range (1 <= num_tokens, 0 <= bias, 1 <= min_match <= max_match). It is also
+      raised for a fallback that is random or does not follow any tree.
     """
     if min_match is None:
         min_match = 2 if fallback is None else 5
@@ -85,8 +86,8 @@ def suffix(
     fallback = fallback or autoregressive()
     if fallback.traits.draws != "point_mass" or not fallback.traits.follows_any_tree:
         raise UsageError("fallback must be a drafter without randomness that follows any tree, such as token_recycling")
-    made = _functions(fallback.replace(params=()), num_tokens, max_match, min_match, occurrence, bias)
-    return made.replace(params=Params(fallback.params, corpus))
+    drafter = _functions(fallback.replace(params=()), num_tokens, max_match, min_match, occurrence, bias)
+    return drafter.replace(params=Params(fallback.params, corpus))
 
 
 def make_suffix(
@@ -99,14 +100,14 @@ def make_suffix(
 
 
 class Params(NamedTuple):
-    """The fallback's own, and the corpus if there is one."""
+    """Parameters of the fallback, and the corpus if there is one."""
 
     fallback: PyTree
     corpus: Index | None
 
 
 def find(tokens: Array, length: Array, num_tokens: int, max_match: int, occurrence: str) -> tuple[Array, Array]:
-    """Where the continuation of the best match starts int32[B] (-1: none), and how long the match is int32[B]."""
+    """Return the start int32[B] of the best match's continuation (-1: no match), and the match's length int32[B]."""
     matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_match))
     position = jnp.arange(tokens.shape[1])
     full = jnp.where(position + 1 + num_tokens <= length[:, None], matched, 0)
@@ -116,28 +117,30 @@ def find(tokens: Array, length: Array, num_tokens: int, max_match: int, occurren
     candidate = (usable == best[:, None]) & (best[:, None] > 0)
     earliest = jnp.argmax(candidate, 1)
     latest = tokens.shape[1] - 1 - jnp.argmax(candidate[:, ::-1], 1)
-    # Where no continuation is full, the earliest match copies most.
+    # If no continuation is full, the earliest match copies most tokens.
     choose_latest = jnp.any(full > 0, 1) & (occurrence == "latest")
     return jnp.where(best > 0, jnp.where(choose_latest, latest, earliest) + 1, -1), best
 
 
 @functools.cache
-def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, occurrence: str, bias: int) -> Drafter:
-    nodes, deepest = max(num_tokens + 1, other.num_nodes), max(num_tokens, other.max_depth)
+def _functions(
+    fallback: Drafter, num_tokens: int, max_match: int, min_match: int, occurrence: str, bias: int
+) -> Drafter:
+    nodes, deepest = max(num_tokens + 1, fallback.num_nodes), max(num_tokens, fallback.max_depth)
 
     def propose(params: Params, keys, state, context: Context, limit: Array):
         start, matched = find(context.tokens, context.length, num_tokens, max_match, occurrence)
         root = context.root
         copied = copied_chain(root, context.tokens, context.length, start, num_tokens, limit)
         if params.corpus is not None:
-            known, there = in_corpus(params.corpus, context, root, limit)
-            copied = _pick(there - bias > matched, known, copied)
-            matched = jnp.maximum(matched, there - bias)
-        drafted, state = other.propose(params.fallback, keys, state, context, limit)
+            retrieved, corpus_length = in_corpus(params.corpus, context, root, limit)
+            copied = _pick(corpus_length - bias > matched, retrieved, copied)
+            matched = jnp.maximum(matched, corpus_length - bias)
+        drafted, state = fallback.propose(params.fallback, keys, state, context, limit)
         return _pick(matched >= min_match, pad_nodes(copied, nodes), pad_nodes(drafted, nodes)), state
 
     def in_corpus(corpus: Index, context: Context, root: Array, limit: Array) -> tuple[TokenTree, Array]:
-        """What follows the longest end of the text that the corpus has, and how long that is int32[B]."""
+        """Return a chain of the tokens after the longest match in the corpus, and the match's length int32[B]."""
         longest = min(max_match + bias, context.tokens.shape[1])
         matches = search(
             corpus, last_tokens(context.tokens, context.length, longest)[:, ::-1], context.length, bias + 1
@@ -148,28 +151,28 @@ def _functions(other: Drafter, num_tokens: int, max_match: int, min_match: int, 
         return chain(tokens, jnp.concatenate([jnp.ones_like(root, bool), valid], 1)), matches.span
 
     def read(params: Params, state, *chunk):
-        return read_each((other,), (params.fallback,), (state,), *chunk)[0]
+        return read_each((fallback,), (params.fallback,), (state,), *chunk)[0]
 
     def remember(params: Params, state) -> Params:
-        return params._replace(fallback=remember_each((other,), (params.fallback,), (state,))[0])
+        return params._replace(fallback=remember_each((fallback,), (params.fallback,), (state,))[0])
 
-    return other.replace(
-        init=lambda params, context: other.init(params.fallback, context),
+    return fallback.replace(
+        init=lambda params, context: fallback.init(params.fallback, context),
         propose=propose,
-        observe=lambda params, *round: other.observe(params.fallback, *round),
-        update=lambda params, *round: other.update(params.fallback, *round),
+        observe=lambda params, *round: fallback.observe(params.fallback, *round),
+        update=lambda params, *round: fallback.update(params.fallback, *round),
         size=TreeSize(nodes, deepest),
-        traits=other.traits._replace(
-            max_accepted=longest_of_each((other,), deepest),
-            chains=other.drafts_chains,
-            widths=tuple(sorted({w for w in (1, 4, 8, *other.traits.widths, other.num_nodes) if w < nodes})),
+        traits=fallback.traits._replace(
+            max_accepted=longest_of_each((fallback,), deepest),
+            chains=fallback.drafts_chains,
+            widths=tuple(sorted({w for w in (1, 4, 8, *fallback.traits.widths, fallback.num_nodes) if w < nodes})),
         ),
-        hooks=other.hooks._replace(
-            prefill=read if other.hooks.prefill else None, export=remember if other.hooks.export else None
+        hooks=fallback.hooks._replace(
+            prefill=read if fallback.hooks.prefill else None, export=remember if fallback.hooks.export else None
         ),
     )
 
 
-def _pick(ours: Array, first: TokenTree, second: TokenTree) -> TokenTree:
-    """Of each row the first tree where `ours` bool[B], else the second."""
-    return jax.tree.map(lambda x, y: jnp.where(ours[:, None], x, y), first, second)
+def _pick(use_first: Array, first: TokenTree, second: TokenTree) -> TokenTree:
+    """Return for each row the first tree where `use_first` bool[B] is true, else the second."""
+    return jax.tree.map(lambda x, y: jnp.where(use_first[:, None], x, y), first, second)

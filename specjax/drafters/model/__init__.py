@@ -1,1 +1,1 @@
-"""Drafters that ask a second model."""
+"""Drafters that run a second model."""

@@ -1,19 +1,19 @@
-"""EasySpec: two-model drafting whose passes run the attention of several layers at once.
+"""EasySpec: two-model drafting with draft passes that run the attention of several layers in parallel.
 
 Wu et al.: EasySpec: Layer-Parallel Speculative Decoding for Efficient Multi-GPU Utilization (2025), arXiv 2502.02493.
 
-Rule: the draft model's first and last layer run as usual, those between in groups of G consecutive ones. With h the
-stream before a group, a_i = Attn_i(norm_i(h)) for all i at once, then z = h and, layer by layer, z <- z + a_i,
-z <- z + MLP_i(norm'_i(z)). Keys and values come from the same h. What these approximate passes leave lives for one
-round only: the next one feeds every newly committed token anew, exactly, to an exact cache (the paper's bonus
-calibration), and the last logits of that pass are its first draft distribution. All else is `two_model`'s, trees
-included.
+Rule: the draft model's first and last layers run as usual, and the others in groups of G consecutive layers. Let h be
+the residual stream before a group. All layers of the group compute a_i = Attn_i(norm_i(h)) in parallel. Then z = h, and
+layer by layer z <- z + a_i, z <- z + MLP_i(norm'_i(z)). Keys and values come from the same h. The cache entries of
+these approximate passes live for one step only. The next step feeds every newly committed token again, exactly, to an
+exact cache (the paper's bonus calibration). The last logits of that pass are the first draft distribution. The rest
+equals `two_model`, trees included.
 
-The G attentions are worth running at once where each layer has a device of its own: see
-`specjax.parallel.layer_parallel`. On one device the drafts are the same, and no faster.
+Parallel attention is faster if each layer has a device of its own: see `specjax.parallel.layer_parallel`. On one device
+the drafts are the same, and no faster.
 Guarantee: distribution (verified with the q that was sampled).
-Deviations: none known of the computation; not checked against the authors' code. Each round feeds as many tokens as it
-can have committed, whatever it did commit, so that rows stay in step.
+Deviations: none known in the computation, which was not compared with the authors' code. Each step feeds the maximum
+number of tokens that it can have committed, so that all rows have the same shapes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ METHOD = Method(
 
 
 GROUP = 4
-"""The paper's; from 5 on it loses more than it gains."""
+"""The paper's group size; from 5 on, acceptance falls by more than the passes gain."""
 
 
 def easyspec(
@@ -56,23 +56,26 @@ def easyspec(
     stop: Stop | None = None,
     keep_logits: bool = False,
 ) -> Drafter:
-    """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest).
+    """Draft a chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees`.
+
+    Greedy decoding drafts the most likely tokens.
 
     Args:
-      group: layers whose attention reads the same stream; 1: none, exact passes. None: 4, or as many as `draft` was
-        placed for. A draft model of fewer than 4 layers has nothing to group.
-      stop, keep_logits: as in `two_model`.
+      group: number of layers with attention over the same stream; 1: exact passes. Default: 4, or the group size for
+        which `draft` is placed. A draft model of fewer than 4 layers has no layers to group.
+      stop, keep_logits: see `two_model`.
 
-    State: as that of `two_model`. Raises: UsageError for a setting below 1, or another group than the draft's own.
+    State: the state of `two_model`. Raises: UsageError for a setting below 1, or a group that differs from the
+      placement of the draft model.
     """
     builder = trees.builder_of(num_tokens, tree, stop, keep_logits)
-    lag = builder.max_depth + 1  # as many tokens as a round can add, the target's own included
+    lag = builder.max_depth + 1  # the maximum number of tokens of a step, the target's own included
     group = _group(draft.model, group)
     return two_model_functions(draft.model, builder, lag, group=group, judges=False).replace(params=draft.params)
 
 
 def _group(model: Model, group: int | None) -> int:
-    """As the model takes it: equal settings give one drafter."""
+    """Return the effective group size of a model, so that equal settings give the same cached drafter."""
     if group is not None and group < 1:
         raise UsageError(f"group must be at least 1, not {group}")
     groups, num_layers = model.capabilities.groups, model.capabilities.num_layers

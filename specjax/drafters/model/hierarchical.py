@@ -1,17 +1,17 @@
-"""Hierarchical speculation: a tiny drafter, verified by a middle model, drafts the chain that the target verifies.
+"""Hierarchical speculation: a middle model verifies a small drafter, and the target verifies the middle model.
 
 SpecMQuant: Zhang et al., Speculative Decoding Meets Quantization: Compatibility Evaluation and Hierarchical Framework
 Design (2025), arXiv 2505.22179; Spector, Re: Accelerating LLM Inference with Staged Speculative Decoding (2023),
 arXiv 2308.04623.
 
-Rule: the middle model M draws one token itself, then decodes speculatively with its own drafter until the chain has
+Rule: the middle model M samples one token, then decodes speculatively with its own drafter until the chain has
 `min_tokens` tokens. The target verifies the chain with q_i = M(. | text, x_<i).
-Guarantee: distribution. A token i that exists is drawn from M(. | text, x_<i): whether it exists depends on the tokens
-before it only, whatever lossless rule the inner verification uses.
-Why: a wide tree costs the target more than a short chain; the middle model can afford it.
-Deviation: M's own first token ("draft model start") is an option of the released code, and here the default: it costs a
-pass of M in each round. With `own_token=False`, as in the paper, the inner drafter drafts below the root at once, and M
-reads what it lacks in a pass of its own only after the target has accepted a whole chain.
+Guarantee: distribution. Every token i of the chain is drawn from M(. | text, x_<i). The existence of a token depends on
+earlier tokens only, for any lossless rule of the inner verification.
+Motivation: a wide tree costs the target more than a short chain, and it is cheap for the middle model.
+Deviation: M's own first token ("draft model start") is an option of the released code and the default here. It costs a
+pass of M in each step. With `own_token=False`, as in the paper, the inner drafter drafts below the root at once. M then
+needs an extra pass for missing tokens only after the target has accepted a whole chain.
 """
 
 from __future__ import annotations
@@ -79,21 +79,22 @@ METHOD = Method(
 
 
 class _State(NamedTuple):
-    cache: PyTree  # of the middle model
-    draft: PyTree  # of the inner drafter
-    held: Array  # int32[B], tokens in that cache
+    cache: PyTree  # cache of the middle model
+    draft: PyTree  # state of the inner drafter
+    num_cached: Array  # int32[B], number of tokens in the cache
 
 
 def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6, own_token: bool = True) -> Drafter:
-    """Chains of `min_tokens` to `min_tokens` + depth of the inner draft tokens, drawn from `middle`.
+    """Draft a chain of tokens from `middle`; its length is `min_tokens` to `min_tokens` + depth of the inner draft.
 
     Args:
-      inner: drafts for `middle`; a `two_model` with `lag=4` (3 without `own_token`) needs no pass for what it lacks.
-      min_tokens: stop drafting once the chain has so many; 6 in the released script.
-      own_token: begin the chain with a token of the middle model's own, without a draft.
+      inner: the drafter of `middle`. A `two_model` with `lag=4` (3 without `own_token`) needs no extra pass for tokens
+        that its cache lacks.
+      min_tokens: length of the chain at which drafting ends; 6 in the released script.
+      own_token: sample the first token of the chain from the middle model, without an inner draft.
 
-    State: the middle model's cache and the inner drafter's state; of the prompt that one sees
-    what the middle model says. Raises: UsageError if min_tokens < 1.
+    State: the middle model's cache and the inner drafter's state. The inner drafter reads the middle model's outputs
+    for the prompt. Raises: UsageError if min_tokens < 1.
     """
     if min_tokens < 1:
         raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
@@ -114,20 +115,22 @@ def make_hierarchical(
 
 
 class _Config(NamedTuple):
-    model: Model  # the middle one
+    model: Model  # the middle model
     inner: Drafter  # without its parameters
     min_tokens: int
     own_token: bool
 
     @property
     def lag(self) -> int:
-        """Last tokens of the text that M reads anew: its own first token needs the root, and after full acceptance its
-        cache lacks the last of the chain too."""
+        """Number of last tokens of the text that M reads again in each step.
+
+        Its own first token needs the root. After full acceptance its cache lacks the last token of the chain too.
+        """
         return 2 if self.own_token else 1
 
     @property
     def longest(self) -> int:
-        """Tokens of a chain at most: the last inner round may begin one short of `min_tokens`."""
+        """Maximum length of a chain; the last inner step may begin at `min_tokens` - 1 tokens."""
         return self.min_tokens + self.inner.max_depth
 
 
@@ -139,7 +142,7 @@ def _functions(config: _Config) -> Drafter:
         init=functools.partial(_init, config),
         traits=Traits(draws="chain", widths=narrower(range(1, config.longest + 2))),
         hooks=Hooks(
-            export=functools.partial(_remember, config) if config.inner.hooks.export else None,
+            export=functools.partial(_export, config) if config.inner.hooks.export else None,
             axes=lambda state: batch_axes.rows_first(state)._replace(
                 cache=config.model.axes(state.cache), draft=config.inner.hooks.axes(state.draft)
             ),
@@ -151,35 +154,35 @@ def _init(config: _Config, params, context: Context) -> _State:
     model, (middle, inner) = match_vocabulary(config.model, context.target), params
     room = context.tokens.shape[1] + config.longest + config.inner.num_nodes
     cache = model.start_cache(middle, model.reads(context.inputs), context.length, room)
-    held = jnp.maximum(context.length - 1, 0)
+    num_cached = jnp.maximum(context.length - 1, 0)
     below = context._replace(target=Target(model, middle))
     draft, read = config.inner.init(inner, below), config.inner.hooks.prefill
     see = lambda draft, *chunk: draft if read is None else read(inner, draft, below, *chunk)
     cache, draft = prefill_reading(
-        model, middle, cache, context.tokens, held, see, draft, taps=config.inner.traits.taps
+        model, middle, cache, context.tokens, num_cached, see, draft, taps=config.inner.traits.taps
     )
-    return _State(cache, draft, held)
+    return _State(cache, draft, num_cached)
 
 
-def _remember(config: _Config, params, state: _State) -> tuple[PyTree, PyTree]:
+def _export(config: _Config, params, state: _State) -> tuple[PyTree, PyTree]:
     remember = config.inner.hooks.export
     assert remember is not None
     return params[0], remember(params[1], state.draft)
 
 
 def _propose(config: _Config, params, keys, state: _State, context: Context, limit: Array) -> tuple[TokenTree, _State]:
-    # No more than the text without what is read anew: of the drafts behind it the target refused some.
-    state = state._replace(held=jnp.minimum(state.held, jnp.maximum(context.length - config.lag, 0)))
+    # The cache may count drafted tokens that the target rejected; cut it to the text without the last `lag` tokens.
+    state = state._replace(num_cached=jnp.minimum(state.num_cached, jnp.maximum(context.length - config.lag, 0)))
     draft = functools.partial(_draft, config, params, keys, context, limit)
-    rest = functools.partial(_rest, config, params, keys, context, jax.eval_shape(draft, state)[1])
-    state, tree = narrow_or_wide(jnp.all(limit <= 0), rest, draft, state)
+    skip = functools.partial(_skip_draft, config, params, keys, context, jax.eval_shape(draft, state)[1])
+    state, tree = narrow_or_wide(jnp.all(limit <= 0), skip, draft, state)
     return tree, state
 
 
-def _rest(
+def _skip_draft(
     config: _Config, params, keys, context: Context, shapes: TokenTree, state: _State
 ) -> tuple[_State, TokenTree]:
-    """No draft, and no pass of the middle model. The inner drafter sees how long the text is, and nothing else."""
+    """Skip the draft and the pass of the middle model; the inner drafter reads only the length of the text."""
     target = Target(match_vocabulary(config.model, context.target), params[0])
     below = context._replace(cache=state.cache, target=target)
     tree, drafted = config.inner.propose(params[1], keys, state.draft, below, jnp.zeros_like(context.length))
@@ -191,28 +194,28 @@ def _rest(
     output = zeros(jax.eval_shape(read, params[0], tree.tokens, state.cache)[0])
     verdict = Verdict(path, jnp.zeros_like(context.length), jnp.zeros_like(context.length))
     none = tree._replace(valid=jnp.zeros_like(tree.valid))
-    seen = config.inner.observe(params[1], drafted, below, none, verdict, output)
-    draft = config.inner.update(params[1], drafted, seen, verdict)
+    observation = config.inner.observe(params[1], drafted, below, none, verdict, output)
+    draft = config.inner.update(params[1], drafted, observation, verdict)
     return state._replace(draft=draft), root_alone(context.root, shapes)
 
 
 def _draft(config: _Config, params, keys, context: Context, limit: Array, state: _State) -> tuple[_State, TokenTree]:
     model, length = match_vocabulary(config.model, context.target), context.length
-    wanted = jnp.maximum(length - config.lag, 0)
-    cache = model.rewind_cache(state.cache, state.held)
-    cache = caught_up(model, params[0], cache, context, jnp.zeros_like(length), state.held, wanted)
+    num_target = jnp.maximum(length - config.lag, 0)
+    cache = model.rewind_cache(state.cache, state.num_cached)
+    cache = caught_up(model, params[0], cache, context, jnp.zeros_like(length), state.num_cached, num_target)
     tokens, log_q = context.tokens, None
     if config.own_token:
-        first, log_q, cache = _own_token(config, params[0], keys, cache, context)
+        first, log_q, cache = _sample_own_token(config, params[0], keys, cache, context)
         tokens = tokens.at[jnp.arange(len(first)), length].set(first, mode="drop")
         length = length + 1
-    # Each round M reads the root at least.
-    wanted = context.length + jnp.minimum(config.min_tokens, jnp.maximum(limit, 1))
+    # In each step M reads at least the root.
+    num_target = context.length + jnp.minimum(config.min_tokens, jnp.maximum(limit, 1))
     parts = _parts(config, params, context)
     inner = DecodeState(
         tokens=tokens,
         length=length,
-        done=length >= wanted,
+        done=length >= num_target,
         keys=keys if context.noise is None else context.noise,
         stop=context.length + config.longest,
         cache=cache,
@@ -223,32 +226,32 @@ def _draft(config: _Config, params, keys, context: Context, limit: Array, state:
     rows_of_q = jnp.zeros((len(length), config.longest + 1, model.vocab_size)) if parts.keep.logits else None
     if rows_of_q is not None and log_q is not None:
         rows_of_q = rows_of_q.at[:, 0].set(log_q)
-    inner, kept = _decode(parts, inner, wanted, context.length, rows_of_q)
+    inner, chain_log_q = _decode(parts, inner, num_target, context.length, rows_of_q)
     place = context.length[:, None] - 1 + jnp.arange(config.longest + 1)
     tokens = take_along(inner.tokens, jnp.minimum(place, context.tokens.shape[1] - 1), 1)
     drafted = jnp.minimum(inner.length - context.length, limit)
     valid = jnp.arange(config.longest + 1) <= drafted[:, None]
-    return _State(inner.cache, inner.draft, inner.length - 1), chain(tokens, valid, kept)
+    return _State(inner.cache, inner.draft, inner.length - 1), chain(tokens, valid, chain_log_q)
 
 
-def _own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:
-    """Feed what the cache lacks: M's own next token [B], log q of it [B, V], and the cache with the whole text."""
+def _sample_own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:
+    """Feed the last tokens; return M's own next token [B], its log q [B, V], and the cache with the whole text."""
     model, length, lag = match_vocabulary(config.model, context.target), context.length, config.lag
     logits, pending = feed_last(model, params, cache, context, length, lag)
-    path = jnp.where(length[:, None] == 1, 1, jnp.arange(lag))  # a text of one token has the last of the two only
+    path = jnp.where(length[:, None] == 1, 1, jnp.arange(lag))  # a text of one token has only the last one
     cache = model.commit(cache, pending, path, jnp.minimum(length, lag))
     log_q = sampling.warp(logits, context.sampling)
     if context.sampling.temperature is None:
         return first_largest(log_q), log_q, cache
     if context.noise is not None:
-        own = sampling.node_keys(context.noise, length, jnp.zeros_like(length)[:, None])[:, 0]
+        token_keys = sampling.node_keys(context.noise, length, jnp.zeros_like(length)[:, None])[:, 0]
     else:
-        own = sampling.fold_in(keys, jnp.zeros_like(length))
-    return sampling.draw(own, log_q), log_q, cache
+        token_keys = sampling.fold_in(keys, jnp.zeros_like(length))
+    return sampling.draw(token_keys, log_q), log_q, cache
 
 
 def _parts(config: _Config, params, context: Context) -> Parts:
-    """M as the target of the inner drafter."""
+    """Return the job's parts with M as the target of the inner drafter."""
     is_greedy, coupled = context.sampling.temperature is None, context.noise is not None
     return Parts(
         loop=LOOP,
@@ -264,19 +267,23 @@ def _parts(config: _Config, params, context: Context) -> Parts:
 
 
 def _decode(
-    parts: Parts, state: DecodeState, wanted: Array, start: Array, log_q: Array | None
+    parts: Parts, state: DecodeState, num_target: Array, start: Array, log_q: Array | None
 ) -> tuple[DecodeState, Array | None]:
-    """Decode until each row has `wanted` int32[B] tokens; and `log_q` float32[B, size, V], of the chain that begins at
-    `start` int32[B], with the rows of the new tokens, if that is asked for."""
+    """Decode with the inner drafter until each row has `num_target` int32[B] tokens.
+
+    Args:
+      start: int32[B], first position of the chain.
+      log_q: float32[B, size, V], log q of the chain's tokens, or None. The new tokens' rows are written to it.
+    """
 
     def more(carry):
         state, log_q = carry
-        before = state.length - start
+        num_drafted = state.length - start
         state, info = step(parts, state)
         if log_q is not None and info.logits is not None:
             index = jnp.arange(info.logits.shape[1])
-            place = jnp.where(index < info.emitted[:, None], before[:, None] + index, log_q.shape[1])
+            place = jnp.where(index < info.emitted[:, None], num_drafted[:, None] + index, log_q.shape[1])
             log_q = log_q.at[jnp.arange(len(log_q))[:, None], place].set(info.logits, mode="drop")
-        return state._replace(done=state.length >= wanted), log_q
+        return state._replace(done=state.length >= num_target), log_q
 
     return jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), more, (state, log_q))

@@ -4,12 +4,11 @@ Xia, Ge, Wang, Chen, Wei, Sui: Speculative Decoding: Exploiting Speculative Exec
 Generation (2022), arXiv 2203.16487; Ge, Xia, Sun, Chen, Wei: Lossless Acceleration for Seq2seq Generation with
 Aggressive Decoding (2022), arXiv 2205.10350.
 
-Rule: the text and k mask tokens behind it go through a model that predicts all k positions in one pass; the draft is
-the chain of their likeliest tokens. Each position is predicted without knowing what was chosen for the others.
+Rule: a model reads the text and k mask tokens after it, and predicts all k positions in one pass. The draft is the
+chain of their most likely tokens. Each position is predicted independently of the tokens chosen for the others.
 Guarantee: distribution (a point-mass chain). The papers' relaxed acceptance is `specjax.verifiers.top_beta`.
-Deviations: none in the draft. What the model attends besides the text, such as the source of a translation, is its own
-affair (its `params`).
-The command line cannot load a model of this kind; the catalogue says so by `needs`.
+Deviations: none in the draft. Further inputs of the model, such as the source of a translation, belong to its `params`.
+The command line cannot load a model of this kind; the catalogue lists it under `needs`.
 """
 
 from __future__ import annotations
@@ -41,21 +40,22 @@ METHOD = Method(
 
 
 FillFn = Callable[[PyTree, Array, Array, Array], Array]
-"""`fill(params, tokens int32[B, L], given bool[B, L], positions int32[B, k]) -> logits float32[B, k, V]`.
+"""`fill(params, tokens int32[B, L], is_text bool[B, L], positions int32[B, k]) -> logits float32[B, k, V]`.
 
-The distribution of the token at each of `positions`, from the tokens that are `given`. Elsewhere `tokens` holds the
-mask token: at `positions` it may be attended to, behind them it is padding.
+The function returns the distribution of the token at each of `positions`, given the tokens where `is_text` is true. All
+other tokens are the mask token. Those at `positions` may be attended to; those after them are padding.
 """
 
 
 def nar_block(fill: FillFn, params: PyTree, *, mask_token: int, num_tokens: int = 25) -> Drafter:
-    """A chain of `num_tokens` tokens from one pass of `fill`.
+    """Draft a chain of `num_tokens` tokens from one pass of `fill`.
 
     Args:
-      fill: static; the same function again compiles nothing. params: its parameters.
-      mask_token: stands where a token is missing; it is never drafted.
+      fill: the model's function; it is static, and using the same function again compiles no new program.
+      params: the parameters of `fill`.
+      mask_token: id of the mask token; it is never drafted.
 
-    No state. Raises: UsageError for num_tokens < 1 or a negative mask_token.
+    The drafter has no state. Raises: UsageError for num_tokens < 1 or a negative mask_token.
     """
     if num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
@@ -70,8 +70,8 @@ def _functions(fill: FillFn, mask_token: int, num_tokens: int) -> Drafter:
 
     def propose(params, keys, state, context: Context, limit):
         tokens, length = context.tokens, context.length[:, None]
-        given = jnp.arange(tokens.shape[1]) < length
-        logits = fill(params, jnp.where(given, tokens, mask_token), given, length + block)
+        is_text = jnp.arange(tokens.shape[1]) < length
+        logits = fill(params, jnp.where(is_text, tokens, mask_token), is_text, length + block)
         drafted = first_largest(logits.at[:, :, mask_token].set(-jnp.inf, mode="drop"))
         root = context.root
         valid = jnp.concatenate([jnp.ones_like(root, bool), block < limit[:, None]], 1)

@@ -1,22 +1,22 @@
-"""RAPID: a draft model that reads only the chunks of a long prompt that bear on its end.
+"""RAPID: a draft model that reads only the chunks of a long prompt that are relevant to its end.
 
 Chen, Feng, Ni, Li, Shieh: Long-Context Inference with Retrieval-Augmented Speculative Decoding (ICML 2025),
 arXiv 2502.20330.
 
-Rule: split the prompt into chunks, score each against the query, and keep the best ones, in document order, up to a
-budget. The draft model's prompt is these chunks and the query; with j tokens of output its positions are
-L_short + j where the target's are L_prompt + j. It drafts as in `two_model`, with its true q. Any model may draft, a
-larger one or the target itself too: what is saved is the long context, not the parameters.
-Guarantee: distribution. Which chunks are kept depends on the prompt only. With the rule `specjax.verifiers.rapid`, the
-other half of the paper, it is lossy.
-Deviations: the query is the end of the prompt, the last `query` tokens, which with the first chunk (bos, system prompt)
-are always kept; the authors fill two templates. Chunks are cut by count, not at ends of sentences, and there is no
-threshold: the budget is filled. A chunk's score needs no second model: the sum of log(chunks / chunks that hold it)
-over the query's distinct tokens that it holds. (The authors' code joins a sentence embedder's choice and BM25's.) On
-WikiText-2 in SmolLM2's tokens, 64 chunks of 128 and as query the 64 tokens behind one of them, that one is among the
-best four in 48 % of 768 trials, and in 22 % to 26 % by the cosine of mean token embeddings of SmolLM2. Where the output
-outgrows the draft model's cache, chunks are chosen anew, of the whole text by its end; the authors' outputs are short.
-The confidence at which the authors stop drafting is not here.
+Rule: split the prompt into chunks, score each chunk against the query, and keep the best ones, in document order, up to
+a budget. The draft model's prompt consists of these chunks and the query. After j tokens of output its position is
+L_short + j, and the target's is L_prompt + j. It drafts like `two_model`, with its true q. Any model can draft, even a
+larger one or the target itself: the gain comes from the shorter context, not from fewer parameters.
+Guarantee: distribution. The choice of chunks depends on the prompt only. The rule `specjax.verifiers.rapid`, the other
+half of the paper, makes it lossy.
+Deviations: the query is the last `query` tokens of the prompt. The query and the first chunk (bos, system prompt) are
+always kept; the authors fill two templates. Chunks have a fixed length and ignore sentences. There is no threshold: the
+budget is always filled. A chunk's score needs no second model: it is the sum of log(chunks / chunks with the token)
+over the distinct tokens that query and chunk share. The authors' code combines a sentence embedder and BM25.
+The score was tested on WikiText-2 in SmolLM2's tokens: 64 chunks of 128 tokens, and the 64 tokens after one chunk as
+the query. That chunk is among the best four in 48 % of 768 trials. The cosine of mean token embeddings of SmolLM2 reaches
+22 % to 26 %. If the output outgrows the draft model's cache, chunks of the whole text are selected again, with its end
+as the query; the authors' outputs are short. The confidence threshold at which the authors stop drafting is missing.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def rapid(
     query: int = 64,
     max_new_tokens: int = 1024,
 ) -> Drafter:
-    """A chain of `num_tokens` tokens of `draft`, or a `tree`, after at most `budget` tokens of the prompt.
+    """Draft a chain of `num_tokens` tokens of `draft`, or a `tree`, after at most `budget` tokens of the prompt.
 
     Args:
-      budget: largest prompt of the draft model, in tokens, the query included; a prompt within it is read whole.
+      budget: maximum prompt length of the draft model in tokens, the query included. It reads shorter prompts in full.
       chunk: tokens per chunk; 128 in the authors' script, 512 in their README.
-      query: tokens at the end of the prompt that say what is relevant.
-      max_new_tokens: room for output in the draft's cache; a row that outgrows it is cut down to `budget` once more. A
-        draft model that cannot rewind drafts for it no longer, and no longer runs once no row fits.
+      query: number of tokens at the end of the prompt that determine the relevant chunks.
+      max_new_tokens: cache slots for the output. A row that outgrows them is cut down to `budget` again. If the draft
+        model cannot rewind, it stops drafting for such rows, and does not run once no row fits.
 
-    State: that of `two_model`, with a cache of about budget + max_new_tokens slots.
+    State: the state of `two_model`, with a cache of about budget + max_new_tokens slots.
     Raises: UsageError for a setting below its minimum.
     """
     if num_tokens < 1:
@@ -97,10 +97,10 @@ def rapid(
 @functools.cache
 def _functions(model: Model, builder: Builder, budget: int, chunk: int, query: int, max_new_tokens: int) -> Drafter:
     longest = budget + max_new_tokens
-    slots = longest + max(builder.num_nodes, CHUNK) + 1  # with slack as `buffer_size` has it
+    slots = longest + max(builder.num_nodes, CHUNK) + 1  # with the slack of `buffer_size`
 
     def shorten(context: Context) -> Context:
-        if context.tokens.shape[1] <= budget:  # no text can outgrow it
+        if context.tokens.shape[1] <= budget:  # no text can exceed the budget
             return context
         return retrieve(context, budget=budget, chunk=chunk, query=query, slots=slots)
 
@@ -112,58 +112,61 @@ def _functions(model: Model, builder: Builder, budget: int, chunk: int, query: i
             limit = jnp.where(outgrown, 0, limit)
         elif context.tokens.shape[1] > longest:
             outgrown &= limit > 0
-            # A branch would copy the cache; a loop of one turn or none writes in place.
+            # A branch would copy the cache; a loop of zero or one iterations writes in place.
             again = lambda _, state: read_again(params, state, context, outgrown)
             state = jax.lax.fori_loop(0, jnp.any(outgrown).astype(jnp.int32), again, state)
         return drafter.propose(params, keys, state, context, limit)
 
     def read_again(params, state: State, context: Context, rows: Array) -> State:
-        """With the text cut down and read anew for `rows` bool[B]."""
+        """Cut the text down and read it again, for `rows` bool[B]."""
         short = shorten(context)
-        held = jnp.maximum(short.length - LAG, 0)
-        cache = model.rewind_cache(state.cache, jnp.where(rows, 0, state.held))
-        cache = prefill(model, params, cache, short.tokens, jnp.where(rows, held, 0))
+        num_cached = jnp.maximum(short.length - LAG, 0)
+        cache = model.rewind_cache(state.cache, jnp.where(rows, 0, state.num_cached))
+        cache = prefill(model, params, cache, short.tokens, jnp.where(rows, num_cached, 0))
         dropped = jnp.where(rows, context.length - short.length, state.dropped)
-        return State(cache, jnp.where(rows, held, state.held), dropped)
+        return State(cache, jnp.where(rows, num_cached, state.num_cached), dropped)
 
     return drafter.replace(propose=propose)
 
 
 def retrieve(context: Context, *, budget: int, chunk: int, query: int, slots: int) -> Context:
-    """The prompts cut down to `budget` tokens, in a buffer of at most `slots`. Shorter ones stay as they are."""
+    """Cut the prompts down to `budget` tokens, in a buffer of at most `slots`. Shorter prompts stay unchanged."""
     tokens, length = context.tokens, context.length[:, None]
     size = tokens.shape[1]
     slots = min(slots, size)
     scores = chunk_scores(tokens, context.length, chunk, query)
     count = scores.shape[1]
     _, best = jax.lax.top_k(scores, min((budget - query) // chunk, count))
-    chosen = jnp.any(best[:, :, None] == jnp.arange(count), 1)  # bool[B, C]
+    is_selected = jnp.any(best[:, :, None] == jnp.arange(count), 1)  # bool[B, C]
     position = jnp.arange(size)
-    kept = jnp.repeat(chosen, chunk, 1)[:, :size] | (position >= length - query) | (length <= budget)
-    kept &= position < length
-    place = jnp.where(kept, jnp.cumsum(kept, 1) - 1, slots)
+    is_kept = jnp.repeat(is_selected, chunk, 1)[:, :size] | (position >= length - query) | (length <= budget)
+    is_kept &= position < length
+    place = jnp.where(is_kept, jnp.cumsum(is_kept, 1) - 1, slots)
     rows = jnp.arange(tokens.shape[0])[:, None]
     short = jnp.zeros((tokens.shape[0], slots), tokens.dtype).at[rows, place].set(tokens, mode="drop")
-    return context._replace(tokens=short, length=jnp.sum(kept, 1, dtype=jnp.int32))
+    return context._replace(tokens=short, length=jnp.sum(is_kept, 1, dtype=jnp.int32))
 
 
 def chunk_scores(tokens: Array, length: Array, chunk: int, query: int) -> Array:
-    """int32[B, C]: how much each chunk of a text has to do with its last `query` tokens; the first one the most.
+    """Return int32[B, C], the relevance of each chunk of a text to its last `query` tokens.
 
-    Lowest for chunks that hold nothing but query and padding. Each text has more than `query` tokens, or any scores.
+    The first chunk has the highest score. Chunks of query and padding only have the lowest. The scores of texts with
+    `query` or fewer tokens are arbitrary.
     """
     batch, size = tokens.shape
     count = -(-size // chunk)
     padded = jnp.pad(tokens, ((0, 0), (0, count * chunk - size)))
     body = jnp.arange(count * chunk) < length[:, None] - query
-    asked = take_along(tokens, jnp.maximum(length[:, None] - query + jnp.arange(query), 0), 1)
-    again = jnp.any((asked[:, :, None] == asked[:, None, :]) & jnp.tri(query, k=-1, dtype=bool), 2)  # seen before
-    same = (asked[:, :, None] == padded[:, None, :]) & body[:, None, :]
+    query_tokens = take_along(tokens, jnp.maximum(length[:, None] - query + jnp.arange(query), 0), 1)
+    is_duplicate = jnp.any(
+        (query_tokens[:, :, None] == query_tokens[:, None, :]) & jnp.tri(query, k=-1, dtype=bool), 2
+    )  # duplicates
+    same = (query_tokens[:, :, None] == padded[:, None, :]) & body[:, None, :]
     holds = jnp.any(same.reshape(batch, query, count, chunk), 3)  # bool[B, Q, C]
     exists = jnp.arange(count) * chunk < length[:, None] - query
-    held_by = jnp.maximum(jnp.sum(holds, 2), 1)
-    rarity = jnp.log(jnp.sum(exists, 1)[:, None] / held_by)
-    # Integers: their sum does not depend on its order, nor a row's chunks on the shape of the batch.
-    weight = jnp.where(again, 0, jnp.round(1024 * rarity)).astype(jnp.int32)
+    chunk_counts = jnp.maximum(jnp.sum(holds, 2), 1)
+    rarity = jnp.log(jnp.sum(exists, 1)[:, None] / chunk_counts)
+    # The sum of integers does not depend on its order, so a row's chunks do not depend on the shape of the batch.
+    weight = jnp.where(is_duplicate, 0, jnp.round(1024 * rarity)).astype(jnp.int32)
     score = jnp.where(exists, jnp.sum(jnp.where(holds, weight[:, :, None], 0), 1), -1)
     return jnp.where(jnp.arange(count) == 0, jnp.iinfo(jnp.int32).max, score)

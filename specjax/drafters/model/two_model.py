@@ -3,14 +3,14 @@
 Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (2023), arXiv 2211.17192;
 Chen et al.: Accelerating Large Language Model Decoding with Speculative Sampling (2023), arXiv 2302.01318.
 
-Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p; a `specjax.trees` builder says how
-many of them, and where. One pass of the draft model per level; the nodes share one key/value cache. Where no row drafts
-on, at its limit or by a `stop` rule, the remaining passes do not run. In a round in which no row drafts none does; what
-the cache lacks then is fed before the next draft.
-With an acceptance head (SpecDec++, `specjax.models.heads.acceptance`) the draft model's features of the drafted tokens
-say when to stop.
+Rule: x_i ~ q(. | text, x_<i) with the target's own temperature, top-k and top-p. A builder of `specjax.trees` sets the
+number and the positions of the drafted tokens. The draft model runs one pass per level, and all nodes share one
+key/value cache. The remaining passes do not run once every row has reached its limit or a `stop` condition. In a step
+without drafts the draft model does not run; it reads the tokens that its cache lacks before the next draft.
+With an acceptance head (SpecDec++, `specjax.models.heads.acceptance`) the draft model's hidden states of the drafted
+tokens decide when to stop.
 Guarantee: distribution (verified with the q that was sampled).
-Where the models' outputs differ in size, q has no mass on ids that one of them lacks (`specjax.models.vocabulary`).
+If the models' outputs differ in size, q has no mass on ids that one of them lacks (`specjax.models.vocabulary`).
 """
 
 from __future__ import annotations
@@ -71,25 +71,25 @@ METHOD = Method(
 
 
 CATCH_UP = 16
-"""Tokens per pass of those that were decoded while nothing was drafted."""
+"""Tokens per pass that reads the tokens decoded while the drafter was idle."""
 
 
 class State(NamedTuple):
-    """The draft model's memory between two rounds."""
+    """State of the draft model between two steps."""
 
-    cache: PyTree  # of all but the last `lag` tokens of the text; of fewer while nothing is drafted
-    held: Array  # int32[B], how many these are
-    dropped: Array  # int32[B], tokens of the prompt that it does not see
+    cache: PyTree  # of all but the last `lag` tokens of the text; of fewer while the drafter is idle
+    num_cached: Array  # int32[B], the number of cached tokens
+    dropped: Array  # int32[B], prompt tokens that the draft model does not read
 
 
 class _Drafted(NamedTuple):
-    """Within a round: what the draft model was fed, until it is known what of it to keep."""
+    """State within a step: the tokens that the draft model has read, before some of them are committed."""
 
     state: State
-    is_fed: Array  # bool[], whether anything was
-    pending: PyTree  # of the last `lag` tokens of the text, then of the tree's inner nodes
-    places: Array  # int32[B, N], of the tree's nodes, from `trees.Grown`
-    length: Array  # int32[B], of the text as the draft model sees it
+    has_run: Array  # bool[], true if the draft model ran
+    pending: PyTree  # cache entries of the last `lag` tokens of the text, then of the tree's inner nodes
+    places: Array  # int32[B, N], positions of the tree's nodes in `pending`, from `trees.Grown`
+    length: Array  # int32[B], length of the text that the draft model reads
 
 
 def two_model(
@@ -102,18 +102,19 @@ def two_model(
     keep_logits: bool = False,
     acceptance: AcceptanceHead | None = None,
 ) -> Drafter:
-    """A chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees` (greedy decoding: the likeliest).
+    """Draft a chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees`.
+
+    Greedy decoding drafts the most likely tokens.
 
     Args:
-      stop: when to draft no further, one of `trees.stops`.
-      lag: how many of the last tokens are fed anew in each round. After full acceptance the cache lacks 2; where it
-        lacks more, as within `hierarchical` (4, or 3 without `own_token`), those are fed in a pass of its own.
-      keep_logits: hand the draft's distributions on in greedy and coupled decoding too, to a controller that reads
-        them.
-      acceptance: of the draft model, for the rule `trees.stops.trained`, which is the default with one; its authors
-        draft up to 20 tokens.
+      stop: the condition that ends a draft early, one of `trees.stops`.
+      lag: number of last tokens that are fed again in each step. After full acceptance the cache lacks 2 tokens. If it
+        lacks more, as within `hierarchical` (4, or 3 without `own_token`), an extra pass reads them.
+      keep_logits: return the draft's distributions in greedy and coupled decoding too, for controllers that read them.
+      acceptance: an acceptance head of the draft model, for the stop condition `trees.stops.trained`, which then is
+        the default. Its authors draft up to 20 tokens.
 
-    State: the draft's own memory. Raises: UsageError for a setting below 1.
+    State: the cache of the draft model. Raises: UsageError if lag < 2 or another setting is below 1.
     """
     if lag < 2:
         raise UsageError(f"lag must be at least 2, not {lag}")
@@ -133,58 +134,64 @@ def functions(
     group: int = 1,
     judges: bool = False,
 ) -> Drafter:
-    """The drafter, without its parameters; `judges`: these are the draft model's and an acceptance head's.
+    """Return the drafter without its parameters.
 
-    `shorten`: the prompts that the draft model reads in place of the target's, equal in their last `lag` tokens. Its
-    buffer is that of the cache, so the shortened text must end within it.
-
-    `group`: of the passes below the root (`Model.forward`); the text is always fed exactly. A `lag` above the deepest
-    level keeps what they leave out of the cache.
+    Args:
+      shorten: returns the prompts that the draft model reads instead of the target's; the last `lag` tokens are equal.
+        Its buffer is that of the cache, so the shortened text must end within it.
+      group: group size of the passes below the root (`Model.forward`); the text is always fed exactly. A `lag` above
+        the deepest level keeps the approximate entries out of the cache.
+      judges: the parameters are those of the draft model and of an acceptance head.
     """
     approximately = {} if group == 1 else {"group": group}
-    # All rows feed the same number of tokens, whatever each lacks, so that they stay in step; on accelerators that
-    # costs what one token does.
+    # All rows feed the same number of tokens, which keeps shapes static. On accelerators they cost one token.
     slots = lag - 1 + builder.places
     longest = builder.max_depth + lag
 
     weights_of = lambda params: params[0] if judges else params
 
     def start(length):
-        """How many tokens of a text the cache holds when a round begins."""
+        """Return the number of cached tokens of a text at the start of a step."""
         return jnp.maximum(length - lag, 0)
 
     def init(params, context: Context):
-        seen = context if shorten is None else shorten(context)
-        weights, buffer = weights_of(params), seen.tokens.shape[1]
-        cache = model.start_cache(weights, model.reads(seen.inputs), seen.length, buffer + slots)
-        cache = prefill(match_vocabulary(model, context.target), weights, cache, seen.tokens, start(seen.length))
-        return State(cache, start(seen.length), context.length - seen.length)
+        prompts = context if shorten is None else shorten(context)
+        weights, buffer = weights_of(params), prompts.tokens.shape[1]
+        cache = model.start_cache(weights, model.reads(prompts.inputs), prompts.length, buffer + slots)
+        cache = prefill(match_vocabulary(model, context.target), weights, cache, prompts.tokens, start(prompts.length))
+        return State(cache, start(prompts.length), context.length - prompts.length)
 
     def propose(params, keys, state: State, context: Context, limit):
         length, is_drafting = context.length - state.dropped, jnp.any(limit > 0)
-        cache, held = state.cache, jnp.minimum(state.held, start(length))
-        if model.rewind is not None:  # as inner drafter of `hierarchical` it has seen drafts that were taken back
-            cache = model.rewind(cache, held)
-        wanted = jnp.where(is_drafting, start(length), held)
+        cache, num_cached = state.cache, jnp.minimum(state.num_cached, start(length))
+        if model.rewind is not None:  # within `hierarchical` it may have read drafts that were rejected later
+            cache = model.rewind(cache, num_cached)
+        num_target = jnp.where(is_drafting, start(length), num_cached)
         cache = caught_up(
-            match_vocabulary(model, context.target), weights_of(params), cache, context, state.dropped, held, wanted
+            match_vocabulary(model, context.target),
+            weights_of(params),
+            cache,
+            context,
+            state.dropped,
+            num_cached,
+            num_target,
         )
         draft = jax.jit(functools.partial(grown_tree, params, keys, cache, length, context, limit))  # traced once
         shapes = draft.eval_shape()
 
-        def nothing():
+        def no_draft():
             tree, *fed = shapes
             return operations.root_alone(context.root, tree), *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fed)
 
-        tree, pending, places = jax.lax.cond(is_drafting, draft, nothing)
-        drafted = _Drafted(State(cache, wanted, state.dropped), is_drafting, pending, places, length)
+        tree, pending, places = jax.lax.cond(is_drafting, draft, no_draft)
+        drafted = _Drafted(State(cache, num_target, state.dropped), is_drafting, pending, places, length)
         return tree, drafted
 
     def grown_tree(params, keys, cache, length, context: Context, limit) -> tuple[TokenTree, PyTree, Array]:
-        """The tree, what is pending and the `places` of the nodes."""
+        """Return the tree, the pending cache entries and the `places` of the nodes."""
         same_ids, weights = match_vocabulary(model, context.target), weights_of(params)
         logits, pending = feed_last(same_ids, weights, cache, context, length, lag)
-        said = DraftOutput(logits, accepted=jnp.ones(len(logits))) if judges else logits
+        root_output = DraftOutput(logits, accepted=jnp.ones(len(logits))) if judges else logits
         before_root = _real(length, lag)[:, None, :-1]
 
         def feed(pending, frontier: Frontier):
@@ -193,32 +200,38 @@ def functions(
                 weights, frontier.tokens, cache, positions=length[:, None] - 1 + frontier.depth,
                 mask=jnp.concatenate([text, frontier.mask], 2), earlier=pending, **approximately,
             )  # fmt: skip
-            said = DraftOutput(output.logits, accepted=params[1].acceptance(output.hidden)) if judges else output.logits
-            return model.insert(pending, new, lag - 1 + frontier.place), said
+            output_of_node = (
+                DraftOutput(output.logits, accepted=params[1].acceptance(output.hidden)) if judges else output.logits
+            )
+            return model.insert(pending, new, lag - 1 + frontier.place), output_of_node
 
         pending = model.widen(pending, slots)
-        grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], said, keys, context, limit)
+        grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], root_output, keys, context, limit)
         return grown.tree, pending, grown.places
 
-    def update(params, drafted: _Drafted, seen, verdict) -> State:
-        """Commit what was accepted."""
+    def update(params, drafted: _Drafted, observation, verdict) -> State:
+        """Commit the accepted tokens to the draft model's cache."""
         nodes = jnp.pad(verdict.path, ((0, 0), (0, longest)))[:, :longest]
-        place = lag - 1 + take_along(drafted.places, jnp.maximum(nodes, 0), 1)  # the root stands at lag - 1
+        place = lag - 1 + take_along(drafted.places, jnp.maximum(nodes, 0), 1)  # the root is at lag - 1
         text = jnp.broadcast_to(jnp.arange(lag - 1), (place.shape[0], lag - 1))
         fed = jnp.concatenate([text, place], 1)
-        skip = jnp.maximum(lag - drafted.length, 0)[:, None]  # tokens that a short text does not have
+        skip = jnp.maximum(lag - drafted.length, 0)[:, None]  # tokens that a short text lacks
         path = take_along(fed, jnp.minimum(skip + jnp.arange(longest), fed.shape[1] - 1), 1)
-        # What the next round does not feed anew; the deepest node may never have been fed, and is behind that.
+        # Count the tokens that the next step does not feed again. The deepest node may never have been fed; it is after
+        # these.
         accepted = start(drafted.length + verdict.num_nodes) - start(drafted.length)
-        accepted = jnp.where(drafted.is_fed, accepted, 0)
-        cache, held, dropped = drafted.state
+        accepted = jnp.where(drafted.has_run, accepted, 0)
+        cache, num_cached, dropped = drafted.state
         cache = model.commit(cache, drafted.pending, jnp.clip(path, 0, slots - 1), accepted)
-        return State(cache, held + accepted, dropped)
+        return State(cache, num_cached + accepted, dropped)
 
-    def resume(params, state: State, kept: Array) -> State:
-        """What it holds of a text of which others rewrote all but `kept` tokens; `propose` reads the rest."""
-        held = jnp.minimum(state.held, jnp.maximum(kept - state.dropped, 0))
-        return state._replace(cache=model.rewind_cache(state.cache, held), held=held)
+    def resume(params, state: State, num_kept: Array) -> State:
+        """Return the state for a text that was rewritten after the first `num_kept` int32[B] tokens.
+
+        `propose` reads the new tokens.
+        """
+        num_cached = jnp.minimum(state.num_cached, jnp.maximum(num_kept - state.dropped, 0))
+        return state._replace(cache=model.rewind_cache(state.cache, num_cached), num_cached=num_cached)
 
     return Drafter(
         propose=propose,
@@ -234,22 +247,24 @@ def functions(
 
 
 def caught_up(
-    model: Model, params: PyTree, cache: PyTree, context: Context, dropped: Array, held: Array, wanted: Array
+    model: Model, params: PyTree, cache: PyTree, context: Context, dropped: Array, num_cached: Array, num_target: Array
 ) -> PyTree:
-    """The cache of `held` int32[B] tokens with those up to `wanted` int32[B]; no pass runs where it holds them all.
+    """Extend a cache of `num_cached` int32[B] tokens to `num_target` int32[B]; no pass runs if it already has them.
 
-    dropped: int32[B], how many tokens of the text are before the first that this model counts.
+    Args:
+      dropped: int32[B], number of tokens of the text before the first one that this model reads.
     """
-    return catch_up(model, params, cache, context.tokens, held, wanted, dropped, CATCH_UP)
+    return catch_up(model, params, cache, context.tokens, num_cached, num_target, dropped, CATCH_UP)
 
 
 def feed_last(
     model: Model, params: PyTree, cache: PyTree, context: Context, length: Array, lag: int
 ) -> tuple[Array, PyTree]:
-    """Feed the last `lag` tokens of the text, the root last: its logits [B, V], and what is pending.
+    """Feed the last `lag` tokens of the text; return the logits [B, V] of the last one and the pending cache entries.
 
-    `length` int32[B]: of the text as this model counts it. Tokens that a shorter text does not have are fed too, and
-    seen by nobody.
+    Args:
+      length: int32[B], length of the text that this model reads. If a text has fewer than `lag` tokens, the missing
+        positions are fed too, but masked.
     """
     back = jnp.arange(lag) - lag
     tokens = take_along(context.tokens, jnp.maximum(context.length[:, None] + back, 0), 1)
@@ -260,5 +275,5 @@ def feed_last(
 
 
 def _real(length: Array, lag: int) -> Array:
-    """bool[B, lag]: which of the last `lag` tokens a text has."""
+    """Return bool[B, lag], true for those of the last `lag` tokens that a text has."""
     return jnp.arange(lag) >= lag - length[:, None]

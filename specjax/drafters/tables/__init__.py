@@ -1,1 +1,1 @@
-"""Drafters that keep what the target computed in passing."""
+"""Drafters that store results of earlier target passes in tables."""

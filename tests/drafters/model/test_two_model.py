@@ -64,7 +64,7 @@ def test_what_was_decoded_without_drafts_is_read_before_the_next():
             drafter.params, drafted, (), Verdict(np.array([[0, -1, -1, -1]] * 2), np.ones(2, int), np.zeros(2, int))
         )
         lengths = lengths + 1
-    assert state.held.tolist() == [3, 0]
+    assert state.num_cached.tolist() == [3, 0]
     tree, _ = drafter.propose(
         drafter.params, None, state, Context(jnp.asarray(text), jnp.asarray(lengths)), jnp.full(2, 3)
     )
