@@ -1,1 +1,1 @@
-"""Ready-made configurations, plain Python."""
+"""Model configurations as plain Python, for planning without weights."""

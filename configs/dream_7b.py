@@ -5,7 +5,7 @@ from specjax.models.loading.families.denoisers import DenoiserSettings
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Shapes of Dream-org/Dream-v0-Instruct-7B."""
+    """Return the shapes of Dream-org/Dream-v0-Instruct-7B."""
     return LlamaConfig(
         vocab_size=152064,
         width=3584,
@@ -26,5 +26,5 @@ def get_config(dtype: str = "bfloat16") -> LlamaConfig:
 
 
 def get_denoiser_settings() -> DenoiserSettings:
-    """How it is read as a denoiser."""
+    """Return its settings as a denoiser."""
     return DenoiserSettings(151666, "full", None, "shifted", "all_masked")

@@ -4,7 +4,7 @@ from specjax.models import Gemma3Config
 
 
 def get_config(dtype: str = "bfloat16") -> Gemma3Config:
-    """Shapes of google/gemma-3-270m-it."""
+    """Return the shapes of google/gemma-3-270m-it."""
     return Gemma3Config(
         vocab_size=262144,
         width=640,

@@ -5,7 +5,7 @@ from specjax.models.loading.families.denoisers import DenoiserSettings
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Shapes of GSAI-ML/LLaDA-8B-Instruct."""
+    """Return the shapes of GSAI-ML/LLaDA-8B-Instruct."""
     return LlamaConfig(
         vocab_size=126464,
         width=4096,
@@ -24,5 +24,5 @@ def get_config(dtype: str = "bfloat16") -> LlamaConfig:
 
 
 def get_denoiser_settings() -> DenoiserSettings:
-    """How it is read as a denoiser."""
+    """Return its settings as a denoiser."""
     return DenoiserSettings(126336, "full", None, "same", "all_masked")

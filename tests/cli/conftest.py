@@ -57,7 +57,7 @@ def tiny(monkeypatch):
     ):  # fmt: skip
         assert dtype in ("float32", "bfloat16") and (over is None or mesh is not None)
         if not 1 <= (max_positions or 1) <= CONFIG.max_positions:
-            raise specjax.UsageError(f"max_positions must be from 1 to 512, what tiny can take, not {max_positions}")
+            raise specjax.UsageError(f"max_positions must be from 1 to 512, the limit of tiny, not {max_positions}")
         config = dataclasses.replace(
             CONFIG, cache_dtype=cache_dtype, dtype=dtype if same_bits else CONFIG.dtype, same_bits=same_bits,
             max_positions=max_positions or CONFIG.max_positions,

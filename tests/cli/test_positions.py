@@ -14,7 +14,7 @@ def test_no_more_than_the_model_takes(refused, tmp_path, command):
         "train": ("--prompts", prompts, "--out", tmp_path / "head"),
     }[command]  # fmt: skip
     said = refused(command, *arguments, "--max-positions", 513)
-    assert "--max-positions must be from 1 to 512, what tiny can take, not 513" in said
+    assert "--max-positions must be from 1 to 512, the limit of tiny, not 513" in said
 
 
 def test_a_text_is_no_longer(refused, tmp_path):

@@ -1,4 +1,4 @@
-"""Fields of a configuration: checked when they are asked for, as a file may say anything."""
+"""Typed access to the fields of a configuration file, which are checked when they are read."""
 
 from __future__ import annotations
 
@@ -12,36 +12,40 @@ from specjax.files.untrusted import quote
 T = TypeVar("T")
 
 LAYERS, WIDTH, HEADS, ROWS, POSITIONS = 1 << 10, 1 << 20, 1 << 14, 1 << 24, (1 << 31) - 1
-"""Sizes that no model has: of a stack, a stream, a head and their number, a matrix, a text."""
+"""Upper bounds of any model: number of layers, width of the stream, size and number of heads, rows of a matrix, length
+of a text."""
 
 _REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """What a file says, and which file it is. Names below are without `prefix`; null is as good as absent."""
+    """Fields of a configuration file, with its path for errors.
+
+    Methods take names without `prefix`. A null value counts as absent.
+    """
 
     values: Mapping[str, Any]
     where: str
     prefix: str = ""
 
-    def given(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         return self.values.get(self.prefix + name) is not None
 
-    def stated(self, name: str) -> bool:
-        """Whether it is there, if only as null: then a family's default does not hold."""
+    def is_stated(self, name: str) -> bool:
+        """Return True if the field is present, even as null. A family's default then does not apply."""
         return self.prefix + name in self.values
 
-    def size(self, name: str, default: T = _REQUIRED, *, least: int = 1, most: int = POSITIONS) -> int | T:
-        """A whole number."""
-        wanted = f"a whole number from {least} to {most}"
-        return self._checked(name, default, wanted, lambda x: type(x) is int and least <= x <= most)
+    def size(self, name: str, default: T = _REQUIRED, *, minimum: int = 1, maximum: int = POSITIONS) -> int | T:
+        """Read a whole number."""
+        description = f"a whole number from {minimum} to {maximum}"
+        return self._checked(name, default, description, lambda x: type(x) is int and minimum <= x <= maximum)
 
-    def number(self, name: str, default: T = _REQUIRED, *, least: float = 1e-30, most: float = 1e30) -> float | T:
-        """A finite number."""
-        good = lambda x: type(x) in (int, float) and least <= x <= most  # not so NaN
-        value = self._checked(name, default, f"a number from {least:g} to {most:g}", good)
-        return float(value) if self.given(name) else value
+    def number(self, name: str, default: T = _REQUIRED, *, minimum: float = 1e-30, maximum: float = 1e30) -> float | T:
+        """Read a finite number."""
+        is_valid = lambda x: type(x) in (int, float) and minimum <= x <= maximum  # not so NaN
+        value = self._checked(name, default, f"a number from {minimum:g} to {maximum:g}", is_valid)
+        return float(value) if self.has(name) else value
 
     def flag(self, name: str, default: bool = False) -> bool:
         return self._checked(name, default, "true or false", lambda x: type(x) is bool)
@@ -50,35 +54,40 @@ class ConfigFields:
         return self._checked(name, default, "a text", lambda x: isinstance(x, str))
 
     def array(self, name: str, kind: type | tuple[type, ...], length: int | None = None) -> list:
-        """A list whose entries are of a type, [] where there is none. `length`: how many these must be."""
-        wanted = f"a list{'' if length is None else f' of {length}'} with entries of one kind"
-        good = lambda x: (
+        """Read a list with entries of one type, [] if it is absent. `length` is the required number of entries."""
+        description = f"a list{'' if length is None else f' of {length}'} with entries of one kind"
+        is_valid = lambda x: (
             isinstance(x, list) and length in (None, len(x)) and all(isinstance(entry, kind) for entry in x)
         )
-        return self._checked(name, [], wanted, good)
+        return self._checked(name, [], description, is_valid)
 
-    def inside(self, name: str) -> ConfigFields:
-        """The fields of an object within this one; none where it is absent."""
+    def subfields(self, name: str) -> ConfigFields:
+        """Return the fields of a nested object; none if it is absent."""
         values = self._checked(name, {}, "an object", lambda x: isinstance(x, dict))
         prefix = f"{self.prefix}{name}."
         return ConfigFields({prefix + str(key): value for key, value in values.items()}, self.where, prefix)
 
-    def _checked(self, name: str, default: Any, wanted: str, good) -> Any:
+    def _checked(self, name: str, default: Any, description: str, is_valid) -> Any:
         name = self.prefix + name
         value = self.values.get(name)
         if value is None:
             if default is _REQUIRED:
-                raise UsageError(f"{self.where} lacks the field {name}, so the shape of the model is unknown")
+                raise UsageError(
+                    f"{self.where} lacks the field {name}, so the shape of the model is unknown; add it"
+                )
             return default
-        if not good(value):
-            raise UsageError(f"{self.where} has {name} {quote(value)}, which must be {wanted}")
+        if not is_valid(value):
+            raise UsageError(f"{self.where} has {name} {quote(value)}, which must be {description}")
         return value
 
 
 def check_heads(fields: ConfigFields, names: tuple[str, str, str], heads: int, kv_heads: int, head_dim: int) -> None:
-    """Raises: UsageError for heads that cannot share keys and values evenly, or be rotated by pairs.
+    """Check that heads share keys and values evenly, and can be rotated in pairs.
 
-    Args: names: the fields of heads, key/value heads and their width.
+    Args:
+      names: the fields of heads, key/value heads and their width.
+
+    Raises: UsageError if they do not.
     """
     of_heads, of_kv, of_width = (fields.prefix + name for name in names)
     if heads % kv_heads:

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: names of its weights, and its configuration in both formats."""
+"""Gemma 2 and 3: tensor names, and configurations in both formats."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from specjax.models.loading.families import llama, rope
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
 from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
 
-HF_TYPES = ("gemma2", "gemma3_text", "gemma3")  # the last is multimodal; its text part is loaded
+HF_TYPES = ("gemma2", "gemma3_text", "gemma3")  # the last is multimodal; only its text part is loaded
 GGUF_TYPES = ("gemma2", "gemma3")
 
 
-class Row(NamedTuple):
-    """What a family has, or has where its config does not say."""
+class GemmaDefaults(NamedTuple):
+    """Properties of a Gemma version that its config omits, or may omit."""
 
-    pattern: int  # each so many-th layer is global
+    pattern: int  # every n-th layer is global
     rope_base: float
-    qk_norm: bool  # then windowed layers have a rotary base of their own
+    qk_norm: bool  # if set, windowed layers have their own rotary base
     attention_softcap: float | None
     logit_softcap: float | None
     max_positions: int
@@ -28,8 +28,8 @@ class Row(NamedTuple):
 
 
 ROWS_OF_HF = {
-    "gemma2": Row(2, 10_000.0, False, 50.0, 30.0, 8192, 46),
-    "gemma3": Row(6, 1_000_000.0, True, None, None, 131_072, 62),
+    "gemma2": GemmaDefaults(2, 10_000.0, False, 50.0, 30.0, 8192, 46),
+    "gemma3": GemmaDefaults(6, 1_000_000.0, True, None, None, 131_072, 62),
 }
 
 _SHARED = tuple(w for w in llama.WEIGHTS if not w.path.startswith("layers.*.mlp_norm") and not w.path.endswith("bias"))
@@ -41,49 +41,53 @@ WEIGHTS = (
 
 
 def stored_hf(config: Gemma3Config, kind: str) -> dict[str, StoredTensor]:
-    """By parameter path: what a Hugging Face checkpoint keeps. Its norms hold w and multiply by 1 + w."""
+    """Map parameter paths to tensors of a Hugging Face checkpoint, whose norms store w for a factor of 1 + w."""
     return {w.path: StoredTensor(w.hf, add=1.0 if w.path.endswith("norm.weight") else 0.0) for w in WEIGHTS}
 
 
 def stored_gguf(config: Gemma3Config, arch: str) -> dict[str, StoredTensor]:
-    """By parameter path: what a GGUF keeps. Its norms hold 1 + w already."""
+    """Map parameter paths to tensors of a GGUF file, whose norms store 1 + w."""
     return {w.path: StoredTensor(w.gguf) for w in WEIGHTS}
 
 
 def config_from_hf(hf: ConfigFields, **options) -> Gemma3Config:
-    """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
+    """Build a config from the config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes,
+    name.
+    """
     kind, where = hf.text("model_type"), hf.where
     if kind == "gemma3":  # defaults of the 4B model
-        hf = llama.text_part(hf, {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4})
+        hf = llama.text_config(hf, {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4})
     row = ROWS_OF_HF["gemma2" if kind == "gemma2" else "gemma3"]
     if hf.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh" or hf.flag("attention_bias"):
-        raise UsageError(f"{where} changes the activation or adds attention biases, which specjax does not support")
+        raise UsageError(
+            f"{where} has another activation than gelu_pytorch_tanh or attention biases, which specjax does not support"
+        )
     if hf.flag("use_bidirectional_attention"):
         raise UsageError(f"{where} is an encoder (use_bidirectional_attention); specjax decodes causal models only")
-    layers = hf.size("num_hidden_layers", most=LAYERS)
+    layers = hf.size("num_hidden_layers", maximum=LAYERS)
     pattern = hf.size("sliding_window_pattern", hf.size("_sliding_window_pattern", row.pattern))
-    heads, kv_heads = (hf.size(f"num_{kind}_heads", most=HEADS) for kind in ("attention", "key_value"))
-    head_dim = hf.size("head_dim", 256, most=HEADS)
+    heads, kv_heads = (hf.size(f"num_{kind}_heads", maximum=HEADS) for kind in ("attention", "key_value"))
+    head_dim = hf.size("head_dim", 256, maximum=HEADS)
     check_heads(hf, llama.HF_HEADS, heads, kv_heads, head_dim)
-    base, scaling, _ = rope.from_hf(hf, head_dim, base=row.rope_base, layer_type=llama.FULL)
-    softcap = lambda name, default: hf.number(name, None if hf.stated(name) else default)
-    has_local = row.qk_norm  # of Gemma 2 all layers are rotated, and stretched, alike
-    local_base = lambda: rope.local_from_hf(hf, head_dim, hf.number("rope_local_base_freq", 10_000.0, **rope.BASE))
+    base, scaling, _ = rope.rotary_from_hf(hf, head_dim, base=row.rope_base, layer_type=llama.FULL)
+    softcap = lambda name, default: hf.number(name, None if hf.is_stated(name) else default)
+    has_local = row.qk_norm  # all layers of Gemma 2 have the same rotary frequencies and scaling
+    local_base = lambda: rope.local_base_from_hf(hf, head_dim, hf.number("rope_local_base_freq", 10_000.0, **rope.BASE))
     return Gemma3Config(
-        vocab_size=hf.size("vocab_size", most=ROWS),
-        width=hf.size("hidden_size", most=WIDTH),
+        vocab_size=hf.size("vocab_size", maximum=ROWS),
+        width=hf.size("hidden_size", maximum=WIDTH),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp_width=hf.size("intermediate_size", most=ROWS),
-        is_global=llama.global_layers(hf, layers) or llama.every(pattern, layers),
-        window=hf.size("sliding_window", 4096, most=UNLIMITED_WINDOW),
+        mlp_width=hf.size("intermediate_size", maximum=ROWS),
+        is_global=llama.global_layers(hf, layers) or llama.every_nth_layer(pattern, layers),
+        window=hf.size("sliding_window", 4096, maximum=UNLIMITED_WINDOW),
         rope_base=base,
         rope_scaling=scaling,
         local_rope_base=local_base() if has_local else None,
         query_scale=hf.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        norm_eps=hf.number("rms_norm_eps", 1e-6, most=1.0),
+        norm_eps=hf.number("rms_norm_eps", 1e-6, maximum=1.0),
         tied=hf.flag("tie_word_embeddings", True),
         qk_norm=row.qk_norm,
         attention_softcap=softcap("attn_logit_softcapping", row.attention_softcap),
@@ -94,10 +98,10 @@ def config_from_hf(hf: ConfigFields, **options) -> Gemma3Config:
 
 
 def config_to_hf(c: Gemma3Config) -> dict[str, Any]:
-    """What `config_from_hf` reads."""
+    """Return the fields that `config_from_hf` reads."""
     scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
     scalar = scale**-2
-    if round(scalar) ** -0.5 == scale:  # as files have it
+    if round(scalar) ** -0.5 == scale:  # the form in the published files
         scalar = round(scalar)
     return {
         "architectures": ["Gemma3ForCausalLM" if c.qk_norm else "Gemma2ForCausalLM"],
@@ -111,7 +115,7 @@ def config_to_hf(c: Gemma3Config) -> dict[str, Any]:
         "head_dim": c.head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
         "rms_norm_eps": c.norm_eps,
-        **rope.to_hf(c.rope_base, c.rope_scaling),
+        **rope.rotary_to_hf(c.rope_base, c.rope_scaling),
         "rope_local_base_freq": c.local_rope_base,
         "sliding_window": c.window,
         "layer_types": llama.layer_types(c),
@@ -126,32 +130,37 @@ def config_to_hf(c: Gemma3Config) -> dict[str, Any]:
 
 
 def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], factors, **options) -> Gemma3Config:
-    """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: must be empty."""
+    """Build a config from GGUF metadata of one of GGUF_TYPES.
+
+    Args:
+      shapes: shapes of the file's tensors.
+      factors: tensors of rope.GGUF_DIVISORS, which must be empty.
+    """
     where, row = meta.where, ROWS_OF_HF[meta.prefix.removesuffix(".")]
     if factors:
         raise UsageError(f"{where} has a {min(factors)}, which specjax does not support for Gemma")
-    layers, width = meta.size("block_count", most=LAYERS), meta.size("embedding_length", most=WIDTH)
-    heads, kv_heads = (meta.size(f"attention.head_count{kind}", most=HEADS) for kind in ("", "_kv"))
-    head_dim = meta.size("attention.key_length", most=HEADS)
+    layers, width = meta.size("block_count", maximum=LAYERS), meta.size("embedding_length", maximum=WIDTH)
+    heads, kv_heads = (meta.size(f"attention.head_count{kind}", maximum=HEADS) for kind in ("", "_kv"))
+    head_dim = meta.size("attention.key_length", maximum=HEADS)
     check_heads(meta, llama.GGUF_HEADS, heads, kv_heads, head_dim)
-    base, scaling = rope.from_gguf(meta)
+    base, scaling = rope.rotary_from_gguf(meta)
     return Gemma3Config(
-        vocab_size=llama.vocabulary_of(shapes, where),
+        vocab_size=llama.gguf_vocab_size(shapes, where),
         width=width,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp_width=meta.size("feed_forward_length", most=ROWS),
-        is_global=llama.windowed_by_gguf(meta, layers, row.pattern),
-        # The first files of Gemma 2 leave it out: all of its models have the same one.
-        window=meta.size("attention.sliding_window", *() if row.qk_norm else (4096,), most=UNLIMITED_WINDOW),
+        mlp_width=meta.size("feed_forward_length", maximum=ROWS),
+        is_global=llama.gguf_global_layers(meta, layers, row.pattern),
+        # The first files of Gemma 2 omit the window, because all of its models have the same one.
+        window=meta.size("attention.sliding_window", *() if row.qk_norm else (4096,), maximum=UNLIMITED_WINDOW),
         rope_base=base,
         rope_scaling=scaling,
         local_rope_base=meta.number("rope.freq_base_swa", 10_000.0, **rope.BASE) if row.qk_norm else None,
-        # The format does not keep query_pre_attn_scalar: only the 27B models have one of their own.
+        # The format does not store query_pre_attn_scalar. Only in the 27B models does it differ from head_dim.
         query_scale=(width / heads if layers == row.layers_of_27b else head_dim) ** -0.5,
-        norm_eps=meta.number("attention.layer_norm_rms_epsilon", most=1.0),
+        norm_eps=meta.number("attention.layer_norm_rms_epsilon", maximum=1.0),
         tied="output.weight" not in shapes,
         qk_norm=row.qk_norm,
         attention_softcap=meta.number("attn_logit_softcapping", row.attention_softcap),

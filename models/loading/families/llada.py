@@ -1,4 +1,4 @@
-"""LLaDA-8B: a Llama under the names of OLMo, whose configuration has names of its own."""
+"""LLaDA-8B: a Llama model with the tensor names of OLMo and its own configuration fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK = "model.transformer.blocks.*."
 NAMES = {
     "embed.weight": "model.transformer.wte.weight",
     "norm.weight": "model.transformer.ln_f.weight",
-    "head.weight": "model.transformer.ff_out.weight",  # the leaf that blocks call so is another one
+    "head.weight": "model.transformer.ff_out.weight",  # a block has another tensor of this name
     "layers.*.attention_norm.weight": _BLOCK + "attn_norm.weight",
     "layers.*.attention.q.weight": _BLOCK + "q_proj.weight",
     "layers.*.attention.k.weight": _BLOCK + "k_proj.weight",
@@ -30,41 +30,43 @@ NAMES = {
     "layers.*.mlp.down.weight": _BLOCK + "ff_out.weight",
 }
 
-WANTED = {
+SUPPORTED_FIELDS = {
     "activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms", "rope": True, "alibi": False,
     "attention_layer_norm": False, "include_bias": False, "include_qkv_bias": False, "input_emb_norm": False,
     "scale_logits": False, "bias_for_layer_norm": False, "block_group_size": 1,
 }  # fmt: skip
-"""Fields of the modelling code that change what it computes, and the one value that specjax has; absent is as good."""
+"""Fields of the modelling code that change its results, with the one value that specjax supports; they may be absent.
+"""
 
 
 def stored_hf(config: LlamaConfig, kind: str) -> dict[str, StoredTensor]:
-    """By parameter path: what a checkpoint keeps."""
+    """Map parameter paths to tensors of a checkpoint."""
     return {path: StoredTensor(name) for path, name in NAMES.items()}
 
 
 def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
-    """`hf`: config.json. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
-    for field, wanted in WANTED.items():
-        if hf.given(field) and hf.values[field] != wanted:
+    """Build a config from config.json. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
+    for field, supported_value in SUPPORTED_FIELDS.items():
+        if hf.has(field) and hf.values[field] != supported_value:
             raise UsageError(
-                f"{hf.where} has {field} {quote(hf.values[field])}; of LLaDA specjax supports {quote(wanted)} only"
+                f"{hf.where} has {field} {quote(hf.values[field])}; for LLaDA specjax supports "
+                f"{quote(supported_value)} only"
             )
-    width, heads = hf.size("d_model", most=WIDTH), hf.size("n_heads", most=HEADS)
-    kv_heads = hf.size("n_kv_heads", heads, most=HEADS)
+    width, heads = hf.size("d_model", maximum=WIDTH), hf.size("n_heads", maximum=HEADS)
+    kv_heads = hf.size("n_kv_heads", heads, maximum=HEADS)
     if width % heads:
         raise UsageError(f"{hf.where} has d_model {width}, which must be a multiple of n_heads, {heads}")
     check_heads(hf, HF_HEADS, heads, kv_heads, width // heads)
     return LlamaConfig(
-        vocab_size=hf.size("embedding_size", hf.size("vocab_size", most=ROWS), most=ROWS),
+        vocab_size=hf.size("embedding_size", hf.size("vocab_size", maximum=ROWS), maximum=ROWS),
         width=width,
-        num_layers=hf.size("n_layers", most=LAYERS),
+        num_layers=hf.size("n_layers", maximum=LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=width // heads,
-        mlp_width=hf.size("mlp_hidden_size", most=ROWS),
+        mlp_width=hf.size("mlp_hidden_size", maximum=ROWS),
         rope_base=hf.number("rope_theta", **BASE),
-        norm_eps=hf.number("rms_norm_eps", 1e-5, most=1.0),
+        norm_eps=hf.number("rms_norm_eps", 1e-5, maximum=1.0),
         tied=hf.flag("weight_tying"),
         max_positions=hf.size("max_sequence_length"),
         **options,

@@ -1,4 +1,4 @@
-"""Families of Llama's kind, a row each: names of their weights, and their configurations in both formats."""
+"""Architectures of the Llama family, one row each: tensor names, and configurations in both formats."""
 
 from __future__ import annotations
 
@@ -17,51 +17,49 @@ from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, W
 from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
 
 
-class Row(NamedTuple):
-    """An architecture: what its code has and its config does not say."""
+class LlamaDefaults(NamedTuple):
+    """Properties of an architecture that its config omits, or may omit."""
 
     shape: Mapping[str, Any] = MappingProxyType({})  # fields of LlamaConfig
-    layers: Callable[[ConfigFields, int], tuple[bool, ...]] = lambda hf, layers: (
-        (True,) * layers
-    )  # by default; True: global
-    window: int | None = 4096  # of the others, by default
-    head_dim: int | None = None  # by default; None: the width by the heads
-    rope_base: float = 10_000.0  # likewise
-    stretches_all: bool = True  # scaled rotations are those of all layers, not of the global ones alone
-    partial: bool = False  # may rotate a part of each head
+    layers: Callable[[ConfigFields, int], tuple[bool, ...]] = lambda hf, layers: (True,) * layers  # True: global
+    window: int | None = 4096  # of windowed layers
+    head_dim: int | None = None  # None: width / heads
+    rope_base: float = 10_000.0
+    stretches_all: bool = True  # RoPE scaling applies to all layers, not only to global ones
+    partial: bool = False  # a part of each head may be rotated
     joined: bool = False  # q, k and v are one matrix, and so are gate and up
 
 
-_WINDOWED = lambda hf, layers: (False,) * layers
-_BEHIND = {"norms": "after", "qk_norm": True, "qk_norm_of": "projection"}
+_ALL_WINDOWED = lambda hf, layers: (False,) * layers
+_POST_NORM = {"norms": "after", "qk_norm": True, "qk_norm_scope": "projection"}
 
 
-def _of_qwen(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
-    """Windows only from some layer on, and only if asked."""
-    first = hf.size("max_window_layers", 28, least=0) if hf.flag("use_sliding_window") else layers
+def _qwen_global_layers(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
+    """Return the global layers of Qwen: with `use_sliding_window`, layers from `max_window_layers` on are windowed."""
+    first = hf.size("max_window_layers", 28, minimum=0) if hf.flag("use_sliding_window") else layers
     return tuple(i < first for i in range(layers))
 
 
 ROWS_OF_HF = {
-    "llama": Row(),
-    "mistral": Row(layers=_WINDOWED),
-    "ministral": Row(layers=_WINDOWED),
-    "qwen2": Row({"qkv_bias": True}, layers=_of_qwen),
-    "qwen3": Row({"qk_norm": True}, layers=_of_qwen, head_dim=128),
-    "phi3": Row(layers=_WINDOWED, window=None, partial=True, joined=True),  # and Phi-3.5, Phi-4
-    "olmo2": Row(_BEHIND),
-    "olmo3": Row(
-        _BEHIND, layers=lambda hf, layers: every(4, layers), rope_base=500_000.0, stretches_all=False
+    "llama": LlamaDefaults(),
+    "mistral": LlamaDefaults(layers=_ALL_WINDOWED),
+    "ministral": LlamaDefaults(layers=_ALL_WINDOWED),
+    "qwen2": LlamaDefaults({"qkv_bias": True}, layers=_qwen_global_layers),
+    "qwen3": LlamaDefaults({"qk_norm": True}, layers=_qwen_global_layers, head_dim=128),
+    "phi3": LlamaDefaults(layers=_ALL_WINDOWED, window=None, partial=True, joined=True),  # and Phi-3.5, Phi-4
+    "olmo2": LlamaDefaults(_POST_NORM),
+    "olmo3": LlamaDefaults(
+        _POST_NORM, layers=lambda hf, layers: every_nth_layer(4, layers), rope_base=500_000.0, stretches_all=False
     ),
 }  # fmt: skip
-"""By `model_type`."""
+"""Defaults by `model_type`."""
 
-ROWS_OF_GGUF = {"llama": Row(), "olmo2": ROWS_OF_HF["olmo3"]} | {
+ROWS_OF_GGUF = {"llama": LlamaDefaults(), "olmo2": ROWS_OF_HF["olmo3"]} | {
     kind: ROWS_OF_HF[kind] for kind in ("qwen2", "qwen3", "phi3")
 }
-"""By `general.architecture`; olmo2 is OLMo 3's too, and llama Mistral's."""
+"""Defaults by `general.architecture`. "olmo2" is also OLMo 3, and "llama" also Mistral."""
 
-HF_TYPES = (*ROWS_OF_HF, "mistral3")  # the last is multimodal; its text part, of one of the others, is loaded
+HF_TYPES = (*ROWS_OF_HF, "mistral3")  # the last is multimodal; only its text part is loaded
 GGUF_TYPES = tuple(ROWS_OF_GGUF)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -106,20 +104,20 @@ POST_NORMS = (
         "blk.*.post_ffw_norm.weight",
     ),
 )
-"""Of families that have them."""
+"""Norms after the sublayers, of families that have them."""
 
 
 def stored_hf(config: LlamaConfig, kind: str) -> dict[str, StoredTensor]:
-    """By parameter path: what a Hugging Face checkpoint of a `model_type` keeps."""
+    """Map parameter paths to tensors of a Hugging Face checkpoint with this `model_type`."""
     stored = {w.path: StoredTensor(w.hf) for w in (*WEIGHTS, *POST_NORMS)}
     if kind in ROWS_OF_HF and ROWS_OF_HF[kind].joined:
         layer = "model.layers.*."
-        stored |= joined(config, f"{layer}self_attn.qkv_proj.weight", f"{layer}mlp.gate_up_proj.weight")
+        stored |= joined_projections(config, f"{layer}self_attn.qkv_proj.weight", f"{layer}mlp.gate_up_proj.weight")
     return stored
 
 
-def joined(config: LlamaConfig, attention: str, mlp: str) -> dict[str, StoredTensor]:
-    """By parameter path, of files that have one matrix for q, k and v, and one for gate and up."""
+def joined_projections(config: LlamaConfig, attention: str, mlp: str) -> dict[str, StoredTensor]:
+    """Map parameter paths to tensors of files with one matrix for q, k and v, and one for gate and up."""
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {
         attention: {"attention.q": heads, "attention.k": kv, "attention.v": kv},
@@ -134,16 +132,20 @@ def joined(config: LlamaConfig, attention: str, mlp: str) -> dict[str, StoredTen
 
 
 def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, StoredTensor]:
-    """By parameter path: what a GGUF keeps. Of "llama" files q and k are permuted, to rotate neighbouring rows."""
+    """Map parameter paths to tensors of a GGUF file. "llama" files permute q and k to rotate neighbouring rows."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if arch == "llama" else {}
     stored = {w.path: StoredTensor(w.gguf, heads=heads.get(w.path.split(".")[-2], 0)) for w in (*WEIGHTS, *POST_NORMS)}
-    return stored | (joined(config, "blk.*.attn_qkv.weight", "blk.*.ffn_up.weight") if arch == "phi3" else {})
+    return stored | (
+        joined_projections(config, "blk.*.attn_qkv.weight", "blk.*.ffn_up.weight") if arch == "phi3" else {}
+    )
 
 
 def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
-    """`hf`: config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
+    """Build a config from the config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes,
+    name.
+    """
     if hf.text("model_type") == "mistral3":
-        hf = text_part(hf, {"model_type": "mistral"})
+        hf = text_config(hf, {"model_type": "mistral"})
     kind, where = hf.text("model_type"), hf.where
     if kind not in ROWS_OF_HF:
         raise UsageError(
@@ -156,26 +158,28 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
             raise UsageError(f"{where} sets {field}, which specjax does not support")
     if hf.text("hidden_act", "silu") != "silu":
         raise UsageError(f"{where} has hidden_act {quote(hf.text('hidden_act'))}; specjax supports silu only")
-    width, heads = hf.size("hidden_size", most=WIDTH), hf.size("num_attention_heads", most=HEADS)
-    kv_heads = hf.size("num_key_value_heads", heads, most=HEADS)
-    head_dim = hf.size("head_dim", row.head_dim or width // heads, most=HEADS)
+    width, heads = hf.size("hidden_size", maximum=WIDTH), hf.size("num_attention_heads", maximum=HEADS)
+    kv_heads = hf.size("num_key_value_heads", heads, maximum=HEADS)
+    head_dim = hf.size("head_dim", row.head_dim or width // heads, maximum=HEADS)
     check_heads(hf, HF_HEADS, heads, kv_heads, head_dim)
-    layers = hf.size("num_hidden_layers", most=LAYERS)
+    layers = hf.size("num_hidden_layers", maximum=LAYERS)
     window, is_global = _windows(hf, row, layers)
-    base, scaling, rotary_dim = rope.from_hf(hf, head_dim, base=row.rope_base, layer_type=FULL, partial=row.partial)
-    local = None if is_global is None or row.stretches_all else rope.local_from_hf(hf, head_dim, base)
+    base, scaling, rotary_dim = rope.rotary_from_hf(
+        hf, head_dim, base=row.rope_base, layer_type=FULL, partial=row.partial
+    )
+    local = None if is_global is None or row.stretches_all else rope.local_base_from_hf(hf, head_dim, base)
     return LlamaConfig(
-        vocab_size=hf.size("vocab_size", most=ROWS),
+        vocab_size=hf.size("vocab_size", maximum=ROWS),
         width=width,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp_width=hf.size("intermediate_size", most=ROWS),
+        mlp_width=hf.size("intermediate_size", maximum=ROWS),
         rope_base=base,
         rope_scaling=scaling,
         rotary_dim=rotary_dim,
-        norm_eps=hf.number("rms_norm_eps", 1e-6, most=1.0),
+        norm_eps=hf.number("rms_norm_eps", 1e-6, maximum=1.0),
         tied=hf.flag("tie_word_embeddings"),
         window=window,
         is_global=is_global,
@@ -186,63 +190,74 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
     )
 
 
-def text_part(hf: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFields:
-    """Of a multimodal file; defaults: what it may leave out. Raises: UsageError without it."""
-    stated = hf.inside("text_config")
-    if not stated.values:
-        raise UsageError(f"{hf.where} lacks the field text_config, so the shape of the model is unknown")
-    known = {stated.prefix + name: value for name, value in defaults.items()}
-    tied = {stated.prefix + name: hf.values[name] for name in ("tie_word_embeddings",) if hf.given(name)}
-    return dataclasses.replace(stated, values={**known, **tied, **stated.values})
+def text_config(hf: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFields:
+    """Return the text fields of a multimodal config. `defaults` are values of fields that it may omit.
+
+    Raises: UsageError if it has no text config.
+    """
+    fields = hf.subfields("text_config")
+    if not fields.values:
+        raise UsageError(
+            f"{hf.where} lacks the field text_config, so the shape of the model is unknown; download the file again"
+        )
+    default_fields = {fields.prefix + name: value for name, value in defaults.items()}
+    tie_field = {fields.prefix + name: hf.values[name] for name in ("tie_word_embeddings",) if hf.has(name)}
+    return dataclasses.replace(fields, values={**default_fields, **tie_field, **fields.values})
 
 
-def _windows(hf: ConfigFields, row: Row, layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
-    """(window, the layers without it), the second None where all layers have it, rotated as those without would be."""
+def _windows(hf: ConfigFields, row: LlamaDefaults, layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+    """Return the window and the global layers.
+
+    The layers are None if every layer is windowed with the same rotary settings.
+    """
     is_global = global_layers(hf, layers) or row.layers(hf, layers)
-    # Mistral 0.1 and OLMo 3 may leave out the window that they have; null is none.
-    window = hf.size("sliding_window", None if hf.stated("sliding_window") else row.window)
+    # Files of Mistral 0.1 and OLMo 3 may omit the window that the models have; null means no window.
+    window = hf.size("sliding_window", None if hf.is_stated("sliding_window") else row.window)
     if window is None or all(is_global):
         return None, None
     return window, is_global if any(is_global) or not row.stretches_all else None
 
 
 def global_layers(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
-    """By `layer_types`, which layers have full attention; () without it. Raises: UsageError for other attention."""
+    """Return the layers with full attention, from `layer_types`; () if it is absent.
+
+    Raises: UsageError for other kinds of attention.
+    """
     types = hf.array("layer_types", str)
     if types and len(types) != layers:
-        raise UsageError(f"{hf.where} has {len(types)} layer_types for {layers} layers (num_hidden_layers)")
-    others = [kind for kind in types if kind not in (FULL, SLIDING)]
-    if others:
+        raise UsageError(f"{hf.where} has {len(types)} layer_types, but num_hidden_layers is {layers}; make them equal")
+    unsupported = [kind for kind in types if kind not in (FULL, SLIDING)]
+    if unsupported:
         raise UsageError(
-            f"{hf.where} has {quote(others[0])} among its layer_types, which specjax does not support (only {FULL}, "
-            f"{SLIDING})"
+            f"{hf.where} has {quote(unsupported[0])} among its layer_types, which specjax does not support "
+            f"(only {FULL}, {SLIDING})"
         )
     return tuple(kind == FULL for kind in types)
 
 
-def every(pattern: int, layers: int) -> tuple[bool, ...]:
-    """Each so many-th layer is global."""
+def every_nth_layer(pattern: int, layers: int) -> tuple[bool, ...]:
+    """Return layers of which every n-th, n = `pattern`, is global."""
     return tuple((i + 1) % pattern == 0 for i in range(layers))
 
 
 def layer_types(c: DecoderConfig) -> list[str]:
-    """What `global_layers` reads."""
+    """Return the `layer_types` that `global_layers` reads."""
     is_global = c.is_global or (c.window is None,) * c.num_layers
     return [FULL if full else SLIDING for full in is_global]
 
 
 def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
-    """What `config_from_hf` reads."""
-    kind, own = kind_of(c), rope.to_hf(c.rope_base, c.rope_scaling)
+    """Return the fields that `config_from_hf` reads."""
+    kind, extra = model_type_of(c), rope.rotary_to_hf(c.rope_base, c.rope_scaling)
     if kind == "olmo3":
-        local = rope.to_hf(c.local_rope_base or c.rope_base, None)
-        own = {"rope_parameters": {FULL: rope.in_new_form(own), SLIDING: rope.in_new_form(local)}}
+        local = rope.rotary_to_hf(c.local_rope_base or c.rope_base, None)
+        extra = {"rope_parameters": {FULL: rope.to_rope_parameters(extra), SLIDING: rope.to_rope_parameters(local)}}
     if c.rotary_dim is not None:
-        own["partial_rotary_factor"] = c.rotary_dim / c.head_dim
+        extra["partial_rotary_factor"] = c.rotary_dim / c.head_dim
     if c.rope_scaling is not None and c.rope_scaling.kind == "longrope":
-        own["original_max_position_embeddings"] = c.rope_scaling.original_positions
+        extra["original_max_position_embeddings"] = c.rope_scaling.original_positions
     if kind == "phi3":
-        own["pad_token_id"] = None  # else it is 32000, and transformers refuses smaller vocabularies
+        extra["pad_token_id"] = None  # the default 32000 makes transformers refuse smaller vocabularies
     return {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
@@ -255,7 +270,7 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
         "head_dim": c.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
-        **own,
+        **extra,
         "sliding_window": c.window,
         "use_sliding_window": c.window is not None,
         "layer_types": layer_types(c),
@@ -267,9 +282,9 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def kind_of(c: LlamaConfig) -> str:
-    """The `model_type` whose code computes what a config says."""
-    if c.rotary_dim is not None:  # first: layers of heads may have q/k norms besides, which their files show
+def model_type_of(c: LlamaConfig) -> str:
+    """Return the `model_type` with code that computes the same as this config."""
+    if c.rotary_dim is not None:  # test first: layers of draft heads may have q/k norms too, which their files show
         return "phi3"
     if c.norms == "after":
         return "olmo2" if c.window is None else "olmo3"
@@ -281,38 +296,43 @@ def kind_of(c: LlamaConfig) -> str:
 
 
 def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], factors, **options) -> LlamaConfig:
-    """`meta`: of a file of one of GGUF_TYPES. `shapes`: of its tensors. `factors`: its tensors of rope.OF_GGUF."""
+    """Build a config from the metadata of a file of one of GGUF_TYPES.
+
+    Args:
+      shapes: shapes of the file's tensors.
+      factors: its tensors of rope.GGUF_DIVISORS.
+    """
     arch, where = meta.prefix.removesuffix("."), meta.where
-    if meta.size("expert_count", 0, least=0):
-        raise UsageError(f"{where} is a mixture of experts, which specjax does not support")
-    width, heads = meta.size("embedding_length", most=WIDTH), meta.size("attention.head_count", most=HEADS)
-    kv_heads = meta.size("attention.head_count_kv", heads, most=HEADS)
-    row, layers = ROWS_OF_GGUF[arch], meta.size("block_count", most=LAYERS)
-    rotary_dim = meta.size("rope.dimension_count", width // heads, most=HEADS)
-    head_dim = meta.size("attention.key_length", width // heads if row.partial else rotary_dim, most=HEADS)
+    if meta.size("expert_count", 0, minimum=0):
+        raise UsageError(f"{where} is a mixture of experts, which specjax does not support; use a dense model")
+    width, heads = meta.size("embedding_length", maximum=WIDTH), meta.size("attention.head_count", maximum=HEADS)
+    kv_heads = meta.size("attention.head_count_kv", heads, maximum=HEADS)
+    row, layers = ROWS_OF_GGUF[arch], meta.size("block_count", maximum=LAYERS)
+    rotary_dim = meta.size("rope.dimension_count", width // heads, maximum=HEADS)
+    head_dim = meta.size("attention.key_length", width // heads if row.partial else rotary_dim, maximum=HEADS)
     check_heads(meta, GGUF_HEADS, heads, kv_heads, head_dim)
     if row.partial and (rotary_dim % 2 or rotary_dim > head_dim):
         raise UsageError(
-            f"{where} rotates {rotary_dim} of the {head_dim} numbers of a head (rope.dimension_count); these must be even "
-            "and no more than there are"
+            f"{where} has rope.dimension_count {rotary_dim}, which must be even and at most {head_dim}, the size of a "
+            "head"
         )
-    base, scaling = rope.from_gguf(meta)
-    scaling = rope.divided(factors, meta, rotary_dim if row.partial else head_dim, base) or scaling
-    least = 0 if arch == "phi3" else 1  # of a window: llama.cpp writes 0 for none
-    window = meta.size("attention.sliding_window", None, least=least) or None
-    is_global = None if row.stretches_all or window is None else windowed_by_gguf(meta, layers, 4)
+    base, scaling = rope.rotary_from_gguf(meta)
+    scaling = rope.scaling_from_divisors(factors, meta, rotary_dim if row.partial else head_dim, base) or scaling
+    minimum_window = 0 if arch == "phi3" else 1  # llama.cpp writes 0 for no window
+    window = meta.size("attention.sliding_window", None, minimum=minimum_window) or None
+    is_global = None if row.stretches_all or window is None else gguf_global_layers(meta, layers, 4)
     return LlamaConfig(
-        vocab_size=vocabulary_of(shapes, where),
+        vocab_size=gguf_vocab_size(shapes, where),
         width=width,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp_width=meta.size("feed_forward_length", most=ROWS),
+        mlp_width=meta.size("feed_forward_length", maximum=ROWS),
         rope_base=base,
         rope_scaling=scaling,
         rotary_dim=rotary_dim if row.partial and rotary_dim < head_dim else None,
-        norm_eps=meta.number("attention.layer_norm_rms_epsilon", most=1.0),
+        norm_eps=meta.number("attention.layer_norm_rms_epsilon", maximum=1.0),
         tied="output.weight" not in shapes,
         window=window,
         is_global=is_global,
@@ -323,20 +343,20 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
     )
 
 
-def windowed_by_gguf(meta: ConfigFields, layers: int, pattern: int) -> tuple[bool, ...]:
-    """Which layers have full attention: an array says of each whether it is windowed, a number is the period.
+def gguf_global_layers(meta: ConfigFields, layers: int, pattern: int) -> tuple[bool, ...]:
+    """Return the layers with full attention. The field is an array of windowed layers, or a period.
 
-    pattern: that of a file that says neither.
+    pattern: the period of a file without the field.
     """
     name = "attention.sliding_window_pattern"
     if isinstance(meta.values.get(meta.prefix + name), list):
         return tuple(not windowed for windowed in meta.array(name, int, layers))
-    return every(meta.size(name, pattern), layers)
+    return every_nth_layer(meta.size(name, pattern), layers)
 
 
-def vocabulary_of(shapes: dict[str, tuple[int, ...]], where: str) -> int:
-    """Rows of the embedding: GGUF does not state the size of the vocabulary."""
+def gguf_vocab_size(shapes: dict[str, tuple[int, ...]], where: str) -> int:
+    """Return the number of rows of the embedding. GGUF does not state the size of the vocabulary."""
     shape = shapes.get("token_embd.weight", ())
     if len(shape) != 2 or not 1 <= shape[0] <= ROWS:
-        raise UsageError(f"{where} has no token_embd.weight of two dimensions, so the vocabulary is unknown")
+        raise UsageError(f"{where} has no token_embd.weight with two dimensions, so the vocabulary size is unknown")
     return shape[0]

@@ -1,4 +1,4 @@
-"""Which module knows the weights and configurations of which architecture."""
+"""Registry of the family modules by architecture."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FAMILIES = (llama, gemma3, llada)
 
 
 def by_config(config: Config) -> ModuleType:
-    """The family of a model that is loaded."""
+    """Return the family of a loaded model."""
     return {LlamaConfig: llama, Gemma3Config: gemma3}[type(config)]
 
 
 def by_hf(kind: str, where: str) -> ModuleType:
-    """The family of a Hugging Face `model_type`."""
+    """Return the family of a Hugging Face `model_type`."""
     return _find("HF_TYPES", kind, where)
 
 
 def by_gguf(kind: str, where: str) -> ModuleType:
-    """The family of a GGUF `general.architecture`."""
+    """Return the family of a GGUF `general.architecture`."""
     return _find("GGUF_TYPES", kind, where)
 
 
@@ -33,6 +33,6 @@ def _find(table: str, kind: str, where: str) -> ModuleType:
     for family in FAMILIES:
         if kind in getattr(family, table):
             return family
-    others = denoisers.KINDS if table == "HF_TYPES" else ()
-    known = ", ".join(dict.fromkeys([*(k for family in FAMILIES for k in getattr(family, table)), *others]))
-    raise UsageError(f"{where} has the architecture {quote(kind)}, which specjax does not support (only {known})")
+    denoiser_types = denoisers.KINDS if table == "HF_TYPES" else ()
+    supported = ", ".join(dict.fromkeys([*(k for family in FAMILIES for k in getattr(family, table)), *denoiser_types]))
+    raise UsageError(f"{where} has the architecture {quote(kind)}, which specjax does not support (only {supported})")

@@ -1,7 +1,7 @@
 """GGUF files: one file with metadata, tokenizer and (mostly quantised) tensors.
 
-The header is parsed here, not by `gguf.GGUFReader`, which makes a numpy array per vocabulary entry (15 s for Gemma's
-262,144); only the dequantisation comes from that package.
+This module parses the header itself. `gguf.GGUFReader` makes a numpy array per vocabulary entry (15 s for the 262,144
+of Gemma). Only the dequantisation comes from that package.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes, 
 T = TypeVar("T")
 
 MAGIC = b"GGUF"
-STRING, ARRAY = 8, 9  # arrays of arrays, which the format allows and no model has, are not read
-MOST_DIMENSIONS = 4
+STRING, ARRAY = 8, 9  # nested arrays, which the format allows and no model has, are not read
+MAX_DIMENSIONS = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 def read(file: Path, **options) -> tuple[Checkpoint, dict]:
-    """Parse a file: the checkpoint and its metadata (with the tokenizer).
+    """Parse a file. Return the checkpoint and its metadata, which include the tokenizer.
 
     `options`: dtype, stacked, cache_dtype, cache_lanes, name.
     """
@@ -39,13 +39,13 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     arch = ConfigFields(meta, where, "general.").text("architecture", "unnamed")
     family = registry.by_gguf(arch, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    factors = {name: read_rows(tensors[name], 0, shapes[name][0]) for name in rope.OF_GGUF if name in tensors}
+    factors = {name: read_rows(tensors[name], 0, shapes[name][0]) for name in rope.GGUF_DIVISORS if name in tensors}
     config = family.config_from_gguf(ConfigFields(meta, where, f"{arch}."), shapes, factors, **options)
-    return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), rope.OF_GGUF.__contains__), meta
+    return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), rope.GGUF_DIVISORS.__contains__), meta
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorLocation]]:
-    """Metadata and the table of tensors."""
+    """Read the metadata and the table of tensors."""
     check_regular(file)
     size = file.stat().st_size
     with open(file, "rb") as handle:
@@ -62,42 +62,45 @@ def _parse(data: mmap.mmap, file: Path) -> tuple[dict[str, Any], dict[str, Tenso
     try:
         version = cursor.scalar("I")
         if version not in (2, 3):
-            raise UsageError(f"{file} is of GGUF version {version} (or big-endian); specjax reads versions 2 and 3")
+            raise UsageError(f"{file} has GGUF version {version} (or is big-endian); specjax reads versions 2 and 3")
         num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")
-        meta = _without_twins(((cursor.string(), cursor.field()) for _ in range(num_fields)), file)
-        infos = _without_twins((cursor.tensor_info() for _ in range(num_tensors)), file)
+        meta = _unique_entries(((cursor.string(), cursor.field()) for _ in range(num_fields)), file)
+        infos = _unique_entries((cursor.tensor_info() for _ in range(num_tensors)), file)
     except (struct.error, KeyError, UnicodeDecodeError):
         raise UsageError(f"{file} is cut short or damaged: its header cannot be read; download it again") from None
     alignment = ConfigFields(meta, str(file), "general.").size("alignment", 32)
     if alignment % 8 or alignment & (alignment - 1):
-        raise UsageError(f"{file} has general.alignment {alignment}, which must be a power of two from 8 on")
+        raise UsageError(f"{file} has general.alignment {alignment}, which must be a power of two of at least 8")
     start = -(-cursor.at // alignment) * alignment
     tensors = {name: TensorLocation(file, start + offset, shape, kind) for name, (shape, kind, offset) in infos.items()}
     check_sizes(tensors, file)
-    _check_places(tensors, start, alignment, file)
+    _check_offsets(tensors, start, alignment, file)
     return meta, tensors
 
 
-def _without_twins(pairs: Iterable[tuple[str, T]], file: Path) -> dict[str, T]:
-    found: dict[str, T] = {}
+def _unique_entries(pairs: Iterable[tuple[str, T]], file: Path) -> dict[str, T]:
+    entries: dict[str, T] = {}
     for name, value in pairs:
-        if name in found:
-            raise UsageError(f"{file} has two entries of the name {quote(name)}; download it again")
-        found[name] = value
-    return found
+        if name in entries:
+            raise UsageError(f"{file} has two entries with the name {quote(name)}; download it again")
+        entries[name] = value
+    return entries
 
 
-def _check_places(tensors: dict[str, TensorLocation], start: int, alignment: int, file: Path) -> None:
-    """Raises: UsageError for tensors that lie on each other, or where none begins."""
+def _check_offsets(tensors: dict[str, TensorLocation], start: int, alignment: int, file: Path) -> None:
+    """Check that tensors do not overlap and start at aligned offsets.
+
+    Raises: UsageError if they do not.
+    """
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda entry: (entry[1].offset, entry[1].num_bytes)):
         if tensor.offset < end or (tensor.offset - start) % alignment:
-            raise UsageError(f"{file} has the tensor {quote(name)} where none can begin; download it again")
+            raise UsageError(f"{file} has the tensor {quote(name)} at an invalid offset; download it again")
         end = tensor.offset + tensor.num_bytes
 
 
 class _Cursor:
-    """A position in the header that moves as values are read."""
+    """A position in the header that advances as values are read."""
 
     def __init__(self, data: mmap.mmap, at: int):
         self.data, self.at = data, at
@@ -117,12 +120,12 @@ class _Cursor:
         return self.bytes(self.scalar("Q")).decode("utf-8")
 
     def field(self):
-        """A value behind its kind."""
+        """Read the type of a value, and then the value."""
         return self.value(self.scalar("I"))
 
     def value(self, kind: int):
         if kind == STRING:
-            # Vocabularies may hold pieces that are not UTF-8 on their own.
+            # A vocabulary may contain pieces that are not valid UTF-8 by themselves.
             return self.bytes(self.scalar("Q")).decode("utf-8", "replace")
         if kind != ARRAY:
             return self.scalar(SCALARS[kind])
@@ -135,10 +138,10 @@ class _Cursor:
         return np.frombuffer(self.bytes(length * dtype.itemsize), dtype).tolist()
 
     def tensor_info(self) -> tuple[str, tuple[tuple[int, ...], str, int]]:
-        """Name; shape, kind, offset from the start of the data."""
+        """Read the name of a tensor, and its shape, format, and offset from the start of the data."""
         name, dimensions = self.string(), self.scalar("I")
-        if not 1 <= dimensions <= MOST_DIMENSIONS:
-            raise struct.error("no such tensor")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise struct.error("invalid number of dimensions")
         shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
         return name, (shape, _kind(self.scalar("I")), self.scalar("Q"))
 

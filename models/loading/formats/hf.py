@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and files of weights, whole or in shards: safetensors, or else PyTorch's own."""
+"""Hugging Face folders: config.json and weight files, complete or in shards, in safetensors or PyTorch format."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor
 from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes
 
 DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What is downloaded of a hub repository: no pickles, no code, no other frameworks."""
+"""Files that are downloaded from a hub repository: no pickles, no code, no files of other frameworks."""
 
 TORCH_FILES = "*.bin", "*.pt"
-"""What is downloaded of a repository that has no safetensors, of those who can do without: nothing in them runs."""
+"""Additional files for readers that accept a repository without safetensors. No code in them is run."""
 
-SAFETENSORS, TORCH, TORCH_SUFFIXES = ".safetensors", ".bin", (".bin", ".pt")
+SAFETENSORS_SUFFIX, TORCH_SUFFIX, TORCH_SUFFIXES = ".safetensors", ".bin", (".bin", ".pt")
 SAFETENSORS_FILE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 INDEX = f"{SAFETENSORS_FILE}.index.json"
-SHARD = r"[^/\\\0]+"  # a name of a file in the same folder, without its ending
+SHARD_NAME = r"[^/\\\0]+"  # a file name in the same folder, without its suffix
 
-_BESIDE_THE_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_NON_TEXT_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
-def download(repo: str, wanted: tuple[str, ...] = DOWNLOADED_FILES) -> Path:
-    """The local folder of a hub repository, from the cache or the network."""
+def download(repo: str, patterns: tuple[str, ...] = DOWNLOADED_FILES) -> Path:
+    """Return the local folder of a hub repository, from the cache or the network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(wanted)))
-    except Exception as error:  # a dozen kinds: no such repository, gated, no network, no space, ...
+        return Path(snapshot_download(repo, allow_patterns=list(patterns)))
+    except Exception as error:  # many kinds: unknown or gated repository, no network, no space, ...
         message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f'"{repo}" is no local file or folder and could not be downloaded from the Hugging Face hub ({message}); '
+            f'"{repo}" is not a local file or folder and could not be downloaded from the hub ({message}); '
             "check the id or the network, or give a local folder or .gguf file"
         ) from error
 
@@ -52,38 +52,41 @@ def read(folder: Path, **options) -> Checkpoint:
     where = str(folder / "config.json")
     config = read_json_object(folder / "config.json")
     if config is None:
-        other = f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file"
-        raise UsageError(maxtext.why_none(folder) or other)
+        message = f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file"
+        raise UsageError(maxtext.explain_missing_config(folder) or message)
     if config.get("quantization_config"):
-        raise UsageError(f"{where} says the weights are quantised; use the original checkpoint or a GGUF of it")
+        raise UsageError(f"{where} describes quantised weights; use the original checkpoint or a GGUF of it")
     parsed, stored = parse_config(config, where, **options)
-    items = maxtext.find(folder)
+    items = maxtext.find_orbax_folder(folder)
     if items is not None:
-        if any(folder.glob(f"*{SAFETENSORS}")):
-            raise UsageError(f"{folder} has safetensors and a checkpoint of MaxText; move one of the two away")
-        held, stored = maxtext.read(items, parsed, ConfigFields(config, where).text("model_type", "unnamed"))
-        return Checkpoint(folder, parsed, held, stored)
+        if any(folder.glob(f"*{SAFETENSORS_SUFFIX}")):
+            raise UsageError(f"{folder} has both safetensors and a MaxText checkpoint; remove one of them")
+        arrays, stored = maxtext.read(items, parsed, ConfigFields(config, where).text("model_type", "unnamed"))
+        return Checkpoint(folder, parsed, arrays, stored)
     tensors: dict[str, TensorLocation] = {}
     for file in weight_files(folder):
         for name, tensor in read_tensors(file).items():
-            first = tensors.setdefault(_text_name(name), tensor)
-            if first is not tensor:
-                raise UsageError(f"{folder} has {quote(name)} twice, in {first.file.name} and {file.name}; remove one")
+            previous = tensors.setdefault(_text_name(name), tensor)
+            if previous is not tensor:
+                raise UsageError(f"{folder} has {quote(name)} in {previous.file.name} and in {file.name}; remove one")
     tied = parsed.tied
 
     def ignored(name: str) -> bool:
         return (
             name.endswith("rotary_emb.inv_freq")
             or (tied and name == "lm_head.weight")
-            or name.startswith(_BESIDE_THE_TEXT)
+            or name.startswith(_NON_TEXT_PREFIXES)
         )
 
     return Checkpoint(folder, parsed, tensors, stored, ignored)
 
 
 def parse_config(config: dict, where: str, **options) -> tuple[Config, dict[str, StoredTensor]]:
-    """(config, what is stored by parameter path) of the contents of a config.json. `options`: as for `read`."""
-    fields = denoisers.as_family(ConfigFields(config, where))
+    """Return the config, and the stored tensors by parameter path, for the contents of a config.json.
+
+    `options`: as for `read`.
+    """
+    fields = denoisers.to_base_family(ConfigFields(config, where))
     kind = fields.text("model_type", "unnamed")
     family = registry.by_hf(kind, where)
     parsed = family.config_from_hf(fields, **options)
@@ -91,32 +94,34 @@ def parse_config(config: dict, where: str, **options) -> tuple[Config, dict[str,
 
 
 def _text_name(name: str) -> str:
-    """The name without the prefix that multimodal checkpoints put before their text part."""
+    """Strip the prefix that multimodal checkpoints add to names of their text part."""
     if name.startswith("model.language_model."):
         return "model." + name.removeprefix("model.language_model.")
     return name.removeprefix("language_model.")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights of a folder, safetensors if there are any; all shards must be there."""
-    for whole, kind in ((SAFETENSORS_FILE, SAFETENSORS), (TORCH_FILE, TORCH)):
-        index = read_json_object(folder / f"{whole}.index.json")
+    """Return the weight files of a folder, safetensors if there are any. All shards must exist."""
+    for filename, kind in ((SAFETENSORS_FILE, SAFETENSORS_SUFFIX), (TORCH_FILE, TORCH_SUFFIX)):
+        index = read_json_object(folder / f"{filename}.index.json")
         if index is not None:
-            return _shards(folder, f"{whole}.index.json", index, kind)
-        files = [folder / whole] if (folder / whole).exists() else sorted(folder.glob(f"*{kind}"))
-        if files and (kind == SAFETENSORS or files == [folder / whole]):  # a .bin may be anything else
+            return _shards(folder, f"{filename}.index.json", index, kind)
+        files = [folder / filename] if (folder / filename).exists() else sorted(folder.glob(f"*{kind}"))
+        if files and (kind == SAFETENSORS_SUFFIX or files == [folder / filename]):  # a .bin may be anything else
             return files
-    other = f"{folder} has no *.safetensors file; save the model with safe_serialization=True"
-    raise UsageError(maxtext.why_no_weights(folder) or other)
+    message = f"{folder} has no *.safetensors file; save the model with safe_serialization=True"
+    raise UsageError(maxtext.explain_missing_weights(folder) or message)
 
 
 def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:
-    names = ConfigFields(index, str(folder / name)).inside("weight_map").values.values()
-    outside = [
-        shard for shard in names if not isinstance(shard, str) or not re.fullmatch(SHARD + re.escape(kind), shard)
+    names = ConfigFields(index, str(folder / name)).subfields("weight_map").values.values()
+    invalid = [
+        shard for shard in names if not isinstance(shard, str) or not re.fullmatch(SHARD_NAME + re.escape(kind), shard)
     ]
-    if outside:
-        raise UsageError(f"{folder / name} names the shard {quote(outside[0])}, which is no file of the folder")
+    if invalid:
+        raise UsageError(
+            f"{folder / name} names the shard {quote(invalid[0])}, which is not a file name in that folder"
+        )
     files = sorted({folder / shard for shard in names})
     missing = [file.name for file in files if not file.exists()]
     if missing:
@@ -128,12 +133,14 @@ def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:
 
 
 def read_tensors(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
-    """The table of one file of weights, by the kind its name says. `integers`: ids may be among them."""
+    """Read the table of one weight file, in the format of its suffix. `integers` allows ids in it."""
     return torch_file.read(file, integers) if file.suffix in TORCH_SUFFIXES else read_safetensors(file, integers)
 
 
 def read_safetensors(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
-    """The table of one file. The library compares types, shapes and places with each other and with the file's size."""
+    """Read the table of one file. The library checks types, shapes and offsets against each other and the size of the
+    file.
+    """
     from safetensors import SafetensorError, safe_open
 
     check_regular(file)
@@ -147,7 +154,7 @@ def read_safetensors(file: Path, integers: bool = False) -> dict[str, TensorLoca
         ) from None
     with open(file, "rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        header = parse_json(handle.read(length), file, object_pairs_hook=functools.partial(_without_twins, file))
+        header = parse_json(handle.read(length), file, object_pairs_hook=functools.partial(_unique_entries, file))
     tensors = {
         name: TensorLocation(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
         for name, entry in header.items()
@@ -157,9 +164,9 @@ def read_safetensors(file: Path, integers: bool = False) -> dict[str, TensorLoca
     return tensors
 
 
-def _without_twins(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which no key is there twice: the library takes the last one."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise UsageError(f"{file} has two entries of one name in its header; download it again")
-    return found
+def _unique_entries(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object, refusing duplicate keys. The JSON library would take the last one."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise UsageError(f"{file} has two entries with the same name in its header; download it again")
+    return entries

@@ -51,12 +51,16 @@ def read(file: Path, **options) -> Checkpoint:
     )
     tensors, end = _table(file, config)
     if end != size:
-        raise UsageError(f"{file} is not a whole llama2.c model: it has {size:,} bytes and its header needs {end:,}")
+        raise UsageError(
+            f"{file} is not a complete llama2.c model: it has {size:,} bytes and its header needs {end:,}"
+        )
     return Checkpoint(file, config, tensors, llama.stored_gguf(config, "llama"))
 
 
 def _table(file: Path, c: LlamaConfig) -> tuple[dict[str, TensorLocation], int]:
-    """The tensors in file order, under their GGUF names (q and k are permuted as there), and where they end."""
+    """Return the tensors in file order, under their GGUF names, and the end of the last one. GGUF permutes q and k
+    alike.
+    """
     kv_width = c.num_kv_heads * c.head_dim
     per_layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (c.width,),
@@ -85,7 +89,7 @@ def _table(file: Path, c: LlamaConfig) -> tuple[dict[str, TensorLocation], int]:
 
 
 def read_tokenizer(model: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer beside a model: `tok512.bin` for 512 tokens, else `tokenizer.bin`."""
+    """Read the tokenizer in the folder of a model: `tok512.bin` for 512 tokens, else `tokenizer.bin`."""
     candidates = [model.parent / f"tok{vocab_size}.bin", model.parent / "tokenizer.bin"]
     file = next((c for c in candidates if c.exists()), None)
     if file is None:
@@ -97,14 +101,16 @@ def read_tokenizer(model: Path, vocab_size: int) -> Tokenizer:
             score, length = struct.unpack_from("<fi", data, at)
             at += 8
             if length < 0 or math.isnan(score):
-                raise struct.error("no such piece")
+                raise struct.error("invalid piece")
             pieces.append(data[at : at + length].decode("utf-8").replace(" ", SPACE))
             scores.append(score)
             at += length
         if at > len(data):
             raise struct.error("past the end")
     except (struct.error, UnicodeDecodeError):
-        raise UsageError(f"{file} is not a llama2.c tokenizer of {vocab_size} tokens") from None
+        raise UsageError(
+            f"{file} is not a llama2.c tokenizer of {vocab_size} tokens; use the one that the model was trained with"
+        ) from None
     pieces[:FIRST_BYTE] = ["<unk>", "<s>", "</s>"]
     codec = Spm(
         tuple(pieces),

@@ -1,14 +1,14 @@
-"""MaxText's checkpoints: what its trainer and its converters write with Orbax, `CHECKPOINT/items`.
+"""MaxText checkpoints: the `CHECKPOINT/items` folders that its trainer and its converters write with Orbax.
 
-They hold arrays and no description: the config.json and the tokenizer are those of the Hugging Face model that was
-trained, laid into the same folder. MaxText keeps a matrix as [in, heads, width of a head] or [in, out], all layers in
-one array, whose second axis they are, or each apart; what it does not do at run time, it has done to the weights:
+They contain arrays without a description. The config.json and the tokenizer of the trained Hugging Face model must be
+copied to the same folder. MaxText stores a matrix as [in, heads, head_dim] or [in, out]. All layers are in one array,
+along its second axis, or in separate arrays. Some steps of the forward pass are folded into the weights:
 
-- queries are divided by the square root of a head's width, where attention does not do it (llama, mistral);
-- with the frequencies of Llama 3.1 the two numbers that are rotated together are neighbours (`StoredTensor.heads`).
+- queries are divided by the square root of head_dim, for models whose attention does not scale (llama, mistral);
+- with the frequencies of Llama 3.1, rotated pairs of numbers are neighbours (`StoredTensor.heads`).
 
-An array is read whole when its first layer is wanted, so loading takes the memory of the model, of `CACHED_ARRAYS` arrays and of
-the one that is read.
+An array is read completely when its first layer is needed. So loading takes the memory of the model, of
+`CACHED_ARRAYS` arrays and of the one being read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from specjax.models.loading.tensors.assembly import StoredTensor
 from specjax.models.loading.tensors.tensors import LazyTensor
 
 ITEMS, METADATA = "items", "_METADATA"
-"""The folder in a step's folder, and the file by which Orbax knows its own."""
+"""The checkpoint folder in the folder of a step, and the file that identifies an Orbax folder."""
 
-SCALED = ("llama", "mistral")
-"""Model types whose stored queries are divided by the square root of a head's width."""
+SCALED_QUERY_TYPES = ("llama", "mistral")
+"""Model types with stored queries that are divided by the square root of head_dim."""
 
-KINDS = (*SCALED, "qwen2", "qwen3")
+MODEL_TYPES = (*SCALED_QUERY_TYPES, "qwen2", "qwen3")
 
 LLAMA31 = RopeScaling("llama3", factor=8.0, low=1.0, high=4.0, original_positions=8192)
 """The only frequencies of that kind that MaxText has."""
@@ -59,130 +59,147 @@ PATHS = {
     "layers.*.mlp.up.weight": "decoder.layers_*.mlp.wi_1.kernel",
     "layers.*.mlp.down.weight": "decoder.layers_*.mlp.wo.kernel",
 }
-"""By parameter path. Where layers are one array its name lacks the number: `decoder.layers.mlp.wi_0.kernel`."""
+"""Names by parameter path. Stacked layers have names without the number: `decoder.layers.mlp.wi_0.kernel`."""
 
-LAYERS_AXIS = 1  # MaxText's param_scan_axis
-PADDING = 1024  # rows by which a vocabulary is filled up, at most; with more it is another one
-CACHED_ARRAYS = 4  # arrays that are held at once: those of one size, whose layers are filled in turn
+LAYER_AXIS = 1  # param_scan_axis of MaxText
+MAX_PADDING = 1024  # most rows that pad a vocabulary; a larger difference means another vocabulary
+CACHED_ARRAYS = 4  # arrays in memory at once: those of one size, which are filled layer by layer
 
 
 class ArrayInfo(NamedTuple):
-    """What Orbax says of an array before it is read."""
+    """Path and shape of an array in an Orbax folder."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
 
 
-def find(folder: Path) -> Path | None:
-    """The Orbax folder of a model folder: its `items`, or itself."""
+def find_orbax_folder(folder: Path) -> Path | None:
+    """Return the Orbax folder of a model folder: its `items`, or the folder itself."""
     places = (folder / ITEMS, folder)
     return next((place for place in places if (place / METADATA).is_file()), None)
 
 
-def why_none(folder: Path) -> str | None:
-    """What to do with a folder of MaxText's that is no model folder, having no config.json."""
-    if find(folder) is None:
-        return why_no_weights(folder)
+def explain_missing_config(folder: Path) -> str | None:
+    """Return an error message for a MaxText folder without a config.json; None for other folders."""
+    if find_orbax_folder(folder) is None:
+        return explain_missing_weights(folder)
     if folder.name == ITEMS and (folder.parent / "config.json").is_file():
-        return f"{folder} has no config.json, which lies beside it; give {folder.parent}"
+        return f"{folder} has no config.json, which is in its parent folder; give {folder.parent}"
     return (
-        f"{folder} has no config.json; lay that and the tokenizer of the Hugging Face model that MaxText trained "
-        "beside its checkpoint"
+        f"{folder} has no config.json; copy that and the tokenizer of the Hugging Face model that MaxText trained "
+        "into it"
     )
 
 
-def why_no_weights(folder: Path) -> str | None:
-    """What to do with a folder of MaxText's that has no whole checkpoint itself."""
+def explain_missing_weights(folder: Path) -> str | None:
+    """Return an error message for a MaxText folder without a complete checkpoint; None for other folders."""
     if (folder / ITEMS).is_dir() or any(folder.glob(f"{ITEMS}.orbax-checkpoint-tmp*")):
-        return f"{folder} has no whole checkpoint: its {ITEMS} lack {METADATA}; copy it again, or give another step"
+        return f"{folder} has no complete checkpoint: its {ITEMS} lack {METADATA}; copy it again, or give another step"
     run = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    steps = [step for step in run.iterdir() if step.name.isdecimal() and find(step) is not None]
+    steps = [step for step in run.iterdir() if step.name.isdecimal() and find_orbax_folder(step) is not None]
     if steps:
         last = max(steps, key=lambda step: int(step.name))
         return (
-            f"{run} holds the checkpoints of a run; give the folder of one step, such as {last}, with the config.json "
-            "and the tokenizer in it"
+            f"{run} contains the checkpoints of a run; give the folder of one step, such as {last}, with the "
+            "config.json and the tokenizer in it"
         )
     return None
 
 
-def read(place: Path, config: Config, kind: str) -> tuple[dict[str, LazyTensor], dict[str, StoredTensor]]:
-    """(tensors by name, what is stored by parameter path) of a checkpoint of a Hugging Face `model_type`.
+def read(folder: Path, config: Config, kind: str) -> tuple[dict[str, LazyTensor], dict[str, StoredTensor]]:
+    """Return the tensors by name, and the stored tensors by parameter path, of a checkpoint of a Hugging Face
+    `model_type`.
 
-    Raises: UsageError for a type that is not of KINDS, and for what is no checkpoint of MaxText.
+    Raises: UsageError for a type outside of MODEL_TYPES, and for a folder that is not a MaxText checkpoint.
     """
-    if kind not in KINDS:
+    if kind not in MODEL_TYPES:
         raise UsageError(
-            f"{place} cannot be read as a model of the type {quote(kind)}: of MaxText's checkpoints specjax reads "
-            f"{', '.join(KINDS)}; convert it with maxtext.checkpoint_conversion.to_huggingface"
+            f"{folder} has a model of type {quote(kind)}; the MaxText checkpoints that specjax reads have the types "
+            f"{', '.join(MODEL_TYPES)}; convert it with maxtext.checkpoint_conversion.to_huggingface"
         )
-    check_folder(place)
-    store = _Store(place)
+    check_folder(folder)
+    store = _Store(folder)
     arrays = {".".join(array.path[len(store.prefix) :]): array for array in store.arrays()}
     tensors = {}
     for name, array in arrays.items():
-        if name.endswith("query.kernel") and array.shape[-1] != config.head_dim:  # as a matrix it may fit all the same
+        if name.endswith("query.kernel") and array.shape[-1] != config.head_dim:  # as a matrix it may still fit
             raise UsageError(
-                f"{place} has heads of the width {array.shape[-1]}, and its config.json says {config.head_dim}; lay "
-                "the config.json of the model that was trained there"
+                f"{folder} has heads of width {array.shape[-1]}, but its config.json has head_dim {config.head_dim}; "
+                "use the config.json of the trained model"
             )
-        one_of_all = name.startswith("decoder.layers.")
-        for layer in range(array.shape[LAYERS_AXIS] if one_of_all and len(array.shape) > LAYERS_AXIS else 1):
-            own = name.replace("layers.", f"layers_{layer}.", 1) if one_of_all else name
-            tensors[own] = _held(store, array, own, layer if one_of_all else None, config, kind)
-    neighbours = config.rope_scaling is not None and config.rope_scaling.kind == LLAMA31.kind
-    if neighbours and config.rope_scaling != LLAMA31:
+        is_stacked = name.startswith("decoder.layers.")
+        for layer in range(array.shape[LAYER_AXIS] if is_stacked and len(array.shape) > LAYER_AXIS else 1):
+            layer_name = name.replace("layers.", f"layers_{layer}.", 1) if is_stacked else name
+            tensors[layer_name] = _lazy_tensor(store, array, layer_name, layer if is_stacked else None, config, kind)
+    rotates_neighbours = config.rope_scaling is not None and config.rope_scaling.kind == LLAMA31.kind
+    if rotates_neighbours and config.rope_scaling != LLAMA31:
         raise UsageError(
-            f"{place}: MaxText has Llama 3.1's frequencies alone, and its config.json those of another; for what "
-            f"MaxText computes give it factor {LLAMA31.factor:g}, low_freq_factor {LLAMA31.low:g}, high_freq_factor "
+            f"{folder} has another RoPE scaling in its config.json than that of Llama 3.1, which MaxText computes; set "
+            f"factor {LLAMA31.factor:g}, low_freq_factor {LLAMA31.low:g}, high_freq_factor "
             f"{LLAMA31.high:g} and original_max_position_embeddings {LLAMA31.original_positions}"
         )
-    heads = {"q": config.num_heads, "k": config.num_kv_heads} if neighbours else {}
+    heads = {"q": config.num_heads, "k": config.num_kv_heads} if rotates_neighbours else {}
     return tensors, {path: StoredTensor(name, heads=heads.get(path.split(".")[-2], 0)) for path, name in PATHS.items()}
 
 
-def _held(store: _Store, array: ArrayInfo, name: str, layer: int | None, config: Config, kind: str) -> LazyTensor:
-    """One tensor of one layer, [out, in] or [out]."""
-    own = array.shape if layer is None else (*array.shape[:LAYERS_AXIS], *array.shape[LAYERS_AXIS + 1 :])
+def _lazy_tensor(
+    store: _Store, array: ArrayInfo, name: str, layer: int | None, config: Config, kind: str
+) -> LazyTensor:
+    """Describe one tensor of one layer, [out, in] or [out]."""
+    layer_shape = array.shape if layer is None else (*array.shape[:LAYER_AXIS], *array.shape[LAYER_AXIS + 1 :])
     *parts, part = name.split(".")
-    matrix = part == "kernel"
-    joined = parts[-1] in ("out", "wo")  # [..., out]; others are [in, ...]
-    ins = math.prod(own[:-1]) if joined else own[0]
-    shape = (math.prod(own) // ins, ins) if matrix else own if part == "embedding" else (math.prod(own),)
-    of_words = name in (PATHS["embed.weight"], PATHS["head.weight"])
-    if of_words and 0 < shape[0] - config.vocab_size < PADDING:
+    is_matrix = part == "kernel"
+    is_output = parts[-1] in ("out", "wo")  # [..., out]; others are [in, ...]
+    fan_in = math.prod(layer_shape[:-1]) if is_output else layer_shape[0]
+    shape = (
+        (math.prod(layer_shape) // fan_in, fan_in)
+        if is_matrix
+        else layer_shape
+        if part == "embedding"
+        else (math.prod(layer_shape),)
+    )
+    is_vocabulary = name in (PATHS["embed.weight"], PATHS["head.weight"])
+    if is_vocabulary and 0 < shape[0] - config.vocab_size < MAX_PADDING:
         shape = (config.vocab_size, *shape[1:])
-    times = math.sqrt(config.head_dim) if kind in SCALED and parts[-1] == "query" else 1.0
+    scale = math.sqrt(config.head_dim) if kind in SCALED_QUERY_TYPES and parts[-1] == "query" else 1.0
 
     def rows(start: int, stop: int) -> np.ndarray:
-        whole = store.array(array.path)
-        own = whole if layer is None else whole[:, layer]  # LAYERS_AXIS
-        if joined:  # cut first: heads of a layer do not lie together, so to reshape them all is to copy them all
-            flat = own[..., start:stop].reshape(ins, -1).T
+        stored = store.array(array.path)
+        layer_shape = stored if layer is None else stored[:, layer]  # LAYER_AXIS
+        if is_output:  # slice first: the heads of a layer are not contiguous, so a reshape would copy all of them
+            flat = layer_shape[..., start:stop].reshape(fan_in, -1).T
         else:
-            flat = (own.reshape(ins, -1).T if matrix else own if part == "embedding" else own.reshape(-1))[start:stop]
-        found = flat.astype(np.float32)
-        return found * np.float32(times) if times != 1.0 else found
+            flat = (
+                layer_shape.reshape(fan_in, -1).T
+                if is_matrix
+                else layer_shape
+                if part == "embedding"
+                else layer_shape.reshape(-1)
+            )[start:stop]
+        values = flat.astype(np.float32)
+        return values * np.float32(scale) if scale != 1.0 else values
 
-    return LazyTensor(store.place, shape, rows)
+    return LazyTensor(store.folder, shape, rows)
 
 
 class _Store:
-    """An Orbax folder: what is in it, and its arrays, of which the last few are kept."""
+    """An Orbax folder and its arrays, with a cache of the last few."""
 
-    def __init__(self, place: Path):
-        self.place = place
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.lock = threading.Lock()
-        self.kept = functools.lru_cache(CACHED_ARRAYS)(self._read)
+        self.cached_read = functools.lru_cache(CACHED_ARRAYS)(self._read)
         self.tree = self._metadata()
         prefixes: tuple[tuple[str, ...], ...] = (("params", "params"), ("params",), ())
-        with_decoder = [prefix for prefix in prefixes if "decoder" in _inside(self.tree, prefix)]
+        with_decoder = [prefix for prefix in prefixes if "decoder" in _subtree(self.tree, prefix)]
         if not with_decoder:
-            raise UsageError(f"{place} is a folder of Orbax with no decoder in its params, so no checkpoint of MaxText")
+            raise UsageError(
+                f"{folder} is an Orbax folder without a decoder in its params, so it is not a MaxText checkpoint"
+            )
         self.prefix = with_decoder[0]
 
     def arrays(self) -> Iterator[ArrayInfo]:
-        """Of the model: not those of the optimiser."""
+        """Yield the arrays of the model, without those of the optimizer."""
 
         def below(path: tuple[str, ...], node: Any) -> Iterator[ArrayInfo]:
             for key, child in node.items():
@@ -191,11 +208,11 @@ class _Store:
                 elif getattr(child, "shape", None) is not None:
                     yield ArrayInfo((*path, key), tuple(child.shape))
 
-        return below(self.prefix, _inside(self.tree, self.prefix))
+        return below(self.prefix, _subtree(self.tree, self.prefix))
 
     def array(self, path: tuple[str, ...]) -> np.ndarray:
-        with self.lock:  # all threads that fill a parameter ask for the same one at once
-            return self.kept(path)
+        with self.lock:  # all threads that fill a parameter request the same array at once
+            return self.cached_read(path)
 
     def _read(self, path: tuple[str, ...]) -> np.ndarray:
         ocp = import_orbax()
@@ -208,28 +225,30 @@ class _Store:
         )
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                return _inside(reader.restore(self.place.absolute(), args=args), path)
-        except Exception as error:  # of tensorstore, of zarr, of OCDBT, of the disk
+                return _subtree(reader.restore(self.folder.absolute(), args=args), path)
+        except Exception as error:  # from tensorstore, zarr, OCDBT or the disk
             raise UsageError(
-                f"{'.'.join(path)} of {self.place} cannot be read ({first_line(error)}); copy the checkpoint again"
+                f"{'.'.join(path)} in {self.folder} cannot be read ({first_line(error)}); copy the checkpoint again"
             ) from error
 
     def _metadata(self) -> dict:
         ocp = import_orbax()
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                found = reader.metadata(self.place.absolute()).item_metadata
+                metadata = reader.metadata(self.folder.absolute()).item_metadata
         except Exception as error:
             raise UsageError(
-                f"{self.place} is no whole folder of Orbax ({first_line(error)}); copy it again"
+                f"{self.folder} is not a complete Orbax folder ({first_line(error)}); copy it again"
             ) from error
-        tree = getattr(found, "tree", None)
+        tree = getattr(metadata, "tree", None)
         if not isinstance(tree, dict):
-            raise UsageError(f"{self.place} is no whole folder of Orbax: what is in it is not said; copy it again")
+            raise UsageError(
+                f"{self.folder} is not a complete Orbax folder: it has no description of its arrays; copy it again"
+            )
         return tree
 
 
-def _inside(tree: Any, path: tuple[str, ...]) -> Any:
+def _subtree(tree: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         tree = tree.get(key, {}) if isinstance(tree, dict) else {}
     return tree

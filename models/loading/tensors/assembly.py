@@ -1,8 +1,8 @@
-"""From a table of stored tensors to the parameters of a model, one tensor at a time.
+"""Assembly of stored tensors to the parameters of a model, one tensor at a time.
 
-The largest come first, so that the scratch memory of the biggest is never on top of a full model. On CPU the arrays
-that are filled here *become* the parameters (jax aliases aligned memory), so no weight exists twice. With a mesh each
-process fills only the parts of its own devices, from the rows that these need: no process holds or reads a whole model.
+The largest come first, so that the scratch memory of the biggest is never needed on top of a full model. On CPU the
+arrays that are filled here *become* the parameters (jax aliases aligned memory), so no weight exists twice. With a mesh
+each process fills only the parts of its own devices, and reads only the rows for them. No process reads a whole model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from specjax.models.loading.tensors.tensors import LazyTensor, TensorLocation, r
 from specjax.types import PyTree
 
 ALIGNMENT = 64  # bytes; jax copies numpy memory that is less aligned
-CHUNK = 1 << 17  # elements dequantised at a time: the scratch arrays of one chunk stay in cache
-SHOWN = 8  # names listed per kind of mismatch
+CHUNK_ELEMENTS = 1 << 17  # elements dequantised at a time, so that the scratch arrays stay in the CPU cache
+MAX_NAMES = 8  # names that an error lists per kind of mismatch
 
 
 class WeightNames(NamedTuple):
-    """One row of a family's table: the same tensor here, in Hugging Face checkpoints and in GGUF; `*` is the layer."""
+    """A row of a family's table: the path of a parameter, and its names in Hugging Face checkpoints and in GGUF.
+
+    `*` stands for the layer.
+    """
 
     path: str
     hf: str
@@ -40,13 +43,13 @@ class WeightNames(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """How a file keeps one tensor: its name there, and what differs from the parameter."""
+    """The form of one tensor in a file: its name, and how it differs from the parameter."""
 
     name: str
     add: float = 0.0  # added to every element
     heads: int = 0  # nonzero: rows of so many heads, each permuted for interleaved rotary pairs
-    first: int = 0  # row at which it begins, where several are joined to one tensor
-    rows: int = 0  # of that tensor; 0: it stands alone
+    first: int = 0  # its first row, if several tensors are joined to one in the file
+    rows: int = 0  # rows of the joined tensor; 0: it is not joined
 
 
 class Checkpoint(NamedTuple):
@@ -60,57 +63,60 @@ class Checkpoint(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """One parameter array and the stored tensors that fill it: one, or one per layer if layers are stacked."""
+    """A parameter array and the stored tensors that fill it. There is one, or one per layer if layers are stacked."""
 
     keys: tuple
     shape: tuple[int, ...]
     dtype: np.dtype
     parts: tuple[StoredTensor, ...]
     stacked: bool
-    sharding: Any = None  # None: of the default device
-    copies: int = 1  # of each key/value head, which the file has once
+    sharding: Any = None  # None: on the default device
+    copies: int = 1  # of each key/value head; the file has one
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Of one stored tensor, as the file must have it."""
+        """Return the shape that one stored tensor must have."""
         shape = self.shape[1:] if self.stacked else self.shape
         return (shape[0] // self.copies, *shape[1:])
 
 
 class DevicePart(NamedTuple):
-    """What one device, or several that hold the same, get of a parameter."""
+    """The part of a parameter on one device, or on several devices with equal parts."""
 
-    where: tuple[slice, ...]  # of the parameter
+    where: tuple[slice, ...]  # its slices of the parameter
     values: np.ndarray
     devices: tuple[jax.Device | None, ...]
 
 
-def check(checkpoint: Checkpoint) -> None:
-    """Compare what the file has with what the model wants, before anything of that size is made.
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Compare the tensors of the file with those that the model needs, before any large array is allocated.
 
-    Raises: UsageError that lists every tensor that is missing, superfluous or wrongly shaped.
+    Raises: UsageError that lists every tensor that is missing, superfluous or has the wrong shape.
     """
     tensors, missing, wrong = checkpoint.tensors, [], []
     needed = set()
-    # Layers in one array each: a thousand of them apart are traced for a minute.
+    # Stack the layers, because tracing a thousand separate layers takes a minute.
     stacked = dataclasses.replace(checkpoint.config, stacked=True)
-    for leaf in list_parameters(checkpoint._replace(config=stacked)):
-        for part in leaf.parts:
-            want = (part.rows or leaf.row_shape[0], *leaf.row_shape[1:])
+    for parameter in list_parameters(checkpoint._replace(config=stacked)):
+        for part in parameter.parts:
+            expected_shape = (part.rows or parameter.row_shape[0], *parameter.row_shape[1:])
             needed.add(part.name)
             if part.name not in tensors:
                 missing.append(part.name)
-            elif tensors[part.name].shape != want:
-                wrong.append(f"{part.name} is {quote(list(tensors[part.name].shape))}, not {list(want)}")
+            elif tensors[part.name].shape != expected_shape:
+                wrong.append(f"{part.name} is {quote(list(tensors[part.name].shape))}, not {list(expected_shape)}")
     extra = sorted(name for name in tensors if name not in needed and not checkpoint.ignored(name))
-    once = lambda names: list(dict.fromkeys(names))  # a joined tensor was asked for by each of its parts
-    refuse_tensors(checkpoint.path, once(missing), once(wrong), extra)
+    unique = lambda names: list(dict.fromkeys(names))  # a joined tensor occurs once per part
+    refuse_tensors(checkpoint.path, unique(missing), unique(wrong), extra)
 
 
 def refuse_tensors(path: Path, missing: list[str], wrong: list[str], extra: list[str]) -> None:
-    """Raises: UsageError with the names of the tensors that are not as they should be, if there are any."""
+    """Check that these lists of faulty tensors are empty.
+
+    Raises: UsageError with the names in them.
+    """
     faults = [
-        f"{len(names)} {kind} ({_some(names)})"
+        f"{len(names)} {kind} ({_first_names(names)})"
         for kind, names in (("missing", missing), ("wrongly shaped", wrong), ("unexpected", extra))
         if names
     ]
@@ -119,126 +125,150 @@ def refuse_tensors(path: Path, missing: list[str], wrong: list[str], extra: list
 
 
 def assemble(checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> PyTree:
-    """The parameters of a checked checkpoint; with a mesh those of `specjax.shard`, each device's part alone."""
+    """Read the parameters of a checked checkpoint. With a mesh they are sharded as in `specjax.shard`."""
     params: dict = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for leaf in sorted(list_parameters(checkpoint, mesh, over), key=lambda leaf: -math.prod(leaf.shape)):
-            insert(params, leaf.keys, fill(leaf, checkpoint.tensors, pool, checkpoint.config.head_dim))
+        for parameter in sorted(
+            list_parameters(checkpoint, mesh, over), key=lambda parameter: -math.prod(parameter.shape)
+        ):
+            insert(params, parameter.keys, fill(parameter, checkpoint.tensors, pool, checkpoint.config.head_dim))
     return params
 
 
 def list_parameters(
     checkpoint: Checkpoint, mesh: Mesh | None = None, over: tuple[str, ...] | None = None
 ) -> Iterator[Parameter]:
-    """The parameters that the model wants, with the names of their tensors in the file."""
+    """Yield the parameters of the model, with the names of their tensors in the file."""
     config = checkpoint.config
-    wide, layout = (config, None) if mesh is None else shard_config(config, mesh, over)
-    shapes = abstract_params(wide)
+    full_config, layout = (config, None) if mesh is None else shard_config(config, mesh, over)
+    shapes = abstract_params(full_config)
     shardings = jax.tree.map(lambda x: None, shapes) if layout is None else layout.params(shapes)
     flat = jax.tree_util.tree_flatten_with_path(shapes)[0]
-    for (path, struct), sharding in zip(flat, jax.tree.leaves(shardings, is_leaf=lambda x: x is None), strict=True):
+    for (path, shape_dtype), sharding in zip(
+        flat, jax.tree.leaves(shardings, is_leaf=lambda x: x is None), strict=True
+    ):
         keys = tuple(entry.key for entry in path)
         in_stack = config.stacked and keys[0] == "layers"
-        layers = range(struct.shape[0]) if in_stack else [k for k in keys if isinstance(k, int)] or [0]
+        layers = range(shape_dtype.shape[0]) if in_stack else [k for k in keys if isinstance(k, int)] or [0]
         names = ["*" if isinstance(key, int) else key for key in keys]
         stored = checkpoint.stored[".".join(["layers", "*", *names[1:]] if in_stack else names)]
         parts = tuple(stored._replace(name=stored.name.replace("*", str(layer))) for layer in layers)
-        copies = wide.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, keys[-2]) else 1
-        yield Parameter(keys, struct.shape, struct.dtype, parts, in_stack, sharding, copies)
+        copies = full_config.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, keys[-2]) else 1
+        yield Parameter(keys, shape_dtype.shape, shape_dtype.dtype, parts, in_stack, sharding, copies)
 
 
-def _some(names: list[str]) -> str:
-    rest = len(names) - SHOWN
-    return ", ".join(shorten(name, QUOTED) for name in names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+def _first_names(names: list[str]) -> str:
+    num_more = len(names) - MAX_NAMES
+    return ", ".join(shorten(name, QUOTED) for name in names[:MAX_NAMES]) + (
+        f" and {num_more} more" if num_more > 0 else ""
+    )
 
 
 def fill(
-    leaf: Parameter, tensors: Mapping[str, TensorLocation | LazyTensor], pool: ThreadPoolExecutor, head_dim: int = 1
+    parameter: Parameter,
+    tensors: Mapping[str, TensorLocation | LazyTensor],
+    pool: ThreadPoolExecutor,
+    head_dim: int = 1,
 ) -> jax.Array:
-    """Read, convert and place all parts of one parameter, a chunk of rows per task."""
-    pieces = _pieces(leaf)
+    """Read, convert and place all parts of one parameter, with one task per chunk of rows."""
+    device_parts = _device_parts(parameter)
     tasks = []
-    for layer, part in enumerate(leaf.parts):
+    for layer, part in enumerate(parameter.parts):
         tensor = tensors[part.name]
-        source = _source_rows(leaf, part, head_dim)
-        slots = [
-            (piece.where[leaf.stacked :], piece.values[layer] if leaf.stacked else piece.values) for piece in pieces
+        source = _source_rows(parameter, part, head_dim)
+        destinations = [
+            (
+                device_part.where[parameter.stacked :],
+                device_part.values[layer] if parameter.stacked else device_part.values,
+            )
+            for device_part in device_parts
         ]
-        step = max(1, CHUNK // math.prod(tensor.shape[1:]))
-        for start in range(0, tensor.shape[0], step):
-            stop = min(start + step, tensor.shape[0])
-            tasks.append(pool.submit(_place, slots, tensor, start, stop, part.add, source))
+        chunk_rows = max(1, CHUNK_ELEMENTS // math.prod(tensor.shape[1:]))
+        for start in range(0, tensor.shape[0], chunk_rows):
+            stop = min(start + chunk_rows, tensor.shape[0])
+            tasks.append(pool.submit(_write_rows, destinations, tensor, start, stop, part.add, source))
     for task in tasks:
         task.result()
-    placed = [jax.device_put(piece.values, device) for piece in pieces for device in piece.devices]
-    if leaf.sharding is None:
+    placed = [
+        jax.device_put(device_part.values, device) for device_part in device_parts for device in device_part.devices
+    ]
+    if parameter.sharding is None:
         return placed[0]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
+    return jax.make_array_from_single_device_arrays(parameter.shape, parameter.sharding, placed)
 
 
-def _pieces(leaf: Parameter) -> list[DevicePart]:
-    """Of the devices of this process."""
-    whole = tuple(slice(0, size) for size in leaf.shape)
-    found: dict[tuple, list] = {}
-    if leaf.sharding is None:
-        found[tuple((s.start, s.stop) for s in whole)] = [None]
+def _device_parts(parameter: Parameter) -> list[DevicePart]:
+    """Allocate the parts of a parameter on the devices of this process."""
+    full_index = tuple(slice(0, size) for size in parameter.shape)
+    devices_by_index: dict[tuple, list] = {}
+    if parameter.sharding is None:
+        devices_by_index[tuple((s.start, s.stop) for s in full_index)] = [None]
     else:
-        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-            bounds = (part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
-            found.setdefault(tuple(bounds), []).append(device)
+        for device, slices in parameter.sharding.addressable_devices_indices_map(parameter.shape).items():
+            bounds = (part.indices(size)[:2] for part, size in zip(slices, parameter.shape, strict=True))
+            devices_by_index.setdefault(tuple(bounds), []).append(device)
     return [
         DevicePart(
-            tuple(slice(*pair) for pair in where), _aligned([b - a for a, b in where], leaf.dtype), tuple(devices)
+            tuple(slice(*pair) for pair in index),
+            _aligned_array([b - a for a, b in index], parameter.dtype),
+            tuple(devices),
         )
-        for where, devices in found.items()
+        for index, devices in devices_by_index.items()
     ]
 
 
-def _source_rows(leaf: Parameter, part: StoredTensor, head_dim: int) -> np.ndarray | None:
-    """int[rows]: the stored row of each row of the parameter; None if they are the same."""
-    if not part.heads and not part.rows and leaf.copies == 1:
+def _source_rows(parameter: Parameter, part: StoredTensor, head_dim: int) -> np.ndarray | None:
+    """Return the stored row of each row of the parameter, int[rows]; None if they are the same."""
+    if not part.heads and not part.rows and parameter.copies == 1:
         return None
-    rows = part.first + np.arange(leaf.row_shape[0])
+    rows = part.first + np.arange(parameter.row_shape[0])
     if part.heads:  # stored pairs (2i, 2i + 1) of a head are rows i and i + h/2
         rows = rows.reshape(part.heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    return rows if leaf.copies == 1 else np.repeat(rows.reshape(-1, head_dim), leaf.copies, 0).reshape(-1)
+    return rows if parameter.copies == 1 else np.repeat(rows.reshape(-1, head_dim), parameter.copies, 0).reshape(-1)
 
 
-def _place(
-    slots: list, tensor: TensorLocation | LazyTensor, start: int, stop: int, add: float, source: np.ndarray | None
+def _write_rows(
+    destinations: list,
+    tensor: TensorLocation | LazyTensor,
+    start: int,
+    stop: int,
+    add: float,
+    source: np.ndarray | None,
 ) -> None:
-    """Stored rows `start:stop` to where they belong. What is added is added in float32, before rounding."""
-    wanted: list[tuple] = []
-    for (rows, *others), values in slots:
+    """Read the stored rows `start:stop` and write them to their destinations. `add` is added in float32, before
+    rounding.
+    """
+    copies: list[tuple] = []
+    for (rows, *columns), array in destinations:
         if source is None:
             low, high = max(start, rows.start), min(stop, rows.stop)
             if low < high:
-                wanted.append(
-                    (values, slice(low - rows.start, high - rows.start), slice(low - start, high - start), others)
+                copies.append(
+                    (array, slice(low - rows.start, high - rows.start), slice(low - start, high - start), columns)
                 )
         else:
-            here = source[rows]
-            places = np.flatnonzero((here >= start) & (here < stop))
-            if places.size:
-                wanted.append((values, places, here[places] - start, others))
-    if not wanted:
+            stored_rows = source[rows]
+            target_rows = np.flatnonzero((stored_rows >= start) & (stored_rows < stop))
+            if target_rows.size:
+                copies.append((array, target_rows, stored_rows[target_rows] - start, columns))
+    if not copies:
         return
-    read = read_rows(tensor, start, stop)
-    read = read + np.float32(add) if add else read
-    for values, places, chosen, others in wanted:
-        values[places] = read[(chosen, *others)]
+    values = read_rows(tensor, start, stop)
+    values = values + np.float32(add) if add else values
+    for array, target_rows, source_rows, columns in copies:
+        array[target_rows] = values[(source_rows, *columns)]
 
 
-def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array whose memory jax can adopt."""
+def _aligned_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Allocate an array whose memory jax can adopt."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def insert(params: dict, keys: tuple, leaf: jax.Array) -> None:
+def insert(params: dict, keys: tuple, parameter: jax.Array) -> None:
     """Put a parameter where it belongs in a nested dict."""
     for key in keys[:-1]:
         params = params.setdefault(key, {})
-    params[keys[-1]] = leaf
+    params[keys[-1]] = parameter

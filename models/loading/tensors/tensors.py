@@ -1,7 +1,7 @@
-"""Tensors that lie in files: where, how big, how stored; and how to read a few rows of one as float32.
+"""Location and format of tensors in files, and how to read a few of their rows as float32.
 
-Every format is parsed down to a table of `TensorLocation`s. Rows are then read with plain file reads, chunk by chunk: the pages
-of a mapped file would stay resident, and count, until all of it had been read.
+Every format is parsed to a table of `TensorLocation`s. Rows are then read with plain file reads, chunk by chunk. The
+pages of a memory-mapped file would stay resident until all of it had been read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import numpy as np
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import quote
 
-SHOWN = 8  # names listed in an error
+MAX_NAMES = 8  # names that an error lists
 PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 INTEGERS = {"I64": "<i8", "I32": "<i4", "BOOL": "?"}
-"""Storage formats of ids and flags, which are no weights."""
+"""Storage formats of ids and flags, which are not weights."""
 
 
 class TensorLocation(NamedTuple):
-    """One stored tensor. `kind`: of PLAIN_BYTES or INTEGERS, or the name of a GGML block format such as "Q4_K"."""
+    """The location of one stored tensor. `kind` is a key of PLAIN_BYTES or INTEGERS, or a GGML block format such as
+    "Q4_K".
+    """
 
     file: Path
     offset: int  # bytes from the start of the file
@@ -37,16 +39,16 @@ class TensorLocation(NamedTuple):
 
 
 class LazyTensor(NamedTuple):
-    """One tensor of a store that reads itself, such as Orbax: `rows(start, stop)` gives rows of it as float32."""
+    """A tensor of a store with its own reader, such as Orbax. `rows(start, stop)` returns rows of it as float32."""
 
     file: Path
-    shape: tuple[int, ...]  # as `TensorLocation`'s
+    shape: tuple[int, ...]  # as in `TensorLocation`
     rows: Callable[[int, int], np.ndarray]
 
 
 @functools.cache
 def block_size(kind: str) -> tuple[int, int]:
-    """(elements, bytes) of the smallest unit of a storage format; (0, 0) if it cannot be read."""
+    """Return (elements, bytes) of the smallest unit of a storage format; (0, 0) if it cannot be read."""
     if kind in PLAIN_BYTES:
         return 1, PLAIN_BYTES[kind]
     if kind in INTEGERS:
@@ -67,36 +69,36 @@ def block_size(kind: str) -> tuple[int, int]:
 
 
 def bytes_of(kind: str, elements: int) -> int:
-    """Bytes of so many elements."""
+    """Return the size in bytes of so many elements."""
     unit, size = block_size(kind)
     return elements // unit * size
 
 
 def read_rows(tensor: TensorLocation | LazyTensor, start: int, stop: int) -> np.ndarray:
-    """float32[stop - start, ...]: rows of a tensor. `start` must fall on a block of the format."""
+    """Read rows of a tensor as float32[stop - start, ...]. `start` must be a multiple of the format's block size."""
     if isinstance(tensor, LazyTensor):
         return tensor.rows(start, stop)
-    return _float32(_raw(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
+    return _to_float32(_read_bytes(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
 
 
 def read_integers(tensor: TensorLocation) -> np.ndarray:
-    """int64 of the tensor's shape, of one whose kind is in INTEGERS."""
-    return _raw(tensor, 0, tensor.shape[0]).view(INTEGERS[tensor.kind]).astype(np.int64).reshape(tensor.shape)
+    """Read a tensor whose kind is in INTEGERS as int64."""
+    return _read_bytes(tensor, 0, tensor.shape[0]).view(INTEGERS[tensor.kind]).astype(np.int64).reshape(tensor.shape)
 
 
-def _raw(tensor: TensorLocation, start: int, stop: int) -> np.ndarray:
-    """uint8[n]: the bytes of some rows."""
+def _read_bytes(tensor: TensorLocation, start: int, stop: int) -> np.ndarray:
+    """Read the bytes uint8[n] of some rows."""
     row = math.prod(tensor.shape[1:])
     size = bytes_of(tensor.kind, (stop - start) * row)
     offset = tensor.offset + bytes_of(tensor.kind, start * row)
     raw = np.fromfile(tensor.file, np.uint8, size, offset=offset)
     if raw.size != size:
-        raise UsageError(f"{tensor.file} ends before its tensors do; download it again")
+        raise UsageError(f"{tensor.file} is cut short: it ends before its last tensor; download it again")
     return raw
 
 
-def _float32(raw: np.ndarray, kind: str) -> np.ndarray:
-    """uint8[n] -> float32[m]."""
+def _to_float32(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Convert stored bytes uint8[n] to float32[m]."""
     if kind == "F32":
         return raw.view("<f4")
     if kind == "F16":
@@ -106,26 +108,30 @@ def _float32(raw: np.ndarray, kind: str) -> np.ndarray:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    # Blocks are independent, so one long row is as good as many: fewer and larger numpy calls.
+    # Blocks are independent. One long row needs fewer and larger numpy calls than many rows.
     return dequantize(raw.reshape(1, -1), GGMLQuantizationType[kind]).reshape(-1)
 
 
 def check_sizes(tensors: dict[str, TensorLocation], file: Path, integers: bool = False) -> None:
-    """Refuse storage formats that cannot be read, and a file that is shorter than its own table says.
+    """Check that the storage formats can be read, and that the file is as long as its table of tensors.
 
-    integers: formats of whole numbers can be.
+    integers: allow formats of whole numbers.
+
+    Raises: UsageError if one of them cannot be read, or the file is too short.
     """
     unreadable = lambda kind: block_size(kind)[0] == 0 or (kind in INTEGERS and not integers)
-    unknown = sorted({t.kind for t in tensors.values() if unreadable(t.kind)})
-    if unknown:
-        some = ", ".join(unknown[:SHOWN])
-        raise UsageError(f"{file} stores tensors as {some}, which specjax cannot read; use another file")
+    unsupported = sorted({t.kind for t in tensors.values() if unreadable(t.kind)})
+    if unsupported:
+        names = ", ".join(unsupported[:MAX_NAMES])
+        raise UsageError(
+            f"{file} stores tensors as {names}, which specjax cannot read; use a checkpoint in another format"
+        )
     for name, t in tensors.items():
         unit = block_size(t.kind)[0]
         if math.prod(t.shape) == 0 or (unit > 1 and t.shape[-1] % unit):
             raise UsageError(
-                f"{file} has {quote(name)} of shape {quote(list(t.shape))}, which {t.kind} cannot hold; download it "
-                "again"
+                f"{file} has the tensor {quote(name)} of shape {quote(list(t.shape))}, which {t.kind} cannot store; "
+                "download it again"
             )
     end = max((t.offset + t.num_bytes for t in tensors.values()), default=0)
     size = file.stat().st_size

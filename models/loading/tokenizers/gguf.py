@@ -45,7 +45,7 @@ def from_metadata(meta: dict, where: str) -> Tokenizer:
     used = len(pieces)
     while used and types[used - 1] == UNUSED:  # rows that only pad the embedding
         used -= 1
-    ends = (fields.size(f"{name}_token_id", None, least=0) for name in ("eos", "eot", "eom"))
+    ends = (fields.size(f"{name}_token_id", None, minimum=0) for name in ("eos", "eot", "eom"))
     stated = [i for i in ends if i is not None]
     ids = {name: _id(fields, key, len(pieces)) for name, key in NAMED.items()}
     names = {f"{name}_token": pieces[i] for name, i in ids.items() if i is not None}
@@ -55,7 +55,7 @@ def from_metadata(meta: dict, where: str) -> Tokenizer:
 
 def _id(fields: ConfigFields, name: str, count: int) -> int | None:
     """The id of a token with a role, None if the vocabulary of `count` has none."""
-    stated = fields.size(f"{name}_token_id", count, least=0)
+    stated = fields.size(f"{name}_token_id", count, minimum=0)
     return stated if stated < count else None
 
 
@@ -71,13 +71,13 @@ def _sentencepiece(fields: ConfigFields, pieces: list[str], types: list[int]) ->
     if any(math.isnan(score) for score in scores):
         raise UsageError(f"{fields.where} has scores of tokens that are no numbers, so no text can be cut; use another")
     most = len(pieces) - 1
-    bos, eos = (fields.size(f"{name}_token_id", i + 1, least=0, most=most) for i, name in enumerate(("bos", "eos")))
+    bos, eos = (fields.size(f"{name}_token_id", i + 1, minimum=0, maximum=most) for i, name in enumerate(("bos", "eos")))
     return Spm(
         tuple(pieces),
         tuple(scores) if scores else tuple(-float(i) for i in range(len(pieces))),
         whole=frozenset(i for i, t in enumerate(types) if t in (CONTROL, USER_DEFINED)),
         hidden=frozenset(i for i, t in enumerate(types) if t == CONTROL),
-        unknown=fields.size("unknown_token_id", 0, least=0, most=most),
+        unknown=fields.size("unknown_token_id", 0, minimum=0, maximum=most),
         bos=bos if fields.flag("add_bos_token", True) else None,
         eos=eos if fields.flag("add_eos_token", False) else None,
         dummy_prefix=fields.flag("add_space_prefix", True),

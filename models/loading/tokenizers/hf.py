@@ -32,7 +32,7 @@ def from_folder(folder: Path) -> Tokenizer:
     stated: list[int] = [by_piece[names["eos_token"]]] if names.get("eos_token") in by_piece else []
     for file in ("generation_config.json", "config.json"):
         config = ConfigFields(read_json_object(folder / file) or {}, str(folder / file))
-        stated += _eos(config if "eos_token_id" in config.values else config.inside("text_config"))
+        stated += _eos(config if "eos_token_id" in config.values else config.subfields("text_config"))
     control = [i for i, token in backend.get_added_tokens_decoder().items() if token.special]
     return Tokenizer(
         LibraryCodec(backend), tuple(vocab), end_ids(vocab, control, stated), _chat_template(folder, settings), names
@@ -42,7 +42,7 @@ def from_folder(folder: Path) -> Tokenizer:
 def _eos(config: ConfigFields) -> list[int]:
     """One id, several or none."""
     several = isinstance(config.values.get(f"{config.prefix}eos_token_id"), list)
-    eos = config.array("eos_token_id", int) if several else [config.size("eos_token_id", None, least=0)]
+    eos = config.array("eos_token_id", int) if several else [config.size("eos_token_id", None, minimum=0)]
     found = [i for i in eos if i is not None]
     if not all(0 <= i <= POSITIONS for i in found):
         raise UsageError(f"{config.where} has {config.prefix}eos_token_id {quote(found)}, which must be token ids")

@@ -147,7 +147,7 @@ def _read_config(text: str, found: Mapping[str, dict[str, Any]]) -> list[str]:
         found["method"][f"{flag}: method"] = _method(word, OF_VLLM, f"{flag}: method")
     found["draft"][f"{flag}: model"] = fields.text("model", None)
     found["num_draft_tokens"][f"{flag}: num_speculative_tokens"] = fields.size("num_speculative_tokens", None)
-    return [f"{KEYS[name]}={fields.size(name)}" for name in KEYS if name.startswith("prompt") and fields.given(name)]
+    return [f"{KEYS[name]}={fields.size(name)}" for name in KEYS if name.startswith("prompt") and fields.has(name)]
 
 
 def _method(word: str, names: Mapping[str, str], flag: str) -> str:

@@ -54,7 +54,7 @@ from specjax.models.loading.heads import (
     save_head,
 )
 from specjax.models.loading.heads.checking import check_head
-from specjax.models.loading.heads.describing import described_layers
+from specjax.models.loading.heads.describing import describe_layers
 from specjax.models.loading.heads.writing import stored_name
 
 
@@ -401,10 +401,10 @@ def test_nothing_in_a_pickle_is_run(tmp_path):
     folder = d.write(tmp_path / "head", {"medusa_num_heads": 2}, {})
     (folder / "model.safetensors").unlink()
     torch.save({"0.0.linear.weight": torch.zeros(32, 32), "x": Runs(tmp_path / "ran")}, folder / "medusa_lm_head.pt")
-    with pytest.raises(UsageError, match=r"holds more than weights .*mkdir.*, which is not run"):
+    with pytest.raises(UsageError, match=r"contains code .*mkdir.*, which specjax never runs"):
         load_head(folder, target())
     torch.save([1, Runs(tmp_path / "ran")], tmp_path / "freq.pt")
-    with pytest.raises(UsageError, match="holds more than weights"):
+    with pytest.raises(UsageError, match="contains code"):
         load_head(d.write(tmp_path / "eagle", d.layers(8), d.eagle()), target(), token_map=tmp_path / "freq.pt")
     assert not (tmp_path / "ran").exists()
 
@@ -415,8 +415,8 @@ def test_a_token_map_that_does_not_fit(tmp_path):
     for contents, message in (
         ([1, 64], "leads to id 64, and the target has 64"),
         ([1, 1], "leads to id 1 2 times"),
-        ([True, 2.5], "holds no list of whole numbers"),
-        ({"a": torch.zeros(2)}, "holds no list of whole numbers"),
+        ([True, 2.5], "contains no list of whole numbers"),
+        ({"a": torch.zeros(2)}, "contains no list of whole numbers"),
     ):
         torch.save(contents, tmp_path / "freq.pt")
         with pytest.raises(UsageError, match=message):
@@ -534,7 +534,7 @@ def test_block_drafters_of_other_writers(tmp_path):
 def test_domino_of_specforge(tmp_path):
     head = tiny_head("domino", target())
     config = {
-        **described_layers(head.head.config.layer), "projector_type": "domino", "block_size": 4, "shift_label": True,
+        **describe_layers(head.head.config.layer), "projector_type": "domino", "block_size": 4, "shift_label": True,
         "dflash_config": {"mask_token_id": d.V - 1, "target_layer_ids": [tap - 1 for tap in head.head.taps]},
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3,
     }  # fmt: skip

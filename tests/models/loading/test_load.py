@@ -31,7 +31,7 @@ def test_failing_download_is_one_sentence(monkeypatch):
         raise ConnectionError("no route to the hub\nand a long second line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    wanted = r'"org/name" is no local file or folder .* \(no route to the hub\); check the id or the network, or give '
+    wanted = r'"org/name" is not a local file or folder .* \(no route to the hub\); check the id or the network, or give '
     with pytest.raises(UsageError, match=wanted) as caught:
         load("org/name")
     assert "\n" not in str(caught.value)
@@ -134,7 +134,7 @@ def test_no_weight_exists_twice_on_cpu():
     if jax.default_backend() != "cpu":
         pytest.skip("only the CPU can share memory with numpy")
     for dtype in ("float32", "bfloat16"):
-        array = assembly._aligned((300, 70), jax.numpy.dtype(dtype))
+        array = assembly._aligned_array((300, 70), jax.numpy.dtype(dtype))
         array[:] = 1
         assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data
 

@@ -153,10 +153,10 @@ def test_a_loaded_denoiser_writes_a_text(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("sdar", {"block_size": None}, r'does not say how many columns its blocks have; add block_size, such as "bl'),
+        ("sdar", {"block_size": None}, r'lacks the block size of its attention; add the field block_size, such as "bl'),
         ("Dream", {"mask_token_id": None}, "which token is the mask; add mask_token_id"),
-        ("Dream", {"mask_token_id": 96}, "mask_token_id 96, outside of its vocabulary of 96"),
-        ("Dream", {"mask_token_id": 2}, "mask_token_id 2, which ends a text too"),
+        ("Dream", {"mask_token_id": 96}, "mask_token_id 96, which must be below its vocabulary size, 96"),
+        ("Dream", {"mask_token_id": 2}, "mask_token_id 2, which is also an end token"),
         ("Dream", {"block_size": 32}, "a Dream model with block_size, which specjax does not support"),
         ("sdar", {"model_type": "sdar_moe"}, "is a SDAR-MoE model, a mixture of experts"),
         ("sdar", {"model_type": "llada2_moe"}, "is a LLaDA2 model, a mixture of experts"),
@@ -172,7 +172,7 @@ def test_what_is_not_known_is_refused_in_a_sentence(kind, changes, words, tiny, 
 
 def test_llada_with_another_formula_is_refused(tiny, tmp_path):
     write_llada(tmp_path, tiny, alibi=True)
-    with pytest.raises(UsageError, match=r"has alibi .*; of LLaDA specjax supports"):
+    with pytest.raises(UsageError, match=r"has alibi .*; for LLaDA specjax supports"):
         specjax.load(tmp_path)
 
 
@@ -183,7 +183,7 @@ def test_a_folder_is_planned_as_the_denoiser_that_it_is(tiny, tmp_path):
     work = make_workload(str(tmp_path), "v5e:1x1", context=8, max_new_tokens=8, block=2)
     assert (work.method, work.reading) == ("sdar", (MASK, *(BLOCKS | {"block": 2}).values()))
     rewrite(tmp_path / "config.json", {"block_size": None})
-    with pytest.raises(UsageError, match=r"--target: .* how many columns its blocks have"):
+    with pytest.raises(UsageError, match=r"--target: .* lacks the block size of its attention"):
         make_workload(str(tmp_path), "v5e:1x1")
 
 

@@ -69,7 +69,7 @@ def test_tokenizer(stories):
 def test_damaged_files(stories, tmp_path):
     copy = tmp_path / "model.bin"
     copy.write_bytes(stories.read_bytes()[:-4])
-    with pytest.raises(UsageError, match=r"model.bin is not a whole llama2.c model: it has 1,056,536 bytes"):
+    with pytest.raises(UsageError, match=r"model.bin is not a complete llama2.c model: it has 1,056,536 bytes"):
         load(copy)
     for contents in (b"", b"PK\x03\x04 a torch pickle, which also ends in .bin"):
         copy.write_bytes(contents)

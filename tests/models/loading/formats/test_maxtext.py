@@ -175,7 +175,7 @@ def test_a_row_is_taken_without_a_copy_of_its_layer(part, shape):
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     store = SimpleNamespace(place="here", array=lambda path: whole)
     array, config = maxtext.ArrayInfo((), shape), SimpleNamespace(head_dim=32, vocab_size=8)
-    held = maxtext._held(store, array, f"decoder.layers_1.{part}.kernel", 1, config, "qwen2")
+    held = maxtext._lazy_tensor(store, array, f"decoder.layers_1.{part}.kernel", 1, config, "qwen2")
     tracemalloc.start()
     row = held.rows(5, 6)
     most = tracemalloc.get_traced_memory()[1]
@@ -237,13 +237,13 @@ def test_a_checkpoint_that_is_half_written(llama, config, name, tmp_path):
     if config:
         described(llama[0], tmp_path)
     (tmp_path / name).mkdir()
-    refused(tmp_path, "no whole checkpoint", "another step")
+    refused(tmp_path, "no complete checkpoint", "another step")
 
 
 def test_two_sets_of_weights_in_one_folder(llama, tmp_path):
     shutil.copytree(llama[0], tmp_path / "both")
     write(tmp_path / "both", llama[1], scanned=True)
-    refused(tmp_path / "both", "safetensors", "MaxText", "move")
+    refused(tmp_path / "both", "safetensors", "MaxText", "remove")
 
 
 def test_a_kind_that_is_not_read(tiny, llama, tmp_path):
@@ -298,7 +298,7 @@ def test_another_folder_of_orbax(llama, tmp_path):
     described(llama[0], tmp_path)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
         writer.save((tmp_path / "items").absolute(), args=ocp.args.PyTreeSave({"weights": np.ones(3)}))
-    refused(tmp_path, "no checkpoint of MaxText")
+    refused(tmp_path, "not a MaxText checkpoint")
 
 
 @pytest.mark.parametrize("damaged", ["ocdbt.process_0/d/*", "d/*", "_METADATA"])

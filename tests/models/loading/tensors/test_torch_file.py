@@ -77,8 +77,8 @@ class Runs:
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        ({"a": torch.rand(3, 4).T}, "transposed or cut"),
-        ({"a": torch.rand(3, 4).expand(2, 3, 4)}, "transposed or cut"),
+        ({"a": torch.rand(3, 4).T}, "in a transposed or sliced view"),
+        ({"a": torch.rand(3, 4).expand(2, 3, 4)}, "in a transposed or sliced view"),
         ([1, 2], "no table of weights"),
         (torch.nn.Linear(2, 2), "more than weights"),
         ({"a": torch.arange(3)}, "I64, which specjax cannot read"),
@@ -91,7 +91,7 @@ def test_what_is_no_table_of_weights_is_named(contents, message, saved):
 
 def test_nothing_in_a_pickle_is_run(saved, tmp_path):
     for contents in ({"a": Runs(tmp_path / "ran")}, Runs(tmp_path / "ran")):
-        with pytest.raises(UsageError, match=r"holds more than weights .*mkdir.*, which is not run"):
+        with pytest.raises(UsageError, match=r"contains code .*mkdir.*, which specjax never runs"):
             torch_file.read(saved(contents))
     assert not (tmp_path / "ran").exists()
 
@@ -118,7 +118,7 @@ def test_attributes_that_a_pickle_sets_change_nothing(saved):
 
 def test_files_of_before_zip_are_named(tmp_path):
     (tmp_path / "old.bin").write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(UsageError, match="load it and save it again"):
+    with pytest.raises(UsageError, match="load it in PyTorch and save it again"):
         torch_file.read(tmp_path / "old.bin")
 
 
