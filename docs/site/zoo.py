@@ -54,7 +54,7 @@ def usage(method):
     if method.kind == "collaboration":
         return ["```python", f"specjax.collaborate.methods.{method.name}(...)", "```"]
     if method.kind == "adaptive":
-        call = f"specjax.adaptive.thinned(target, specjax.adaptive.{method.name}(...))"
+        call = f"specjax.adaptive.skip_layers(target, specjax.adaptive.{method.name}(...))"
         python = ["```python", call, "```"]
         return python if method.needs else ["```bash", f'specjax generate --adapt {method.name} "..."', "```", *python]
     draft = {"draft": " --draft DRAFT", "head": " --draft HEAD", "datastore": " --datastore STORE"}
