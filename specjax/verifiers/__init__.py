@@ -73,18 +73,18 @@ VERIFIERS: dict[str, Verifier] = {
         replace(rapid(), distance=0.719, setting="eta 10, alpha 0.1"),
     )
 }
-"""Rules by name, written by hand. Those that take arrays are left out, since these belong to a vocabulary: see
-`rules_with_arrays`."""
+"""Rules by name, a table written by hand. Rules that need arrays belong to a vocabulary; see `rules_with_arrays`."""
 
 
 def rules_with_arrays() -> dict[str, Verifier]:
-    """The rules that are not in `VERIFIERS`, with arrays for the toy pair's three tokens, to say how far they go.
+    """Return the rules that are not in `VERIFIERS`, with arrays for the three tokens of the toy pair.
 
-    A function, so that importing this package makes no arrays.
+    The tests measure their distance from the target with these arrays. It is a function so that an import of this
+    package creates no arrays.
     """
-    nearest = jnp.array([[1, 2], [0, 2], [1, 0]])  # of each token, the nearest first
+    nearest = jnp.array([[1, 2], [0, 2], [1, 0]])  # the neighbours of each token, nearest first
     return {
-        # The toy's feature of a token is one-hot, so the weight is the token's score.
+        # The toy's hidden state of a token is one-hot, so the weight is the token's score.
         "judge": replace(
             judge(jnp.array([-1.5, 0.3, 1.5])), distance=0.24, setting="threshold 0.5, scores -1.5, 0.3, 1.5"
         ),
@@ -102,7 +102,7 @@ def rules_with_arrays() -> dict[str, Verifier]:
 
 
 def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:
-    """The default rule that keeps the target's distribution for the way the drafter draws."""
+    """Return the default rule that keeps the target's distribution for the way the drafter draws."""
     if is_greedy:
         return greedy
     return {

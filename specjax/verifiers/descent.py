@@ -1,6 +1,6 @@
-"""The descent shared by rules that test the children of a node one after another.
+"""The tree descent shared by rules that test the children of a node one after another.
 
-Equal siblings (drafts drawn with replacement) are one context: accepting one keeps the subtrees of all of them.
+Equal siblings (drafts drawn with replacement) form one context: accepting one keeps the subtrees of all of them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from specjax.verifiers.verifier import Accepted, distribution, need_logits, norm
 
 
 class Rule(NamedTuple):
-    """A rule at one node, on rows of distributions [B, V]. r is what is left of the target's, d what a child came from.
+    """A rule at one node, on rows of distributions [B, V]. Child x is accepted if u d(x) < r(x).
 
-    Child x is accepted if u d(x) < r(x).
+    r is the residual of the target's distribution, and d is the distribution that the child was drawn from.
     """
 
     enter: Callable[[Array, Array, Array], tuple[Array, Array]]  # (p, q, children [B]) -> (r, d)
     reject: Callable[[Array, Array, Array], tuple[Array, Array]]  # (r, d, token [B]) -> (r, d)
-    rest: Callable[[Array, Array, Array], Array] = lambda r, d, children: r  # distribution of the next token
-    weight: Callable[[Array], Array] = lambda d: d  # of d(x); where it is 0 the child is rejected, r and d stay
-    relax: Callable[[Array, Array], Array] = lambda r, token: r  # (r, token [B]) -> what stands for r at this child
+    final: Callable[[Array, Array, Array], Array] = lambda r, d, children: r  # distribution of the next token
+    weight: Callable[[Array], Array] = lambda d: d  # of d(x); a child with weight 0 is rejected, and r and d stay
+    relax: Callable[[Array, Array], Array] = lambda r, token: r  # (r, token [B]) -> the substitute of r for this child
     point_mass: bool = False  # the tree has no draft distributions: q is 0 everywhere
 
 
 class _State(NamedTuple):
-    going: Array  # bool[B]
-    context: Array  # bool[B, N], the nodes whose children are being tested: equal siblings, usually one
+    active: Array  # bool[B]
+    context: Array  # bool[B, N], nodes whose children are tested: equal siblings, usually one
     cursor: Array  # int32[B], the last child tested
     children: Array  # int32[B], of the context
     r: Array  # float32[B, V]
@@ -42,10 +42,12 @@ class _State(NamedTuple):
 
 
 def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also: Array | None = None) -> Accepted:
-    """Apply `rule` from the root down, with uniforms float32[B, N] (u[:, 0] is not used).
+    """Apply `rule` from the root down, with uniforms float32[B, N]. u[:, 0] is not used.
 
-    `also` bool[B, N]: children accepted even if their test fails.
-    One test per row and iteration, so the work is that of the longest row: at most depth x children rows of V.
+    Each iteration tests one child per row, so the work is that of the longest row: at most depth x children rows of V.
+
+    Args:
+      also: bool[B, N], children that are accepted even if their test fails.
     """
     batch, n = tree.tokens.shape
     draft_logits = None if rule.point_mass else need_logits(tree)
@@ -56,22 +58,22 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
         children = children_of(context, tree)
         count = jnp.sum(children, 1)
         p = distribution(target_logits, node)
-        # Of equal siblings only some may have children, and the rows of the others mean nothing.
-        above = jnp.where(count > 0, at(tree.parents, jnp.argmax(children, 1)), node)
-        q = jnp.zeros_like(p) if draft_logits is None else distribution(draft_logits, above)
+        # Only some of several equal siblings may have children. The draft's rows of the others are undefined.
+        parent = jnp.where(count > 0, at(tree.parents, jnp.argmax(children, 1)), node)
+        q = jnp.zeros_like(p) if draft_logits is None else distribution(draft_logits, parent)
         return count, *rule.enter(p, q, count)
 
     def body(s: _State) -> _State:
         children = children_of(s.context, tree)
-        ahead = children & (index > s.cursor[:, None])
-        going = s.going & jnp.any(ahead, 1)
-        i = jnp.argmax(ahead, 1).astype(jnp.int32)
+        remaining = children & (index > s.cursor[:, None])
+        active = s.active & jnp.any(remaining, 1)
+        i = jnp.argmax(remaining, 1).astype(jnp.int32)
         token = at(tree.tokens, i)
         d_x = rule.weight(at(s.d, token))
         r_x = rule.relax(s.r, token)
         passed = (d_x > 0) & (at(u, i) * d_x < at(r_x, token))
-        accepted = going & (passed if also is None else passed | at(also, i))
-        rejected = (going & (d_x > 0) & ~accepted)[:, None]
+        accepted = active & (passed if also is None else passed | at(also, i))
+        rejected = (active & (d_x > 0) & ~accepted)[:, None]
         r, d = (
             jnp.where(rejected, new, old) for new, old in zip(rule.reject(r_x, s.d, token), (s.r, s.d), strict=True)
         )
@@ -82,8 +84,8 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
         pick = lambda new, old: jnp.where(accepted.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
         count, r, d = (pick(new, old) for new, old in zip(entered, (s.children, r, d), strict=True))
         path = jnp.where(accepted[:, None] & (index == s.num_nodes[:, None]), i[:, None], s.path)
-        cursor = jnp.where(going, i, s.cursor)
-        return _State(going, context, cursor, count, r, d, path, s.num_nodes + accepted)
+        cursor = jnp.where(active, i, s.cursor)
+        return _State(active, context, cursor, count, r, d, path, s.num_nodes + accepted)
 
     root = jnp.zeros((batch,), jnp.int32)
     context = jnp.broadcast_to(index == 0, (batch, n))
@@ -91,26 +93,26 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
     children, r, d = enter(root, context)
     state = _State(jnp.ones((batch,), bool), context, root, children, r, d, path, root + 1)
     if n > 1:
-        state = jax.lax.while_loop(lambda s: jnp.any(s.going), body, state)
-    return Accepted(state.path, state.num_nodes, rule.rest(state.r, state.d, state.children))
+        state = jax.lax.while_loop(lambda s: jnp.any(s.active), body, state)
+    return Accepted(state.path, state.num_nodes, rule.final(state.r, state.d, state.children))
 
 
 def children_of(context: Array, tree: TokenTree) -> Array:
-    """bool[B, N]: the valid children of the nodes in `context` bool[B, N]."""
+    """Return bool[B, N]: the valid children of the nodes in `context` bool[B, N]."""
     return tree.valid & (tree.parents >= 0) & take_along(context, jnp.maximum(tree.parents, 0), 1)
 
 
 def without(row: Array, token: Array) -> Array:
-    """`row` [B, V] with a zero at token [B]."""
+    """Return `row` [B, V] with a zero at token [B]."""
     return jnp.where(jnp.arange(row.shape[-1]) == token[:, None], 0.0, row)
 
 
-def _reject_drawn(r, d, token):
-    rest = without(d, token)
-    return residual(r, d), normalise(rest, rest)
+def _reject_sampled(r, d, token):
+    remaining = without(d, token)
+    return residual(r, d), normalise(remaining, remaining)
 
 
-WITHOUT_REPLACEMENT = Rule(enter=lambda p, q, children: (p, q), reject=_reject_drawn)
+WITHOUT_REPLACEMENT = Rule(enter=lambda p, q, children: (p, q), reject=_reject_sampled)
 """Siblings drawn one after another (RSD): r <- norm([r - d]+), then d(x) <- 0, d <- norm(d)."""
 
 POINT_MASS = Rule(
@@ -123,5 +125,5 @@ POINT_MASS = Rule(
 
 
 def rule_for(tree: TokenTree) -> Rule:
-    """The exact rule for a tree drawn without replacement, such as a chain, or fixed (no logits)."""
+    """Return the exact rule for a tree drawn without replacement, such as a chain, or for a fixed tree (no logits)."""
     return POINT_MASS if tree.logits is None else WITHOUT_REPLACEMENT

@@ -1,4 +1,4 @@
-"""What every acceptance rule is made of."""
+"""The `Verifier` record and the building blocks of acceptance rules."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ANY: tuple[Draws, ...] = get_args(Draws)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Verifier:
-    """An acceptance rule and what it promises. A pytree whose only leaves are the parameters of rules that have some.
+    """An acceptance rule with its guarantee. A pytree whose only leaves are the rule's parameters, if it has any.
 
-    Call it as a `VerifyFn`, `verifier(keys, tree, target_logits)`; keys may also be one per row, [B].
+    Call it as a `VerifyFn`, `verifier(keys, tree, target_logits)`. Keys may also be one per row, [B].
     """
 
     name: str = field(metadata={"static": True})
@@ -36,16 +36,16 @@ class Verifier:
     summary: str = field(metadata={"static": True})
     paper: str = field(metadata={"static": True}, default="")
     params: PyTree = None
-    # Of a lossy rule: total variation of three tokens of text from the target's distribution, on the toy pair of the
-    # tests, and what it was measured with.
+    # For a lossy rule: total variation between three tokens of its text and the target's distribution. It is measured
+    # on the toy pair of the tests, with this setting.
     distance: float | None = field(metadata={"static": True}, default=None)
     setting: str = field(metadata={"static": True}, default="")
-    # Of a lossy rule: at temperature 0, where p is one-hot, it gives the greedy text after all.
+    # For a lossy rule: its text is the greedy text at temperature 0, where p is one-hot.
     greedy_at_zero: bool = field(metadata={"static": True}, default=False)
 
     @without_x64
     def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
-        """`hidden` [B, N, D]: the target's features, for rules that read them."""
+        """Apply the rule. `hidden` [B, N, D] are the target's hidden states, for rules that read them."""
         tree = tree._replace(tokens=tree.tokens.astype(jnp.int32), parents=tree.parents.astype(jnp.int32))
         if keys.ndim == 1:
             keys = node_keys(keys, jnp.zeros_like(tree.tokens[:, 0]), operations.depths(tree.parents))
@@ -55,7 +55,7 @@ class Verifier:
 
 
 class Accepted(NamedTuple):
-    """What a rule decides once its uniforms are given; the next token is still to be drawn from `residual`."""
+    """The decision of a rule for given uniforms. The next token is still to be drawn from `residual`."""
 
     path: Array  # int32[B, N], accepted nodes from the root down, then -1
     num_nodes: Array  # int32[B], of `path`
@@ -68,14 +68,14 @@ class Accepted(NamedTuple):
 
 
 def with_keys(core: Callable[[Array, TokenTree, Array], Accepted]) -> VerifyFn:
-    """The rule of a core that takes uniforms: `core(u[B, N], tree, target_logits) -> Accepted`.
+    """Turn a core that takes uniforms, `core(u[B, N], tree, target_logits) -> Accepted`, into a `VerifyFn`.
 
-    The uniforms belong to the round (the root's position), since a rule may test positions that it does not emit; the
-    next token belongs to its own position.
+    The uniforms belong to the step (the root's position), because a rule may test positions that it does not emit. The
+    next token uses the key of its own position.
     """
 
     def rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
-        nodes = jnp.arange(1, tree.tokens.shape[1] + 1)  # not 0: the root's own draw uses the key as it is
+        nodes = jnp.arange(1, tree.tokens.shape[1] + 1)  # not 0: the root's own draw uses the unfolded key
         end = core(uniform(fold_in(keys[:, :1], nodes), 1)[..., 0], tree, target_logits)
         last = take_along(keys, end.node[:, None], 1)[:, 0]
         return Verdict(end.path, end.num_nodes, draw(last, jnp.log(end.residual)))
@@ -84,7 +84,7 @@ def with_keys(core: Callable[[Array, TokenTree, Array], Accepted]) -> VerifyFn:
 
 
 def with_keys_and_params(core: Callable[..., Accepted]) -> Callable[..., Verdict]:
-    """As `with_keys`, for a core that takes the rule's parameters too: `core(u, tree, target_logits, *params)`."""
+    """Apply `with_keys` to a core that also takes the rule's parameters: `core(u, tree, target_logits, *params)`."""
 
     def rule(keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None, params: tuple) -> Verdict:
         del hidden
@@ -94,7 +94,7 @@ def with_keys_and_params(core: Callable[..., Accepted]) -> Callable[..., Verdict
 
 
 def distribution(logits: Array, node: Array | None = None) -> Array:
-    """Probabilities float32[B, V] of row `node` [B] of logits [B, N, V]; zeros where no token can be drawn."""
+    """Return probabilities float32[B, V] of row `node` [B] of logits [B, N, V], zero where a token cannot be drawn."""
     if node is not None:
         logits = take_along(logits, node[:, None, None], 1)[:, 0]
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
@@ -102,24 +102,26 @@ def distribution(logits: Array, node: Array | None = None) -> Array:
 
 
 def normalise(x: Array, fallback: Array) -> Array:
-    """x / sum(x), or `fallback` where nothing is left (p = q to rounding, or an exhausted draft)."""
+    """Return x / sum(x), or `fallback` if the sum is zero (p = q up to rounding, or an exhausted draft)."""
     total = jnp.sum(x, -1, keepdims=True)
     return jnp.where(total > 0, x / jnp.where(total > 0, total, 1.0), fallback)
 
 
 def residual(p: Array, q: Array) -> Array:
-    """norm([p - q]+), or p where nothing is left."""
+    """Return norm([p - q]+), or p if that has no mass."""
     return normalise(jnp.maximum(p - q, 0.0), p)
 
 
-def check_parameter(name: str, value: float | Array, holds: Callable[[np.ndarray], np.ndarray], wanted: str) -> None:
-    """Raises: UsageError for a value of `name`, such as "typical: epsilon", that does not hold; nan never may."""
-    if not isinstance(value, jax.core.Tracer) and not np.all(holds(np.asarray(value))):
-        raise UsageError(f"{name} must be {wanted}, not {value}")
+def check_parameter(
+    name: str, value: float | Array, predicate: Callable[[np.ndarray], np.ndarray], expected: str
+) -> None:
+    """Check a parameter `name`, such as "typical: epsilon", with a predicate. Raises: UsageError, also for NaN."""
+    if not isinstance(value, jax.core.Tracer) and not np.all(predicate(np.asarray(value))):
+        raise UsageError(f"{name} must be {expected}, not {value}")
 
 
 def need_logits(tree: TokenTree) -> Array:
-    """The draft's logits. Raises: UsageError for a point-mass tree."""
+    """Return the draft's logits. Raises: UsageError for a point-mass tree."""
     if tree.logits is None:
         raise UsageError("the rule needs the draft's tree.logits; where there are none, draws must be point_mass")
     return tree.logits

@@ -3,12 +3,12 @@
 Hu, Zheng, Viswanathan, Chen, Rossi, Wu, Manocha, Huang: Towards Optimal Multi-draft Speculative Decoding (ICLR 2025),
 arXiv 2502.18779.
 
-Draft: T holds the n - 1 likeliest tokens under q; x is drawn from q', q without T. Rule, x first, r <- p:
+Draft: T holds the n - 1 likeliest tokens under q; x is drawn from q', which is q without T. Rule, x first, r <- p:
   accept x if u q'(x) < p(x), else r <- norm([p - q']+);
   accept t in T if u < r(t), else r(t) <- 0, r <- norm(r).
-When no child is left the next token is drawn from r. Testing T in turn is the same as drawing y from r and asking
+If no child is left, the next token is drawn from r. Testing T in turn is equivalent to drawing y from r and testing
 whether y is in T.
-Guarantee: distribution; accepts P(T) + sum_{x not in T} min(p(x), q'(x)), the most possible for such drafts.
+Guarantee: distribution. It accepts P(T) + sum_{x not in T} min(p(x), q'(x)), the most possible for such drafts.
 The tree holds log q' in `logits`, so a child without mass there is a fixed one.
 """
 

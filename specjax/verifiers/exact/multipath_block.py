@@ -2,16 +2,15 @@
 
 Thomas, Pal: Greedy Multi-Path Block Verification for Faster Decoding in Speculative Sampling (2026), arXiv 2602.16961.
 
-Rule: order the tokens of a context by p/q, ties by id, and paths lexicographically; take the largest of the K drafted
+Rule: order the tokens of a context by p/q, ties by id, and paths lexicographically. Take the largest of the K drafted
 paths. With F_t = sum of q up to t in this order and rho = 1 at the root, the token of the largest path has the
-  distribution q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i},
-then rho <- rho q(t) / (1 - rho + rho F_t). Run block verification on that path with q' for q.
-Guarantee: distribution, because the order is strict. More paths can be worse: the choice skews q'.
-Paths may end early, by the limit of a round or a stop rule, as long as the text above decides it: then paths that agree
-end together, and the largest is that of a smaller tree of texts. So nothing is assumed of the number of nodes.
-F_t needs the vocabulary sorted, once per drafted depth of the chosen path. A threshold search gives F_t for single
-tokens, but block verification sums [w p - q']+ over all of them.
-Deviation: the recursion in rho is that of the card, equal to the paper's and without underflow.
+distribution q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i}, then rho <- rho q(t) / (1
+- rho + rho F_t). Run block verification on that path with q' for q. Guarantee: distribution, because the order is
+strict. More paths can be worse, because the choice skews q'. Paths may end early, by the step's limit or a stop rule,
+if the preceding text alone decides it. Then paths that agree end together, and the largest one is that of a smaller
+tree of texts. So the rule assumes no fixed number of nodes. F_t needs a sorted vocabulary, once per drafted depth of
+the chosen path. A threshold search gives F_t for single tokens, but block verification sums [w p - q']+ over all of
+them. Deviation: the recursion in rho is equal to the paper's but does not underflow.
 """
 
 from __future__ import annotations
@@ -26,25 +25,26 @@ from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import children_of
-from specjax.verifiers.exact.block import chance
+from specjax.verifiers.exact.block import acceptance_probability
 from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys
 
 
 class _State(NamedTuple):
-    going: Array  # bool[B], the chosen path has a node of this depth
+    active: Array  # bool[B], the selected path has a node at this depth
     depth: Array  # int32[]
-    context: Array  # bool[B, N], the nodes of this depth that spell the chosen path
+    context: Array  # bool[B, N], nodes at this depth whose texts equal the selected path
     node: Array  # int32[B], the first of them
     rho: Array  # float32[B]
     log_w: Array  # float32[B]
-    path: Array  # int32[B, N], the chosen one so far
-    num_nodes: Array  # int32[B], of it that are accepted so far
-    residual: Array  # float32[B, V], behind these
+    path: Array  # int32[B, N], the selected path so far
+    num_nodes: Array  # int32[B], accepted nodes of it so far
+    residual: Array  # float32[B, V], after these nodes
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int | None = None) -> Accepted:
-    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used), on the first `paths` chains below the root,
-    all if None.
+    """Apply the rule with given uniforms float32[B, N] to the first `paths` chains below the root (None: all).
+
+    u[:, 0] is not used.
     """
     batch, n = tree.tokens.shape
     logits, index = need_logits(tree), jnp.arange(n)
@@ -54,14 +54,14 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int | None =
 
     def body(s: _State) -> _State:
         children = children_of(s.context, tree)
-        drafted = s.going & jnp.any(children, 1)
+        drafted = s.active & jnp.any(children, 1)
         p, q = distribution(target_logits, s.node), distribution(logits, s.node)
         order = _order(p, q)
         skewed, up_to = jax.lax.cond(jnp.any(drafted), lambda: _skew(order, q, s.rho, k), lambda: (q, q))
         w = jnp.exp(s.log_w)
-        rest = jnp.maximum(w[:, None] * p - jnp.where(drafted[:, None], skewed, 0.0), 0.0)
-        tested = (s.depth == 0) | (at(u, s.node) < chance(jnp.sum(rest, -1), w, drafted))
-        better = s.going & tested
+        excess = jnp.maximum(w[:, None] * p - jnp.where(drafted[:, None], skewed, 0.0), 0.0)
+        tested = (s.depth == 0) | (at(u, s.node) < acceptance_probability(jnp.sum(excess, -1), w, drafted))
+        better = s.active & tested
         # The largest drafted token below the context, and the context it leads to.
         rank = jnp.where(children, jnp.take_along_axis(order, tree.tokens, 1), -jnp.inf)
         is_best = children & (rank == jnp.max(rank, 1, keepdims=True))
@@ -72,7 +72,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int | None =
         has_mass = (at(p, token) > 0) & (at(skewed, token) > 0)
         ratio = jnp.where(has_mass, jnp.log(at(p, token)) - jnp.log(at(skewed, token)), -jnp.inf)
         return _State(
-            going=drafted,
+            active=drafted,
             depth=s.depth + 1,
             context=context,
             node=node,
@@ -80,36 +80,37 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int | None =
             log_w=jnp.minimum(0.0, s.log_w + ratio),
             path=jnp.where(drafted[:, None] & (index == s.depth + 1), node[:, None], s.path),
             num_nodes=jnp.where(better, s.depth + 1, s.num_nodes),
-            residual=jnp.where(better[:, None], normalise(rest, p), s.residual),
+            residual=jnp.where(better[:, None], normalise(excess, p), s.residual),
         )
 
     zero = jnp.zeros((batch,))
     root = jnp.broadcast_to(index == 0, (batch, n))
     start = _State(
-        going=jnp.ones((batch,), bool), depth=jnp.int32(0), context=root, node=zero.astype(jnp.int32), rho=zero + 1,
+        active=jnp.ones((batch,), bool), depth=jnp.int32(0), context=root, node=zero.astype(jnp.int32), rho=zero + 1,
         log_w=zero, path=jnp.where(root, 0, -1).astype(jnp.int32), num_nodes=zero.astype(jnp.int32),
         residual=jnp.zeros((batch, target_logits.shape[-1])),
     )  # fmt: skip
-    end = jax.lax.while_loop(lambda s: jnp.any(s.going), body, start)
+    end = jax.lax.while_loop(lambda s: jnp.any(s.active), body, start)
     return Accepted(jnp.where(index < end.num_nodes[:, None], end.path, -1), end.num_nodes, end.residual)
 
 
 def _first_chains(tree: TokenTree, paths: int) -> TokenTree:
-    """The tree with only the first `paths` children of the root, and one child of every other node."""
-    before = jnp.tril(jnp.ones((tree.tokens.shape[1],) * 2, bool), -1) & tree.valid[:, None, :]
-    elder = jnp.sum((tree.parents[:, :, None] == tree.parents[:, None, :]) & before, 2)
+    """Keep only the first `paths` children of the root, and the first child of every other node."""
+    precedes = jnp.tril(jnp.ones((tree.tokens.shape[1],) * 2, bool), -1) & tree.valid[:, None, :]
+    elder = jnp.sum((tree.parents[:, :, None] == tree.parents[:, None, :]) & precedes, 2)
     return tree._replace(valid=tree.valid & (elder < jnp.where(tree.parents == 0, paths, 1)))
 
 
 def _order(p: Array, q: Array) -> Array:
-    """log p/q of distributions [..., V]; -inf where p is 0 or nothing is ever drawn."""
+    """Return log p/q of distributions [..., V], or -inf where p is 0 or the token is never drawn."""
     return jnp.where((q > 0) & (p > 0), jnp.log(p) - jnp.log(jnp.where(q > 0, q, 1.0)), -jnp.inf)
 
 
 def _skew(order: Array, q: Array, rho: Array, k: Array) -> tuple[Array, Array]:
-    """q' and F_t float32[B, V] of a context, whose tokens are ordered by `order` [B, V].
+    """Return q' and F_t, float32[B, V], of a context whose tokens are ordered by `order` [B, V].
 
-    k: int32[B], how many paths were drafted.
+    Args:
+      k: int32[B], number of drafted paths.
     """
     ranked = jnp.argsort(order, axis=-1, stable=True)  # ties by id
     total = jnp.minimum(jnp.cumsum(take_along(q, ranked, -1), -1), 1.0)
@@ -128,12 +129,13 @@ def _skew(order: Array, q: Array, rho: Array, k: Array) -> tuple[Array, Array]:
 
 @functools.cache
 def multipath_block(paths: int | None = None) -> Verifier:
-    """The rule for chains drawn independently, as `trees.independent_paths` makes them.
+    """Build the rule for chains drawn independently, as by `trees.independent_paths`.
 
-    Of any other tree drawn with replacement it reads the chains of first children, which must be of one length: where
-    the shape ends some of them earlier (draws "with_replacement_uneven"), q' would be another.
+    For any other tree drawn with replacement, it reads the chains of first children, which must have equal lengths. A
+    shape that ends some chains earlier (draws "with_replacement_uneven") would need another q'.
 
-    Args: paths: K, of the drafted chains the first so many are read; None: all of them.
+    Args:
+      paths: K, the number of drafted chains to read; None: all.
 
     Raises: UsageError for less than one path.
     """

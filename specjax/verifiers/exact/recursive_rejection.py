@@ -6,9 +6,9 @@ Replacement (2024), arXiv 2402.14160. A chain is the tree with one child per nod
 Rule at a node with children x_1 ... x_m in draft order, r <- p, d <- q:
   accept x_j if u_j d(x_j) < r(x_j), and descend;
   else r <- norm([r - d]+), then d(x_j) <- 0, d <- norm(d).
-When no child is left the next token is drawn from r.
+If no child is left, the next token is drawn from r.
 Guarantee: distribution.
-Deviation: a drafted token with d(x) = 0 (mismatched warping) is rejected and leaves r as it is.
+Deviation: a drafted token with d(x) = 0 (mismatched warping) is rejected and leaves r unchanged.
 """
 
 from __future__ import annotations

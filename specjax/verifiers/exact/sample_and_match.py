@@ -1,14 +1,14 @@
-"""Sample and match: the target draws its own token at each node and the walk goes on while the draft holds it.
+"""Sample and match: the target draws its own token at each node, and the walk continues while the draft contains it.
 
-The sampled form of verification for drafts without randomness (n-grams, retrieval, top-k trees); the same distribution
-as testing point-mass children one by one with the residual rule (the tree rule of EAGLE-2, Li et al. 2024,
+It is the sampled form of verification for drafts without randomness (n-grams, retrieval, top-k trees). Its distribution
+equals that of testing point-mass children one by one with the residual rule (the tree rule of EAGLE-2, Li et al. 2024,
 arXiv 2406.16858).
 
 Rule: y_i = argmax_v (log p_i(v) + G(row key, position, v)) with Gumbel noise G; descend while y_i is a child.
-Acceptance at a node is the target's mass on its children, the best possible for fixed children.
-Guarantee: distribution, for point-mass drafts; more, the text equals plain sampling with the same keys token for token,
-because the noise of a position does not depend on what was drafted. (For drafts sampled independently of the noise it
-is exact too, but accepts with only sum p q.)
+The acceptance rate at a node is the target's mass on its children, the best possible for fixed children.
+Guarantee: distribution, for point-mass drafts. In addition, the text equals plain sampling with the same keys.
+The noise of a position does not depend on the draft. (For drafts sampled independently of the noise it
+is exact too, but accepts only with probability sum p q.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specjax.verifiers.walk import walk
 
 
 def _rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
-    """Draws only at the nodes it visits: accepted depth + 1 draws of V, not N."""
+    """Draw only at the nodes of the walk: accepted depth + 1 draws of V, instead of N."""
 
     def choose(node):
         row = jnp.arange(node.shape[0])

@@ -4,9 +4,9 @@ Miao et al.: SpecInfer: Accelerating Generative Large Language Model Serving wit
 Verification (ASPLOS 2024), arXiv 2305.09781.
 
 Rule at a node with children x_1 ... x_m, r <- p: accept x_j if u_j q(x_j) < r(x_j), and descend; else
-r <- norm([r - q]+). When no child is left the next token is drawn from r.
-Guarantee: distribution. A duplicate of a rejected token has r = 0 and is rejected too: it wastes budget, nothing else.
-Equal siblings are one context, so the children of all of them are tested after one is accepted.
+r <- norm([r - q]+). If no child is left, the next token is drawn from r.
+Guarantee: distribution. A duplicate of a rejected token has r = 0 and is rejected too, which only wastes budget. Equal
+siblings are one context, so the children of all of them are tested after one is accepted.
 """
 
 from __future__ import annotations

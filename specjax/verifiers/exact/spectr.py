@@ -4,9 +4,9 @@ Sun, Suresh, Ro, Beirami, Jain, Yu: SpecTr: Fast Speculative Decoding via Optima
 arXiv 2310.15141.
 
 Rule at a node with k children, beta(rho) = sum_x min(q(x), p(x) / rho), rho the root in [1, k] of
-1 - (1 - beta)^k = rho beta: accept the first child with u_j rho q(x_j) < p(x_j). If there is none the next token is
+1 - (1 - beta)^k = rho beta: accept the first child with u_j rho q(x_j) < p(x_j). If there is none, the next token is
 drawn from norm(p - min(q, p / rho) p_acc / beta) with p_acc = 1 - (1 - beta)^k.
-Guarantee: distribution; accepts at least 1 - (1 - 1/k)^k of what the best rule accepts.
+Guarantee: distribution. It accepts at least 1 - (1 - 1/k)^k of the best possible rate.
 rho is found by bisection, from above: any larger rho is exact too.
 """
 
@@ -26,7 +26,7 @@ BISECTIONS = 26
 
 
 def division_factor(p: Array, q: Array, k: Array) -> Array:
-    """float32[B]: rho for distributions [B, V] and k [B] children."""
+    """Return rho float32[B] for distributions [B, V] and k [B] children."""
     k = jnp.maximum(k, 1).astype(jnp.float32)
 
     def too_small(rho):
@@ -49,7 +49,7 @@ def _beta(p, q, rho):
 
 
 def _any_accepted(beta, k):
-    """1 - (1 - beta)^k."""
+    """Return 1 - (1 - beta)^k."""
     return -jnp.expm1(k * jnp.log1p(-beta))
 
 
@@ -57,19 +57,19 @@ def _enter(p, q, children):
     return p, q * division_factor(p, q, children)[:, None]
 
 
-def _rest(p, d, children):
-    """d is rho q, so its mass is rho."""
+def _final(p, d, children):
+    """Return the distribution of the next token. d is rho q, so its mass is rho."""
     rho = jnp.sum(d, -1)
     rho = jnp.where(rho > 0, rho, 1.0)
     taken = jnp.minimum(d, p) / rho[:, None]
     beta = jnp.minimum(jnp.sum(taken, -1), 1.0)
     k = jnp.maximum(children, 1).astype(jnp.float32)
     share = jnp.where(beta > 0, _any_accepted(beta, k) / jnp.where(beta > 0, beta, 1.0), 0.0)
-    left = jnp.maximum(p - taken * share[:, None], 0.0)
-    return jnp.where((children > 0)[:, None], normalise(left, p), p)
+    remaining = jnp.maximum(p - taken * share[:, None], 0.0)
+    return jnp.where((children > 0)[:, None], normalise(remaining, p), p)
 
 
-core = functools.partial(descend, Rule(enter=_enter, reject=lambda p, d, token: (p, d), rest=_rest))
+core = functools.partial(descend, Rule(enter=_enter, reject=lambda p, d, token: (p, d), final=_final))
 
 spectr = Verifier(
     "spectr",

@@ -7,7 +7,7 @@ depth-first order; accept the path to it if u < w (the root: always) and draw th
 delete it and at its parent a set s = [w(a) p - q]+, w(a) <- sum s / (sum s + 1 - w(a)), p <- norm(s), q(x) <- 0,
 q <- norm(q).
 Guarantee: distribution, for siblings drawn without replacement, or independently once equal siblings are merged.
-A deep path can be accepted although its first token alone would not have been. On a chain it is block verification.
+A deep path can be accepted although its first token alone would be rejected. On a chain it is block verification.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_lo
 
 
 class _State(NamedTuple):
-    going: Array  # bool[B]
+    active: Array  # bool[B]
     node: Array  # int32[B]
-    left: Array  # bool[B, N], nodes not deleted
+    remaining: Array  # bool[B, N], nodes not deleted
     weight: Array  # float32[B, N]
     p: Array  # float32[B, N, V], current distributions
-    q: Array  # float32[B, N, V], that of a node in the row of `_drawn_below`
+    q: Array  # float32[B, N, V], row `_drawn_below[node]` is that of a node
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
-    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used)."""
+    """Apply the rule with given uniforms float32[B, N]. u[:, 0] is not used."""
     drafted, tree = tree, operations.merge_equal_siblings(tree)
     q_row = _drawn_below(drafted, tree)
     batch, n = tree.tokens.shape
@@ -42,69 +42,69 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     at = lambda x, node: take_along(x, node[:, None], 1)[:, 0]
 
     def step(s: _State) -> _State:
-        """Go down to the first child, or test the leaf and, if it fails, delete it and go up."""
-        children = s.left & (tree.parents == s.node[:, None])
+        """Go down to the first child. At a leaf, test it; if it fails, delete it and go up."""
+        children = s.remaining & (tree.parents == s.node[:, None])
         inner = jnp.any(children, 1)
         weight = at(s.weight, s.node)
         stop = ~inner & ((s.node == 0) | (at(u, s.node) < weight))
-        fail = s.going & ~inner & ~stop
+        fail = s.active & ~inner & ~stop
 
-        above = jnp.maximum(at(tree.parents, s.node), 0)
-        row_above = at(q_row, above)
+        parent = jnp.maximum(at(tree.parents, s.node), 0)
+        parent_row = at(q_row, parent)
         failed = at(tree.tokens, s.node)
         p_a, q_a, up = jax.lax.cond(
             jnp.any(fail),
             lambda p_a, q_a, w: _delete(p_a, q_a, w, failed),
             lambda p_a, q_a, w: (p_a, q_a, w),
-            s.p[rows, above], s.q[rows, row_above], at(s.weight, above),
+            s.p[rows, parent], s.q[rows, parent_row], at(s.weight, parent),
         )  # fmt: skip
-        # Written outside of the branch and before the next read: XLA copies the buffers otherwise.
+        # The writes stay outside of the branch and before the next read. Otherwise XLA copies the buffers.
         place = lambda node: jnp.where(fail, node, n)
-        p = s.p.at[rows, place(above)].set(p_a, mode="drop")
-        q = s.q.at[rows, place(row_above)].set(q_a, mode="drop")
+        p = s.p.at[rows, place(parent)].set(p_a, mode="drop")
+        q = s.q.at[rows, place(parent_row)].set(q_a, mode="drop")
 
         child = jnp.argmax(children, 1).astype(jnp.int32)
         token = at(tree.tokens, child)
         p_x, q_x = p[rows, s.node, token], q[rows, at(q_row, s.node), token]
         down = jnp.minimum(1.0, weight * jnp.where(q_x > 0, p_x / jnp.where(q_x > 0, q_x, 1.0), 0.0))
-        deeper = s.going & inner
-        node = jnp.where(deeper, child, jnp.where(fail, above, s.node))
+        deeper = s.active & inner
+        node = jnp.where(deeper, child, jnp.where(fail, parent, s.node))
         changed = jnp.where(deeper, down, jnp.where(fail, up, at(s.weight, node)))
-        left = s.left & ~(fail[:, None] & (jnp.arange(n) == s.node[:, None]))
-        return _State(s.going & ~stop, node, left, s.weight.at[rows, node].set(changed), p, q)
+        remaining = s.remaining & ~(fail[:, None] & (jnp.arange(n) == s.node[:, None]))
+        return _State(s.active & ~stop, node, remaining, s.weight.at[rows, node].set(changed), p, q)
 
     state = _State(
-        going=jnp.ones((batch,), bool),
+        active=jnp.ones((batch,), bool),
         node=jnp.zeros((batch,), jnp.int32),
-        left=tree.valid,
+        remaining=tree.valid,
         weight=jnp.ones((batch, n)),
         p=distribution(target_logits),
         q=distribution(need_logits(tree)),
     )
-    end = jax.lax.while_loop(lambda s: jnp.any(s.going), step, state)
+    end = jax.lax.while_loop(lambda s: jnp.any(s.active), step, state)
     path, num_nodes = operations.path_to(tree.parents, end.node)
     return Accepted(path, num_nodes, end.p[rows, end.node])
 
 
 def _drawn_below(drafted: TokenTree, merged: TokenTree) -> Array:
-    """int32[B, N]: of each node of the merged tree the drafted one below which its first child was drawn.
+    """Return int32[B, N]: for each merged node, the drafted node below which its first child was drawn.
 
-    Of equal siblings only some may have children, and the draft's logits of the others mean nothing.
+    Only some of several equal siblings may have children, and the draft's logits of the others are undefined.
     """
     node = jnp.arange(merged.tokens.shape[1])
     is_child = (merged.parents[:, None, :] == node[:, None]) & merged.valid[:, None, :]  # bool[B, N, its children]
-    above = take_along(drafted.parents, jnp.argmax(is_child, 2), 1)
-    return jnp.where(jnp.any(is_child, 2), above, node)
+    parent = take_along(drafted.parents, jnp.argmax(is_child, 2), 1)
+    return jnp.where(jnp.any(is_child, 2), parent, node)
 
 
 def _delete(p: Array, q: Array, weight: Array, token: Array):
-    """The distributions [B, V] and weight [B] of a node once its child `token` [B] has failed."""
+    """Return the distributions [B, V] and weight [B] of a node after its child `token` [B] failed."""
     s = jnp.maximum(weight[:, None] * p - q, 0.0)
     total = jnp.sum(s, -1)
-    rest = without(q, token)
-    enough = total + 1 - weight
-    up = jnp.where(total > 0, total / jnp.where(enough > 0, enough, 1.0), 0.0)
-    return normalise(s, p), normalise(rest, rest), up
+    remaining = without(q, token)
+    denominator = total + 1 - weight
+    up = jnp.where(total > 0, total / jnp.where(denominator > 0, denominator, 1.0), 0.0)
+    return normalise(s, p), normalise(remaining, remaining), up
 
 
 traversal = Verifier(

@@ -1,1 +1,1 @@
-"""Rules that do not keep the distribution of the target, one per file; each says how far off it is."""
+"""Rules that change the distribution of the target, one per file. Each states its measured distance."""

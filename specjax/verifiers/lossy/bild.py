@@ -3,21 +3,20 @@
 Kim, Mangalam, Moon, Malik, Mahoney, Gholami, Keutzer: Speculative Decoding with Big Little Decoder (NeurIPS 2023),
 arXiv 2302.07863.
 
-Rule (rollback): x_i is kept while -log p_i(x_i) <= alpha; the first that is not is replaced by argmax p_i. If all are
-kept, argmax p_{L+1} is appended. With `sample` these tokens are drawn from p instead.
-Rule (fallback): draft no further below a node where max_y q(y) is under a bound: the drafter's `trees.stops.fallback`.
-Options of the official code: `keep_argmax`, no rollback at a token that is argmax p_i itself, however unlikely.
-The setting of the paper: a greedy draft of at most 10 tokens with fallback below 0.6, judged by the distributions at
-temperature 1. In Python `two_model(draft, tree=trees.bild())` with `verifier=rollback()` and `temperature=1.0`; on the
-command line `--draft DRAFT --tree bild:10 --verifier rollback --temperature 1`, with `rollback:sample=yes` where the
-target's own tokens are to be drawn.
-Guarantee: lossy. With alpha < ln 2 every kept token has p > 1/2, so it is the argmax, and the text is the greedy one of
-the target, whatever was drafted and at any temperature. With `sample` and alpha < 0 nothing is kept, which is plain
-sampling; alpha = inf keeps the whole draft.
-p is the warped distribution: at temperature 0 it is one-hot and the rule is greedy verification. For the relaxed rule
-with greedy text, the setting of the paper, decode at temperature 1 without `sample`.
-Deviations: on trees the longest run of kept tokens is taken (ties: the larger sum of log p), which on a chain is the
-rule of the paper. The official code's other option, one more target token after a rollback, is left out.
+Rule (rollback): accept x_i while -log p_i(x_i) <= alpha. Replace the first other token by argmax p_i. If all are
+accepted, append argmax p_{L+1}. With `sample`, these tokens are drawn from p instead. Rule (fallback): draft no further
+below a node where max_y q(y) is below a bound: the stop rule `trees.stops.fallback`. Option of the official code:
+`keep_argmax` never rolls back at a token that is argmax p_i, however unlikely it is. The paper's setting: a greedy
+draft of at most 10 tokens with fallback below 0.6, scored by the distributions at temperature 1. In Python it is
+`two_model(draft, tree=trees.bild())` with `verifier=rollback()` and `temperature=1.0`. On the command line it is
+`--draft DRAFT --tree bild:10 --verifier rollback --temperature 1`. Use `rollback:sample=yes` to draw the target's own
+tokens. Guarantee: lossy. With alpha < ln 2 every accepted token has p > 1/2, so it is the argmax, and the text is the
+target's greedy text for any draft and temperature. With `sample` and alpha < 0 no token is accepted, which is plain
+sampling; alpha = inf accepts the whole draft. p is the warped distribution. At temperature 0 it is one-hot, and the
+rule is greedy verification. For the relaxed rule with greedy text, the setting of the paper, decode at temperature 1
+without `sample`. Deviations: on trees the longest run of accepted tokens is taken (ties: the larger sum of log p),
+which on a chain is the rule of the paper. The official code's other option, one more target token after a rollback, is
+omitted.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def core(
     sample: bool = False,
     keep_argmax: bool = False,
 ) -> Accepted:
-    """The rule; it does not read the uniforms float32[B, N]."""
+    """Apply the rule. It does not read the uniforms float32[B, N]."""
     del u
     log_p = node_log_probability(target_logits, tree)
     passes = -log_p <= alpha
@@ -56,22 +55,22 @@ def core(
 
 @functools.cache
 def rollback(alpha: float = 5.0, *, sample: bool = False, keep_argmax: bool = False) -> Verifier:
-    """The rule. The official code has alpha = 5, and 0.6 for fallback, both tuned per task.
+    """Build the rule. The official code has alpha = 5, and 0.6 for fallback, both tuned per task.
 
     Args:
-      alpha: largest -log p, in nats, of a token that is kept.
+      alpha: largest -log p, in nats, of an accepted token.
       sample: draw the target's own tokens from p instead of taking the argmax.
-      keep_argmax: keep a token that is the target's argmax too, whatever alpha.
+      keep_argmax: also accept the target's argmax, for any alpha.
 
-    Raises: UsageError if alpha is no number.
+    Raises: UsageError if alpha is not a number.
     """
-    check_parameter("rollback: alpha", alpha, lambda x: x > -math.inf, "a number of nats, or inf to keep all")
+    check_parameter("rollback: alpha", alpha, lambda x: x > -math.inf, "a number of nats, or inf to accept all")
     return Verifier(
         "rollback",
         with_keys(functools.partial(core, alpha=alpha, sample=sample, keep_argmax=keep_argmax)),
         draws=ANY,
         guarantee="lossy",
-        summary="keeps the draft up to the first token whose surprise under the target is over a bound",
+        summary="accepts the draft up to the first token that the target finds too unlikely",
         paper="Kim et al. 2023, arXiv 2302.07863",
         greedy_at_zero=alpha < math.inf,
     )

@@ -2,19 +2,18 @@
 
 So et al.: Grouped Speculative Decoding for Autoregressive Image Generation (ICCV 2025), arXiv 2508.07747.
 
-Rule: accept x_i while u_i sum_{y in C} q_i(y) < sum_{y in C} p_i(y), with C the cluster of x_i; after the first
-rejection the next token is drawn from norm([p_i - q_i]+), after the last acceptance from p.
-Dynamic clusters (`grouped`): the tokens at most size // 2 ranks from x in the order of p, less those with
-|p(y) - p(x)| > max_gap or whose embedding is further than max_distance (squared) from that of x; x is always in.
-Fixed clusters (`grouped_static`): a partition; after a rejection the cluster is drawn from norm([P_C - Q_C]+) and the
-token from p within it.
-Guarantee: lossy. With fixed clusters the distribution of the clusters is exact and that of the tokens is not; with
-dynamic ones neither is. size < 2, or clusters of one token, is the standard rule.
-Cost: the dynamic rule sorts the vocabulary at every position, one sort of [L, V] a round.
-Deviations: the window is symmetric and clipped at both ends (the released code takes 7 tokens below and 6 above, and
-tests the 7 least probable tokens alone); equal probabilities are ranked by id. A token that p cannot draw is in no
-other token's cluster and has none of its own: so at temperature 0 the rule is greedy verification, and under top-k the
-rank of tokens without mass decides nothing. Embeddings are those of the whole vocabulary.
+Rule: accept x_i while u_i sum_{y in C} q_i(y) < sum_{y in C} p_i(y), with C the cluster of x_i. After the first
+rejection the next token is drawn from norm([p_i - q_i]+), after the last acceptance from p. Dynamic clusters
+(`grouped`): the tokens at most size // 2 ranks from x in the order of p. Tokens with |p(y) - p(x)| > max_gap, or with a
+squared embedding distance from x above max_distance, are left out. x is always in. Fixed clusters (`grouped_static`): a
+partition. After a rejection the cluster is drawn from norm([P_C - Q_C]+), and the token from p within it. Guarantee:
+lossy. With fixed clusters the distribution of the clusters is exact and that of the tokens is not; with dynamic
+clusters neither is. size < 2, or clusters of one token, is the standard rule. Cost: the dynamic rule sorts the
+vocabulary at every position, one sort of [L, V] per step. Deviations: the window is symmetric and clipped at both ends.
+(The released code takes 7 tokens below and 6 above, and tests the 7 least probable tokens alone.) Equal probabilities
+are ranked by id. A token that p cannot draw is in no other token's cluster and has no cluster of its own. So at
+temperature 0 the rule is greedy verification, and under top-k the rank of tokens without mass has no effect. Embeddings
+are those of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.types import Array, TokenTree
-from specjax.verifiers.exact.standard import chain_logits, chain_path, rest_of_chain
+from specjax.verifiers.exact.standard import chain_logits, chain_path, residual_of_chain
 from specjax.verifiers.verifier import (
     Accepted,
     Verifier,
@@ -47,42 +46,43 @@ def core(
     *,
     size: int,
 ) -> Accepted:
-    """The dynamic rule with its uniforms float32[B, N] given (u[:, 0] is not used). `tree` is a chain."""
+    """Apply the dynamic rule with given uniforms float32[B, N]. `tree` is a chain, and u[:, 0] is not used."""
     draft_logits = chain_logits(tree, target_logits.shape[-1])
     ids, member = window(target_logits[:, :-1], tree.tokens[:, 1:], size)
     p, q = (_probability(x[:, :-1], ids) for x in (target_logits, draft_logits))  # float32[B, L, 2h + 1]
     x = slice(size // 2, size // 2 + 1)  # the drafted token in its window
     keep = (p > 0) & (p[:, :, x] > 0) & (jnp.abs(p - p[:, :, x]) <= max_gap)
     if embeddings is not None:
-        apart = (embeddings[ids] - embeddings[ids[:, :, x]]).astype(jnp.float32)
-        keep &= jnp.sum(jnp.square(apart), -1) <= max_distance
+        difference = (embeddings[ids] - embeddings[ids[:, :, x]]).astype(jnp.float32)
+        keep &= jnp.sum(jnp.square(difference), -1) <= max_distance
     member &= keep.at[:, :, x].set(True)
     mass = lambda x: jnp.sum(jnp.where(member, x, 0.0), -1)
     num_nodes = _num_accepted(u, tree, mass(p), mass(q), q[:, :, size // 2])
     last = num_nodes - 1
-    left = rest_of_chain(tree._replace(logits=draft_logits), last, distribution(target_logits, last))
-    return Accepted(chain_path(num_nodes, u.shape[1]), num_nodes, left)
+    remaining = residual_of_chain(tree._replace(logits=draft_logits), last, distribution(target_logits, last))
+    return Accepted(chain_path(num_nodes, u.shape[1]), num_nodes, remaining)
 
 
 def window(logits: Array, token: Array, size: int) -> tuple[Array, Array]:
-    """The tokens whose rank is at most h = size // 2 from that of `token` [B, L]: int32[B, L, 2h + 1], itself at h.
+    """Return the tokens whose rank is at most h = size // 2 from that of `token` [B, L]: int32[B, L, 2h + 1], itself at
+    h.
 
-    Also bool of this shape: whether there is a token of that rank.
+    The second result is bool of this shape: whether a token of that rank exists.
     """
     half = size // 2
     if not half:
         return token[:, :, None], jnp.ones((*token.shape, 1), bool)
     vocab = logits.shape[-1]
-    chosen = jnp.take_along_axis(logits, token[:, :, None], 2)
-    before = (logits > chosen) | ((logits == chosen) & (jnp.arange(vocab) < token[:, :, None]))
-    rank = jnp.sum(before, -1, keepdims=True) + jnp.arange(-half, half + 1)
+    logit = jnp.take_along_axis(logits, token[:, :, None], 2)
+    precedes = (logits > logit) | ((logits == logit) & (jnp.arange(vocab) < token[:, :, None]))
+    rank = jnp.sum(precedes, -1, keepdims=True) + jnp.arange(-half, half + 1)
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
     ids = take_along(order, jnp.clip(rank, 0, vocab - 1), 2)
     return ids.astype(jnp.int32), (rank >= 0) & (rank < vocab)
 
 
 def core_static(u: Array, tree: TokenTree, target_logits: Array, clusters: Array) -> Accepted:
-    """The rule of a fixed partition `clusters` int32[V] with its uniforms given. `tree` is a chain."""
+    """Apply the rule of a fixed partition `clusters` int32[V] with given uniforms. `tree` is a chain."""
     draft_logits = chain_logits(tree, target_logits.shape[-1])
     same = clusters == clusters[tree.tokens[:, 1:]][:, :, None]  # bool[B, L, V]
     p, q = (jnp.sum(distribution(x[:, :-1]) * same, -1) for x in (target_logits, draft_logits))
@@ -90,20 +90,24 @@ def core_static(u: Array, tree: TokenTree, target_logits: Array, clusters: Array
     num_nodes = _num_accepted(u, tree, p, q, q_x)
     last = num_nodes - 1
     p, q = distribution(target_logits, last), distribution(draft_logits, last)
-    q = jnp.where((num_nodes < jnp.sum(tree.valid, 1))[:, None], q, 0.0)  # at the end nothing was drafted
+    q = jnp.where((num_nodes < jnp.sum(tree.valid, 1))[:, None], q, 0.0)  # no draft at the end of the chain
     p_c, q_c = (jnp.zeros_like(x).at[:, clusters].add(x) for x in (p, q))  # float32[B, V], by cluster
     share = normalise(jnp.maximum(p_c - q_c, 0.0), p_c) / jnp.where(p_c > 0, p_c, 1.0)
     return Accepted(chain_path(num_nodes, u.shape[1]), num_nodes, p * share[:, clusters])
 
 
 def _probability(logits: Array, ids: Array) -> Array:
-    """float32[B, L, M]: probabilities of tokens `ids` [B, L, M] under rows [B, L, V]."""
-    chosen = jnp.take_along_axis(logits, ids, 2)
-    return jnp.where(chosen > -jnp.inf, jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True)), 0.0)
+    """Return the probabilities float32[B, L, M] of tokens `ids` [B, L, M] under rows [B, L, V]."""
+    logit = jnp.take_along_axis(logits, ids, 2)
+    return jnp.where(logit > -jnp.inf, jnp.exp(logit - jax.nn.logsumexp(logits, -1, keepdims=True)), 0.0)
 
 
 def _num_accepted(u: Array, tree: TokenTree, p: Array, q: Array, q_x: Array) -> Array:
-    """int32[B]: nodes accepted, root included, for masses p, q [B, L] of the clusters and q_x [B, L] of the tokens."""
+    """Return the number int32[B] of accepted nodes, root included.
+
+    Args:
+      p, q: masses [B, L] of the clusters. q_x: masses [B, L] of the tokens.
+    """
     ok = tree.valid[:, 1:] & (q_x > 0) & (u[:, 1:] * q < p)
     return 1 + jnp.sum(jnp.cumprod(ok, 1, dtype=jnp.int32), 1)
 
@@ -115,15 +119,15 @@ def grouped(
     embeddings: Array | None = None,
     max_distance: Array | float = jnp.inf,
 ) -> Verifier:
-    """The rule with dynamic clusters of up to 2 (size // 2) + 1 tokens. All arguments but `size` are leaves.
+    """Build the rule with dynamic clusters of up to 2 (size // 2) + 1 tokens. All arguments except `size` are leaves.
 
     Args:
-      size: G, how many tokens beside x a cluster may hold, rounded down to even. The paper reports 3, 25 and 50.
+      size: G, the number of other tokens in a cluster, rounded down to even. The paper reports 3, 25 and 50.
       max_gap: largest |p(y) - p(x)| in a cluster; 0.15 in the released code.
       embeddings: [V, D], compared only if given.
       max_distance: largest squared distance to x; 0.5 in the released code.
 
-    Raises: UsageError for a negative one.
+    Raises: UsageError for a negative value.
     """
     for name, value in (("size", size), ("max_gap", max_gap), ("max_distance", max_distance)):
         check_parameter(f"grouped: {name}", value, lambda x: x >= 0, "at least 0")
@@ -134,7 +138,7 @@ def grouped(
 
 
 def grouped_static(clusters: Array) -> Verifier:
-    """The rule with fixed clusters, `clusters` int32[V]: the number of each token's, below V.
+    """Build the rule with fixed clusters. `clusters` int32[V] is the cluster number of each token, below V.
 
     Raises: UsageError for other numbers.
     """
@@ -151,7 +155,7 @@ _FACTS: dict = {
 }
 
 
-@functools.cache  # equal sizes give the same rule: nothing recompiles
+@functools.cache  # equal sizes give the same rule, so that nothing is recompiled
 def _rule(size: int):
     return with_keys_and_params(functools.partial(core, size=size))
 

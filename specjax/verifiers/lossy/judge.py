@@ -1,17 +1,15 @@
-"""Judge Decoding: a trained head on the target's features may accept what the standard test rejects.
+"""Judge Decoding: a trained head on the target's hidden states may accept tokens that the standard test rejects.
 
 Bachmann, Anagnostidis, Pumarola, Georgopoulos, Sanakoyeu, Du, Schönfeld, Thabet, Kohler: Judge Decoding: Faster
 Speculative Sampling Requires Going Beyond Model Alignment (ICLR 2025), arXiv 2501.19309.
 
 Rule: node x is accepted if the exact test accepts it or sigmoid(w . h_x + b) > threshold, where h_x is the target's
-feature at x itself, after it has read x. The next token comes from what the exact test left: norm([p - q]+) after a
-rejection on a chain, p at its end.
-The exact test is recursive rejection for drawn siblings (on a chain the standard rule); for point masses accept x if
-u < r(x), else r(x) <- 0, r <- norm(r).
-Guarantee: lossy. On a chain at least what the standard rule accepts with the same uniforms; threshold 1 is that rule,
-threshold 0 accepts every node it reaches.
-The paper has chains only. On a tree, where it leaves the rule open, siblings are tested in draft order and a judged one
-is descended into at once, so a tree can accept less than without the head.
+hidden state at x itself, after it has read x. The next token is drawn from the residual of the exact test: norm([p -
+q]+) after a rejection on a chain, p at its end. The exact test is recursive rejection for drawn siblings (on a chain
+the standard rule). For point masses it accepts x if u < r(x), else r(x) <- 0, r <- norm(r). Guarantee: lossy. On a
+chain it accepts at least as much as the standard rule with the same uniforms. Threshold 1 is the standard rule, and
+threshold 0 accepts every node it reaches. The paper has chains only. On a tree, siblings are tested in draft order, and
+the descent enters a node that the head accepts at once. So a tree can accept less than without the head.
 """
 
 from __future__ import annotations
@@ -28,29 +26,31 @@ from specjax.verifiers.verifier import Accepted, Verifier, check_parameter, with
 def core(
     u: Array, tree: TokenTree, target_logits: Array, hidden: Array, weight: Array, bias: Array, threshold: Array
 ) -> Accepted:
-    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used). `hidden` [B, N, D]."""
+    """Apply the rule with given uniforms float32[B, N]. `hidden` is [B, N, D], and u[:, 0] is not used."""
     judged = judge_score(hidden, weight, bias) > log_odds_of(threshold)
     return descend(rule_for(tree), u, tree, target_logits, also=judged)
 
 
-def log_odds_of(chance: Array) -> Array:
-    """float32[...]: above which a token's are to be. Near a chance of 1 the steps between float32 are wide."""
-    return jnp.log(chance) - jnp.log1p(-chance)
+def log_odds_of(probability: Array) -> Array:
+    """Convert a probability threshold to log-odds float32[...]. Close to 1, float32 probabilities are too coarse to
+    compare.
+    """
+    return jnp.log(probability) - jnp.log1p(-probability)
 
 
 def judge_score(hidden: Array, weight: Array, bias: Array) -> Array:
-    """float32[...]: the head's log-odds that a token is right, from features [..., D] of a frozen target."""
+    """Return the head's log-odds float32[...] that a token is right, from hidden states [..., D] of a frozen target."""
     hidden = jax.lax.stop_gradient(hidden).astype(jnp.float32)
     return jnp.dot(hidden, weight, precision="highest") + bias
 
 
 def init_judge(hidden_width: int) -> tuple[Array, Array]:
-    """(weight float32[D], bias float32[]) of an untrained head: even odds, which a threshold of 0.5 does not accept."""
+    """Return (weight float32[D], bias float32[]) of an untrained head. A threshold of 0.5 rejects its even odds."""
     return jnp.zeros((hidden_width,)), jnp.zeros(())
 
 
 def judge(weight: Array, bias: Array | float = 0.0, threshold: Array | float = 0.5) -> Verifier:
-    """The rule with a head. All three are leaves: another head or threshold compiles nothing.
+    """Build the rule with a head. All three arguments are leaves: another head or threshold compiles nothing.
 
     Raises: UsageError for a threshold outside 0 to 1.
     """
@@ -60,7 +60,7 @@ def judge(weight: Array, bias: Array | float = 0.0, threshold: Array | float = 0
         _rule,
         draws=("point_mass", "chain", "without_replacement"),
         guarantee="lossy",
-        summary="accepts what the exact test accepts, and what a trained head on the target's features finds right",
+        summary="accepts tokens that the exact test or a trained head on the target's hidden states accepts",
         paper="Bachmann et al. 2025, arXiv 2501.19309",
         params=tuple(jnp.asarray(x, jnp.float32) for x in (weight, bias, threshold)),
     )

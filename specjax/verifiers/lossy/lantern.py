@@ -1,20 +1,19 @@
-"""LANTERN: interchangeable tokens lend a drafted token their probability.
+"""LANTERN: interchangeable tokens lend their probability to a drafted token.
 
 Jang, Park, Yang, Jung, Yun, Kundu, Kim, Yang: LANTERN: Accelerating Visual Autoregressive Models with Relaxed
 Speculative Decoding (ICLR 2025), arXiv 2410.03355; the relative bound is that of LANTERN++ (2025), arXiv 2502.06352.
 
-Rule for a child x of a node with r <- p, d <- q: A is the longest prefix of the tokens nearest to x with
-sum_{y in A} r(y) <= delta (relative: <= (lambda - 1) r(x)); r^x(x) = r(x) + sum_A r, r^x = 0 on A, else r.
-  accept x if u d(x) < r^x(x), and descend;
-  else r <- norm([r^x - d]+), then d(x) <- 0, d <- norm(d); for point masses r <- norm(r^x without x).
-When no child is left the next token is drawn from r.
-Guarantee: lossy. Each test uses a distribution within total variation delta of the target's; the output can be further
-away. delta = 0, lambda = 1 or no neighbours is the exact rule: recursive rejection, on a chain the standard rule.
-Without `sample`, the greedy mode of the released code: x is accepted if it is the argmax of p^x, and the next token is
-argmax p. Of a tree the longest path counts whose nodes all are; ties: the larger sum of log p. delta = 0 is then greedy
-verification of p; decode at temperature 1, for at 0, where p is one-hot, no neighbour has anything to lend.
-Deviations: after a rejection only A is taken out, where the released code zeroes all k neighbours. The surrogate of a
-later sibling is made from what the ones before it left. Chains take the same descent as trees.
+Rule for a child x of a node with r <- p, d <- q: A is the longest prefix of the tokens nearest to x with sum_{y in A}
+r(y) <= delta (relative: <= (lambda - 1) r(x)); r^x(x) = r(x) + sum_A r, r^x = 0 on A, else r. accept x if u d(x) <
+r^x(x), and descend; else r <- norm([r^x - d]+), then d(x) <- 0, d <- norm(d); for point masses r <- norm(r^x without
+x). If no child is left, the next token is drawn from r. Guarantee: lossy. Each test uses a distribution within total
+variation delta of the target's, but the output can be further away. delta = 0, lambda = 1 or no neighbours is the exact
+rule: recursive rejection, on a chain the standard rule. Without `sample`, the greedy mode of the released code: x is
+accepted if it is the argmax of p^x, and the next token is argmax p. On a tree, the longest path of such nodes counts;
+ties: the larger sum of log p. delta = 0 is then greedy verification of p. Decode at temperature 1: at 0, p is one-hot
+and no neighbour has mass to lend. Deviations: after a rejection only A is removed, where the released code zeroes all k
+neighbours. The surrogate of a later sibling is computed from the residual of its predecessors. Chains take the same
+descent as trees.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def core(
     *,
     sample: bool = True,
 ) -> Accepted:
-    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used); sum_A r <= bound + share r(x)."""
+    """Apply the rule with given uniforms float32[B, N], for sum_A r <= bound + share r(x). u[:, 0] is not used."""
     if not sample:
         return _greedy(tree, target_logits, neighbours, bound, share, offset)
     relax = lambda r, token: surrogate(r, token, neighbours, bound, share, offset)
@@ -51,37 +50,37 @@ def core(
 
 
 def surrogate(r: Array, token: Array, neighbours: Array, bound: Array, share: Array, offset: Array) -> Array:
-    """r^x float32[B, V] of distributions r [B, V] and tokens x [B]."""
-    near, known = _nearest(token, neighbours, offset)  # int32[B, k], bool[B]
+    """Return r^x float32[B, V] of distributions r [B, V] and tokens x [B]."""
+    near, in_table = _nearest(token, neighbours, offset)  # int32[B, k], bool[B]
     mass = jnp.take_along_axis(r, near, 1)
     r_x = jnp.take_along_axis(r, token[:, None], 1)
-    lent = known[:, None] & (jnp.cumsum(mass, 1) <= bound + share * r_x)
+    is_lent = in_table[:, None] & (jnp.cumsum(mass, 1) <= bound + share * r_x)
     rows = jnp.arange(r.shape[0])[:, None]
-    r = r.at[rows, jnp.where(lent, near, r.shape[1])].set(0.0, mode="drop")
-    total = r_x + jnp.sum(jnp.where(lent, mass, 0.0), 1, keepdims=True)
+    r = r.at[rows, jnp.where(is_lent, near, r.shape[1])].set(0.0, mode="drop")
+    total = r_x + jnp.sum(jnp.where(is_lent, mass, 0.0), 1, keepdims=True)
     return r.at[rows, token[:, None]].set(total)
 
 
 def _nearest(token: Array, neighbours: Array, offset: Array) -> tuple[Array, Array]:
-    """The neighbours int32[..., k] of tokens, and whether the table has them."""
+    """Return the neighbours int32[..., k] of tokens, and whether the table contains the tokens."""
     count = neighbours.shape[0]
-    known = (token >= offset) & (token < offset + count)
-    return neighbours[jnp.clip(token - offset, 0, count - 1)] + offset, known
+    in_table = (token >= offset) & (token < offset + count)
+    return neighbours[jnp.clip(token - offset, 0, count - 1)] + offset, in_table
 
 
 def _greedy(tree: TokenTree, logits: Array, neighbours: Array, bound: Array, share: Array, offset: Array) -> Accepted:
-    """The longest path of tokens that are the argmax of p^x, without ever making p^x."""
-    near, known = _nearest(tree.tokens, neighbours, offset)  # int32[B, N, k], bool[B, N]
-    above = jnp.maximum(tree.parents, 0)
-    total = take_along(jax.nn.logsumexp(logits, -1), above, 1)
-    best = jnp.exp(take_along(jnp.max(logits, -1), above, 1) - total)
+    """Find the longest path of tokens that are the argmax of p^x, without computing p^x."""
+    near, in_table = _nearest(tree.tokens, neighbours, offset)  # int32[B, N, k], bool[B, N]
+    parent = jnp.maximum(tree.parents, 0)
+    total = take_along(jax.nn.logsumexp(logits, -1), parent, 1)
+    best = jnp.exp(take_along(jnp.max(logits, -1), parent, 1) - total)
     log_p = node_log_probability(logits, tree)
     rows = jnp.arange(near.shape[0])[:, None, None]
-    mass = jnp.exp(logits[rows, above[:, :, None], near] - total[:, :, None])  # float32[B, N, k]
-    lent = known[:, :, None] & (jnp.cumsum(mass, 2) <= (bound + share * jnp.exp(log_p))[:, :, None])
-    own = jnp.exp(log_p) + jnp.sum(jnp.where(lent, mass, 0.0), 2)
-    # What x borrows from is not likelier than x then.
-    path, num_nodes, last = longest_run(tree, own >= best, log_p)
+    mass = jnp.exp(logits[rows, parent[:, :, None], near] - total[:, :, None])  # float32[B, N, k]
+    is_lent = in_table[:, :, None] & (jnp.cumsum(mass, 2) <= (bound + share * jnp.exp(log_p))[:, :, None])
+    probability = jnp.exp(log_p) + jnp.sum(jnp.where(is_lent, mass, 0.0), 2)
+    # The tokens that lend to x are then not likelier than x.
+    path, num_nodes, last = longest_run(tree, probability >= best, log_p)
     p = distribution(logits, last)
     return Accepted(path, num_nodes, jax.nn.one_hot(first_largest(p), p.shape[-1]))
 
@@ -94,18 +93,18 @@ def lantern(
     offset: Array | int = 0,
     sample: bool = True,
 ) -> Verifier:
-    """The rule with a table of neighbours. All arguments but `relative` and `sample` are leaves.
+    """Build the rule with a table of neighbours. All arguments except `relative` and `sample` are leaves.
 
     Args:
-      neighbours: int32[W, k], the tokens nearest to each of W tokens, nearest first, the token itself left out.
-      delta: the bound; with `relative` the factor lambda >= 1 by which the probability of x may grow.
-      offset: id of the first of the W tokens, for vocabularies that hold others too; the table counts from 0.
+      neighbours: int32[W, k], the tokens nearest to each of W tokens, nearest first, without the token itself.
+      delta: the bound. With `relative`, it is the factor lambda >= 1 by which the probability of x may grow.
+      offset: id of the first of the W tokens, for vocabularies with other tokens too. The table counts from 0.
       sample: accept and draw at random; False: by the argmax.
 
-    Raises: UsageError for a negative bound, a relative one below 1, which would lend nothing, or a negative offset.
+    Raises: UsageError for a negative bound, a relative bound below 1, or a negative offset.
     """
-    least, wanted = (1, "at least 1, the factor lambda, and finite") if relative else (0, "at least 0 and finite")
-    check_parameter("lantern: delta", delta, lambda x: (x >= least) & (x < math.inf), wanted)
+    minimum, expected = (1, "at least 1, the factor lambda, and finite") if relative else (0, "at least 0 and finite")
+    check_parameter("lantern: delta", delta, lambda x: (x >= minimum) & (x < math.inf), expected)
     check_parameter("lantern: offset", offset, lambda x: x >= 0, "at least 0")
     bound, share = (0.0, delta - 1) if relative else (delta, 0.0)
     return Verifier(

@@ -3,19 +3,17 @@
 Chen, Feng, Ni, Li, Shieh: Long-Context Inference with Retrieval-Augmented Speculative Decoding (ICML 2025),
 arXiv 2502.20330.
 
-Rule: at a drafted position with target logits z, p = softmax(z) and the draft's distribution q,
-  m = [q >= alpha max q],  z^ = z - eta m (p - q),  p^ = softmax(z^);
-accept x with min(1, p^(x) / q(x)). After the first rejection the next token is drawn from
-  residual "phat":  norm([p^ - q]+), with which the token at a drafted position has exactly the distribution p^;
-  residual "paper": norm([max(p - q, p - p^)]+), the released code's, with which it has neither distribution.
-After the last acceptance it is drawn from p, since there is no q.
-Without `sample` the draft is accepted while it is argmax z^, and the next token is argmax z^ (at the end, argmax z).
-Guarantee: lossy, by design: the draft is meant to know something, such as the relevant part of a long prompt. How far
-p^ is from p depends on eta and on the draft. eta = 0 is the standard rule; alpha = 1 moves the logit of the draft's
-likeliest token only.
-p and q are warped distributions: what p cannot draw p^ cannot either. At temperature 0 both are one-hot and the rule
-is greedy verification; for the relaxed rule with greedy text decode at temperature 1 without `sample`.
-Deviation: "phat" is the default. A rule for chains.
+Rule: at a drafted position with target logits z, p = softmax(z) and the draft's distribution q, m = [q >= alpha max q],
+z^ = z - eta m (p - q),  p^ = softmax(z^); accept x with min(1, p^(x) / q(x)). After the first rejection the next token
+is drawn from residual "phat":  norm([p^ - q]+), with which the token at a drafted position has exactly the distribution
+p^; residual "paper": norm([max(p - q, p - p^)]+), the released code's, with which it has neither distribution. After
+the last acceptance it is drawn from p, since there is no q. Without `sample`, the draft is accepted while it is argmax
+z^, and the next token is argmax z^ (at the end, argmax z). Guarantee: lossy, by design: the draft has information that
+the target lacks, such as the relevant part of a long prompt. The distance of p^ from p depends on eta and on the draft.
+eta = 0 is the standard rule; alpha = 1 moves only the logit of the draft's likeliest token. p and q are warped
+distributions: p^ cannot draw a token that p cannot. At temperature 0 both are one-hot, and the rule is greedy
+verification. For the relaxed rule with greedy text, decode at temperature 1 without `sample`. Deviation: "phat" is the
+default. The rule is for chains.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def core(
     residual: Residual = "phat",
     sample: bool = True,
 ) -> Accepted:
-    """The rule with its uniforms float32[B, N] given (u[:, 0] is not used). `tree` is a chain."""
+    """Apply the rule with given uniforms float32[B, N]. `tree` is a chain, and u[:, 0] is not used."""
     tree = tree._replace(logits=chain_logits(tree, target_logits.shape[-1]))
     adjusted = adjusted_logits(tree, target_logits, eta, alpha)
     if not sample:
@@ -64,13 +62,13 @@ def core(
         return end
     last = end.num_nodes - 1
     p, q, p_hat = (distribution(logits, last) for logits in (target_logits, need_logits(tree), adjusted))
-    rest = normalise(jnp.maximum(p - jnp.minimum(q, p_hat), 0.0), p)  # p - min(q, p^) = max(p - q, p - p^)
+    remaining = normalise(jnp.maximum(p - jnp.minimum(q, p_hat), 0.0), p)  # p - min(q, p^) = max(p - q, p - p^)
     drafted = end.num_nodes < jnp.sum(tree.valid, 1)
-    return end._replace(residual=jnp.where(drafted[:, None], rest, p))
+    return end._replace(residual=jnp.where(drafted[:, None], remaining, p))
 
 
 def adjusted_logits(tree: TokenTree, target_logits: Array, eta: float | Array, alpha: float | Array) -> Array:
-    """z^ float32[B, N, V] of the nodes of a chain below which a token was drafted; z of the others."""
+    """Return z^ float32[B, N, V] for nodes of a chain with a drafted child, and z for the others."""
     p, q = distribution(target_logits), distribution(need_logits(tree))
     trusted = q >= alpha * jnp.max(q, -1, keepdims=True)
     drafted = jnp.pad(tree.valid[:, 1:], ((0, 0), (0, 1)))[:, :, None]
@@ -79,8 +77,10 @@ def adjusted_logits(tree: TokenTree, target_logits: Array, eta: float | Array, a
 
 @functools.cache
 def rapid(eta: float = 10.0, alpha: float = 0.1, *, residual: Residual = "phat", sample: bool = True) -> Verifier:
-    """The rule. The authors set eta by the strength of the draft: 10 for an 8B target as its own draft, 20 for a 70B
-    one, 40 to 50 for an 8B target with a 70B draft.
+    """Build the rule.
+
+    The authors set eta by the strength of the draft: 10 for an 8B target as its own draft, 20 for a 70B target, and 40
+    to 50 for an 8B target with a 70B draft.
 
     Raises: UsageError for an eta below 0, an alpha outside 0 to 1, or another residual.
     """
@@ -94,7 +94,7 @@ def rapid(eta: float = 10.0, alpha: float = 0.1, *, residual: Residual = "phat",
         with_keys(functools.partial(core, eta=eta, alpha=alpha, residual=residual, sample=sample)),
         draws=("chain",),
         guarantee="lossy",
-        summary="accepts against the target's distribution pulled towards the draft's, for drafts reading what matters",
+        summary="accepts against a mixture of target and draft, for drafts that read retrieved context",
         paper="Chen et al. 2025, arXiv 2502.20330",
         greedy_at_zero=True,
     )

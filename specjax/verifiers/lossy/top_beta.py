@@ -1,20 +1,19 @@
-"""Top-beta acceptance: keep what is among the target's best and not far behind the very best.
+"""Top-beta acceptance: accept tokens among the target's best that are not far behind the very best.
 
 Xia, Ge, Wang, Chen, Wei, Sui: Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
 Generation (2022), arXiv 2203.16487; as generalised aggressive decoding (GAD) in Ge, Xia, Sun, Chen, Wei: Lossless
 Acceleration for Seq2seq Generation with Aggressive Decoding (2022), arXiv 2205.10350.
 
-Rule: node x below c passes if fewer than beta tokens are likelier than x under p(. | c) and
-max log p - log p(x) <= tau. Accept the longest path from the root whose nodes all pass; ties: the larger sum of log p,
-then the first node. The next token is the argmax of p.
-Guarantee: lossy. With beta = 1 or tau = 0 only the argmax passes (and its ties), so the text is the greedy one,
-whatever was drafted and at any temperature; beta = V with tau = inf keeps the whole draft. Typical acceptance asks for
-a probability that depends on the entropy, this rule for one that depends on the best token's, and for a rank.
-p is the warped distribution: at temperature 0 it is one-hot and the rule is greedy verification. For the relaxed rule
-with greedy text, the setting of the papers, decode at temperature 1.
-Deviations: the rank is counted, not read from a sorted vocabulary, and equal tokens pass or fail together. On trees,
-which the papers do not have, the longest run counts. After a whole block is accepted the target's own token follows
-(the authors draft the next block behind it).
+Rule: node x below c passes if fewer than beta tokens are likelier than x under p(. | c) and max log p - log p(x) <=
+tau. Accept the longest path from the root whose nodes all pass; ties: the larger sum of log p, then the first node. The
+next token is the argmax of p. Guarantee: lossy. With beta = 1 or tau = 0 only the argmax passes (and its ties), so the
+text is the greedy one for any draft and temperature; beta = V with tau = inf accepts the whole draft. Typical
+acceptance uses a probability threshold that depends on the entropy. This rule uses one that depends on the best token's
+probability, and a rank. p is the warped distribution. At temperature 0 it is one-hot, and the rule is greedy
+verification. For the relaxed rule with greedy text, the setting of the papers, decode at temperature 1. Deviations: the
+rank is counted instead of read from a sorted vocabulary, and equal tokens pass or fail together. On trees, which the
+papers do not have, the longest run counts. After a fully accepted block the target's own token follows. (The authors
+draft the next block after it.)
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from specjax.verifiers.verifier import ANY, Accepted, Verifier, check_parameter,
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array, *, beta: int | Array, tau: float | Array) -> Accepted:
-    """The rule; it does not read the uniforms float32[B, N]."""
+    """Apply the rule. It does not read the uniforms float32[B, N]."""
     del u
     rank, gap = rank_and_gap(target_logits, tree)
     path, num_nodes, last = longest_run(tree, (rank < beta) & (gap <= tau), node_log_probability(target_logits, tree))
@@ -41,17 +40,21 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, beta: int | Array, 
 
 
 def rank_and_gap(logits: Array, tree: TokenTree) -> tuple[Array, Array]:
-    """Of each node's token below its parent: how many tokens are likelier int32[B, N], and by how many nats the best is
-    float32[B, N]. Those of the root are not defined.
+    """Return the rank int32[B, N] of each node's token below its parent, and its gap float32[B, N] in nats to the best
+    token.
+
+    The rank is the number of likelier tokens. The root's entries are undefined.
     """
-    above = take_along(logits, jnp.maximum(tree.parents, 0)[:, :, None], 1)  # not stored: it is only compared
-    own = jnp.take_along_axis(above, tree.tokens[:, :, None], 2)
-    return jnp.sum(above > own, -1, dtype=jnp.int32), jnp.max(above, -1) - own[:, :, 0]
+    parent_logits = take_along(
+        logits, jnp.maximum(tree.parents, 0)[:, :, None], 1
+    )  # fused into the comparison, not stored
+    logit = jnp.take_along_axis(parent_logits, tree.tokens[:, :, None], 2)
+    return jnp.sum(parent_logits > logit, -1, dtype=jnp.int32), jnp.max(parent_logits, -1) - logit[:, :, 0]
 
 
 @functools.cache
 def top_beta(beta: int = 5, tau: float = 3.0) -> Verifier:
-    """The rule for any tree, with the authors' defaults (batches of 32).
+    """Build the rule for any tree, with the authors' defaults (batches of 32).
 
     Raises: UsageError for beta < 1 or tau < 0, with which no token could ever pass.
     """
@@ -62,7 +65,7 @@ def top_beta(beta: int = 5, tau: float = 3.0) -> Verifier:
         with_keys(functools.partial(core, beta=beta, tau=tau)),
         draws=ANY,
         guarantee="lossy",
-        summary="accepts what is among the target's best tokens and not far behind the best",
+        summary="accepts tokens among the target's best that are not far behind the best",
         paper="Xia et al. 2022, arXiv 2203.16487",
         greedy_at_zero=beta == 1 or tau < math.inf,
     )
