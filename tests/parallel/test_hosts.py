@@ -61,9 +61,9 @@ def test_two_hosts_train_what_one_trains(tmp_path, again):
     losses = []
     alone = training.train(
         target(), head_of("eagle3"), texts(), recipe=recipe(), held_out=texts(), epochs=4, rows=4, length=32,
-        evaluate_every=2, listen=lambda progress: losses.append(progress.loss),
+        evaluate_every=2, on_progress=lambda progress: losses.append(progress.loss),
     )  # fmt: skip
-    served = training.served(target(), alone, texts(), depths=3, rows=4, length=32)
+    measured = training.measure_acceptance(target(), alone, texts(), depths=3, rows=4, length=32)
     for told in (losses, []) if again else (losses,):  # then it is done already
         with Hosts(2, "training", *ADDRESS, str(tmp_path), "4") as running:
             ended = running.wait()
@@ -71,7 +71,7 @@ def test_two_hosts_train_what_one_trains(tmp_path, again):
         for process in ended:
             [found] = [json.loads(line) for line in process.out.splitlines() if line.startswith("{")]
             np.testing.assert_allclose(found["losses"], told, rtol=1e-5)
-            assert found["served"] == list(served)
+            assert found["served"] == list(measured)
 
 
 def test_one_command_trains_on_two_hosts(tmp_path, monkeypatch, capsys):

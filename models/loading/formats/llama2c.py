@@ -115,7 +115,7 @@ def read_tokenizer(model: Path, vocab_size: int) -> Tokenizer:
     codec = Spm(
         tuple(pieces),
         tuple(scores),
-        whole=frozenset(),
+        atomic=frozenset(),
         hidden=frozenset((0, BOS, EOS)),
         unknown=0,
         bos=BOS,

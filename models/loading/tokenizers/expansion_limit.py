@@ -1,4 +1,4 @@
-"""How much longer a tokenizer.json can make a text: a chain of a few replacements makes gigabytes of it."""
+"""The largest factor by which a tokenizer.json can expand a text. A chain of a few replacements can make gigabytes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import math
 from typing import Any
 
 MAX_EXPANSION = 1 << 14
-"""Times the length of a text. Replacements of one character count twice, as they may stand where nothing was; the
-tables of T5, XLM and Gemma come to less than 100."""
+"""Largest accepted factor. Replacements of one character count twice, because they may match an empty text. The tables
+of T5, XLM and Gemma have factors below 100.
+"""
 
 
 def expansion_factor(backend: Any) -> int:
-    """The most by which a tokenizer of the library `tokenizers` multiplies what it reads or writes."""
+    """Return the largest factor by which a tokenizer of the library `tokenizers` expands its input or output."""
     parts = (backend.normalizer, backend.post_processor, backend.decoder)
-    return max((_of(json.loads(part.__getstate__())) for part in parts if part is not None), default=1)
+    return max((_part_expansion(json.loads(part.__getstate__())) for part in parts if part is not None), default=1)
 
 
-def _of(part: dict[str, Any]) -> int:
+def _part_expansion(part: dict[str, Any]) -> int:
     match part:
         case {"type": "Sequence"}:  # of normalizers, processors or decoders
-            return math.prod(_of(one) for several in part.values() if isinstance(several, list) for one in several)
-        case {"type": "Replace", "content": content, "pattern": {"String": found}}:
-            return -(-len(content) // len(found)) if found and content else 1 + len(content)
-        case {"type": "Replace", "content": content}:  # of a regular expression, which may match nothing
+            return math.prod(
+                _part_expansion(child) for group in part.values() if isinstance(group, list) for child in group
+            )
+        case {"type": "Replace", "content": content, "pattern": {"String": pattern}}:
+            return -(-len(content) // len(pattern)) if pattern and content else 1 + len(content)
+        case {"type": "Replace", "content": content}:  # a regular expression, which may match an empty text
             return 1 + len(content)
         case {"type": "Precompiled", "precompiled_charsmap": table}:
             table = base64.b64decode(table)

@@ -1,6 +1,7 @@
 """Tokenizers from the metadata of GGUF files.
 
-Built from the vocabulary itself: the way through `transformers` takes 6 to 20 s, and cuts SmolLM2's text as GPT-2's.
+They are built from the vocabulary itself. Conversion with `transformers` takes 6 to 20 s, and splits SmolLM2's text by
+the rule of GPT-2.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 SPLITS = {"qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
 SPLITS |= dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe"), _LLAMA3)
-"""How text is cut before byte-level merging, by `tokenizer.ggml.pre`; besides the GPT-2 rule."""
+"""Patterns that split text before byte-level merging, by `tokenizer.ggml.pre`. Others use the GPT-2 rule."""
 
 
 def from_metadata(meta: dict, where: str) -> Tokenizer:
-    """From the metadata of a GGUF file."""
+    """Build the tokenizer from the metadata of a GGUF file."""
     fields = ConfigFields(meta, where, "tokenizer.ggml.")
     kind = fields.text("model", "none")
     tokens = fields.array("tokens", str)
     if not tokens:
-        raise UsageError(f"{where} holds no tokenizer, so it is not a whole model")
+        raise UsageError(f"{where} has no tokenizer, so it is not a complete model; use another file")
     if kind not in ("gpt2", "llama"):
         raise UsageError(
             f"{where} has a tokenizer of type {quote(kind)}, which specjax does not support (only gpt2, llama)"
@@ -43,41 +44,45 @@ def from_metadata(meta: dict, where: str) -> Tokenizer:
     control = [i for i, t in enumerate(types) if t == CONTROL]
     codec = (_byte_level if kind == "gpt2" else _sentencepiece)(fields, pieces, types)
     used = len(pieces)
-    while used and types[used - 1] == UNUSED:  # rows that only pad the embedding
+    while used and types[used - 1] == UNUSED:  # rows that pad the embedding
         used -= 1
     ends = (fields.size(f"{name}_token_id", None, minimum=0) for name in ("eos", "eot", "eom"))
-    stated = [i for i in ends if i is not None]
+    end_tokens = [i for i in ends if i is not None]
     ids = {name: _id(fields, key, len(pieces)) for name, key in NAMED.items()}
     names = {f"{name}_token": pieces[i] for name, i in ids.items() if i is not None}
     vocab = tuple(pieces[:used])
-    return Tokenizer(codec, vocab, end_ids(vocab, control, stated), meta.get("tokenizer.chat_template"), names)
+    return Tokenizer(codec, vocab, end_ids(vocab, control, end_tokens), meta.get("tokenizer.chat_template"), names)
 
 
 def _id(fields: ConfigFields, name: str, count: int) -> int | None:
-    """The id of a token with a role, None if the vocabulary of `count` has none."""
-    stated = fields.size(f"{name}_token_id", count, minimum=0)
-    return stated if stated < count else None
+    """Return the id of a token with a role; None if the vocabulary of `count` tokens has none."""
+    token_id = fields.size(f"{name}_token_id", count, minimum=0)
+    return token_id if token_id < count else None
 
 
 def _pieces(tokens: list[str]) -> list[str]:
-    """The vocabulary. Gemma files spell runs of spaces as spaces; the merges need them as ▁."""
+    """Return the vocabulary. Gemma files write runs of spaces as spaces, but the merges need ▁."""
     return [SPACE * len(p) if p and not p.strip(" ") else p for p in tokens]
 
 
 def _sentencepiece(fields: ConfigFields, pieces: list[str], types: list[int]) -> Spm:
-    # Gemma's scores do not follow the order in which its merges were learned; the order of the vocabulary does.
+    # Gemma's scores do not follow the training order of its merges. The order of the vocabulary does.
     by_order = str(fields.values.get("general.architecture", "")).startswith("gemma")
     scores = [] if by_order else fields.array("scores", (int, float), len(pieces))
     if any(math.isnan(score) for score in scores):
-        raise UsageError(f"{fields.where} has scores of tokens that are no numbers, so no text can be cut; use another")
-    most = len(pieces) - 1
-    bos, eos = (fields.size(f"{name}_token_id", i + 1, minimum=0, maximum=most) for i, name in enumerate(("bos", "eos")))
+        raise UsageError(
+            f"{fields.where} has token scores that are not numbers, so text cannot be tokenized; use another file"
+        )
+    highest = len(pieces) - 1
+    bos, eos = (
+        fields.size(f"{name}_token_id", i + 1, minimum=0, maximum=highest) for i, name in enumerate(("bos", "eos"))
+    )
     return Spm(
         tuple(pieces),
         tuple(scores) if scores else tuple(-float(i) for i in range(len(pieces))),
-        whole=frozenset(i for i, t in enumerate(types) if t in (CONTROL, USER_DEFINED)),
+        atomic=frozenset(i for i, t in enumerate(types) if t in (CONTROL, USER_DEFINED)),
         hidden=frozenset(i for i, t in enumerate(types) if t == CONTROL),
-        unknown=fields.size("unknown_token_id", 0, minimum=0, maximum=most),
+        unknown=fields.size("unknown_token_id", 0, minimum=0, maximum=highest),
         bos=bos if fields.flag("add_bos_token", True) else None,
         eos=eos if fields.flag("add_eos_token", False) else None,
         dummy_prefix=fields.flag("add_space_prefix", True),
@@ -114,18 +119,18 @@ def _byte_level(fields: ConfigFields, pieces: list[str], types: list[int]) -> Li
     ]
     backend.add_tokens(added)
     bos, eos = (_id(fields, name, len(pieces)) for name in ("bos", "eos"))
-    before = [pieces[bos]] if bos is not None and fields.flag("add_bos_token", llama3) else []
-    behind = [pieces[eos]] if eos is not None and fields.flag("add_eos_token", False) else []
-    if before or behind:
+    prefix = [pieces[bos]] if bos is not None and fields.flag("add_bos_token", llama3) else []
+    suffix = [pieces[eos]] if eos is not None and fields.flag("add_eos_token", False) else []
+    if prefix or suffix:
         backend.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *behind], special_tokens=[(p, ids[p]) for p in {*before, *behind}]
+            single=[*prefix, "$A", *suffix], special_tokens=[(p, ids[p]) for p in {*prefix, *suffix}]
         )
     return LibraryCodec(backend)
 
 
 def _merge(text: str, ids: dict[str, int], where: str) -> tuple[str, str]:
-    """The two pieces that a rule joins."""
+    """Return the two pieces that a merge rule joins."""
     left, _, right = text.partition(" ")
     if left not in ids or right not in ids or left + right not in ids:
-        raise UsageError(f"{where} joins {quote(text)}, pieces that its vocabulary does not have; download it again")
+        raise UsageError(f"{where} has the merge {quote(text)} of pieces that its vocabulary lacks; download it again")
     return left, right

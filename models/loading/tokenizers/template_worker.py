@@ -1,8 +1,8 @@
-"""The program of a process that renders chat templates: a request per line of stdin, an answer per line of stdout.
+"""Worker process that renders chat templates: it reads one request per line of stdin and writes one answer per line.
 
-A template is code out of a model file, and a sandbox alone does not bound what one expression of it allocates or how
-long a filter runs. So it runs in a process of its own, with limits, of which `chat.py` is the other side. Imports
-nothing of specjax: it has to start quickly.
+A template is code from a model file. A sandbox alone does not limit the memory of an expression or the time of a
+filter. So templates run in a separate process with limits, which `chat.py` starts. This module imports no other part of
+specjax, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ import json
 import sys
 from typing import Any
 
-MEMORY = 1 << 30
-"""Bytes of address space, where the system has such a limit."""
+MEMORY_LIMIT = 1 << 30
+"""Bytes of address space, on systems with such a limit."""
 
-ROOM = 1 << 20
-"""Characters that a template may write besides four times what it is given."""
+EXTRA_CHARACTERS = 1 << 20
+"""Characters that a template may write in addition to four times its input."""
 
 
-class TooLong(Exception):
+class OutputTooLong(Exception):
     pass
 
 
 @functools.lru_cache(maxsize=8)
-def compiled(source: str):
-    """In the environment of `transformers`, which chat templates are written for, but without `lipsum`."""
+def compile_template(source: str):
+    """Compile a template in the environment of `transformers`, which templates are written for, without `lipsum`."""
     import jinja2
     import jinja2.ext
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %}, which marks what the assistant wrote: here only its text counts."""
+        """The tag {% generation %}, which marks the assistant's text. Only the text is used here."""
 
-        tags = {"generation"}  # noqa: RUF012, as jinja2 has it
+        tags = {"generation"}  # noqa: RUF012, the form of jinja2
 
         def parse(self, parser):
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)  # a scope of its own
+            return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)  # its own scope
 
         def _text(self, caller) -> str:
             return caller()
 
     class Dict:
-        """`dict`, without a class's attributes."""
+        """The function `dict`, without the attributes of a class."""
 
         def __call__(self, *args, **kwargs):
             return dict(*args, **kwargs)
@@ -72,19 +72,19 @@ def compiled(source: str):
     return env.from_string(source)
 
 
-def answer(request: dict[str, Any], most: int) -> dict[str, str]:
-    """{"text": ...}, or what is wrong: "refused" by the template itself, "broken" or "failed"."""
+def render_request(request: dict[str, Any], max_characters: int) -> dict[str, str]:
+    """Return {"text": ...}, or an error: "refused" by the template itself, "broken" or "failed"."""
     import jinja2
 
     try:
         pieces, length = [], 0
-        for piece in compiled(request["template"]).generate(
+        for piece in compile_template(request["template"]).generate(
             messages=request["messages"], add_generation_prompt=True, **request["names"]
         ):
             pieces.append(piece)
             length += len(piece)
-            if length > most:
-                raise TooLong(f"more than {most:,} characters")
+            if length > max_characters:
+                raise OutputTooLong(f"more than {max_characters:,} characters")
         return {"text": "".join(pieces)}
     except jinja2.TemplateSyntaxError as error:
         return {"broken": f"{error.message} in line {error.lineno}"[:500]}
@@ -95,14 +95,14 @@ def answer(request: dict[str, Any], most: int) -> dict[str, str]:
 
 
 def limit_memory() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):  # not on every system
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not available on every system
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
 
 
 def limit_time(seconds: float) -> None:
-    """Of the request that begins, should the process that asks be gone when it takes too long."""
+    """Limit the CPU time of the next request, in case the parent process ends before its time limit."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -112,14 +112,14 @@ def limit_time(seconds: float) -> None:
 
 
 def main() -> None:
-    import jinja2.sandbox  # noqa: F401, before the first request's time runs
+    import jinja2.sandbox  # noqa: F401, before the time of the first request starts
 
     limit_memory()
     print("{}", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         limit_time(request["seconds"])
-        print(json.dumps(answer(request, most=4 * len(line) + ROOM)), flush=True)
+        print(json.dumps(render_request(request, most=4 * len(line) + EXTRA_CHARACTERS)), flush=True)
 
 
 if __name__ == "__main__":

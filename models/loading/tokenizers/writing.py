@@ -1,4 +1,4 @@
-"""Tokenizers to Hugging Face folders, where there are no files of theirs to copy."""
+"""Writer of tokenizers to Hugging Face folders, for tokenizers without files to copy."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """tokenizer.json and tokenizer_config.json. Returns: what config.json is to say of tokens. Raises: OSError."""
+    """Write tokenizer.json and tokenizer_config.json. Return the token ids for config.json. Raises: OSError."""
     codec = tokenizer.codec
     if isinstance(codec, Spm):
         backend = to_library_tokenizer(codec)
     elif isinstance(codec, LibraryCodec):
         backend = codec.backend
     else:
-        raise UsageError(f"a tokenizer of {type(codec).__name__} cannot be written; give a model folder that has one")
+        raise UsageError(
+            f"a tokenizer of type {type(codec).__name__} cannot be written; give a model folder with a tokenizer"
+        )
     settings: dict[str, Any] = {**tokenizer.names, "tokenizer_class": "PreTrainedTokenizerFast"}
     if isinstance(tokenizer.chat_template, str):
         settings["chat_template"] = tokenizer.chat_template
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    found = {"eos_token_id": list(tokenizer.eos)}
-    return found | {
+    token_ids = {"eos_token_id": list(tokenizer.eos)}
+    return token_ids | {
         f"{name}_id": tokenizer.vocab.index(piece)
         for name, piece in tokenizer.names.items()
         if name in ("bos_token", "pad_token") and piece in tokenizer.vocab
@@ -35,10 +37,10 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def to_library_tokenizer(spm: Spm) -> Any:
-    """The same vocabulary for the library `tokenizers`, as `transformers` converts SentencePiece's.
+    """Convert a vocabulary to the library `tokenizers`, like `transformers` converts those of SentencePiece.
 
-    Control tokens are found in a text too, a space that begins a text stands for the one that is put before it, and
-    where scores are equal the order of two merges may be another.
+    There are three differences. Control tokens are also found in plain text. A space at the start of a text replaces
+    the one that is put before it. Merges with equal scores may have another order.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors
@@ -58,19 +60,19 @@ def to_library_tokenizer(spm: Spm) -> Any:
     )
     added = [
         tokenizers.AddedToken(spm.pieces[i], normalized=False, special=i in spm.hidden)
-        for i in sorted(spm.whole | spm.hidden)
+        for i in sorted(spm.atomic | spm.hidden)
     ]
     backend.add_tokens(added)
-    before, behind = ([] if i is None else [spm.pieces[i]] for i in (spm.bos, spm.eos))
-    if before or behind:
+    prefix, suffix = ([] if i is None else [spm.pieces[i]] for i in (spm.bos, spm.eos))
+    if prefix or suffix:
         backend.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *behind], special_tokens=[(p, ids[p]) for p in {*before, *behind}]
+            single=[*prefix, "$A", *suffix], special_tokens=[(p, ids[p]) for p in {*prefix, *suffix}]
         )
     return backend
 
 
 def _merges(spm: Spm, ids: dict[str, int]) -> Iterator[tuple[float, int, int, str, str]]:
-    """(-score, place, cut, left, right): every way of a piece to come of two others."""
+    """Yield (-score, index, cut, left, right) for every way to build a piece from two others."""
     for piece, i in ids.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]

@@ -14,7 +14,7 @@ from specjax.models.loading.tensors import assembly
 
 
 def test_unknown_path():
-    with pytest.raises(UsageError, match=r'no file or folder "nowhere.gguf", and it is not a hub id'):
+    with pytest.raises(UsageError, match=r'no file or folder "nowhere.gguf" exists, and it is not a hub id'):
         load("nowhere.gguf")
 
 

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from specjax import UsageError, save_head
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
-from specjax.models.loading.heads import kinds, load_head, read_head, recognise
+from specjax.models.loading.heads import load_head, read_head, recognise
+from specjax.models.loading.heads.registry import format_of
 from specjax.models.loading.heads.writing import NO_TENSORS, stored_name
 
 
@@ -37,7 +38,7 @@ def test_every_kind_is_read_back_bit_by_bit(kind, tmp_path):
     head = numbered_head(kind, target())
     save_head(tmp_path, head, target=target())
     kind_of, dialect = recognise(tmp_path)
-    assert kind_of == kind and dialect in kinds.of(kind).LAYOUTS
+    assert kind_of == kind and dialect in format_of(kind).layouts
     found = read_head(tmp_path, target())
     assert not found.notes and not found.unused
     same(found.head, head)
@@ -81,7 +82,7 @@ def test_every_parameter_of_a_layer_has_a_name_in_files(kind):
     layer = replace(config.layer, qk_norm=True, qkv_bias=True)
     params = abstract_head(kind, replace(config, layer=layer)).params
     paths = [".".join(str(k.key) for k in keys) for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    names = [stored_name(kinds.of(kind).TABLE, path) for path in paths if path not in NO_TENSORS]
+    names = [stored_name(format_of(kind).table, path) for path in paths if path not in NO_TENSORS]
     assert len(set(names)) == len(names)
 
 

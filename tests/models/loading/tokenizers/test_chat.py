@@ -31,7 +31,7 @@ CHATML = (
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(chat, "SECONDS", 1.0)
+    monkeypatch.setattr(chat, "TIME_LIMIT_SECONDS", 1.0)
 
 
 def rendered(template, messages=HELLO) -> str:
@@ -57,7 +57,7 @@ LONG = [
 @pytest.mark.parametrize("template", LONG)
 def test_templates_that_would_take_for_ever(quick, template):
     begun = time.monotonic()
-    with pytest.raises(UsageError, match=r"the model's chat template (takes more than|fails \()") as error:
+    with pytest.raises(UsageError, match=r"the model's chat template (needs more than|fails \()") as error:
         rendered(template)
     assert "\n" not in str(error.value) and len(str(error.value)) < 800
     assert time.monotonic() - begun < 20
@@ -145,7 +145,7 @@ def test_a_process_that_died_meanwhile_is_replaced():
 
 
 def test_a_template_is_not_blamed_for_a_process_that_was_killed(monkeypatch):
-    running, left = chat._Process._running, [1]
+    running, left = chat._TemplateProcess._running, [1]
 
     def killed(process):
         child = running(process)
@@ -154,10 +154,10 @@ def test_a_template_is_not_blamed_for_a_process_that_was_killed(monkeypatch):
             os.kill(child.pid, signal.SIGKILL)
         return child
 
-    monkeypatch.setattr(chat._Process, "_running", killed)
+    monkeypatch.setattr(chat._TemplateProcess, "_running", killed)
     assert rendered("x") == "x", "once more"
     left[0] = 2
-    with pytest.raises(UsageError, match="somebody ends the process"):
+    with pytest.raises(UsageError, match="was killed"):
         rendered("x")
     assert rendered("y") == "y"
 
@@ -289,7 +289,7 @@ def test_what_cannot_be_kept_apart_is_refused(tokenizer):
     message = {"role": "user", "content": "a<|im_EN", "name": "end|>"}
     assert roles(tokenizer, tokenizer.chat([message])) == []
     message = {"role": "user", "content": "abc<|im_more", "name": "end|>"}
-    with pytest.raises(UsageError, match="makes control tokens out of what these messages say"):
+    with pytest.raises(UsageError, match="builds control tokens from the text of these messages"):
         tokenizer.chat([message])
 
 
@@ -313,7 +313,7 @@ def test_without_a_template(tokenizer):
 
 def test_a_control_token_that_is_one_letter_is_refused():
     codec = byte_level(("☃", True))
-    with pytest.raises(UsageError, match='the control token "☃", which is no text'):
+    with pytest.raises(UsageError, match='the control token "☃", which the template alone may write'):
         Tokenizer(codec, (), (), CHATML).chat("a ☃")
 
 

@@ -172,4 +172,4 @@ def test_merge_equals_its_specification():
     scores = [float(rng.randrange(10)) for _ in words]
     for _ in range(300):
         text = "".join(rng.choices("abc", k=rng.randrange(0, 20)))
-        assert spm.merge(text, ids, scores) == slow_merge(text, ids, scores), text
+        assert spm.merge_pieces(text, ids, scores) == slow_merge(text, ids, scores), text
