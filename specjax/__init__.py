@@ -44,6 +44,7 @@ _HOMES = {
     "denoise": "api",
     "explain": "analysis.explain",
     "load": "api",
+    "load_denoiser": "api",
     "load_head": "models.loading.heads",
     "make_drafter": "drafters.making",
     "mesh": "parallel",

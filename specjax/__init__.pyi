@@ -13,6 +13,7 @@ from specjax.analysis.explain import explain as explain
 from specjax.api import decode as decode
 from specjax.api import denoise as denoise
 from specjax.api import load as load
+from specjax.api import load_denoiser as load_denoiser
 from specjax.api import serve as serve
 from specjax.api import stream as stream
 from specjax.catalog.methods import METHODS as METHODS

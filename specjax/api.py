@@ -38,19 +38,30 @@ from specjax.verifiers import Verifier
 from specjax.verifiers.parsing import parse_rule
 
 
-def load(source: str | Path | None = None, **options: Any) -> tuple[Target | Denoiser, Tokenizer]:
-    """A model with its weights, and its tokenizer; of a diffusion model a `Denoiser`, read as its config says.
+def load(source: str | Path | None = None, **options: Any) -> tuple[Target, Tokenizer]:
+    """Load an autoregressive model with its weights, and its tokenizer.
 
     source, options: as for `specjax.models.loading.read_model`: dtype, stacked, cache_dtype, same_bits,
     max_positions, mesh, over.
 
-    Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
+    Raises: UsageError, in one sentence, for everything that can be wrong with `source`. A diffusion model is refused;
+      `load_denoiser` loads it.
     """
-    target, tokenizer, reading = read_model(source, **options)
-    if reading is None:
-        return target, tokenizer
-    known: dict[str, Any] = reading._asdict()
-    return Denoiser(target.model, target.params, **known), tokenizer
+    loaded = read_model(source, kind="autoregressive", **options)
+    return loaded.target, loaded.tokenizer
+
+
+def load_denoiser(source: str | Path | None = None, **options: Any) -> tuple[Denoiser, Tokenizer]:
+    """Load a diffusion language model with the denoiser settings of its config, and its tokenizer.
+
+    source, options: as for `load`.
+
+    Raises: UsageError, as `load` does, and for an autoregressive model.
+    """
+    loaded = read_model(source, kind="diffusion", **options)
+    assert loaded.denoiser_settings is not None
+    settings: dict[str, Any] = loaded.denoiser_settings._asdict()
+    return Denoiser(loaded.target.model, loaded.target.params, **settings), loaded.tokenizer
 
 
 def decode(

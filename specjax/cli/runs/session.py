@@ -30,6 +30,7 @@ from specjax.errors import UsageError
 from specjax.files.atomic import cache_folder
 from specjax.models.heads.contract import DraftHead
 from specjax.models.layout import axis_that_changes_bits
+from specjax.models.loading import ModelKindError
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.vocabulary import read_token_map
@@ -285,32 +286,15 @@ def open_denoiser(log: Console, models: Models) -> tuple[Session, Denoiser]:
     use_cache(not models.no_cache)
     target, chosen = models.target, choose_dtype(models.dtype)
     with stage(log, f"loading {target}", f"loaded ({describe_dtype(models.dtype, chosen)})") as clock:
-        model, tokenizer = _load_any(
-            "--target", target, chosen, models.cache_dtype, None, max_positions=models.max_positions
-        )
-    if not isinstance(model, Denoiser):
-        raise UsageError(
-            f"--target: {target or 'SmolLM2-135M-Instruct'} is an autoregressive model, and --method is of diffusion "
-            "models; choose a drafter of `specjax methods`, or leave --method out"
-        )
+        model, tokenizer = _load_denoiser(target, chosen, models.cache_dtype, models.max_positions)
     return Session(model.target, tokenizer, None, chosen, clock.seconds, None, models.cache_dtype), model
 
 
-def _load(flag: str, source: str | None, *arguments, **options):
-    """Raises: UsageError for what cannot be loaded, and for a diffusion model."""
-    model, tokenizer = _load_any(flag, source, *arguments, **options)
-    if isinstance(model, Denoiser):
-        raise UsageError(
-            f"{flag}: {source} is a diffusion model, which only `specjax generate` and `specjax bench` decode, as "
-            "--target"
-        )
-    return model, tokenizer
-
-
-def _load_any(
+def _load(
     flag: str, source: str | None, dtype: str, cache_dtype: str | None, mesh, over=None, same_bits=False,
     max_positions=None,
 ):  # fmt: skip
+    """Load an autoregressive model. Raises: UsageError for a model that cannot be loaded, or is a diffusion model."""
     import specjax
 
     try:
@@ -318,10 +302,35 @@ def _load_any(
             source, dtype=dtype, cache_dtype=cache_dtype, same_bits=same_bits, max_positions=max_positions, mesh=mesh,
             over=over,
         )  # fmt: skip
+    except ModelKindError:
+        raise UsageError(
+            f"{flag}: {source} is a diffusion model, which only `specjax generate` and `specjax bench` decode, as "
+            "--target"
+        ) from None
     except UsageError as error:
-        if str(error).startswith("max_positions "):
-            raise UsageError(f"--max-positions {str(error).removeprefix('max_positions ')}") from None
-        raise UsageError(f"{flag}: {error}") from None
+        raise _name_flag(flag, error) from None
+
+
+def _load_denoiser(source: str | None, dtype: str, cache_dtype: str | None, max_positions: int | None):
+    """Load a diffusion model. Raises: UsageError for a model that cannot be loaded, or is autoregressive."""
+    import specjax
+
+    try:
+        return specjax.load_denoiser(source, dtype=dtype, cache_dtype=cache_dtype, max_positions=max_positions)
+    except ModelKindError:
+        raise UsageError(
+            f"--target: {source or 'SmolLM2-135M-Instruct'} is an autoregressive model, but --method is for diffusion "
+            "models; choose a drafter of `specjax methods`, or leave --method out"
+        ) from None
+    except UsageError as error:
+        raise _name_flag("--target", error) from None
+
+
+def _name_flag(flag: str, error: UsageError) -> UsageError:
+    """Return an error of loading with the flag that it is about."""
+    if str(error).startswith("max_positions "):
+        return UsageError(f"--max-positions {str(error).removeprefix('max_positions ')}")
+    return UsageError(f"{flag}: {error}")
 
 
 def _check_vocabularies(tokenizer, other) -> None:

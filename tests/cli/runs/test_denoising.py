@@ -18,12 +18,18 @@ def denoisers(monkeypatch):
     plain = specjax.load
 
     def load(source=None, **options):
-        target, tokenizer = plain(None if source in ("full", "blocks") else source, **options)
+        if source in ("full", "blocks"):
+            raise loading.ModelKindError(f"{source} is a diffusion model")
+        return plain(source, **options)
+
+    def load_denoiser(source=None, **options):
         if source not in ("full", "blocks"):
-            return target, tokenizer
+            raise loading.ModelKindError(f"{source} is an autoregressive model")
+        target, tokenizer = plain(**options)
         return specjax.Denoiser(target.model, target.params, 0, **(BLOCKS if source == "blocks" else {})), tokenizer
 
     monkeypatch.setattr(specjax, "load", load, raising=False)
+    monkeypatch.setattr(specjax, "load_denoiser", load_denoiser, raising=False)
     monkeypatch.setattr(loading, "is_diffusion", lambda source: source in ("full", "blocks"))
 
 
@@ -31,7 +37,7 @@ def test_json_says_in_which_order_a_text_came_to_be_and_what_it_cost(cli):
     options = ("--method", "sdar", "--set", "tau=2", "--set", "steps=2", *SHORT)
     document = json.loads(cli("generate", "hello", "--target", "blocks", *options, "--json", "--compare").out)
     (entry,) = document["results"]
-    denoiser, tokenizer = specjax.load("blocks")
+    denoiser, tokenizer = specjax.load_denoiser("blocks")
     direct = specjax.denoise(
         denoiser, specjax.diffusion.methods.sdar(denoiser, tau=2, steps=2), [tokenizer.chat("hello")],
         key=specjax_keys(), max_new_tokens=10, eos=2,
@@ -67,7 +73,7 @@ def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
         (("--target", "full", "--method", "auto"), "--method auto is a drafter of autoregressive models, and --target"),
         (("--target", "full", "--method", "pearl"), "--method pearl is a decoder of autoregressive models"),
         (("--target", "full", "--method", "none"), 'unknown method "none"; of diffusion models choose llada'),
-        (("--method", "llada"), "SmolLM2-135M-Instruct is an autoregressive model, and --method is of diffusion"),
+        (("--method", "llada"), "SmolLM2-135M-Instruct is an autoregressive model, but --method is for diffusion"),
         (("--show", "order"), "--show order draws the canvas of a diffusion model"),
         (("--target", "full", "--show", "all"), "--show must be text or order"),
         (("--target", "full", "--method", "sdar"), "sdar decodes block-causal models"),
@@ -98,7 +104,7 @@ def test_bench_counts_columns_beside_passes(cli, prompts, tmp_path):
     document = json.loads(result.out)
     fast, ahead = (document["overall"][name] for name in ("fast_dllm", "freedave"))
     assert fast["tokens"] == 20 and fast["tokens_per_pass"] == 10.0 and fast["baseline_tokens_per_pass"] == 1.0
-    tokenizer = specjax.load("full")[1]
+    tokenizer = specjax.load_denoiser("full")[1]
     whole = sum(len(tokenizer.chat(text)) + 10 for text in ("hello", "abc"))  # columns of the two canvases
     assert fast["columns_per_token"] == whole / 20 and fast["baseline_columns_per_token"] == 10 * whole / 20
     assert fast["speedup"] == pytest.approx(fast["tokens_per_second"] / fast["baseline_tokens_per_second"])

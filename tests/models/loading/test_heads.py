@@ -266,7 +266,7 @@ def test_an_embedding_that_is_the_targets_is_not_kept_twice(tmp_path):
     arrays = d.eagle() | {"embed_tokens.weight": np.asarray(target().params["embed"]["weight"])}
     found = read_head(d.write(tmp_path, d.layers(8), arrays), target())
     assert not found.flags["embeds"] and "embed" not in found.head.params
-    assert found.notes == ("embed_tokens is the target's own, and is shared",)
+    assert found.notes == ("embed_tokens equals the target's embedding and is shared",)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
@@ -430,7 +430,7 @@ def test_what_is_no_head_is_told_from_one(tmp_path):
     config = d.layers(8) | {"architectures": ["LlamaForCausalLM"]}
     whole = d.write(tmp_path / "model", config, d.arrays_of({"model.embed_tokens.weight": (d.V, d.D)}))
     assert recognise(whole) is None
-    with pytest.raises(UsageError, match="is no learned head of a known kind"):
+    with pytest.raises(UsageError, match="is not a draft head of a known kind"):
         load_head(whole, target())
     (whole / "config.json").write_text(json.dumps([1]))
     with pytest.raises(UsageError, match="is not a JSON object"):

@@ -14,7 +14,7 @@ from specjax.models.loading.tensors import assembly
 
 
 def test_unknown_path():
-    with pytest.raises(UsageError, match=r'no file or folder "nowhere.gguf" exists, and it is not a hub id'):
+    with pytest.raises(UsageError, match=r'no file or folder "nowhere.gguf" exists, and it is no hub id'):
         load("nowhere.gguf")
 
 
@@ -31,7 +31,9 @@ def test_failing_download_is_one_sentence(monkeypatch):
         raise ConnectionError("no route to the hub\nand a long second line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    wanted = r'"org/name" is not a local file or folder .* \(no route to the hub\); check the id or the network, or give '
+    wanted = (
+        r'"org/name" is not a local file or folder .* \(no route to the hub\); check the id or the network'
+    )
     with pytest.raises(UsageError, match=wanted) as caught:
         load("org/name")
     assert "\n" not in str(caught.value)

@@ -53,6 +53,8 @@ def test_only_rows_that_are_needed_are_read(tmp_path, monkeypatch):
     assert read == [(4, 8), (8, 12)]
     np.testing.assert_array_equal(values, stored[6:10, 1:])
     for start in range(0, 16, 4):  # reversed rows
-        assembly._write_rows([((slice(0, 4), slice(1, 2)), values)], tensor, start, start + 4, 1.0, np.arange(15, -1, -1))
+        assembly._write_rows(
+            [((slice(0, 4), slice(1, 2)), values)], tensor, start, start + 4, 1.0, np.arange(15, -1, -1)
+        )
     assert read[2:] == [(12, 16)]
     np.testing.assert_array_equal(values, stored[:11:-1, 1:] + 1)

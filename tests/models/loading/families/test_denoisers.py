@@ -70,7 +70,7 @@ def test_published_layouts_are_read_as_their_authors_run_them(kind, tiny, texts,
 
     model = publish(tiny, tmp_path, kind)
     assert is_diffusion(tmp_path)
-    denoiser, _ = specjax.load(tmp_path)
+    denoiser, _ = specjax.load_denoiser(tmp_path)
     assert isinstance(denoiser, Denoiser) and denoiser.mask_token == MASK
     assert {name: getattr(denoiser, name) for name in FULL} == PUBLISHED[kind][2]
     tokens, mask = texts[:1], allowed(texts.shape[1], denoiser.block)
@@ -136,7 +136,7 @@ def test_llada_by_the_names_of_its_tensors(tiny, texts, tmp_path):
     import torch
 
     tensors = write_llada(tmp_path, tiny)
-    denoiser, _ = specjax.load(tmp_path)
+    denoiser, _ = specjax.load_denoiser(tmp_path)
     assert {name: getattr(denoiser, name) for name in FULL} == FULL and denoiser.mask_token == MASK
     theirs = llada(tensors, torch.tensor(texts[0], dtype=torch.long)).numpy()
     size = texts.shape[1]
@@ -145,7 +145,9 @@ def test_llada_by_the_names_of_its_tensors(tiny, texts, tmp_path):
 
 def test_a_loaded_denoiser_writes_a_text(tiny, tmp_path):
     publish(tiny, tmp_path, "sdar")
-    denoiser, _ = specjax.load(tmp_path)
+    with pytest.raises(UsageError, match=r"is a diffusion model; load it with specjax\.load_denoiser"):
+        specjax.load(tmp_path)
+    denoiser, _ = specjax.load_denoiser(tmp_path)
     result = specjax.denoise(denoiser, "sdar", [[5, 6, 7]], key=0, max_new_tokens=6)
     assert result.lengths.tolist() == [6] and MASK not in result.to_lists()[0]
 
@@ -154,7 +156,7 @@ def test_a_loaded_denoiser_writes_a_text(tiny, tmp_path):
     ("kind", "changes", "words"),
     [
         ("sdar", {"block_size": None}, r'lacks the block size of its attention; add the field block_size, such as "bl'),
-        ("Dream", {"mask_token_id": None}, "which token is the mask; add mask_token_id"),
+        ("Dream", {"mask_token_id": None}, "defines the mask token; add mask_token_id"),
         ("Dream", {"mask_token_id": 96}, "mask_token_id 96, which must be below its vocabulary size, 96"),
         ("Dream", {"mask_token_id": 2}, "mask_token_id 2, which is also an end token"),
         ("Dream", {"block_size": 32}, "a Dream model with block_size, which specjax does not support"),
@@ -167,13 +169,13 @@ def test_a_loaded_denoiser_writes_a_text(tiny, tmp_path):
 def test_what_is_not_known_is_refused_in_a_sentence(kind, changes, words, tiny, tmp_path):
     publish(tiny, tmp_path, kind, **changes)
     with pytest.raises(UsageError, match=words):
-        specjax.load(tmp_path)
+        specjax.load_denoiser(tmp_path)
 
 
 def test_llada_with_another_formula_is_refused(tiny, tmp_path):
     write_llada(tmp_path, tiny, alibi=True)
     with pytest.raises(UsageError, match=r"has alibi .*; for LLaDA specjax supports"):
-        specjax.load(tmp_path)
+        specjax.load_denoiser(tmp_path)
 
 
 def test_a_folder_is_planned_as_the_denoiser_that_it_is(tiny, tmp_path):
@@ -189,8 +191,10 @@ def test_a_folder_is_planned_as_the_denoiser_that_it_is(tiny, tmp_path):
 
 def test_autoregressive_folders_stay_targets(tiny, tmp_path):
     tiny.save(tiny.model("qwen2"), tmp_path)
-    assert not is_diffusion(tmp_path) and read_model(tmp_path).reading is None
+    assert not is_diffusion(tmp_path) and read_model(tmp_path).denoiser_settings is None
     assert isinstance(specjax.load(tmp_path)[0], Target)
+    with pytest.raises(UsageError, match=r"is an autoregressive model; load it with specjax\.load"):
+        specjax.load_denoiser(tmp_path)
     assert not is_diffusion("nowhere") and not is_diffusion(None)
 
 
