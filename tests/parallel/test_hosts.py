@@ -160,7 +160,7 @@ def test_an_exception_on_one_host_ends_the_other(failing):
         ended = running.wait(timeout=120)
     assert ended[failing].code == 1 and "Traceback" in ended[failing].err
     other = ended[1 - failing]
-    assert other.code == hosts.FAILED
+    assert other.code == hosts.EXIT_OTHER_HOST_FAILED
     assert f"host {failing} failed: ValueError: this host has no room left" in other.err
 
 
@@ -205,7 +205,7 @@ def test_a_host_that_fails_ends_the_others():
     with Hosts(2, "cli", "generate", "abc", *SHORT, *FLAGS, "--target", "missing") as running:
         first, second = running.wait()
     assert second.code == 2 and "specjax: --target: there is no such file on this host" in second.err
-    assert first.code == hosts.FAILED
+    assert first.code == hosts.EXIT_OTHER_HOST_FAILED
     assert "specjax: host 1 failed: --target: there is no such file on this host" in first.err
 
 
@@ -238,7 +238,7 @@ def test_a_host_that_finished_is_not_silent(monkeypatch):
     said, now = [], [0.0]
     monkeypatch.setattr(hosts, "_say", said.append)
     monkeypatch.setattr(hosts.time, "monotonic", lambda: now[0])
-    watch = hosts._Watch(None, 0, heartbeat=6)
+    watch = hosts._FailureMonitor(None, 0, heartbeat=6)
     for now[0] in (1.0, 9.0):
         watch.look({"0": "1", "1": "finished", "2": "5"}, {})
     assert len(said) == 1 and said[0].startswith("host 2 has been silent for 8 s")

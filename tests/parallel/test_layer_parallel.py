@@ -71,7 +71,7 @@ def passes(group):
     ("config", "data", "layer", "exactly"), [(INT8, 2, 2, False), exhaustive(GEMMA, 1, 4, True)], ids=["llama", "gemma"]
 )
 def test_logits_are_those_of_one_device(config, data, layer, exactly):
-    placed = layer_parallel.place(whole(config), specjax.mesh(data, 2, layer=layer))
+    placed = layer_parallel.place_layer_parallel(whole(config), specjax.mesh(data, 2, layer=layer))
     wanted = passes(layer)(whole(config))
     for ours, theirs in zip(jax.tree.leaves(passes(layer)(placed)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-5)
@@ -92,7 +92,7 @@ def test_greedy_text_on_a_mesh(data, model, layer, tree):
     plain = specjax.decode(target, autoregressive(), PROMPTS, **options).to_lists()
     settings = {"num_tokens": 3, "tree": tree and trees.parse(tree)}
     alone = specjax.decode(target, easyspec(target, group=layer, **settings), PROMPTS, **options)
-    draft = layer_parallel.place(target, mesh)
+    draft = layer_parallel.place_layer_parallel(target, mesh)
     spread = specjax.decode(specjax.shard(target, mesh), easyspec(draft, **settings), PROMPTS, **options)
     assert spread.to_lists() == alone.to_lists() == plain
     for ours, theirs in zip(jax.tree.leaves(spread.stats), jax.tree.leaves(alone.stats), strict=True):
@@ -103,7 +103,7 @@ def test_greedy_text_on_a_mesh(data, model, layer, tree):
 def test_devices_keep_their_own_layers():
     """Of the five layers in the middle: attention and cache by layer and head, MLPs by width."""
     mesh = specjax.mesh(1, 2, layer=4)
-    placed = layer_parallel.place(whole(LLAMA), mesh)
+    placed = layer_parallel.place_layer_parallel(whole(LLAMA), mesh)
     shapes = layer_parallel.abstract_draft(LLAMA, mesh)
     assert shapes.model is placed.model
     for ours, theirs in zip(jax.tree.leaves(placed.params), jax.tree.leaves(shapes.params), strict=True):
@@ -111,11 +111,11 @@ def test_devices_keep_their_own_layers():
     cache = jax.jit(lambda: placed.model.init_cache(placed.params, None, 2, 128))()
     parts = lambda x: x.size // x.addressable_shards[0].data.size
     layers = placed.params["layers"]
-    assert [parts(own["attention"]["q"]["weight"]) for own in layers["own"]] == [8, 8]
-    assert [parts(rest["mlp"]["up"]["weight"]) for rest in layers["rest"]] == [8, 8]
+    assert [parts(own["attention"]["q"]["weight"]) for own in layers["device"]] == [8, 8]
+    assert [parts(rest["mlp"]["up"]["weight"]) for rest in layers["shared"]] == [8, 8]
     assert [parts(x) for x in (layers["first"]["attention"]["q"]["weight"], cache.k["first"])] == [2, 2]
     assert [parts(x) for x in (*cache.k["groups"], *cache.v["groups"])] == [8] * 4
-    second = layers["own"][0]["attention"]["o"]["weight"][0, 1]  # layer 2
+    second = layers["device"][0]["attention"]["o"]["weight"][0, 1]  # layer 2
     np.testing.assert_array_equal(second, whole(LLAMA).params["layers"][2]["attention"]["o"]["weight"])
 
 
@@ -144,22 +144,22 @@ def test_bad_settings():
     mesh = specjax.mesh(1, 1, layer=4)
     draft = whole(LLAMA)
     with pytest.raises(UsageError, match='group is 3, but the mesh has 4 devices along "layer"'):
-        layer_parallel.place(draft, mesh, group=3)
+        layer_parallel.place_layer_parallel(draft, mesh, group=3)
     with pytest.raises(UsageError, match="group must be at least 1, not 0"):
-        layer_parallel.place(draft, mesh, group=0)
+        layer_parallel.place_layer_parallel(draft, mesh, group=0)
     with pytest.raises(UsageError, match='2 or more devices along "layer"'):
-        layer_parallel.place(draft, specjax.mesh(1, 2))
+        layer_parallel.place_layer_parallel(draft, specjax.mesh(1, 2))
     with pytest.raises(UsageError, match="has 5 layers, too few for a group of 4"):
-        layer_parallel.place(tiny_llama(layers=5), mesh)
+        layer_parallel.place_layer_parallel(tiny_llama(layers=5), mesh)
     with pytest.raises(UsageError, match="does not divide the 6 query and 3 key/value heads"):
-        layer_parallel.place(tiny_llama(layers=4, num_heads=6, num_kv_heads=3), specjax.mesh(1, 4, layer=2))
+        layer_parallel.place_layer_parallel(tiny_llama(layers=4, num_heads=6, num_kv_heads=3), specjax.mesh(1, 4, layer=2))
     with pytest.raises(UsageError, match="not one of"):
-        layer_parallel.place(markov(), mesh)
+        layer_parallel.place_layer_parallel(markov(), mesh)
     with pytest.raises(UsageError, match="sharded already"):
-        layer_parallel.place(specjax.shard(draft, specjax.mesh(1, 2)), mesh)
+        layer_parallel.place_layer_parallel(specjax.shard(draft, specjax.mesh(1, 2)), mesh)
     with pytest.raises(UsageError, match="make it with"):
-        layer_parallel.place(draft, jax.sharding.Mesh(np.array(jax.devices()[:4]), "layer"))
-    placed = layer_parallel.place(draft, mesh)
+        layer_parallel.place_layer_parallel(draft, jax.sharding.Mesh(np.array(jax.devices()[:4]), "layer"))
+    placed = layer_parallel.place_layer_parallel(draft, mesh)
     assert easyspec(placed).propose is easyspec(placed, group=4).propose
     with pytest.raises(UsageError, match="placed for groups of 4 layers, not 2"):
         easyspec(placed, group=2)

@@ -18,7 +18,7 @@ from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import run
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.parallel.layer_parallel import check
+from specjax.parallel.layer_parallel import check_layer_parallel
 from specjax.types import Target
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7], [3]]
@@ -51,8 +51,8 @@ def test_a_norm_over_all_heads_is_that_of_one_device():
     whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
     sharded = parallel.shard(target, parallel.mesh(2, 4))
     assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
-    with pytest.raises(UsageError, match="norms the queries of all heads at once"):
-        check(dataclasses.replace(target.model.config, num_layers=4), parallel.mesh(1, 2, layer=2))
+    with pytest.raises(UsageError, match="normalises the queries of all heads together"):
+        check_layer_parallel(dataclasses.replace(target.model.config, num_layers=4), parallel.mesh(1, 2, layer=2))
 
 
 @pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 2), exhaustive(1, 8, 8)])
@@ -162,7 +162,7 @@ def test_top_k_and_top_p_over_parts_of_the_vocabulary(ties):
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
-    with pytest.raises(UsageError, match=r"needs 16 devices, but there are 8; ask for fewer parts, or set .*count=16"):
+    with pytest.raises(UsageError, match=r"needs 16 devices, but there are 8; use fewer parts, or set .*count=16"):
         specjax.mesh(2, 8)
     with pytest.raises(UsageError, match=r"must be at least 1, not \(2, 0, 1, 1\)"):
         specjax.mesh(2, 1, layer=0)

@@ -132,8 +132,8 @@ def test_transfers_that_do_not_fit(tmp_path):
     save_head(tmp_path, numbered_head("hidden_transfer", target()))
     with pytest.raises(UsageError, match="transfers of width 32, and the width of the target tiny is 16"):
         load_head(tmp_path, shapes_of_target(width=16))
-    with pytest.raises(UsageError, match="transfers behind layer 6 of the target, and tiny has 2 layers"):
+    with pytest.raises(UsageError, match="transfers after layer 6 of the target, and tiny has 2 layers"):
         load_head(tmp_path, shapes_of_target(num_layers=2))
     (tmp_path / "config.json").write_text(json.dumps({"behind": [1]}))
-    with pytest.raises(UsageError, match=r"has 3 transfers, and .* says behind which layer 1 are made"):
+    with pytest.raises(UsageError, match=r"has 3 transfers, and .* lists the layers of 1 in behind"):
         load_head(tmp_path, target())
