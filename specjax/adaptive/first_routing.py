@@ -203,6 +203,6 @@ def _train_lora(
         _, pending = one_pass(model, jax.lax.stop_gradient(both), tokens, memory)
         place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         asked = _learn(memory.state, pending.records, TokenPositions(place, prompt), place < prompt[:, None])
-        return surprise(model, both, tokens, prompt, length, memory._replace(own=asked))[0]
+        return surprise(model, both, tokens, prompt, length, memory._replace(state=asked))[0]
 
     return descend(loss, changes, steps, learning_rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,9 @@ class Reading(NamedTuple):
     said: Array  # int32[B, L], the likeliest token
 
 
-def read(target: Target, tokens: Array, prompt: Array) -> Reading:
+def read(
+    target: Target, tokens: Array | Sequence[Sequence[int]], prompt: Array | Sequence[int]
+) -> Reading:
     """What `target` does with texts `tokens` int32[B, L] whose first `prompt` int32[B] tokens, 1 or more, are given.
 
     What a token runs does not depend on those behind it, nor on how many are read at once. So this is what decoding

@@ -93,7 +93,7 @@ def test_serve(lines, small, monkeypatch, capsys):
     """Every line of stdin gets a text that ends, as that of its request alone; split characters are not shown."""
     target, tokenizer = small
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    short = blocks(ROOT / "docs/serving.md")[0].replace('"max_new_tokens": 256', '"max_new_tokens": 24')
+    short = blocks(ROOT / "docs/serving.md")[0].replace("max_new_tokens=256", "max_new_tokens=24")
     exec(compile(short.replace("512", "64"), "serving.md", "exec"), {})
     texts, ended = {}, {}
     for line in capsys.readouterr().out.splitlines():

@@ -147,7 +147,7 @@ def test_steps_do_not_copy_the_cache(monkeypatch):
     for drafter in (autoregressive(), prompt_lookup(3), own):
         assert copies_of_the_cache(drafter, 8) == []
     assert copies_of_the_cache(prompt_lookup(3), 8, "int8") == []
-    monkeypatch.setattr(kv, "after", lambda x: jnp.zeros(x.shape[0], jnp.int32))
+    monkeypatch.setattr(kv, "write_dependency", lambda x: jnp.zeros(x.shape[0], jnp.int32))
     assert copies_of_the_cache(autoregressive(), 7)  # the test can fail: this is what `after` prevents
 
 
@@ -264,7 +264,7 @@ def test_int8_takes_half_the_memory_of_bfloat16():
 
 
 def test_a_cache_of_another_dtype_is_refused():
-    with pytest.raises(UsageError, match='cache_dtype must be "int8", or left out'):
+    with pytest.raises(UsageError, match='cache_dtype must be "int8" or left out'):
         tiny_llama(cache_dtype="int4")
 
 

@@ -152,7 +152,7 @@ def test_what_a_pass_leaves_undone_is_refused_before_anything_runs():
 @pytest.mark.exhaustive
 def test_padding_behind_the_last_place_is_no_number_otherwise(monkeypatch):
     """The model has fewer places than a chunk of a prompt."""
-    monkeypatch.setattr(custom_caches, "_within", lambda positions, max_positions: positions)
+    monkeypatch.setattr(custom_caches, "_clip_positions", lambda positions, max_positions: positions)
     target = as_target(transformer, weights(), max_positions=LONGEST, cache=empty_cache, name="beyond")
     assert str(check_model(target.model, target.params)) == "beyond: its logits are not numbers"
 
@@ -162,7 +162,7 @@ def test_pending_nodes_that_do_not_see_those_above_them(monkeypatch):
     alone = lambda mask, positions: jnp.broadcast_to(jnp.eye(3, 6, dtype=bool), (len(mask), 3, 6))
     right = custom_caches._earlier_mask
     broken = lambda mask, positions: alone(mask, positions) if mask.shape[1:] == (3, 6) else right(mask, positions)
-    monkeypatch.setattr(custom_caches, "_among_earlier", broken)
+    monkeypatch.setattr(custom_caches, "_earlier_mask", broken)
     target = as_target(transformer, weights(), max_positions=LONGEST, name="alone")
     assert "alone: tokens that are pending are read otherwise" in str(check_model(target.model, target.params))
 

@@ -236,11 +236,11 @@ def test_settings_that_do_not_fit(arguments, words):
 
 def test_a_host_that_finished_is_not_silent(monkeypatch):
     said, now = [], [0.0]
-    monkeypatch.setattr(hosts, "_say", said.append)
+    monkeypatch.setattr(hosts, "_print_warning", said.append)
     monkeypatch.setattr(hosts.time, "monotonic", lambda: now[0])
     watch = hosts._FailureMonitor(None, 0, heartbeat=6)
     for now[0] in (1.0, 9.0):
-        watch.look({"0": "1", "1": "finished", "2": "5"}, {})
+        watch.check_hosts({"0": "1", "1": "finished", "2": "5"}, {})
     assert len(said) == 1 and said[0].startswith("host 2 has been silent for 8 s")
 
 

@@ -89,7 +89,7 @@ def test_cache_dtype(data):
     target, _ = load(data / "stories260K" / "stories260K.bin", cache_dtype="int8", stacked=True)
     cache = target.model.init_cache(target.params, None, 1, 8)
     assert cache.k.dtype == "int8" and cache.k.scale.shape == cache.k.shape[:-1]
-    with pytest.raises(UsageError, match='cache_dtype must be "int8", or left out'):
+    with pytest.raises(UsageError, match='cache_dtype must be "int8" or left out'):
         load(cache_dtype="bfloat16")
 
 
@@ -126,7 +126,7 @@ def test_every_misfit_is_in_one_message(stacked, tiny, tmp_path):
 def test_small_chunks_change_nothing(tiny, tmp_path, monkeypatch):
     folder = tiny.save(tiny.model("gemma3_text"), tmp_path)
     whole, _ = load(folder, stacked=True)
-    monkeypatch.setattr(assembly, "CHUNK", 256)
+    monkeypatch.setattr(assembly, "CHUNK_ELEMENTS", 256)
     chunked, _ = load(folder, stacked=True)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole.params, chunked.params))
 

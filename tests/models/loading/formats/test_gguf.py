@@ -154,7 +154,7 @@ def test_half_of_longrope_is_refused(tiny, tmp_path, monkeypatch):
     file = write(tiny.model(**CASES["phi4-mini"]), tmp_path / "model.gguf")
     config = read(file)[0].config
     assert config.rope_scaling.long == (1.5, 3.0, 6.0) and config.rotary_dim == 6
-    monkeypatch.setattr(rope, "OF_GGUF", ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_none.weight"))
+    monkeypatch.setattr(rope, "GGUF_DIVISORS", ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_none.weight"))
     with pytest.raises(UsageError, match=r"must have rope_factors_none.weight with 3 numbers .* the other set"):
         read(file)
 
