@@ -13,17 +13,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ELSEWHERE = ("models", "configs", "pallas_kernels")  # folders that are installed as parts of specjax
 
 FRAGMENTS: dict[tuple[str, int], str] = {}
-"""(page, number of the block) of examples that are no Python by themselves, and the reason."""
+"""Examples that are left out, by page and number of the block, each with the reason."""
 
 CONTEXT = """
 import jax
 import specjax
-from specjax.engine.packing import Prompts
 from specjax.models.loading import Tokenizer
 
 target: specjax.Target
 tokenizer: Tokenizer
-prompts: Prompts
+prompts: list[list[int]]
 key: jax.Array
 """
 """The names that docs/index.md introduces for all examples."""
@@ -50,7 +49,8 @@ def site(tmp_path_factory) -> pathlib.Path:
 def snippets(page: pathlib.Path) -> str:
     """The examples of a page as one module, because later ones use the names of earlier ones."""
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return CONTEXT + "\n".join(b for i, b in enumerate(blocks) if (page.name, i) not in FRAGMENTS) if blocks else ""
+    chosen = [block for number, block in enumerate(blocks) if (page.name, number) not in FRAGMENTS]
+    return "\n".join([CONTEXT, *chosen]) if chosen else ""
 
 
 def test_examples_have_the_types_of_the_package(site, tmp_path):
@@ -67,5 +67,7 @@ def test_examples_have_the_types_of_the_package(site, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     lines = [line for line in done.stdout.splitlines() if ": note:" not in line]
     found = [line for line in lines if line.startswith("checked.py")]
-    assert len(found) == 1 and "Target" in found[0], f"mypy does not read the package's types\n{done.stdout}{done.stderr}"
+    assert len(found) == 1 and "Target" in found[0], (
+        f"mypy does not read the package's types\n{done.stdout}{done.stderr}"
+    )
     assert lines == found, "\n".join(lines)
