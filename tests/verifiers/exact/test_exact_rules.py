@@ -370,7 +370,7 @@ def test_division_factor_is_golden(case, n):
     golden = ONE_STEP[case][f"n={n}"]["kseq"]
     rho = spectr_module.division_factor(p, q, jnp.array([n]))
     np.testing.assert_allclose(rho, golden["rho"], atol=2e-6)
-    rest = spectr_module._rest(p, q * rho[:, None], jnp.array([n]))
+    rest = spectr_module._final(p, q * rho[:, None], jnp.array([n]))
     np.testing.assert_allclose(rest[0], golden["residual"], atol=5e-6)
 
 

@@ -17,7 +17,7 @@ from lossy import (
     tv,
 )
 
-from specjax.verifiers.exact.standard import rest_of_chain
+from specjax.verifiers.exact.standard import residual_of_chain
 from specjax.verifiers.lossy.grouped import window
 from specjax.verifiers.verifier import distribution
 
@@ -79,7 +79,7 @@ def test_fixed_clusters_keep_the_law_of_the_clusters():
     def with_token_residual(u, tree, logits):
         """The residual of the dynamic rule, which does not keep it."""
         end = core(u, tree, logits)
-        return end._replace(residual=rest_of_chain(tree, end.node, distribution(logits, end.node)))
+        return end._replace(residual=residual_of_chain(tree, end.node, distribution(logits, end.node)))
 
     for rule, golden in ((core, case["cluster_residual"]), (with_token_residual, case["token_residual"])):
         accept, output = one_step(rule, P5, Q5)
