@@ -106,7 +106,7 @@ def activation_function(c: DecoderConfig):
     return reproducible_math.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     """A decoder layer: attention and MLP, with norms before, after or on both sides of each sublayer."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         self.embed = L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
-        self.layers = L.make_layers(lambda r: Block(c, r), c.num_layers, c.stacked, rngs)
+        self.layers = L.make_layers(lambda r: DecoderBlock(c, r), c.num_layers, c.stacked, rngs)
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
         self.head = (
             None if c.tied else L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)

@@ -487,7 +487,7 @@ def _run_group(blocks: list, x: Array, inputs: list[LayerInputs]) -> tuple[list[
     attention_outputs, new = zip(
         *map(lambda block, layer_inputs: block.attend(x, layer_inputs), blocks, inputs), strict=True
     )
-    return apply_mlps_in_order(x, attention_outputs, lambda i, x: blocks[i].feed(x, inputs[i].step)), list(new)
+    return apply_mlps_in_order(x, attention_outputs, lambda i, x: blocks[i].feed(x, inputs[i].shared)), list(new)
 
 
 def apply_layer(weights: LayerWeights, x: Array, inputs: LayerInputs):

@@ -1,10 +1,10 @@
 """Layout of a model over a device mesh.
 
 The axis "data" splits the rows of the batch; the other axes split the work on a row. The split is Megatron's (Shoeybi
-et al. 2019, arXiv 1909.08053): attention by heads over "layer" and "model", the MLP by its inner width, embedding and
-head by vocabulary over all three, with two sums per layer. The slots of the cache are split over "sequence", for
-contexts that do not fit one device. A layer-parallel drafter puts its layers on "layer"; other models use that axis
-like "model".
+et al. 2019, arXiv 1909.08053). Attention is split by heads over "layer" and "model". The MLP is split by its inner
+width, and embedding and head by vocabulary, over all three other axes. There are two sums per layer. The slots of the
+cache are split over "sequence", for contexts that do not fit one device. A layer-parallel drafter puts its layers on
+"layer"; other models use that axis like "model".
 
 A vocabulary or an MLP that the mesh does not divide is replicated on every device. If there are fewer key/value heads
 than devices, each is repeated, so that every device has the head that its query heads read.

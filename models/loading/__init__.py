@@ -98,11 +98,12 @@ def read_model(
       max_positions: length of the longest text, prompt and answer; None: the model's limit. For longrope models (Phi-3,
         Phi-4-mini) it also selects the set of frequencies: the short set up to the original length of 4,096, else the
         long one, for all texts (`layers.rope_frequencies`).
-      mesh, over: read each device's part of the weights directly to it, with the placement of `specjax.shard`. With
-        several hosts, each stores only the parts of its own devices, and reads only the rows of the file for these (all
-        rows of a MaxText checkpoint).
+      mesh, over: read each device's part of the weights directly to it, with the placement of `specjax.shard`. Each of
+        several hosts stores only the parts of its own devices. It reads only the rows of the file for these, or all
+        rows of a MaxText checkpoint.
 
-    Raises: UsageError, in one sentence, for everything that can be wrong with `source`.
+    Raises: UsageError, in one sentence, for everything that can be wrong with `source`, and for a model of another
+    kind.
     """
     with contextlib.suppress(TypeError):  # jnp.bfloat16 is accepted too
         dtype = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name

@@ -87,8 +87,9 @@ def _layer(graphdef, state, layer, accelerator: AccelerationWeights, streams: Ar
 
 
 def _duplicate_tokens(shared: L.PassInputs) -> L.PassInputs:
-    """Return the pass inputs with each token twice. The second copies see what the first ones see, and no token sees
-    them.
+    """Return the pass inputs with each token twice.
+
+    The second copies see the same tokens as the first ones, and no token sees them.
     """
     double = lambda x: jnp.concatenate([x, x], 1)
     hidden = jnp.zeros((*shared.positions.shape, shared.positions.shape[1]), bool)

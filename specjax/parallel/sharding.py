@@ -102,9 +102,9 @@ def shard_head(draft: DraftHead, mesh: Mesh) -> DraftHead:
 
 def head_shardings(draft: DraftHead, mesh: Mesh) -> PyTree:
     """Return the shardings of the parameters of `shard_head`, or of their shapes."""
-    from specjax.models.heads.blocks import layout_of
+    from specjax.models.heads.blocks import head_layout
 
-    layout = layout_of(mesh, getattr(draft.head.config, "layer", None))
+    layout = head_layout(mesh, getattr(draft.head.config, "layer", None))
     assert layout is not None
     return layout.params(draft.params)
 

@@ -43,8 +43,8 @@ def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | 
       target: a model of `specjax.models`, which is written in its dtype.
       tokenizer: the tokenizer that `load` returned, or a model folder with files to copy; None: write none.
 
-    Raises: UsageError for a model that is not from `specjax.models`, that is sharded with other shapes or that no
-      config.json can describe, and for a folder that cannot be written.
+    Raises: UsageError for a model that is not from `specjax.models`, or that is sharded with other shapes. It is also
+      raised if no config.json can describe the model, or the folder cannot be written.
     """
     from safetensors import SafetensorError
 

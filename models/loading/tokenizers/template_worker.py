@@ -33,7 +33,7 @@ def compile_template(source: str):
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationTag(jinja2.ext.Extension):
         """The tag {% generation %}, which marks the assistant's text. Only the text is used here."""
 
         tags = {"generation"}  # noqa: RUF012, the form of jinja2
@@ -62,7 +62,7 @@ def compile_template(source: str):
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
     env.filters["tojson"] = to_json
     env.globals["raise_exception"] = refuse
@@ -119,7 +119,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         limit_time(request["seconds"])
-        print(json.dumps(render_request(request, most=4 * len(line) + EXTRA_CHARACTERS)), flush=True)
+        print(json.dumps(render_request(request, max_characters=4 * len(line) + EXTRA_CHARACTERS)), flush=True)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ class Tokenizer:
             raise UsageError(chat.INVALID_MESSAGES)
         template = self.chat_template
         if not (template is None or isinstance(template, str)):
-            raise UsageError(f"the model's chat template is not text ({type(template).__name__}); {chat.WITHOUT}")
+            raise UsageError(f"the model's chat template is not text ({type(template).__name__}); {chat.SKIP_TEMPLATE}")
         messages, mark = chat.split_control_tokens(messages, self._find)
         text = self._render(messages)
         parts = chat.split_conversation(text, mark, messages, self._render, self._find)
