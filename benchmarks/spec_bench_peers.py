@@ -34,8 +34,8 @@ from shipped_head import padded
 
 import specjax
 from specjax import controllers
+from specjax.catalog.defaults import DRAFT_MODEL
 from specjax.cli.commands.bench import first_per_task
-from specjax.cli.options.drafter_flags import DEEPEST
 from specjax.cli.options.prompts import read
 from specjax.costs import of_draft
 from specjax.models.loading.formats.writing import save_model
@@ -58,8 +58,8 @@ def with_specjax(args: argparse.Namespace, eos, target, draft) -> dict[str, Side
         stop = specjax.trees.stops.parse(STOP)
         goodput = controllers.goodput(dtype=args.dtype, draft_cost=of_draft(target, draft))
         sides["two_model"] = made("two_model", draft)
-        sides[f"two_model, {STOP}"] = made("two_model", draft, num_tokens=DEEPEST, stop=stop)
-        sides["two_model, goodput"] = made("two_model", draft, num_tokens=DEEPEST)[0], goodput
+        sides[f"two_model, {STOP}"] = made("two_model", draft, num_tokens=DRAFT_MODEL.options["num_tokens"], stop=stop)
+        sides["two_model, goodput"] = made("two_model", draft, num_tokens=DRAFT_MODEL.options["num_tokens"])[0], goodput
 
     def run(drafter, controller, prompt, count):
         options = {"key": jax.random.key(0), "max_new_tokens": count, "eos": eos, "controller": controller}

@@ -15,7 +15,7 @@ from specjax.controllers.parsing import parse
 from specjax.diffusion import Denoised, Denoiser, Procedure
 from specjax.diffusion.prepare import prepare as prepare_canvas
 from specjax.diffusion.procedures import procedure_of
-from specjax.drafters.making import make_drafter
+from specjax.drafters.default import default_drafter
 from specjax.engine import value_checks
 from specjax.engine.carry_over import restore_params
 from specjax.engine.job import Job
@@ -66,7 +66,7 @@ def load_denoiser(source: str | Path | None = None, **options: Any) -> tuple[Den
 
 def decode(
     target: Target,
-    drafter: Drafter | DraftHead | str | None,
+    drafter: Drafter | DraftHead | Target | str | None,
     prompts: Prompts,
     *,
     key: Array | int,
@@ -96,9 +96,11 @@ def decode(
 
     Args:
       target: the model and its parameters.
-      drafter: see `specjax.drafters`; its parameters, if any, are its leaves. The name of a row of METHODS that needs
-        nothing else will do; None is "auto", which drafts where it pays ("prompt_lookup" where the model takes chains
-        only), and a learned head is "auto" with it.
+      drafter: one of `specjax.drafters`, whose parameters are its leaves, or the name of a row of METHODS that needs
+        only the target. A draft model, a draft head or None select the defaults of the command line
+        (`specjax.catalog.defaults`): a draft model drafts with the goodput controller, a head drafts in "auto", and
+        None is "auto" with the draft head that comes with specjax, if there is one ("prompt_lookup" for targets that
+        accept chains only). Inside of `jit`, None uses no head.
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
       key: one PRNG key or seed, from which row b takes `fold_in(key, b)`, or one key per row [B]; of any kind, legacy
         `PRNGKey` arrays too. A row's text depends on its key and prompt only, not on the batch.
@@ -185,7 +187,7 @@ def denoise(
 
 def job_of(
     target: Target | Denoiser,
-    drafter: Drafter | DraftHead | Procedure | str | None,
+    drafter: Drafter | DraftHead | Target | Procedure | str | None,
     prompts: Prompts,
     settings: Settings,
     **call: Any,
@@ -198,7 +200,8 @@ def job_of(
     _check_target(target)
     if isinstance(drafter, Procedure):
         raise UsageError("a procedure is of diffusion models; give a Denoiser for a target, or a drafter")
-    return prepare(target, _drafter(target, drafter), prompts, settings, **call)
+    drafter, settings = _with_defaults(target, drafter, settings)
+    return prepare(target, drafter, prompts, settings, **call)
 
 
 def _check_target(target: Any) -> None:
@@ -224,20 +227,24 @@ def settings_of(verifier: Any = None, controller: Any = None, **others: Any) -> 
     )
 
 
-def _drafter(target: Target, drafter: Drafter | DraftHead | str | None) -> Drafter:
-    default = "auto" if target.model.capabilities.trees else "prompt_lookup"
+def _with_defaults(target: Target, drafter: Any, settings: Settings) -> tuple[Drafter, Settings]:
+    """Build the drafter of a name, a draft model, a draft head or None, and its default controller.
+
+    The draft head that comes with specjax is used only if neither a rule nor a controller was chosen.
+    """
     if isinstance(drafter, Drafter):
-        return drafter
-    if drafter is None or isinstance(drafter, str):
-        return make_drafter(drafter or default, target)
-    if isinstance(drafter, DraftHead):
-        return make_drafter("auto" if drafter.head.soft_prompts is None else drafter.head.kind, target, drafter)
-    if isinstance(drafter, Target):
-        raise UsageError("drafter is a model; make a drafter of it: specjax.drafters.two_model(model)")
-    if callable(drafter):
-        name = getattr(drafter, "__name__", "factory")
-        raise UsageError(f"drafter is the function {name}; call it: {name}(...) makes the drafter")
-    raise UsageError(f"drafter must be one of specjax.drafters or the name of a method, not {drafter!r}")
+        return drafter, settings
+    if drafter is not None and not isinstance(drafter, str | Target | DraftHead):
+        if callable(drafter):
+            name = getattr(drafter, "__name__", "factory")
+            raise UsageError(f"drafter is the function {name}; call it: {name}(...) makes the drafter")
+        raise UsageError(f"drafter must be one of specjax.drafters or the name of a method, not {drafter!r}")
+    name, draft = (drafter, None) if isinstance(drafter, str) else (None, drafter)
+    is_plain = settings.verifier is None and settings.controller is None
+    default, controller = default_drafter(target, draft, name=name, shipped=is_plain)
+    return default, settings if controller is None or not is_plain else dataclasses.replace(
+        settings, controller=controller
+    )
 
 
 def refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
@@ -249,7 +256,7 @@ def refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
 
 def stream(
     target: Target | Denoiser,
-    drafter: Drafter | DraftHead | Procedure | str | None,
+    drafter: Drafter | DraftHead | Target | Procedure | str | None,
     prompts: Prompts,
     *,
     key: Array | int,
@@ -277,11 +284,18 @@ def stream(
         target, drafter, prompts, settings_of(**settings), key=key, max_new_tokens=max_new_tokens, inputs=inputs,
         samples=samples_per_prompt,
     )  # fmt: skip
+    if checkpoint is not None and isinstance(target, Denoiser):
+        raise UsageError("a checkpoint keeps runs of autoregressive models; leave it out")
+    return stream_job(job, checkpoint, programs)
+
+
+def stream_job(
+    job: Job, checkpoint: Checkpoints | None = None, programs: ProgramCache | None = None
+) -> Generator[StreamStep, None, None]:
+    """Yield the steps of a job, as `stream` does."""
     compiled = programs_of(job, programs)
     if checkpoint is None:
         return steps(job, programs=compiled)
-    if isinstance(target, Denoiser):
-        raise UsageError("a checkpoint keeps runs of autoregressive models; leave it out")
     if job.parts.keep.logprobs:
         raise UsageError("a checkpoint does not keep log-probabilities; leave logprobs or checkpoint out")
     from specjax.persistence.resume import RunCheckpoint
@@ -292,7 +306,7 @@ def stream(
 
 def serve(
     target: Target | Denoiser,
-    drafter: Drafter | DraftHead | Procedure | str | None,
+    drafter: Drafter | DraftHead | Target | Procedure | str | None,
     requests: Iterable[Request | None],
     *,
     slots: int,

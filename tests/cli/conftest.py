@@ -11,7 +11,6 @@ import pytest
 import specjax
 from specjax.cli import main
 from specjax.models import LlamaConfig, init_params, loading, make_model
-from specjax.models.loading.heads import shipped
 
 
 class ByteTokenizer:
@@ -69,7 +68,6 @@ def tiny(monkeypatch):
         raise specjax.UsageError(f'there is no file or folder "{source}"')
 
     monkeypatch.setattr(specjax, "load", load, raising=False)
-    monkeypatch.setattr(shipped, "head_of", lambda target: None)  # that comes with specjax does not fit the tiny model
     monkeypatch.setattr(loading, "load_tokenizer", lambda source=None: load(source)[1])
 
 

@@ -10,7 +10,8 @@ import pytest
 from heads import tiny_head
 
 import specjax
-from specjax.cli.options.drafter_flags import method_of, shipped_head
+from specjax.catalog.defaults import SHIPPED_HEADS, ShippedHead
+from specjax.cli.options.drafter_flags import default_method
 from specjax.cli.options.vllm_sglang_flags import read_speculative
 from specjax.models.heads.acceptance import init_acceptance
 from specjax.models.loading.decision_heads import save_acceptance, save_judge
@@ -42,32 +43,26 @@ def test_a_head_alone_drafts_within_auto(cli, saved):
 
 
 def test_the_demo_model_drafts_with_the_head_that_comes_with_it(cli, saved, monkeypatch):
-    monkeypatch.setattr(shipped, "head_of", lambda target: saved("eagle") if target is None else None)
+    head = ShippedHead(str(saved("eagle")), vocab_size=259, num_layers=1)
+    monkeypatch.setitem(SHIPPED_HEADS, "tiny", head)
     run = lambda *flags: cli("generate", "ab", "--max-new-tokens", 6, "--json", *flags)
     result = run("--compare")
     assert result.code == 0, result.err
     document = json.loads(result.out)
     assert (document["method"], document["head"], document["identical"]) == ("auto", "eagle", True)
-    assert "drafts with the head of the demo model too" in result.err and "warning" not in result.err
+    assert "the draft head of the demo model drafts too" in result.err and "warning" not in result.err
     assert json.loads(run("--method", "auto").out)["head"] is None
-    assert json.loads(run("--target", "target").out)["head"] is None, "of another model"
     assert json.loads(run("--verifier", "standard").out)["head"] is None
     assert json.loads(run("--speculative-config", "{}").out)["head"] == "eagle"
 
 
-def test_which_flags_say_how_to_draft(monkeypatch):
-    monkeypatch.undo()
-    assert shipped_head(None) == shipped_head("smollm2-135m", None, []) == str(shipped.folder(shipped.NAMES[0]))
-    assert shipped_head("HuggingFaceTB/SmolLM2-360M") is None and shipped_head(None, None, 3) is None
-
-
-def test_what_says_how_to_draft_leaves_it_to_the_head():
-    assert method_of("head", "eagle") == method_of(None, None) == "auto"
-    assert method_of("head", "eagle", None, 3) == "eagle"
-    set_to = lambda *settings: method_of("head", "eagle", None, settings=settings)
+def test_flags_that_set_how_to_draft_select_the_heads_own_method():
+    assert default_method("head", "eagle") == default_method(None, None) == "auto"
+    assert default_method("head", "eagle", [None, 3]) == "eagle"
+    set_to = lambda *settings: default_method("head", "eagle", settings=settings)
     assert set_to("num_tokens=3") == set_to("num_recycled=4", "num_tokens=3") == set_to("eagle.nothing=3") == "eagle"
     assert set_to("num_recycled=4") == set_to("auto.num_recycled=4") == set_to("nothing=3") == set_to("=") == "auto"
-    assert method_of("model", None) == method_of("model", None, None, 3) == "two_model"
+    assert default_method("model", None) == default_method("model", None, [None, 3]) == "two_model"
 
 
 @pytest.mark.exhaustive
@@ -110,7 +105,7 @@ def test_a_word_for_another_head_names_both(refused, saved, tmp_path):
     )
     nothing = refused("generate", "ab", "--draft", eagle, "--speculative-token-map", tmp_path / "freq.pt")
     assert "--speculative-token-map: " in nothing and "freq.pt cannot be read" in nothing
-    assert "is no learned head of a known kind" in refused("inspect", "draft")
+    assert "is not a draft head of a known kind" in refused("inspect", "draft")
 
 
 def test_damaged_and_unfit_heads_in_one_sentence(refused, saved, tmp_path):
@@ -192,7 +187,7 @@ def test_words_that_contradict_each_other_are_both_named(given, message):
 
 def test_the_heads_that_come_along_are_small_and_say_how_they_are_made_again():
     for name in shipped.NAMES:
-        folder = shipped.folder(name)
+        folder = shipped.find_folder(name)
         card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
         assert recognise(name)[0] == card["method"]
         assert (folder / "model.safetensors").stat().st_size < 12e6

@@ -205,7 +205,6 @@ def test_bad_arguments_are_named_before_anything_compiles(run, change, message):
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (tiny_llama(), r"drafter is a model; make a drafter of it: specjax\.drafters\.two_model\(model\)"),
         (drafters.prompt_lookup, r"drafter is the function prompt_lookup; call it"),
         (3, "drafter must be one of specjax.drafters or the name of a method, not 3"),
         (drafters.autoregressive().replace(traits=Traits(draws="greedily")), "draws must be one of point_mass, chain"),

@@ -9,7 +9,7 @@ import typer
 
 from specjax.cli.options import common as o
 from specjax.cli.options import completion, diffusion
-from specjax.cli.options.drafter_flags import as_asked, read_costs, read_drafting, recognised
+from specjax.cli.options.drafter_flags import read_costs, read_drafting, recognised, resolve_defaults
 
 if TYPE_CHECKING:
     from specjax.cli.output.console import Console
@@ -123,7 +123,7 @@ def bench(
     }  # fmt: skip
     names = list(dict.fromkeys(method or ()))
     if not names:
-        chosen, decoding, named = as_asked(None, draft, head, decoding, named, settings)
+        chosen, decoding, named = resolve_defaults(None, draft, head, decoding, named, settings)
         names = [chosen]
     drafting = read_drafting(
         names, draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,

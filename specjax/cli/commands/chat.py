@@ -70,21 +70,22 @@ def chat(
     arguments = dict(locals())
     decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed)
     o.require(context is None or context >= 64, f"--context must be at least 64, not {context}")
-    from specjax.cli.options.drafter_flags import as_asked, read_drafting, recognised, shipped_head
+    from specjax.cli.options.drafter_flags import read_drafting, recognised, resolve_defaults
 
-    shipped = shipped_head(target, method, draft, settings)
-    draft = draft or shipped
+    is_default = method is None and draft is None and not settings
     head = recognised(draft)
-    method, decoding, named = as_asked(method, draft, head, decoding, {}, settings)
+    method, decoding, named = resolve_defaults(method, draft, head, decoding, {}, settings)
     drafting = read_drafting([method], draft, named=named, settings=settings, head=head)
 
     from specjax.cli.output.console import Console
-    from specjax.cli.runs.session import kept_programs, open_session
+    from specjax.cli.runs.session import kept_programs, open_session, with_default_draft
 
     log = Console(stderr=True)
     programs = kept_programs(arguments)
     models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
-    session = open_session(log, models, has_head=head is not None, is_shipped=shipped is not None)
+    session = open_session(log, models, has_head=head is not None)
+    if is_default:
+        session, method = with_default_draft(session, method, log)
     room = session.capacity - max_new_tokens
     o.require(room >= 64, f"--max-new-tokens {max_new_tokens} leaves no room of {session.capacity} tokens; lower it")
     o.require(context is None or context <= room, f"--context must be at most {room} here, not {context}")

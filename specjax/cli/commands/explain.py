@@ -78,7 +78,7 @@ def explain(
     o.require(number is None or out is not None, "--round says whose tree --out draws; give --out too")
     o.require(number is None or number >= 1, f"--round counts from 1, not {number}")
     from specjax.cli.options import prompts as p
-    from specjax.cli.options.drafter_flags import as_asked, read_costs, read_drafting, recognised
+    from specjax.cli.options.drafter_flags import read_costs, read_drafting, recognised, resolve_defaults
     from specjax.cli.output import files
 
     if out is not None:
@@ -87,7 +87,7 @@ def explain(
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
-    method, decoding, named = as_asked(method, draft, head, decoding, named, settings)
+    method, decoding, named = resolve_defaults(method, draft, head, decoding, named, settings)
     drafting = read_drafting([method], draft, datastore, named=named, settings=settings, source=source, head=head)
     weighed = read_costs(costs, [method], decoding.controller)
 

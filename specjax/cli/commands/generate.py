@@ -16,12 +16,11 @@ from specjax.cli.options import completion, diffusion, hosts
 from specjax.cli.options import processing as c
 from specjax.cli.options import vllm_sglang_flags as s
 from specjax.cli.options.drafter_flags import (
-    as_asked,
     read_costs,
     read_depth,
     read_drafting,
     recognised,
-    shipped_head,
+    resolve_defaults,
 )
 from specjax.cli.runs import collaboration
 
@@ -203,11 +202,11 @@ def generate(
     named = {
         "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
     }  # fmt: skip
-    shipped = shipped_head(
-        target, method, draft, datastore, settings, source, controller, verifier, adapt, stop, speculative_token_map,
+    flags = (
+        method, draft, datastore, settings, source, controller, verifier, adapt, stop, speculative_token_map,
         *named.values(),
     )  # fmt: skip
-    draft = draft or shipped
+    is_default = all(value is None or value == [] for value in flags)
     head = recognised(draft)
     o.require(
         head is not None or speculative_token_map is None,
@@ -216,7 +215,7 @@ def generate(
     if adapt is not None and draft is None:  # what a wide pass costs, by which `auto` goes, is known of whole models
         method = method or "autoregressive"
     method = head if head in also else method
-    method, decoding, named = as_asked(method, draft, head, decoding, named, settings)
+    method, decoding, named = resolve_defaults(method, draft, head, decoding, named, settings)
     drafting = read_drafting(
         [method], draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
         head=head,
@@ -232,7 +231,7 @@ def generate(
 
     from specjax.cli.output.console import Console
     from specjax.cli.runs.generation import Generation, show
-    from specjax.cli.runs.session import adapted, kept_programs, open_session, stage, weigh
+    from specjax.cli.runs.session import adapted, kept_programs, open_session, stage, weigh, with_default_draft
     from specjax.parallel import check_same
 
     inputs, bad = asked.read()
@@ -246,10 +245,11 @@ def generate(
     programs = kept_programs(arguments)
     models = dataclasses.replace(models, draft=draft)  # vLLM's and SGLang's flags may name it
     session = open_session(
-        log, models, datastore, mesh=mesh, has_head=head is not None, token_map=speculative_token_map,
-        is_shipped=shipped is not None,
+        log, models, datastore, mesh=mesh, has_head=head is not None, token_map=speculative_token_map
     )  # fmt: skip
     session = adapted(session, depth, log)
+    if is_default:
+        session, method = with_default_draft(session, method, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     rows, bad = asked.fitting(inputs, bad, session, max_new_tokens)
     session = weigh(session, weighed, min(batch_size, len(rows)), log)

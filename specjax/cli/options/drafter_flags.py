@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -198,14 +198,6 @@ def recognised(draft: str | None, flag: str = "--draft") -> str | None:
     return found and found[0]
 
 
-def shipped_head(target: str | None, *said: object) -> str | None:
-    """The folder of the head that comes with specjax for a target, unless one of the flags `said` says how to draft."""
-    from specjax.models.loading.heads import shipped
-
-    folder = shipped.head_of(target)
-    return str(folder) if folder is not None and all(value is None or value == [] for value in said) else None
-
-
 def read_depth(adapt: str | None, max_new_tokens: int, head: str | None) -> DepthPolicy | None:
     """What --adapt says of the target's layers. Raises: UsageError."""
     if adapt is None:
@@ -216,49 +208,53 @@ def read_depth(adapt: str | None, max_new_tokens: int, head: str | None) -> Dept
     return parsed("--adapt", lambda spec: parse_depth(spec, max_new_tokens), adapt)
 
 
-def method_of(draft: str | None, head: str | None, *others: object, settings: Sequence[str] | None = None) -> str:
-    """What drafts if no method is named: `auto`, which takes most heads, but not a whole model.
+def default_method(
+    draft: str | None, head: str | None, flags: Iterable[Any] = (), settings: Sequence[str] | None = None
+) -> str:
+    """Return the method that drafts if none is named.
+
+    A draft head drafts by its own method, not in `auto`, if a flag sets how to draft or verify, or if --set sets an
+    option that only its own method has.
 
     Args:
-      others: values of flags that say how to draft or verify. settings: of --set. Where one of the first is given, or
-        one of the latter that `auto` has no use for and the head has, the head's own method does.
+      head: the kind of draft head that `draft` is, or None. flags: values of the flags that set how to draft or verify.
     """
     from specjax.catalog import METHODS
+    from specjax.catalog.defaults import default_drafter
 
-    if head is None:
-        return "auto" if draft is None else "two_model"
-    own = METHODS[head]
-    is_said = any(value is not None for value in others) or any(
-        _is_for(own, text) and not _is_for(METHODS["auto"], text) for text in settings or ()
-    )
-    return head if own.alone or is_said else "auto"
-
-
-DEEPEST = 7
-"""Tokens that a model drafts at most where the depth is chosen by what pays."""
+    chosen = default_drafter(head or ("model" if draft is not None else None))
+    if head is None or chosen == head:
+        return chosen
+    own = any(_has_option(METHODS[head], text) and not _has_option(METHODS["auto"], text) for text in settings or ())
+    return head if own or any(value is not None for value in flags) else chosen
 
 
-def as_asked(
+def resolve_defaults(
     method: str | None, draft: str | None, head: str | None, decoding: Settings, named: Mapping[str, Any],
     settings: Sequence[str] | None,
 ) -> tuple[str, Settings, dict[str, Any]]:  # fmt: skip
-    """(method, how to decode, values of the flags of NAMED): what was said, or else what is not slower.
+    """Return the method, the settings, and the values of the flags in NAMED; defaults replace flags that are not given.
 
-    A whole model drafts as deep as pays, by goodput: Qwen2.5-Coder's 0.5B for its 1.5B in bfloat16 on two cores was at
-    1.10 to 1.47 of plain decoding on Spec-Bench's six tasks, the prompt's time apart, and a chain of four at 0.74 to
-    1.69, below 1 on three.
+    A draft model drafts as deep as the goodput controller chooses, unless a flag sets how to draft.
     """
     if method is not None:
         return method, decoding, dict(named)
-    chosen = method_of(draft, head, *named.values(), decoding.verifier, settings=settings)
-    is_said = settings or any(value is not None for value in (*named.values(), decoding.controller))
-    if chosen != "two_model" or is_said:
+    chosen = default_method(draft, head, (*named.values(), decoding.verifier), settings)
+    is_set = settings or any(value is not None for value in (*named.values(), decoding.controller))
+    if chosen != "two_model" or is_set:
         return chosen, decoding, dict(named)
-    return chosen, dataclasses.replace(decoding, controller="goodput"), {**named, "--num-draft-tokens": DEEPEST}
+    from specjax.catalog.defaults import DRAFT_MODEL
+
+    size = DRAFT_MODEL.options["num_tokens"]
+    return (
+        chosen,
+        dataclasses.replace(decoding, controller=DRAFT_MODEL.controller),
+        {**named, "--num-draft-tokens": size},
+    )
 
 
-def _is_for(row: Method, setting: str) -> bool:
-    """Whether one --set names a method, or else an option that it has."""
+def _has_option(row: Method, setting: str) -> bool:
+    """Return True if the text of a --set names this method or, without a method, one of its options."""
     name, _, option = setting.partition("=")[0].rpartition(".")
     return name == row.name if name else row.option(option) is not None
 

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rich.text import Text
 
-from specjax import controllers, trees
+from specjax import controllers
 from specjax import costs as costs_of
 from specjax.adaptive import DepthPolicy, skip_layers
 from specjax.bench import near_ties
-from specjax.catalog import METHODS, Method
+from specjax.catalog import METHODS
+from specjax.catalog.defaults import defaults
 from specjax.cli.options.common import Models, Settings, parsed, require
 from specjax.cli.options.drafter_flags import AS_EACH_DOES, Drafting
 from specjax.cli.output.console import Console, visible
 from specjax.diffusion import Denoiser
+from specjax.drafters.default import default_options
 from specjax.drafters.making import make_drafter
 from specjax.errors import UsageError
 from specjax.files.atomic import cache_folder
@@ -102,17 +104,18 @@ class Session(NamedTuple):
         import jax
 
         row = METHODS[method]
-        options: dict[str, Any] = dict(row.cpu_options) if jax.default_backend() == "cpu" else {}
-        options |= drafting.values(method)
-        if self.head is not None and "head" in row.needs:
-            options = of_head(row, self.head, drafting.values(method), options)
-        if row.uses("costs"):
-            options["costs"] = self.costs
-        if row.uses("source") and drafting.source is not None:
-            options["source"] = [list(self.tokenizer.encode(drafting.source, special=False))]
         draft: Target | DraftHead | None = self.draft if "draft" in row.needs else None
         if self.head is not None and row.uses("head"):
             draft = self.head.head
+        values = drafting.values(method)
+        choice = defaults(self.target, draft, jax.default_backend(), drafter=method)
+        if values.keys() & {"tree", "num_tokens"}:
+            choice = choice._replace(tree=None)
+        options = default_options(choice) | values
+        if row.uses("costs") and self.costs is not None:
+            options["costs"] = self.costs
+        if row.uses("source") and drafting.source is not None:
+            options["source"] = [list(self.tokenizer.encode(drafting.source, special=False))]
         try:
             drafter = make_drafter(method, self.target, draft, datastore=self.datastore, **options)
         except UsageError as error:
@@ -155,13 +158,10 @@ def open_session(
     has_head: bool = False,
     token_map: Path | None = None,
     flag: str = "--draft",
-    is_shipped: bool = False,
 ) -> Session:
     """Load the models, spread over the mesh if there is one, with a progress line on `log`.
 
     has_head: --draft is a learned head, which is compared with the target. token_map: of its ids. flag: what gave it.
-    is_shipped: it is the target's own, which comes with specjax: there is nothing to compare.
-
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
     from specjax.parallel import check_same
@@ -191,15 +191,27 @@ def open_session(
             everywhere = None if mesh is None else ()  # whole on every device
             draft_model, other = _load("--draft", draft, chosen, models.cache_dtype, mesh, over=everywhere)
             _check_vocabularies(tokenizer, other)
-    check = None
-    if is_shipped:
-        log.print("drafts with the head of the demo model too; without: --method auto", style="dim")
-    elif head is not None:
-        check = tell_head(head, model, tokenizer, log)
+    check = None if head is None else tell_head(head, model, tokenizer, log)
     return Session(
         model, tokenizer, draft_model, chosen, clock.seconds, store, models.cache_dtype, head=head, check=check,
         same_bits=same_bits,
     )  # fmt: skip
+
+
+def with_default_draft(session: Session, method: str, log: Console) -> tuple[Session, str]:
+    """Return the session with the draft head that comes with specjax for its target, if any, and the method for both.
+
+    method: the default method, chosen before the target was loaded.
+    """
+    import jax
+
+    choice = defaults(session.target, None, jax.default_backend())
+    if session.draft is not None or session.head is not None:
+        return session, method
+    if choice.head is None:
+        return session, choice.drafter
+    log.print("the draft head of the demo model drafts too; use --method auto to draft without it", style="dim")
+    return session._replace(head=read_head(choice.head, session.target)), choice.drafter
 
 
 def adapted(session: Session, depth: DepthPolicy | None, log: Console) -> Session:
@@ -208,21 +220,6 @@ def adapted(session: Session, depth: DepthPolicy | None, log: Console) -> Sessio
         return session
     log.print(f"lossy: {depth.name} leaves layers of {session.target.model.name} out, token by token", style="yellow")
     return session._replace(target=parsed("--adapt", lambda depth: skip_layers(session.target, depth), depth))
-
-
-def of_head(row: Method, head: LoadedHead, given: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a head's method: where nothing is said, a tree if wide passes are cheap, else a short chain."""
-    import jax
-
-    if given.keys() & {"tree", "num_tokens"}:
-        return options
-    max_depth = head.head.head.max_depth
-    if jax.default_backend() == "cpu":
-        return options | {name: min(size, max_depth or size) for name, size in row.cpu_options.items()}
-    if row.wide_tree is None:
-        return options
-    levels = row.wide_tree.split("x")
-    return options | {"tree": trees.parse("x".join(levels[:max_depth]) if max_depth else row.wide_tree)}
 
 
 def tell_head(head: LoadedHead, target: Target, tokenizer, log: Console) -> SelfCheck:

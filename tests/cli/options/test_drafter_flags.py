@@ -13,7 +13,7 @@ import specjax
 from specjax import drafters
 from specjax.cli.options.common import Settings
 from specjax.cli.options.completion import LOADABLE
-from specjax.cli.options.drafter_flags import DEEPEST, Given, as_asked, read_drafting
+from specjax.cli.options.drafter_flags import Given, read_drafting, resolve_defaults
 from specjax.cli.runs.session import Session
 from specjax.trees import parse, parse_paths
 
@@ -46,14 +46,14 @@ def store(cli, tmp_path):
 
 
 def test_a_draft_model_drafts_as_deep_as_pays_unless_it_is_said(generate):
-    assert len(generate("--draft", "draft")["acceptance_by_depth"]) == DEEPEST
+    assert len(generate("--draft", "draft")["acceptance_by_depth"]) == 7
     assert len(generate("--draft", "draft", "--num-draft-tokens", 3)["acceptance_by_depth"]) == 3
     plain = Settings(8, 0.0, None, None, 0)
-    asked = lambda method=None, draft="model", head=None, decoding=plain, named=None, settings=None: as_asked(
+    asked = lambda method=None, draft="model", head=None, decoding=plain, named=None, settings=None: resolve_defaults(
         method, draft, head, decoding, named or {"--tree": None}, settings
     )
     method, decoding, named = asked()
-    assert (method, decoding.controller, named["--num-draft-tokens"]) == ("two_model", "goodput", DEEPEST)
+    assert (method, decoding.controller, named["--num-draft-tokens"]) == ("two_model", "goodput", 7)
     for said in (
         {"method": "two_model"}, {"named": {"--tree": "2x1"}}, {"settings": ["num_tokens=2"]}, {"draft": None},
         {"draft": "head", "head": "eagle"}, {"decoding": dataclasses.replace(plain, controller="fixed:2")},
@@ -229,7 +229,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         ),
         (["--draft", "draft", "--num-draft-tokens", "1000000000"], "--num-draft-tokens must be at most 4096, not 1000"),
         (["--draft", "draft", "--tree", "nowhere.json"], "--tree: cannot read nowhere.json"),
-        (["--draft", "draft", "--tree", "sequoia:.9,.9:8"], "--tree: acceptance must be chances"),
+        (["--draft", "draft", "--tree", "sequoia:.9,.9:8"], "--tree: acceptance must be probabilities"),
         (["--draft", "draft", "--tree", "[[0, 0]]"], "--tree: the tree has the path [0, 0] without [0]; add it"),
         (["--draft", "draft", "--method", "rasd", "--tree", "2x1"], "--tree must be grown without randomness"),
         (
@@ -263,10 +263,10 @@ def test_a_plan_that_drafts_nothing(refused, tmp_path):
     plan = {"choices": [{"side": "schedule", "paths": [], "spec": None}]}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     run = ("generate", "abc", *SHORT, "--draft", "draft", "--tree")
-    assert "by the schedule nothing should be drafted; leave the tree out" in refused(*run, tmp_path / "plan.json")
-    assert 'has no choice by "clock"' in refused(*run, f"{tmp_path / 'plan.json'}:clock")
+    assert "the schedule choice drafts no tokens; leave the tree out" in refused(*run, tmp_path / "plan.json")
+    assert 'has no choice "clock"' in refused(*run, f"{tmp_path / 'plan.json'}:clock")
     (tmp_path / "plan.json").write_text('{"widths": []}')
-    assert "holds neither rank paths nor a plan" in refused(*run, tmp_path / "plan.json")
+    assert "contains neither rank paths nor a plan" in refused(*run, tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

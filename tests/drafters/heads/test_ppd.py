@@ -12,7 +12,7 @@ from heads import config_of, tiny_head
 from toy import markov, tiny_llama
 
 from specjax import METHODS, UsageError, api, costs, decode, make_drafter
-from specjax.cli.options.drafter_flags import method_of
+from specjax.cli.options.drafter_flags import default_method
 from specjax.drafters.heads import ppd
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
@@ -146,6 +146,6 @@ def test_given_alone_it_is_its_own_method():
     with pytest.raises(UsageError, match="drafts in the target's own pass; choose method ppd"):
         make_drafter("auto", tiny_llama(), head)
     assert api._drafter(tiny_llama(), head) == make_drafter("ppd", tiny_llama(), head)
-    assert method_of("HEAD", "ppd", None) == "ppd" and method_of("HEAD", "eagle3", None) == "auto"
+    assert default_method("HEAD", "ppd") == "ppd" and default_method("HEAD", "eagle3") == "auto"
     heads = {kind: made.head(config_of(kind, tiny_llama())) for kind, made in KINDS.items()}
     assert {kind for kind in heads if METHODS[kind].alone} == {kind for kind in heads if heads[kind].soft_prompts}
