@@ -83,7 +83,7 @@ def test_equal_siblings_are_one_context():
 
 
 def test_a_model_without_parameters():
-    target = specjax.target_of(lambda params, tokens: jax.nn.one_hot(tokens + 1, 64), (), max_positions=256)
+    target = specjax.as_target(lambda params, tokens: jax.nn.one_hot(tokens + 1, 64), (), max_positions=256)
     rounds = specjax.explain(target, drafters.prompt_lookup(num_tokens=4), PROMPT, key=0, max_new_tokens=8)
     assert [token for one in rounds for token in one.added] == list(range(7, 15))
     assert {one.width for one in rounds} == {1, 5}
@@ -122,7 +122,7 @@ def test_costs_are_those_of_the_width_that_holds_the_tree():
 def test_auto_says_why():
     rounds, _ = told("auto", new=40)
     for one in rounds:
-        assert one.why.startswith("promises to save" if len(one.tokens) > 1 else ("drafted, but", "rests, since")), one
+        assert one.why.startswith("expects to save" if len(one.tokens) > 1 else ("drafted, but", "pauses: ")), one
     assert any(len(one.tokens) > 1 for one in rounds)
 
 

@@ -1,29 +1,30 @@
-"""Auto: several drafters in one tree, of which only as much is verified as pays; often nothing. With a head or without.
+"""Auto: several drafters share one tree, and only its most promising part is verified; a draft head is optional.
 
-Our own combination of published parts. The tree is the union of a suffix match (SAM-Decoding, arXiv 2411.10666), of
-recycled runners-up (Token Recycling, arXiv 2408.08696) and, if a learned head of the target is given, of its tree of
-likeliest tokens (EAGLE, arXiv 2401.15077, or any other), fused as in RASD (arXiv 2503.03434); its size is that of the
-best goodput (SmartSpec, arXiv 2406.14066), with the prefix rule for one affine batch.
+The method combines published parts. The tree fuses several sources, as in RASD (arXiv 2503.03434). They are a suffix
+match (SAM-Decoding, arXiv 2411.10666) and Token Recycling (arXiv 2408.08696). A draft head adds the tree of its most
+likely tokens (EAGLE, arXiv 2401.15077, or any other head). The size of the tree maximises goodput (SmartSpec,
+arXiv 2406.14066), with the prefix rule for one affine batch.
 
-Rule, of a draft:
-  1. Each node belongs to a class: a copied one by the length of the match and its own depth, a recycled one by how
-     likely the target once found the token and its depth, one of the head by how likely the head finds it (its own
-     confidence, where it has one) and its depth.
-  2. The chance of a node is how often nodes of its class turned out to be the text where their parents were: so what a
-     head says is calibrated by what it was right in. A token that several drafters propose fails only if all of their
-     classes fail. Where fewer nodes were right of late than their classes said, all chances of the row are lowered at
-     once, those of the head apart from the others.
-  3. The chance of a path is the product along it. The nodes stand in falling order of it.
-  4. The pass takes the w of `widths` with the most expected tokens per cost,
-       sum over rows of (1 + the w - 1 largest chances) / costs[w];
-     w = 1 is plain decoding. Where a batch is ready when its slowest row is, a row counts the less the further it is
-     ahead of that; in `serve`, where no row waits for another, all count alike.
-  5. The head is asked once the others have drafted, and only where that saves more than it costs in the mean
-     (`specjax.drafters.combined.head_schedule`). The pairs that it has not read meanwhile wait in a window.
-Chances are learnt in hindsight: a whole draft is kept, verified or not, until the text has passed it by. So no decision
-reads the randomness of its own round.
-Guarantee: distribution (a point-mass tree, a head's nodes too: its likeliest tokens, never drawn; q is 1 at each). All
-rows of a batch take the same width, so the number of passes of a row depends on its batch; its text does not.
+Rule for a draft:
+  1. Each node belongs to a class. The class of a copied node depends on the length of the match and the depth. The
+     class of a recycled node depends on the stored probability of the token and the depth. The class of a head's node
+     depends on the head's probability or confidence and the depth.
+  2. The acceptance probability of a node is the measured rate of its class, given that the parent is correct. This
+     calibrates the confidence of a head. If several drafters propose a token, it fails only if all of their classes
+     fail. If recent nodes were correct less often than predicted, all probabilities of the row are lowered,
+     separately for the head and the other drafters.
+  3. The probability of a path is the product along it. The nodes are sorted by it, highest first.
+  4. The target pass has the width w of `widths` with the most expected tokens per cost; w = 1 is plain decoding:
+       sum over rows of (1 + the w - 1 largest probabilities) / costs[w].
+     A batch finishes with its slowest row, so a row counts less the further it is ahead of that row. In `serve` no row
+     waits for another, and all rows count equally.
+  5. The head runs after the other drafters, and only while it saves more than it costs on average
+     (`specjax.drafters.combined.head_schedule`). Otherwise its unread pairs wait in a window.
+The rates are learned in hindsight: every draft is stored, verified or not, until the text has passed it. No decision
+therefore depends on the randomness of its own step.
+Guarantee: distribution (a point-mass tree; a head's nodes are its most likely tokens, never sampled, and q is 1 at
+each). All rows of a batch have the same width, so the number of passes of a row depends on its batch; its text does
+not.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from specjax import costs as costs_of
 from specjax.arrays import batch_axes, scopes
 from specjax.catalog import Method, Option
 from specjax.drafters.combined import head_schedule, node_classes, settings
-from specjax.drafters.combined.head_schedule import Asking
+from specjax.drafters.combined.head_schedule import HeadSchedule
 from specjax.drafters.combined.settings import Config
 from specjax.drafters.combined.widths import RECENT, best_width, weight_of
-from specjax.drafters.heads import learned, reading
-from specjax.drafters.tables.token_recycling import Known, Recycled, Seen, recycled_tree
+from specjax.drafters.heads import head_drafter, pending_pairs
+from specjax.drafters.tables.token_recycling import Recycled, RecyclingUpdate, SuccessorLookup, recycled_tree
 from specjax.models.heads.contract import DraftHead
 from specjax.trees import node_statistics, operations
-from specjax.trees.node_statistics import Counts, Drafted, Hindsight
+from specjax.trees.node_statistics import Counts, Drafted, NodeStatistics
 from specjax.types import Array, Context, Drafter, Hooks, PyTree, Target, TokenTree, Traits, TreeSize
 
 METHOD = Method(
@@ -72,56 +73,59 @@ METHOD = Method(
 
 
 DRAFTING = 0.03
-"""What drafting costs, in passes of width 1: 0.016 for SmolLM2 on two cores (0.5 of 31 ms), 0.04 for Llama 3 8B on 8
-v5e chips (by the compiler's schedule)."""
+"""Cost of drafting, in passes of width 1: 0.016 for SmolLM2 on two cores (0.5 of 31 ms), 0.04 for Llama 3 8B on 8 v5e
+chips (from the compiler's schedule)."""
 REST = 7
-"""Plain steps between two drafts where drafting does not pay."""
+"""Plain steps between two drafts while drafting is not profitable."""
 LEARN = 4
-"""Every how many of these resting steps runners-up are recycled. Of 16 rows of SmolLM2 that took 1.9 of 100 ms on two
-cores at each step; at batch 1 it makes drafts as good as recycling all of them (1.308 tokens per cost, not 1.309)."""
+"""Token Recycling observes every LEARN-th of these plain steps.
+
+Its observation takes 1.9 of 100 ms per step for 16 rows of SmolLM2 on two cores. At batch 1 every fourth step gives as
+good drafts as every step (1.308 instead of 1.309 tokens per cost).
+"""
 HOPE = 0.25
-"""The promise before anything was seen: at least a dozen drafts."""
+"""Prior of the expected savings; it leads to at least a dozen drafts."""
 
 
-class Memory(NamedTuple):
-    """What earlier calls taught: the parameters."""
+class AutoHistory(NamedTuple):
+    """Results of earlier calls; these are the parameters of a drafter without a head."""
 
     recycled: Recycled | tuple[()]
     counts: Counts  # [CLASSES]
 
 
 class Params(NamedTuple):
-    """With a head: what earlier calls taught, and its own."""
+    """Parameters with a head: results of earlier calls, and the head's own parameters."""
 
-    learnt: Memory | tuple[()]
+    history: AutoHistory | tuple[()]
     head: PyTree
 
 
-class _Record(NamedTuple):
-    """How good the drafts were, and whether to draft."""
+class DraftRecord(NamedTuple):
+    """Quality of earlier drafts, and the pause until the next draft."""
 
-    past: Hindsight
-    promise: Array  # float32[], average over the last drafts: passes of width 1 that the chosen width promised to save
+    past: NodeStatistics
+    promise: Array  # float32[], moving average of the expected savings of drafts, in passes of width 1
     rest: Array  # int32[], plain steps until the next draft
 
 
-class _OfHead(NamedTuple):
-    read: reading.State
-    asking: Asking
+class HeadState(NamedTuple):
+    read: pending_pairs.State
+    schedule: HeadSchedule
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     matrix: Recycled
-    record: _Record
-    head: _OfHead | tuple[()] = ()
+    record: DraftRecord
+    head: HeadState | tuple[()] = ()
 
 
-class _Draft(NamedTuple):
-    """What may be verified in a round."""
+class RankedDraft(NamedTuple):
+    """The draft of a step."""
 
-    tree: TokenTree  # of as many nodes as pay
-    drafted: Drafted  # all of them
-    saved: Array  # float32[], passes of width 1 that the tree promises to save
+    tree: TokenTree  # the nodes to verify
+    drafted: Drafted  # all drafted nodes
+    saved: Array  # float32[], expected savings of the tree, in passes of width 1
 
 
 def auto(
@@ -136,27 +140,31 @@ def auto(
     dtype: str = "float32",
     platform: str | None = None,
 ) -> Drafter:
-    """Draft as much as pays on this device, and nothing where nothing does.
+    """Draft as many tokens as save time on this device; decode plainly if no draft does.
 
     Args:
-      head: a learned one of the target. head_tree: rank paths of its likeliest tokens; default: by the platform, a
-        chain with runners-up or 40 nodes, no deeper than the head drafts. head_cost: of drafting these, in passes of
-        width 1; None: by the weights that it reads (`costs.of_head`).
-      widths: verify widths to choose from, rising from 1; each is compiled. Default: CPU_WIDTHS or WIDTHS, by the
-        platform. costs: from `specjax.costs`, or numbers, of a pass of each width in passes of width 1; None:
+      head: a draft head of the target.
+      head_tree: rank paths of the head's most likely tokens, no deeper than the head drafts. Default: a chain with
+        second-best tokens, or 40 nodes, by the platform.
+      head_cost: cost of the head's draft in passes of width 1; default: from its number of weights (`costs.of_head`).
+      widths: widths of the target pass to choose from, rising from 1; each of them is compiled. Default: CPU_WIDTHS or
+        WIDTHS, by the platform.
+      costs: costs of a pass of each width, in passes of width 1, as numbers or from `specjax.costs`. Default:
         `costs.estimated` for the batch and `dtype` of the parameters.
-      num_recycled: nodes that Token Recycling proposes, 80 at most; default: 40 on CPU, else 80.
-      platform: what the program is for, "cpu", "gpu" or "tpu"; None: what JAX runs on.
+      num_recycled: number of nodes from Token Recycling, at most 80; default: 40 on CPU, else 80.
+      platform: the platform of the program, "cpu", "gpu" or "tpu"; default: JAX's backend.
 
-    State: that of `token_recycling` with chances, 2.2 MB per row at most; with a head its memory of the text, and the
-    features of the tokens that it has not read: of WAITING and of the longest draft.
-    Raises: UsageError for widths that do not rise from 1, costs that do not fit them, or a tree without a head or
-      deeper than it drafts.
+    State: the state of `token_recycling` with chances, at most 2.2 MB per row. With a head, its memory of the text and
+      the hidden states of unread tokens are added: WAITING tokens and the longest draft.
+    Raises: UsageError for widths that do not rise from 1, or costs that do not fit them. It is also raised for a
+      head_tree without a head, or one deeper than the head drafts.
     """
-    of_head = None if head is None else head.head
-    config = settings.checked(vocab_size, num_recycled, widths, costs, dtype, platform, of_head, head_tree, head_cost)
-    made = _functions(config)
-    return made if head is None else made.replace(params=Params((), head.params))
+    draft_head = None if head is None else head.head
+    config = settings.make_config(
+        vocab_size, num_recycled, widths, costs, dtype, platform, draft_head, head_tree, head_cost
+    )
+    drafter = _functions(config)
+    return drafter if head is None else drafter.replace(params=Params((), head.params))
 
 
 def make_auto(target: Target, draft: Target | DraftHead | None, **options) -> Drafter:
@@ -167,10 +175,10 @@ def make_auto(target: Target, draft: Target | DraftHead | None, **options) -> Dr
 
 @functools.cache
 def _functions(config: Config) -> Drafter:
-    """The drafter, without its parameters."""
-    of_head = config.head
+    """Return the drafter without its parameters."""
+    draft_head = config.head
     return Drafter(
-        propose=functools.partial(_propose if of_head is None else _propose_with_head, config),
+        propose=functools.partial(_propose if draft_head is None else _propose_with_head, config),
         size=TreeSize(max(config.widths), config.longest - 1),
         init=functools.partial(_init, config),
         observe=functools.partial(_observe, config),
@@ -178,188 +186,209 @@ def _functions(config: Config) -> Drafter:
         traits=Traits(
             widths=config.widths[:-1],
             follows_any_tree=True,
-            taps=() if of_head is None else of_head.taps,
-            rewinds=of_head is None,
+            taps=() if draft_head is None else draft_head.taps,
+            rewinds=draft_head is None,
         ),
         hooks=Hooks(
-            prefill=None if of_head is None else functools.partial(_read, config),
+            prefill=None if draft_head is None else functools.partial(_prefill, config),
             axes=functools.partial(_axes, config),
-            export=functools.partial(_remember, config),
+            export=functools.partial(_export, config),
             explain=_explain,
         ),
     )
 
 
-def _init(config: Config, params, context: Context) -> _State:
+def _init(config: Config, params, context: Context) -> State:
     matrix = config.recycling.init((), context)
-    past = node_statistics.begin(len(config.prior), context.tokens.shape[0], config.shape)
-    record = _Record(past, jnp.float32(HOPE), jnp.int32(0))
+    past = node_statistics.init(len(config.prior), context.tokens.shape[0], config.shape)
+    record = DraftRecord(past, jnp.float32(HOPE), jnp.int32(0))
     if config.head is None:
-        return _State(matrix, record)
-    read = reading.begin(config.head, params.head, context, config.window)
-    return _State(matrix, record, _OfHead(read, head_schedule.begin()))
+        return State(matrix, record)
+    read = pending_pairs.init_state(config.head, params.head, context, config.window)
+    return State(matrix, record, HeadState(read, head_schedule.init_schedule()))
 
 
-def _earlier(config: Config, params: Memory | Params | tuple[()]) -> Memory:
-    """What earlier calls taught, if any did."""
-    learnt = params.learnt if isinstance(params, Params) else params
-    none = jnp.zeros(len(config.prior))
-    return learnt or Memory((), Counts(none, none))
+def _history(config: Config, params: AutoHistory | Params | tuple[()]) -> AutoHistory:
+    """Return the results of earlier calls, or empty ones."""
+    history = params.history if isinstance(params, Params) else params
+    zeros = jnp.zeros(len(config.prior))
+    return history or AutoHistory((), Counts(zeros, zeros))
 
 
-def _axes(config: Config, state: _State) -> _State:
+def _axes(config: Config, state: State) -> State:
     rows = batch_axes.rows_first(state)
     rows = rows._replace(record=rows.record._replace(promise=batch_axes.SHARED, rest=batch_axes.SHARED))
-    if config.head is None or not isinstance(state.head, _OfHead):
+    if config.head is None or not isinstance(state.head, HeadState):
         return rows
-    return rows._replace(head=_OfHead(reading.axes(config.head, state.head.read), batch_axes.shared(state.head.asking)))
+    return rows._replace(
+        head=HeadState(pending_pairs.state_axes(config.head, state.head.read), batch_axes.shared(state.head.schedule))
+    )
 
 
-def _propose(config: Config, params, keys, state: _State, context: Context, limit: Array) -> tuple[TokenTree, _State]:
-    context = context._replace(cache=None, target=None)  # a branch would be given them
-    earlier = _earlier(config, params)
+def _propose(config: Config, params, keys, state: State, context: Context, limit: Array) -> tuple[TokenTree, State]:
+    context = context._replace(cache=None, target=None)  # otherwise the branches would get them as arguments
+    history = _history(config, params)
 
-    def look(known: Known, counts: Counts, record: _Record, *now) -> tuple[TokenTree, _Record]:
-        draft, past = _look(config, known, counts, record, *now)
-        return draft.tree, _drafted(record, draft, past)
+    def draft_tree(
+        successors: SuccessorLookup, counts: Counts, record: DraftRecord, *position
+    ) -> tuple[TokenTree, DraftRecord]:
+        draft, past = _draft_without_head(config, successors, counts, record, *position)
+        return draft.tree, _record_draft(record, draft, past)
 
-    def rest(known: Known, counts: Counts, record: _Record, *now) -> tuple[TokenTree, _Record]:
-        return _nothing(config, *now).tree, _rested(record)
+    def skip(
+        successors: SuccessorLookup, counts: Counts, record: DraftRecord, *position
+    ) -> tuple[TokenTree, DraftRecord]:
+        return _empty_draft(config, *position).tree, _record_pause(record)
 
-    known = Known(state.matrix, earlier.recycled)
+    successors = SuccessorLookup(state.matrix, history.recycled)
     is_resting = state.record.rest > 0
-    tree, record = jax.lax.cond(is_resting, rest, look, known, earlier.counts, state.record, context, limit)
+    tree, record = jax.lax.cond(is_resting, skip, draft_tree, successors, history.counts, state.record, context, limit)
     return tree, state._replace(record=record)
 
 
 def _propose_with_head(
-    config: Config, params: Params, keys, state: _State, context: Context, limit: Array
-) -> tuple[TokenTree, _State]:
-    """The others draft, then the head if that is likely to pay. Its memory is written between the branches: these would
-    copy it."""
-    head, builder, earlier = config.head, config.builder, _earlier(config, params)
-    assert head is not None and isinstance(state.head, _OfHead)
-    others, record = context._replace(cache=None, target=None), state.record
-    is_resting, asked_of = record.rest > 0, state.head.asking
-    look = functools.partial(_look, config)
-    rest = lambda known, counts, record, *now: (_nothing(config, *now), record.past)
-    known = Known(state.matrix, earlier.recycled)
-    alone, past = jax.lax.cond(is_resting, rest, look, known, earlier.counts, record, others, limit)
-    cost = _cost(config, context, params)
-    asks = head_schedule.is_due(asked_of, alone.saved) & ~is_resting & jnp.any(limit > 0)
-    is_full = jnp.max(state.head.read.new.count) + config.longest > state.head.read.new.tokens.shape[1]
-    read = reading.caught_up(head, params.head, state.head.read, context, config.chunk, asks | is_full)
+    config: Config, params: Params, keys, state: State, context: Context, limit: Array
+) -> tuple[TokenTree, State]:
+    """Draft without the head, then with it if it is likely to save time.
 
-    def ask() -> _Draft:
-        grown = learned.grown(head, builder, params.head, read.memory, keys, context, limit)
-        return _ranked(
-            config, past, earlier.counts, node_classes.with_head(config.shape, alone.drafted, grown), others, limit
+    The head's memory is written between the branches, because a branch would copy it.
+    """
+    head, builder, history = config.head, config.builder, _history(config, params)
+    assert head is not None and isinstance(state.head, HeadState)
+    bare_context, record = context._replace(cache=None, target=None), state.record
+    is_resting, schedule = record.rest > 0, state.head.schedule
+    draft_others = functools.partial(_draft_without_head, config)
+    skip = lambda successors, counts, record, *position: (_empty_draft(config, *position), record.past)
+    successors = SuccessorLookup(state.matrix, history.recycled)
+    without_head, past = jax.lax.cond(
+        is_resting, skip, draft_others, successors, history.counts, record, bare_context, limit
+    )
+    cost = _cost(config, context, params)
+    runs_head = head_schedule.is_due(schedule, without_head.saved) & ~is_resting & jnp.any(limit > 0)
+    is_full = jnp.max(state.head.read.pending.count) + config.longest > state.head.read.pending.tokens.shape[1]
+    read = pending_pairs.read_pending(head, params.head, state.head.read, context, config.chunk, runs_head | is_full)
+
+    def draft_with_head() -> RankedDraft:
+        grown = head_drafter.grow_tree(head, builder, params.head, read.memory, keys, context, limit)
+        return _rank(
+            config,
+            past,
+            history.counts,
+            node_classes.with_head(config.shape, without_head.drafted, grown),
+            bare_context,
+            limit,
         )
 
-    draft = jax.lax.cond(asks, ask, lambda: alone)
-    asked_of = head_schedule.learnt(asked_of, cost, alone.saved, draft.saved, asks)
-    net = draft._replace(saved=jnp.maximum(draft.saved - jnp.where(asks, cost, 0.0), alone.saved))
+    draft = jax.lax.cond(runs_head, draft_with_head, lambda: without_head)
+    schedule = head_schedule.update_schedule(schedule, cost, without_head.saved, draft.saved, runs_head)
+    net = draft._replace(saved=jnp.maximum(draft.saved - jnp.where(runs_head, cost, 0.0), without_head.saved))
     pick = lambda old, new: jnp.where(is_resting, old, new)
-    record = jax.tree.map(pick, _rested(record), _drafted(record, net, past))
-    return draft.tree, state._replace(record=record, head=_OfHead(read, asked_of))
+    record = jax.tree.map(pick, _record_pause(record), _record_draft(record, net, past))
+    return draft.tree, state._replace(record=record, head=HeadState(read, schedule))
 
 
 def _cost(config: Config, context: Context, params: Params) -> float:
-    """Of asking the head, in passes of width 1."""
+    """Return the cost of the head's draft, in passes of width 1."""
     assert config.head is not None and context.target is not None
     drafting = config.head_cost
     if drafting is None:
         drafting = costs_of.of_head(context.target, DraftHead(config.head, params.head), config.builder.levels)
-    return DRAFTING + drafting  # the draft is joined and ranked anew
+    return DRAFTING + drafting  # the nodes are merged and ranked again
 
 
-def _look(
-    config: Config, known: Known, counts: Counts, record: _Record, context: Context, limit: Array
-) -> tuple[_Draft, Hindsight]:
-    """What the drafters beside the head have to offer, and what is known of their earlier drafts."""
-    past = node_statistics.learn(config.prior, config.shape, record.past, context, counts)
-    runners_up = recycled_tree(config.template, known, context, limit)
-    drafted = node_classes.without_head(config.shape, runners_up, known, context, limit)
-    return _ranked(config, past, counts, drafted, context, limit), past
+def _draft_without_head(
+    config: Config, successors: SuccessorLookup, counts: Counts, record: DraftRecord, context: Context, limit: Array
+) -> tuple[RankedDraft, NodeStatistics]:
+    """Draft without the head, and update the statistics of earlier drafts."""
+    past = node_statistics.count_pending(config.prior, config.shape, record.past, context, counts)
+    runners_up = recycled_tree(config.template, successors, context, limit)
+    drafted = node_classes.without_head(config.shape, runners_up, successors, context, limit)
+    return _rank(config, past, counts, drafted, context, limit), past
 
 
-def _ranked(
-    config: Config, past: Hindsight, counts: Counts, drafted: Drafted, context: Context, limit: Array
-) -> _Draft:
-    """As much of what was drafted as pays."""
+def _rank(
+    config: Config, past: NodeStatistics, counts: Counts, drafted: Drafted, context: Context, limit: Array
+) -> RankedDraft:
+    """Rank the drafted nodes, and cut the tree to the best width."""
     tree, chance = node_statistics.rank(config.prior, config.shape, drafted, past, counts)
-    known = costs_of.evaluate(config.costs, config.widths, chance.shape[0], config.dtype, config.platform)
-    width, saved = best_width(config.widths, known, chance, weight_of(context.left, limit > 0))
+    pass_costs = costs_of.evaluate(config.costs, config.widths, chance.shape[0], config.dtype, config.platform)
+    width, saved = best_width(config.widths, pass_costs, chance, weight_of(context.left, limit > 0))
     tree = tree._replace(valid=tree.valid & (jnp.arange(chance.shape[1]) < width))
-    return _Draft(operations.cut(tree, max(config.widths)), drafted, saved)
+    return RankedDraft(operations.cut(tree, max(config.widths)), drafted, saved)
 
 
-def _nothing(config: Config, context: Context, limit: Array) -> _Draft:
-    """An empty draft."""
+def _empty_draft(config: Config, context: Context, limit: Array) -> RankedDraft:
+    """Return an empty draft."""
     root = context.root
     tree = operations.pad_nodes(operations.chain(root, root >= 0), max(config.widths))
     none = jnp.zeros((len(root), len(config.shape.parents)), jnp.int32)
-    return _Draft(tree, Drafted(none, none > 0, none, none[:, 0]), jnp.float32(0))
+    return RankedDraft(tree, Drafted(none, none > 0, none, none[:, 0]), jnp.float32(0))
 
 
-def _drafted(record: _Record, draft: _Draft, past: Hindsight) -> _Record:
-    """After a draft."""
+def _record_draft(record: DraftRecord, draft: RankedDraft, past: NodeStatistics) -> DraftRecord:
+    """Return the record after a draft."""
     promise = record.promise + RECENT * (draft.saved - record.promise)
     is_plain = ~jnp.any(draft.tree.valid[:, 1:])
-    rest = jnp.where((promise < DRAFTING) & is_plain, REST, jnp.zeros_like(record.rest))
-    return _Record(node_statistics.wait_for(past, draft.drafted), promise, rest)
+    pause = jnp.where((promise < DRAFTING) & is_plain, REST, jnp.zeros_like(record.rest))
+    return DraftRecord(node_statistics.store_pending(past, draft.drafted), promise, pause)
 
 
-def _rested(record: _Record) -> _Record:
-    """After a round without one."""
+def _record_pause(record: DraftRecord) -> DraftRecord:
+    """Return the record after a step without a draft."""
     return record._replace(rest=record.rest - 1)
 
 
-def _read(config: Config, params: Params, state: _State, *chunk) -> _State:
-    """The head reads the prompt."""
-    assert config.head is not None and isinstance(state.head, _OfHead)
+def _prefill(config: Config, params: Params, state: State, *chunk) -> State:
+    """Read a chunk of the prompt with the head."""
+    assert config.head is not None and isinstance(state.head, HeadState)
     return state._replace(
-        head=state.head._replace(read=reading.read_prompt(config.head, params.head, state.head.read, *chunk))
+        head=state.head._replace(read=pending_pairs.read_prompt(config.head, params.head, state.head.read, *chunk))
     )
 
 
-def _observe(config: Config, params, state: _State, context: Context, tree, verdict, output):
-    """What Token Recycling sees, in narrow passes while it rests only of every fourth; and what the head does."""
+def _observe(config: Config, params, state: State, context: Context, tree, verdict, output):
+    """Return the observations of Token Recycling and of the head.
+
+    During pauses Token Recycling observes only every LEARN-th narrow pass.
+    """
     learn = lambda: config.recycling.observe((), state.matrix, context, tree, verdict, output)
     nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(learn))
     is_narrow = tree.tokens.shape[1] <= config.widths[0]
-    seen: Seen = jax.lax.cond(state.record.rest % LEARN == 0, learn, nothing) if is_narrow else learn()
+    observation: RecyclingUpdate = (
+        jax.lax.cond(state.record.rest % LEARN == 0, learn, nothing) if is_narrow else learn()
+    )
     if config.head is None:
-        return seen
-    return seen, reading.seen(config.head, config.longest, tree, verdict, output)
+        return observation
+    return observation, pending_pairs.accepted_pairs(config.head, config.longest, tree, verdict, output)
 
 
-def _update(config: Config, params, state: _State, seen, verdict) -> _State:
+def _update(config: Config, params, state: State, observation, verdict) -> State:
     if config.head is not None:
-        assert isinstance(state.head, _OfHead)
-        seen, pairs = seen
-        state = state._replace(head=state.head._replace(read=reading.added(state.head.read, pairs)))
-    # A branch would copy the matrix; a loop of one turn or none writes in place.
-    write = lambda _, matrix: config.recycling.update((), matrix, seen, verdict)
-    is_news = jnp.any(seen.valid).astype(jnp.int32)
+        assert isinstance(state.head, HeadState)
+        observation, pairs = observation
+        state = state._replace(head=state.head._replace(read=pending_pairs.append(state.head.read, pairs)))
+    # A branch would copy the matrix; a loop of zero or one iterations writes in place.
+    write = lambda _, matrix: config.recycling.update((), matrix, observation, verdict)
+    has_updates = jnp.any(observation.valid).astype(jnp.int32)
     with jax.named_scope(scopes.ONCE):
-        return state._replace(matrix=jax.lax.fori_loop(0, is_news, write, state.matrix))
+        return state._replace(matrix=jax.lax.fori_loop(0, has_updates, write, state.matrix))
 
 
-def _remember(config: Config, params, state: _State) -> Memory | Params:
-    remember, earlier = config.recycling.hooks.export, _earlier(config, params)
-    assert remember is not None
-    counts = node_statistics.joined(earlier.counts, state.record.past.counts)
-    learnt = Memory(remember(earlier.recycled, state.matrix), counts)
-    return Params(learnt, params.head) if isinstance(params, Params) else learnt
+def _export(config: Config, params, state: State) -> AutoHistory | Params:
+    export, history = config.recycling.hooks.export, _history(config, params)
+    assert export is not None
+    counts = node_statistics.merge_counts(history.counts, state.record.past.counts)
+    new_history = AutoHistory(export(history.recycled, state.matrix), counts)
+    return Params(new_history, params.head) if isinstance(params, Params) else new_history
 
 
-def _explain(before: _State, after: _State) -> str:
-    """Of one round: why it drafted, or did not."""
-    old, new = before.record, after.record
+def _explain(previous: State, current: State) -> str:
+    """Explain why a step did or did not draft."""
+    old, new = previous.record, current.record
     if old.rest > 0:
-        return f"rests, since drafts lately promised to save {float(old.promise):.2f} passes; drafts in {int(old.rest)}"
+        expected = f"recent drafts were expected to save {float(old.promise):.2f} passes"
+        return f"pauses: {expected}; drafts in {int(old.rest)} steps"
     saved = float(old.promise + (new.promise - old.promise) / RECENT)
     if saved < 0.005:
-        return "drafted, but nothing was likely enough to pay" + (f"; rests for {int(new.rest)}" if new.rest else "")
-    return f"promises to save {saved:.2f} passes"
+        return "drafted, but no node was worth its cost" + (f"; pauses for {int(new.rest)} steps" if new.rest else "")
+    return f"expects to save {saved:.2f} passes"

@@ -1,10 +1,10 @@
-"""Choice: a bandit picks the drafter and the depth of each round, plain decoding among its arms.
+"""Choice: a multi-armed bandit selects the drafter and the draft length of each step, or plain decoding.
 
-Rule: the arms are plain decoding and every pair of a drafter and one of its `depths`. A round pays the tokens it emits,
-over all rows, per cost of its pass, and `specjax.controllers.bandit.ucb` picks the arm. Every drafter learns from every
-round, whoever drafted it.
-Guarantee: distribution (point-mass trees). One arm for the batch, so the passes of a row depend on its batch; its text
-does not. Unlike `auto`, which weighs nodes in hindsight, this needs to know nothing of how its drafters work.
+Rule: the arms are plain decoding and all pairs of a drafter and one of its `depths`. The reward of a step is the number
+of emitted tokens over all rows, divided by the cost of the pass. `specjax.controllers.bandit.ucb` selects the arm.
+Every drafter observes every step, even those that another one drafted.
+Guarantee: distribution (point-mass trees). The batch has one arm, so the number of passes of a row depends on its
+batch; its text does not. `auto` estimates single nodes in hindsight; this method needs no knowledge about its drafters.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ METHOD = Method(
 )
 
 
-class Memory(NamedTuple):
-    """What a later call may start from."""
+class ChoiceParams(NamedTuple):
+    """Parameters of the drafters, and the state of the bandit after an earlier call."""
 
-    several: tuple[PyTree, ...]  # of the drafters
+    several: tuple[PyTree, ...]  # one per drafter
     arms: Arms | tuple[()] = ()
 
 
-class _State(NamedTuple):
-    several: tuple[PyTree, ...]  # of the drafters
+class State(NamedTuple):
+    several: tuple[PyTree, ...]  # one per drafter
     arms: Arms
-    arm: Array  # int32[], the one pulled
+    arm: Array  # int32[], the selected arm
 
 
 def choice(
@@ -65,29 +65,30 @@ def choice(
     platform: str | None = None,
     bandit: Bandit | None = None,
 ) -> Drafter:
-    """Pick among `several` drafters without randomness that follow any tree, each at each of `depths`, and plain
-    decoding.
+    """Select among `several` drafters with one of `depths` each, or plain decoding.
+
+    The drafters must be deterministic and follow any tree.
 
     Args:
-      costs: from `specjax.costs`, or numbers, of a pass of each verify width (1 and those of the drafters, rising) in
-        passes of width 1; None: the rule of thumb for the batch, `dtype` and `platform`.
-      bandit: over 1 + drafters * depths arms; default: `ucb`.
+      costs: costs of a target pass of each width (1 and those of the drafters, rising) in passes of width 1, as numbers
+        or from `specjax.costs`. Default: the rule of thumb for the batch, `dtype` and `platform`.
+      bandit: a bandit over 1 + drafters * depths arms; default: `ucb`.
 
-    Raises: UsageError for no or equal drafters, one that needs its own trees back, depths below 1, or costs that do not
-      fit the widths.
+    Raises: UsageError for no or equal drafters, or one that is random or follows its own trees only. It is also raised
+      for depths below 1, or costs that do not fit the widths.
     """
     if not several:
         raise UsageError("choice needs at least one drafter")
     if len({id(d.propose) for d in several}) < len(several):
         raise UsageError("choice was given the same drafter twice; give each once, with all depths in depths=")
     if any(d.traits.draws != "point_mass" or not d.traits.follows_any_tree for d in several):
-        raise UsageError("choice can only pick among drafters without randomness that follow any tree")
+        raise UsageError("choice needs drafters without randomness that follow any tree")
     if not depths or min(depths) < 1:
         raise UsageError(f"depths must be at least 1, not {list(depths)}; plain decoding is an arm of its own")
     arms = 1 + len(several) * len(depths)
     bare = tuple(drafter.replace(params=()) for drafter in several)
-    made = _functions(bare, tuple(depths), costs, dtype, platform, bandit or ucb(arms))
-    return made.replace(params=Memory(tuple(drafter.params for drafter in several)))
+    combined = _functions(bare, tuple(depths), costs, dtype, platform, bandit or ucb(arms))
+    return combined.replace(params=ChoiceParams(tuple(drafter.params for drafter in several)))
 
 
 def make_choice(
@@ -110,11 +111,14 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
     widths = sorted({1, *(w for drafter in several for w in (*drafter.traits.widths, drafter.num_nodes))})
     costs_of.check(costs, len(widths), "verify width")
 
-    def init(params: Memory, context: Context) -> _State:
-        states = tuple(drafter.init(own, context) for drafter, own in zip(several, params.several, strict=True))
-        return _State(states, params.arms or bandit.init(), jnp.int32(0))
+    def init(params: ChoiceParams, context: Context) -> State:
+        states = tuple(
+            drafter.init(drafter_params, context)
+            for drafter, drafter_params in zip(several, params.several, strict=True)
+        )
+        return State(states, params.arms or bandit.init(), jnp.int32(0))
 
-    def propose(params: Memory, keys, state: _State, context: Context, limit: Array):
+    def propose(params: ChoiceParams, keys, state: State, context: Context, limit: Array):
         arm = bandit.choose(state.arms)
         which, depth = (arm - 1) // len(depths), jnp.asarray(depths)[(arm - 1) % len(depths)]
         bound = jnp.where(arm == 0, 0, jnp.minimum(limit, depth))
@@ -128,54 +132,59 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
 
         branches = [drafted_by(index) for index in range(len(several))]
         tree, states = jax.lax.switch(jnp.maximum(which, 0), branches, state.several)
-        return tree, _State(states, state.arms, arm)
+        return tree, State(states, state.arms, arm)
 
-    def observe(params: Memory, state: _State, context: Context, tree, verdict, output) -> tuple[PyTree, Array]:
-        seen = tuple(
-            drafter.observe(own, memory, context, tree, verdict, output)
-            for drafter, own, memory in zip(several, params.several, state.several, strict=True)
+    def observe(params: ChoiceParams, state: State, context: Context, tree, verdict, output) -> tuple[PyTree, Array]:
+        observations = tuple(
+            drafter.observe(drafter_params, memory, context, tree, verdict, output)
+            for drafter, drafter_params, memory in zip(several, params.several, state.several, strict=True)
         )
-        batch, width = tree.tokens.shape  # that of the pass
-        known = costs_of.evaluate(costs, widths, batch, dtype, platform)
-        running = jnp.sum(verdict.num_nodes > 0)
-        wide_enough = next((i for i, own in enumerate(widths) if own >= width), -1)  # another drafter may set the width
-        reward = jnp.sum(verdict.num_nodes) / jnp.maximum(running, 1) / known[wide_enough]
-        return seen, reward
+        batch, width = tree.tokens.shape  # width of the pass
+        pass_costs = costs_of.evaluate(costs, widths, batch, dtype, platform)
+        num_running = jnp.sum(verdict.num_nodes > 0)
+        wide_enough = next(
+            (i for i, drafter_params in enumerate(widths) if drafter_params >= width), -1
+        )  # another drafter may determine the width
+        reward = jnp.sum(verdict.num_nodes) / jnp.maximum(num_running, 1) / pass_costs[wide_enough]
+        return observations, reward
 
-    def update(params: Memory, state: _State, seen: tuple[PyTree, Array], verdict) -> _State:
-        each, reward = seen
+    def update(params: ChoiceParams, state: State, observation: tuple[PyTree, Array], verdict) -> State:
+        each, reward = observation
         states = tuple(
-            drafter.update(own, memory, noticed, verdict)
-            for drafter, own, memory, noticed in zip(several, params.several, state.several, each, strict=True)
+            drafter.update(drafter_params, memory, drafter_observation, verdict)
+            for drafter, drafter_params, memory, drafter_observation in zip(
+                several, params.several, state.several, each, strict=True
+            )
         )
-        was_pulled = jnp.any(verdict.num_nodes > 0)  # not so where all rows had ended
+        was_pulled = jnp.any(verdict.num_nodes > 0)  # false if all rows had finished
         pulled = bandit.update(state.arms, state.arm, reward)
         arms = jax.tree.map(lambda new, old: jnp.where(was_pulled, new, old), pulled, state.arms)
-        return _State(states, arms, state.arm)
+        return State(states, arms, state.arm)
 
-    def axes(state: _State) -> _State:
+    def axes(state: State) -> State:
         each = zip(several, state.several, strict=True)
-        return _State(
-            tuple(drafter.hooks.axes(own) for drafter, own in each), *batch_axes.shared((state.arms, state.arm))
+        return State(
+            tuple(drafter.hooks.axes(drafter_state) for drafter, drafter_state in each),
+            *batch_axes.shared((state.arms, state.arm)),
         )
 
-    def read(params: Memory, state: _State, *chunk):
+    def read(params: ChoiceParams, state: State, *chunk):
         return state._replace(several=read_each(several, params.several, state.several, *chunk))
 
-    def remember(params: Memory, state: _State) -> Memory:
-        return Memory(remember_each(several, params.several, state.several), state.arms)
+    def remember(params: ChoiceParams, state: State) -> ChoiceParams:
+        return ChoiceParams(remember_each(several, params.several, state.several), state.arms)
 
-    deepest = max(drafter.max_depth for drafter in several)
+    max_depth = max(drafter.max_depth for drafter in several)
     return Drafter(
         propose=propose,
-        size=TreeSize(nodes, deepest),
+        size=TreeSize(nodes, max_depth),
         init=init,
         observe=observe,
         update=update,
         traits=Traits(
             chains=all(drafter.drafts_chains for drafter in several),
             rewinds=all(drafter.traits.rewinds for drafter in several),
-            max_accepted=longest_of_each(several, deepest),
+            max_accepted=longest_of_each(several, max_depth),
             widths=tuple(w for w in widths if w < nodes),
             follows_any_tree=True,
             taps=taps_of_each(several),

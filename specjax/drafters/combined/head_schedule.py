@@ -1,13 +1,14 @@
-"""When `auto` asks its head: where that lately saved more than drafting with it costs, and seldom elsewhere.
+"""Schedule of the draft head in `auto`: the head runs while it recently saved more than it costs, and rarely otherwise.
 
-Rule: what its nodes added to the plain passes saved, beyond what it costs, is averaged by how much the other drafts
-promised to save; where these copy well, a head adds little. It is asked where the average is above nothing, as it is at
-first where the others promise little. Elsewhere it is asked once in a while, after pauses that double where that did
-not pay either and halve where it did, until so seldom that a head that never helps costs a hundredth of plain decoding.
+Rule: the gain of a step is the number of plain passes that the head's nodes saved, minus the head's cost. Gains are
+averaged per class of the savings expected from the other drafts, because a head adds little if these copy well. The
+head runs while the average of the class is positive. Initially it is positive if the others promise little. Otherwise
+it runs only after pauses, as a probe. A pause doubles after an unsuccessful probe and halves after a successful one. At
+its maximum a head that never helps costs 1 % of plain decoding.
 
-What a round adds varies as much as its mean. Where single rounds that did not pay doubled the pauses, and the average
-had to climb from nothing, the shipped head in bfloat16 was asked in 64 % of the rounds of Spec-Bench's chat, where
-asking always saves 0.24 passes a round and this 0.24, that 0.17.
+The gain of a single step varies as much as its mean. In an earlier rule, single steps without gain doubled the pauses,
+and the average started at zero. The shipped head in bfloat16 then ran in 64 % of the steps of Spec-Bench's chat task
+and saved 0.17 passes per step; this rule saves 0.24, as much as running it always.
 """
 
 from __future__ import annotations
@@ -21,54 +22,62 @@ from specjax.drafters.combined.widths import MARGIN
 from specjax.types import Array
 
 PROMISES = (0.0, 0.05, 0.5, 1.5)
-"""Lower bounds of the classes of what the other drafts promise to save, in passes of width 1."""
+"""Lower bounds of the classes of savings expected from the other drafts, in passes of width 1."""
 PROBES = 0.01
-"""What asking it where it does not pay may cost, in passes of width 1 per round."""
-HOPE, HOPED = (0.1, 0.1, -0.1, -0.1), 4
-"""By class, what it is taken to save beyond its cost before it was asked, and as how many rounds that counts."""
+"""Maximum cost of probing without gain, in passes of width 1 per step."""
+PRIOR, PRIOR_STEPS = (0.1, 0.1, -0.1, -0.1), 4
+"""Prior gain per class, and the number of steps that the prior counts as."""
 YOUNG, MOST = 16, 0.35
-"""So many rounds of a class, those of hope among them, count no more than so many passes beyond the cost, or than they
-could lose: a head that is sure and wrong promises more until the classes of its nodes are learnt."""
+"""In the first YOUNG steps of a class, prior included, a gain counts at most MOST passes, or the head's cost.
+
+A confident but wrong head has overestimated savings until the acceptance rates of its node classes are learned.
+"""
 FAST, SLOW = 1 / 6, 1 / 32
-"""Weight of a round, at least, of these and of those after."""
+"""Minimum weight of a step: within the first YOUNG steps, and after them."""
 
 
-class Asking(NamedTuple):
-    """What all rows share."""
+class HeadSchedule(NamedTuple):
+    """State of the schedule, shared by all rows."""
 
-    worth: Array  # float32[PROMISES], passes of width 1 that its nodes saved beyond their cost
-    rounds: Array  # int32[PROMISES], of which that is the mean
-    pause: Array  # int32[], rounds between two questions where it does not pay
-    wait: Array  # int32[], how many of them are left
-
-
-def begin() -> Asking:
-    """Of a head that was not asked yet."""
-    rounds = jnp.full(len(PROMISES), HOPED, jnp.int32)
-    return Asking(jnp.array(HOPE, jnp.float32), rounds, jnp.int32(0), jnp.int32(0))
+    worth: Array  # float32[PROMISES], mean gain of a step, in passes of width 1
+    steps: Array  # int32[PROMISES], number of steps in the mean
+    pause: Array  # int32[], steps between two probes
+    wait: Array  # int32[], remaining steps of the pause
 
 
-def pays(asking: Asking, saved: Array) -> Array:
-    """bool[]: whether it did so far where the other drafts promise to save so much, float32[]."""
-    return asking.worth[class_of(saved, PROMISES)] > 0
+def init_schedule() -> HeadSchedule:
+    """Return the schedule of a head that has not run yet."""
+    rounds = jnp.full(len(PROMISES), PRIOR_STEPS, jnp.int32)
+    return HeadSchedule(jnp.array(PRIOR, jnp.float32), rounds, jnp.int32(0), jnp.int32(0))
 
 
-def is_due(asking: Asking, saved: Array) -> Array:
-    """bool[]: whether to ask."""
-    return (asking.wait == 0) | pays(asking, saved)
+def is_profitable(schedule: HeadSchedule, saved: Array) -> Array:
+    """Return bool[], true if the mean gain is positive for savings `saved` float32[] expected from the other drafts."""
+    return schedule.worth[class_of(saved, PROMISES)] > 0
 
 
-def learnt(asking: Asking, cost: float, saved: Array, more: Array, was_asked: Array) -> Asking:
-    """After a round in which the other drafts promised to save `saved` and all together `more`, float32[] each."""
+def is_due(schedule: HeadSchedule, saved: Array) -> Array:
+    """Return bool[], true if the head should run in this step."""
+    return (schedule.wait == 0) | is_profitable(schedule, saved)
+
+
+def update_schedule(schedule: HeadSchedule, cost: float, saved: Array, more: Array, has_run: Array) -> HeadSchedule:
+    """Update the schedule after a step.
+
+    Args:
+      cost: cost of the head's draft, in passes of width 1.
+      saved, more: float32[], expected savings without and with the head's nodes.
+      has_run: bool[], true if the head ran.
+    """
     kind, gain = class_of(saved, PROMISES), more - saved - MARGIN * cost
-    rounds = asking.rounds.at[kind].add(was_asked.astype(jnp.int32))
+    rounds = schedule.steps.at[kind].add(has_run.astype(jnp.int32))
     is_young = rounds[kind] <= YOUNG
     weight = jnp.where(is_young, jnp.maximum(1 / rounds[kind].astype(jnp.float32), FAST), SLOW)
     counted = jnp.where(is_young, jnp.minimum(gain, max(MOST, MARGIN * cost)), gain)
-    worth = asking.worth.at[kind].add(jnp.where(was_asked, weight * (counted - asking.worth[kind]), 0.0))
-    pays_now = worth[kind] > 0
-    was_probe = was_asked & ~(pays_now & pays(asking, saved))
-    longer = jnp.minimum(2 * asking.pause + 1, max(round(cost / PROBES), 1))
-    tried = jnp.where(pays_now, 0, jnp.where(gain > 0, asking.pause // 2, longer))
-    pause = jnp.where(was_probe, tried, asking.pause)
-    return Asking(worth, rounds, pause, jnp.where(was_probe, pause, jnp.maximum(asking.wait - 1, 0)))
+    worth = schedule.worth.at[kind].add(jnp.where(has_run, weight * (counted - schedule.worth[kind]), 0.0))
+    is_good = worth[kind] > 0
+    was_probe = has_run & ~(is_good & is_profitable(schedule, saved))
+    longer = jnp.minimum(2 * schedule.pause + 1, max(round(cost / PROBES), 1))
+    new_pause = jnp.where(is_good, 0, jnp.where(gain > 0, schedule.pause // 2, longer))
+    pause = jnp.where(was_probe, new_pause, schedule.pause)
+    return HeadSchedule(worth, rounds, pause, jnp.where(was_probe, pause, jnp.maximum(schedule.wait - 1, 0)))

@@ -1,4 +1,4 @@
-"""The nodes that `auto` drafts, and the class of each: by what is known of it before the target has seen it."""
+"""The nodes that `auto` drafts, and the class of each node by facts that are known before the target pass."""
 
 from __future__ import annotations
 
@@ -10,73 +10,81 @@ from jax.typing import ArrayLike
 
 from specjax.arrays.indexing import take_along
 from specjax.drafters.lookup.suffix import find
-from specjax.drafters.tables.token_recycling import RANKS, Known
+from specjax.drafters.tables.token_recycling import RANKS, SuccessorLookup
 from specjax.retrieval.suffixes import copied_chain
-from specjax.trees.growing import Grown
-from specjax.trees.node_statistics import Drafted, Shape
+from specjax.trees.growing import GrownTree
+from specjax.trees.node_statistics import Drafted, DraftShape
 from specjax.types import Array, Context, TokenTree
 
 MATCHES = (1, 2, 3, 4, 6, 9, 16)  # lower bounds of the classes of match lengths
-DEPTHS = (1, 2, 3, 5, 9)  # of depths of copied tokens
-CHANCES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # of probabilities of all others
-LEVELS = (1, 2, 3)  # of depths of recycled tokens
-HEAD_LEVELS = (1, 2, 3, 5)  # and of those of a head
+DEPTHS = (1, 2, 3, 5, 9)  # the same for depths of copied tokens
+CHANCES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # the same for probabilities of all other tokens
+LEVELS = (1, 2, 3)  # the same for depths of recycled tokens
+HEAD_LEVELS = (1, 2, 3, 5)  # the same for depths of a head's tokens
 COPIED = len(MATCHES) * len(DEPTHS)
 CLASSES = COPIED + len(CHANCES) * len(LEVELS)
 HEAD_CLASSES = len(CHANCES) * len(HEAD_LEVELS)
 
 
 def prior(has_head: bool = False) -> np.ndarray:
-    """float32[C]: the chance of each class before anything was seen."""
+    """Return float32[C], the prior acceptance rate of each class."""
     first = np.array([0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9])
     later = np.array([0.5, 0.6, 0.7, 0.75, 0.8, 0.88, 0.92])
     copied = np.stack([first] + [later] * (len(DEPTHS) - 1), 1).reshape(-1)
     edges = np.append(CHANCES, 1.0)
-    said = (edges[1:] + edges[:-1]) / 2
-    recycled, of_head = np.repeat(0.6 * said, len(LEVELS)), np.repeat(0.8 * said, len(HEAD_LEVELS))
-    return np.concatenate([copied, recycled, *([of_head] if has_head else [])]).astype(np.float32)
+    middle = (edges[1:] + edges[:-1]) / 2
+    recycled, head_rates = np.repeat(0.6 * middle, len(LEVELS)), np.repeat(0.8 * middle, len(HEAD_LEVELS))
+    return np.concatenate([copied, recycled, *([head_rates] if has_head else [])]).astype(np.float32)
 
 
-def without_head(shape: Shape, runners_up: TokenTree, known: Known, context: Context, limit: Array) -> Drafted:
-    """The drafts for the present position: a copied chain, then the recycled tree, and nothing behind."""
+def without_head(
+    shape: DraftShape, runners_up: TokenTree, successors: SuccessorLookup, context: Context, limit: Array
+) -> Drafted:
+    """Draft without the head: a copied chain, then the recycled tree; the head's nodes stay empty."""
     count = shape.copied
-    start, matched = find(context.tokens, context.length, count, MATCHES[-1], "latest")
+    start, match_lengths = find(context.tokens, context.length, count, MATCHES[-1], "latest")
     root = context.root
     copy = copied_chain(root, context.tokens, context.length, start, count, limit)
-    of_copy = class_of(matched[:, None], MATCHES) * len(DEPTHS) + class_of(shape.depth[1 : 1 + count], DEPTHS)
+    copied_class = class_of(match_lengths[:, None], MATCHES) * len(DEPTHS) + class_of(
+        shape.depth[1 : 1 + count], DEPTHS
+    )
     recycled = slice(1 + count, count + runners_up.tokens.shape[1])
-    of_rest = class_of(jnp.exp(_log_chance(known, runners_up)), CHANCES) * len(LEVELS)
-    of_rest += class_of(shape.depth[recycled], LEVELS)
+    recycled_class = class_of(jnp.exp(_log_chance(successors, runners_up)), CHANCES) * len(LEVELS)
+    recycled_class += class_of(shape.depth[recycled], LEVELS)
     fill = lambda *parts: jnp.pad(x := jnp.concatenate(parts, 1), ((0, 0), (0, len(shape.parents) - x.shape[1])))
-    kind = fill(jnp.zeros_like(root), of_copy, COPIED + of_rest)
+    kind = fill(jnp.zeros_like(root), copied_class, COPIED + recycled_class)
     tokens, valid = fill(copy.tokens, runners_up.tokens[:, 1:]), fill(copy.valid, runners_up.valid[:, 1:])
     return Drafted(tokens, valid, kind, context.length)
 
 
-def with_head(shape: Shape, drafted: Drafted, grown: Grown) -> Drafted:
-    """`drafted` with the head's tree in its last places. What the head says of a node, its probability or its own
-    confidence, is only what the node's class is known by."""
-    before = len(shape.parents) - grown.tree.tokens.shape[1] + 1
+def with_head(shape: DraftShape, drafted: Drafted, grown: GrownTree) -> Drafted:
+    """Add the head's tree to `drafted`, in its last nodes.
+
+    The head's probability or confidence of a node determines only the class of the node.
+    """
+    num_others = len(shape.parents) - grown.tree.tokens.shape[1] + 1
     assert grown.chances is not None
-    kind = class_of(grown.chances[:, 1:], CHANCES) * len(HEAD_LEVELS) + class_of(shape.depth[before:], HEAD_LEVELS)
-    put = lambda old, new: jnp.concatenate([old[:, :before], new], 1)
+    kind = class_of(grown.chances[:, 1:], CHANCES) * len(HEAD_LEVELS) + class_of(shape.depth[num_others:], HEAD_LEVELS)
+    replace_last = lambda old, new: jnp.concatenate([old[:, :num_others], new], 1)
     return drafted._replace(
-        tokens=put(drafted.tokens, grown.tree.tokens[:, 1:]),
-        valid=put(drafted.valid, grown.tree.valid[:, 1:]),
-        kind=put(drafted.kind, CLASSES + kind),
+        tokens=replace_last(drafted.tokens, grown.tree.tokens[:, 1:]),
+        valid=replace_last(drafted.valid, grown.tree.valid[:, 1:]),
+        kind=replace_last(drafted.kind, CLASSES + kind),
     )
 
 
 def class_of(x: ArrayLike, bounds: Sequence[float]) -> Array:
-    """int32 like x: the last class whose lower bound x reaches; 0 below all."""
+    """Return int32 like x, the last class with a lower bound of at most x; 0 below all bounds."""
     return jnp.maximum(jnp.sum(jnp.asarray(x)[..., None] >= jnp.asarray(bounds), -1) - 1, 0)
 
 
-def _log_chance(known: Known, tree: TokenTree) -> Array:
-    """float32[B, N - 1]: how likely the target once found the token of each node, the root apart, after its parent's.
+def _log_chance(successors: SuccessorLookup, tree: TokenTree) -> Array:
+    """Return float32[B, N - 1], the stored log-probability of each node's token after its parent's, without the root.
 
-    tree: as `recycled_tree` gives it."""
+    Args:
+      tree: the result of `recycled_tree`.
+    """
     parent = take_along(tree.tokens, tree.parents[:, 1:], 1)
-    tokens, log_p = known.after(parent, np.arange(RANKS)[None])  # [B, N - 1, 8]
+    tokens, log_p = successors.after(parent, np.arange(RANKS)[None])  # [B, N - 1, 8]
     assert log_p is not None
     return jnp.max(jnp.where(tokens == tree.tokens[:, 1:, None], log_p, -jnp.inf), 2)

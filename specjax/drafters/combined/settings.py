@@ -1,4 +1,4 @@
-"""What `auto` is set to, and the shapes that follow from it."""
+"""Settings of `auto`, and the shapes that follow from them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from specjax.drafters.tables.token_recycling import best_paths, token_recycling
 from specjax.errors import UsageError
 from specjax.models.heads.contract import Head
 from specjax.trees import Builder
-from specjax.trees.node_statistics import Shape, shape_of
+from specjax.trees.node_statistics import DraftShape, make_shape
 from specjax.trees.shape_search.best_shapes import Paths
 from specjax.trees.templates import Template
 from specjax.types import Drafter
 
 CPU_WIDTHS = (1, 4, 8, 16)
 WIDTHS = (1, 16, 32, 64)
-"""Where the weights are read once for dozens of tokens, so that narrow passes are hardly cheaper."""
+"""Widths for accelerators, which read the weights once for dozens of tokens; narrow passes are hardly cheaper there."""
 CPU_TREE: Paths = ((0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
-"""Of a head: a chain, and beside it runners-up below which it says nothing."""
+"""Tree of a draft head on CPUs: a chain, and second-best tokens without children."""
 WIDE_TREE = (0.65, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01), 41, 6
-"""Elsewhere Sequoia's: for these chances of the ranks, of so many nodes, the root included, on so many levels."""
+"""Tree of a draft head elsewhere, by Sequoia: acceptance rates of the ranks, number of nodes with the root, depth."""
 MOST_COST = 10_000
-"""Of asking a head, in passes of width 1: the pauses between are counted in an int32."""
+"""Maximum cost of a head's draft in passes of width 1; an int32 counts the pauses between its drafts."""
 WAITING = 32
-"""Rounds of plain decoding after which a head reads what it missed."""
+"""Steps of plain decoding after which a head reads its pending tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a program depends on. Hashable."""
+    """Static settings of a program; hashable."""
 
     vocab_size: int
     num_recycled: int
@@ -44,7 +44,7 @@ class Config:
     dtype: str
     platform: str | None
     head: Head | None
-    paths: Paths  # of the head's tree
+    paths: Paths  # rank paths of the head's tree
     head_cost: float | None
 
     @cached_property
@@ -53,41 +53,41 @@ class Config:
 
     @cached_property
     def template(self) -> Template:
-        """Of the recycled nodes."""
+        """The template of the recycled nodes."""
         return Template(best_paths(self.num_recycled))
 
     @cached_property
-    def shape(self) -> Shape:
-        of_head = [] if self.head is None else [Template(self.paths)]
-        return shape_of(max(self.widths) - 1, self.template, *of_head)
+    def shape(self) -> DraftShape:
+        head_templates = [] if self.head is None else [Template(self.paths)]
+        return make_shape(max(self.widths) - 1, self.template, *head_templates)
 
     @cached_property
     def prior(self) -> np.ndarray:
-        """float32[C], of each class of nodes."""
+        """The prior acceptance rate float32[C] of each class of nodes."""
         return node_classes.prior(self.head is not None)
 
     @cached_property
     def builder(self) -> Builder:
-        """Of the head's tree."""
-        return dataclasses.replace(trees.static(self.paths, "point_mass"), weighed=True)
+        """The builder of the head's tree."""
+        return dataclasses.replace(trees.static(self.paths, "point_mass"), scored=True)
 
     @property
     def longest(self) -> int:
-        """Tokens that a round may accept, the root included."""
+        """The maximum number of tokens that a step may accept, the root included."""
         return 1 + int(self.shape.depth.max())
 
     @property
     def chunk(self) -> int:
-        """Pairs that the head reads at once: those of a round of its own, or as many as are no dearer."""
+        """The number of pairs that the head reads at once: those of its own draft, or as many as cost the same."""
         return max(self.builder.max_depth + 1, self.widths[1])
 
     @property
     def window(self) -> int:
-        """Pairs that may wait to be read: whole chunks."""
+        """The maximum number of pending pairs, a multiple of `chunk`."""
         return -(-(self.longest + WAITING) // self.chunk) * self.chunk
 
 
-def checked(
+def make_config(
     vocab_size: int,
     num_recycled: int | None,
     widths: tuple[int, ...] | None,
@@ -98,7 +98,7 @@ def checked(
     head_tree: Paths | None,
     head_cost: float | None,
 ) -> Config:
-    """With what suits the platform where nothing is said. Raises: UsageError, as `auto` has it."""
+    """Check the settings of `auto` and fill in defaults for the platform. Raises: UsageError, see `auto`."""
     on_cpu = (platform or jax.default_backend()) == "cpu"
     if widths is None:
         widths = CPU_WIDTHS if on_cpu else WIDTHS
@@ -108,7 +108,7 @@ def checked(
         raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
     costs_of.check(costs, len(widths), "width")
     if head is None and (head_tree is not None or head_cost is not None):
-        raise UsageError("head_tree and head_cost are of a head, and there is none; give one, or leave them out")
+        raise UsageError("head_tree and head_cost need a draft head; give one, or leave them out")
     if head_cost is not None and not head_cost >= 0:
         raise UsageError(f"head_cost must be at least 0, not {head_cost}")
     if head_cost is not None and head_cost >= MOST_COST:
@@ -119,7 +119,7 @@ def checked(
     if head is not None:
         paths = _paths(head, head_tree, CPU_TREE if on_cpu else trees.sequoia(*WIDE_TREE)[1])
     config = Config(vocab_size, num_recycled, widths, costs, dtype, platform, head, paths, head_cost)
-    config.recycling  # noqa: B018  refuses a number of nodes that there is not
+    config.recycling  # noqa: B018  raises for a bad number of nodes
     return config
 
 
@@ -128,7 +128,7 @@ def _paths(head: Head, tree: Paths | None, default: Paths) -> Paths:
     if tree is None:
         return tuple(path for path in default if max_depth is None or len(path) <= max_depth)
     if not tree:
-        raise UsageError("head_tree needs a node at least; leave it out for the default")
+        raise UsageError("head_tree needs at least one node; leave it out for the default")
     depth = max(map(len, tree))
     if max_depth is not None and depth > max_depth:
         raise UsageError(f"head_tree is {depth} tokens deep, but the head drafts {max_depth}; choose that")

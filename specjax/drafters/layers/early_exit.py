@@ -1,16 +1,16 @@
-"""Early exit: the target's own first layers, with its final norm and head, draft what the whole of it verifies.
+"""Early exit: the target's first layers with its final norm and head draft, and the whole target verifies.
 
 LayerSkip: Elhoushi et al., LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding (ACL 2024),
-arXiv 2404.16710; the decoding part. Any model can be drafted from so, one trained for it (with layer dropout and an
-early-exit loss) is worth it.
+arXiv 2404.16710; this file is the decoding part. The method works with any model, but it is fast only with one that
+was trained for it (with layer dropout and an early-exit loss).
 
-Rule: q(. | text) = softmax(head(norm(h_E))), h_E the residual stream after layer E. Drafted tokens read the target's
-own cache and each other; one pass of E layers per token.
+Rule: q(. | text) = softmax(head(norm(h_E))), where h_E is the residual stream after layer E. Drafted tokens read the
+target's own cache and each other; each token costs one pass of E layers.
 Guarantee: distribution (verified with the q that was sampled).
-Deviations: the target's pass runs all layers on the drafted tokens. The authors keep the keys, values and streams of
-the first E, which are exact, and run only the others, but for the token drafted last, which the first E have not seen.
-So these are read once more there too, 6 / 4 + 1 / 4 + 3 / 4 passes for 6 tokens by a quarter of the layers: that saves
-their arithmetic on 6 of 7 tokens, and no time where it goes by weights read.
+Deviations: the target pass runs all layers on the drafted tokens. The authors cache the exact keys, values and streams
+of the first E layers, and run only the remaining layers. The last drafted token has not passed the first E layers, so
+their weights are read once more anyway: 6 / 4 + 1 / 4 + 3 / 4 passes for 6 tokens and a quarter
+of the layers. Caching saves arithmetic on 6 of 7 tokens, and no time if weight reads dominate.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def early_exit(
     tree: Builder | None = None,
     stop: trees.Stop | None = None,
 ) -> Drafter:
-    """A chain of `num_tokens` tokens, or a `tree` from `specjax.trees`, by the first `exit_layer` layers of the target.
+    """Draft a chain of `num_tokens` tokens, or a `tree` from `specjax.trees`, with the target's first layers.
 
     Args:
-      exit_layer: how many layers draft; default: a quarter of them, as in the authors' example (8 of 32, 6 tokens).
-      stop: ends a row's draft early, such as `trees.stops.confidence(0.6)` (Kangaroo, arXiv 2404.18911).
+      exit_layer: number of layers that draft; default: a quarter, as in the authors' example (8 of 32, 6 tokens).
+      stop: the condition that ends a row's draft, such as `trees.stops.confidence(0.6)` (Kangaroo, arXiv 2404.18911).
 
-    State: none; the cache is the target's. Raises: UsageError for an exit that the model does not have.
+    The drafter has no state and uses the target's cache. Raises: UsageError for an exit that the model does not have.
     """
-    exit_layer = chosen_exit(target, exit_layer)
-    builder = trees.builder_of(num_tokens, tree, stop)
+    exit_layer = resolve_exit_layer(target, exit_layer)
+    builder = trees.make_builder(num_tokens, tree, stop)
     return _functions(builder, exit_layer)
 
 
@@ -87,21 +87,21 @@ def _functions(builder: Builder, exit_layer: int) -> Drafter:
 
 
 def _propose(builder: Builder, exit_layer: int, params, keys, state, context: Context, limit: Array):
-    layers = first_layers(target_of(context).model, jnp.full_like(context.length, exit_layer))
+    layers = first_layers(context_target(context).model, jnp.full_like(context.length, exit_layer))
     return self_draft(builder, keys, context, limit, layers), state
 
 
 def self_draft(builder: Builder, keys: Array | None, context: Context, limit: Array, layers: Sublayers) -> TokenTree:
-    """The tree that `builder` grows from the target with only the sublayers `layers` of it.
+    """Grow a tree with `builder` from the sublayers `layers` of the target.
 
-    The root is fed first, and every pass reads the target's cache and the passes before. A row that drafts no deeper
-    runs no layers, and a pass that no row needs is left out.
+    The root is fed first. Every pass reads the target's cache and the earlier passes. A row that has finished its draft
+    runs no layers, and a pass that no row needs does not run.
     """
-    model = target_of(context).model
+    model = context_target(context).model
     score = functools.partial(score_below, context, layers)
 
     def feed(pending, frontier: Frontier):
-        logits, new = score(frontier.tokens, frontier.depth, frontier.below, mask=frontier.mask, earlier=pending)
+        logits, new = score(frontier.tokens, frontier.depth, frontier.expands, mask=frontier.mask, earlier=pending)
         return model.insert(pending, new, frontier.place), logits
 
     root = context.root
@@ -121,12 +121,12 @@ def score_below(
     mask: Array,
     earlier: PyTree = None,
 ) -> tuple[Array, PyTree]:
-    """Logits [B, F, V] below F nodes at `depth` int32[B, F] of a draft, by a part of the model, and what is pending.
+    """Run the sublayers `layers` on F nodes at `depth` int32[B, F]; return logits [B, F, V] and pending cache entries.
 
-    Of rows that draft `below` bool[B, F] no node, no layers run; the logits of such a row are meaningless. Zeros, and
-    nothing runs, if there is no other.
+    No layers run for a row without True in `below` bool[B, F], which marks the nodes to draft below. The logits of such
+    a row are meaningless. If no row drafts, the results are zeros and the model does not run.
     """
-    target = target_of(context)
+    target = context_target(context)
     drafting = jnp.any(below, 1)
 
     def run():
@@ -142,32 +142,34 @@ def score_below(
 
 
 def first_layers(model: Model, count: Array) -> Sublayers:
-    """Per row the first `count` int32[B] layers."""
+    """Return the first `count` int32[B] layers of each row."""
     runs = jnp.arange(model.capabilities.num_layers) < count[:, None]
     return Sublayers(runs, runs)
 
 
-def chosen_exit(target: Target, exit_layer: int | None) -> int:
-    """The exit layer, by default after a quarter of the layers. Raises: UsageError if the model does not have it."""
-    most = layers_of(target)
-    exit_layer = max(1, most // 4) if exit_layer is None else exit_layer
-    if not 1 <= exit_layer <= most:
-        raise UsageError(f"exit_layer must be from 1 to {most}, the number of layers of the model, not {exit_layer}")
+def resolve_exit_layer(target: Target, exit_layer: int | None) -> int:
+    """Return the exit layer; default: a quarter of the layers. Raises: UsageError for a layer out of range."""
+    num_layers = num_layers_of(target)
+    exit_layer = max(1, num_layers // 4) if exit_layer is None else exit_layer
+    if not 1 <= exit_layer <= num_layers:
+        raise UsageError(
+            f"exit_layer must be from 1 to {num_layers}, the number of layers of the model, not {exit_layer}"
+        )
     return exit_layer
 
 
-def layers_of(target: Target) -> int:
-    """How many layers the model has. Raises: UsageError if it cannot skip any."""
-    able = target.model.capabilities
-    if able.num_layers < 1 or not able.layer_skipping:
+def num_layers_of(target: Target) -> int:
+    """Return the number of layers of the model. Raises: UsageError if the model cannot skip layers."""
+    capabilities = target.model.capabilities
+    if capabilities.num_layers < 1 or not capabilities.layer_skipping:
         raise UsageError(
-            f"the model {target.model.name} cannot run a part of its layers; say in Model.capabilities how many it has "
-            "(num_layers) and that it can (layer_skipping), or choose a drafter without layers"
+            f"the model {target.model.name} cannot run a part of its layers; set num_layers and layer_skipping in "
+            "Model.capabilities, or choose another drafter"
         )
-    return able.num_layers
+    return capabilities.num_layers
 
 
-def target_of(context: Context) -> Target:
-    """The target whose layers draft."""
-    assert context.target is not None, "the engine gives every drafter its target"
+def context_target(context: Context) -> Target:
+    """Return the target that the engine put into the context."""
+    assert context.target is not None, "the engine sets Context.target for every drafter"
     return context.target

@@ -1,17 +1,16 @@
-"""A target that runs a part of its layers drafts for all of them: what is lossy by itself is lossless so.
+"""Adaptive depth as a drafter: a subset of the target's layers drafts, and the whole target verifies.
 
-The depth is one of `specjax.adaptive`: CALM's exits, SkipDecode's budgets, FFN-SkipLLM and others, whose papers are
-named there.
+Methods of adaptive depth are lossy by themselves; as drafters they are lossless. The depth policy is one of
+`specjax.adaptive`, such as CALM's exits, SkipDecode's budgets or FFN-SkipLLM. Their papers are cited there.
 
-Rule: q(. | text) is what the thinned target says. Drafted tokens read the target's own cache, which has the keys and
-values of all layers, and each other.
+Rule: q(. | text) is the distribution of the target with skipped layers. Drafted tokens read each other and the target's
+own cache, which has the keys and values of all layers.
 Guarantee: distribution (verified with the q that was sampled).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,11 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.adaptive.parsing import parse_depth
 from specjax.catalog import Method, Option, shared
-from specjax.drafters.layers.early_exit import self_draft, target_of
+from specjax.drafters.layers.early_exit import context_target, self_draft
 from specjax.errors import UsageError
 from specjax.models.variants.layer_skipping import DepthPolicy
 from specjax.models.variants.skipping_model import check_depth, skip_layers_over_cache
-from specjax.trees import Builder
+from specjax.trees import Builder, Stop
 from specjax.types import Array, Context, Drafter, Hooks, Sublayers, Target, Traits, TreeSize
 
 METHOD = Method(
@@ -44,10 +43,6 @@ METHOD = Method(
 )
 
 
-if TYPE_CHECKING:
-    from specjax.trees import Stop
-
-
 def thinned(
     target: Target,
     depth: DepthPolicy,
@@ -56,20 +51,20 @@ def thinned(
     tree: Builder | None = None,
     stop: Stop | None = None,
 ) -> Drafter:
-    """A chain of `num_tokens` tokens, or a `tree` from `specjax.trees`, by the layers that `depth` chooses.
+    """Draft a chain of `num_tokens` tokens, or a `tree` from `specjax.trees`, with the layers that `depth` selects.
 
-    stop: ends a row's draft early, such as `trees.stops.confidence(0.6)`.
+    Args:
+      stop: the condition that ends a row's draft, such as `trees.stops.confidence(0.6)`.
 
-    State: int32[B], the length of the prompt. Raises: UsageError for a target that is not of `specjax.models` or is
-    thinned itself, for layers that it does not have, and for a depth that learns from the prompt, which is of
-    `specjax.adaptive.skip_layers`.
+    State: int32[B], the length of the prompt. Raises: UsageError for a target that is not from `specjax.models` or
+      skips layers itself. It is also raised for layers that the target lacks, and for a policy that reads the prompt.
     """
     num_layers = check_depth(target, depth)
     if jax.tree.leaves(depth.init_state(1, num_layers)):
         raise UsageError(
             f"{depth.name} learns from the prompt and cannot draft; use specjax.adaptive.skip_layers, or another"
         )
-    builder = trees.builder_of(num_tokens, tree, stop)
+    builder = trees.make_builder(num_tokens, tree, stop)
     return _functions(builder, depth.replace(params=())).replace(params=depth.params)
 
 
@@ -94,7 +89,7 @@ def _init(params, context: Context) -> Array:
 
 
 def _propose(builder: Builder, depth: DepthPolicy, params, keys, prompt: Array, context: Context, limit: Array):
-    target, cache = skip_layers_over_cache(target_of(context), depth.replace(params=params), context.cache, prompt)
+    target, cache = skip_layers_over_cache(context_target(context), depth.replace(params=params), context.cache, prompt)
     every = jnp.ones((len(prompt), target.model.capabilities.num_layers), bool)
     part = context._replace(target=target, cache=cache)
     return self_draft(builder, keys, part, limit, Sublayers(every, every)), prompt

@@ -68,7 +68,7 @@ def easyspec(
     State: the state of `two_model`. Raises: UsageError for a setting below 1, or a group that differs from the
       placement of the draft model.
     """
-    builder = trees.builder_of(num_tokens, tree, stop, keep_logits)
+    builder = trees.make_builder(num_tokens, tree, stop, keep_logits)
     lag = builder.max_depth + 1  # the maximum number of tokens of a step, the target's own included
     group = _group(draft.model, group)
     return two_model_functions(draft.model, builder, lag, group=group, judges=False).replace(params=draft.params)

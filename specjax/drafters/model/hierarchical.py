@@ -37,8 +37,8 @@ from specjax.errors import UsageError
 from specjax.models.vocabulary import match_vocabulary
 from specjax.numerics import sampling
 from specjax.retrieval.datastore import Datastore
-from specjax.trees.contracts import narrower
-from specjax.trees.operations import chain, root_alone
+from specjax.trees.contracts import verify_widths
+from specjax.trees.operations import chain, root_only
 from specjax.types import (
     Array,
     Context,
@@ -140,7 +140,7 @@ def _functions(config: _Config) -> Drafter:
         propose=functools.partial(_propose, config),
         size=TreeSize(config.longest + 1, config.longest),
         init=functools.partial(_init, config),
-        traits=Traits(draws="chain", widths=narrower(range(1, config.longest + 2))),
+        traits=Traits(draws="chain", widths=verify_widths(range(1, config.longest + 2))),
         hooks=Hooks(
             export=functools.partial(_export, config) if config.inner.hooks.export else None,
             axes=lambda state: batch_axes.rows_first(state)._replace(
@@ -196,7 +196,7 @@ def _skip_draft(
     none = tree._replace(valid=jnp.zeros_like(tree.valid))
     observation = config.inner.observe(params[1], drafted, below, none, verdict, output)
     draft = config.inner.update(params[1], drafted, observation, verdict)
-    return state._replace(draft=draft), root_alone(context.root, shapes)
+    return state._replace(draft=draft), root_only(context.root, shapes)
 
 
 def _draft(config: _Config, params, keys, context: Context, limit: Array, state: _State) -> tuple[_State, TokenTree]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import first_largest
 from specjax.catalog import REQUIRED, Method, Option, shared
 from specjax.errors import UsageError
-from specjax.trees.contracts import narrower
+from specjax.trees.contracts import verify_widths
 from specjax.trees.operations import chain
 from specjax.types import Array, Context, Drafter, PyTree, Traits, TreeSize
 
@@ -80,5 +80,5 @@ def _functions(fill: FillFn, mask_token: int, num_tokens: int) -> Drafter:
     return Drafter(
         propose=propose,
         size=TreeSize(num_tokens + 1, num_tokens),
-        traits=Traits(chains=True, widths=narrower(range(1, num_tokens + 2))),
+        traits=Traits(chains=True, widths=verify_widths(range(1, num_tokens + 2))),
     )

@@ -88,7 +88,7 @@ class _Drafted(NamedTuple):
     state: State
     has_run: Array  # bool[], true if the draft model ran
     pending: PyTree  # cache entries of the last `lag` tokens of the text, then of the tree's inner nodes
-    places: Array  # int32[B, N], positions of the tree's nodes in `pending`, from `trees.Grown`
+    places: Array  # int32[B, N], positions of the tree's nodes in `pending`, from `trees.growing.GrownTree`
     length: Array  # int32[B], length of the text that the draft model reads
 
 
@@ -111,7 +111,7 @@ def two_model(
       lag: number of last tokens that are fed again in each step. After full acceptance the cache lacks 2 tokens. If it
         lacks more, as within `hierarchical` (4, or 3 without `own_token`), an extra pass reads them.
       keep_logits: return the draft's distributions in greedy and coupled decoding too, for controllers that read them.
-      acceptance: an acceptance head of the draft model, for the stop condition `trees.stops.trained`, which then is
+      acceptance: an acceptance head of the draft model, for the stop condition `trees.stops.acceptance_head`, which then is
         the default. Its authors draft up to 20 tokens.
 
     State: the cache of the draft model. Raises: UsageError if lag < 2 or another setting is below 1.
@@ -119,8 +119,8 @@ def two_model(
     if lag < 2:
         raise UsageError(f"lag must be at least 2, not {lag}")
     if acceptance is not None and stop is None and (tree is None or tree.stop is None):
-        stop = trees.stops.trained()
-    builder = trees.builder_of(num_tokens, tree, stop, keep_logits)
+        stop = trees.stops.acceptance_head()
+    builder = trees.make_builder(num_tokens, tree, stop, keep_logits)
     params = draft.params if acceptance is None else (draft.params, acceptance)
     return functions(draft.model, builder, lag, group=1, judges=acceptance is not None).replace(params=params)
 
@@ -181,7 +181,7 @@ def functions(
 
         def no_draft():
             tree, *fed = shapes
-            return operations.root_alone(context.root, tree), *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fed)
+            return operations.root_only(context.root, tree), *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fed)
 
         tree, pending, places = jax.lax.cond(is_drafting, draft, no_draft)
         drafted = _Drafted(State(cache, num_target, state.dropped), is_drafting, pending, places, length)

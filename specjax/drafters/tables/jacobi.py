@@ -1,22 +1,23 @@
-"""Speculative Jacobi decoding: the target's last pass is the draft of its next one.
+"""Speculative Jacobi decoding: the target's last pass provides the draft of its next pass.
 
 Teng, Shi, Liu, Ning, Dai, Wang, Li, Liu: Accelerating Auto-regressive Text-to-Image Generation with Training-free
 Speculative Jacobi Decoding (ICLR 2025), arXiv 2410.01699.
 
-Rule: one pass over [last token, d_1 ... d_W] gives p_1 ... p_{W+1}; accept d_i with min(1, p_i(d_i) / q_i(d_i)). Where
-token i is the first not accepted, keep q'_j = p_j for the positions j > i behind it, though they were computed after
-rejected tokens, and draw d'_j ~ q'_j *afresh*. Positions beyond take an initial token, with a one-hot q:
+Rule: one pass over [last token, d_1 ... d_W] gives p_1 ... p_{W+1}. Accept d_i with probability
+min(1, p_i(d_i) / q_i(d_i)). Let i be the first rejected token. For the positions j > i set q'_j = p_j, although the
+pass computed p_j after rejected tokens. Draw new tokens d'_j ~ q'_j. Later positions get an initial token with a
+one-hot q:
   random: uniform over `ids`;
-  repeat: the token `stride` positions before (1: the left neighbour; the width of an image row: the one above);
-  sample: the likeliest token under the left neighbour's distribution.
-Where there is no such neighbour yet the token is random.
-Guarantee: distribution. q' is a function of the past and d' a fresh draw from it, independent of the token just
-committed: any exact rule for chains keeps the target's distribution. Keeping the old d with the new q would not.
-Deviations: each row shifts by what it accepted (the released code takes the smallest of the batch) and the window works
-from the first token to the last (theirs starts 3 tokens after the prompt and stops 10 before the end; a controller can
-do that). The distributions are stored before warping and warped when drawn from. Neighbours are taken from the text,
-so the first column of an image copies the last column of the row above. No guidance: it belongs into the target's
-forward pass.
+  repeat: the token `stride` positions earlier (1: the left neighbour; the width of an image row: the token above);
+  sample: the most likely token under the left neighbour's distribution.
+If there is no such neighbour yet, the token is random.
+Guarantee: distribution. q' is a function of the past, and d' is a new draw from it, independent of the committed token.
+Any exact rule for chains then keeps the target's distribution. Keeping the old d with the new q would not.
+Deviations: each row shifts by its own number of accepted tokens; the released code shifts by the minimum of the batch.
+The window works from the first token to the last; theirs starts 3 tokens after the prompt and stops 10 tokens before
+the end, which a controller can do. The distributions are stored unwarped and warped before each draw. Neighbours come
+from the text, so the first column of an image copies the last column of the row above. Guidance is missing; it belongs
+to the target's forward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from specjax.arrays.indexing import first_largest, take_along
 from specjax.catalog import Method, Option
 from specjax.errors import UsageError
 from specjax.numerics import sampling
-from specjax.trees.contracts import narrower
+from specjax.trees.contracts import verify_widths
 from specjax.trees.operations import chain
 from specjax.types import Array, Context, Drafter, Output, Sampling, TokenTree, Traits, TreeSize, Verdict
 
@@ -55,11 +56,11 @@ Initial = Literal["random", "repeat", "sample"]
 
 
 class JacobiState(NamedTuple):
-    """What the last pass said about the positions behind the text."""
+    """Outputs of the last target pass for the positions after the text."""
 
     logits: Array  # float32[B, W, V], not warped
-    known: Array  # int32[B], how many rows of `logits` count
-    likeliest: Array  # int32[B], by the last row of the pass; -1 before the first pass
+    num_valid: Array  # int32[B], number of valid rows of `logits`
+    likeliest: Array  # int32[B], most likely token of the last row of the pass; -1 before the first pass
 
 
 @functools.cache
@@ -71,18 +72,19 @@ def jacobi(
     ids: tuple[int, int] | None = None,
     stride: int = 1,
 ) -> Drafter:
-    """A chain of `window` tokens, redrawn from the distributions that the target gave their positions in its last pass.
+    """Draft a chain of `window` tokens from the distributions that the last target pass computed for their positions.
 
     Args:
-      initial: what the end of the window starts with. ids: (first, end) of the tokens that random ones come from;
-        default: all. stride: for "repeat", how far back the copied token is.
+      initial: the initial tokens at the end of the window: "random", "repeat" or "sample".
+      ids: (first, end), the range of token ids for random tokens; default: all.
+      stride: distance of the token that "repeat" copies.
 
     State: JacobiState, window x V floats per row.
-    Raises: UsageError for a setting outside its range.
+    Raises: UsageError for a setting out of range.
     """
     first, end = ids or (0, vocab_size)
     if window < 1:
-        raise UsageError(f"window must be at least 1, not {window}; for none use the drafter autoregressive")
+        raise UsageError(f"window must be at least 1, not {window}; use the drafter autoregressive for plain decoding")
     if initial not in ("random", "repeat", "sample"):
         raise UsageError(f'initial must be "random", "repeat" or "sample", not "{initial}"')
     if not 0 <= first < end <= vocab_size:
@@ -103,36 +105,36 @@ def jacobi(
             draw_keys = sampling.node_keys(context.noise, context.length, slots)
         drawn, distributions = _draw(draw_keys, state.logits, context.sampling)
         randoms = jax.vmap(jax.vmap(lambda key: jax.random.randint(key, (), first, end)))(slot_keys[:, window:])
-        known = jnp.arange(window) < state.known[:, None]
-        tokens = _fill(drawn, known, randoms, state.likeliest, context)
+        is_stored = jnp.arange(window) < state.num_valid[:, None]
+        tokens = _fill(drawn, is_stored, randoms, state.likeliest, context)
         nodes = jnp.concatenate([_text(context, 1), tokens], 1)
         valid = jnp.arange(window + 1) <= limit[:, None]
         if distributions is None or context.noise is not None:
             return chain(nodes, valid), state
         one_hot = jnp.where(jnp.arange(vocab_size) == tokens[:, :, None], 0.0, -jnp.inf)
-        distributions = jnp.where(known[:, :, None], distributions, one_hot)
+        distributions = jnp.where(is_stored[:, :, None], distributions, one_hot)
         return chain(nodes, valid, jnp.pad(distributions, ((0, 0), (0, 1), (0, 0)))), state
 
-    def _fill(drawn: Array, known: Array, randoms: Array, likeliest: Array, context: Context) -> Array:
-        """int32[B, W]: drawn tokens where the distribution is known, initial ones behind them."""
+    def _fill(drawn: Array, is_stored: Array, randoms: Array, likeliest: Array, context: Context) -> Array:
+        """Return int32[B, W]: drawn tokens where a distribution is stored, then initial tokens."""
         if initial == "random":
-            return jnp.where(known, drawn, randoms)
-        if initial == "sample":  # the left neighbour of later slots is one-hot: it is its own likeliest token
+            return jnp.where(is_stored, drawn, randoms)
+        if initial == "sample":  # the left neighbour of later slots is one-hot, so its own token is the most likely one
             start = jnp.where(likeliest < 0, randoms[:, 0], likeliest)[:, None]
-            return jnp.where(known, drawn, start)
+            return jnp.where(is_stored, drawn, start)
         tokens: list[Array] = []
         for slot in range(window):
             back = stride - slot  # of the copied token, from the end of the text
             source = tokens[-stride] if back <= 0 else _text(context, back)[:, 0]
             source = jnp.where(context.length >= back, source, randoms[:, slot])
-            tokens.append(jnp.where(known[:, slot], drawn[:, slot], source))
+            tokens.append(jnp.where(is_stored[:, slot], drawn[:, slot], source))
         return jnp.stack(tokens, 1)
 
     def observe(
         params, state: JacobiState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
     ) -> JacobiState:
-        # Row i is the distribution of the position behind node i. That of the last accepted node gave the committed
-        # token. Rows of invalid nodes did not see the draft.
+        # Row i is the distribution of the position after node i. The row of the last accepted node gave the committed
+        # token. Rows of invalid nodes are not part of the chain.
         last = jnp.sum(tree.valid, 1, dtype=jnp.int32) - 1
         rows = verdict.num_nodes[:, None] + jnp.arange(window)
         logits = take_along(output.logits, jnp.minimum(rows, last[:, None])[:, :, None], 1)
@@ -149,12 +151,12 @@ def jacobi(
         init=init,
         observe=observe,
         update=lambda params, state, seen, verdict: seen,
-        traits=Traits(draws="chain", widths=narrower(range(1, window + 2))),
+        traits=Traits(draws="chain", widths=verify_widths(range(1, window + 2))),
     )
 
 
 def _draw(keys: Array, logits: Array, settings: Sampling) -> tuple[Array, Array | None]:
-    """Tokens int32[B, W] drawn with keys [B, W], and their warped distributions (None when greedy)."""
+    """Draw tokens int32[B, W] with keys [B, W]; return them and their warped distributions (None if greedy)."""
     if settings.temperature is None:
         return first_largest(logits), None
     distributions = sampling.warp(logits, settings)
@@ -162,5 +164,8 @@ def _draw(keys: Array, logits: Array, settings: Sampling) -> tuple[Array, Array 
 
 
 def _text(context: Context, back: int) -> Array:
-    """int32[B, 1]: the token `back` from the end of the text (1: the last); any token if there is none."""
+    """Return int32[B, 1], the token at distance `back` from the end of the text (1: the last).
+
+    The token is arbitrary if the text is shorter.
+    """
     return take_along(context.tokens, jnp.maximum(context.length[:, None] - back, 0), 1)

@@ -1,21 +1,21 @@
-"""STAND: draw a tree from a table of what the target thought after the last 4, 3 or 2 tokens.
+"""STAND: sample a tree from a table of the target's distributions after the last 4, 3 or 2 tokens.
 
 Song, Kim, Kim, Lee, Choi: Accelerated Test-Time Scaling with Model-Free Speculative Sampling (2025), arXiv 2506.04708.
 
-Rule: a table holds, for contexts of 4, 3 and 2 tokens, the 10 likeliest next tokens with their probabilities P, and a
-count m. After each pass, at every token added to the text, drawn from p: P <- (m P + p) / (m + 1), m <- m + 1; the 10
-largest stay. The children of a node of a static tree are drawn without replacement (Gumbel-top-k) from the entry of the
-longest context found; a node without one has no children.
-Guarantee: distribution, by either verification.
-  sample_and_match: the drawn tree does not depend on the noise of the target's draws, so it is a point mass to it.
-  recursive_rejection: the drawn children are tested against the distribution that they came from; for those of all
-    nodes it takes B N V floats.
-Deviations: probabilities are stored as the target gives them and warped (temperature, top-k, top-p) when drawn from.
-One table holds the contexts of all three lengths, where the authors have three: on a TPU to find an entry takes half
-the operations. It is per row, with what is remembered from earlier calls beside it: an entry of both is the mean by
-their counts. Where a context occurs twice in one round, or within 32 tokens of the prompt, the later one counts. The
-prompt is learned too. The paper's rule of verification could not be confirmed; its tree of 80 nodes is not published,
-so the default is measured: see ACCEPTED.
+Rule: for contexts of 4, 3 and 2 tokens, a table stores the 10 most likely next tokens, their probabilities P and a
+count m. After each pass every token that was added to the text, with distribution p, updates its entries:
+P <- (m P + p) / (m + 1), m <- m + 1, and the 10 largest stay. The children of a node of a static tree are drawn without
+replacement (Gumbel-top-k) from the entry of the longest stored context. A node without an entry has no children.
+Guarantee: distribution, with either acceptance rule.
+  sample_and_match: the sampled tree does not depend on the noise of the target's draws, so it is a point mass for it.
+  recursive_rejection: the children are tested against the distribution that they were drawn from. The distributions of
+    all nodes take B N V floats.
+Deviations: probabilities are stored as the target computes them, and warped (temperature, top-k, top-p) before each
+draw. One table stores the contexts of all three lengths; the authors have three tables. On a TPU this halves the
+operations of a look-up. Each row has its own table, next to the table of earlier calls; an entry of both is the mean
+weighted by their counts. If a context occurs twice in one step, or within 32 tokens of the prompt, the later one
+counts. The table learns from the prompt too. The paper's acceptance rule could not be confirmed. Its tree of 80 nodes
+is not published, so the default tree is measured: see ACCEPTED.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.retrieval import contexts, ngrams
-from specjax.retrieval.contexts import LONGEST, Entry
+from specjax.retrieval.contexts import LONGEST, NextTokens
 from specjax.trees.operations import compact
 from specjax.trees.templates import Template
 from specjax.types import Array, Context, Drafter, Hooks, Output, TokenTree, Traits, TreeSize, Verdict
@@ -68,16 +68,19 @@ _PATHS = """
 """
 
 ACCEPTED = tuple(tuple(map(int, path)) for path in _PATHS.split())
-"""Rank paths, the one accepted most often first: 48 greedy texts of SmolLM2-135M-Instruct after Spec-Bench prompts,
-each with a table of its own and a draft from every position, the prompt not read (benchmarks/stand_tree.py replays the
-rounds of a decoder instead, which favours siblings a little earlier)."""
+"""Rank paths in the order of their acceptance counts.
+
+The counts come from 48 greedy texts of SmolLM2-135M-Instruct after Spec-Bench prompts. Each text had its own table, a
+draft from every position, and no entries from the prompt. (benchmarks/stand_tree.py replays the steps of a decoder
+instead, which favours siblings slightly earlier.)
+"""
 
 
 class StandState(NamedTuple):
-    """The table of this call."""
+    """The table of the current call."""
 
-    table: ngrams.Table  # of `specjax.retrieval.contexts`
-    tail: Array  # int32[B, 4], the end of the text that was read or drafted after last; -1 before its beginning
+    table: ngrams.Table  # see `specjax.retrieval.contexts`
+    tail: Array  # int32[B, 4], the end of the text at the last read or draft; -1 before the beginning of the text
 
 
 @functools.cache
@@ -91,33 +94,33 @@ def stand(
     read_prompt: bool = True,
     buckets: int = 8192,
 ) -> Drafter:
-    """A static tree of `num_nodes` drafted tokens, or of the rank paths `tree`, filled from a table of n-grams.
+    """Fill a static tree of `num_nodes` drafted tokens, or of the rank paths `tree`, from a table of n-grams.
 
     Args:
-      num_nodes: the first of ACCEPTED. tree: see `best_paths`.
-      draw: "likeliest" takes the most probable tokens at any temperature, as temperature 0 always does.
-      verify: which rule is to judge the draft.
-      read_prompt: learn from the prompt too, for which the target's head works on the whole of it, B x 128 x V floats
-        at a time. Replayed on 48 greedy texts of SmolLM2, 32 nodes: 1.50 tokens per pass with it, 1.40 without.
-      buckets: of the table, per row; four contexts each, of any length.
+      num_nodes: the tree has the first `num_nodes` paths of ACCEPTED. tree: see `best_paths`.
+      draw: "likeliest" drafts the most probable tokens at any temperature; temperature 0 always does.
+      verify: the acceptance rule for the draft.
+      read_prompt: learn from the prompt too. The target's head then runs on the whole prompt, B x 128 x V floats at a
+        time. In a replay of 48 greedy texts of SmolLM2 with 32 nodes: 1.50 tokens per pass with it, 1.40 without.
+      buckets: number of buckets of the table, per row; each has four contexts of any length.
 
-    Params: () or what an earlier call remembered (`DecodeResult.drafter`): the rows' entries, averaged by their counts.
+    Params: () or the table of an earlier call (`DecodeResult.drafter`): the entries of all rows, averaged by counts.
     State: StandState; the table takes 416 x buckets bytes per row (3.4 MB by default).
-    Raises: UsageError for a setting outside its range.
+    Raises: UsageError for a setting out of range.
     """
     if verify not in ("sample_and_match", "recursive_rejection"):
         raise UsageError(f'verify must be "sample_and_match" or "recursive_rejection", not "{verify}"')
     if draw not in ("sampled", "likeliest"):
         raise UsageError(f'draw must be "sampled" or "likeliest", not "{draw}"')
     if (verify, draw) == ("recursive_rejection", "likeliest"):
-        raise UsageError('verify="recursive_rejection" is for drawn trees; leave draw at "sampled"')
+        raise UsageError('verify="recursive_rejection" needs sampled trees; leave draw at "sampled"')
     ngrams.check_buckets(buckets)
     if tree is None and not 1 <= num_nodes <= len(ACCEPTED):
         raise UsageError(f"num_nodes must be from 1 to {len(ACCEPTED)}, not {num_nodes}; for more nodes give a tree")
     paths = ACCEPTED[:num_nodes] if tree is None else tree
-    config = _Config(vocab_size, paths, draw == "sampled", verify == "recursive_rejection", buckets)
+    config = Config(vocab_size, paths, draw == "sampled", verify == "recursive_rejection", buckets)
     template = config.template
-    _check_ranks(paths, config.kept)
+    _check_ranks(paths, config.entry_size)
     return Drafter(
         propose=functools.partial(_propose, config),
         size=TreeSize(template.num_nodes, template.max_depth),
@@ -130,16 +133,16 @@ def stand(
         ),
         hooks=Hooks(
             prefill=functools.partial(_read, config) if read_prompt else None,
-            export=functools.partial(_remember, config),
+            export=functools.partial(_export, config),
         ),
     )
 
 
-class _Config(NamedTuple):
+class Config(NamedTuple):
     vocab_size: int
     paths: tuple[tuple[int, ...], ...]
-    sampled: bool  # draw from entries; else their likeliest tokens
-    exact: bool  # hand on the distributions that were drawn from
+    sampled: bool  # sample from entries; else draft their most likely tokens
+    exact: bool  # return the distributions that the tokens were drawn from
     buckets: int
 
     @property
@@ -148,60 +151,64 @@ class _Config(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Tokens of an entry."""
-        return min(contexts.KEPT, self.vocab_size)
+        """The number of tokens of an entry."""
+        return min(contexts.MAX_TOKENS, self.vocab_size)
 
 
-def _check_ranks(paths: tuple[tuple[int, ...], ...], kept: int) -> None:
-    """Raises: UsageError for a tree that cannot be filled from entries of `kept` tokens."""
+def _check_ranks(paths: tuple[tuple[int, ...], ...], entry_size: int) -> None:
+    """Raises: UsageError for a tree that entries of `entry_size` tokens cannot fill."""
     for path in paths:
         if path[-1] and (*path[:-1], path[-1] - 1) not in paths:
             raise UsageError(f"the tree has {path} without its earlier sibling; add {(*path[:-1], path[-1] - 1)}")
     deepest = max(path[-1] for path in paths)
-    if deepest >= kept:
-        raise UsageError(f"the tree asks for rank {deepest}, but entries keep ranks 0 to {kept - 1}")
+    if deepest >= entry_size:
+        raise UsageError(f"the tree has rank {deepest}, but entries have ranks 0 to {entry_size - 1}")
 
 
-def _init(config: _Config, params, context: Context) -> StandState:
+def _init(config: Config, params, context: Context) -> StandState:
     batch = context.tokens.shape[0]
     if params and params.ages.shape[1] != config.buckets:
-        known = params.ages.shape[1]
-        raise UsageError(f"buckets must be that of the table remembered, {known}, not {config.buckets}")
-    return StandState(contexts.empty(batch, config.buckets, config.kept), jnp.full((batch, LONGEST), -1, jnp.int32))
+        earlier_buckets = params.ages.shape[1]
+        raise UsageError(f"buckets must be that of the earlier call's table, {earlier_buckets}, not {config.buckets}")
+    return StandState(
+        contexts.empty(batch, config.buckets, config.entry_size), jnp.full((batch, LONGEST), -1, jnp.int32)
+    )
 
 
 def _read(
-    config: _Config, params, state: StandState, context: Context, tokens: Array, count: Array, output: Output
+    config: Config, params, state: StandState, context: Context, tokens: Array, count: Array, output: Output
 ) -> StandState:
-    """Learn a chunk of the prompt."""
+    """Update the table with a chunk of the prompt."""
     t = tokens.shape[1]
     text = jnp.concatenate([state.tail, tokens], 1)
     ends = text[:, 1 + np.arange(t)[:, None] + np.arange(LONGEST)]
-    new = contexts.entries(output.logits, jnp.arange(t) < count[:, None], config.kept)
+    new = contexts.make_entries(output.logits, jnp.arange(t) < count[:, None], config.entry_size)
     tail = take_along(text, count[:, None] + jnp.arange(LONGEST), 1)
-    return state._replace(table=ngrams.by_chunks(contexts.learn, state.table, ends, new), tail=tail)
+    return state._replace(table=ngrams.scan_chunks(contexts.add_entries, state.table, ends, new), tail=tail)
 
 
-def _propose(config: _Config, params, keys: Array, state: StandState, context: Context, limit: Array):
-    place = context.length[:, None] - LONGEST + jnp.arange(LONGEST)
-    tail = take_along(context.tokens, jnp.maximum(place, 0), 1)
-    tail = jnp.where(place >= 0, tail, -1)
+def _propose(config: Config, params, keys: Array, state: StandState, context: Context, limit: Array):
+    positions = context.length[:, None] - LONGEST + jnp.arange(LONGEST)
+    tail = take_along(context.tokens, jnp.maximum(positions, 0), 1)
+    tail = jnp.where(positions >= 0, tail, -1)
     find = functools.partial(contexts.find, params, state.table)
     return compact(_draw(config, find, tail, keys, context, limit)), StandState(state.table, tail)
 
 
 def _draw(
-    config: _Config, find: Callable[[Array], Entry], tail: Array, keys: Array, context: Context, limit: Array
+    config: Config, find: Callable[[Array], NextTokens], tail: Array, keys: Array, context: Context, limit: Array
 ) -> TokenTree:
-    """The tree below the end of the text int32[B, 4], level by level; if `exact`, with what it was drawn from."""
+    """Sample the tree after the text's end int32[B, 4], level by level; if `exact`, include its distributions."""
     template = config.template
-    ends, nodes, rows = tail[:, None], [tail[:, -1:]], []  # of each path's text int32[B, F, 4]; -1: no node
-    for depth, (place, ranks) in enumerate(template.below_root(), 1):
+    ends, nodes, rows = tail[:, None], [tail[:, -1:]], []  # ends: of each path's text int32[B, F, 4]; -1: no node
+    for depth, (parent_index, ranks) in enumerate(template.below_root(), 1):
         entry = find(ends)  # [B, F]
-        tokens = entry.tokens  # the likeliest first
+        tokens = entry.tokens  # most likely first
         if context.sampling.temperature is not None:
             log_q = jnp.where(tokens >= 0, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
-            is_greedy = sampling.is_greedy(context.sampling, len(tokens))[:, None, None]  # they would be left one token
+            is_greedy = sampling.is_greedy(context.sampling, len(tokens))[
+                :, None, None
+            ]  # warping would leave greedy rows one token
             log_q = jnp.where((tokens < 0) | is_greedy, log_q, sampling.warp(log_q, context.sampling))
             rows.append((tokens, log_q))
             if config.sampled:
@@ -210,67 +217,70 @@ def _draw(
                 log_q, order = jax.lax.top_k(log_q + noise, int(ranks.max()) + 1)
                 tokens = take_along(tokens, order, 2)
             tokens = jnp.where(log_q > -jnp.inf, tokens, -1)
-        drawn = tokens[:, place, ranks]
-        ends = jnp.concatenate([ends[:, place, 1:], drawn[:, :, None]], 2)
+        drawn = tokens[:, parent_index, ranks]
+        ends = jnp.concatenate([ends[:, parent_index, 1:], drawn[:, :, None]], 2)
         nodes.append(drawn)
     tree = template.filled(nodes, limit)
     if not config.exact or context.sampling.temperature is None or context.noise is not None:
         return tree
     tokens, log_q = (jnp.concatenate(parts, 1) for parts in zip(*rows, strict=True))
-    whole = _whole(tokens, log_q, config.vocab_size)
-    leaves = template.num_nodes - tokens.shape[1]  # nothing was drawn below the last level
-    return tree._replace(logits=jnp.pad(whole, ((0, 0), (0, leaves), (0, 0))))
+    log_q_rows = _scatter_log_q(tokens, log_q, config.vocab_size)
+    leaves = template.num_nodes - tokens.shape[1]  # the last level has no children
+    return tree._replace(logits=jnp.pad(log_q_rows, ((0, 0), (0, leaves), (0, 0))))
 
 
 def _observe(
-    config: _Config, params, state: StandState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
-) -> tuple[Array, Entry]:
-    """The contexts int32[B, D + 1, 4] of the tokens added to the text, and what the target thought there [B, D + 1]."""
+    config: Config, params, state: StandState, context: Context, tree: TokenTree, verdict: Verdict, output: Output
+) -> tuple[Array, NextTokens]:
+    """Return the contexts int32[B, D + 1, 4] of the new tokens, and the target's entries for them [B, D + 1]."""
     rounds = config.template.max_depth + 1
     path = verdict.path[:, :rounds]
     node = jnp.maximum(path, 0)
     text = jnp.concatenate([state.tail, take_along(tree.tokens, node, 1)[:, 1:]], 1)
     ends = text[:, np.arange(path.shape[1])[:, None] + np.arange(LONGEST)]
-    new = contexts.entries(take_along(output.logits, node[:, :, None], 1), path >= 0, config.kept)
+    new = contexts.make_entries(take_along(output.logits, node[:, :, None], 1), path >= 0, config.entry_size)
     missing = rounds - path.shape[1]
     fill = lambda x: jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
     return jax.tree.map(fill, (ends, new))
 
 
-def _update(params, state: StandState, seen: tuple[Array, Entry], verdict: Verdict) -> StandState:
-    return state._replace(table=contexts.learn(state.table, *seen))
+def _update(params, state: StandState, observation: tuple[Array, NextTokens], verdict: Verdict) -> StandState:
+    return state._replace(table=contexts.add_entries(state.table, *observation))
 
 
-def _remember(config: _Config, params, state: StandState) -> ngrams.Table:
-    return contexts.merge(params or contexts.empty(1, config.buckets, config.kept), state.table)
+def _export(config: Config, params, state: StandState) -> ngrams.Table:
+    return contexts.merge(params or contexts.empty(1, config.buckets, config.entry_size), state.table)
 
 
 def _noise(tokens: Array, depth: int, keys: Array, context: Context, vocab_size: int) -> Array:
-    """Gumbel noise of tokens [B, M, k] that are to stand at `depth`: that of the target's own draw if it is shared."""
+    """Return Gumbel noise for tokens [B, M, k] at `depth`; in coupled decoding it is that of the target's draw."""
     batch, m, k = tokens.shape
     if context.noise is None:
         level = sampling.fold_in(keys, jnp.full((batch,), depth))
         return sampling.noise(level, m * k).reshape(batch, m, k)
-    key = sampling.node_keys(context.noise, context.length, jnp.full((batch, 1), depth - 1))  # one per position
+    key = sampling.node_keys(context.noise, context.length, jnp.full((batch, 1), depth - 1))  # one key per position
     return take_along(sampling.noise(key, vocab_size), jnp.maximum(tokens, 0), 2)
 
 
-def _whole(tokens: Array, log_q: Array, vocab_size: int) -> Array:
-    """log q over the vocabulary float32[B, M, V] from that of some tokens float32[B, M, k]; uniform where none is."""
+def _scatter_log_q(tokens: Array, log_q: Array, vocab_size: int) -> Array:
+    """Scatter log q of some tokens float32[B, M, k] to the vocabulary float32[B, M, V]; uniform without a token."""
     batch, m, _ = tokens.shape
-    none = jnp.all(log_q == -jnp.inf, -1)[..., None]
-    place = jnp.where(tokens >= 0, tokens, vocab_size)
+    is_empty = jnp.all(log_q == -jnp.inf, -1)[..., None]
+    index = jnp.where(tokens >= 0, tokens, vocab_size)
     row, node = jnp.arange(batch)[:, None, None], jnp.arange(m)[:, None]
-    whole = jnp.full((batch, m, vocab_size), -jnp.inf).at[row, node, place].set(log_q, mode="drop")
-    return jnp.where(none, 0.0, whole)
+    full = jnp.full((batch, m, vocab_size), -jnp.inf).at[row, node, index].set(log_q, mode="drop")
+    return jnp.where(is_empty, 0.0, full)
 
 
 def best_paths(accepted: Iterable[Sequence[int]], num_nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The `num_nodes` nodes that lay on accepted paths most often, best first: a `tree` made of calibration results.
+    """Return the `num_nodes` nodes that were most often on accepted paths, best first, as a `tree`.
 
-    accepted: one rank path per round, as `accepted_path` gives it; may be empty. Fewer nodes if fewer were accepted.
-    A node counts at least as much as its later siblings, which are drawn after it; of equal counts the shorter path
-    comes first. So every node stands behind its parent and its earlier siblings.
+    The result has fewer nodes if fewer were accepted. A node counts at least as much as its later siblings, which are
+    drawn after it. For equal counts the shorter path comes first. Every node thus follows its parent and its earlier
+    siblings.
+
+    Args:
+      accepted: one rank path per step, from `accepted_path`; it may be empty.
     """
     counts = Counter(tuple(path[:depth]) for path in accepted for depth in range(1, len(path) + 1))
     weights: dict[tuple[int, ...], int] = {}
@@ -282,7 +292,7 @@ def best_paths(accepted: Iterable[Sequence[int]], num_nodes: int) -> tuple[tuple
 
 
 def accepted_path(tree: TokenTree, row: int, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The rank path along which a draft holds the first of `tokens`, those that its round added to a row."""
+    """Return the rank path of the longest prefix of `tokens`, the new tokens of a row, in the draft of their step."""
     drafted, parents, valid = (np.asarray(x)[row] for x in tree[:3])
     node, path = 0, []
     for token in tokens:

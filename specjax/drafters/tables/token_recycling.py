@@ -1,18 +1,17 @@
-"""Token Recycling: draft a static tree from the tokens the target lately thought likely after each token.
+"""Token Recycling: draft a static tree from the tokens that the target recently predicted after each token.
 
 Luo et al., Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling
 (ACL 2025), arXiv 2408.08696.
 
-Rule: a matrix M[V, k] holds, best first, the k likeliest tokens seen after each token. The child of rank r of a node
-with token t is M[t, r]. After each pass every node i of the tree, accepted or not, writes
-M[token_i] <- top-k of logits_i.
+Rule: a matrix M[V, k] stores the k most likely successors of each token, best first. The child of rank r of a node with
+token t is M[t, r]. After each pass every node i of the tree, accepted or not, writes M[token_i] <- top-k of logits_i.
 Guarantee: distribution (a point-mass tree).
-Deviations: one matrix per row, so that a row does not depend on its batch; unknown successors are left out of the tree
-instead of drafted as token 0. Of larger vocabularies a matrix holds no more than SLOTS tokens, for it to be small
-enough for each row: of tokens that are equal modulo SLOTS the latest. Where two tokens of a tree are, accepted nodes
-win, then shallower ones, then earlier ones. The authors keep one matrix for all requests: `DecodeResult.drafter` holds
-it for the next call, in which each row's own slots stand before it; of several rows that wrote a slot the first counts.
-`read_prompt` fills the matrix from the prompt's outputs too, which the authors do not.
+Deviations: each row has its own matrix, so that a row does not depend on its batch. Unknown successors are left out of
+the tree; the authors draft token 0. The matrix has at most SLOTS tokens, which keeps it small enough for every row.
+Tokens that are equal modulo SLOTS share a slot, and the latest one counts. Within a tree, accepted nodes win, then
+shallower ones, then earlier ones. The authors keep one matrix for all requests. Here `DecodeResult.drafter` has it for
+the next call, in which the slots of the row itself come first. If several rows wrote a slot, the first row counts.
+`read_prompt` fills the matrix from the prompt's outputs too; the authors do not.
 """
 
 from __future__ import annotations
@@ -51,8 +50,11 @@ METHOD = Method(
 
 RANKS = 8
 SLOTS = 1 << 15
-"""Most tokens that a matrix has room for. One matrix for all rows would take less; but of eight texts of SmolLM2, each
-from another Spec-Bench task, it then took 410 passes, not 390: what the others wrote last suits a text less."""
+"""Maximum number of tokens of a matrix.
+
+One matrix for all rows would take less memory. But eight texts of SmolLM2, from eight Spec-Bench tasks, then took 410
+passes instead of 390, because recent tokens of other texts fit a text less.
+"""
 
 # Number of children of each rank path, from the authors' code: 80 nodes at depths 8/21/25/15/8/3.
 _CHILDREN = {
@@ -69,7 +71,7 @@ _CHILDREN = {
 
 
 def paper_tree() -> list[tuple[int, ...]]:
-    """The 80 rank paths of the authors' tree."""
+    """Return the 80 rank paths of the authors' tree."""
     return [
         (*map(int, parent), rank)
         for level in _CHILDREN.values()
@@ -79,10 +81,11 @@ def paper_tree() -> list[tuple[int, ...]]:
 
 
 def best_paths(num_nodes: int) -> list[tuple[int, ...]]:
-    """The `num_nodes` likeliest paths of the authors' tree, for passes that cannot afford 80.
+    """Return the `num_nodes` most likely paths of the authors' tree, for machines on which 80 nodes are too slow.
 
-    A path is scored by the product over its ranks of how often that rank names the next token, ACCEPTED_RANKS: SmolLM2-
-    135M-Instruct, greedy, 3,032 tokens after Spec-Bench prompts (benchmarks/token_recycling_ranks.py).
+    The score of a path is the product of ACCEPTED_RANKS over its ranks. These are the frequencies with which a rank was
+    the next token: SmolLM2-135M-Instruct, greedy, 3,032 tokens after Spec-Bench prompts
+    (benchmarks/token_recycling_ranks.py).
     """
 
     def score(path):
@@ -98,64 +101,67 @@ ACCEPTED_RANKS = (0.506, 0.095, 0.044, 0.026, 0.020, 0.019, 0.013, 0.013)
 
 
 class Recycled(NamedTuple):
-    """The matrix M: slot t mod K is that of token t. As parameters without the axis B: what an earlier call learnt.
+    """The matrix M; token t has slot t mod K. The parameters are a matrix of an earlier call, without the axis B.
 
-    The slots come last, for TPUs fill the last axis of an array up to 128.
+    The slots are the last axis, because TPUs pad the last axis of an array to 128.
     """
 
-    owner: Array  # int32[B, K], the token whose successors the slot has; -1: none
-    tokens: Array  # int32[B, 8, K], best first; -1 where unknown
-    log_p: Array | None  # float32[B, 8, K], of these tokens when they were seen; None: not kept
+    owner: Array  # int32[B, K], the token that has the slot; -1: free
+    tokens: Array  # int32[B, 8, K], its successors, best first; -1: unknown
+    log_p: Array | None  # float32[B, 8, K], log-probabilities of the successors; None: not stored
 
     def slot(self, token: Array) -> Array:
-        """Where token int32[B, n] is, or would be."""
+        """Return the slot of token int32[B, n], whether it is stored or not."""
         return token % self.owner.shape[-1]
 
     def after(self, token: Array, rank: np.ndarray) -> tuple[Array, Array | None]:
-        """The successors of token int32[B, n] and their log p: of one rank each, int[n], or of several, int[1, r]:
-        int32[B, n] or [B, n, r], -1 where they are not known."""
+        """Return the successors of token int32[B, n] and their log p; -1 for unknown successors.
+
+        Args:
+          rank: int[n], one rank for each token, with results [B, n]; or int[1, r], r ranks, with results [B, n, r].
+        """
         token = token.reshape(*token.shape, *[1] * (rank.ndim - 1))
         row, slot = np.arange(len(self.owner)).reshape(-1, *[1] * rank.ndim), self.slot(token)
         log_p = None if self.log_p is None else gather_at(self.log_p, row, rank, slot)
         return jnp.where(self.has(token), gather_at(self.tokens, row, rank, slot), -1), log_p
 
     def has(self, token: Array) -> Array:
-        """bool, like token int32[B, ...]: whether the slot is that of the token. A matrix of one row serves all."""
+        """Return bool[B, ...], true if the token int32[B, ...] owns its slot. A matrix of one row serves all rows."""
         row = np.arange(len(self.owner)).reshape(-1, *[1] * (token.ndim - 1))
         return gather_at(self.owner, row, self.slot(token)) == token
 
 
-class Known(NamedTuple):
-    """What a row may draft from: its own matrix and, of tokens that have no slot there, the one of earlier calls."""
+class SuccessorLookup(NamedTuple):
+    """Look-up in the row's own matrix, then in the matrix of earlier calls for tokens without a slot."""
 
     own: Recycled
     earlier: Recycled | tuple[()]  # the parameters
 
     def after(self, token: Array, rank: np.ndarray) -> tuple[Array, Array | None]:
-        """As `Recycled.after`."""
-        own, of_own = self.own.after(token, rank)
+        """Return successors and their log p; see `Recycled.after`."""
+        tokens, log_p = self.own.after(token, rank)
         if not self.earlier:
-            return own, of_own
-        known, of_known = jax.tree.map(lambda x: x[None], self.earlier).after(token, rank)
+            return tokens, log_p
+        earlier_tokens, earlier_log_p = jax.tree.map(lambda x: x[None], self.earlier).after(token, rank)
         is_own = self.own.has(token).reshape(*token.shape, *[1] * (rank.ndim - 1))
         pick = lambda x, y: jnp.where(is_own, x, y)
-        return pick(own, known), None if of_own is None else pick(of_own, of_known)
+        return pick(tokens, earlier_tokens), None if log_p is None else pick(log_p, earlier_log_p)
 
 
-class Best(NamedTuple):
-    """The likeliest successors of nodes."""
+class Successors(NamedTuple):
+    """The most likely successors of nodes."""
 
-    tokens: Array  # int32[B, N, 8], -1 where there are no more
+    tokens: Array  # int32[B, N, 8]; -1: no further successor
     log_p: Array | None  # float32[B, N, 8]
 
 
-class Seen(NamedTuple):
-    """What a pass shows."""
+class RecyclingUpdate(NamedTuple):
+    """Rows of M to write after a target pass."""
 
-    tokens: Array  # int32[B, N], the rows of M to write
+    tokens: Array  # int32[B, N], the tokens of the rows
     valid: Array  # bool[B, N]
-    order: Array  # int32[B, N], of tokens of one slot the lowest wins
-    best: Best
+    order: Array  # int32[B, N]; of several tokens of one slot, the lowest wins
+    best: Successors
 
 
 @functools.cache
@@ -167,21 +173,21 @@ def token_recycling(
     read_prompt: bool = False,
     keep_chances: bool = False,
 ) -> Drafter:
-    """A static tree of `num_nodes` drafted tokens (at most 80), or of the rank paths `tree`, over the recycled matrix.
+    """Draft a static tree of `num_nodes` tokens (at most 80), or of the rank paths `tree`, from the matrix.
 
     Args:
-      read_prompt: learn from the target's outputs for the prompt: a head and a top-k for each of its tokens.
-      keep_chances: keep the tokens' log-probabilities too, for drafters that weigh nodes.
+      read_prompt: learn from the target's outputs for the prompt; this costs a head and a top-k for each of its tokens.
+      keep_chances: store the log-probabilities of the tokens too, for drafters that weigh nodes.
 
-    State: `Recycled` of what the row itself saw, 36 bytes per row and token of the vocabulary, 68 with chances, and at
-    most 1.2 or 2.2 MB per row. Params: () or what earlier calls saw, once for all rows.
+    State: the row's own `Recycled`. It takes 36 bytes per row and token of the vocabulary, or 68 with chances, and at
+      most 1.2 or 2.2 MB per row. Params: () or the matrix of earlier calls, shared by all rows.
     Raises: UsageError for a budget outside 1 ... 80 or a rank above 7.
     """
     if tree is None and not 1 <= num_nodes <= 80:
         raise UsageError(f"num_nodes must be from 1 to 80, not {num_nodes}")
     template = Template(best_paths(num_nodes) if tree is None else tree)
     if template.ranks.max() >= RANKS:
-        raise UsageError(f"the tree asks for rank {template.ranks.max()}, but the matrix keeps ranks 0 to {RANKS - 1}")
+        raise UsageError(f"the tree has rank {template.ranks.max()}, but the matrix has ranks 0 to {RANKS - 1}")
 
     def init(params, context):
         batch = context.tokens.shape[0]
@@ -191,18 +197,20 @@ def token_recycling(
         return Recycled(jnp.full((batch, slots), -1, jnp.int32), jnp.full(shape, -1, jnp.int32), chances)
 
     def propose(params, keys, matrix: Recycled, context, limit):
-        return compact(recycled_tree(template, Known(matrix, params), context, limit)), matrix
+        return compact(recycled_tree(template, SuccessorLookup(matrix, params), context, limit)), matrix
 
-    def observe(params, matrix: Recycled, context: Context, tree, verdict, output) -> Seen:
+    def observe(params, matrix: Recycled, context: Context, tree, verdict, output) -> RecyclingUpdate:
         width, n = tree.tokens.shape[1], template.num_nodes
-        fit = lambda x: jnp.pad(x[:, :n], ((0, 0), (0, max(n - width, 0)), *[(0, 0)] * (x.ndim - 2)))  # any drafter's
+        fit = lambda x: jnp.pad(
+            x[:, :n], ((0, 0), (0, max(n - width, 0)), *[(0, 0)] * (x.ndim - 2))
+        )  # the tree may be of any drafter
         on_path = jnp.any(verdict.path[:, :, None] == jnp.arange(n), 1)
-        order = jnp.arange(n) + jnp.where(on_path, 0, n)  # nodes stand in order of depth
+        order = jnp.arange(n) + jnp.where(on_path, 0, n)  # nodes are in order of depth
         best = jax.tree.map(fit, best_tokens(output.logits[:, :n], keep_chances))
-        return Seen(fit(tree.tokens), fit(tree.valid), order, best)
+        return RecyclingUpdate(fit(tree.tokens), fit(tree.valid), order, best)
 
-    def update(params, matrix: Recycled, seen: Seen, verdict) -> Recycled:
-        return _write(matrix, *seen)
+    def update(params, matrix: Recycled, rows: RecyclingUpdate, verdict) -> Recycled:
+        return _write(matrix, *rows)
 
     def read(params, matrix: Recycled, context: Context, tokens, count, output) -> Recycled:
         order = jnp.broadcast_to(-jnp.arange(tokens.shape[1]), tokens.shape)  # the latest wins
@@ -216,34 +224,34 @@ def token_recycling(
         observe=observe,
         update=update,
         traits=Traits(widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes), follows_any_tree=True),
-        hooks=Hooks(prefill=read if read_prompt else None, export=_remember),
+        hooks=Hooks(prefill=read if read_prompt else None, export=_export),
     )
 
 
-def recycled_tree(template: Template, known: Known, context: Context, limit: Array) -> TokenTree:
-    """The template below the end of the text; valid are its known nodes no deeper than `limit` int32[B]."""
-    level = context.root  # tokens; -1: not known
+def recycled_tree(template: Template, successors: SuccessorLookup, context: Context, limit: Array) -> TokenTree:
+    """Fill the template below the root; nodes are valid if they are known and no deeper than `limit` int32[B]."""
+    level = context.root  # tokens; -1: unknown
     tokens = [level]
     for place, ranks in template.below_root():
         parent = level[:, place]
-        level = jnp.where(parent >= 0, known.after(jnp.maximum(parent, 0), ranks)[0], -1)
+        level = jnp.where(parent >= 0, successors.after(jnp.maximum(parent, 0), ranks)[0], -1)
         tokens.append(level)
     return template.filled(tokens, limit)
 
 
-def best_tokens(logits: Array, keep_chances: bool) -> Best:
-    """The best tokens of each row of logits [B, N, V]; -1 where there are no more that can follow."""
-    kept = min(RANKS, logits.shape[-1])
-    best, score = likeliest(logits, kept) if keep_chances else gumbel_topk(None, logits, kept)
-    filled = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, RANKS - kept)), constant_values=value)
+def best_tokens(logits: Array, keep_chances: bool) -> Successors:
+    """Return the best tokens of each row of logits [B, N, V]; -1 if no further token has probability."""
+    count = min(RANKS, logits.shape[-1])
+    best, score = likeliest(logits, count) if keep_chances else gumbel_topk(None, logits, count)
+    filled = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, RANKS - count)), constant_values=value)
     best = filled(jnp.where(score > -jnp.inf, best, -1), -1)
-    return Best(best, filled(score, -jnp.inf) if keep_chances else None)
+    return Successors(best, filled(score, -jnp.inf) if keep_chances else None)
 
 
-def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Best) -> Recycled:
-    """Write `best` to the slots of `tokens` int32[B, N]; of tokens of one slot the one of lowest order wins.
+def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Successors) -> Recycled:
+    """Write `best` to the slots of `tokens` int32[B, N]; of several tokens of one slot, the lowest order wins.
 
-    The winner is chosen beforehand: of several writes to one place none is defined to be the last.
+    The winner is computed first, because the result of several writes to one slot is undefined.
     """
     batch, n = tokens.shape
     place, slot = jnp.broadcast_to(order, (batch, n)), matrix.slot(tokens)
@@ -252,16 +260,16 @@ def _write(matrix: Recycled, tokens: Array, valid: Array, order: Array, best: Be
     target = jnp.where(valid & ~beaten, slot, matrix.owner.shape[1])
     rows = np.arange(batch)[:, None]
     write = lambda old, new: old.at[rows, :, target].set(new, mode="drop")
-    written = jax.tree.map(write, Best(matrix.tokens, matrix.log_p), best)
+    written = jax.tree.map(write, Successors(matrix.tokens, matrix.log_p), best)
     return Recycled(matrix.owner.at[rows, target].set(tokens, mode="drop"), *written)
 
 
-def _remember(params, matrix: Recycled) -> Recycled:
-    """One matrix: of each slot that of the first row that wrote it, else what earlier calls knew."""
+def _export(params, matrix: Recycled) -> Recycled:
+    """Merge the rows into one matrix: per slot the first row that wrote it, else the matrix of earlier calls."""
     is_written = matrix.owner >= 0  # [B, K]
     row = jnp.argmax(is_written, 0)
     take = lambda x: take_along(x, row.reshape(1, *[1] * (x.ndim - 2), -1), 0)[0]
-    found = jax.tree.map(take, matrix)
+    merged = jax.tree.map(take, matrix)
     if not params:
-        return found
-    return jax.tree.map(lambda new, old: jnp.where(jnp.any(is_written, 0), new, old), found, params)
+        return merged
+    return jax.tree.map(lambda new, old: jnp.where(jnp.any(is_written, 0), new, old), merged, params)

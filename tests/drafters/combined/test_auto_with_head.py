@@ -14,10 +14,10 @@ from toy import markov, tiny_llama
 from specjax import Request, Target, UsageError, api, costs, decode, make_drafter, serve, stream
 from specjax.drafters import auto
 from specjax.drafters.combined import head_schedule, node_classes
-from specjax.drafters.heads import reading
+from specjax.drafters.heads import pending_pairs
 from specjax.engine.prepare import Settings
-from specjax.trees.growing import Grown
-from specjax.trees.node_statistics import Drafted, shape_of
+from specjax.trees.growing import GrownTree
+from specjax.trees.node_statistics import Drafted, make_shape
 from specjax.trees.operations import chain
 from specjax.trees.templates import Template
 from specjax.types import Context
@@ -106,46 +106,46 @@ def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
     head = tiny_head("eagle3", tiny_llama())
     job, state = run_rounds(drafter, Settings(), rounds=40, new=90)
     waiting = state.draft.head.read
-    assert int(waiting.held.min()) > waiting.new.tokens.shape[1] and int(waiting.new.count.max()) > 3
+    assert int(waiting.num_read.min()) > waiting.pending.tokens.shape[1] and int(waiting.pending.count.max()) > 3
     context = Context(state.tokens, state.length, target=job.parts.target)
-    chunk = waiting.new.tokens.shape[1] // 2
-    whole = jax.jit(lambda read: reading.caught_up(head.head, head.params, read, context, chunk))
+    chunk = waiting.pending.tokens.shape[1] // 2
+    whole = jax.jit(lambda read: pending_pairs.read_pending(head.head, head.params, read, context, chunk))
     assert differs(head, job, state, lambda draft: whole(draft.head.read)) < 1e-4
     # A mutant: what waits is counted, but its features are lost.
-    lost = waiting._replace(new=waiting.new._replace(features=jnp.zeros_like(waiting.new.features)))
+    lost = waiting._replace(pending=waiting.pending._replace(features=jnp.zeros_like(waiting.pending.features)))
     assert differs(head, job, state, lambda draft: whole(lost)) > 1e-2
 
 
 def asked(gains, cost, rounds=60):
     """How often, and how it stands: its gains beyond the others, in turns."""
-    state, nothing, count = head_schedule.begin(), jnp.float32(0), 0
+    state, nothing, count = head_schedule.init_schedule(), jnp.float32(0), 0
     for i in range(rounds):
         due = head_schedule.is_due(state, nothing)
         count += int(due)
-        state = head_schedule.learnt(state, cost, nothing, jnp.float32(gains[i % len(gains)]), due)
+        state = head_schedule.update_schedule(state, cost, nothing, jnp.float32(gains[i % len(gains)]), due)
     return count, state
 
 
 def test_when_it_is_asked():
     nothing, cost = jnp.float32(0), 0.3
-    failed, waits = head_schedule.begin(), []
+    failed, waits = head_schedule.init_schedule(), []
     assert bool(head_schedule.is_due(failed, nothing))
     for _ in range(8):
-        failed = head_schedule.learnt(failed, cost, nothing, nothing, jnp.bool_(True))
+        failed = head_schedule.update_schedule(failed, cost, nothing, nothing, jnp.bool_(True))
         waits.append(int(failed.wait))
     assert waits == [0, 1, 3, 7, 15, 30, 30, 30] and not bool(head_schedule.is_due(failed, nothing))
-    assert int(head_schedule.learnt(failed, cost, nothing, nothing, jnp.bool_(False)).wait) == 29
-    assert int(head_schedule.learnt(failed, cost, nothing, jnp.float32(1), jnp.bool_(True)).wait) == 15  # it paid, once
-    assert not bool(head_schedule.pays(failed, nothing)) and bool(
-        head_schedule.pays(failed, jnp.float32(0.1))
+    assert int(head_schedule.update_schedule(failed, cost, nothing, nothing, jnp.bool_(False)).wait) == 29
+    assert int(head_schedule.update_schedule(failed, cost, nothing, jnp.float32(1), jnp.bool_(True)).wait) == 15  # it paid, once
+    assert not bool(head_schedule.is_profitable(failed, nothing)) and bool(
+        head_schedule.is_profitable(failed, jnp.float32(0.1))
     )  # of each by itself
     _, good = asked([1.0], cost, 5)
     assert (
         int(good.wait) == 0
-        and bool(head_schedule.pays(good, nothing))
-        and not bool(head_schedule.pays(good, jnp.float32(2)))
+        and bool(head_schedule.is_profitable(good, nothing))
+        and not bool(head_schedule.is_profitable(good, jnp.float32(2)))
     )
-    once = head_schedule.learnt(good, cost, nothing, nothing, jnp.bool_(True))
+    once = head_schedule.update_schedule(good, cost, nothing, nothing, jnp.bool_(True))
     assert int(once.wait) == 0 and bool(head_schedule.is_due(once, nothing))  # one bad draft is no reason to rest
 
 
@@ -166,10 +166,10 @@ def test_it_is_asked_seldom_where_it_does_not_pay_in_the_mean(gains, cost):
 
 
 def test_nodes_of_a_head_are_classed_by_what_it_says_and_their_depth():
-    shape = shape_of(2, Template([(0,)]), Template([(0,), (0, 0)]))
+    shape = make_shape(2, Template([(0,)]), Template([(0,), (0, 0)]))
     none = jnp.zeros((1, 6), jnp.int32)
     tree = chain(jnp.array([[1, 5, 6]]), jnp.array([[True, True, False]]))
-    grown = Grown(tree, none, jnp.array([[1.0, 0.55, 0.99]]))
+    grown = GrownTree(tree, none, jnp.array([[1.0, 0.55, 0.99]]))
     drafted = node_classes.with_head(shape, Drafted(none, none > 0, none, none[:, 0]), grown)
     assert drafted.tokens.tolist() == [[0, 0, 0, 0, 5, 6]] and drafted.valid.tolist() == [[False] * 4 + [True, False]]
     assert (drafted.kind[0, 4:] - node_classes.CLASSES).tolist() == [6 * 4 + 0, 10 * 4 + 1]
@@ -192,7 +192,7 @@ def test_what_it_taught_is_kept_beside_the_head():
     target, _ = permutation(8)
     first = decode(target, small(target), [[0], [3, 6]], key=0, max_new_tokens=30)
     assert first.drafter.params.head is not None
-    assert float(first.drafter.params.learnt.counts.trials[node_classes.CLASSES :].sum()) > 10
+    assert float(first.drafter.params.history.counts.trials[node_classes.CLASSES :].sum()) > 10
     again = decode(target, first.drafter, [[0], [3, 6]], key=0, max_new_tokens=30)
     assert again.to_lists() == first.to_lists()
     assert (again.stats.target_passes <= first.stats.target_passes).all()
