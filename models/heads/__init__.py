@@ -1,4 +1,5 @@
-"""Learned drafters as modules: heads that read the target's own states.
+"""Draft heads: small networks that draft from the target's own activations.
 
-`contract` says what each is to the drafters, `pairs` how features, tokens and positions are aligned; one file a family.
+`contract` defines the interface of a head and the alignment of features and tokens. Every method has one file with its
+mathematics and its row of the catalogue; `kinds` collects them. Their drafter is `specjax.drafters.head_drafter`.
 """

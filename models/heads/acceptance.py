@@ -1,8 +1,8 @@
-"""SpecDec++'s acceptance head: how likely a token is accepted that a draft model has drafted and read.
+"""The acceptance head of SpecDec++ predicts the probability that a drafted token will be accepted.
 
 Huang, Guo, Wang: SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths (2024), arXiv 2405.19715.
-x <- x + SiLU(W_j x + b_j) for each block j, s = softmax(W x + b)_1, for x the draft model's feature of the token.
-The authors' blocks are one block several times over; here each has its own parameters, and theirs are that many copies.
+With x the draft model's feature of the token: x <- x + SiLU(W_j x + b_j) for each block j, s = softmax(W x + b)_1.
+The authors apply one block several times. Here each block has its own parameters, and theirs are loaded as copies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from specjax.types import Array
 
 
 class AcceptanceLayer(NamedTuple):
+    """A linear layer in float32."""
+
     weight: Array  # float32[out, in]
     bias: Array  # float32[out]
 
@@ -25,18 +27,21 @@ class AcceptanceLayer(NamedTuple):
 
 
 class AcceptanceHead(NamedTuple):
-    """A head's parameters, a pytree."""
+    """The parameters of an acceptance head. It is a pytree."""
 
     blocks: tuple[AcceptanceLayer, ...]  # [D, D] each
     out: AcceptanceLayer  # [2, D]; 1: accepted
 
-    def accepted(self, features: Array) -> Array:
-        """float32[...], of tokens by their features [..., D]. Raises: UsageError for features of another width."""
+    def acceptance(self, features: Array) -> Array:
+        """Return the acceptance probabilities float32[...] of tokens with these features [..., D].
+
+        Raises: UsageError for features of another width.
+        """
         width = self.out.weight.shape[1]
         if features.shape[-1] != width:
             raise UsageError(
-                f"the acceptance head reads {width} numbers, and the draft model's features have {features.shape[-1]}; "
-                "give the head that was trained for this draft model"
+                f"the acceptance head reads features of width {width}, but those of the draft model have width "
+                f"{features.shape[-1]}; use the head that was trained for this draft model"
             )
         x = features.astype(jnp.float32)
         for block in self.blocks:
@@ -45,6 +50,6 @@ class AcceptanceHead(NamedTuple):
 
 
 def init_acceptance(width: int, num_blocks: int = 3) -> AcceptanceHead:
-    """An untrained one: even odds for every token."""
-    nothing = lambda out: AcceptanceLayer(jnp.zeros((out, width)), jnp.zeros((out,)))
-    return AcceptanceHead(tuple(nothing(width) for _ in range(num_blocks)), nothing(2))
+    """Return an untrained head, which predicts 1/2 for every token."""
+    zeros = lambda out: AcceptanceLayer(jnp.zeros((out, width)), jnp.zeros((out,)))
+    return AcceptanceHead(tuple(zeros(width) for _ in range(num_blocks)), zeros(2))

@@ -1,4 +1,4 @@
-"""Heads of decoder layers that feed their own output back in place of the target's features: the EAGLE family."""
+"""The EAGLE family: decoder layers that feed their own output back in place of the target's features."""
 
 from __future__ import annotations
 
@@ -13,67 +13,75 @@ from specjax.arrays.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
-from specjax.models.heads.blocks import among_drafted, bind, step_of
-from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
+from specjax.models.heads.blocks import bind, drafted_mask, pass_inputs
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head
 from specjax.models.heads.memory import HeadMemory
 from specjax.types import Array, Context
 
 
 class AutoregressiveScratch(NamedTuple):
-    """Of the drafted nodes."""
+    """The drafted nodes of one step."""
 
     cache: kv.KVCache
-    pending: kv.Pending  # by place; the root's is empty, since its pair is in the cache
-    said: Array  # [B, places, W], what the layers said of each
+    pending: kv.Pending  # by place; empty for the root, whose pair is in the cache
+    outputs: Array  # [B, places, W], the outputs of the layers
 
 
 class AutoregressiveModule(Protocol):
-    """What a head of this kind is made of."""
+    """The module that a head of this family consists of."""
 
     def embedded(self, tokens: Array, context: Context) -> Array:
-        """[B, T, D]."""
+        """Return the embeddings [B, T, D]."""
 
     def fused(self, features: Array) -> Array:
-        """[B, T, F] of the target -> [B, T, D], the state of a committed pair."""
+        """Return the states [B, T, D] of committed pairs from the target's features [B, T, F]."""
 
     def layers(self, embedded: Array, state: Array, step: L.PassInputs, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
-        """What it says [B, T, W] of pairs of a state and the embedding of the token after it."""
+        """Return the outputs [B, T, W] for states and the embeddings of their next tokens, and the cache entries."""
 
-    def fed_back(self, said: Array) -> Array:
-        """[..., W] -> [..., D], the state of a drafted token."""
+    def fed_back(self, outputs: Array) -> Array:
+        """Return the states [..., D] of drafted tokens from the outputs [..., W]."""
 
-    def logits(self, said: Array, context: Context) -> Array:
-        """float32[..., V] of what follows."""
+    def logits(self, outputs: Array, context: Context) -> Array:
+        """Return the logits float32[..., V] of the next tokens."""
 
 
 @functools.cache
 def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
-    """The head of `module(config)`, a `AutoregressiveModule`; `config.layer` has the shapes of its layers, `config.said` is W."""
+    """Build the head of `module(config)`, an `AutoregressiveModule`.
+
+    `config.layer` has the shapes of its layers, and `config.output_width` is W.
+    """
     module_of, layer = bind(module, config), config.layer
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> HeadMemory:
-        return memory.init(context, layer, config.said, batch, capacity)
+        return memory.init(context, layer, config.output_width, batch, capacity)
 
-    def read(params, held: HeadMemory, pairs: FeaturePairs, context: Context) -> HeadMemory:
+    def read(params, state: HeadMemory, pairs: FeaturePairs, context: Context) -> HeadMemory:
         module = module_of(params)
-        embedded, state = module.embedded(pairs.tokens, context), module.fused(pairs.features.astype(layer.dtype))
-        return memory.read(held, pairs, context, layer, lambda step, cache: module.layers(embedded, state, step, cache))
+        embedded, fused = module.embedded(pairs.tokens, context), module.fused(pairs.features.astype(layer.dtype))
+        layers = lambda step, cache: module.layers(embedded, fused, step, cache)
+        return memory.read(state, pairs, context, layer, layers)
 
-    def start(params, held: HeadMemory, context: Context, places: int) -> tuple[AutoregressiveScratch, Array]:
-        cache, last = held
-        said = jnp.zeros((last.shape[0], places, last.shape[1]), last.dtype).at[:, 0].set(last)
-        scratch = AutoregressiveScratch(cache, kv.empty_pending(cache, places), said)
+    def start(params, state: HeadMemory, context: Context, places: int) -> tuple[AutoregressiveScratch, Array]:
+        cache, last = state
+        outputs = jnp.zeros((last.shape[0], places, last.shape[1]), last.dtype).at[:, 0].set(last)
+        scratch = AutoregressiveScratch(cache, kv.empty_pending(cache, places), outputs)
         return scratch, module_of(params).logits(last, context)
 
-    def follow(params, scratch: AutoregressiveScratch, drafted: DraftedNodes, context: Context) -> tuple[AutoregressiveScratch, Array]:
-        module, (cache, pending, said) = module_of(params), scratch
-        state = module.fed_back(take_along(said, drafted.parent[:, :, None], 1))
-        # The pair of the root is the last in the cache, at length - 1; a node of depth d stands d behind it.
+    def follow(
+        params, scratch: AutoregressiveScratch, drafted: DraftedNodes, context: Context
+    ) -> tuple[AutoregressiveScratch, Array]:
+        module, (cache, pending, outputs) = module_of(params), scratch
+        state = module.fed_back(take_along(outputs, drafted.parent[:, :, None], 1))
+        # The pair of the root is the last one in the cache, at length - 1. A node of depth d is d positions after it.
         positions = cache.length[:, None] - 1 + drafted.depth
-        step = step_of(context, layer, cache, positions, among_drafted(drafted), pending)
-        new_said, new = module.layers(module.embedded(drafted.tokens, context), state, step, cache)
-        said = batch_axes.insert(said, new_said, drafted.place)
-        return AutoregressiveScratch(cache, kv.insert(pending, new, drafted.place), said), module.logits(new_said, context)
+        step = pass_inputs(context, layer, cache, positions, drafted_mask(drafted), pending)
+        new_outputs, new = module.layers(module.embedded(drafted.tokens, context), state, step, cache)
+        outputs = batch_axes.insert(outputs, new_outputs, drafted.place)
+        return AutoregressiveScratch(cache, kv.insert(pending, new, drafted.place), outputs), module.logits(
+            new_outputs, context
+        )
 
     return Head(
         init_memory=init_memory,
@@ -83,7 +91,7 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         kind=kind,
         config=config,
         taps=config.taps,
-        feature=lambda scratch, place: scratch.said[:, place, -layer.width :],
+        feature=lambda scratch, place: scratch.outputs[:, place, -layer.width :],
         axes=memory.axes,
         shardings=memory.shardings(layer),
     )

@@ -1,10 +1,10 @@
-"""What the modules of heads share: decoder layers over pairs, a trimmed vocabulary, from module to pure functions."""
+"""Building blocks of draft heads: decoder layers over pairs, draft vocabularies, and modules as pure functions."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,13 @@ from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, PyTree, Target
 
 Block = Callable[[Array, L.LayerInputs], tuple[Array, tuple]]
-"""`(x [B, T, D], inputs) -> (x, (k, v))`: a whole layer, its additions included."""
+"""`(x [B, T, D], inputs) -> (x, (k, v))`: a whole layer with its residual additions."""
 
 
 def run_blocks(
     blocks: Sequence[Block], x: Array, step: L.PassInputs, cache: kv.KVCache, c: LlamaConfig
 ) -> tuple[Array, kv.Pending]:
-    """The stream behind `blocks`, one after another, and their keys and values."""
+    """Run `blocks` one after another, and return the residual stream and their keys and values."""
     reach = c.attention_settings()
     new = []
     for i, block in enumerate(blocks):
@@ -39,9 +39,12 @@ def run_blocks(
 
 
 @functools.cache
-def layout_of(mesh: Mesh | None, c: LlamaConfig | None) -> Layout | None:
-    """How a head lies beside a target on `mesh`: split like it where that divides the attention heads of `c` (None: it
-    has none), else whole on every device. None without a mesh."""
+def head_layout(mesh: Mesh | None, c: LlamaConfig | None) -> Layout | None:
+    """Return the layout of a head for a target on `mesh`; None without a mesh.
+
+    The head is split like the target if that divides the attention heads of `c`. Otherwise every device has a copy.
+    c: None: the head has no attention.
+    """
     if mesh is None:
         return None
     parts = Layout(mesh, mesh.axis_names).parts("heads")
@@ -50,11 +53,11 @@ def layout_of(mesh: Mesh | None, c: LlamaConfig | None) -> Layout | None:
 
 
 def _layout(context: Context, c: LlamaConfig) -> Layout | None:
-    return layout_of(target_of(context).model.mesh, c)
+    return head_layout(get_target(context).model.mesh, c)
 
 
 def empty_cache(context: Context, c: LlamaConfig, batch: int, capacity: int) -> kv.KVCache:
-    """Of the `num_layers` of `c`."""
+    """Return an empty cache for the `num_layers` layers of `c`."""
     layout = _layout(context, c)
     capacity = capacity if layout is None else layout.capacity(capacity)
     cache = kv.init(
@@ -64,7 +67,7 @@ def empty_cache(context: Context, c: LlamaConfig, batch: int, capacity: int) -> 
     return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
 
-def step_of(
+def pass_inputs(
     context: Context,
     c: LlamaConfig,
     cache: kv.KVCache,
@@ -72,98 +75,120 @@ def step_of(
     mask: Array,
     earlier: kv.Pending | None = None,
 ) -> L.PassInputs:
-    """What the layers `c` of one pass share; positions int32[B, T], mask bool[B, T, P + T]."""
+    """Return the inputs that all layers of a pass share, for positions int32[B, T] and mask bool[B, T, P + T]."""
     return L.make_pass_inputs(positions, mask, cache, earlier, _layout(context, c))
 
 
-def next_step(
+def causal_inputs(
     context: Context, c: LlamaConfig, cache: kv.KVCache, count: int, first: Array | None = None
 ) -> L.PassInputs:
-    """Of a pass over the `count` tokens behind the cache, one after another; of `FeaturePairs` with `first` where given."""
+    """Return the inputs of a causal pass over the `count` tokens after the cache.
+
+    first: `FeaturePairs.first`, if several texts are in one row.
+    """
     place = jnp.arange(count)
     mask = jnp.broadcast_to(place <= place[:, None], (*cache.length.shape, count, count))
     if first is not None:
         mask &= place >= first[:, :, None]
-    return step_of(context, c, cache, cache.length[:, None] + place, mask)
+    return pass_inputs(context, c, cache, cache.length[:, None] + place, mask)
 
 
-def with_root(drafted: DraftedNodes) -> DraftedNodes:
-    """For heads that keep the root in the scratch, at place 0: its nodes see it too."""
+def include_root(drafted: DraftedNodes) -> DraftedNodes:
+    """Let the nodes attend to the root, for heads with the root at place 0 of their scratch."""
     return drafted._replace(seen=drafted.seen | (jnp.arange(drafted.seen.shape[2]) == 0))
 
 
-def root_of(context: Context, places: int) -> DraftedNodes:
-    """The root as a node of such a head, which sees none but itself there."""
+def root_node(context: Context, places: int) -> DraftedNodes:
+    """Return the root as a node of such a head. It attends to itself only."""
     root, none = context.root, jnp.zeros_like(context.root)
     return DraftedNodes(root, none, jnp.int32(0), none, jnp.zeros((*root.shape, places), bool))
 
 
-def among_drafted(drafted: DraftedNodes) -> Array:
-    """bool[B, F, places + F]: what drafted nodes see of those before and of each other, of which only themselves."""
-    among = jnp.broadcast_to(
+def drafted_mask(drafted: DraftedNodes) -> Array:
+    """Return the mask bool[B, F, places + F] of drafted nodes: their ancestors in the scratch, and themselves."""
+    itself = jnp.broadcast_to(
         jnp.eye(drafted.tokens.shape[1], dtype=bool), (*drafted.tokens.shape, drafted.tokens.shape[1])
     )
-    return jnp.concatenate([drafted.seen, among], 2)
+    return jnp.concatenate([drafted.seen, itself], 2)
 
 
-def commit_pairs(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, pairs: FeaturePairs) -> kv.KVCache:
-    """`cache` with what is pending of the first `count` of these pairs."""
+def commit_pairs(
+    context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, pairs: FeaturePairs
+) -> kv.KVCache:
+    """Return `cache` with the pending entries of the first `count` of these pairs."""
     return (
-        cache_of_rows(pending, pairs)
-        if pairs.count.ndim == 2
-        else commit_first(context, c, cache, pending, pairs.count)
+        share_cache(pending, pairs) if pairs.count.ndim == 2 else commit_first(context, c, cache, pending, pairs.count)
     )
 
 
 def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, count: Array) -> kv.KVCache:
-    """`cache` with the first `count` int32[B] of what is pending."""
+    """Return `cache` with the first `count` int32[B] pending entries of each row."""
     layout = _layout(context, c)
     path = jnp.broadcast_to(jnp.arange(pending.positions.shape[1]), pending.positions.shape)
     return (kv.commit if layout is None else layout.commit)(cache, pending, path, count)
 
 
-def cache_of_rows(pending: PyTree, pairs: FeaturePairs) -> PyTree:
-    """The cache of B R rows, each of the first `count` int32[B, R] tokens of what is pending. None where that is no
-    keys and values, as of a target with another memory."""
+def share_cache(pending: PyTree, pairs: FeaturePairs) -> PyTree:
+    """Return the cache of B R rows, each with the first `count` int32[B, R] pending entries.
+
+    Return None if `pending` has no keys and values, as for a target with another kind of cache.
+    """
     if not isinstance(pending, kv.Pending):
         return None
-    return kv.share_pending(pending, pairs.count, None if pairs.first is None else last_of(pairs.first, pairs.count))
+    return kv.share_pending(
+        pending, pairs.count, None if pairs.first is None else last_entries(pairs.first, pairs.count)
+    )
 
 
-def newest(rows: Array, count: Array, before: Array) -> Array:
-    """[B, W]: the last of the first `count` int32[B] of rows [B, T, W]; `before` [B, W] where there are none. Of
-    `count` int32[B, R] [B R, W]."""
+def last_entry(rows: Array, count: Array, fallback: Array) -> Array:
+    """Return the last of the first `count` int32[B] entries of rows [B, T, W]; `fallback` [B, W] if there is none.
+
+    With a `count` int32[B, R] the result is [B R, W].
+    """
     if count.ndim == 2:
-        return last_of(rows, count).astype(before.dtype)
+        return last_entries(rows, count).astype(fallback.dtype)
     last = take_along(rows, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
-    return jnp.where(count[:, None] > 0, last.astype(before.dtype), before)
+    return jnp.where(count[:, None] > 0, last.astype(fallback.dtype), fallback)
 
 
-def last_of(rows: Array, count: Array) -> Array:
-    """[B R, ..]: the last of the first `count` int32[B, R] of rows [B, T, ..]; there is at least one."""
+def last_entries(rows: Array, count: Array) -> Array:
+    """Return the last of the first `count` int32[B, R] >= 1 entries of rows [B, T, ..], as [B R, ..]."""
     last = take_along(rows, (count - 1).reshape(*count.shape, *[1] * (rows.ndim - 2)), 1)
     return last.reshape(-1, *rows.shape[2:])
 
 
 def by_depth(count: int, depth: Array | int, run: Callable[[int], Array]) -> Array:
-    """[B, F, ..]: of each node at `depth` int32[B, F] what `run(depth)` [B, F, ..] gives, the last of `count` for all
-    below. What no node needs does not run: the nodes of a level are mostly at one depth.
+    """Return the result [B, F, ..] of `run(depth)` for each node at `depth` int32[B, F].
 
-    depth: 0 for the root, which is known while tracing; of others at least 1.
+    Nodes deeper than `count - 1` get the result of `run(count - 1)`. A depth that no node has does not run, since the
+    nodes of a level are mostly at one depth.
+
+    depth: the static 0 for the root; at least 1 for other nodes.
     """
     if isinstance(depth, int) or count == 1:
         return run(0)
     depth, shape = jnp.minimum(depth, count - 1), jax.eval_shape(lambda: run(1))
     y = jnp.zeros(shape.shape, shape.dtype)
     for k in range(1, count):
-        here = (depth == k).reshape(*depth.shape, *[1] * (y.ndim - 2))
-        write = lambda y, k=k, here=here: jnp.where(here, run(k), y)
-        y = jax.lax.cond(jnp.any(here), write, lambda y: y, y)
+        is_k = (depth == k).reshape(*depth.shape, *[1] * (y.ndim - 2))
+        write = lambda y, k=k, is_k=is_k: jnp.where(is_k, run(k), y)
+        y = jax.lax.cond(jnp.any(is_k), write, lambda y: y, y)
     return y
 
 
+class DepthLogits(NamedTuple):
+    """The scratch of heads that predict all depths in one pass."""
+
+    logits: Array  # float32[B, K, V], by depth
+
+
+def follow_depths(params, scratch: DepthLogits, drafted: DraftedNodes, context: Context) -> tuple[DepthLogits, Array]:
+    """Return the logits of the nodes' depths: `Head.follow` of heads that predict all depths in one pass."""
+    return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
+
+
 class Residual(nnx.Module):
-    """z + SiLU(W z + b). A new one adds nothing."""
+    """z + SiLU(W z + b). A new block is the identity."""
 
     def __init__(self, width: int, *, bias: bool = True, dtype, rngs: nnx.Rngs):
         self.linear = L.Linear(width, width, bias=bias, dtype=dtype, rngs=rngs)
@@ -174,76 +199,83 @@ class Residual(nnx.Module):
 
 
 class Ids(nnx.Variable):
-    """Whole numbers of a head that no training changes."""
+    """Integers of a head that training does not change."""
 
 
 class DraftVocabulary(nnx.Module):
-    """The target's ids that a head can draft, where these are not all."""
+    """A draft vocabulary: the subset of the target's ids that a head can draft."""
 
     def __init__(self, vocab: int, size: int):
-        self.place = Ids(jnp.minimum(jnp.arange(vocab, dtype=jnp.int32), size))  # int32[V]; size: none
+        self.place = Ids(
+            jnp.minimum(jnp.arange(vocab, dtype=jnp.int32), size)
+        )  # int32[V], the head's own id; size: the head cannot draft it
 
     def spread(self, logits: Array) -> Array:
-        """[..., V] from logits [..., size] of the head's own ids: -inf of the others. As they are, if there is no map:
-        training has use for the head's own ids alone."""
+        """Return logits [..., V] from logits [..., size] of the head's own ids, with -inf for all others.
+
+        Without a map the logits are returned unchanged: training uses the head's own ids only.
+        """
         if not len(self.place[...]):
             return logits
         padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=-jnp.inf)
         return jnp.take(padded, self.place[...], axis=-1)
 
 
-def target_of(context: Context) -> Target:
-    """The target that a head reads."""
+def get_target(context: Context) -> Target:
+    """Return the target of a head."""
     assert context.target is not None
     return context.target
 
 
-def embed(own: L.Embedding | None, tokens: Array, context: Context) -> Array:
-    """[B, T, D]: by the head's own table, or by the target's."""
-    if own is not None:
-        return own(tokens)
-    target = target_of(context)
+def embed(table: L.Embedding | None, tokens: Array, context: Context) -> Array:
+    """Return the embeddings [B, T, D] from the head's own table, or from the target's if `table` is None."""
+    if table is not None:
+        return table(tokens)
+    target = get_target(context)
     assert target.model.embed is not None
     return target.model.embed(target.params, tokens)
 
 
 def unembed(hidden: Array, context: Context) -> Array:
-    """float32[..., V] of [..., D], by the target's head without its norm."""
-    target = target_of(context)
+    """Return the logits float32[..., V] of states [..., D] by the target's output layer, without its norm."""
+    target = get_target(context)
     assert target.model.unembed is not None
     return target.model.unembed(target.params, hidden)
 
 
-def taps_of(target: Any, taps: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """The streams of the target that a head reads: those given, or its authors'. Raises: UsageError for others."""
+def check_taps(target: Any, taps: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the streams of the target that a head reads: `taps`, or `default` for None.
+
+    Raises: UsageError for streams that the target lacks, or that do not rise.
+    """
     if taps is None:
         return default
     if not taps or min(taps) < 0 or max(taps) > target.num_layers or tuple(sorted({*taps})) != tuple(taps):
         raise UsageError(
-            f"taps are streams of the target, 0 (the embedding) to {target.num_layers} (behind all its layers), from "
-            f"low to high, not {' '.join(map(str, taps)) or 'none'}"
+            f"taps must be rising streams of the target from 0 (the embedding) to {target.num_layers} (after all "
+            f"layers), not {' '.join(map(str, taps)) or 'none'}"
         )
     return taps
 
 
 @functools.cache
 def _abstract(module: Callable[..., nnx.Module], config: Any) -> tuple[nnx.GraphDef, PyTree]:
-    """(graphdef, shapes of the parameters)."""
+    """Return the graph definition and the shapes of the parameters."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
     return graphdef, nnx.to_pure_dict(state)
 
 
 def abstract_params(module: Callable[..., nnx.Module], config: Any) -> PyTree:
-    """Shapes and dtypes of the parameters of `module(config)`, as a nested dict of `jax.ShapeDtypeStruct`."""
+    """Return shapes and dtypes of the parameters of `module(config)` as a nested dict of `jax.ShapeDtypeStruct`."""
     return _abstract(module, config)[1]
 
 
 def bind(module: Callable[..., nnx.Module], config: Any) -> Callable[[PyTree], Any]:
-    """`(params) -> module`."""
+    """Return a function that builds the module from its parameters."""
     graphdef, _ = _abstract(module, config)
     return lambda params: nnx.merge(graphdef, nnx.State(params))
 
 
 def init_params(module: Callable[..., nnx.Module], config: Any, key) -> PyTree:
-    """Random parameters, for tests and for training."""
+    """Return random parameters, for tests and for training."""
     return nnx.to_pure_dict(nnx.split(module(config, rngs=nnx.Rngs(params=key)))[1])

@@ -40,7 +40,7 @@ class FeaturePairs(NamedTuple):
 
     In training `count` is int32[B, R]: the head reads one text into B R memories, each after a different number of its
     pairs. The keys and values are shared by all rows of a text. Only `start` and `follow` accept such memories, and
-    they then draft from R positions of each text at once. Nothing was read before, and one row may hold several texts;
+    they then draft from R positions of each text at once. The memories are new, and one row may hold several texts;
     `first` then marks the first pair of each pair's own text.
     """
 
@@ -132,7 +132,7 @@ def features_of(output: Output, taps: tuple[int, ...]) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftHead:
-    """A head with its parameters. It is a pytree whose leaves are the parameters."""
+    """A head with its parameters. It is a pytree with the parameters as leaves."""
 
     head: Head = field(metadata={"static": True})
     params: PyTree

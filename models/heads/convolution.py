@@ -1,7 +1,8 @@
-"""DFlash 2's convolution of a sublayer: two taps within the block, before it and after it.
+"""The convolutions of DFlash 2 before and after a sublayer, with a few taps within the block.
 
-y_t = sum_j (base_j + dynamic_j(x_t)) * x_{t-j}; slots before the block are zero. The dynamic kernels of both are read
-from what goes into the first, and shared by groups of channels. A new one leaves everything as it is.
+y_t = sum_j (base_j + dynamic_j(x_t)) * x_{t-j}; slots before the block are zero. The dynamic kernels of both
+convolutions are computed from the input of the first one, and groups of channels share them. A new module is the
+identity.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from specjax.types import Array
 
 
 class Convolution(nnx.Module):
-    """Both convolutions of one sublayer."""
+    """The two convolutions of one sublayer."""
 
     def __init__(self, width: int, taps: int, group: int, *, dtype, rngs: nnx.Rngs):
         self.taps, self.group = taps, group
@@ -25,13 +26,13 @@ class Convolution(nnx.Module):
         self.projection.weight[...] = jnp.zeros_like(self.projection.weight[...])
 
     def __call__(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
-        """x [B, b, D] convolved, and what convolves the sublayer's output."""
+        """Return the convolution of x [B, b, D], and a function that convolves the sublayer's output."""
         dynamic = self.projection(x).reshape(*x.shape[:2], 2, self.taps, -1)
         kernels = self.base[...] + jnp.repeat(dynamic, self.group, -1)  # [B, b, 2, taps, D]
         return _convolve(x, kernels[:, :, 0]), lambda y: _convolve(y, kernels[:, :, 1])
 
 
 def _convolve(x: Array, kernels: Array) -> Array:
-    """x [B, b, D] by kernels [B, b, taps, D]."""
+    """Convolve x [B, b, D] with kernels [B, b, taps, D]."""
     shifted = lambda j: jnp.pad(x, ((0, 0), (j, 0), (0, 0)))[:, : x.shape[1]]
     return sum((kernels[:, :, j] * shifted(j) for j in range(kernels.shape[2])), jnp.zeros_like(x))

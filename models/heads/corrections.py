@@ -1,7 +1,7 @@
-"""What a block drafter adds to its logits once the tokens before a slot are drafted, and how sure it is of them.
+"""Corrections that a block drafter adds to the logits of a slot once the token before it is drafted, and a confidence.
 
-Each reads the state h of a slot, behind the last norm, and the token a before it; those with a state of their own, s,
-have read the tokens down to a. All are made so that new ones add nothing.
+Each correction reads the slot's state h after the last norm, and the previous token a. Some carry a state s over the
+tokens down to a. A new correction adds zero.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specjax.types import Array
 
 
 class Markov(nnx.Module):
-    """DSpark's: logits + W2 z.
+    """The correction of DSpark: logits + W2 z.
 
     vanilla: z = W1 a. gated: z = sigmoid(G [h; W1 a]) W1 a. rnn: [g; c; o] = J [s; W1 a; h], s' = sigmoid(g) s +
     (1 - sigmoid(g)) tanh(c), z = tanh(o).
@@ -24,13 +24,13 @@ class Markov(nnx.Module):
     def __init__(self, kind: str, vocab: int, size: int, rank: int, width: int, *, dtype, rngs: nnx.Rngs):
         linear = lambda fan_in, fan_out: L.Linear(fan_in, fan_out, bias=True, dtype=dtype, rngs=rngs)
         self.w1 = L.Embedding(vocab, rank, dtype=dtype, rngs=rngs)
-        self.w2 = _nothing(L.Embedding(size, rank, dtype=dtype, rngs=rngs))
+        self.w2 = _zero(L.Embedding(size, rank, dtype=dtype, rngs=rngs))
         self.gating = linear(width + rank, rank) if kind == "gated" else None
         self.joint = linear(2 * rank + width, 3 * rank) if kind == "rnn" else None
         self.state_width = rank if kind == "rnn" else 0
 
     def __call__(self, tokens: Array, h: Array, state: Array) -> tuple[Array, Array]:
-        """(s', what to add float32[B, F, size]) of tokens int32[B, F], h [B, F, D], s [B, F, state_width]."""
+        """Return s' and the correction float32[B, F, size] from tokens int32[B, F], h [B, F, D] and s [B, F, S]."""
         z = self.w1(tokens)
         if self.gating is not None:
             z = nnx.sigmoid(self.gating(jnp.concatenate([h, z], -1))) * z
@@ -42,17 +42,20 @@ class Markov(nnx.Module):
 
 
 class Prefix(nnx.Module):
-    """Domino's: s' = GRU(s, E a), logits + W SiLU(V [h; s']). The GRU has no bias; its gates stand as r, z, n."""
+    """The correction of Domino: s' = GRU(s, E a), logits + W SiLU(V [h; s']).
+
+    The GRU has no bias, and its gates are in the order r, z, n.
+    """
 
     def __init__(self, vocab: int, rank: int, state: int, width: int, *, dtype, rngs: nnx.Rngs):
         linear = lambda fan_in, fan_out: L.Linear(fan_in, fan_out, dtype=dtype, rngs=rngs)
         self.inputs, self.states = linear(width, 3 * state), linear(state, 3 * state)
         self.narrow = linear(width + state, rank)
-        self.wide = _nothing(L.Embedding(vocab, rank, dtype=dtype, rngs=rngs))
+        self.wide = _zero(L.Embedding(vocab, rank, dtype=dtype, rngs=rngs))
         self.state_width = state
 
     def __call__(self, embedded: Array, h: Array, state: Array) -> tuple[Array, Array]:
-        """As `Markov`, of the embeddings of the tokens."""
+        """Return the same as `Markov`, for the embeddings of the tokens."""
         r_in, z_in, n_in = jnp.split(self.inputs(embedded), 3, -1)
         r_state, z_state, n_state = jnp.split(self.states(state), 3, -1)
         z = nnx.sigmoid(z_in + z_state)
@@ -61,16 +64,21 @@ class Prefix(nnx.Module):
 
 
 class Selector(nnx.Module):
-    """DFlash 2's: score(a, b) = logit(b) + <A[a] * P h, B[b]> of the likeliest b of the slot; no others are drafted."""
+    """The correction of DFlash 2: score(a, b) = logit(b) + <A[a] * P h, B[b]>.
+
+    b are the likeliest tokens of the slot; other tokens are not drafted.
+    """
 
     def __init__(self, vocab: int, rank: int, width: int, *, dtype, rngs: nnx.Rngs):
         self.predecessor = L.Embedding(vocab, rank, dtype=dtype, rngs=rngs)
-        self.successor = _nothing(L.Embedding(vocab, rank, dtype=dtype, rngs=rngs))
+        self.successor = _zero(L.Embedding(vocab, rank, dtype=dtype, rngs=rngs))
         self.projection = L.Linear(width, rank, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Array, h: Array, logits: Array, candidates: Array | None, vocab: int) -> Array:
-        """float32[B, F, V] of tokens int32[B, F], h [B, F, D], logits of the candidates and these [B, F, K]; None: of
-        all tokens."""
+        """Return scores float32[B, F, V] from tokens int32[B, F], h [B, F, D], and K candidates and their logits.
+
+        candidates: None: `logits` has all tokens.
+        """
         gate = (self.predecessor(tokens) * self.projection(h)).astype(jnp.float32)
         if candidates is None:
             return logits + jnp.einsum("bfr,vr->bfv", gate, self.successor.weight[...].astype(jnp.float32))
@@ -81,13 +89,13 @@ class Selector(nnx.Module):
 
 
 class Calibration(nnx.Variable):
-    """Numbers that are fitted to what was accepted, not trained."""
+    """Numbers that are fitted to accepted tokens after training."""
 
 
 class Confidence(nnx.Module):
-    """DSpark's: sigmoid(w [h; W1 a] / T), the chance that what is drafted in a slot is accepted if all before it are.
+    """The confidence of DSpark: the chance that a slot's token is accepted if all tokens before it are.
 
-    T: of each slot, from sequential temperature scaling; 1 as trained.
+    It is sigmoid(w [h; W1 a] / T). T is a temperature per slot from sequential temperature scaling, 1 after training.
     """
 
     def __init__(self, width: int, slots: int, *, dtype, rngs: nnx.Rngs):
@@ -95,11 +103,11 @@ class Confidence(nnx.Module):
         self.temperatures = Calibration(jnp.ones((slots,), jnp.float32))
 
     def __call__(self, x: Array, slot: Array) -> Array:
-        """float32[B, F] of x [B, F, width] and slot int32[B, F]."""
+        """Return the confidence float32[B, F] from x [B, F, width] and slot int32[B, F]."""
         return jax.nn.sigmoid(self.proj(x)[..., 0].astype(jnp.float32) / self.temperatures[...][slot])
 
 
-def _nothing(table: L.Embedding) -> L.Embedding:
-    """`table` with zeros."""
+def _zero(table: L.Embedding) -> L.Embedding:
+    """Return `table` with zeros for weights."""
     table.weight[...] = jnp.zeros_like(table.weight[...])
     return table

@@ -1,13 +1,20 @@
-"""EAGLE-1 (whose weights EAGLE-2 and HASS share): one decoder layer that continues the target's final features.
+"""EAGLE-1 and 2, HASS and FSPAD: one decoder layer continues the target's final features.
 
 Li, Wei, Zhang, Zhang: EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (ICML 2024),
-arXiv 2401.15077. z_t = fc[E x_{t+1}; f_t], f^_{t+1} = layer(z)_t, logits = W_o f^_{t+1}. f is the feature behind the
-target's final norm, so W_o applies to it; the layer has no norm before its attention.
+arXiv 2401.15077; EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (EMNLP 2024), arXiv 2406.16858.
+EAGLE-2 and HASS use heads of EAGLE-1.
 
-FSPAD: Gui et al.: Boosting Lossless Speculative Decoding via Feature Sampling and Partial Alignment
-Distillation (2024), arXiv 2408.15562, is EAGLE-1 with two options. `sampler`: z + W_down(SiLU(W_gate E x) *
-W_up norm(z)) in place of z, so that the token selects from the state. `split`: the last MLP is twice as wide, its
-residual doubled; the first half of what it says goes to W_o, the second is the next feature.
+Rule: z_t = fc[E x_{t+1}; f_t], f^_{t+1} = layer(z)_t, logits = W_o f^_{t+1}. f is the target's feature after its final
+norm, so W_o applies to it; the first layer has no norm before its attention. The feature of a committed token is the
+target's, that of a drafted token is predicted. EAGLE-1 drafts a static tree, EAGLE-2 the tree of the likeliest paths.
+
+FSPAD: Gui et al.: Boosting Lossless Speculative Decoding via Feature Sampling and Partial Alignment Distillation
+(2024), arXiv 2408.15562. It is EAGLE-1 with two options. `sampler` replaces z by z + W_down(SiLU(W_gate E x) *
+W_up norm(z)), so that the token selects from the state. `split` doubles the width of the last MLP and repeats its
+residual. The first half of the output goes to W_o, and the second is the next feature.
+Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q).
+Deviations: the accepted tokens are read with true features at the start of the next draft, in one pass. Embeddings of
+the target are scaled as the target does.
 """
 
 from __future__ import annotations
@@ -17,37 +24,48 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.catalog import Method, shared
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import make_attention
 from specjax.models.heads.autoregressive import autoregressive
 from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, unembed
-from specjax.models.heads.contract import Head
+from specjax.models.heads.contract import Head, HeadKind
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
+
+METHOD = Method(
+    name="eagle",
+    summary="one decoder layer continues the target's last feature",
+    paper="Li et al. 2024, arXiv 2401.15077 and 2406.16858; FSPAD: Gui et al. 2024, arXiv 2408.15562",
+    options=shared.head_options(length=5),
+    cpu_options={"num_tokens": 3},
+    wide_tree="eagle2:8x6x60",
+    **shared.HEAD,
+)
 
 
 @dataclass(frozen=True)
 class EagleConfig:
     """Shapes of an EAGLE-1 head."""
 
-    layer: LlamaConfig  # of its layers; of the target's width
-    bias: bool = True  # of fc; the heads of LLaMA 3 have none
-    embeds: bool = False  # has an embedding of its own, in place of the target's
+    layer: LlamaConfig  # shape of its layers, as wide as the target
+    bias: bool = True  # bias of fc; the heads of LLaMA 3 have none
+    embeds: bool = False  # has its own embedding; False: the target's
     vocab_size: int = 0  # of the target
-    norms: bool = False  # of the embedding, before the first layer's attention and before the head
-    draft_vocab_size: int = 0  # ids that it drafts by rows of the target's head (FR-Spec); 0: all
-    sampler: bool = False  # FSPAD's; published as `fc.mlp.*` and `fc.post_attention_layernorm`, fc as `fc.fc.*`
-    split: bool = False  # FSPAD's: one half of the output for the logits, one to feed back
+    norms: bool = False  # norms of the embedding, before the first attention and before the output layer
+    draft_vocab_size: int = 0  # number of ids that it drafts, with rows of the target's output layer (FR-Spec); 0: all
+    sampler: bool = False  # FSPAD's feature sampling
+    split: bool = False  # FSPAD's separate outputs for the logits and for feeding back
     taps: tuple[int, ...] = ()
 
     @property
-    def said(self) -> int:
+    def output_width(self) -> int:
         return self.layer.width * (2 if self.split else 1)
 
 
 class Layer(nnx.Module):
-    """A decoder layer; the first of a head has no norm before its attention. outputs: how many streams it gives."""
+    """A decoder layer. has_norm: with a norm before its attention. outputs: number of output streams."""
 
     def __init__(self, c: LlamaConfig, *, has_norm: bool, outputs: int = 1, rngs: nnx.Rngs):
         self.attention_norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype) if has_norm else None
@@ -66,7 +84,7 @@ class Layer(nnx.Module):
 
 
 class Sampler(nnx.Module):
-    """FSPAD's feature sampling: the token's embedding gates what is added to the joined state."""
+    """FSPAD's feature sampling: the token's embedding gates an addition to the state."""
 
     def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
@@ -78,7 +96,7 @@ class Sampler(nnx.Module):
 
 
 class Eagle(nnx.Module):
-    """A `specjax.models.heads.autoregressive.AutoregressiveModule`."""
+    """The module of EAGLE-1, a `specjax.models.heads.autoregressive.AutoregressiveModule`."""
 
     def __init__(self, config: EagleConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
@@ -107,24 +125,26 @@ class Eagle(nnx.Module):
             x = self.sampler(x, embedded, step)
         return run_blocks(list(self.stack), x, step, cache, self.config.layer)
 
-    def fed_back(self, said: Array) -> Array:
-        return jnp.split(said, 2, -1)[1] if self.config.split else said
+    def fed_back(self, outputs: Array) -> Array:
+        return jnp.split(outputs, 2, -1)[1] if self.config.split else outputs
 
-    def logits(self, said: Array, context: Context) -> Array:
-        if self.config.split:
-            said = jnp.split(said, 2, -1)[0]
+    def logits(self, outputs: Array, context: Context) -> Array:
+        h = jnp.split(outputs, 2, -1)[0] if self.config.split else outputs
         if self.norm is not None:
-            said = self.norm(said)
+            h = self.norm(h)
         if self.head is not None and self.vocabulary is not None:
-            return self.vocabulary.spread(self.head.logits(said))
-        return unembed(said, context)
+            return self.vocabulary.spread(self.head.logits(h))
+        return unembed(h, context)
 
 
 def of_target(target: LlamaConfig, **changes) -> EagleConfig:
-    """The shapes that the authors train for a target: a layer like its own."""
+    """Return the shapes that the authors train for a target: one layer like its own."""
     return EagleConfig(target.draft_head_config(**changes))
 
 
 def eagle_head(config: EagleConfig) -> Head:
-    """The functions of an EAGLE-1 head."""
+    """Return the functions of an EAGLE-1 head."""
     return autoregressive("eagle", Eagle, config)
+
+
+KIND = HeadKind(METHOD, Eagle, eagle_head, of_target)

@@ -1,11 +1,15 @@
-"""EAGLE-3 and 3.1: a decoder layer that reads several of the target's streams, with a head and a vocabulary of its own.
+"""EAGLE-3 and 3.1: a decoder layer over several of the target's streams, with its own output layer and vocabulary.
 
 Li, Wei, Zhang, Zhang: EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test
-(2025), arXiv 2503.01840. s = fc[h^a; h^b; h^c] of a committed pair, its own output of a drafted one;
-y = [norm_e(E x_{t+1}); norm_h(s)]; s' = s + attention(y); s'' = s' + MLP(norm(s')); logits = W_d norm_out(s'').
-Eagle 3.1 (speculators) adds a norm for each tap, and feeds norm_out(s'') back.
+(2025), arXiv 2503.01840.
 
-The flags are those that published heads differ in; each defaults to what the authors' own do.
+Rule: the state s of a committed pair is fc[h^a; h^b; h^c], that of a drafted pair is the previous output.
+  y = [norm_e(E x_{t+1}); norm_h(s)]; s' = s + attention(y); s'' = s' + MLP(norm(s')); logits = W_d norm_out(s'').
+EAGLE 3.1 (speculators) adds a norm for each tap, and feeds norm_out(s'') back. The authors draft `trees.eagle2()`.
+Published heads differ in the flags of the config; the defaults are those of the authors' own heads.
+Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q). Tokens
+outside of the head's vocabulary are never drafted.
+Deviations: as in `eagle`.
 """
 
 from __future__ import annotations
@@ -16,45 +20,56 @@ from typing import Literal
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.catalog import Method, shared
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import make_attention
 from specjax.models.heads.autoregressive import autoregressive
-from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, taps_of, unembed
-from specjax.models.heads.contract import Head
+from specjax.models.heads.blocks import DraftVocabulary, check_taps, embed, run_blocks, unembed
+from specjax.models.heads.contract import Head, HeadKind
 from specjax.models.heads.eagle import Layer
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
+
+METHOD = Method(
+    name="eagle3",
+    summary="a decoder layer with its own output layer continues three of the target's streams",
+    paper="Li et al. 2025, arXiv 2503.01840",
+    options=shared.head_options(length=5),
+    cpu_options={"num_tokens": 3},
+    wide_tree="eagle2:8x6x60",
+    **shared.HEAD,
+)
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
     """Shapes and flags of an EAGLE-3 head."""
 
-    layer: LlamaConfig  # of its layers; vocab_size: of its own head
-    taps: tuple[int, ...]  # streams of the target, 0 the embedding
+    layer: LlamaConfig  # shape of its layers; vocab_size: of its own output layer
+    taps: tuple[int, ...]  # streams of the target; 0: the embedding
     target_width: int
     vocab_size: int  # of the target
-    norm_taps: Literal["no", "each", "joined"] = "no"  # before fc: every tap (3.1), or all of them joined
-    norm_before_residual: bool = False  # the residual is the normed state
-    norm_output: bool = False  # what is fed back is behind the last norm (3.1)
-    embeds: bool = False  # has an embedding of its own, in place of the target's
-    own_head: bool = True  # False: the target's
-    head_rank: int = 0  # of its own head, a product of two matrices; 0: one of full rank
+    norm_taps: Literal["no", "each", "joined"] = "no"  # norms before fc: of each tap (3.1), or of their concatenation
+    norm_before_residual: bool = False  # the residual is the normalised state
+    norm_output: bool = False  # feeds the output of the last norm back (3.1)
+    embeds: bool = False  # has its own embedding; False: the target's
+    own_head: bool = True  # has its own output layer; False: the target's
+    head_rank: int = 0  # rank of its own output layer, a product of two matrices; 0: full rank
 
     @property
-    def said(self) -> int:
+    def output_width(self) -> int:
         return self.layer.width
 
     @property
     def is_trimmed(self) -> bool:
-        """Whether it can draft only some of the target's ids."""
+        """Return True if it can draft only a subset of the target's ids."""
         return self.own_head and self.layer.vocab_size < self.vocab_size
 
 
 class Eagle3FirstLayer(nnx.Module):
-    """The layer that reads embeddings and states side by side."""
+    """The first layer, which reads the concatenation of embeddings and states."""
 
     def __init__(self, config: Eagle3Config, rngs: nnx.Rngs):
         c, self.norm_before_residual = config.layer, config.norm_before_residual
@@ -71,14 +86,14 @@ class Eagle3FirstLayer(nnx.Module):
 
 
 class Eagle3(nnx.Module):
-    """A `specjax.models.heads.autoregressive.AutoregressiveModule`."""
+    """The module of EAGLE-3, a `specjax.models.heads.autoregressive.AutoregressiveModule`."""
 
     def __init__(self, config: Eagle3Config, *, rngs: nnx.Rngs):
         self.config, c, taps = config, config.layer, len(config.taps)
         norm = lambda width: L.RMSNorm(width, c.norm_eps, dtype=c.dtype)
         self.embed = L.Embedding(config.vocab_size, c.width, dtype=c.dtype, rngs=rngs) if config.embeds else None
-        each = [norm(config.target_width) for _ in config.taps] if config.norm_taps == "each" else []
-        self.tap_norms = nnx.List(each)
+        tap_norms = [norm(config.target_width) for _ in config.taps] if config.norm_taps == "each" else []
+        self.tap_norms = nnx.List(tap_norms)
         self.joined_norm = norm(taps * config.target_width) if config.norm_taps == "joined" else None
         self.fc = L.Linear(taps * config.target_width, c.width, dtype=c.dtype, rngs=rngs)
         self.first = Eagle3FirstLayer(config, rngs)
@@ -104,11 +119,11 @@ class Eagle3(nnx.Module):
         first = lambda x, inputs: self.first(embedded, x, inputs)
         return run_blocks([first, *self.others], state, step, cache, self.config.layer)
 
-    def fed_back(self, said: Array) -> Array:
-        return self.norm(said) if self.config.norm_output else said
+    def fed_back(self, outputs: Array) -> Array:
+        return self.norm(outputs) if self.config.norm_output else outputs
 
-    def logits(self, said: Array, context: Context) -> Array:
-        normed = self.norm(said)
+    def logits(self, outputs: Array, context: Context) -> Array:
+        normed = self.norm(outputs)
         if self.head is None:
             return unembed(normed, context)
         logits = self.head.logits(normed if self.head_down is None else self.head_down(normed))
@@ -116,13 +131,12 @@ class Eagle3(nnx.Module):
 
 
 def eagle3_head(config: Eagle3Config) -> Head:
-    """The functions of an EAGLE-3 head."""
+    """Return the functions of an EAGLE-3 head."""
     return autoregressive("eagle3", Eagle3, config)
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """The authors': the inputs of layers 2, L / 2 and L - 3 of a target of L layers; of a very shallow one, those that
-    there are."""
+    """Return the authors' streams: the inputs of layers 2, L / 2 and L - 3 of L, limited to existing layers."""
     return min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)
 
 
@@ -130,7 +144,7 @@ def of_target(
     target: LlamaConfig, *, draft_vocab_size: int = 32000, taps: tuple[int, ...] | None = None, head_rank: int = 0,
     **changes,
 ) -> Eagle3Config:  # fmt: skip
-    """The shapes that the authors train for a target: a layer like its own, and a head of 32,000 ids.
+    """Return the shapes that the authors train for a target: a layer like its own, and 32,000 drafted ids.
 
     Raises: UsageError for a head_rank that is not below the width.
     """
@@ -138,5 +152,8 @@ def of_target(
     layer = target.draft_head_config(vocab_size=size, **changes)
     if not 0 <= head_rank < target.width:
         raise UsageError(f"head_rank must be below the width of the target, {target.width}, not {head_rank}")
-    taps = taps_of(target, taps, default_taps(target.num_layers))
+    taps = check_taps(target, taps, default_taps(target.num_layers))
     return Eagle3Config(layer, taps, target.width, target.vocab_size, head_rank=head_rank)
+
+
+KIND = HeadKind(METHOD, Eagle3, eagle3_head, of_target, ("draft_vocab_size", "mlp_width", "head_rank"), taps=True)

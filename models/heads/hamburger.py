@@ -1,15 +1,20 @@
-"""HAMburger: a small decoder writes the next few tokens from what the base says of the last ones, read as one.
+"""HAMburger: a small decoder writes the next few tokens from the streams of a base model, until a segment ends.
 
-Liu, Zhang: HAMburger: Accelerating LLM Inference via Token Smashing (2025), arXiv 2505.20438. Beside a base are
+Liu, Zhang: HAMburger: Accelerating LLM Inference via Token Smashing (2025), arXiv 2505.20438.
 
-    merge   e_1, ..., e_s, embeddings of a segment, become mean(e) + W_o softmax(q . k / sqrt(h)) v, with q of mean(e),
-            k and v of [e_i; p_i], p_i the embedding of a place; one token stays as it is
-    micro   decoder layers over [z^1, ..., z^4; E y_1, E y_2, ...]: four streams of the base at the last token that it
-            has read, and the tokens written since; at y_j it says y_{j+1}, by the base's head
-    stop    an MLP on what the decoder says at y_j: how likely the segment ends there
+Rule: the base model gets three more parts.
 
-As a head the base reads every token by itself, and nothing is merged: z is of the last token but the root, y_1 is the
-root, what follows are drafts.
+    merge   replaces the embeddings e_1, ..., e_s of a segment by mean(e) + W_o softmax(q . k / sqrt(h)) v. q is
+            computed from mean(e), k and v from [e_i; p_i] with position embeddings p_i. A single token is unchanged.
+    micro   runs decoder layers over [z^1, ..., z^4; E y_1, E y_2, ...]: four streams of the base at the last token that
+            it has read, and the tokens written since. At y_j it predicts y_{j+1} with the base's output layer.
+    stop    is an MLP on the decoder's output at y_j, and predicts if the segment ends there.
+
+As a draft head, the base reads all tokens one by one, without merging. z belongs to the token before the root,
+y_1 is the root, and the next tokens are drafts. The draft stops where 1 - p_stop is below 0.9.
+`specjax.decoders.hamburger` is the method without a verifier, where the base reads a segment as one token.
+Guarantee: distribution (verified with the q that was sampled), of the target that reads tokens one by one.
+Deviations: the authors decode with the parts and do not verify. Verification is specjax's addition.
 """
 
 from __future__ import annotations
@@ -22,40 +27,50 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.catalog import Method, shared
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.blocks import (
-    among_drafted,
     bind,
+    drafted_mask,
     embed,
     empty_cache,
-    newest,
+    include_root,
+    last_entry,
+    pass_inputs,
     run_blocks,
-    step_of,
     unembed,
-    with_root,
 )
-from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head, HeadKind
 from specjax.models.heads.eagle import Layer
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, DraftOutput
+
+METHOD = Method(
+    name="hamburger",
+    summary="a small decoder continues four of the target's streams until it predicts the end of a segment",
+    paper="Liu, Zhang 2025, arXiv 2505.20438",
+    options=shared.head_options(stop="own:0.9"),
+    cpu_options={"num_tokens": 7},
+    **shared.HEAD,
+)
 
 
 @dataclass(frozen=True)
 class HamburgerConfig:
     """Shapes of the three parts."""
 
-    layer: LlamaConfig  # of the micro-step decoder; of the base's width
-    taps: tuple[int, ...]  # streams of the base, 0 the embedding
-    segment: int = 4  # tokens of a segment at most
+    layer: LlamaConfig  # shape of the micro decoder's layers, as wide as the base
+    taps: tuple[int, ...]  # streams of the base; 0: the embedding
+    segment: int = 4  # most tokens of a segment
     merge_heads: int = 64
 
     confidence = "stop"
-    """Heads that say how sure they are have one (`specjax.training.objectives.head_objective`)."""
+    """The name of the trained confidence (`specjax.training.objectives.head_objective`)."""
 
 
 class Merge(nnx.Module):
-    """A segment's embeddings as one. A new one gives their mean."""
+    """Merges the embeddings of a segment into one. A new module returns their mean."""
 
     def __init__(self, config: HamburgerConfig, *, rngs: nnx.Rngs):
         c, width = config.layer, config.layer.width
@@ -67,23 +82,23 @@ class Merge(nnx.Module):
         self.heads = config.merge_heads
 
     def __call__(self, embedded: Array, count: Array) -> Array:
-        """[..., D] of the first `count` int32[...], one or more, of embeddings [..., s, D]."""
+        """Return [..., D] for the first `count` int32[...] >= 1 of embeddings [..., s, D]."""
         size = embedded.shape[-2]
-        there = jnp.arange(size) < count[..., None]
-        mean = jnp.sum(embedded * there[..., None], -2) / count[..., None]
+        is_valid = jnp.arange(size) < count[..., None]
+        mean = jnp.sum(embedded * is_valid[..., None], -2) / count[..., None]
         places = jnp.broadcast_to(self.places(jnp.arange(size)), (*embedded.shape[:-1], embedded.shape[-1] // 2))
         each = jnp.concatenate([embedded, places], -1)
         heads = lambda x: x.reshape(*x.shape[:-1], self.heads, -1)
         q, k, v = heads(self.q(mean)), heads(self.k(each)), heads(self.v(each))
         score = jnp.einsum("...hd,...shd->...hs", q, k) * q.shape[-1] ** -0.5
-        share = jax.nn.softmax(jnp.where(there[..., None, :], score, -jnp.inf), -1)
-        found = jnp.einsum("...hs,...shd->...hd", share, v)
-        merged = mean + self.o(found.reshape(mean.shape))
+        share = jax.nn.softmax(jnp.where(is_valid[..., None, :], score, -jnp.inf), -1)
+        attended = jnp.einsum("...hs,...shd->...hd", share, v)
+        merged = mean + self.o(attended.reshape(mean.shape))
         return jnp.where(count[..., None] == 1, embedded[..., 0, :], merged).astype(embedded.dtype)
 
 
 class Hamburger(nnx.Module):
-    """The three parts."""
+    """The three parts of the method."""
 
     def __init__(self, config: HamburgerConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
@@ -94,46 +109,51 @@ class Hamburger(nnx.Module):
         self.stop = nnx.List([L.Linear(c.width, size, bias=True, dtype=c.dtype, rngs=rngs) for size in sizes])
 
     def states(self, x: Array, step: L.PassInputs, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
-        """[B, T, D] behind the last norm."""
+        """Return the outputs [B, T, D] after the last norm, and the cache entries."""
         x, pending = run_blocks(self.stack, x.astype(self.config.layer.dtype), step, cache, self.config.layer)
         return self.norm(x), pending
 
     def stops(self, h: Array) -> Array:
-        """float32[...]: the logit of the segment's end at a token, of states [..., D]."""
+        """Return the logits float32[...] of the segment's end, from states [..., D]."""
         first, second, last = self.stop
         return last(nnx.silu(second(nnx.silu(first(h)))))[..., 0].astype(jnp.float32)
 
-    def said(self, h: Array, context: Context) -> DraftOutput:
+    def output(self, h: Array, context: Context) -> DraftOutput:
+        """Return the logits and the confidence of states [..., D]."""
         return DraftOutput(unembed(h, context), jax.nn.sigmoid(-self.stops(h)))
 
 
 class HamburgerScratch(NamedTuple):
-    pending: kv.Pending  # of the decoder: the streams, then by place, the root's behind them
+    """The drafted nodes of one step."""
+
+    pending: kv.Pending  # of the decoder: the streams, then the nodes by place, root included
 
 
 @functools.cache
 def hamburger_head(config: HamburgerConfig) -> Head:
-    """The functions of the micro-step decoder. Memory: the base's streams at the last token that it read, [B, F]."""
+    """Return the functions of the micro decoder. Its memory: the base's streams [B, F] at the last token."""
     module_of, layer, count = bind(Hamburger, config), config.layer, len(config.taps)
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> Array:
         return jnp.zeros((batch, count * layer.width), layer.dtype)
 
     def read(params, last: Array, pairs: FeaturePairs, context: Context) -> Array:
-        return newest(pairs.features, pairs.count, last)
+        return last_entry(pairs.features, pairs.count, last)
 
     def start(params, last: Array, context: Context, places: int) -> tuple[HamburgerScratch, DraftOutput]:
         module = module_of(params)
-        h, pending = continued(module, last, context.root, context)
-        return HamburgerScratch(kv.widen(pending, count + places)), module.said(h[:, 0], context)
+        h, pending = decode_segment(module, last, context.root, context)
+        return HamburgerScratch(kv.widen(pending, count + places)), module.output(h[:, 0], context)
 
-    def follow(params, scratch: HamburgerScratch, drafted: DraftedNodes, context: Context) -> tuple[HamburgerScratch, DraftOutput]:
+    def follow(
+        params, scratch: HamburgerScratch, drafted: DraftedNodes, context: Context
+    ) -> tuple[HamburgerScratch, DraftOutput]:
         module, tokens = module_of(params), drafted.tokens
-        mask = jnp.pad(among_drafted(with_root(drafted)), ((0, 0), (0, 0), (count, 0)), constant_values=True)
+        mask = jnp.pad(drafted_mask(include_root(drafted)), ((0, 0), (0, 0), (count, 0)), constant_values=True)
         cache = empty_cache(context, layer, len(tokens), 0)
-        step = step_of(context, layer, cache, count + drafted.depth, mask, scratch.pending)
+        step = pass_inputs(context, layer, cache, count + drafted.depth, mask, scratch.pending)
         h, new = module.states(embed(None, tokens, context), step, cache)
-        return HamburgerScratch(kv.insert(scratch.pending, new, count + drafted.place)), module.said(h, context)
+        return HamburgerScratch(kv.insert(scratch.pending, new, count + drafted.place)), module.output(h, context)
 
     return Head(
         init_memory=init_memory,
@@ -147,9 +167,11 @@ def hamburger_head(config: HamburgerConfig) -> Head:
     )
 
 
-def continued(module: Hamburger, last: Array, tokens: Array, context: Context) -> tuple[Array, kv.Pending]:
-    """[B, T, D] of tokens int32[B, T], a segment or the beginning of one, behind the streams [B, F] of the base; and
-    what is pending of both."""
+def decode_segment(module: Hamburger, last: Array, tokens: Array, context: Context) -> tuple[Array, kv.Pending]:
+    """Run the micro decoder over the streams [B, F] of the base and the tokens int32[B, T] of a segment so far.
+
+    Return the outputs [B, T, D] at the tokens, and the pending cache entries of streams and tokens.
+    """
     c, count = module.config.layer, len(module.config.taps)
     streams = last.reshape(len(last), count, c.width)
     x = jnp.concatenate([streams, embed(None, tokens, context).astype(streams.dtype)], 1)
@@ -157,13 +179,16 @@ def continued(module: Hamburger, last: Array, tokens: Array, context: Context) -
     positions = jnp.broadcast_to(place, x.shape[:2])
     mask = jnp.broadcast_to(place <= place[:, None], (len(x), *[x.shape[1]] * 2))
     cache = empty_cache(context, c, len(x), 0)
-    h, pending = module.states(x, step_of(context, c, cache, positions, mask), cache)
+    h, pending = module.states(x, pass_inputs(context, c, cache, positions, mask), cache)
     return h[:, count:], pending
 
 
 def of_target(target: LlamaConfig, *, num_layers: int = 4, segment: int = 4, **changes) -> HamburgerConfig:
-    """The shapes that the authors train for a base: layers like its own, streams behind each quarter of it."""
+    """Return the shapes that the authors train for a base: layers like its own, streams after each quarter of it."""
     layer = target.draft_head_config(num_layers)
     taps = tuple(-(-target.num_layers * quarter // 4) for quarter in range(1, 5))
     heads = next(heads for heads in (64, 32, 16, 8, 4, 2, 1) if target.width % heads == 0)
     return HamburgerConfig(layer, taps, segment, **{"merge_heads": heads} | changes)
+
+
+KIND = HeadKind(METHOD, Hamburger, hamburger_head, of_target, ("num_layers", "segment"))

@@ -1,9 +1,13 @@
 """Hydra and Hydra++: Medusa's heads that also read the tokens drafted so far.
 
 Ankner et al.: Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding (2024), arXiv 2402.05109.
-c = [g; E root; E draft 1; ..; E draft i]; z = R_i c + SiLU(A_i c), then z <- z + SiLU(W z + b) in further blocks;
-logits_i = O_i z says draft i + 1. g is the target's last feature, or in Hydra++ what a decoder layer over the features,
-the prefix layer, says of it.
+
+Rule: head i reads c = [g; E root; E draft 1; ..; E draft i] and computes z = R_i c + SiLU(A_i c), then
+z <- z + SiLU(W z + b) in further blocks. logits_i = O_i z predict draft i + 1. g is the target's last feature. In
+Hydra++ it is the output of a decoder layer over the features, the prefix layer. The authors draft `trees.medusa()`.
+Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q, the head's
+distribution after the drafted tokens). The paper's typical acceptance is `verifiers.typical`, lossy.
+Deviations: the prefix layer reads the accepted tokens at the start of the next draft, in one pass.
 """
 
 from __future__ import annotations
@@ -14,42 +18,45 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.catalog import Method, shared
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.blocks import Residual, by_depth, embed, run_blocks
-from specjax.models.heads.contract import Head
+from specjax.models.heads.contract import Head, HeadKind
 from specjax.models.heads.eagle import Layer
-from specjax.models.heads.recurrent import longer, recurrent
+from specjax.models.heads.recurrent import extend_path, recurrent
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
+
+METHOD = Method(
+    name="hydra",
+    summary="Medusa's heads that also read the tokens drafted so far",
+    paper="Ankner et al. 2024, arXiv 2402.05109",
+    options=shared.head_options(),
+    cpu_options={"num_tokens": 7},
+    **shared.HEAD,
+)
 
 
 @dataclass(frozen=True)
 class HydraConfig:
-    """Shapes of a set of Hydra heads. Published: num_heads `hydra_num_heads`, num_blocks `hydra_num_layers`, a `layer`
-    where `hydra_head_arch` is "prefix-mlp".
-
-    Parameters, published without or with the prefix layer (a dropout counts there): branches[i].first.residual and
-    .linear `hydra_mlp.i.0.` or `.1.` `res_connection`, `linear`; branches[i].blocks[j] `hydra_mlp.i.{j + 1}.linear` or
-    `.{2 j + 3}.`; branches[i].head and .head_bias `hydra_lm_head.i` or `.i.1`; prefix and norm
-    `prefix_embeding_layer.layers.0`, `.norm`.
-    """
+    """Shapes of a set of Hydra heads. The published config has `hydra_num_heads` and `hydra_num_layers` (blocks)."""
 
     width: int
     vocab_size: int
     num_heads: int
-    num_blocks: int = 1  # the first, which reads all, included
-    layer: LlamaConfig | None = None  # the prefix layer of Hydra++, one layer; None: Hydra
+    num_blocks: int = 1  # including the first, which reads the concatenation
+    layer: LlamaConfig | None = None  # shape of the prefix layer of Hydra++; None: Hydra
     dtype: str = "float32"
     taps: tuple[int, ...] = ()
 
     @property
-    def said(self) -> int:
+    def output_width(self) -> int:
         return self.width
 
 
 class HydraInput(nnx.Module):
-    """R c + SiLU(A c). New ones say the feature, whatever was drafted."""
+    """R c + SiLU(A c). A new module returns the feature and ignores the drafted tokens."""
 
     def __init__(self, c: HydraConfig, inputs: int, rngs: nnx.Rngs):
         linear = lambda: L.Linear(inputs * c.width, c.width, bias=True, dtype=c.dtype, rngs=rngs)
@@ -62,7 +69,7 @@ class HydraInput(nnx.Module):
 
 
 class HydraBranch(nnx.Module):
-    """One head, which reads the feature and `inputs` - 1 tokens."""
+    """A head that reads the feature and `inputs - 1` tokens."""
 
     def __init__(self, c: HydraConfig, inputs: int, rngs: nnx.Rngs):
         self.first = HydraInput(c, inputs, rngs)
@@ -78,7 +85,7 @@ class HydraBranch(nnx.Module):
 
 
 class Hydra(nnx.Module):
-    """A `specjax.models.heads.recurrent.RecurrentModule`; its state are the tokens from the root on, int32[B, F, heads]."""
+    """A `specjax.models.heads.recurrent.RecurrentModule`. Its state: tokens int32[B, F, heads] from the root down."""
 
     def __init__(self, config: HydraConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
@@ -93,30 +100,33 @@ class Hydra(nnx.Module):
         x, pending = run_blocks([self.prefix], features, step, cache, self.config.layer)
         return self.norm(x), pending
 
-    def at_root(self, said: Array, tokens: Array, context: Context) -> Array:
+    def at_root(self, outputs: Array, tokens: Array, context: Context) -> Array:
         return jnp.pad(tokens[:, :, None], ((0, 0), (0, 0), (0, self.config.num_heads - 1)))
 
     def below(self, state: Array, tokens: Array, depth: Array, context: Context) -> Array:
-        return longer(state, tokens, depth)
+        return extend_path(state, tokens, depth)
 
-    def logits(self, said: Array, state: Array, depth: Array | int, context: Context) -> Array:
-        batch, nodes, most = state.shape
-        said = jnp.broadcast_to(said, (batch, nodes, self.config.width))
+    def logits(self, outputs: Array, state: Array, depth: Array | int, context: Context) -> Array:
+        batch, nodes, num_heads = state.shape
+        features = jnp.broadcast_to(outputs, (batch, nodes, self.config.width))
 
         def run(i: int) -> Array:
-            embedded = embed(None, state[:, :, : i + 1].reshape(batch, -1), context).astype(said.dtype)
-            return self.branches[i](jnp.concatenate([said, embedded.reshape(batch, nodes, -1)], -1))
+            embedded = embed(None, state[:, :, : i + 1].reshape(batch, -1), context).astype(features.dtype)
+            return self.branches[i](jnp.concatenate([features, embedded.reshape(batch, nodes, -1)], -1))
 
-        return by_depth(most, depth, run)
+        return by_depth(num_heads, depth, run)
 
 
 def hydra_head(config: HydraConfig) -> Head:
-    """The functions of Hydra's heads."""
+    """Return the functions of Hydra's heads. Their memory: the last feature, or that of the prefix layer."""
     return recurrent("hydra", Hydra, config, max_depth=config.num_heads)
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> HydraConfig:
-    """Hydra++ as the authors train it for a target: four layers a head, and a prefix layer like its own."""
+    """Return the shapes of Hydra++ for a target: four blocks per head, and a prefix layer like its own."""
     layer = target.draft_head_config()
     config = HydraConfig(target.width, target.vocab_size, num_heads, 4, layer, target.dtype)
     return dataclasses.replace(config, **changes)
+
+
+KIND = HeadKind(METHOD, Hydra, hydra_head, of_target, ("num_heads",))

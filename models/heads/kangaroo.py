@@ -1,9 +1,14 @@
-"""Kangaroo: the target's own first layers, and an adapter of attention alone in place of all others.
+"""Kangaroo: the target's own first layers, and an adapter with only attention in place of all other layers.
 
 Liu et al.: Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting (2024), arXiv 2404.18911.
-a_t = h_t + attention(norm_in(h))_t, logits = W_o norm_out(a_t), where h is the target's stream behind its first layers:
-it has read the token, so that there is no pair of a feature and the next token here. Drafted tokens pass the
-target's first layers, on its own cache.
+
+Rule: a_t = h_t + attention(norm_in(h))_t, logits = W_o norm_out(a_t). h is the target's stream after its first layers.
+It has read the token, so this head needs no pairs of a feature and the next token. Drafted tokens run through the
+target's first layers on its own cache. The draft ends after a token that was drawn with no probability above 0.6, or at
+6 tokens.
+Guarantee: distribution (verified with the q that was sampled; the authors decode greedily).
+Deviations: the target pass runs all layers on the drafted tokens, where the authors reuse the first layers' results
+(like `early_exit`). The adapter reads the accepted tokens at the start of the next draft, from the target's taps.
 """
 
 from __future__ import annotations
@@ -16,36 +21,45 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from specjax.catalog import Method, shared
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import make_attention
 from specjax.models.heads.blocks import (
-    among_drafted,
     bind,
+    causal_inputs,
     commit_pairs,
+    drafted_mask,
     empty_cache,
-    layout_of,
-    next_step,
-    root_of,
+    get_target,
+    head_layout,
+    include_root,
+    pass_inputs,
+    root_node,
     run_blocks,
-    step_of,
-    target_of,
     unembed,
-    with_root,
 )
-from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head, HeadKind
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, PyTree, Sublayers
+
+METHOD = Method(
+    name="kangaroo",
+    summary="the target's first layers and an adapter draft until the confidence of a token is low",
+    paper="Liu et al. 2024, arXiv 2404.18911",
+    options=shared.head_options(length=6, stop="confidence:0.6"),
+    cpu_options={"num_tokens": 7},
+    **shared.HEAD,
+)
 
 
 @dataclass(frozen=True)
 class KangarooConfig:
-    """Shapes of an adapter. Parameters are published as attention_norm `layers.0.input_layernorm`, attention
-    `layers.0.self_attn`, norm `norm`; the exit layer is given beside the file (2 for 7B)."""
+    """Shapes of an adapter. The exit layer is not part of published files; for 7B it is 2."""
 
-    layer: LlamaConfig  # of its attention; of the target's width
-    exit_layer: int = 2  # how many layers of the target draft
+    layer: LlamaConfig  # shape of its attention, as wide as the target
+    exit_layer: int = 2  # number of the target's layers that draft
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -53,7 +67,7 @@ class KangarooConfig:
 
 
 class Kangaroo(nnx.Module):
-    """The adapter."""
+    """The adapter of Kangaroo."""
 
     def __init__(self, config: KangarooConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
@@ -69,56 +83,60 @@ class Kangaroo(nnx.Module):
         return run_blocks([block], h.astype(self.config.layer.dtype), step, cache, self.config.layer)
 
     def logits(self, a: Array, context: Context) -> Array:
-        """float32[..., V] of what follows."""
+        """Return the logits float32[..., V] of the next tokens."""
         return unembed(self.norm(a), context)
 
 
 class KangarooScratch(NamedTuple):
-    cache: kv.KVCache  # the adapter's
-    pending: kv.Pending  # the adapter's, by place, the root's at 0
-    streams: PyTree  # what is pending of the target's first layers, likewise
+    """The drafted nodes of one step."""
+
+    cache: kv.KVCache  # of the adapter
+    pending: kv.Pending  # of the adapter, by place; the root has place 0
+    streams: PyTree  # pending entries of the target's first layers, by place
 
 
 @functools.cache
 def kangaroo_head(config: KangarooConfig) -> Head:
-    """The functions of an adapter. Memory: its keys and values, a `KVCache`.
+    """Return the functions of an adapter. Its memory: its keys and values, a `KVCache`.
 
-    Raises (`init_memory`): UsageError for a target that cannot run a part of its layers, or has not as many.
+    `init_memory` raises a UsageError for a target that cannot run some of its layers, or has too few.
     """
     module_of, layer = bind(Kangaroo, config), config.layer
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> kv.KVCache:
-        model = target_of(context).model
+        model = get_target(context).model
         if not model.capabilities.layer_skipping or not 1 <= config.exit_layer <= model.capabilities.num_layers:
             raise UsageError(
                 f"the head drafts with the first {config.exit_layer} layers of its target, but the model {model.name} "
-                f"can run {'a part' if model.capabilities.layer_skipping else 'no part'} of its "
-                f"{model.capabilities.num_layers}; give it the target that it was trained for"
+                f"can run {'some' if model.capabilities.layer_skipping else 'none'} of its "
+                f"{model.capabilities.num_layers} layers alone; give it the target that it was trained for"
             )
         return empty_cache(context, layer, batch, capacity)
 
     def read(params, cache: kv.KVCache, pairs: FeaturePairs, context: Context) -> kv.KVCache:
-        step = next_step(context, layer, cache, pairs.tokens.shape[1], pairs.first)
+        step = causal_inputs(context, layer, cache, pairs.tokens.shape[1], pairs.first)
         _, pending = module_of(params).layers(pairs.features, step, cache)
         return commit_pairs(context, layer, cache, pending, pairs)
 
     def start(params, cache: kv.KVCache, context: Context, places: int) -> tuple[KangarooScratch, Array]:
-        root = root_of(context, places)
-        h, streams = exited(context, root, jnp.ones((*root.tokens.shape, 1), bool))
-        streams = target_of(context).model.widen(streams, places)
+        root = root_node(context, places)
+        h, streams = run_first_layers(context, root, jnp.ones((*root.tokens.shape, 1), bool))
+        streams = get_target(context).model.widen(streams, places)
         scratch = KangarooScratch(cache, kv.empty_pending(cache, places), streams)
-        scratch, logits = adapted(params, scratch, root, h, context)
+        scratch, logits = run_adapter(params, scratch, root, h, context)
         return scratch, logits[:, 0]
 
-    def follow(params, scratch: KangarooScratch, drafted: DraftedNodes, context: Context) -> tuple[KangarooScratch, Array]:
-        drafted = with_root(drafted)
-        h, new = exited(context, drafted, among_drafted(drafted), earlier=scratch.streams)
-        streams = target_of(context).model.insert(scratch.streams, new, drafted.place)
-        return adapted(params, scratch._replace(streams=streams), drafted, h, context)
+    def follow(
+        params, scratch: KangarooScratch, drafted: DraftedNodes, context: Context
+    ) -> tuple[KangarooScratch, Array]:
+        drafted = include_root(drafted)
+        h, new = run_first_layers(context, drafted, drafted_mask(drafted), earlier=scratch.streams)
+        streams = get_target(context).model.insert(scratch.streams, new, drafted.place)
+        return run_adapter(params, scratch._replace(streams=streams), drafted, h, context)
 
-    def exited(context: Context, drafted: DraftedNodes, mask: Array, **earlier) -> tuple[Array, PyTree]:
-        """h [B, F, D] of drafted tokens, and what is pending of the target."""
-        target, batch = target_of(context), len(context.length)
+    def run_first_layers(context: Context, drafted: DraftedNodes, mask: Array, **earlier) -> tuple[Array, PyTree]:
+        """Return h [B, F, D] of drafted tokens, and the pending entries of the target."""
+        target, batch = get_target(context), len(context.length)
         first = jnp.arange(target.model.capabilities.num_layers) < config.exit_layer
         first = jnp.broadcast_to(first, (batch, *first.shape))
         output, pending = target.model.forward(
@@ -127,16 +145,20 @@ def kangaroo_head(config: KangarooConfig) -> Head:
         )  # fmt: skip
         return output.taps[0], pending
 
-    def adapted(params, scratch: KangarooScratch, drafted: DraftedNodes, h: Array, context: Context) -> tuple[KangarooScratch, Array]:
+    def run_adapter(
+        params, scratch: KangarooScratch, drafted: DraftedNodes, h: Array, context: Context
+    ) -> tuple[KangarooScratch, Array]:
         module, cache = module_of(params), scratch.cache
-        positions = cache.length[:, None] + drafted.depth  # it has read what the target has, all but the root
-        step = step_of(context, layer, cache, positions, among_drafted(drafted), scratch.pending)
+        positions = (
+            cache.length[:, None] + drafted.depth
+        )  # the adapter has read all tokens but the root, like the target
+        step = pass_inputs(context, layer, cache, positions, drafted_mask(drafted), scratch.pending)
         a, new = module.layers(h, step, cache)
         pending = kv.insert(scratch.pending, new, drafted.place)
         return scratch._replace(pending=pending), module.logits(a, context)
 
     def shardings(cache: kv.KVCache, mesh: Mesh) -> PyTree:
-        layout = layout_of(mesh, layer)
+        layout = head_layout(mesh, layer)
         assert layout is not None
         return layout.cache(cache)
 
@@ -155,12 +177,15 @@ def kangaroo_head(config: KangarooConfig) -> Head:
 
 
 def of_target(target: LlamaConfig, *, exit_layer: int | None = None, **changes) -> KangarooConfig:
-    """The shapes that the authors train for a target: attention like its own, behind its second layer.
+    """Return the shapes that the authors train for a target: attention like its own, after its second layer.
 
-    Raises: UsageError for a layer that the target has not.
+    Raises: UsageError for a layer that the target lacks.
     """
     exit_layer = min(2, target.num_layers) if exit_layer is None else exit_layer
     if not 1 <= exit_layer <= target.num_layers:
         raise UsageError(f"exit_layer must be from 1 to {target.num_layers}, the target's layers, not {exit_layer}")
     layer = target.draft_head_config(**changes)
     return KangarooConfig(layer, exit_layer)
+
+
+KIND = HeadKind(METHOD, Kangaroo, kangaroo_head, of_target, ("exit_layer",))

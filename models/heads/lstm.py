@@ -1,4 +1,4 @@
-"""An LSTM, its gates in the order of PyTorch's.
+"""An LSTM with the gate order of PyTorch.
 
 [i; f; g; o] = W x + U h; c' = sigmoid(f) c + sigmoid(i) tanh(g); h' = sigmoid(o) tanh(c').
 """
@@ -13,55 +13,55 @@ from specjax.models import layers as L
 from specjax.types import Array
 
 
-class Cell(nnx.Module):
-    """One layer."""
+class LSTMCell(nnx.Module):
+    """A layer of an LSTM."""
 
     def __init__(self, fan_in: int, width: int, *, bias: bool, dtype, rngs: nnx.Rngs):
         self.inputs = L.Linear(fan_in, 4 * width, bias=bias, dtype=dtype, rngs=rngs)
         self.states = L.Linear(width, 4 * width, bias=bias, dtype=dtype, rngs=rngs)
 
-    def carried(self, x: Array, h: Array, c: Array) -> tuple[Array, Array]:
-        """(h, c) [.., T, D] after each of x [.., T, D'], one after another from h, c [.., D]."""
+    def scan(self, x: Array, h: Array, c: Array) -> tuple[Array, Array]:
+        """Return h and c [.., T, D] after each input of x [.., T, D'], starting from h, c [.., D]."""
 
-        def step(before: tuple[Array, Array], driven: Array):
-            after = _gated(driven + self.states(before[0]), before[1])
-            return after, after
+        def step(state: tuple[Array, Array], gates: Array):
+            state = _update(gates + self.states(state[0]), state[1])
+            return state, state
 
         h, c = jax.lax.scan(step, (h, c), jnp.moveaxis(self.inputs(x), -2, 0))[1]
         return jnp.moveaxis(h, 0, -2), jnp.moveaxis(c, 0, -2)
 
-    def alone(self, x: Array) -> Array:
-        """h [.., T, D] after each of x [.., T, D'], from zeros."""
+    def apply(self, x: Array) -> Array:
+        """Return h [.., T, D] after each input of x [.., T, D'] alone, starting from zeros."""
         bias = self.states.bias
-        driven = self.inputs(x) if bias is None else self.inputs(x) + bias[...]
-        return _gated(driven, jnp.zeros((), driven.dtype))[0]
+        gates = self.inputs(x) if bias is None else self.inputs(x) + bias[...]
+        return _update(gates, jnp.zeros((), gates.dtype))[0]
 
 
-def _gated(driven: Array, c: Array) -> tuple[Array, Array]:
-    """(h', c') [.., D] of W x + U h [.., 4 D]."""
-    i, f, g, o = jnp.split(driven, 4, -1)
+def _update(gates: Array, c: Array) -> tuple[Array, Array]:
+    """Return h' and c' [.., D] from the gates W x + U h [.., 4 D]."""
+    i, f, g, o = jnp.split(gates, 4, -1)
     c = nnx.sigmoid(f) * c + nnx.sigmoid(i) * jnp.tanh(g)
     return nnx.sigmoid(o) * jnp.tanh(c), c
 
 
 class LSTM(nnx.Module):
-    """Several layers, one upon another. carries: else each input is read for itself, from zeros."""
+    """A stack of LSTM layers. carries: True: they carry a state along the text; False: they read each input alone."""
 
     def __init__(self, fan_in: int, width: int, layers: int, *, carries: bool, bias: bool, dtype, rngs: nnx.Rngs):
-        cell = lambda i: Cell(width if i else fan_in, width, bias=bias, dtype=dtype, rngs=rngs)
+        cell = lambda i: LSTMCell(width if i else fan_in, width, bias=bias, dtype=dtype, rngs=rngs)
         self.cells, self.carries = nnx.List([cell(i) for i in range(layers)]), carries
 
     def __call__(self, x: Array, state: Array) -> tuple[Array, Array]:
-        """(what the last layer says [.., T, D], the states [.., T, S, D] after each) of x [.., T, D'].
+        """Return the last layer's outputs [.., T, D] and the states [.., T, S, D] after each input of x [.., T, D'].
 
-        state: [.., S, D] before the first: h and c of each layer; without any, S = 0, unless it carries them.
+        state: [.., S, D], h and c of each layer before the first input. S is 0 for layers that carry no state.
         """
         if not self.carries:
             for cell in self.cells:
-                x = cell.alone(x)
+                x = cell.apply(x)
             return x, jnp.zeros((*x.shape[:-1], *state.shape[-2:]), x.dtype)
-        after = []
+        states: list[Array] = []
         for i, cell in enumerate(self.cells):
-            x, c = cell.carried(x, state[..., 2 * i, :], state[..., 2 * i + 1, :])
-            after += [x, c]
-        return x, jnp.stack(after, -2)
+            x, c = cell.scan(x, state[..., 2 * i, :], state[..., 2 * i + 1, :])
+            states += [x, c]
+        return x, jnp.stack(states, -2)

@@ -1,13 +1,21 @@
-"""M2R2: a second, faster stream through the target's first layers, which is there what the target's own is above.
+"""M2R2: a second, faster stream through the target's first layers anticipates the target's own stream higher up.
 
 Bhendawade, Najibi, Naik, Belousova: M2R2: Mixture of Multi-Rate Residuals for Efficient Transformer Inference (2025),
-arXiv 2502.02040. The equations are our own, of its outline. Both streams begin with the embedding; behind layer l
+arXiv 2502.02040.
 
-    h_{l+1} = h_l + S_l(h_l)                                   the target's own
+Rule: both streams begin with the embedding. After layer l
+
+    h_{l+1} = h_l + S_l(h_l)                                   the target's own stream
     a_{l+1} = a_l + S_l(a_l; keys and values of h) + B_l SiLU(A_l a_l)
 
-logits = head(norm(a_E)). A router says how likely the fast stream names the target's token, by the last few a_l of it:
-sigmoid(sum_l softmax(s)_l s_l + b), s_l = query . W_k (a_l / |a_l| sqrt(D)) / sqrt(dq).
+q(. | text) = softmax(W_o norm(a_E)). Drafted tokens read the target's keys and values and add those of their slow
+stream. A router predicts from the last few a_l if the fast stream has the target's token:
+sigmoid(sum_l softmax(s)_l s_l + b), s_l = query . W_k (a_l / |a_l| sqrt(D)) / sqrt(dq). Drafting stops where that
+probability is below 1/2. `specjax.adaptive.train_m2r2` trains a head.
+Guarantee: distribution (verified with the q that was sampled).
+Deviations: the equations are our interpretation of the paper's outline. Loading experts ahead of time (MoE) is left
+out. The target pass runs all layers on the drafted tokens, as in `early_exit`. A pass of the first layers processes
+each token twice. That is free where the layers are bound by memory, and up to twice as slow elsewhere.
 """
 
 from __future__ import annotations
@@ -20,12 +28,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.catalog import Method, shared
 from specjax.errors import UsageError
-from specjax.models.heads.blocks import among_drafted, bind, root_of, target_of, with_root
-from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
+from specjax.models.heads.blocks import bind, drafted_mask, get_target, include_root, root_node
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head, HeadKind
 from specjax.models.llama import LlamaConfig
 from specjax.models.variants.m2r2_streams import AccelerationWeights, TwoStreamLayers
 from specjax.types import Array, Context, DraftOutput, PyTree, Sublayers
+
+METHOD = Method(
+    name="m2r2",
+    summary="a second, faster stream through the target's first layers drafts until its router's confidence is low",
+    paper="Bhendawade et al. 2025, arXiv 2502.02040",
+    options=shared.head_options(length=6, stop="own:0.5"),
+    cpu_options={"num_tokens": 7},
+    **shared.HEAD,
+)
 
 
 @dataclass(frozen=True)
@@ -33,24 +51,24 @@ class M2R2Config:
     """Shapes of a fast stream. No checkpoints are published."""
 
     width: int
-    exit_layer: int  # E, how many layers of the target draft
-    rank: int  # r of the accelerators
+    exit_layer: int  # E, number of the target's layers that draft
+    rank: int  # r, rank of the accelerators
     rate: float = 2.0  # R: a_l is trained to be h of layer R l
-    recent: int = 4  # of how many last layers the router reads a
+    recent: int = 4  # number of last layers that the router reads
     router_width: int = 16  # dq
     dtype: str = "float32"
 
     confidence = "router"
-    """Heads that say how sure they are have one (`specjax.training.objectives.head_objective`)."""
+    """The name of the trained confidence (`specjax.training.objectives.head_objective`)."""
 
     @property
-    def watched(self) -> tuple[int, ...]:
-        """The layers, from 1, that the router reads."""
+    def router_layers(self) -> tuple[int, ...]:
+        """Return the layers that the router reads, counted from 1."""
         return tuple(range(max(1, self.exit_layer - self.recent + 1), self.exit_layer + 1))
 
 
 class M2R2(nnx.Module):
-    """Accelerators and router. New ones add nothing, and are sure of half."""
+    """The accelerators and the router. New accelerators add zero, and a new router predicts 1/2."""
 
     def __init__(self, config: M2R2Config, *, rngs: nnx.Rngs):
         c = config
@@ -62,12 +80,12 @@ class M2R2(nnx.Module):
         self.query = nnx.Param(jnp.zeros((c.router_width,), c.dtype))
         self.bias = nnx.Param(jnp.zeros((1,), c.dtype))
 
-    def accelerated(self) -> TwoStreamLayers:
-        """The loop over layers."""
+    def two_streams(self) -> TwoStreamLayers:
+        """Return the loop over layers with both streams."""
         return TwoStreamLayers(AccelerationWeights(self.down[...], self.up[...]))
 
-    def sure(self, streams: tuple[Array, ...]) -> Array:
-        """float32[B, T]: the router's chance that the fast stream is right, by `streams` [B, T, D] behind `watched`."""
+    def confidence(self, streams: tuple[Array, ...]) -> Array:
+        """Return the router's probability float32[B, T] from the fast `streams` [B, T, D] after `router_layers`."""
         x = jax.lax.stop_gradient(jnp.stack(streams, 2).astype(jnp.float32))
         x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
         score = (x @ self.key[...].T) @ self.query[...] * self.config.router_width**-0.5
@@ -75,42 +93,49 @@ class M2R2(nnx.Module):
 
 
 class M2R2Scratch(NamedTuple):
-    streams: PyTree  # what is pending of the target's first layers, by place, the root's at 0
+    """The drafted nodes of one step."""
+
+    streams: PyTree  # pending entries of the target's first layers, by place; the root has place 0
 
 
 @functools.cache
 def m2r2_head(config: M2R2Config) -> Head:
-    """The functions of a fast stream. Memory: none, the keys and values are the target's own.
+    """Return the functions of a fast stream. It has no memory: the keys and values are the target's own.
 
-    Raises (`init_memory`): UsageError for a target that is not of `specjax.models`, or has another width or fewer layers.
+    `init_memory` raises a UsageError for a target that is not of `specjax.models`, or has another width or too few
+    layers.
     """
     module_of = bind(M2R2, config)
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> tuple[()]:
-        check_target(config, target_of(context).model)
+        check_target(config, get_target(context).model)
         return ()
 
     def read(params, memory: tuple[()], pairs: FeaturePairs, context: Context) -> tuple[()]:
         return memory
 
     def start(params, memory: tuple[()], context: Context, places: int) -> tuple[M2R2Scratch, DraftOutput]:
-        root = root_of(context, places)
-        said, pending = through(params, context, root, jnp.ones((*root.tokens.shape, 1), bool))
-        return M2R2Scratch(target_of(context).model.widen(pending, places)), jax.tree.map(lambda x: x[:, 0], said)
+        root = root_node(context, places)
+        output, pending = run_layers(params, context, root, jnp.ones((*root.tokens.shape, 1), bool))
+        return M2R2Scratch(get_target(context).model.widen(pending, places)), jax.tree.map(lambda x: x[:, 0], output)
 
-    def follow(params, scratch: M2R2Scratch, drafted: DraftedNodes, context: Context) -> tuple[M2R2Scratch, DraftOutput]:
-        drafted = with_root(drafted)
-        said, new = through(params, context, drafted, among_drafted(drafted), earlier=scratch.streams)
-        return M2R2Scratch(target_of(context).model.insert(scratch.streams, new, drafted.place)), said
+    def follow(
+        params, scratch: M2R2Scratch, drafted: DraftedNodes, context: Context
+    ) -> tuple[M2R2Scratch, DraftOutput]:
+        drafted = include_root(drafted)
+        output, new = run_layers(params, context, drafted, drafted_mask(drafted), earlier=scratch.streams)
+        return M2R2Scratch(get_target(context).model.insert(scratch.streams, new, drafted.place)), output
 
-    def through(params, context: Context, drafted: DraftedNodes, mask: Array, **earlier) -> tuple[DraftOutput, PyTree]:
-        target, module = target_of(context), module_of(params)
+    def run_layers(
+        params, context: Context, drafted: DraftedNodes, mask: Array, **earlier
+    ) -> tuple[DraftOutput, PyTree]:
+        target, module = get_target(context), module_of(params)
         runs = jnp.ones((len(context.length), target.model.capabilities.num_layers), bool)
         output, pending = target.model.forward(
             target.params, drafted.tokens, context.cache, positions=context.length[:, None] - 1 + drafted.depth,
-            mask=mask, layers=Sublayers(runs, runs), taps=config.watched, run=module.accelerated(), **earlier,
+            mask=mask, layers=Sublayers(runs, runs), taps=config.router_layers, run=module.two_streams(), **earlier,
         )  # fmt: skip
-        return DraftOutput(output.logits, module.sure(output.taps)), pending
+        return DraftOutput(output.logits, module.confidence(output.taps)), pending
 
     return Head(
         init_memory=init_memory,
@@ -124,7 +149,7 @@ def m2r2_head(config: M2R2Config) -> Head:
 
 
 def check_target(config: M2R2Config, model) -> None:
-    """Raises: UsageError for a model that two streams cannot run through."""
+    """Raise a UsageError for a model that cannot run a head of this config."""
     check_layers(model)
     able = model.capabilities
     if model.config.width != config.width or not 1 <= config.exit_layer <= able.num_layers:
@@ -136,14 +161,16 @@ def check_target(config: M2R2Config, model) -> None:
 
 
 def check_layers(model) -> None:
-    """Raises: UsageError for a model without layers that two streams can run through."""
+    """Raise a UsageError for a model that cannot run two streams through its layers."""
     if model.config is None or not model.capabilities.layer_skipping:
         raise UsageError(f"{model.name} has no layers for a second stream; give a model of specjax.models")
 
 
 def of_target(target: LlamaConfig, *, exit_layer: int | None = None, rank: int | None = None, **changes) -> M2R2Config:
-    """A stream for a target: through a quarter of its layers, by accelerators of a rank of a thirty-second of its
-    width."""
+    """Return the shapes for a target: a quarter of its layers, and a rank of 1/32 of its width."""
     exit_layer = max(1, target.num_layers // 4) if exit_layer is None else exit_layer
     rank = max(1, target.width // 32) if rank is None else rank
     return M2R2Config(target.width, exit_layer, rank, **{"dtype": target.dtype} | changes)
+
+
+KIND = HeadKind(METHOD, M2R2, m2r2_head, of_target, ("exit_layer", "rank", "recent"))

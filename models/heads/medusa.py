@@ -1,25 +1,39 @@
-"""Medusa: K heads on the target's last feature, each for a token further ahead.
+"""Medusa: K output layers on the target's last feature, each for one token further ahead.
 
-Cai et al.: Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads (ICML 2024),
-arXiv 2401.10774. z = f_t; z <- z + SiLU(W z + b) in each block; logits_k = W_k z says x_{t+1+k}.
-The heads do not see what the others drafted: at one depth all nodes have the same distribution.
+Cai, Li, Geng, Peng, Lee, Chen, Dao: Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads
+(ICML 2024), arXiv 2401.10774.
+
+Rule: z = f_t; z <- z + SiLU(W z + b) in each block; logits_k = W_k z predict x_{t+1+k}. The heads do not read drafted
+tokens, so at one depth all nodes have the same distribution. Node (i_1, ..., i_j) of the authors' static tree
+(`trees.medusa()`) is the i_j-th likeliest token of head j.
+Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q). The paper's
+typical acceptance is `verifiers.typical`, lossy.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.arrays.indexing import take_along
+from specjax.catalog import Method, shared
 from specjax.models import layers as L
-from specjax.models.heads.blocks import DraftVocabulary, bind, newest, unembed
-from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
+from specjax.models.heads.blocks import DepthLogits, DraftVocabulary, bind, follow_depths, last_entry, unembed
+from specjax.models.heads.contract import FeaturePairs, Head, HeadKind
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
+
+METHOD = Method(
+    name="medusa",
+    summary="several output layers on the target's last feature predict several tokens ahead at once",
+    paper="Cai et al. 2024, arXiv 2401.10774",
+    options=shared.head_options(),
+    cpu_options={"num_tokens": 3},
+    wide_tree="top:8x2x1",
+    **shared.HEAD,
+)
 
 
 @dataclass(frozen=True)
@@ -31,17 +45,18 @@ class MedusaConfig:
     num_heads: int
     num_blocks: int = 1
     bias: bool = True
-    own_head: bool = True  # False: all share the target's
-    draft_vocab_size: int = 0  # ids that they can draft; 0: all
+    own_head: bool = True  # has its own output layers; False: the target's
+    draft_vocab_size: int = 0  # number of ids that they can draft; 0: all
     dtype: str = "float32"
 
     @property
     def is_trimmed(self) -> bool:
+        """Return True if it can draft only a subset of the target's ids."""
         return 0 < self.draft_vocab_size < self.vocab_size
 
 
 class MedusaBranch(nnx.Module):
-    """One head. New blocks add nothing, so that with the target's own head it starts as that."""
+    """A head of Medusa. New blocks are the identity, so it starts as its output layer alone."""
 
     def __init__(self, c: MedusaConfig, rngs: nnx.Rngs):
         blocks = [L.Linear(c.width, c.width, bias=c.bias, dtype=c.dtype, rngs=rngs) for _ in range(c.num_blocks)]
@@ -58,7 +73,7 @@ class MedusaBranch(nnx.Module):
 
 
 class Medusa(nnx.Module):
-    """All heads."""
+    """All heads of a model."""
 
     def __init__(self, config: MedusaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -66,7 +81,7 @@ class Medusa(nnx.Module):
         self.vocabulary = DraftVocabulary(config.vocab_size, config.draft_vocab_size) if config.is_trimmed else None
 
     def __call__(self, feature: Array, context: Context) -> Array:
-        """float32[B, K, V] of a feature [B, D]."""
+        """Return the logits float32[B, K, V] from the feature [B, D]."""
         states = [branch(feature.astype(self.config.dtype)) for branch in self.branches]
         if not self.config.own_head:
             return unembed(jnp.stack(states, 1), context)
@@ -75,31 +90,29 @@ class Medusa(nnx.Module):
         return logits if self.vocabulary is None else self.vocabulary.spread(logits)
 
 
-class Scratch(NamedTuple):
-    logits: Array  # float32[B, K, V], by depth
-
-
 @functools.cache
 def medusa_head(config: MedusaConfig) -> Head:
-    """The functions of Medusa's heads. Memory: the last feature [B, D]."""
+    """Return the functions of Medusa's heads. Their memory: the last feature [B, D]."""
     module_of = bind(Medusa, config)
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> Array:
         return jnp.zeros((batch, config.width), config.dtype)
 
     def read(params, last: Array, pairs: FeaturePairs, context: Context) -> Array:
-        return newest(pairs.features, pairs.count, last)
+        return last_entry(pairs.features, pairs.count, last)
 
-    def start(params, last: Array, context: Context, places: int) -> tuple[Scratch, Array]:
+    def start(params, last: Array, context: Context, places: int) -> tuple[DepthLogits, Array]:
         logits = module_of(params)(last, context)
-        return Scratch(logits), logits[:, 0]
+        return DepthLogits(logits), logits[:, 0]
 
-    def follow(params, scratch: Scratch, drafted: DraftedNodes, context: Context) -> tuple[Scratch, Array]:
-        return scratch, take_along(scratch.logits, drafted.depth[:, :, None], 1)
-
-    return Head(init_memory, read, start, follow, "medusa", config, max_depth=config.num_heads, is_single_pass=True)
+    return Head(
+        init_memory, read, start, follow_depths, "medusa", config, max_depth=config.num_heads, is_single_pass=True
+    )
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> MedusaConfig:
-    """The shapes that the authors train for a target: heads of its whole vocabulary, one block each."""
+    """Return the shapes that the authors train for a target: heads with its full vocabulary, one block each."""
     return MedusaConfig(target.width, target.vocab_size, num_heads, dtype=target.dtype, **changes)
+
+
+KIND = HeadKind(METHOD, Medusa, medusa_head, of_target, ("num_heads",))

@@ -1,9 +1,9 @@
-"""Heads that carry a state down the draft beside what they said of the last pair: Hydra, Clover, ReDrafter and others.
+"""Recurrent heads, which carry a state down the draft: Hydra, Clover, ReDrafter and the MLP speculator.
 
-    said s of the last pair, root  ->  state 0  ->  what follows the root
-                  state 0, draft 1 ->  state 1  ->  what follows draft 1, ...
+    output at the last pair, root  ->  state 0  ->  logits after the root
+                  state 0, draft 1 ->  state 1  ->  logits after draft 1, ...
 
-A node's state is kept by its place, and its children begin from it.
+The state of each node is stored by its place, and its children start from it.
 """
 
 from __future__ import annotations
@@ -20,64 +20,71 @@ from specjax.arrays.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
-from specjax.models.heads.blocks import bind, newest
-from specjax.models.heads.contract import DraftedNodes, Head, FeaturePairs
+from specjax.models.heads.blocks import bind, last_entry
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head
 from specjax.types import Array, Context, PyTree
 
 
 class RecurrentModule(Protocol):
-    """What a head of this kind is made of."""
+    """The module that a recurrent head consists of."""
 
     def layers(
         self, features: Array, tokens: Array, context: Context, step: L.PassInputs, cache: kv.KVCache
     ) -> tuple[Array, kv.Pending]:
-        """What it says [B, T, W] of pairs. Not asked of a head without layers: that says the features themselves."""
+        """Return the outputs [B, T, W] at pairs, and the cache entries. Heads without layers need no such method."""
 
-    def at_root(self, said: Array, tokens: Array, context: Context) -> PyTree:
-        """[B, 1, ..] each: the state of the root int32[B, 1], of which the last pair, [B, 1, W], knows already."""
+    def at_root(self, outputs: Array, tokens: Array, context: Context) -> PyTree:
+        """Return the state [B, 1, ..] of the root int32[B, 1], from the output [B, 1, W] at the last pair."""
 
     def below(self, state: PyTree, tokens: Array, depth: Array, context: Context) -> PyTree:
-        """[B, F, ..] each, of nodes int32[B, F] at `depth` int32[B, F], from the states of their parents."""
+        """Return the states [B, F, ..] of nodes int32[B, F] at `depth`, from the states of their parents."""
 
-    def logits(self, said: Array, state: PyTree, depth: Array | int, context: Context) -> Array:
-        """float32[B, F, V] of what follows nodes at `depth`; 0: the root. said: [B, 1, W]."""
+    def logits(self, outputs: Array, state: PyTree, depth: Array | int, context: Context) -> Array:
+        """Return the logits float32[B, F, V] after nodes at `depth`, 0 for the root. outputs: [B, 1, W]."""
 
 
 class RecurrentScratch(NamedTuple):
-    said: Array  # [B, 1, W]
+    """The drafted nodes of one step."""
+
+    outputs: Array  # [B, 1, W], at the last pair
     states: PyTree  # [B, places, ..] each
 
 
 @functools.cache
 def recurrent(kind: str, module: Callable[..., Any], config: Any, *, max_depth: int | None = None) -> Head:
-    """The head of `module(config)`, a `RecurrentModule`; `config.layer` has the shapes of its layers or is None, `config.said`
-    is W. Memory: a `memory.HeadMemory`, or without layers the last feature [B, W].
+    """Build the head of `module(config)`, a `RecurrentModule`.
+
+    `config.layer` has the shapes of its layers or is None, and `config.output_width` is W. The memory of the head is a
+    `HeadMemory`, or the last feature [B, W] for a head without layers.
     """
     module_of, layer = bind(module, config), config.layer
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> PyTree:
         if layer is None:
-            return jnp.zeros((batch, config.said), config.dtype)
-        return memory.init(context, layer, config.said, batch, capacity)
+            return jnp.zeros((batch, config.output_width), config.dtype)
+        return memory.init(context, layer, config.output_width, batch, capacity)
 
-    def read(params, held: PyTree, pairs: FeaturePairs, context: Context) -> PyTree:
+    def read(params, state: PyTree, pairs: FeaturePairs, context: Context) -> PyTree:
         if layer is None:
-            return newest(pairs.features, pairs.count, held)
+            return last_entry(pairs.features, pairs.count, state)
         features = pairs.features.astype(layer.dtype)
         layers = functools.partial(module_of(params).layers, features, pairs.tokens, context)
-        return memory.read(held, pairs, context, layer, layers)
+        return memory.read(state, pairs, context, layer, layers)
 
-    def start(params, held: PyTree, context: Context, places: int) -> tuple[RecurrentScratch, Array]:
-        module, said = module_of(params), (held if layer is None else held.last)[:, None]
-        state = module.at_root(said, context.root, context)
-        return RecurrentScratch(said, batch_axes.widen(state, places)), module.logits(said, state, 0, context)[:, 0]
+    def start(params, state: PyTree, context: Context, places: int) -> tuple[RecurrentScratch, Array]:
+        module, outputs = module_of(params), (state if layer is None else state.last)[:, None]
+        root = module.at_root(outputs, context.root, context)
+        scratch = RecurrentScratch(outputs, batch_axes.widen(root, places))
+        return scratch, module.logits(outputs, root, 0, context)[:, 0]
 
-    def follow(params, scratch: RecurrentScratch, drafted: DraftedNodes, context: Context) -> tuple[RecurrentScratch, Array]:
-        module, (said, states) = module_of(params), scratch
-        above = jax.tree.map(lambda x: at_places(x, drafted.parent), states)
-        state = module.below(above, drafted.tokens, drafted.depth, context)
-        logits = module.logits(said, state, drafted.depth, context)
-        return RecurrentScratch(said, batch_axes.insert(states, state, drafted.place)), logits
+    def follow(
+        params, scratch: RecurrentScratch, drafted: DraftedNodes, context: Context
+    ) -> tuple[RecurrentScratch, Array]:
+        module, (outputs, states) = module_of(params), scratch
+        parents = jax.tree.map(lambda x: gather_places(x, drafted.parent), states)
+        state = module.below(parents, drafted.tokens, drafted.depth, context)
+        logits = module.logits(outputs, state, drafted.depth, context)
+        return RecurrentScratch(outputs, batch_axes.insert(states, state, drafted.place)), logits
 
     return Head(
         init_memory=init_memory,
@@ -93,11 +100,11 @@ def recurrent(kind: str, module: Callable[..., Any], config: Any, *, max_depth: 
     )
 
 
-def at_places(x: Array, place: Array) -> Array:
-    """[B, F, ..] of [B, places, ..] at `place` int32[B, F]."""
+def gather_places(x: Array, place: Array) -> Array:
+    """Return the entries [B, F, ..] of x [B, places, ..] at `place` int32[B, F]."""
     return take_along(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), 1)
 
 
-def longer(path: Array, tokens: Array, depth: Array) -> Array:
-    """int32[B, F, K]: the tokens from the root down to nodes at `depth`, from those down to their parents."""
+def extend_path(path: Array, tokens: Array, depth: Array) -> Array:
+    """Return paths int32[B, F, K] from the root to nodes at `depth`, given the paths to their parents."""
     return jnp.where(jnp.arange(path.shape[2]) == depth[:, :, None], tokens[:, :, None], path)

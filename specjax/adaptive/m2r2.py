@@ -79,7 +79,7 @@ def streams(model: Model, config: M2R2Config, base: PyTree, params: PyTree, toke
     above = tuple(min(round(config.rate * layer), model.capabilities.num_layers) for layer in layers)
     cache = model.init_cache(base, None, len(tokens), 0)
     slow, _ = jax.lax.stop_gradient(one_pass(model, base, tokens, cache, above))
-    fast, _ = one_pass(model, base, tokens, cache, layers, run=module.accelerated())
+    fast, _ = one_pass(model, base, tokens, cache, layers, run=module.two_streams())
     p, named = jax.nn.softmax(slow.logits), jnp.argmax(slow.logits, -1)
     counts = jnp.arange(tokens.shape[1]) < length[:, None]
     mean = lambda x: jnp.sum(x * counts) / jnp.sum(counts)
@@ -89,6 +89,6 @@ def streams(model: Model, config: M2R2Config, base: PyTree, params: PyTree, toke
         for a, h in zip(fast.taps, slow.taps, strict=True)
     ]
     agrees = (jnp.argmax(fast.logits, -1) == named).astype(jnp.float32)
-    chance = jnp.clip(module.sure(tuple(fast.taps[layer - 1] for layer in config.watched)), 1e-6, 1 - 1e-6)
+    chance = jnp.clip(module.confidence(tuple(fast.taps[layer - 1] for layer in config.router_layers)), 1e-6, 1 - 1e-6)
     sure = -agrees * jnp.log(chance) - (1 - agrees) * jnp.log1p(-chance)
     return Streams(jnp.mean(jnp.stack(soft)), jnp.sum(jnp.stack(apart)), mean(sure), mean(agrees))

@@ -34,8 +34,7 @@ class Catalogue(Mapping[str, Method]):
 @functools.cache
 def _rows() -> dict[str, Method]:
     rows: dict[str, Method] = {}
-    heads = (row._replace(module=f"specjax.drafters.heads.{row.name}") for row in HEADS)
-    for row in (*collect_methods(), *heads):
+    for row in collect_methods():
         rows.setdefault(row.name, row)
     order = {"drafter": 0, "decoder": 1, "diffusion": 2, "collaboration": 3, "adaptive": 4}
     return dict(sorted(rows.items(), key=lambda item: order[item[1].kind]))

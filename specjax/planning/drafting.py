@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.catalog import find_drafter
 from specjax.costs.tokens import expected_tokens, rank_acceptance
-from specjax.drafters.heads.ppd import plan_of
+from specjax.drafters.heads.ppd import plan_trees
 from specjax.drafters.making import make_drafter
 from specjax.drafters.tables.token_recycling import best_paths
 from specjax.engine.autoregressive import autoregressive
@@ -85,7 +85,7 @@ def tokens_of(work: Workload) -> Callable[[float], float]:
     Trees with prompts: by the chance of each state, with the same rate at every distance.
     """
     if work.method == "ppd":
-        shapes = plan_of(ppd_head(work.head), **_options(work))[1]
+        shapes = plan_trees(ppd_head(work.head), **_options(work))[1]
         every = lambda rate: (rank_acceptance(rate),) * (len(shapes) - 1)
         return lambda rate: evaluate(shapes, every(rate), [1.0] * len(shapes)).rate
     shape = drafter_shape(work)
@@ -101,7 +101,7 @@ def _tokens_of_shape(work: Workload, num_nodes: int, max_depth: int) -> Callable
 
 def _static_paths(work: Workload, num_nodes: int, max_depth: int) -> Paths | None:
     if work.tree:
-        return trees.paths_of(work.tree)
+        return trees.static_paths(work.tree)
     if num_nodes == max_depth + 1:
         return tuple((0,) * depth for depth in range(1, max_depth + 1))
     if work.method == "token_recycling":

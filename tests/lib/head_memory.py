@@ -55,12 +55,12 @@ def differs(head, job, state, own=lambda draft: draft) -> float:
     propose = jax.jit(drafter.propose)  # one program, not one per operation
     _, draft = propose(drafter.params, None, state.draft, context, jnp.zeros_like(state.length))
     draft = own(draft)
-    np.testing.assert_array_equal(draft.held, state.length - 1)
+    np.testing.assert_array_equal(draft.num_read, state.length - 1)
     ours, whole = draft.memory, read_at_once(head, job, state)
 
     def apart(axis, one, other):
         worst = 0.0
-        for b, held in enumerate(np.asarray(draft.held)):
+        for b, held in enumerate(np.asarray(draft.num_read)):
             a, c = (np.take(np.asarray(x, np.float32), b, axis) for x in (one, other))
             if a.ndim == 3:  # [K, S, h] of a cache: what lies beyond the text is never read
                 a, c = a[:, :held], c[:, :held]

@@ -1,4 +1,4 @@
-"""Whether a head that was read says what the target does, and what is likeliest wrong where it does not."""
+"""Self-check of a loaded head: its agreement with the target, and the likeliest reason for a low one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specjax.models.heads.agreement import agreement, read_text
-from specjax.models.loading.heads import LoadedHead, kinds
+from specjax.models.loading.heads import LoadedHead
+from specjax.models.loading.heads.registry import format_of
 from specjax.types import Target
 
 LOW = 0.2
-"""Agreement below which something is wrong: published heads have 0.5 to 0.8, a small one of an hour 0.3."""
-MORE = 0.1  # by which another reading must be better
+"""Below this agreement something is wrong: published heads reach 0.5 to 0.8, a small one trained for an hour 0.3."""
+MIN_GAIN = 0.1  # by which another interpretation of the tensors must be better
 
 QUESTION = "Why is the sky blue, and why is it red in the evening?"
 ANSWER = (
@@ -19,42 +20,41 @@ ANSWER = (
     "evening the sun is low, and most of the blue light is lost on the long way through the air. What is left is red "
     "and orange."
 )
-"""The text, as a chat."""
+"""The text of the check, as a chat."""
 
 
 class SelfCheck(NamedTuple):
-    """How often the first draft was the target's token, and over how many places."""
+    """The result of a self-check."""
 
-    agreement: float
-    places: int
-    reason: str | None  # the likeliest, of a low one
+    agreement: float  # share of positions where the first draft is the target's likeliest token
+    places: int  # number of positions
+    reason: str | None  # the likeliest reason, if the agreement is low
 
 
 def check_head(loaded: LoadedHead, target: Target, tokens: Sequence[int]) -> SelfCheck:
-    """Compare a head with its target on a text; where they agree less than LOW, try other readings of its files."""
-    others = kinds.of(loaded.kind).variants(loaded.head, target.model.capabilities.num_layers)
-    text = read_text(target, tokens, [loaded.head, *others.values()])
-    found, places = agreement(target, loaded.head, text), len(tokens) - 1
-    if found >= LOW:
-        return SelfCheck(found, places, None)
-    best, reason = found + MORE, _elsewhere(loaded, target)
-    for what, head in others.items():
-        other = agreement(target, head, text)
-        if other > best:
-            best, reason = other, f"{what} (with that they agree at {other:.0%})"
-    return SelfCheck(found, places, reason)
+    """Compare a head with its target on a text. If they agree less than LOW, try other interpretations of its files."""
+    variants = format_of(loaded.kind).variants(loaded.head, target.model.capabilities.num_layers)
+    text = read_text(target, tokens, [loaded.head, *variants.values()])
+    value, places = agreement(target, loaded.head, text), len(tokens) - 1
+    if value >= LOW:
+        return SelfCheck(value, places, None)
+    best, reason = value + MIN_GAIN, _other_reason(loaded, target)
+    for variant_reason, head in variants.items():
+        variant_value = agreement(target, head, text)
+        if variant_value > best:
+            best, reason = variant_value, f"{variant_reason} (with that change they agree at {variant_value:.0%})"
+    return SelfCheck(value, places, reason)
 
 
-def _elsewhere(loaded: LoadedHead, target: Target) -> str:
-    """Why a head is of no use that was read as it was written."""
+def _other_reason(loaded: LoadedHead, target: Target) -> str:
+    """Return the likeliest reason if the files were interpreted correctly."""
     name = target.model.name
-    if loaded.trained_for and _short(loaded.trained_for) != _short(name):
+    if loaded.trained_for and _short_name(loaded.trained_for) != _short_name(name):
         return f"it was trained for {loaded.trained_for}, and the target is {name}"
     return (
-        "it was trained for another target or fine-tune, or for another format of prompts, such as with or without "
-        "thinking"
+        "it was trained for another target or fine-tune, or for another prompt format, such as with or without thinking"
     )
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     return name.rstrip("/").rsplit("/", 1)[-1].lower()

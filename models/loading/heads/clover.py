@@ -1,4 +1,4 @@
-"""Clover-2 by its authors. Clover (without 2) was not published, and no file of it is known."""
+"""The format of Clover-2's authors. Clover (without 2) was not published, so it has no format."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.clover import CloverConfig
-from specjax.models.heads.contract import DraftHead
-from specjax.models.loading.families.config_fields import HEADS, Fields
+from specjax.models.loading.families.config_fields import HEADS, ConfigFields
 from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
-    Plan,
-    Reader,
+    HeadPlan,
     Rules,
-    check_of_target,
-    has_embedding,
-    indices,
-    layer_config,
-    renamed,
-    rows_of_head,
+    count_indices,
+    rename_tensors,
     split_fused,
 )
-from specjax.models.loading.heads.describing import described_layers
+from specjax.models.loading.heads.describing import describe_layers
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.target_fit import (
+    TargetSpec,
+    check_fits_target,
+    layer_config,
+    take_embedding,
+    unembedding_rows,
+)
 from specjax.types import Array
-
-KINDS = ("clover",)
 
 GATES = {"gate": "clover_head_mlp_rnn", "next_gate": "clover_head_mlp_rnn2"}
 TABLE = {
     "embed.weight": "embed_tokens.weight",
     **{f"{ours}.norm.weight": f"{theirs}.input_layernorm.weight" for ours, theirs in GATES.items()},
     **{
-        f"{ours}.{part}.{what}": f"{theirs}.{part}.{what}"
+        f"{ours}.{part}.{leaf}": f"{theirs}.{part}.{leaf}"
         for ours, theirs in GATES.items()
         for part in "qkv"
-        for what in ("weight", "bias")
+        for leaf in ("weight", "bias")
     },
     "stack.*.attention_norm.weight": "layers.*.input_layernorm.weight",
     "stack.*.mlp_norm.weight": "layers.*.post_attention_layernorm.weight",
     **{
-        f"stack.*.attention.{part}.{what}": f"layers.*.self_attn.{part}_proj.{what}"
+        f"stack.*.attention.{part}.{leaf}": f"layers.*.self_attn.{part}_proj.{leaf}"
         for part in "qkvo"
-        for what in ("weight", "bias")
+        for leaf in ("weight", "bias")
     },
     **{f"stack.*.attention.{part}_norm.weight": f"layers.*.self_attn.{part}_norm.weight" for part in "qk"},
     **{f"stack.*.mlp.{part}.weight": f"layers.*.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
     "norm.weight": "clover_norm.weight",
     "head_norm.weight": "clover_head_norm.weight",
     **{
-        f"{ours}.{what}": f"{theirs}.{what}"
+        f"{ours}.{leaf}": f"{theirs}.{leaf}"
         for ours, theirs in (("first", "clover_head_mlp"), ("next", "clover_head_mlp2"))
-        for what in ("weight", "bias")
+        for leaf in ("weight", "bias")
     },
 }
-TABLE_OF_ITS_OWN = "embeds"
-"""Our word: false where a head reads the target's embedding, not a copy of the target's head."""
+OWN_EMBEDDING = "embeds"
+"""A field of specjax: false for a head that reads the target's embedding, not a copy of its output layer."""
 
 RULES: Rules = ((r"^clover_embed_tokens\.", "embed_tokens."),)
 
@@ -65,69 +65,68 @@ UNUSED = (r"lm_head\.weight$", r".*rotary_emb\.inv_freq$")
 
 
 def dialect_of(contents: Contents) -> str | None:
-    """Who wrote it; None: it is no Clover."""
+    """Return the dialect of the writer, or None for other files."""
     return "authors" if "clover_head_mlp.weight" in contents.tensors else None
 
 
-def kind_of(contents: Contents) -> str:
-    """The method that it is drafted with."""
-    return "clover"
-
-
-def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
-    """Raises: UsageError for a head that does not fit the target, or itself."""
-    c, folder, where = contents.config, contents.folder, contents.config.where
-    if token_map is not None:
-        raise UsageError(f"{folder} holds Clover's heads, which take no token map; leave it out")
-    tensors = renamed(contents, RULES)
-    count = indices(tensors, r"layers\.(\d+)\.")
-    counted = Fields({**c.values, "num_hidden_layers": count}, where)  # theirs is the target's; the file's counts
-    layer = layer_config(counted, tensors, "layers.0.self_attn", count, reader)
+def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
+    """Map the tensors to parameters. Raises: UsageError for inconsistent files, or a head of another target."""
+    c, where = contents.config, contents.config.where
+    tensors = rename_tensors(contents, RULES)
+    count = count_indices(tensors, r"layers\.(\d+)\.")
+    counted = ConfigFields(
+        {**c.values, "num_hidden_layers": count}, where
+    )  # the config has the target's number of layers
+    layer = layer_config(counted, tensors, "layers.0.self_attn", count, spec)
     split_fused(tensors, layer)
-    check_of_target(where, layer.width, layer.vocab_size, reader)
+    check_fits_target(where, layer.width, layer.vocab_size, spec)
     if layer.width % layer.num_heads:
         raise UsageError(
-            f"{where} has hidden_size {layer.width}, which its num_attention_heads {layer.num_heads} do not divide; "
-            "Clover's gates need that"
+            f"{where} has hidden_size {layer.width}, which is not a multiple of num_attention_heads "
+            f"{layer.num_heads}, as Clover's gates need"
         )
-    said = c.inside("clover").size("num_layers", count)
-    notes = [] if said == count else [f"{where} says clover.num_layers {said}, and the file has {count}, which count"]
+    listed = c.subfields("clover").size("num_layers", count)
+    notes = []
+    if listed != count:
+        notes.append(f"{where} has clover.num_layers {listed}, but the file has {count} layers; all of them are used")
     arrays: dict[str, np.ndarray | Array] = {}
     if "embed_tokens.weight" in tensors:
-        embeds = has_embedding(tensors, reader, notes)
-    elif not c.inside("clover").flag(TABLE_OF_ITS_OWN, True):
+        embeds = take_embedding(tensors, spec, notes)
+    elif not c.subfields("clover").flag(OWN_EMBEDDING, True):
         embeds = False
     else:
-        embeds, arrays["embed.weight"] = True, rows_of_head(reader, range(reader.vocab_size))
-        notes.append("clover_embed_tokens is missing; the rows of the target's head are taken, as the authors do")
+        embeds, arrays["embed.weight"] = True, unembedding_rows(spec, range(spec.vocab_size))
+        notes.append("clover_embed_tokens is missing; used the rows of the target's output layer, as the authors do")
     if "lm_head.weight" in tensors:
-        notes.append("lm_head.weight is not read: these heads predict with the target's")
+        notes.append("lm_head.weight is not read: these heads use the target's output layer")
     config = CloverConfig(
-        dataclasses.replace(layer, vocab_size=reader.vocab_size),
-        taps=(reader.num_layers,),
-        num_heads=c.inside("clover").size("num_heads", 5, most=HEADS),
+        dataclasses.replace(layer, vocab_size=spec.vocab_size),
+        taps=(spec.num_layers,),
+        num_heads=c.subfields("clover").size("num_heads", 5, maximum=HEADS),
         embeds=embeds,
-        vocab_size=reader.vocab_size,
+        vocab_size=spec.vocab_size,
     )
     flags = {"num_layers": count, "num_heads": config.num_heads, "embeds": embeds}
-    return Plan("clover", dialect, config, TABLE, tensors, flags, arrays, tuple(notes), UNUSED)
+    return HeadPlan("clover", dialect, config, TABLE, tensors, flags, arrays, tuple(notes), UNUSED)
 
 
-def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
-    """Other readings of the same tensors, by what would be wrong with this one: none."""
-    return {}
-
-
-LAYOUTS: dict[str, Rules] = {"authors": ((r"^embed_tokens\.", "clover_embed_tokens."),)}
-
-
-def describe(config: CloverConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
-    """config.json. Raises: UsageError for a head that the layout has no words for."""
+def describe(config: CloverConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
+    """Return config.json. Raises: UsageError for a head that the layout cannot represent."""
     if config.version != 2:
         raise UsageError("Clover (without 2) has no published layout, so it cannot be saved; keep its parameters")
-    blocks = {"num_heads": config.num_heads, "num_layers": config.layer.num_layers, TABLE_OF_ITS_OWN: config.embeds}
+    blocks = {"num_heads": config.num_heads, "num_layers": config.layer.num_layers, OWN_EMBEDDING: config.embeds}
     return {
         "architectures": ["LlamaForCausalLM"],
-        "base_model_name_or_path": about["name"],
+        "base_model_name_or_path": info.target,
         "clover": blocks,
-    } | described_layers(config.layer)
+    } | describe_layers(config.layer)
+
+
+FORMAT = HeadFormat(
+    kinds=("clover",),
+    table=TABLE,
+    dialect_of=dialect_of,
+    plan=plan,
+    layouts={"authors": ((r"^embed_tokens\.", "clover_embed_tokens."),)},
+    describe=describe,
+)

@@ -1,7 +1,8 @@
-"""DFlash, DSpark, DFlash 2 and Domino: by z-lab, DeepSpec, speculators, SpecForge, Model-Optimizer and NeMo Automodel.
+"""Formats of DFlash, DSpark, DFlash 2 and Domino.
 
-Which of them a head is, its tensors say. z-lab's and others' `target_layer_ids` count outputs of layers, speculators'
-`aux_hidden_state_layer_ids` streams, 0 the embedding.
+The writers are z-lab, DeepSpec, speculators, SpecForge, Model-Optimizer and NeMo Automodel. The tensors determine the
+kind of a head. `target_layer_ids` (z-lab and others) numbers outputs of layers. `aux_hidden_state_layer_ids`
+(speculators) numbers streams, where 0 is the embedding.
 """
 
 from __future__ import annotations
@@ -14,27 +15,22 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.dflash import DFlashConfig, default_taps
-from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH, Fields
+from specjax.models.heads.dflash import DFlashConfig, default_taps, dflash_head
+from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH, ConfigFields
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
-    Plan,
-    Reader,
+    HeadPlan,
     Rules,
     Tensors,
-    check_equal,
-    check_layers,
-    has_embedding,
-    indices,
-    layer_config,
-    renamed,
+    count_indices,
+    rename_tensors,
     split_fused,
 )
-from specjax.models.loading.heads.describing import described_layers, described_verifier
+from specjax.models.loading.heads.describing import describe_layers, describe_verifier
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.target_fit import TargetSpec, check_equal, layer_config, resolve_taps, take_embedding
 from specjax.types import Array
-
-KINDS = ("dflash", "dflash2", "dspark", "domino")
 
 TABLE = {
     "embed.weight": "embed_tokens.weight",
@@ -45,9 +41,9 @@ TABLE = {
     "layers.*.attention_norm.weight": "layers.*.input_layernorm.weight",
     "layers.*.mlp_norm.weight": "layers.*.post_attention_layernorm.weight",
     **{
-        f"layers.*.attention.{part}.{what}": f"layers.*.self_attn.{part}_proj.{what}"
+        f"layers.*.attention.{part}.{leaf}": f"layers.*.self_attn.{part}_proj.{leaf}"
         for part in "qkvo"
-        for what in ("weight", "bias")
+        for leaf in ("weight", "bias")
     },
     **{f"layers.*.attention.{part}_norm.weight": f"layers.*.self_attn.{part}_norm.weight" for part in "qk"},
     **{f"layers.*.mlp.{part}.weight": f"layers.*.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
@@ -59,13 +55,13 @@ TABLE = {
     "markov.w1.weight": "markov_head.markov_w1.weight",
     "markov.w2.weight": "markov_head.markov_w2.weight",
     **{
-        f"{ours}.{what}": f"{theirs}.{what}"
+        f"{ours}.{leaf}": f"{theirs}.{leaf}"
         for ours, theirs in (
             ("markov.gating", "markov_head.gate_proj"),
             ("markov.joint", "markov_head.joint_proj"),
             ("confidence.proj", "confidence_head.proj"),
         )
-        for what in ("weight", "bias")
+        for leaf in ("weight", "bias")
     },
     "selector.predecessor.weight": "candidate_selector.predecessor_codebook",
     "selector.successor.weight": "candidate_selector.successor_codebook",
@@ -87,9 +83,9 @@ RULES: Rules = (
 
 
 def dialect_of(contents: Contents) -> str | None:
-    """Who wrote it; None: it is no block drafter."""
+    """Return the dialect of the writer, or None for other files."""
     c, names = contents.config, contents.tensors
-    if c.given("speculators_model_type"):
+    if c.has("speculators_model_type"):
         return "speculators" if c.text("speculators_model_type") in ("dflash", "dflash2", "dspark") else None
     plain = {name.removeprefix("model.") for name in names}
     is_block = {"fc.weight", "hidden_norm.weight"} <= plain and any(re.match(r"layers\.0\.", name) for name in plain)
@@ -97,11 +93,11 @@ def dialect_of(contents: Contents) -> str | None:
         return None
     if any(re.match(r"(markov_w\d|confidence_proj)\.", name) for name in names):
         return "modelopt"
-    return "zlab" if c.given("dflash_config") else "deepspec"
+    return "zlab" if c.has("dflash_config") else "deepspec"
 
 
 def kind_of(contents: Contents) -> str:
-    """The method that it is drafted with."""
+    """Return the kind of head."""
     has = lambda *parts: any(part in name for name in contents.tensors for part in parts)
     if has("_conv.", "candidate_selector."):
         return "dflash2"
@@ -110,87 +106,88 @@ def kind_of(contents: Contents) -> str:
     return "dspark" if has("markov_w1", "confidence_") else "dflash"
 
 
-def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
-    """Raises: UsageError for a head that does not fit the target, or itself."""
+def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
+    """Map the tensors to parameters. Raises: UsageError for inconsistent files, or a head of another target."""
     c, folder, where = contents.config, contents.folder, contents.config.where
-    if token_map is not None:
-        raise UsageError(f"{folder} is a block drafter, which takes no token map; leave it out")
-    said = _Said(c, c.inside("dflash_config"))
-    tensors = renamed(contents, RULES)
-    fields = c.inside("transformer_layer_config") if dialect == "speculators" else c
-    count = indices(tensors, r"layers\.(\d+)\.")
-    layer = layer_config(fields, tensors, "layers.0.self_attn", count, reader, windows=False)
+    nested = _NestedFields(c, c.subfields("dflash_config"))
+    tensors = rename_tensors(contents, RULES)
+    fields = c.subfields("transformer_layer_config") if dialect == "speculators" else c
+    count = count_indices(tensors, r"layers\.(\d+)\.")
+    layer = layer_config(fields, tensors, "layers.0.self_attn", count, spec, windows=False)
     split_fused(tensors, layer)
-    check_equal(where, "vocab_size", layer.vocab_size, reader.vocab_size, f"the vocabulary of {reader.name} has")
+    check_equal(where, "vocab_size", layer.vocab_size, spec.vocab_size, f"the vocabulary of {spec.name} has")
     notes: list[str] = []
-    embeds, own_head = has_embedding(tensors, reader, notes), "lm_head.weight" in tensors
-    size = tensors["lm_head.weight"].shape[0] if own_head else reader.vocab_size
+    embeds, own_head = take_embedding(tensors, spec, notes), "lm_head.weight" in tensors
+    size = tensors["lm_head.weight"].shape[0] if own_head else spec.vocab_size
     if not own_head or not embeds:
-        check_equal(where, "hidden_size", layer.width, reader.width, f"the width of the target {reader.name} is")
-    ids = vocabulary.drafted_ids(tensors, size, reader.vocab_size, folder)
+        check_equal(where, "hidden_size", layer.width, spec.width, f"the width of the target {spec.name} is")
+    ids = vocabulary.take_drafted_ids(tensors, size, spec.vocab_size, folder)
     arrays: dict[str, np.ndarray | Array] = {}
     if ids is not None:
-        arrays["vocabulary.place"] = vocabulary.places(ids, reader.vocab_size)
+        arrays["vocabulary.place"] = vocabulary.place_table(ids, spec.vocab_size)
     config = DFlashConfig(
         layer=dataclasses.replace(layer, vocab_size=size),
-        taps=_taps(contents, said, tensors, reader, notes),
-        target_width=reader.width,
-        vocab_size=reader.vocab_size,
-        block_size=said.of("block_size").size("block_size", 8, most=HEADS),
-        mask_token=said.of("mask_token_id").size("mask_token_id", least=0, most=ROWS),
-        from_anchor=_from_anchor(said, dialect, tensors),
+        taps=_taps(contents, nested, tensors, spec, notes),
+        target_width=spec.width,
+        vocab_size=spec.vocab_size,
+        block_size=nested.fields_of("block_size").size("block_size", 8, maximum=HEADS),
+        mask_token=nested.fields_of("mask_token_id").size("mask_token_id", minimum=0, maximum=ROWS),
+        from_anchor=_from_anchor(nested, dialect, tensors),
         windows=_windows(fields),
         causal="no" if not c.flag("is_causal", True) or c.flag("sliding_window_non_causal") else "windowed",
         embeds=embeds,
         own_head=own_head,
         logit_scale=c.number("output_multiplier", 1.0),
         softcap=c.number("final_logit_softcapping", None),
-        **_corrections(said, tensors, layer.width),
+        **_corrections(nested, tensors, layer.width),
     )
-    check_equal(where, "mask_token_id", min(config.mask_token, reader.vocab_size - 1), config.mask_token,
-                f"the target has {reader.vocab_size} ids, so it can be none of")  # fmt: skip
+    check_equal(where, "mask_token_id", min(config.mask_token, spec.vocab_size - 1), config.mask_token,
+                f"the target has {spec.vocab_size} ids, so it cannot be")  # fmt: skip
     if config.confidence != "no":
-        fitted = c.array("confidence_temperatures", (int, float)) or [1.0] * config.deepest
-        check_equal(where, "confidence_temperatures of slots", len(fitted), config.deepest, "a block drafts in")
-        arrays["confidence.temperatures"] = np.asarray(fitted, np.float32)
+        temperatures = c.array("confidence_temperatures", (int, float)) or [1.0] * config.max_depth
+        check_equal(where, "confidence_temperatures of slots", len(temperatures), config.max_depth, "a block drafts in")
+        arrays["confidence.temperatures"] = np.asarray(temperatures, np.float32)
     names = (
         "taps", "block_size", "mask_token", "from_anchor", "windows", "causal", "embeds", "own_head", "markov",
         "confidence", "conv_taps", "selector_rank", "prefix_rank",
     )  # fmt: skip
     flags = {name: getattr(config, name) for name in names} | {"draft_vocab_size": size}
-    return Plan(config.kind, dialect, config, TABLE, tensors, flags, arrays, tuple(notes), UNUSED)
+    return HeadPlan(config.kind, dialect, config, TABLE, tensors, flags, arrays, tuple(notes), UNUSED)
 
 
-class _Said:
-    """What config.json says at the top, or else in `dflash_config`."""
+class _NestedFields:
+    """Fields of config.json that are at the top level or, in some dialects, in `dflash_config`."""
 
-    def __init__(self, top: Fields, inner: Fields):
+    def __init__(self, top: ConfigFields, inner: ConfigFields):
         self.top, self.inner = top, inner
 
-    def of(self, name: str) -> Fields:
-        return self.inner if self.inner.given(name) and not self.top.given(name) else self.top
+    def fields_of(self, name: str) -> ConfigFields:
+        """Return the fields that contain `name`; the top level if none does."""
+        return self.inner if self.inner.has(name) and not self.top.has(name) else self.top
 
 
-def _taps(contents: Contents, said: _Said, tensors: Tensors, reader: Reader, notes: list[str]) -> tuple[int, ...]:
-    found = ""
+def _taps(
+    contents: Contents, nested: _NestedFields, tensors: Tensors, spec: TargetSpec, notes: list[str]
+) -> tuple[int, ...]:
+    field = ""
     ids: list[int] = []
     for name, plus in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
-        place = said.of(name)
-        if not ids and place.given(name):
-            found, ids = place.prefix + name, [i + plus for i in place.array(name, int)]
-    return check_layers(contents, tensors, reader, ids, found, lambda n: default_taps(reader.num_layers, n), notes)
+        fields = nested.fields_of(name)
+        if not ids and fields.has(name):
+            field, ids = fields.prefix + name, [i + plus for i in fields.array(name, int)]
+    return resolve_taps(contents, tensors, spec, ids, field, lambda n: default_taps(spec.num_layers, n), notes)
 
 
-def _from_anchor(said: _Said, dialect: str, tensors: Tensors) -> bool:
-    """DeepSpec drafts in every slot, and says nothing of it; speculators' DSpark says so."""
+def _from_anchor(nested: _NestedFields, dialect: str, tensors: Tensors) -> bool:
+    """Return True if the slot of the root drafts. DeepSpec's configs have no field for it; their blocks always do."""
     for name in ("sample_from_anchor", "shift_label"):
-        if said.of(name).given(name):
-            return said.of(name).flag(name)
+        if nested.fields_of(name).has(name):
+            return nested.fields_of(name).flag(name)
     has_markov = "markov_head.markov_w1.weight" in tensors
     return dialect == "deepspec" or has_markov
 
 
-def _windows(fields: Fields) -> tuple[int | None, ...]:
+def _windows(fields: ConfigFields) -> tuple[int | None, ...]:
     kinds = fields.array("layer_types", str)
     if "sliding_attention" not in kinds:
         return ()
@@ -198,60 +195,57 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _corrections(said: _Said, tensors: Tensors, width: int) -> dict[str, Any]:
-    """Of DFlashConfig: what the tensors say that there is."""
+def _corrections(nested: _NestedFields, tensors: Tensors, width: int) -> dict[str, Any]:
+    """Return the fields of DFlashConfig for the corrections that have tensors."""
     shape = lambda name: tensors[name].shape if name in tensors else ()
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if len(w1 := shape("markov_head.markov_w1.weight")) == 2:
         kinds = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
         kind = next((kind for name, kind in kinds.items() if name in tensors), "vanilla")
-        named = said.of("markov_head_type").text("markov_head_type", kind)
+        named = nested.fields_of("markov_head_type").text("markov_head_type", kind)
         if named != kind:
-            raise UsageError(f'{said.top.where} has markov_head_type "{named}", and the file has the tensors of {kind}')
-        found |= {"markov": kind, "markov_rank": w1[1]}
+            raise UsageError(
+                f'{nested.top.where} has markov_head_type "{named}", and the file has the tensors of {kind}'
+            )
+        fields |= {"markov": kind, "markov_rank": w1[1]}
     if len(proj := shape("confidence_head.proj.weight")) == 2:
-        found["confidence"] = "state" if proj[1] == width else "markov"
+        fields["confidence"] = "state" if proj[1] == width else "markov"
     base, dynamic = (shape(f"layers.0.attention_conv.{x}") for x in ("base_kernel", "kernel_projection.weight"))
     if len(base) == 3 and len(dynamic) == 2:
         groups = max(dynamic[0] // max(2 * base[1], 1), 1)
-        found |= {"conv_taps": base[1], "conv_group": max(width // groups, 1)}
+        fields |= {"conv_taps": base[1], "conv_group": max(width // groups, 1)}
     if len(book := shape("candidate_selector.predecessor_codebook")) == 2:
-        candidates = said.of("selector_top_k").size("selector_top_k", 16, most=WIDTH)
-        found |= {"selector_rank": book[1], "candidates": candidates}
+        candidates = nested.fields_of("selector_top_k").size("selector_top_k", 16, maximum=WIDTH)
+        fields |= {"selector_rank": book[1], "candidates": candidates}
     narrow, states = shape("embed_proj.0.weight"), shape("prefix_gru.weight_hh_l0")
     if len(narrow) == 2 and len(states) == 2:
-        pure = said.of("pure_draft_prefix_len").size("pure_draft_prefix_len", 1, least=0, most=HEADS)
-        found |= {"prefix_rank": narrow[0], "prefix_state": states[1], "pure_prefix": pure}
-    return found
+        pure = nested.fields_of("pure_draft_prefix_len").size("pure_draft_prefix_len", 1, minimum=0, maximum=HEADS)
+        fields |= {"prefix_rank": narrow[0], "prefix_state": states[1], "pure_prefix": pure}
+    return fields
 
 
 def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
-    """Other readings of the same tensors, by what would be wrong with this one."""
-    from specjax.models.heads.dflash import dflash_head
-
-    config, found = head.head.config, {}
-    for step, what in ((1, "outputs of layers"), (-1, "streams, and were read as outputs of layers")):
+    """Return other interpretations of the same tensors, by the error that they would fix."""
+    config, heads = head.head.config, {}
+    for step, meaning in ((1, "outputs of layers"), (-1, "streams, and were read as outputs of layers")):
         taps = tuple(tap + step for tap in config.taps)
         if all(0 <= tap <= num_layers for tap in taps):
             other = head.replace(head=dflash_head(dataclasses.replace(config, taps=taps)))
-            found[f"its layer ids count {what}; as streams, 0 the embedding, they are {list(taps)}"] = other
-    return found
+            heads[f"its layer ids count {meaning}; as streams, 0 the embedding, they are {list(taps)}"] = other
+    return heads
 
 
-LAYOUTS: dict[str, Rules] = {"speculators": (), "zlab": ()}
-
-
-def describe(config: DFlashConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
-    """config.json. Raises: UsageError for a head that the layout has no words for."""
-    theirs, kind = layout == "zlab", config.kind
+def describe(config: DFlashConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
+    """Return config.json. Raises: UsageError for a head that the layout cannot represent."""
+    is_zlab, kind = layout == "zlab", config.kind
     if config.causal == "all" or config.embedding_scale != 1.0:
         raise UsageError(f"the layout {layout} has no causal blocks or scaled embeddings")
-    if kind == "domino" and not theirs:
+    if kind == "domino" and not is_zlab:
         raise UsageError("the layout speculators has no Domino head; save it as zlab")
     windows = {window for window in config.windows if window is not None}
     if len(windows) > 1:
         raise UsageError(f"the layout {layout} has one window, and the head {sorted(windows)}")
-    layers = described_layers(config.layer) | {"vocab_size": config.vocab_size}
+    layers = describe_layers(config.layer) | {"vocab_size": config.vocab_size}
     if windows:
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         layers |= {"sliding_window": windows.pop(), "layer_types": kinds}
@@ -261,24 +255,24 @@ def describe(config: DFlashConfig, layout: str, about: dict[str, Any]) -> dict[s
         "sample_from_anchor": config.from_anchor,
         "sliding_window_non_causal": config.causal == "no",
         "tie_word_embeddings": False,
-    } | _described_corrections(config, about)
+    } | _described_corrections(config, info)
     if config.logit_scale != 1.0 or config.softcap is not None:
         described |= {"output_multiplier": config.logit_scale, "final_logit_softcapping": config.softcap}
     architecture = {
         "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
         "domino": "DominoDraftModel",
     }[kind]  # fmt: skip
-    if theirs:
+    if is_zlab:
         inner = {"mask_token_id": config.mask_token, "target_layer_ids": [tap - 1 for tap in config.taps]}
-        named = {"architectures": [architecture], "base_model_name_or_path": about["name"]}
+        named = {"architectures": [architecture], "base_model_name_or_path": info.target}
         return layers | named | described | {"dflash_config": inner}
     streams = {"mask_token_id": config.mask_token, "aux_hidden_state_layer_ids": list(config.taps)}
-    verifier = described_verifier(kind, architecture, about)
+    verifier = describe_verifier(kind, architecture, info)
     return verifier | {"transformer_layer_config": layers} | described | streams
 
 
-def _described_corrections(config: DFlashConfig, about: dict[str, Any]) -> dict[str, Any]:
-    """What follows the block, and what is between its layers."""
+def _described_corrections(config: DFlashConfig, info: SaveInfo) -> dict[str, Any]:
+    """Return the fields of the corrections after the block and of the convolutions in its layers."""
     described: dict[str, Any] = {}
     if config.markov != "no":
         described |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
@@ -287,8 +281,8 @@ def _described_corrections(config: DFlashConfig, about: dict[str, Any]) -> dict[
             "enable_confidence_head": config.confidence != "no",
             "confidence_head_with_markov": config.confidence == "markov",
         }
-    if config.confidence != "no":  # our own word: others keep what they fitted elsewhere
-        described["confidence_temperatures"] = np.asarray(about["params"]["confidence"]["temperatures"]).tolist()
+    if config.confidence != "no":  # a field of specjax: others store the fitted temperatures elsewhere
+        described["confidence_temperatures"] = np.asarray(info.params["confidence"]["temperatures"]).tolist()
     if config.kind == "dflash2":
         described |= {
             "conv_kernel_size": config.conv_taps, "conv_group_size": config.conv_group,
@@ -300,3 +294,15 @@ def _described_corrections(config: DFlashConfig, about: dict[str, Any]) -> dict[
             "pure_draft_prefix_len": config.pure_prefix,
         }  # fmt: skip
     return described
+
+
+FORMAT = HeadFormat(
+    kinds=("dflash", "dflash2", "dspark", "domino"),
+    table=TABLE,
+    dialect_of=dialect_of,
+    plan=plan,
+    layouts={"speculators": (), "zlab": ()},
+    describe=describe,
+    kind_of=kind_of,
+    variants=variants,
+)

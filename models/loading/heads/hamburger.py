@@ -1,95 +1,78 @@
-"""HAMburger's parts beside a base, in a layout of our own: names of our modules, layers as Hugging Face has them."""
+"""The format of HAMburger's parts. No files are published, so it is specjax's own, with Hugging Face's layer names."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
-from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hamburger import HamburgerConfig
 from specjax.models.loading.families.config_fields import HEADS, LAYERS
-from specjax.models.loading.heads.checkpoint_contents import (
-    Contents,
-    Plan,
-    Reader,
-    Rules,
-    check_of_target,
-    indices,
-    layer_config,
-    renamed,
-)
-from specjax.models.loading.heads.describing import described_layers
-
-KINDS = ("hamburger",)
+from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, count_indices, rename_tensors
+from specjax.models.loading.heads.describing import describe_layers
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.target_fit import TargetSpec, check_fits_target, layer_config
 
 TABLE = {
     "merge.places.weight": "merge.places.weight",
-    **{f"merge.{part}.{what}": f"merge.{part}_proj.{what}" for part in "qkv" for what in ("weight", "bias")},
+    **{f"merge.{part}.{leaf}": f"merge.{part}_proj.{leaf}" for part in "qkv" for leaf in ("weight", "bias")},
     "merge.o.weight": "merge.o_proj.weight",
     "stack.*.attention_norm.weight": "layers.*.input_layernorm.weight",
     "stack.*.mlp_norm.weight": "layers.*.post_attention_layernorm.weight",
     **{
-        f"stack.*.attention.{part}.{what}": f"layers.*.self_attn.{part}_proj.{what}"
+        f"stack.*.attention.{part}.{leaf}": f"layers.*.self_attn.{part}_proj.{leaf}"
         for part in "qkvo"
-        for what in ("weight", "bias")
+        for leaf in ("weight", "bias")
     },
     **{f"stack.*.attention.{part}_norm.weight": f"layers.*.self_attn.{part}_norm.weight" for part in "qk"},
     **{f"stack.*.mlp.{part}.weight": f"layers.*.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
     "norm.weight": "norm.weight",
-    **{f"stop.*.{what}": f"stop.*.{what}" for what in ("weight", "bias")},
+    **{f"stop.*.{leaf}": f"stop.*.{leaf}" for leaf in ("weight", "bias")},
 }
 
 
 def dialect_of(contents: Contents) -> str | None:
-    """Who wrote it; None: it is no HAMburger."""
+    """Return the dialect of the writer, or None for other files."""
     return "specjax" if {"merge.places.weight", "stop.0.weight"} <= set(contents.tensors) else None
 
 
-def kind_of(contents: Contents) -> str:
-    """The method that it is drafted with."""
-    return "hamburger"
-
-
-def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
-    """Raises: UsageError for parts that do not fit the target."""
+def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
+    """Map the tensors to parameters. Raises: UsageError for inconsistent files, or a head of another target."""
     c, folder, where = contents.config, contents.folder, contents.config.where
-    if token_map is not None:
-        raise UsageError(f"{folder} holds HAMburger's parts, which take no token map; leave it out")
-    tensors = renamed(contents, ())
-    layer = layer_config(c, tensors, "layers.0.self_attn", indices(tensors, r"layers\.(\d+)\."), reader)
-    check_of_target(where, layer.width, layer.vocab_size, reader)
+    tensors = rename_tensors(contents, ())
+    layer = layer_config(c, tensors, "layers.0.self_attn", count_indices(tensors, r"layers\.(\d+)\."), spec)
+    check_fits_target(where, layer.width, layer.vocab_size, spec)
     taps = tuple(c.array("streams", int))
-    wrong = [tap for tap in taps if isinstance(tap, bool) or not 0 <= tap <= reader.num_layers]
+    wrong = [tap for tap in taps if isinstance(tap, bool) or not 0 <= tap <= spec.num_layers]
     if wrong or not taps:
         raise UsageError(
-            f"{where} reads the target's streams {quote(list(taps))}, and {reader.name} has {reader.num_layers} "
+            f"{where} reads the target's streams {quote(list(taps))}, and {spec.name} has {spec.num_layers} "
             "layers; choose a head of this target"
         )
     segment = tensors.shape("merge.places.weight", folder)[0]
-    heads = c.size("merge_heads", most=HEADS)
+    heads = c.size("merge_heads", maximum=HEADS)
     if not 2 <= segment <= LAYERS or layer.width % heads or layer.width % 2:
         raise UsageError(
-            f"{folder} merges {segment} tokens by {heads} heads of a width of {layer.width}, which no file has"
+            f"{folder} merges {segment} tokens by {heads} heads of width {layer.width}, which is not supported"
         )
     config = HamburgerConfig(layer, taps, segment, heads)
-    return Plan("hamburger", dialect, config, TABLE, tensors, {"streams": taps, "segment": segment})
+    return HeadPlan("hamburger", dialect, config, TABLE, tensors, {"streams": taps, "segment": segment})
 
 
-def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
-    """Other readings of the same tensors, by what would be wrong with this one: none."""
-    return {}
-
-
-LAYOUTS: dict[str, Rules] = {"specjax": ()}
-
-
-def describe(config: HamburgerConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
-    """config.json: our own words, and those that Hugging Face has for decoder layers."""
+def describe(config: HamburgerConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
+    """Return config.json: fields of specjax, and Hugging Face's fields of decoder layers."""
     return {
         "streams": list(config.taps),
         "merge_heads": config.merge_heads,
-        "base_model_name_or_path": about["name"],
-    } | described_layers(config.layer)
+        "base_model_name_or_path": info.target,
+    } | describe_layers(config.layer)
+
+
+FORMAT = HeadFormat(
+    kinds=("hamburger",),
+    table=TABLE,
+    dialect_of=dialect_of,
+    plan=plan,
+    layouts={"specjax": ()},
+    describe=describe,
+)

@@ -1,4 +1,4 @@
-"""Kangaroo's adapter by its authors. Behind which of the target's layers it reads, their files do not say."""
+"""The format of Kangaroo's authors. Their files do not contain the exit layer of the target."""
 
 from __future__ import annotations
 
@@ -6,32 +6,21 @@ import dataclasses
 import re
 from typing import Any
 
-import numpy as np
-
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kangaroo import KangarooConfig, kangaroo_head
 from specjax.models.loading.families.config_fields import LAYERS
-from specjax.models.loading.heads.checkpoint_contents import (
-    Contents,
-    Plan,
-    Reader,
-    Rules,
-    check_of_target,
-    layer_config,
-    renamed,
-    split_fused,
-)
-from specjax.models.loading.heads.describing import described_layers
-
-KINDS = ("kangaroo",)
+from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, rename_tensors, split_fused
+from specjax.models.loading.heads.describing import describe_layers
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.target_fit import TargetSpec, check_fits_target, layer_config
 
 TABLE = {
     "attention_norm.weight": "layers.0.input_layernorm.weight",
     **{
-        f"attention.{part}.{what}": f"layers.0.self_attn.{part}_proj.{what}"
+        f"attention.{part}.{leaf}": f"layers.0.self_attn.{part}_proj.{leaf}"
         for part in "qkvo"
-        for what in ("weight", "bias")
+        for leaf in ("weight", "bias")
     },
     **{f"attention.{part}_norm.weight": f"layers.0.self_attn.{part}_norm.weight" for part in "qk"},
     "norm.weight": "norm.weight",
@@ -41,63 +30,68 @@ UNUSED = (r".*rotary_emb\.inv_freq$",)
 
 AUTHORS_EXIT = 2
 NEARBY = range(1, 5)
-"""Exit layers that the self-check tries; deeper ones draft slower than they are worth."""
+"""Exit layers that the self-check tries. Deeper ones draft too slowly."""
 
 
 def dialect_of(contents: Contents) -> str | None:
-    """Who wrote it; None: it is no Kangaroo, for these have attention and norms alone."""
+    """Return the dialect of the writer, or None for other files."""
     names = contents.tensors
-    own = all(re.match(r"layers\.0\.(self_attn|input_layernorm)\.|norm\.weight$", name) for name in names)
-    return "authors" if own and {"layers.0.input_layernorm.weight", "norm.weight"} <= set(names) else None
+    has_attention_only = all(
+        re.match(r"layers\.0\.(self_attn|input_layernorm)\.|norm\.weight$", name) for name in names
+    )
+    return (
+        "authors" if has_attention_only and {"layers.0.input_layernorm.weight", "norm.weight"} <= set(names) else None
+    )
 
 
-def kind_of(contents: Contents) -> str:
-    """The method that it is drafted with."""
-    return "kangaroo"
-
-
-def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
-    """Raises: UsageError for an adapter that does not fit the target."""
+def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
+    """Map the tensors to parameters. Raises: UsageError for inconsistent files, or a head of another target."""
     c, where = contents.config, contents.config.where
-    if token_map is not None:
-        raise UsageError(f"{contents.folder} is Kangaroo's adapter, which takes no token map; leave it out")
-    tensors = renamed(contents, ())
-    layer = layer_config(c, tensors, "layers.0.self_attn", 1, reader)
+    tensors = rename_tensors(contents, ())
+    layer = layer_config(c, tensors, "layers.0.self_attn", 1, spec)
     split_fused(tensors, layer)
-    check_of_target(where, layer.width, layer.vocab_size, reader)
-    exit_layer = c.size("exit_layer", AUTHORS_EXIT, most=LAYERS)
-    if exit_layer > reader.num_layers:
-        said = "exit_layer" if c.given("exit_layer") else "no exit_layer, the authors' being"
+    check_fits_target(where, layer.width, layer.vocab_size, spec)
+    exit_layer = c.size("exit_layer", AUTHORS_EXIT, maximum=LAYERS)
+    if exit_layer > spec.num_layers:
+        field = "exit_layer" if c.has("exit_layer") else "no exit_layer, the authors' being"
         raise UsageError(
-            f"{where} has {said} {exit_layer}, and {reader.name} has {reader.num_layers} layers; choose a head of this "
+            f"{where} has {field} {exit_layer}, and {spec.name} has {spec.num_layers} layers; choose a head of this "
             "target"
         )
     notes = []
-    if not c.given("exit_layer"):
+    if not c.has("exit_layer"):
         notes.append(
-            f"{where} does not say behind which layer of the target it drafts; taken for the authors' {AUTHORS_EXIT}, "
-            "which exit_layer in it changes"
+            f"{where} has no exit_layer, the layer of the target after which it drafts; assumed the authors' "
+            f"{AUTHORS_EXIT}"
         )
-    config = KangarooConfig(dataclasses.replace(layer, vocab_size=reader.vocab_size), exit_layer)
-    return Plan(
+    config = KangarooConfig(dataclasses.replace(layer, vocab_size=spec.vocab_size), exit_layer)
+    return HeadPlan(
         "kangaroo", dialect, config, TABLE, tensors, {"exit_layer": exit_layer}, notes=tuple(notes), unused=UNUSED
     )
 
 
 def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
-    """Other readings of the same tensors, by what would be wrong with this one."""
+    """Return other interpretations of the same tensors, by the error that they would fix."""
     config = head.head.config
     return {
-        f"it drafts behind layer {layer} of the target, and was read as of layer {config.exit_layer}; write exit_layer "
+        f"it drafts after layer {layer} of the target, but was read with layer {config.exit_layer}; write exit_layer "
         f"{layer} into its config.json": head.replace(head=kangaroo_head(dataclasses.replace(config, exit_layer=layer)))
         for layer in NEARBY
         if layer <= num_layers and layer != config.exit_layer
     }
 
 
-LAYOUTS: dict[str, Rules] = {"authors": ()}
+def describe(config: KangarooConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
+    """Return config.json. Its exit_layer is a field of specjax; the authors pass it on the command line."""
+    return {"exit_layer": config.exit_layer, "base_model_name_or_path": info.target} | describe_layers(config.layer)
 
 
-def describe(config: KangarooConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
-    """config.json; the exit layer, which the authors give on their command line, is our own word in it."""
-    return {"exit_layer": config.exit_layer, "base_model_name_or_path": about["name"]} | described_layers(config.layer)
+FORMAT = HeadFormat(
+    kinds=("kangaroo",),
+    table=TABLE,
+    dialect_of=dialect_of,
+    plan=plan,
+    layouts={"authors": ()},
+    describe=describe,
+    variants=variants,
+)

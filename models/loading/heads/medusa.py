@@ -1,6 +1,6 @@
-"""Medusa as its authors save it and as vLLM does.
+"""The formats of Medusa's authors and of vLLM.
 
-Configs may say fewer heads than there are, so the heads in the file count.
+Configs may list fewer heads than the file has, so the heads in the file are counted.
 """
 
 from __future__ import annotations
@@ -11,22 +11,13 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.loading.families.config_fields import HEADS
 from specjax.models.loading.heads import vocabulary
-from specjax.models.loading.heads.checkpoint_contents import (
-    Contents,
-    Plan,
-    Reader,
-    Rules,
-    check_equal,
-    indices,
-    renamed,
-)
+from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules, count_indices, rename_tensors
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.target_fit import TargetSpec, check_equal
 from specjax.models.loading.tensors.tensors import INTEGERS, read_integers
-
-KINDS = ("medusa",)
 
 UNUSED = (r"lm_head\.weight$",)
 
@@ -48,71 +39,56 @@ DIALECTS: dict[str, Rules] = {
 
 
 def dialect_of(contents: Contents) -> str | None:
-    """Who wrote it; None: it is no Medusa."""
+    """Return the dialect of the writer, or None for other files."""
     names = contents.tensors
     if names and all(re.match(AUTHORS, name) for name in names):
         return "authors"
     return "vllm" if any(re.match(r"(medusa_heads\.)?blocks\.\d+\.layers\.\d+\.", name) for name in names) else None
 
 
-def kind_of(contents: Contents) -> str:
-    """The method that it is drafted with."""
-    return "medusa"
-
-
-def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
-    """Raises: UsageError for heads that do not fit the target, or each other."""
+def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
+    """Map the tensors to parameters. Raises: UsageError for inconsistent files, or a head of another target."""
     c, folder, where = contents.config, contents.folder, contents.config.where
-    if token_map is not None:
-        raise UsageError(f"{folder} holds Medusa's heads, which take no token map; leave it out")
-    tensors = renamed(contents, DIALECTS[dialect])
-    heads, blocks = indices(tensors, r"blocks\.(\d+)\."), indices(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
+    tensors = rename_tensors(contents, DIALECTS[dialect])
+    heads, blocks = count_indices(tensors, r"blocks\.(\d+)\."), count_indices(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
     if heads > HEADS or blocks > HEADS:
-        raise UsageError(f"{folder} has {heads} heads of {blocks} blocks, more than there are")
+        raise UsageError(f"{folder} has {heads} heads of {blocks} blocks, and at most {HEADS} are supported")
     width = tensors.shape("blocks.0.layers.0.weight", folder)[0]
-    check_equal(str(folder), "heads of width", width, reader.width, f"the width of the target {reader.name} is")
+    check_equal(str(folder), "heads of width", width, spec.width, f"the width of the target {spec.name} is")
     own_head = "lm_heads.0.weight" in tensors
-    ids = _map(tensors.pop("token_map", None), reader, folder)
-    size = tensors["lm_heads.0.weight"].shape[0] if own_head else reader.vocab_size
+    ids = _read_token_map(tensors.pop("token_map", None), spec, folder)
+    size = tensors["lm_heads.0.weight"].shape[0] if own_head else spec.vocab_size
     if ids is None:
-        check_equal(str(folder), "heads of a vocabulary of", size, reader.vocab_size, f"the target {reader.name} has")
+        check_equal(str(folder), "heads of a vocabulary of", size, spec.vocab_size, f"the target {spec.name} has")
     elif len(ids) != size:
         raise UsageError(f"{folder} has a token_map of {len(ids)} ids, and heads of {size}")
     config = MedusaConfig(
-        width, reader.vocab_size, heads, blocks, "blocks.0.layers.0.bias" in tensors, own_head,
-        0 if ids is None else len(ids), reader.dtype,
+        width, spec.vocab_size, heads, blocks, "blocks.0.layers.0.bias" in tensors, own_head,
+        0 if ids is None else len(ids), spec.dtype,
     )  # fmt: skip
-    said = c.size("num_heads" if dialect == "vllm" else "medusa_num_heads", heads, most=HEADS)
-    notes = [] if said == heads else [f"{where} says {said} heads, and the file has {heads}, which count"]
+    listed = c.size("num_heads" if dialect == "vllm" else "medusa_num_heads", heads, maximum=HEADS)
+    notes = [] if listed == heads else [f"{where} lists {listed} heads, but the file has {heads}; all of them are used"]
     flags = {name: getattr(config, name) for name in ("num_heads", "num_blocks", "bias", "own_head")}
-    arrays = {} if ids is None else {"vocabulary.place": vocabulary.places(ids, reader.vocab_size)}
-    return Plan(
+    arrays = {} if ids is None else {"vocabulary.place": vocabulary.place_table(ids, spec.vocab_size)}
+    return HeadPlan(
         "medusa", dialect, config, TABLE, tensors, flags | {"draft_vocab_size": size}, arrays,
         tuple(notes), UNUSED,
     )  # fmt: skip
 
 
-def _map(tensor, reader: Reader, folder) -> np.ndarray | None:
-    """vLLM's map holds the target's ids themselves."""
+def _read_token_map(tensor, spec: TargetSpec, folder) -> np.ndarray | None:
+    """Return vLLM's map, which has the target's ids themselves."""
     if tensor is None:
         return None
     if len(tensor.shape) != 1 or tensor.kind not in INTEGERS:
         raise UsageError(f"{folder} has a token_map of type {tensor.kind}, not a list of ids")
     ids = read_integers(tensor)
-    vocabulary.check_ids(ids, reader.vocab_size, f"{folder} has a token_map")
+    vocabulary.check_ids(ids, spec.vocab_size, f"{folder} has a token_map")
     return ids
 
 
-def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
-    """Other readings of the same tensors, by what would be wrong with this one: none."""
-    return {}
-
-
-LAYOUTS: dict[str, Rules] = {"vllm": ()}
-
-
-def describe(config: MedusaConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
-    """config.json."""
+def describe(config: MedusaConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
+    """Return config.json."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -125,3 +101,13 @@ def describe(config: MedusaConfig, layout: str, about: dict[str, Any]) -> dict[s
         "original_lm_head": not config.own_head,
         "torch_dtype": config.dtype,
     }
+
+
+FORMAT = HeadFormat(
+    kinds=("medusa",),
+    table=TABLE,
+    dialect_of=dialect_of,
+    plan=plan,
+    layouts={"vllm": ()},
+    describe=describe,
+)

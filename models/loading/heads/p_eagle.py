@@ -1,4 +1,4 @@
-"""P-EAGLE by vllm speculators and NeMo Automodel: an EAGLE-3 head with a state for tokens that are not there yet."""
+"""The formats of P-EAGLE by vllm speculators and NeMo Automodel: an EAGLE-3 head with one more tensor."""
 
 from __future__ import annotations
 
@@ -9,47 +9,48 @@ import numpy as np
 from specjax.models.heads.p_eagle import PEagleConfig
 from specjax.models.loading.families.config_fields import HEADS, ROWS
 from specjax.models.loading.heads import eagle3
-from specjax.models.loading.heads.checkpoint_contents import Contents, Plan, Reader, Rules
-
-KINDS = ("p_eagle",)
+from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.target_fit import TargetSpec
 
 TABLE = eagle3.TABLE | {"mask_hidden": "mask_hidden"}
-SHAPES = {"mask_hidden": (1, 1, -1)}
-"""Of tensors that are flat here."""
 
 
 def dialect_of(contents: Contents) -> str | None:
-    """Who wrote it; None: it is no P-EAGLE."""
+    """Return the dialect of the writer, or None for other files."""
     return eagle3.dialect_of(contents, "peagle")
 
 
-def kind_of(contents: Contents) -> str:
-    """The method that it is drafted with."""
-    return "p_eagle"
-
-
-def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
-    """Raises: UsageError for a head that does not fit the target, or itself."""
-    c, made = contents.config, eagle3.plan(contents, dialect, reader, token_map)
-    mask = c.size("mask_token_id", None, least=0, most=ROWS)
+def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
+    """Map the tensors to parameters. Raises: UsageError for inconsistent files, or a head of another target."""
+    c, base = contents.config, eagle3.plan(contents, dialect, spec)
+    mask = c.size("mask_token_id", None, minimum=0, maximum=ROWS)
     config = PEagleConfig(
-        **vars(made.config),
-        mask_token=c.size("ptd_token_id", least=0, most=ROWS) if mask is None else mask,
-        depths=c.size("num_depths", c.size("para_depths", 8, most=HEADS), most=HEADS),
+        **vars(base.config),
+        mask_token=c.size("ptd_token_id", minimum=0, maximum=ROWS) if mask is None else mask,
+        depths=c.size("num_depths", c.size("para_depths", 8, maximum=HEADS), maximum=HEADS),
     )
-    state = made.tensors.get("mask_hidden")
+    state = base.tensors.get("mask_hidden")
     if state is not None:
-        made.tensors["mask_hidden"] = state._replace(shape=(int(np.prod(state.shape)),))
-    flags = dict(made.flags) | {"mask_token": config.mask_token, "depths": config.depths}
-    return made._replace(kind="p_eagle", config=config, table=TABLE, flags=flags)
+        base.tensors["mask_hidden"] = state._replace(shape=(int(np.prod(state.shape)),))
+    flags = dict(base.flags) | {"mask_token": config.mask_token, "depths": config.depths}
+    return base._replace(kind="p_eagle", config=config, table=TABLE, flags=flags)
 
 
-variants = eagle3.variants
-
-LAYOUTS: dict[str, Rules] = {"speculators": ()}
-
-
-def describe(config: PEagleConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
-    """config.json."""
-    described = eagle3.describe(config, layout, about, "peagle", "PEagleSpeculator")
+def describe(config: PEagleConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
+    """Return config.json."""
+    described = eagle3.describe(config, layout, info, "peagle", "PEagleSpeculator")
     return described | {"mask_token_id": config.mask_token, "num_depths": config.depths}
+
+
+FORMAT = HeadFormat(
+    kinds=("p_eagle",),
+    table=TABLE,
+    dialect_of=dialect_of,
+    plan=plan,
+    layouts={"speculators": ()},
+    describe=describe,
+    variants=eagle3.variants,
+    shapes={"mask_hidden": (1, 1, -1)},  # flat here
+    takes_token_map=True,
+)

@@ -1,25 +1,13 @@
-"""Apple's ReDrafter."""
+"""The format of Apple's ReDrafter."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from specjax.errors import UsageError
-from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.redrafter import ReDrafterConfig
-from specjax.models.loading.heads.checkpoint_contents import (
-    Contents,
-    Plan,
-    Reader,
-    Rules,
-    check_equal,
-    indices,
-    renamed,
-)
-
-KINDS = ("redrafter",)
+from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules, count_indices, rename_tensors
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.target_fit import TargetSpec, check_equal
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 
@@ -37,49 +25,34 @@ RULES: Rules = ((r"^lm_head\.\d+\.weight$", "head.weight"),)
 
 
 def dialect_of(contents: Contents) -> str | None:
-    """Who wrote it; None: it is no ReDrafter."""
-    said = contents.config.given("model_type") and contents.config.text("model_type") == MODEL_TYPE
-    return "apple" if said or "rnn_u.weight" in contents.tensors else None
+    """Return the dialect of the writer, or None for other files."""
+    is_named = contents.config.has("model_type") and contents.config.text("model_type") == MODEL_TYPE
+    return "apple" if is_named or "rnn_u.weight" in contents.tensors else None
 
 
-def kind_of(contents: Contents) -> str:
-    """The method that it is drafted with."""
-    return "redrafter"
-
-
-def plan(contents: Contents, dialect: str, reader: Reader, token_map: np.ndarray | None) -> Plan:
-    """Raises: UsageError for a head that does not fit the target, or itself."""
+def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
+    """Map the tensors to parameters. Raises: UsageError for inconsistent files, or a head of another target."""
     c, folder, where = contents.config, contents.folder, contents.config.where
-    if token_map is not None:
-        raise UsageError(f"{folder} is a ReDrafter, which takes no token map; leave it out")
-    tensors = renamed(contents, RULES)
+    tensors = rename_tensors(contents, RULES)
     size, exit_width = (*tensors.shape("head.weight", folder), 0)[:2]
-    check_equal(str(folder), "a head of a vocabulary of", size, reader.vocab_size, f"the target {reader.name} has")
-    width = c.size("hidden_size", reader.width)
-    check_equal(where, "hidden_size", width, reader.width, f"the width of the target {reader.name} is")
-    said = c.size("exit_dim", exit_width)
-    check_equal(where, "exit_dim", said, exit_width, "its last lm_head is as wide as")
-    blocks, has_weights = indices(tensors, r"lm_head\.(\d+)\.linear\."), "rnn_w.weight" in tensors
-    config = ReDrafterConfig(width, exit_width, size, blocks, has_weights, reader.dtype)
+    check_equal(str(folder), "a head of a vocabulary of", size, spec.vocab_size, f"the target {spec.name} has")
+    width = c.size("hidden_size", spec.width)
+    check_equal(where, "hidden_size", width, spec.width, f"the width of the target {spec.name} is")
+    listed_width = c.size("exit_dim", exit_width)
+    check_equal(where, "exit_dim", listed_width, exit_width, "its last lm_head is as wide as")
+    blocks, has_weights = count_indices(tensors, r"lm_head\.(\d+)\.linear\."), "rnn_w.weight" in tensors
+    config = ReDrafterConfig(width, exit_width, size, blocks, has_weights, spec.dtype)
     flags = {name: getattr(config, name) for name in ("exit_width", "num_blocks", "has_weights")}
-    return Plan("redrafter", dialect, config, TABLE, tensors, flags)
-
-
-def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
-    """Other readings of the same tensors, by what would be wrong with this one: none."""
-    return {}
+    return HeadPlan("redrafter", dialect, config, TABLE, tensors, flags)
 
 
 def rules_of(config: ReDrafterConfig) -> Rules:
-    """From the table's names to Apple's, whose last lm_head is the head."""
+    """Return the renames from the table's names to Apple's, where the last lm_head is the output layer."""
     return ((r"^head\.weight$", f"lm_head.{config.num_blocks}.weight"),)
 
 
-LAYOUTS = {"apple": rules_of}
-
-
-def describe(config: ReDrafterConfig, layout: str, about: dict[str, Any]) -> dict[str, Any]:
-    """config.json."""
+def describe(config: ReDrafterConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
+    """Return config.json."""
     return {
         "model_type": MODEL_TYPE,
         "vocab_size": config.vocab_size,
@@ -87,6 +60,16 @@ def describe(config: ReDrafterConfig, layout: str, about: dict[str, Any]) -> dic
         "exit_dim": config.exit_width,
         "num_draft_layers": config.num_blocks,
         "rnn": config.has_weights,
-        "base_model_name_or_path": about["name"],
+        "base_model_name_or_path": info.target,
         "torch_dtype": config.dtype,
     }
+
+
+FORMAT = HeadFormat(
+    kinds=("redrafter",),
+    table=TABLE,
+    dialect_of=dialect_of,
+    plan=plan,
+    layouts={"apple": rules_of},
+    describe=describe,
+)

@@ -1,7 +1,7 @@
-"""The heads that come with specjax: of the demo model, so that a head can be tried where there is none yet.
+"""The heads that come with specjax, for the demo model.
 
-They were trained on two CPU cores, on the target's own answers: docs/heads.md says what they serve, and each folder's
-card.json how it is made again.
+They were trained on two CPU cores, on responses of the target. docs/heads.md has their acceptance lengths, and the
+card.json in each folder has the commands that reproduce them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 from specjax.models.loading import DEMO
 
 NAMES = ("smollm2-135m-eagle3", "smollm2-135m-p-eagle")
-"""What `load_head` and --draft call them; the first is what drafts where nothing else is said."""
+"""The names that `load_head` and --draft accept. The first head drafts for the demo model by default."""
 
 
-def folder(name: str) -> Path:
-    """Of one of NAMES."""
+def find_folder(name: str) -> Path:
+    """Return the folder of one of NAMES."""
     return Path(__file__).parents[2] / "shipped" / name
 
 
-def head_of(target: str | None) -> Path | None:
-    """The folder of the one that drafts for a target, by what `load` calls that."""
-    return folder(NAMES[0]) if target in (None, DEMO) else None
+def default_head(target: str | None) -> Path | None:
+    """Return the folder of the head that drafts by default for a target of `load`; None: there is none."""
+    return find_folder(NAMES[0]) if target in (None, DEMO) else None

@@ -1,7 +1,7 @@
-"""Which of the target's ids a head drafts: maps of differences (d2t), flags (t2d) and lists (FR-Spec).
+"""Draft vocabularies: maps from a head's own ids to the target's, as differences (d2t), flags (t2d) or lists (FR-Spec).
 
-A d2t holds for each of the head's own ids what must be added to get the target's; FR-Spec's lists hold the target's ids
-themselves, the most frequent first.
+A d2t has, for each of the head's own ids, the number to add to get the target's id. FR-Spec's lists have the target's
+ids themselves, the most frequent first.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from specjax.models.loading.tensors import torch_file
 from specjax.models.loading.tensors.tensors import INTEGERS, read_integers
 
 
-def drafted_ids(tensors: Tensors, size: int, vocab: int, folder: Path) -> np.ndarray | None:
-    """int64[size]: the target's id of each of the head's own; None: they are the same. Uses up the maps.
+def take_drafted_ids(tensors: Tensors, size: int, vocab: int, folder: Path) -> np.ndarray | None:
+    """Return the target's ids int64[size] of the head's own ids, or None if both are the same.
 
-    Raises: UsageError for a missing map, or one of another size or to ids that there are not.
+    The maps are removed from `tensors`.
+
+    Raises: UsageError for a missing map, a map of another size, or ids outside of the vocabulary.
     """
     deltas, flags = (tensors.pop(name, None) for name in ("d2t", "t2d"))
     if size == vocab:
         return None
-    for name, tensor, wanted in (("d2t", deltas, size), ("t2d", flags, vocab)):
-        if tensor is not None and (tensor.shape != (wanted,) or tensor.kind not in INTEGERS):
+    for name, tensor, length in (("d2t", deltas, size), ("t2d", flags, vocab)):
+        if tensor is not None and (tensor.shape != (length,) or tensor.kind not in INTEGERS):
             raise UsageError(
-                f"{folder} has a {name} of shape {quote(list(tensor.shape))} and type {tensor.kind}, not of {wanted} "
+                f"{folder} has a {name} of shape {quote(list(tensor.shape))} and type {tensor.kind}, not of {length} "
                 "whole numbers"
             )
     if deltas is not None:
@@ -45,24 +47,24 @@ def drafted_ids(tensors: Tensors, size: int, vocab: int, folder: Path) -> np.nda
             f"{folder} drafts {size} of the target's {vocab} ids and has no map of them, d2t or t2d; save it with its "
             "map"
         )
-    check_ids(ids, vocab, f"{folder} has a d2t", "a d2t holds differences, lists of ids are given as a token map")
+    check_ids(ids, vocab, f"{folder} has a d2t", "a d2t has differences; give a list of ids as a token map")
     return ids
 
 
-def check_ids(ids: np.ndarray, vocab: int, what: str, fix: str = "choose one of this target") -> None:
-    """Raises: UsageError for ids beyond the vocabulary, or one that is there twice."""
+def check_ids(ids: np.ndarray, vocab: int, where: str, fix: str = "choose one of this target") -> None:
+    """Raise a UsageError for ids outside of the vocabulary, or repeated ones. where: the beginning of the error."""
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab):
         worst = int(ids.max() if ids.max() >= vocab else ids.min())
-        raise UsageError(f"{what} that leads to id {worst}, and the target has {vocab}; {fix}")
-    known, counts = np.unique(ids, return_counts=True)
-    if len(known) < len(ids):
-        raise UsageError(f"{what} that leads to id {int(known[np.argmax(counts)])} {int(counts.max())} times")
+        raise UsageError(f"{where} that leads to id {worst}, and the target has {vocab}; {fix}")
+    unique, counts = np.unique(ids, return_counts=True)
+    if len(unique) < len(ids):
+        raise UsageError(f"{where} that leads to id {int(unique[np.argmax(counts)])} {int(counts.max())} times")
 
 
 def read_token_map(source: str | Path, vocab: int) -> np.ndarray:
-    """int64[n]: FR-Spec's list of the ids that are drafted, of a file or of "org/name/file.pt" on the hub.
+    """Read FR-Spec's list of drafted ids int64[n] from a file, or from "org/name/file.pt" on the hub.
 
-    Raises: UsageError for what is none of this vocabulary.
+    Raises: UsageError for a file without such a list, or ids outside of the vocabulary.
     """
     file = Path(source).expanduser()
     in_hub = re.fullmatch(r"([\w.-]+/[\w.-]+)/([\w.-]+\.pt)", Path(source).as_posix())
@@ -76,16 +78,16 @@ def read_token_map(source: str | Path, vocab: int) -> np.ndarray:
     return ids
 
 
-def places(ids: np.ndarray, vocab: int) -> jnp.ndarray:
-    """int32[V]: which of the head's own ids each of the target's is; `len(ids)`: none."""
+def place_table(ids: np.ndarray, vocab: int) -> jnp.ndarray:
+    """Return the head's own id of each of the target's ids as int32[V]; `len(ids)`: the head cannot draft it."""
     table = np.full(vocab, len(ids), np.int32)
     table[ids] = np.arange(len(ids))
     return jnp.asarray(table)
 
 
-def ids_of(place: np.ndarray, size: int) -> np.ndarray:
-    """int64[size], of what `places` gives."""
+def place_ids(place: np.ndarray, size: int) -> np.ndarray:
+    """Return the target's ids int64[size] from the result of `place_table`."""
     ids = np.zeros(size, np.int64)
-    known = np.flatnonzero(place < size)
-    ids[place[known]] = known
+    drafted = np.flatnonzero(place < size)
+    ids[place[drafted]] = drafted
     return ids

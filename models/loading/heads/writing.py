@@ -1,6 +1,6 @@
-"""Heads to files that others serve: the layouts of vllm speculators and of a method's authors, and vLLM's Medusa.
+"""Writing of heads in the layouts of vllm speculators, of a method's authors and of vLLM's Medusa.
 
-What an author pickles is written as safetensors here, under the same names.
+Files that an author pickles are written as safetensors, with the same tensor names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,16 +18,22 @@ from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import first_line
 from specjax.models.heads.contract import DraftHead
-from specjax.models.loading.heads import kinds, vocabulary
+from specjax.models.loading.heads import vocabulary
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.registry import format_of
+from specjax.models.loading.heads.target_fit import target_spec
 from specjax.types import Target
 
 NUMBER = r"(?<=\.)\d+(?=\.)"
 NO_TENSORS = "vocabulary.place", "confidence.temperatures"
-"""Parameters that are made of a map, or of the config."""
+"""Parameters that are stored as a map of ids or in config.json."""
 
 
 def stored_name(table: Mapping[str, str], path: str) -> str:
-    """The tensor of a parameter: `others.0.mlp.up.weight` by `layers.*+1.mlp.up_proj.weight` is that of `layers.1`."""
+    """Return the tensor name of a parameter.
+
+    For example, the table entry `layers.*+1.mlp.up_proj.weight` maps `others.0.mlp.up.weight` to `layers.1...`.
+    """
     numbers = iter(re.findall(NUMBER, path))
     template = table[re.sub(NUMBER, "*", path)]
     return re.sub(r"\*(\+1)?", lambda star: str(int(next(numbers)) + bool(star[1])), template)
@@ -37,32 +42,32 @@ def stored_name(table: Mapping[str, str], path: str) -> str:
 def save_head(
     folder: str | Path, head: DraftHead, *, layout: str | None = None, target: Target | None = None, num_tokens: int = 5
 ) -> None:
-    """Write config.json and model.safetensors, over those that are there.
+    """Write config.json and model.safetensors into a folder, and replace existing ones.
 
     Args:
-      layout: one of those that the kind has, "speculators" or "safeailab" for EAGLE-3 (docs/heads.md); None: the first
-        of them that has words for the head.
-      target: what the config names as the model that it drafts for. num_tokens: how many it suggests to draft.
+      layout: a layout of the kind, for example "speculators" or "safeailab" for EAGLE-3 (docs/heads.md); None: the
+        first one that can represent the head.
+      target: the model that the config names as the head's target. num_tokens: the draft length that it suggests.
 
-    Raises: UsageError for a layout that the kind does not have or that has no words for the head, or a folder that
-      cannot be written.
+    Raises: UsageError for a layout that the kind lacks or that cannot represent the head, or a folder that cannot be
+      written.
     """
     from safetensors import SafetensorError
 
-    name, kind, config = head.head.kind, kinds.of(head.head.kind), head.head.config
+    kind, head_format = head.head.kind, format_of(head.head.kind)
     layout, described = check_writable(head, layout=layout, target=target, num_tokens=num_tokens)
-    rules = kind.LAYOUTS[layout]
+    rules = head_format.layouts[layout]
     tensors, maps = {}, {}
     for path, value in jax.tree_util.tree_flatten_with_path(head.params)[0]:
         keys = ".".join(str(entry.key) for entry in path)
         if keys == "vocabulary.place":
-            maps = _maps(np.asarray(value), name)
+            maps = _id_maps(np.asarray(value), kind)
         if keys in NO_TENSORS:
             continue
-        stored = stored_name(kind.TABLE, keys)
-        for pattern, replacement in rules(config) if callable(rules) else rules:
-            stored = re.sub(pattern, replacement, stored)
-        tensors[stored] = value.reshape(getattr(kind, "SHAPES", {}).get(stored, value.shape))
+        name = stored_name(head_format.table, keys)
+        for pattern, replacement in rules(head.head.config) if callable(rules) else rules:
+            name = re.sub(pattern, replacement, name)
+        tensors[name] = value.reshape(head_format.shapes.get(name, value.shape))
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -76,44 +81,45 @@ def save_head(
 def check_writable(
     head: DraftHead, *, layout: str | None = None, target: Target | None = None, num_tokens: int = 5
 ) -> tuple[str, dict[str, Any]]:
-    """(layout, config.json) that `save_head` writes of a head, of which shapes are enough: before it is trained.
+    """Return the layout and the config.json that `save_head` writes. Shapes are enough, so call it before training.
 
-    Raises: UsageError as `save_head`.
+    Raises: UsageError like `save_head`.
     """
-    kind = kinds.of(head.head.kind)
-    if layout is not None and layout not in kind.LAYOUTS:
-        raise UsageError(f'heads of {head.head.kind} have the layouts {", ".join(kind.LAYOUTS)}, not "{layout}"')
-    of = target.model.name if target is not None else ""
-    about = {"name": of, "architectures": _architectures(target), "num_tokens": num_tokens, "params": head.params}
-    return _described(kind, head.head.config, [layout] if layout else list(kind.LAYOUTS), about)
+    head_format = format_of(head.head.kind)
+    if layout is not None and layout not in head_format.layouts:
+        raise UsageError(f'heads of {head.head.kind} have the layouts {", ".join(head_format.layouts)}, not "{layout}"')
+    name = target.model.name if target is not None else ""
+    info = SaveInfo(name, _architectures(target), num_tokens, head.params)
+    return _describe(head_format, head.head.config, [layout] if layout else list(head_format.layouts), info)
 
 
-def _described(
-    kind: ModuleType, config: Any, layouts: Sequence[str], about: dict[str, Any]
+def _describe(
+    head_format: HeadFormat, config: Any, layouts: Sequence[str], info: SaveInfo
 ) -> tuple[str, dict[str, Any]]:
-    """The first of the layouts that has words for a head, and its config.json. Raises: UsageError, the first one's."""
-    refused = None
+    """Return the first layout that can represent a head, and its config.json.
+
+    Raises: UsageError of the first layout, if none can.
+    """
+    first_error = None
     for layout in layouts:
         try:
-            return layout, kind.describe(config, layout, about)
+            return layout, head_format.describe(config, layout, info)
         except UsageError as error:
-            refused = refused or error
-    assert refused is not None
-    raise refused
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
-def _maps(place: np.ndarray, kind: str) -> dict[str, np.ndarray]:
-    """The map of a trimmed vocabulary: differences and flags, or for vLLM's Medusa the ids."""
+def _id_maps(place: np.ndarray, kind: str) -> dict[str, np.ndarray]:
+    """Return the map of a draft vocabulary: differences and flags, or the ids for vLLM's Medusa."""
     size = int(place.max())
-    ids = vocabulary.ids_of(place, size)
+    ids = vocabulary.place_ids(place, size)
     if kind == "medusa":
         return {"token_map": ids}
     return {"d2t": ids - np.arange(size), "t2d": place < size}
 
 
 def _architectures(target: Target | None) -> list[str]:
-    from specjax.models.loading.heads.checkpoint_contents import reader_of
-
     if target is None:
         return []
-    return [f"{(reader_of(target).family or 'llama').capitalize()}ForCausalLM"]
+    return [f"{(target_spec(target).family or 'llama').capitalize()}ForCausalLM"]

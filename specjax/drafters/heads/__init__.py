@@ -1,1 +1,1 @@
-"""The drafter of draft heads. `head_drafter` builds it for every kind; PPD drafts differently and has a file of its own."""
+"""The drafters of draft heads: `head_drafter` for all kinds, and PPD, which drafts differently."""

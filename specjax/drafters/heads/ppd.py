@@ -1,18 +1,19 @@
-"""Parallel Prompt Decoding (PPD): the pass that verifies a tree reads prompts below its nodes, and what it says of
-those below the last accepted one is the next draft.
+"""Parallel Prompt Decoding (PPD): the target pass reads prompts below its nodes, and predicts the next draft there.
 
 Chen, Luk, Yiu, Li, Mishchenko, Venieris, Fan: Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration
 of LLM Inference (2024), arXiv 2405.18628.
 
-Rule: `specjax.models.heads.ppd`; node (i_1, ..., i_j) of the tree is the guess of rank i_j at distance j. A row with s
-guesses verifies the tree of state s, whose node v has c(v) prompts below it; where the path ends at v, state c(v) is
-next. A row begins without guesses, in state 0: the root alone, and prompts below it. Trees and prompts are those of the
-most tokens per cost, `specjax.trees.shape_search.dynamic_sparse`, by the costs of `specjax.costs`. There is no pass of the head.
-Guarantee: distribution (a point-mass tree, q = 1 of each guess). The paper's typical acceptance is `verifiers.typical`,
-lossy. Prompts are not nodes of the tree (`specjax.types.SoftPrompts`): no rule sees one, and no node sees one.
-Deviations: the root and any node may have prompts or none, whichever is worth more; the authors give every candidate at
-least one and the root none. A state's pass is compiled as wide as its own tree; theirs are filled up to one width. In a
-batch all rows pass by the width of the largest tree among them, which the costs do not know.
+Rule: `specjax.models.heads.ppd` defines the prompts. Node (i_1, ..., i_j) of the tree is the guess of rank i_j at
+distance j. A row with guesses for s distances verifies the tree of state s. Its node v has c(v) prompts below it, and
+if the accepted path ends at v, the next state is c(v). A row starts without guesses in state 0: the root and the
+prompts below it. `specjax.trees.shape_search.dynamic_sparse` chooses trees and prompts for the most tokens per cost,
+with the costs of `specjax.costs`. The head has no pass of its own.
+Guarantee: distribution (a point-mass tree, q = 1 for each guess). The paper's typical acceptance is
+`verifiers.typical`, lossy. Prompts are not nodes of the tree (`specjax.types.SoftPrompts`), so neither the rule nor any
+node reads them.
+Deviations: the root and every node may have prompts or none, whichever is worth more. The authors give each candidate
+at least one and the root none. The pass of a state is compiled with the width of its own tree; the authors pad all
+passes to one width. In a batch, the largest tree sets the width for all rows, which the costs do not model.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ from specjax.costs.tokens import rank_acceptance
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead, Head
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.shape_search.dynamic_sparse import Accuracy, Rates, Shape, dynamic_sparse
+from specjax.trees.shape_search.dynamic_sparse import Accuracy, Rates, SparseTree, dynamic_sparse
 from specjax.trees.templates import Template
 from specjax.types import Array, Context, Drafter, Hooks, Output, SoftPrompts, TokenTree, Traits, TreeSize, Verdict
 
-LARGEST = 256
+MAX_NODES = 256
 CPU_NODES, NODES = 16, 64
-"""Tokens of a pass, at most: as `auto` has it, by how dear wide passes are."""
+"""Most tokens of a pass, as in `auto`: wide passes are expensive on CPUs."""
 RATES = 0.5, 0.35, 0.25
-"""By distance, the chance that a guess is right once those of lower ranks are not; below the last it stays. An
-assumption, for heads of which nothing was measured."""
+"""Assumed probability, by distance, that a guess is right if all better ranks are wrong; the last one repeats.
+
+It is used for heads without measured accuracies."""
 RANKS = 10
 
 
 class State(NamedTuple):
-    """What the last pass said."""
+    """The guesses from the last target pass."""
 
     guesses: Array  # int32[B, m, R], the likeliest tokens at each distance, best first
-    known: Array  # int32[B], the distances for which there are any: the state of the row
+    num_distances: Array  # int32[B], number of distances with guesses: the state of the row
 
 
 def ppd(
@@ -59,66 +61,66 @@ def ppd(
     costs: costs_of.Costs = None,
     platform: str | None = None,
 ) -> Drafter:
-    """The trees that the costs choose, in passes of at most `num_nodes` tokens.
+    """Draft the trees with the most tokens per cost, in passes of at most `num_nodes` tokens.
 
     Args:
-      num_nodes: tokens of a pass, root and prompts included; default: CPU_NODES or NODES, by the platform.
-      accuracy: [distance][rank], how often this guess is right, as `models.heads.ppd.rank_accuracy` measures; default:
-        an assumption, RATES.
-      costs: from `specjax.costs`, or numbers, of passes over 1, 2, ..., `num_nodes` tokens; None: `costs.estimated` for
-        one row and the dtype of the head. platform: what the program is for, "cpu", "gpu" or "tpu"; None: what JAX runs
-        on.
+      num_nodes: tokens of a pass, including root and prompts; default: CPU_NODES or NODES, by the platform.
+      accuracy: [distance][rank], how often the guess is right, as measured by `models.heads.ppd.rank_accuracy`;
+        default: assumed from RATES.
+      costs: costs from `specjax.costs`, or numbers, of passes over 1, 2, ..., `num_nodes` tokens; None:
+        `costs.estimated` for one row and the dtype of the head.
+      platform: "cpu", "gpu" or "tpu", where the program will run; None: JAX's default backend.
 
     State: m R token ids per row.
-    Raises: UsageError for chances that are none or of more distances than the head has, costs that do not fit, or too
-      few nodes for a candidate and a prompt.
+    Raises: UsageError for invalid probabilities, more distances than the head has, costs of another length, or too few
+      nodes for a candidate and a prompt.
     """
-    _, shapes = plan_of(head.head, num_nodes, accuracy, costs, platform)
+    _, shapes = plan_trees(head.head, num_nodes, accuracy, costs, platform)
     return _functions(head.head, shapes).replace(params=head.params)
 
 
-def plan_of(
+def plan_trees(
     head: Head,
     num_nodes: int | None = None,
     accuracy: Accuracy | None = None,
     costs: costs_of.Costs = None,
     platform: str | None = None,
-) -> tuple[Rates, tuple[Shape, ...]]:
-    """The trees, by state, and what they are worth. Arguments: of `ppd`."""
+) -> tuple[Rates, tuple[SparseTree, ...]]:
+    """Return the rates and the trees by state. Args: see `ppd`."""
     c = head.config
     if num_nodes is None:
         num_nodes = CPU_NODES if (platform or jax.default_backend()) == "cpu" else NODES
-    accuracy = assumed(c.num_prompts) if accuracy is None else tuple(map(tuple, accuracy))
+    accuracy = assumed_accuracy(c.num_prompts) if accuracy is None else tuple(map(tuple, accuracy))
     if len(accuracy) > c.num_prompts:
-        raise UsageError(f"accuracy is of {len(accuracy)} distances, but the head has prompts for {c.num_prompts}")
+        raise UsageError(f"accuracy has {len(accuracy)} distances, but the head has prompts for {c.num_prompts}")
     if num_nodes < 2 + c.copies:
         raise UsageError(
             f"num_nodes must be at least {2 + c.copies} (root, candidate, a prompt of {c.copies}), not {num_nodes}"
         )
-    if num_nodes > LARGEST:
-        raise UsageError(f"num_nodes must be at most {LARGEST}, whose trees take seconds to plan, not {num_nodes}")
+    if num_nodes > MAX_NODES:
+        raise UsageError(f"num_nodes must be at most {MAX_NODES}, since planning takes seconds there, not {num_nodes}")
     costs_of.check(costs, num_nodes, "token of a pass")
     curve = costs_of.evaluate(costs, range(1, num_nodes + 1), 1, c.dtype, platform)
     return dynamic_sparse(accuracy, tuple(map(float, curve)), c.copies)
 
 
-def assumed(distances: int) -> Accuracy:
-    """RATES as a table."""
+def assumed_accuracy(distances: int) -> Accuracy:
+    """Return RATES as a table [distance][rank]."""
     return tuple(rank_acceptance(RATES[min(i, len(RATES) - 1)], RANKS) for i in range(distances))
 
 
-class _Tables(NamedTuple):
-    """The shapes of all states, one row each, filled up to N nodes and P prompts."""
+class _PromptTables(NamedTuple):
+    """The trees of all states, one row each, padded to N nodes and P prompts."""
 
     parents: np.ndarray  # int32[S, N]
     depths: np.ndarray
     ranks: np.ndarray
     is_node: np.ndarray  # bool[S, N]
-    prompts: np.ndarray  # int32[S, N], how many of each node
-    first: np.ndarray  # int32[S, N], the first of them
+    prompts: np.ndarray  # int32[S, N], prompts of each node
+    first: np.ndarray  # int32[S, N], first prompt of each node
     owner: np.ndarray  # int32[S, P], the node above each prompt; -1: none
-    distance: np.ndarray  # int32[S, P], 0: the first below it
-    room: np.ndarray  # int32[N + 1], prompts that a pass has room for, whose tree has so many nodes or the next width
+    distance: np.ndarray  # int32[S, P], distance of the prompt; 0: the first
+    room: np.ndarray  # int32[N + 1], prompts that a pass has room for, by the nodes of its tree
     widths: tuple[int, ...]
 
     @property
@@ -126,81 +128,83 @@ class _Tables(NamedTuple):
         return int(self.ranks.max()) + 1
 
 
-def _tables(shapes: tuple[Shape, ...]) -> _Tables:
+def _make_tables(shapes: tuple[SparseTree, ...]) -> _PromptTables:
+    """Build the tables of the trees by state."""
     templates = [Template(shape.paths) for shape in shapes]
     sizes = [template.num_nodes for template in templates]
-    n, most = max(sizes), max(sum(shape.prompts) for shape in shapes)
+    n, num_prompts = max(sizes), max(sum(shape.prompts) for shape in shapes)
     fill = lambda rows, size, value: np.array([[*row, *[value] * (size - len(row))] for row in rows], np.int32)
     rows = lambda name: fill([getattr(template, name) for template in templates], n, 0)
     counts = [list(shape.prompts) for shape in shapes]
     widths = sorted(set(sizes))
     room_of = {width: max(sum(c) for c, size in zip(counts, sizes, strict=True) if size <= width) for width in widths}
-    return _Tables(
+    return _PromptTables(
         parents=rows("parents"),
         depths=rows("depths"),
         ranks=rows("ranks"),
         is_node=fill([[1] * size for size in sizes], n, 0).astype(bool),
         prompts=fill(counts, n, 0),
         first=fill([[*itertools.accumulate([0, *row[:-1]])] for row in counts], n, 0),
-        owner=fill([[node for node, c in enumerate(row) for _ in range(c)] for row in counts], most, -1),
-        distance=fill([[i for c in row for i in range(c)] for row in counts], most, 0),
+        owner=fill([[node for node, c in enumerate(row) for _ in range(c)] for row in counts], num_prompts, -1),
+        distance=fill([[i for c in row for i in range(c)] for row in counts], num_prompts, 0),
         room=np.array([room_of[next(w for w in widths if w >= max(size, 1))] for size in range(n + 1)], np.int32),
         widths=tuple(widths),
     )
 
 
 @functools.cache
-def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
-    """The drafter, without its parameters."""
-    tables, c, vectors_of = _tables(shapes), head.config, head.soft_prompts
+def _functions(head: Head, shapes: tuple[SparseTree, ...]) -> Drafter:
+    """Return the drafter without its parameters."""
+    tables, c, vectors_of = _make_tables(shapes), head.config, head.soft_prompts
     assert vectors_of is not None
-    max_depth, copies, n = len(shapes) - 1, c.copies, tables.parents.shape[1]
+    max_distance, copies, n = len(shapes) - 1, c.copies, tables.parents.shape[1]
 
     def init(params, context: Context) -> State:
         assert context.target is not None
         batch, vocab = len(context.length), context.target.model.vocab_size
         if tables.num_ranks > vocab:
-            raise UsageError(f"accuracy is of {tables.num_ranks} ranks and more, and the vocabulary has {vocab} tokens")
-        return State(jnp.zeros((batch, max_depth, tables.num_ranks), jnp.int32), jnp.zeros((batch,), jnp.int32))
+            raise UsageError(f"accuracy has {tables.num_ranks} or more ranks, but the vocabulary has {vocab} tokens")
+        return State(jnp.zeros((batch, max_distance, tables.num_ranks), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
-    def of_state(table: np.ndarray, state: State) -> Array:
-        """[B, ...]."""
-        return gather_at(jnp.asarray(table), state.known)
+    def select(table: np.ndarray, state: State) -> Array:
+        """Return the table's rows [B, ...] for the states of the batch."""
+        return gather_at(jnp.asarray(table), state.num_distances)
 
     def propose(params, keys, state: State, context: Context, limit) -> tuple[TokenTree, State]:
-        depth, rank = of_state(tables.depths, state), of_state(tables.ranks, state)
+        depth, rank = select(tables.depths, state), select(tables.ranks, state)
         place = jnp.maximum(depth - 1, 0) * tables.num_ranks + rank
-        guessed = take_along(state.guesses.reshape(len(depth), -1), place, 1)
-        tokens = jnp.where(depth == 0, context.root, guessed)
-        valid = of_state(tables.is_node, state) & (depth <= limit[:, None])  # in front, for the nodes lie by depth
-        return TokenTree(tokens, of_state(tables.parents, state), valid), state
+        guesses = take_along(state.guesses.reshape(len(depth), -1), place, 1)
+        tokens = jnp.where(depth == 0, context.root, guesses)
+        # Nodes are sorted by depth, so the valid ones come first.
+        valid = select(tables.is_node, state) & (depth <= limit[:, None])
+        return TokenTree(tokens, select(tables.parents, state), valid), state
 
-    def prompts(params, state: State, context: Context, tree: TokenTree) -> SoftPrompts:
+    def soft_prompts(params, state: State, context: Context, tree: TokenTree) -> SoftPrompts:
         width = tree.tokens.shape[1]
         room = int(tables.room[width])
-        owner, distance = (of_state(table[:, :room], state) for table in (tables.owner, tables.distance))
-        there = (owner >= 0) & (owner < width)
-        there &= take_along(tree.valid, jnp.clip(owner, 0, width - 1), 1)
+        owner, distance = (select(table[:, :room], state) for table in (tables.owner, tables.distance))
+        is_valid = (owner >= 0) & (owner < width)
+        is_valid &= take_along(tree.valid, jnp.clip(owner, 0, width - 1), 1)
         each = lambda x: jnp.repeat(x, copies, 1)  # [B, room copies]
-        above = width + jnp.arange(room * copies) - copies
-        parents = jnp.where(each(distance) == 0, jnp.clip(each(owner), 0, width - 1), above)
+        previous = width + jnp.arange(room * copies) - copies
+        parents = jnp.where(each(distance) == 0, jnp.clip(each(owner), 0, width - 1), previous)
         vectors = vectors_of(params)[distance]  # [B, room, copies, D]
-        return SoftPrompts(vectors.reshape(*parents.shape, -1), parents, each(there))
+        return SoftPrompts(vectors.reshape(*parents.shape, -1), parents, each(is_valid))
 
     def observe(params, state: State, context: Context, tree: TokenTree, verdict: Verdict, output: Output) -> State:
         width = tree.tokens.shape[1]
         last = jnp.maximum(take_along(verdict.path, jnp.maximum(verdict.num_nodes - 1, 0)[:, None], 1), 0)  # [B, 1]
-        first, count = (take_along(of_state(table, state), last, 1)[:, 0] for table in (tables.first, tables.prompts))
-        # As if the row were alone: the others may have made the pass wider, with room for more.
+        first, count = (take_along(select(table, state), last, 1)[:, 0] for table in (tables.first, tables.prompts))
+        # Use the room of a batch of this row alone: other rows may have made the pass wider.
         room = gather_at(jnp.asarray(tables.room), jnp.sum(tree.valid, 1, dtype=jnp.int32))
-        place = jnp.minimum(first[:, None] + jnp.arange(max_depth), int(tables.room[width]) - 1)  # [B, m]
+        place = jnp.minimum(first[:, None] + jnp.arange(max_distance), int(tables.room[width]) - 1)  # [B, m]
         place = width + place[:, :, None] * copies + jnp.arange(copies)
-        said = take_along(output.logits, place.reshape(len(place), -1, 1), 1)
-        said = jnp.mean(said.reshape(*place.shape, -1), 2)  # [B, m, V]
-        return State(gumbel_topk(None, said, tables.num_ranks)[0], jnp.clip(room - first, 0, count))
+        logits = take_along(output.logits, place.reshape(len(place), -1, 1), 1)
+        logits = jnp.mean(logits.reshape(*place.shape, -1), 2)  # [B, m, V]
+        return State(gumbel_topk(None, logits, tables.num_ranks)[0], jnp.clip(room - first, 0, count))
 
-    def update(params, state: State, seen: State, verdict: Verdict) -> State:
-        return seen
+    def update(params, state: State, observed: State, verdict: Verdict) -> State:
+        return observed
 
     return Drafter(
         propose=propose,
@@ -209,5 +213,5 @@ def _functions(head: Head, shapes: tuple[Shape, ...]) -> Drafter:
         observe=observe,
         update=update,
         traits=Traits(widths=tuple(width for width in tables.widths if width < n), rewinds=False),
-        hooks=Hooks(soft_prompts=prompts),
+        hooks=Hooks(soft_prompts=soft_prompts),
     )

@@ -95,10 +95,10 @@ HEADS = {
     ("kind", "options", "accepted"),
     [
         ("dflash", {}, 3),
-        ("dspark", {"stop": stops.own(0.6)}, 2),  # a third would be right, too, but the head is not sure
+        ("dspark", {"stop": stops.drafter_confidence(0.6)}, 2),  # a third would be right, too, but the head is not sure
         ("p_eagle", {}, 3),
         exhaustive("dspark", {}, 4),
-        exhaustive("dspark", {"stop": stops.acceptance(0.5, lag=False, predict=stops.own_confidence)}, 3),  # keeps it
+        exhaustive("dspark", {"stop": stops.acceptance(0.5, lag=False, predict=stops.read_confidence)}, 3),  # keeps it
         exhaustive("dflash2", {}, 3),
     ],
 )
@@ -111,11 +111,11 @@ def test_a_block_of_a_head_that_knows_the_target_is_right(kind, options, accepte
 
 
 def test_a_head_without_confidence_has_no_rule_of_its_own():
-    drafter = make_drafter("dflash", target(), HEADS["dflash"](), stop=stops.own())
-    with pytest.raises(UsageError, match="this drafter does not say how sure it is; own:P is for heads with"):
+    drafter = make_drafter("dflash", target(), HEADS["dflash"](), stop=stops.drafter_confidence())
+    with pytest.raises(UsageError, match="this drafter has no confidence head, which own:P needs"):
         decode(target(), drafter, [[1, 2]], key=0, max_new_tokens=2)
 
 
 def test_a_tree_deeper_than_the_block_is_refused():
-    with pytest.raises(UsageError, match="the tree is 4 tokens deep, but the head drafts 3"):
+    with pytest.raises(UsageError, match="the tree is 4 tokens deep, but the head drafts only 3"):
         make_drafter("dflash", target(), HEADS["dflash"](), num_tokens=4)

@@ -83,10 +83,10 @@ def test_guesses_are_those_of_the_last_accepted_token_as_if_the_text_were_read_a
             said = np.asarray(said_at_once(target, head, tokens[row], length[row]))
             best = np.sort(said, -1)[:, ::-1]
             for who, state_of in enumerate(draft):
-                for distance in range(state_of.known[row]):
+                for distance in range(state_of.num_distances[row]):
                     guessed = said[distance, state_of.guesses[row, distance]]
                     apart[who] = max(apart[who], np.abs(guessed - best[distance, : len(guessed)]).max())
-            states.add(draft[0].known[row].item())
+            states.add(draft[0].num_distances[row].item())
     assert len(states) > 1, "the test shows nothing"
     assert apart[0] < 1e-3 and apart[1] > 1e-1 and apart[2] > 1e-1
 
@@ -99,7 +99,7 @@ def test_guesses_that_are_always_right_save_the_passes_that_the_plan_says():
     head = tiny_head("ppd", target)
     head = head.replace(params=jax.tree.map(jnp.abs, head.params))  # the toy mixes its rows by these
     drafter = make_drafter("ppd", target, head, **OPTIONS)
-    _, shapes = ppd.plan_of(head.head, **OPTIONS)
+    _, shapes = ppd.plan_trees(head.head, **OPTIONS)
     passes, length, state = 0, 0, 0
     while length < 20:
         prompts = dict(zip(((), *shapes[state].paths), shapes[state].prompts, strict=True))
@@ -113,7 +113,7 @@ def test_guesses_that_are_always_right_save_the_passes_that_the_plan_says():
 def test_the_tree_is_that_of_the_costs():
     """Of a chip whose passes over dozens of tokens cost one, of a CPU, of a curve that was measured."""
     head = tiny_head("ppd", tiny_llama())
-    widest = lambda **options: max(shape.size(2) for shape in ppd.plan_of(head.head, **options)[1])
+    widest = lambda **options: max(shape.size(2) for shape in ppd.plan_trees(head.head, **options)[1])
     assert widest(platform="tpu") > 40 > 16 >= widest(platform="cpu")
     assert widest(costs=costs.curves.Curve((1, 8, 9, 64), (1.0, 1.0, 4.0, 4.5)), num_nodes=64) == 8
 
@@ -122,8 +122,8 @@ def test_the_tree_is_that_of_the_costs():
     ("options", "words"),
     [
         ({"num_nodes": 3}, r"num_nodes must be at least 4 \(root, candidate, a prompt of 2\), not 3"),
-        ({"accuracy": ((0.5,),) * 4}, "accuracy is of 4 distances, but the head has prompts for 3"),
-        ({"num_nodes": 257}, "num_nodes must be at most 256, whose trees take seconds to plan, not 257"),
+        ({"accuracy": ((0.5,),) * 4}, "accuracy has 4 distances, but the head has prompts for 3"),
+        ({"num_nodes": 257}, "num_nodes must be at most 256, since planning takes seconds there, not 257"),
         ({"num_nodes": 8, "costs": (1.0,) * 7 + (float("nan"),)}, r"one positive number per token of a pass \(8\)"),
         ({"num_nodes": 8, "costs": (1.0,) * 7}, r"one positive number per token of a pass \(8\)"),
         ({"accuracy": ((0.9, 0.3),)}, "sum to at most 1"),

@@ -87,7 +87,7 @@ def test_drafted_nodes_see_what_was_said_in_place_of_trigrams(features, params):
 
     @jax.jit
     def last_of(x):
-        return module.layers(x, blocks.next_step(context, layer, cache, 12), cache)[0]
+        return module.layers(x, blocks.causal_inputs(context, layer, cache, 12), cache)[0]
 
     b, n = 0, int(LENGTH[0])
     text, x = [*TEXT[b, :n], *PATH[b]], list(features[b, : n - 1])

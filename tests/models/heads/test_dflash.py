@@ -14,10 +14,10 @@ from toy import tiny_llama
 
 from specjax import UsageError
 from specjax.models.heads import blocks
-from specjax.models.heads.contract import Drafted, Pairs
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs
 from specjax.models.heads.dflash import DFlash, DFlashConfig, default_taps, dflash_head
 from specjax.models.llama import LlamaConfig
-from specjax.types import Context, Said
+from specjax.types import Context, DraftOutput
 
 LAYER = LlamaConfig(
     vocab_size=16, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=64, qk_norm=True
@@ -202,15 +202,15 @@ def spoken(config, params):
     @jax.jit
     def run(params, target, tokens, features):
         context = Context(tokens, jnp.array(LENGTHS), target=target)
-        pairs = Pairs(features, tokens[:, 1:], jnp.array(LENGTHS) - 1)
-        memory = head.read(params, head.begin(params, context, 2, 16), pairs, context)
+        pairs = FeaturePairs(features, tokens[:, 1:], jnp.array(LENGTHS) - 1)
+        memory = head.read(params, head.init_memory(params, context, 2, 16), pairs, context)
         scratch, said = head.start(params, memory, context, len(PATHS))
         told = [jax.tree.map(lambda x: x[:, None], said)]
         both = lambda *values: jnp.broadcast_to(jnp.array(values), (2, 2))
         for place, parents, seen in ((1, both(0, 0), [(), ()]), (3, both(2, 1), [(2,), (1,)])):
             nodes = PATHS[place : place + 2]
             mask = jnp.array([[n in places for n in range(len(PATHS))] for places in seen])
-            drafted = Drafted(
+            drafted = DraftedNodes(
                 both(*(path[-1] for path in nodes)), both(*map(len, nodes)), jnp.int32(place), parents,
                 jnp.broadcast_to(mask, (2, *mask.shape)),
             )  # fmt: skip
@@ -219,7 +219,7 @@ def spoken(config, params):
         return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *told)
 
     said = run(params, tiny_llama(), TOKENS, FEATURES)
-    return said if isinstance(said, Said) else Said(said, None)
+    return said if isinstance(said, DraftOutput) else DraftOutput(said, None)
 
 
 def wanted(config, params, row):
@@ -291,10 +291,12 @@ def test_masks_are_told_apart_by_their_positions_alone():
         module = blocks.bind(DFlash, config)(params)
         context = Context(TOKENS, jnp.array(LENGTHS), target=target)
         cache = blocks.empty_cache(context, config.layer, 2, 16)
-        pending = module.keys_and_values(FEATURES, blocks.next_step(context, config.layer, cache, 7), cache)
+        pending = module.keys_and_values(FEATURES, blocks.causal_inputs(context, config.layer, cache, 7), cache)
         cache = blocks.commit_first(context, config.layer, cache, pending, jnp.array(LENGTHS) - 1)
         block = jnp.full((2, 4), 63).at[:, 0].set(5)
-        step = blocks.step_of(context, config.layer, cache, cache.length[:, None] + order, jnp.ones((2, 4, 4), bool))
+        step = blocks.pass_inputs(
+            context, config.layer, cache, cache.length[:, None] + order, jnp.ones((2, 4, 4), bool)
+        )
         return module.states(block, step, cache, context)
 
     straight, turned = (run(params_of(config), tiny_llama(), slots) for slots in (np.arange(4), order))
@@ -303,7 +305,7 @@ def test_masks_are_told_apart_by_their_positions_alone():
 
 
 def test_how_many_tokens_a_block_drafts():
-    assert [dflash_head(replace(PLAIN, block_size=2, from_anchor=on)).deepest for on in (False, True)] == [1, 2]
+    assert [dflash_head(replace(PLAIN, block_size=2, from_anchor=on)).max_depth for on in (False, True)] == [1, 2]
     assert default_taps(36, 5) == (2, 10, 18, 26, 34)  # behind layers 1, 9, 17, 25, 33, as published for 36 of them
     assert default_taps(36, 1) == (19,)
 
@@ -311,9 +313,9 @@ def test_how_many_tokens_a_block_drafts():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"markov": "rnn", "selector_rank": 4}, "one of a Markov head, a selector and a Domino head"),
+        ({"markov": "rnn", "selector_rank": 4}, "a Markov head, a selector or a Domino head, but only one"),
         ({"selector_rank": 4, "own_head": True}, "needs the target's 64 tokens, not a draft vocabulary of 16"),
-        ({"confidence": "markov"}, 'confidence="markov" reads the Markov head'),
+        ({"confidence": "markov"}, 'confidence="markov" needs a Markov head'),
         ({"conv_taps": 2, "conv_group": 5}, "conv_group must divide the width 32, and 5 does not"),
         ({"selector_rank": 4, "candidates": 65}, "candidates must be between 1 and the 64"),
         ({"windows": (3,)}, "windows has 1 entries for 2 layers"),

@@ -131,7 +131,7 @@ def test_a_head_that_knows_the_target_is_always_right(knows_by):
     token, feature = (30 * move @ move, 0 * move) if knows_by == "token" else (0 * move, move @ move)
     params["fc"]["weight"] = np.concatenate([token, feature], 1)
     prompts = [[1, 4, 0], [3, 6, 2, 5, 1]]
-    drafter = drafters.falcon(DraftHead(falcon_head(config), params), 2 * k)
+    drafter = drafters.head_drafter(DraftHead(falcon_head(config), params), 2 * k)
     result = decode(target, drafter, prompts, key=0, max_new_tokens=20)
     assert result.to_lists() == decode(target, "autoregressive", prompts, key=0, max_new_tokens=20).to_lists()
     assert result.stats.target_passes.tolist() == [4, 4]

@@ -91,7 +91,7 @@ def test_powers_of_a_permutation_are_always_right():
     powers = {i: {"weight": np.linalg.matrix_power(move, i + 1)} for i in range(3)}
     head = DraftHead(hidden_transfer_head(HiddenTransferConfig(WIDTH, (1, 1, 2))), {"transfers": powers})
     prompts = [[4, 7], [9, 1, 4, 7]]
-    result = decode(target, drafters.hidden_transfer(head), prompts, key=0, max_new_tokens=20)
+    result = decode(target, drafters.head_drafter(head), prompts, key=0, max_new_tokens=20)
     assert result.to_lists()[0] == [(7 + 3 * i) % WIDTH for i in range(1, 21)]
     assert result.stats.target_passes.tolist() == [5, 5]
 
@@ -99,11 +99,11 @@ def test_powers_of_a_permutation_are_always_right():
 def test_a_target_that_cannot_is_refused():
     config = HiddenTransferConfig(WIDTH, (3,))
     head = DraftHead(hidden_transfer_head(config), random_params("hidden_transfer", config))
-    with pytest.raises(UsageError, match=r"above layer 3, but the model llama can run a part of its 2 on states"):
-        decode(tiny_llama(), drafters.hidden_transfer(head), [[1, 2]], key=0, max_new_tokens=2)
+    with pytest.raises(UsageError, match=r"after layer 3 of its target, but the model llama has 2 layers"):
+        decode(tiny_llama(), drafters.head_drafter(head), [[1, 2]], key=0, max_new_tokens=2)
     model = markov().model
     closed = Target(model._replace(capabilities=model.capabilities._replace(streams=False)), markov().params)
     config = replace(config, width=7, behind=(1,))
     head = DraftHead(hidden_transfer_head(config), random_params("hidden_transfer", config))
-    with pytest.raises(UsageError, match="can run no part of its 2 on states that are given"):
-        decode(closed, drafters.hidden_transfer(head), [[1, 2]], key=0, max_new_tokens=2)
+    with pytest.raises(UsageError, match="cannot run its layers on given states"):
+        decode(closed, drafters.head_drafter(head), [[1, 2]], key=0, max_new_tokens=2)

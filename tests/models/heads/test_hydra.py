@@ -110,8 +110,8 @@ def test_a_head_that_sees_the_sampled_token_knows_what_follows_it():
     branch["first"]["residual"]["weight"][:] = np.eye(5, 10, 5)  # reads the root's embedding alone
     branch["head"]["weight"] = 20 * rows.T
     result = decode(
-        target, drafters.hydra(DraftHead(hydra_head(config), params), 1), [[0], [1], [0, 2]], key=1, temperature=1.0,
-        max_new_tokens=60, sampling="coupled",
+        target, drafters.head_drafter(DraftHead(hydra_head(config), params), 1), [[0], [1], [0, 2]],
+        key=1, temperature=1.0, max_new_tokens=60, sampling="coupled",
     )  # fmt: skip
     # Coupled draws from the target's own distribution are the target's.
     assert result.stats.target_passes.tolist() == [30, 30, 30]

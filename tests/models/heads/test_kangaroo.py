@@ -36,19 +36,19 @@ def run(drafter, **options):
 
 def test_without_an_adapter_it_is_an_early_exit():
     never = trees.stops.confidence(0.0)
-    ours = run(drafters.kangaroo(idle(1), 3, stop=never), temperature=1.0)
+    ours = run(drafters.head_drafter(idle(1), 3, stop=never), temperature=1.0)
     assert ours == run(drafters.early_exit(tiny_llama(), 1, num_tokens=3, stop=never), temperature=1.0)
 
 
 def test_behind_all_layers_it_is_the_target():
-    text, passes = run(drafters.kangaroo(idle(2), 3, stop=trees.stops.confidence(0.0)))
+    text, passes = run(drafters.head_drafter(idle(2), 3, stop=trees.stops.confidence(0.0)))
     assert passes == [5, 5, 5]
     assert text == run("autoregressive")[0]
 
 
 def test_a_token_that_is_not_sure_ends_the_draft():
     """One draft a round where none is ever sure: two tokens a pass behind all layers."""
-    assert run(drafters.kangaroo(idle(2), 3, stop=trees.stops.confidence(1.1)))[1] == [10, 10, 10]
+    assert run(drafters.head_drafter(idle(2), 3, stop=trees.stops.confidence(1.1)))[1] == [10, 10, 10]
 
 
 def test_what_it_drafts_is_what_it_says_of_that_text():
@@ -80,5 +80,5 @@ def test_what_it_drafts_is_what_it_says_of_that_text():
 
 
 def test_a_target_with_fewer_layers_is_refused():
-    with pytest.raises(UsageError, match=r"the first 3 layers of its target, but the model .* of its 2;"):
-        run(drafters.kangaroo(idle(3), 3))
+    with pytest.raises(UsageError, match=r"the first 3 layers of its target, but the model .* of its 2 layers alone;"):
+        run(drafters.head_drafter(idle(3), 3))

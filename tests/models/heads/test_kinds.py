@@ -4,7 +4,7 @@ import pytest
 import toy
 
 from specjax.errors import UsageError
-from specjax.models.heads.kinds import KINDS, written
+from specjax.models.heads.kinds import KINDS, format_changes
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ from specjax.models.heads.kinds import KINDS, written
     ],
 )
 def test_changes(kind, words, wanted):
-    assert KINDS[kind].change(words) == wanted
-    assert wanted is None or written(dict([wanted])) == [words]
+    assert KINDS[kind].parse_change(words) == wanted
+    assert wanted is None or format_changes(dict([wanted])) == [words]
 
 
 @pytest.mark.parametrize("kind", sorted(kind for kind, row in KINDS.items() if row.taps))
@@ -40,5 +40,5 @@ def test_streams_and_width_of_a_head(kind):
     assert head.taps == (0, 3)
     assert KINDS[kind].of_target(target).layer.mlp_width == target.mlp_width
     for wrong in ((4,), (-1, 2), (), (3, 0), (1, 1)):
-        with pytest.raises(UsageError, match=r"taps are streams of the target, 0 .* to 3"):
+        with pytest.raises(UsageError, match=r"taps must be rising streams of the target from 0 .* to 3"):
             KINDS[kind].of_target(target, taps=wrong)

@@ -23,7 +23,7 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.m2r2 import M2R2, M2R2Config, m2r2_head
 
 CONFIG = M2R2Config(depths.WIDTH, exit_layer=4, rank=4, router_width=4)
-NEVER = trees.stops.own(0.0)
+NEVER = trees.stops.drafter_confidence(0.0)
 
 
 def head_of(config=CONFIG, **changes) -> DraftHead:
@@ -40,9 +40,9 @@ def run(drafter, target=None, **options):
 def test_a_stream_that_is_not_faster_is_an_early_exit(stacked, temperature):
     """B = 0: drafts, and what they were drawn from, are those of the first layers."""
     head, target = head_of(up=np.zeros((4, depths.WIDTH, 4), np.float32)), depths.target(stacked)
-    ours = run(drafters.m2r2(head, 3, stop=NEVER), target, temperature=temperature)
+    ours = run(drafters.head_drafter(head, 3, stop=NEVER), target, temperature=temperature)
     assert ours == run(drafters.early_exit(target, 4, num_tokens=3), target, temperature=temperature)
-    assert ours != run(drafters.m2r2(head_of(), 3, stop=NEVER), target, temperature=temperature)
+    assert ours != run(drafters.head_drafter(head_of(), 3, stop=NEVER), target, temperature=temperature)
 
 
 @jax.jit
@@ -50,7 +50,7 @@ def passed(params, target, tokens):
     """What is pending of the target's own stream in the first layers, and the fast streams behind them."""
     module = bind(M2R2, CONFIG)(params)
     cache = target.model.init_cache(target.params, None, len(tokens), 0)
-    output, pending = one_pass(target.model, target.params, tokens, cache, (1, 2, 3, 4), run=module.accelerated())
+    output, pending = one_pass(target.model, target.params, tokens, cache, (1, 2, 3, 4), run=module.two_streams())
     return (pending.k, pending.v), output.taps
 
 
@@ -85,20 +85,20 @@ def test_streams_come_closer_and_say_the_same_more_often():
 
 
 def test_a_trained_stream_drafts_what_the_target_says():
-    passes = [sum(run(drafters.m2r2(of, 3, stop=NEVER))[1]) for of in trained()[:2]]
+    passes = [sum(run(drafters.head_drafter(of, 3, stop=NEVER))[1]) for of in trained()[:2]]
     assert passes[1] < 0.8 * passes[0]  # of the texts that it was trained on
 
 
 def test_a_router_that_is_not_sure_ends_the_draft():
-    text, passes = run(drafters.m2r2(trained()[1], 3))
+    text, passes = run(drafters.head_drafter(trained()[1], 3))
     assert text == depths.texts(depths.target())
-    never = run(drafters.m2r2(trained()[1], 3, stop=trees.stops.own(1.1)))
+    never = run(drafters.head_drafter(trained()[1], 3, stop=trees.stops.drafter_confidence(1.1)))
     assert never == (text, [depths.NEW] * 3) and passes != never[1]
 
 
 def drafter_for(target):
     config = replace(CONFIG, exit_layer=2)
-    return drafters.m2r2(DraftHead(m2r2_head(config), random_params("m2r2", config)), 2, stop=NEVER)
+    return drafters.head_drafter(DraftHead(m2r2_head(config), random_params("m2r2", config)), 2, stop=NEVER)
 
 
 def test_sampled_text_has_the_joint_law_of_the_target():
@@ -122,4 +122,4 @@ def test_what_does_not_fit():
     with pytest.raises(UsageError, match="train_m2r2 trains heads of m2r2, and this is one of medusa"):
         adaptive.train_m2r2(tiny_llama(), tiny_head("medusa", tiny_llama()), *depths.lesson())
     with pytest.raises(UsageError, match=r"of width 32 through the first 4 layers of its target, but .* has 2"):
-        decode(tiny_llama(), drafters.m2r2(head_of(), 3), [[1, 2]], key=0, max_new_tokens=2)
+        decode(tiny_llama(), drafters.head_drafter(head_of(), 3), [[1, 2]], key=0, max_new_tokens=2)

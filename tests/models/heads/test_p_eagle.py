@@ -12,7 +12,7 @@ from heads import config_of, tiny_head
 from toy import tiny_llama
 
 from specjax import UsageError
-from specjax.models.heads.contract import Drafted, Pairs
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs
 from specjax.models.heads.eagle3 import Eagle3Config, eagle3_head
 from specjax.models.heads.p_eagle import p_eagle_head
 from specjax.types import Context
@@ -28,16 +28,16 @@ def test_each_depth_is_one_more_pair_of_masks():
 
     @jax.jit
     def run(params, target):
-        context, pairs = Context(tokens, lengths, target=target), Pairs(features, tokens[:, 1:], lengths - 1)
-        memory = ours.head.read(params, ours.head.begin(params, context, 2, 16), pairs, context)
+        context, pairs = Context(tokens, lengths, target=target), FeaturePairs(features, tokens[:, 1:], lengths - 1)
+        memory = ours.head.read(params, ours.head.init_memory(params, context, 2, 16), pairs, context)
         scratch, first = ours.head.start(params, memory, context, 3)
         fill = lambda value: jnp.full((2, 1), value)
         said = [first]
         for depth in (1, 2):
-            drafted = Drafted(fill(9), fill(depth), jnp.int32(depth), fill(depth - 1), jnp.zeros((2, 1, 3), bool))
+            drafted = DraftedNodes(fill(9), fill(depth), jnp.int32(depth), fill(depth - 1), jnp.zeros((2, 1, 3), bool))
             said.append(ours.head.follow(params, scratch, drafted, context)[1][:, 0])
         plain = {name: part for name, part in params.items() if name != "mask_hidden"}
-        mask = Pairs(
+        mask = FeaturePairs(
             jnp.broadcast_to(params["mask_hidden"], (2, 1, 96)), fill(config.mask_token), jnp.ones(2, jnp.int32)
         )
         wanted = []

@@ -10,7 +10,7 @@ from head_runs import LENGTH, PATH, TEXT, features_of, random_params, said_of
 from toy import tiny_llama
 
 from specjax import trees
-from specjax.drafters.heads.learned import as_drafted
+from specjax.drafters.heads.head_drafter import to_drafted_nodes
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.redrafter import ReDrafterConfig, redrafter_head
 from specjax.types import Context
@@ -92,7 +92,7 @@ def test_a_beam_search_finds_the_authors_beams(params, features, width):
     @jax.jit
     def drafted(params, last):
         scratch, logits = head.start(params, last, context, builder.places)
-        feed = lambda scratch, frontier: head.follow(params, scratch, as_drafted(frontier), context)
+        feed = lambda scratch, frontier: head.follow(params, scratch, to_drafted_nodes(frontier), context)
         limit = jnp.full_like(context.length, depth)
         return trees.grow(builder, feed, scratch, context.root[:, 0], logits, None, context, limit)[0].tree
 

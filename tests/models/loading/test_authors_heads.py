@@ -109,7 +109,7 @@ def test_the_self_check_of_kangaroo_runs_the_targets_own_layers(tmp_path):
     }
     head = load_head(d.write(tmp_path, d.layers(8) | {"exit_layer": 1}, arrays), small)
     [(reason, second)] = kangaroo.variants(head, 2).items()
-    assert "behind layer 2 of the target, and was read as of layer 1; write exit_layer 2" in reason
+    assert "after layer 2 of the target, but was read with layer 1; write exit_layer 2" in reason
     assert agreement(small, second, read_text(small, list(range(3, 23)), [second])) == 1.0
 
 
@@ -198,7 +198,7 @@ def test_chimera_in_three_files_and_in_one(tmp_path):
     whole = {f"{file}.{name}": x for file, arrays in files.items() for name, x in arrays.items()}
     one = d.write(tmp_path / "one", d.layers(8) | {"chimera_num_heads": 1}, whole)
     again = read_head(one, target())
-    assert "says 1 heads, and the file has 2" in again.notes[0]
+    assert "lists 1 heads, but the file has 2" in again.notes[0]
     jax.tree.map(np.testing.assert_array_equal, again.head.params, found.head.params)
     with pytest.raises(UsageError, match=r"heads of a vocabulary of 64, and the target tiny has 65"):
         load_head(one, shapes_of_target(vocab_size=65))

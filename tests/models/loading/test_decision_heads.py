@@ -48,7 +48,7 @@ def chance(arrays, blocks):
 def test_an_acceptance_head(only, tmp_path):
     arrays = tensors(3, only)
     head = read_acceptance(folder_of(tmp_path / "head", arrays))
-    np.testing.assert_allclose(head.accepted(FEATURES), chance(arrays, 3), atol=1e-5)
+    np.testing.assert_allclose(head.acceptance(FEATURES), chance(arrays, 3), atol=1e-5)
     save_acceptance(tmp_path / "again", head)
     jax.tree.map(np.testing.assert_array_equal, read_acceptance(tmp_path / "again"), head)
     whole = arrays | {
@@ -66,18 +66,18 @@ def test_an_acceptance_head_of_pytorch(tmp_path):
     place = folder_of(tmp_path / "head", {}, num_layers=2)
     (place / "model.safetensors").unlink()
     torch.save({name: torch.from_numpy(x) for name, x in arrays.items()}, place / "pytorch_model.bin")
-    np.testing.assert_allclose(read_acceptance(place).accepted(FEATURES), chance(arrays, 2), atol=1e-5)
+    np.testing.assert_allclose(read_acceptance(place).acceptance(FEATURES), chance(arrays, 2), atol=1e-5)
 
 
 def test_an_untrained_acceptance_head_has_even_odds():
-    np.testing.assert_array_equal(init_acceptance(D).accepted(FEATURES), np.full(len(FEATURES), 0.5, np.float32))
+    np.testing.assert_array_equal(init_acceptance(D).acceptance(FEATURES), np.full(len(FEATURES), 0.5, np.float32))
 
 
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
         (lambda a: a.pop("model.3.bias"), {}, r"no tensor model\.3\.bias"),
-        (lambda a: None, {"num_layers": 2}, r'has "model\.2\.linear\.bias", which is no tensor of such a head'),
+        (lambda a: None, {"num_layers": 2}, r'has "model\.2\.linear\.bias", which is not a tensor of such a head'),
         (lambda a: None, {"hidden_size": 7}, r"model\.0\.linear\.weight of shape \[6, 6\], and it must be \[7, 7\]"),
         (lambda a: None, {"hidden_size": None}, "lacks the field hidden_size"),
         (lambda a: a.update({"model.3.bias": np.array([np.nan, 0], np.float32)}), {}, "not finite"),
@@ -112,10 +112,10 @@ def test_a_judge_with_and_without_its_features_standardised(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"weight": np.ones((3, D))}, "no weight of one or two rows"),
+        ({"weight": np.ones((3, D))}, "no weight with one or two rows"),
         ({"weight": np.ones(D)}, "no tensor bias"),
         ({"weight": np.ones((2, D)), "bias": np.ones(1)}, "a bias of 1 numbers, and a weight of 2 rows"),
-        ({"weight": np.ones(D), "bias": np.ones(1), "scale": np.zeros(D)}, "scale that is not above 0"),
+        ({"weight": np.ones(D), "bias": np.ones(1), "scale": np.zeros(D)}, "scale with entries that are not above 0"),
         ({"weight": np.ones(D), "bias": np.ones(1), "mean": np.ones(3)}, r"mean of shape \[3\], and it must be \[6\]"),
         ({"weight": np.ones(D), "bias": np.ones(1), "other": np.ones(3)}, 'has "other", which is no tensor'),
         ({"weight": np.ones(D), "bias": np.ones(1), "threshold": np.ones(2)}, "threshold of 2 numbers"),

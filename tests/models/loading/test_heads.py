@@ -360,7 +360,7 @@ TENSORS = {
     "missing": (lambda a: a.pop("fc.weight"), "no tensor fc.weight"),
     "missing too": (lambda a: a.pop("layers.0.mlp.up_proj.weight"), r"1 missing \(layers.0.mlp.up_proj.weight\)"),
     "unexpected": (lambda a: a.update(extra=np.zeros(3, np.float32)), r"1 unexpected \(extra\)"),
-    "no head": (lambda a: a.pop("lm_head.weight"), "no lm_head.weight, and drafts 16 of the target's 64 ids"),
+    "no head": (lambda a: a.pop("lm_head.weight"), "no lm_head.weight, but drafts 16 of the target's 64 ids"),
     "no map": (lambda a: (a.pop("d2t"), a.pop("t2d")), "drafts 16 of the target's 64 ids and has no map of them"),
     "ids for differences": (lambda a: a.update(d2t=d.IDS + 40), r"d2t that leads to id 87, and the target has 64"),
     "an id twice": (lambda a: a.update(d2t=np.append(a["d2t"][:-1], a["d2t"][-2] - 1)), "leads to id 31 2 times"),
@@ -473,7 +473,7 @@ def test_the_likeliest_reason_of_a_low_agreement_is_the_reading_that_mends_it():
     of, move = shifting()
     at_embedding = check_head(knowing(move, taps=(0,)), of, TEXT)
     assert at_embedding.agreement < 0.2 and "its layer ids count outputs of layers; as streams" in at_embedding.reason
-    assert "[1] (with that they agree at 100%)" in at_embedding.reason
+    assert "[1] (with that change they agree at 100%)" in at_embedding.reason
     nothing = knowing(np.zeros_like(move))
     assert "another target or fine-tune" in check_head(nothing, of, TEXT).reason
     of_another = nothing._replace(trained_for="org/Other-8B")
@@ -633,14 +633,14 @@ def test_prompts_of_ppd(tmp_path):
         assert recognise(folder) == ("ppd", "peft")
         found = read_head(folder, target())
         assert found.head.head.config == PpdConfig(d.D, 3, 2) and found.trained_for == "target"
-        prompts = found.head.head.prompts(found.head.params)
+        prompts = found.head.head.soft_prompts(found.head.params)
         np.testing.assert_array_equal(prompts[2, 1], arrays["prompt_embeddings"][5])
         np.testing.assert_array_equal(np.reshape(prompts, (6, d.D)), arrays["prompt_embeddings"])
     ((reason, other),) = ppd.variants(found.head, d.L).items()
     assert "one copy" in reason
-    np.testing.assert_array_equal(other.head.prompts(other.params)[2, 1], arrays["prompt_embeddings"][1 * 3 + 2])
+    np.testing.assert_array_equal(other.head.soft_prompts(other.params)[2, 1], arrays["prompt_embeddings"][1 * 3 + 2])
     for number, (changes, words) in enumerate((
-        ({"num_special_tokens": 2}, "has 6 prompts, and .* says 2 num_special_tokens of 2"),
+        ({"num_special_tokens": 2}, "has 6 prompts, and .* has 2 num_special_tokens of 2"),
         ({"num_special_tokens": None}, "has no num_special_tokens: its prompts were not trained to draft"),
         ({"vt_attention_type": "decoder"}, 'vt_attention_type "decoder", and for 2 copies ensemble is supported'),
         ({"aggregation_type": "weighted"}, 'aggregation_type "weighted", and only mean'),

@@ -21,7 +21,7 @@ from specjax.models.loading.heads.writing import NO_TENSORS, stored_name
 
 
 def shapes(config):
-    """Without what is the target's affair."""
+    """Return the shapes without the target's own parts."""
     layer = getattr(config, "layer", None)
     plain = config if layer is None else replace(config, layer=replace(layer, tied=False, name="", cache_bits=False))
     return replace(plain, vocab_size=target().model.vocab_size) if hasattr(config, "vocab_size") else plain
@@ -39,9 +39,9 @@ def test_every_kind_is_read_back_bit_by_bit(kind, tmp_path):
     save_head(tmp_path, head, target=target())
     kind_of, dialect = recognise(tmp_path)
     assert kind_of == kind and dialect in format_of(kind).layouts
-    found = read_head(tmp_path, target())
-    assert not found.notes and not found.unused
-    same(found.head, head)
+    actual = read_head(tmp_path, target())
+    assert not actual.notes and not actual.unused
+    same(actual.head, head)
 
 
 VARIANTS = {
@@ -77,7 +77,7 @@ LAYERED = [kind for kind in KINDS if kind not in WITHOUT_LAYERS]
 
 @pytest.mark.parametrize("kind", LAYERED)
 def test_every_parameter_of_a_layer_has_a_name_in_files(kind):
-    """Of one like Qwen2's and Qwen3's too."""
+    """This includes layers like those of Qwen2 and Qwen3."""
     config = config_of(kind, target())
     layer = replace(config.layer, qk_norm=True, qkv_bias=True)
     params = abstract_head(kind, replace(config, layer=layer)).params
@@ -87,7 +87,7 @@ def test_every_parameter_of_a_layer_has_a_name_in_files(kind):
 
 
 def test_the_words_of_authors_who_pickle(tmp_path):
-    """Names and fields are theirs, only the container is another."""
+    """Names and fields are those of the authors; only the container differs."""
     expected = {
         "hydra": ({"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "prefix-mlp"},
                   {"hydra_mlp.0.1.res_connection.weight", "hydra_mlp.2.3.linear.bias", "hydra_lm_head.1.1.weight"}),
@@ -100,8 +100,8 @@ def test_the_words_of_authors_who_pickle(tmp_path):
     }  # fmt: skip
     for kind, (fields, names) in expected.items():
         save_head(tmp_path / kind, numbered_head(kind, target()))
-        said = json.loads((tmp_path / kind / "config.json").read_text())
-        assert {name: said[name] for name in fields} == fields
+        outputs = json.loads((tmp_path / kind / "config.json").read_text())
+        assert {name: outputs[name] for name in fields} == fields
         assert names <= load_file(tmp_path / kind / "model.safetensors").keys()
 
 
@@ -120,10 +120,10 @@ def test_what_no_layout_has_words_for_is_refused(tmp_path):
 
 
 def test_heads_that_are_not_in_the_file_are_not_made(tmp_path):
-    """A layout for ten thousand takes a minute to say that they are missing."""
+    """A layout for ten thousand heads would take a minute to list the missing ones."""
     save_head(tmp_path, numbered_head("mlp_speculator", target()))
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(said | {"n_predict": 10_000}))
+    outputs = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(outputs | {"n_predict": 10_000}))
     with pytest.raises(UsageError, match=r"has n_predict 10000, and .* has 3 heads"):
         load_head(tmp_path, target())
 

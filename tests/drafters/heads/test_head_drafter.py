@@ -17,7 +17,7 @@ from tiers import exhaustive, those
 from toy import tiny_llama
 
 from specjax import UsageError, decode, drafters, make_drafter, trees
-from specjax.drafters.heads import learned
+from specjax.drafters.heads import head_drafter
 from specjax.engine.prepare import Settings
 
 
@@ -78,9 +78,9 @@ def of_rejected_nodes(drafter):
 @pytest.mark.parametrize("name", those({"eagle"}, ["eagle", "falcon", "hidden_transfer"]))
 @pytest.mark.parametrize("mutant", [of_the_token_before, of_rejected_nodes])
 def test_features_of_other_tokens_are_caught(mutant, name, monkeypatch):
-    functions = learned._functions
+    functions = head_drafter._functions
     monkeypatch.setattr(
-        learned, "_functions", functools.cache(lambda *a: (d := functions(*a)).replace(observe=mutant(d)))
+        head_drafter, "_functions", functools.cache(lambda *a: (d := functions(*a)).replace(observe=mutant(d)))
     )
     assert differs(*after_rounds(name, tree=trees.branching("2x2x1"))) > 1e-2
 
@@ -92,14 +92,14 @@ def test_a_head_that_knows_the_target_is_always_right(knows_by):
     none = np.zeros_like(move)
     head = knowing(target, 30 * move, none) if knows_by == "token" else knowing(target, none, move)
     prompts = [[0], [1, 4], [3, 6, 2, 5, 1]]
-    result = decode(target, drafters.eagle(head, 4), prompts, key=0, max_new_tokens=20)
+    result = decode(target, drafters.head_drafter(head, 4), prompts, key=0, max_new_tokens=20)
     assert result.to_lists() == decode(target, "autoregressive", prompts, key=0, max_new_tokens=20).to_lists()
     # A text of one token has no feature yet: its first round drafts from nothing.
     assert result.stats.target_passes.tolist() == [5, 4, 4]
 
 
 def test_a_tree_deeper_than_the_head_is_refused():
-    with pytest.raises(UsageError, match="the tree is 4 tokens deep, but the head drafts 3"):
+    with pytest.raises(UsageError, match="the tree is 4 tokens deep, but the head drafts only 3"):
         make_drafter("medusa", tiny_llama(), tiny_head("medusa", tiny_llama()), num_tokens=4)
 
 
@@ -107,14 +107,17 @@ def test_a_tree_deeper_than_the_head_is_refused():
 def test_a_head_beside_what_drafts_deeper_must_take_that_in(combine):
     """Else it would lose count of the text, which no text shows."""
     head = tiny_head("eagle3", tiny_llama())
-    short, deep = (drafters.eagle3(head, tree=trees.parse("top:2x1"), longest=longest) for longest in (None, 8))
+    short, deep = (
+        drafters.head_drafter(head, tree=trees.parse("top:2x1"), max_accepted=max_accepted)
+        for max_accepted in (None, 8)
+    )
     make = {
         "choice": lambda of_head: drafters.choice(drafters.prompt_lookup(7), of_head),
         "suffix": lambda of_head: drafters.suffix(7, fallback=of_head),
         "rasd": lambda of_head: drafters.rasd(of_head, drafters.suffix(7)),
     }[combine]
     with pytest.raises(
-        UsageError, match="7 drafted tokens, and one of the drafters takes in 2; make it with longest=8"
+        UsageError, match="7 drafted tokens, and one of the drafters takes in 2; make it with max_accepted=8"
     ):
         make(short)
     assert make(deep).traits.max_accepted == 8

@@ -1,0 +1,208 @@
+"""Checks of a head against its target, and parameters that a head takes from the target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.files.untrusted import quote
+from specjax.models.gemma3 import Gemma3Config
+from specjax.models.llama import LlamaConfig
+from specjax.models.loading.families import llama
+from specjax.models.loading.families.config_fields import LAYERS, ConfigFields
+from specjax.models.loading.heads.checkpoint_contents import Contents, Tensors
+from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
+from specjax.types import Array, Target
+
+FAMILIES = {
+    "Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Olmo2": "olmo2", "Olmo3": "olmo3",
+    "Gemma2": "gemma2", "Gemma3": "gemma3",
+}  # fmt: skip
+"""Families of targets by the beginning of `architectures` in config.json."""
+
+
+class TargetSpec(NamedTuple):
+    """The properties of the target that a head must fit."""
+
+    target: Target
+    name: str
+    width: int
+    vocab_size: int
+    num_layers: int
+    family: str | None
+    dtype: str
+
+
+def target_spec(target: Target) -> TargetSpec:
+    """Return the properties of a target. Raises: UsageError for a target that shares no embedding or output layer."""
+    model, config = target.model, target.model.config
+    if model.embed is None or model.unembed is None:
+        raise UsageError(f"the target {model.name} shares no embedding and output layer, which draft heads need")
+    stream = jax.eval_shape(model.embed, target.params, jnp.zeros((1, 1), jnp.int32))
+    family = None
+    if isinstance(config, Gemma3Config):
+        family = "gemma3" if config.qk_norm else "gemma2"
+    elif isinstance(config, LlamaConfig):
+        kind = llama.model_type_of(config)
+        family = kind if kind in FAMILIES.values() else "llama"
+    layers = model.capabilities.num_layers
+    return TargetSpec(target, model.name, stream.shape[-1], model.vocab_size, layers, family, str(stream.dtype))
+
+
+def layer_config(
+    fields: ConfigFields, tensors: Tensors, first: str, count: int, spec: TargetSpec, *, windows: bool = True
+) -> LlamaConfig:
+    """Return the shapes of a head's decoder layers. Biases and q/k norms are detected in the file.
+
+    Args:
+      first: name of the attention of the first layer. count: number of layers in the file.
+      windows: True: all layers have the window of the config; False: windows are ignored.
+
+    Raises: UsageError for a config with another number of layers, or with mixed windows.
+    """
+    kind = fields.text("model_type", "llama")
+    changes = {"model_type": kind if kind in llama.ROWS_OF_HF else "llama", "attention_bias": None, "mlp_bias": None}
+    if not windows:
+        changes |= {"layer_types": None, "sliding_window": None, "use_sliding_window": None}
+    values = {**fields.values, **{fields.prefix + name: value for name, value in changes.items()}}
+    fields = ConfigFields(values, fields.where, fields.prefix)
+    num_layers = fields.size("num_hidden_layers", count, maximum=LAYERS)
+    if num_layers != count:
+        raise UsageError(
+            f"{fields.where} has num_hidden_layers {num_layers}, and the file has {count} layers of a head"
+        )
+    config = llama.config_from_hf(fields, dtype=spec.dtype, cache_bits=jax.default_backend() == "cpu", name=spec.name)
+    if config.is_global is not None:
+        raise UsageError(
+            f"{fields.where} mixes windowed and full attention layers, which specjax does not support in heads"
+        )
+    has = lambda part: f"{first}.{part}" in tensors
+    return config.draft_head_config(
+        count,
+        qkv_bias=has("q_proj.bias") or has("qkv_proj.bias"),
+        qk_norm=has("q_norm.weight"),
+        tied=False,
+    )
+
+
+def target_layer_config(spec: TargetSpec, layer: str) -> LlamaConfig:
+    """Return the shape of the target's decoder layers, for heads with files that do not describe their layer.
+
+    layer: a description for the error. Raises: UsageError for a target without Llama-like layers.
+    """
+    config = spec.target.model.config
+    if not isinstance(config, LlamaConfig):
+        raise UsageError(f"{layer} needs a Llama-like target, and {spec.name} is not one; choose a head of this target")
+    return config.draft_head_config()
+
+
+def trained_target(contents: Contents) -> str | None:
+    """Return the name of the target in the config, or None."""
+    verifier = contents.config.subfields("speculators_config").subfields("verifier")
+    return verifier.text("name_or_path", None) or contents.config.text("base_model_name_or_path", None)
+
+
+def check_equal(where: str, name: str, value: int, expected: int, owner: str) -> None:
+    """Raise a UsageError unless `value`, a number of the files, is `expected`.
+
+    name, owner: descriptions of both numbers for the error.
+    """
+    if value != expected:
+        raise UsageError(f"{where} has {name} {value}, and {owner} {expected}; choose a head of this target")
+
+
+def check_fits_target(where: str, width: int, vocab_size: int, spec: TargetSpec, named: str = "hidden_size") -> None:
+    """Raise a UsageError for a head with another width or vocabulary. named: the config's name of the width."""
+    check_equal(where, named, width, spec.width, f"the width of the target {spec.name} is")
+    check_equal(where, "vocab_size", vocab_size, spec.vocab_size, f"the vocabulary of the target {spec.name} has")
+
+
+def resolve_taps(
+    contents: Contents,
+    tensors: Tensors,
+    spec: TargetSpec,
+    ids: Sequence[int],
+    field: str,
+    default: Callable[[int], Sequence[int]],
+    notes: list[str],
+) -> tuple[int, ...]:
+    """Return the streams of the target that a head reads. Their number must match the columns of fc.
+
+    Args:
+      ids, field: the streams that config.json lists, and the name of that field.
+      default: `(number of streams) -> streams` for a config that lists none.
+
+    Raises: UsageError for another number of streams, or a stream that the target lacks.
+    """
+    columns = tensors.shape("fc.weight", contents.folder)[-1]
+    count, remainder = divmod(columns, spec.width)
+    if remainder:
+        raise UsageError(
+            f"{contents.folder} has fc.weight with {columns} columns, not a multiple of {spec.width}, the width of the "
+            f"target {spec.name}"
+        )
+    where = contents.config.where
+    if not ids and count <= LAYERS and default(count):
+        ids = default(count)
+        notes.append(f"{where} lists no layers of the target; assumed the authors' default {list(ids)}")
+    elif len(ids) != count:
+        named = f"{field} names {len(ids)}" if ids else "config.json does not list them"
+        raise UsageError(f"{contents.folder} has fc.weight for {count} of the target's streams, and {named}")
+    missing = [i for i in ids if not 0 <= i <= spec.num_layers]
+    if missing:
+        raise UsageError(
+            f"{where} reads the target's stream {quote(missing[0])} ({field or 'by default'}), and {spec.name} has "
+            f"{spec.num_layers} layers; choose a head of this target"
+        )
+    return tuple(ids)
+
+
+def check_family(contents: Contents, spec: TargetSpec) -> None:
+    """Raise a UsageError if the config names a target of another family."""
+    verifier = contents.config.subfields("speculators_config").subfields("verifier")
+    for name in verifier.array("architectures", str):
+        match = re.match("|".join(FAMILIES), name)
+        family = FAMILIES[match[0]] if match else None
+        if family and spec.family and family != spec.family:
+            raise UsageError(
+                f"the head of {contents.config.where} is for {quote(name)}, and the target {spec.name} is of the "
+                f"family {spec.family}; choose a head of this target"
+            )
+
+
+def take_embedding(tensors: Tensors, spec: TargetSpec, notes: list[str]) -> bool:
+    """Return True if the head has an embedding of its own. A copy of the target's table is removed, and noted."""
+    tensor = tensors.get("embed_tokens.weight")
+    if tensor is not None and _is_target_embedding(tensor, spec):
+        tensors.pop("embed_tokens.weight")
+        notes.append("embed_tokens equals the target's embedding and is shared")
+        return False
+    return tensor is not None
+
+
+def _is_target_embedding(tensor: TensorLocation, spec: TargetSpec) -> bool:
+    model, params = spec.target.model, spec.target.params
+    if tensor.shape != (spec.vocab_size, spec.width) or model.embed is None:
+        return False
+    for start in range(0, spec.vocab_size, 4096):
+        stop = min(start + 4096, spec.vocab_size)
+        expected = np.asarray(model.embed(params, jnp.arange(start, stop)[None])[0], np.float32)
+        if not np.array_equal(np.asarray(read_rows(tensor, start, stop), spec.dtype).astype(np.float32), expected):
+            return False
+    return True
+
+
+def unembedding_rows(spec: TargetSpec, ids: Sequence[int] | np.ndarray) -> Array:
+    """Return the rows [len(ids), D] of the target's output layer for these ids."""
+    unembed, params, columns = spec.target.model.unembed, spec.target.params, jnp.asarray(ids)
+    assert unembed is not None
+    basis = np.eye(spec.width, dtype=spec.dtype)
+    some = jax.jit(lambda part: jnp.take(unembed(params, part), columns, axis=-1))
+    parts = [some(basis[start : start + 256]) for start in range(0, spec.width, 256)]
+    return jnp.concatenate(parts, 0).T.astype(spec.dtype)

@@ -1,0 +1,126 @@
+"""The drafter of draft heads: a head reads the target's features of committed tokens and grows a tree level by level.
+
+Before each draft, the head reads the pairs of the last step (`specjax.drafters.heads.pending_pairs`). The alignment of
+features, tokens and positions is defined in `specjax.models.heads.contract`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.drafters.heads import pending_pairs
+from specjax.drafters.heads.pending_pairs import State
+from specjax.errors import UsageError
+from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head
+from specjax.models.heads.kinds import KINDS
+from specjax.trees import Builder, Stop, operations, stops
+from specjax.trees.contracts import Frontier
+from specjax.trees.growing import GrownTree
+from specjax.types import Array, Context, Drafter, Hooks, Output, PyTree, TokenTree, Traits, TreeSize, Verdict
+
+
+def head_drafter(
+    head: DraftHead,
+    num_tokens: int | None = None,
+    *,
+    tree: Builder | None = None,
+    stop: Stop | None = None,
+    keep_logits: bool = False,
+    max_accepted: int | None = None,
+) -> Drafter:
+    """Draft a chain of `num_tokens` tokens, or a `tree` from `specjax.trees`, with a head of any kind but PPD.
+
+    The rule, guarantee and deviations of each kind are in its file of `specjax.models.heads`, and so is the row with
+    the defaults of the options.
+
+    Args:
+      num_tokens: length of the chain; default: that of the row, or as many tokens as the head drafts.
+      tree: for example `trees.eagle2()`, the tree of EAGLE-2 and 3, or `trees.medusa()`.
+      stop: a stop condition from `trees.stops`; default: that of the row, if any. `trees.stops.confidence(0)` and
+        `trees.stops.drafter_confidence(0)` never stop.
+      keep_logits: store the head's distributions in greedy and coupled decoding too, for a controller that reads them.
+      max_accepted: tokens that a step may accept, root included, if this drafter is part of another one; default: the
+        depth of the tree + 1.
+
+    State: the head's memory of the text (keys and values of its layers, or its last feature) and the features of one
+      accepted path.
+    Raises: UsageError for a tree deeper than the head drafts, or a head of PPD.
+    """
+    row = KINDS[head.head.kind].method
+    defaults = {option.name: option.default for option in row.options}
+    if stop is None and defaults.get("stop") is not None:
+        stop = stops.parse(defaults["stop"])
+    if num_tokens is None:
+        num_tokens = defaults.get("num_tokens") or head.head.max_depth or 1
+    return tree_drafter(head, trees.make_builder(num_tokens, tree, stop, keep_logits), max_accepted)
+
+
+def tree_drafter(head: DraftHead, builder: Builder, max_accepted: int | None = None) -> Drafter:
+    """Return the drafter of a head that grows trees with `builder`. Args and errors: see `head_drafter`."""
+    if head.head.soft_prompts is not None:
+        kind = head.head.kind
+        raise UsageError(f"a {kind} head drafts in the target pass, with trees of its own; choose method {kind}")
+    max_depth = head.head.max_depth
+    if max_depth is not None and builder.max_depth > max_depth:
+        raise UsageError(
+            f"the tree is {builder.max_depth} tokens deep, but the head drafts only {max_depth}; choose a shorter tree"
+        )
+    return _functions(head.head, builder, max_accepted or builder.max_depth + 1).replace(params=head.params)
+
+
+@functools.cache
+def _functions(head: Head, builder: Builder, max_accepted: int) -> Drafter:
+    """Return the drafter without its parameters."""
+
+    def propose(params, keys, state: State, context: Context, limit) -> tuple[TokenTree, State]:
+        state = pending_pairs.read_pending(head, params, state, context)
+        grow = lambda: grow_tree(head, builder, params, state.memory, keys, context, limit).tree
+        shapes = jax.eval_shape(grow)
+        empty_draft = lambda: operations.root_only(context.root, shapes)
+        return jax.lax.cond(jnp.any(limit > 0), grow, empty_draft), state
+
+    def observe(params, state, context: Context, tree: TokenTree, verdict: Verdict, output: Output) -> FeaturePairs:
+        return pending_pairs.accepted_pairs(head, max_accepted, tree, verdict, output)
+
+    return Drafter(
+        propose=propose,
+        size=TreeSize(builder.num_nodes, builder.max_depth),
+        init=lambda params, context: pending_pairs.init_state(head, params, context, max_accepted),
+        observe=observe,
+        update=lambda params, state, pairs, verdict: pending_pairs.append(state, pairs),
+        traits=Traits(
+            draws=builder.draws,
+            widths=builder.widths,
+            taps=head.taps,
+            max_accepted=max_accepted,
+            rewinds=False,
+            follows_any_tree=True,
+        ),
+        hooks=Hooks(
+            prefill=functools.partial(pending_pairs.read_prompt, head),
+            axes=functools.partial(pending_pairs.state_axes, head),
+        ),
+    )
+
+
+def grow_tree(
+    head: Head, builder: Builder, params: PyTree, memory: PyTree, keys: Array | None, context: Context, limit: Array
+) -> GrownTree:
+    """Draft a tree with a head. Its `memory` must contain all pairs."""
+    scratch, output = head.start(params, memory, context, builder.places)
+
+    def feed(scratch: PyTree, frontier: Frontier):
+        return head.follow(params, scratch, to_drafted_nodes(frontier), context)
+
+    return trees.grow(builder, feed, scratch, context.root[:, 0], output, keys, context, limit)[0]
+
+
+def to_drafted_nodes(frontier: Frontier) -> DraftedNodes:
+    """Return a frontier as heads read it. The root is not among the seen nodes, since its pair is in the memory."""
+    places = jnp.arange(frontier.visible.shape[2])
+    parent = jnp.max(jnp.where(frontier.visible, places, 0), 2)  # nodes are fed after their ancestors
+    return DraftedNodes(frontier.tokens, frontier.depth, frontier.place, parent, frontier.visible & (places > 0))
