@@ -1,4 +1,4 @@
-"""What the model tests share: tiny Hugging Face folders, a reference in torch, and a plain driver of `Model`."""
+"""Shared fixtures of the model tests: tiny Hugging Face folders, a reference in torch, and a driver of `Model`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ LENGTHS = (18, 11)  # of the two texts of a ragged batch
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """Files that belong to the tests."""
+    """Return the folder of test files."""
     return Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="session")
 def weights():
-    """`weights(file name)`: a real model file from $SPECJAX_MODELS or ~/.cache/specjax/models; skips without it."""
+    """Return `weights(file name)`, a real model file from $SPECJAX_MODELS or ~/.cache/specjax/models. It skips without
+    it.
+    """
 
     def find(name: str) -> Path:
         folder = Path(os.environ.get("SPECJAX_MODELS", "~/.cache/specjax/models")).expanduser()
@@ -36,12 +38,12 @@ def weights():
 
 @pytest.fixture(scope="session")
 def texts() -> np.ndarray:
-    """int32[2, 18]: random tokens; the second text counts only to LENGTHS[1]."""
+    """Return random tokens int32[2, 18]. The second text counts only to LENGTHS[1]."""
     return np.random.default_rng(0).integers(0, VOCAB, (2, max(LENGTHS))).astype(np.int32)
 
 
 def hf_model(kind: str, **changes):
-    """A tiny torch model of a Hugging Face `model_type` with weights large enough that every part of it matters."""
+    """Build a tiny torch model of a Hugging Face `model_type` with weights so large that every part matters."""
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     sizes = dict(
@@ -53,7 +55,7 @@ def hf_model(kind: str, **changes):
 
 
 def loud(model, centred: bool = False):
-    """With random weights for all. centred: its norms hold w and multiply by 1 + w."""
+    """Set random weights everywhere. centred: its norms store w and multiply by 1 + w."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -70,7 +72,7 @@ def loud(model, centred: bool = False):
 
 
 def save(model, folder: Path, **options) -> Path:
-    """The model as a Hugging Face folder with a small tokenizer."""
+    """Save the model as a Hugging Face folder with a small tokenizer."""
     tokenizers = pytest.importorskip("tokenizers")
     model.save_pretrained(folder, **options)
     words = {"<unk>": 0, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
@@ -82,7 +84,7 @@ def save(model, folder: Path, **options) -> Path:
 
 
 def reference(model, texts) -> tuple[list, list]:
-    """Logits [T, V] of each text of the batch, and its hidden states [layers + 1, T, D] (last: after the norm)."""
+    """Compute logits [T, V] of each text, and its hidden states [layers + 1, T, D] (last: after the norm)."""
     import torch
 
     logits, hidden = [], []
@@ -96,7 +98,7 @@ def reference(model, texts) -> tuple[list, list]:
 
 @functools.cache
 def jitted(model, taps):
-    """One program per model and taps: forward, and commit of the first `num_nodes` tokens."""
+    """Return one program per model and taps: forward, and commit of the first `num_nodes` tokens."""
 
     @jax.jit
     def run(params, tokens, cache, num_nodes):
@@ -111,7 +113,7 @@ def jitted(model, taps):
 
 
 def ours(target, texts, cut: tuple[int, int] = (0, 0), taps=()):
-    """(logits, taps, hidden) of each text of the ragged batch, with `cut[b]` tokens of row b committed first.
+    """Compute (logits, taps, hidden) of each text of the ragged batch, with `cut[b]` tokens of row b committed first.
 
     Both pieces have the same width, so they share a program.
     """
@@ -133,7 +135,7 @@ def ours(target, texts, cut: tuple[int, int] = (0, 0), taps=()):
 
 @pytest.fixture(scope="session")
 def tiny():
-    """The functions above, for tests that cannot import a neighbour."""
+    """Return the functions above, for tests that cannot import a neighbour."""
     from types import SimpleNamespace
 
     return SimpleNamespace(

@@ -1,5 +1,6 @@
-"""Commit: after any tree and any path the cache equals a fresh prefill of the committed text. Kept as int8, it is as
-good as that, whatever was pending when.
+"""Commit: after any tree and any path the cache equals a fresh prefill of the committed text.
+
+An int8 cache is just as good, whatever was pending when.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ NODES, CAPACITY = 6, 2 * CHUNK + 64
 
 
 def slots(cache, length):
-    """The slots below `length` of every layer, one array."""
+    """Return the slots below `length` of every layer as one array."""
     is_quantized = lambda x: isinstance(x, Quantized)
     leaves = jax.tree.leaves((cache.k, cache.v), is_leaf=is_quantized)
     leaves = [np.asarray(dequantize(leaf) if is_quantized(leaf) else leaf)[..., :length, :] for leaf in leaves]
@@ -75,18 +76,18 @@ def test_commit_of_a_path_equals_a_fresh_prefill(stacked, data):
         text[b, lengths[b] : lengths[b] + keep] = tokens[b, walk[:keep]]
     cache = finite(filled(target, jnp.asarray(text), jnp.array(lengths)))
     after = verify_pass(target, cache, jnp.asarray(tokens), jnp.array(parents), jnp.asarray(path), jnp.asarray(count))
-    whole = filled(target, jnp.asarray(text), jnp.array(lengths) + count)
-    assert after.length.tolist() == whole.length.tolist()
+    full = filled(target, jnp.asarray(text), jnp.array(lengths) + count)
+    assert after.length.tolist() == full.length.tolist()
     for b in range(2):
         n = int(after.length[b])
         row = lambda c, b=b: jax.tree.map(lambda x: jnp.take(x, jnp.array([b]), axis=x.ndim - 4), (c.k, c.v))
         one = lambda c, row=row: kv.KVCache(*row(c), c.length)
-        np.testing.assert_allclose(slots(one(after), n), slots(one(whole), n), atol=2e-5)
+        np.testing.assert_allclose(slots(one(after), n), slots(one(full), n), atol=2e-5)
 
 
 @jax.jit
 def finite(cache):
-    """Dead slots hold large numbers, not nan, which 0 * nan would spread."""
+    """Fill dead slots with large numbers instead of nan, which 0 * nan would spread."""
     return jax.tree.map(lambda x: jnp.nan_to_num(x, nan=1e9) if x.dtype == jnp.float32 else x, cache)
 
 
@@ -129,7 +130,7 @@ def test_prefill_in_chunks_equals_one_pass_and_rows_may_differ():
 
 
 def copies_of_the_cache(drafter, batch, cache_dtype=None):
-    """Copies of a layer's slots within the loops of the compiled program of `decode`."""
+    """Return the copies of a layer's slots within the loops of the compiled program of `decode`."""
     prompts = (jnp.ones((batch, 384), jnp.int32), jnp.full((batch,), 384))
     target = tiny_llama(head_dim=64, cache_dtype=cache_dtype)
     job = prepare(target, drafter, prompts, Settings(), key=jax.random.key(0), max_new_tokens=32)
@@ -143,8 +144,8 @@ def copies_of_the_cache(drafter, batch, cache_dtype=None):
 
 
 def test_steps_do_not_copy_the_cache(monkeypatch):
-    own = swift(tiny_llama(head_dim=64), 2, layers=(0, 1), window=4)  # reads the target's cache in branches
-    for drafter in (autoregressive(), prompt_lookup(3), own):
+    device_part = swift(tiny_llama(head_dim=64), 2, layers=(0, 1), window=4)  # reads the target's cache in branches
+    for drafter in (autoregressive(), prompt_lookup(3), device_part):
         assert copies_of_the_cache(drafter, 8) == []
     assert copies_of_the_cache(prompt_lookup(3), 8, "int8") == []
     monkeypatch.setattr(kv, "write_dependency", lambda x: jnp.zeros(x.shape[0], jnp.int32))
@@ -161,20 +162,20 @@ def int8(target):
 @pytest.mark.parametrize("stacked", [exhaustive(False), True])
 def test_int8_greedy_text_does_not_depend_on_the_draft(stacked):
     """It is that of plain decoding with the same cache."""
-    whole = tiny_llama(stacked=stacked)
-    target = int8(whole)
-    noisy = jax.tree.map(lambda x: x * (1 + 0.2 * jax.random.normal(jax.random.key(5), x.shape)), whole.params)
-    draft = int8(Target(whole.model, noisy))
+    full = tiny_llama(stacked=stacked)
+    target = int8(full)
+    noisy = jax.tree.map(lambda x: x * (1 + 0.2 * jax.random.normal(jax.random.key(5), x.shape)), full.params)
+    draft = int8(Target(full.model, noisy))
     options = {"key": jax.random.key(3), "max_new_tokens": 60}
     plain = specjax.decode(target, autoregressive(), PROMPTS, **options).to_lists()
     for drafter in (prompt_lookup(3), two_model(draft, tree=specjax.trees.parse("2x1"))):
-        found = specjax.decode(target, drafter, PROMPTS, **options)
-        assert found.to_lists() == plain
-        assert found.block_efficiency.mean() > 1.3  # so that much was pending when it was seen
+        actual = specjax.decode(target, drafter, PROMPTS, **options)
+        assert actual.to_lists() == plain
+        assert actual.block_efficiency.mean() > 1.3  # so that much was pending when it was seen
 
 
 def one_pass_and_steps(target, tokens):
-    """The logits of a text as one pass, and as one token after the other."""
+    """Compute the logits of a text in one pass, and token by token."""
     batch, count = tokens.shape
     model, params = target.model, target.params
     forward = lambda cache, tokens, start: model.forward(
@@ -194,7 +195,7 @@ def one_pass_and_steps(target, tokens):
 
 @pytest.mark.parametrize("mutant", [False, True])
 def test_int8_tokens_see_each_other_as_the_cache_keeps_them(mutant, monkeypatch):
-    """Else a node's distribution would depend on how many of its ancestors are pending still."""
+    """Otherwise a node's distribution would depend on the number of its ancestors that are pending."""
     if mutant:  # rounded only when written
         exact = lambda x: Quantized(x / quantize(x).scale[..., None], quantize(x).scale)
         monkeypatch.setattr(kv, "to_cache_dtype", lambda x, slots: exact(x))
@@ -231,12 +232,12 @@ def test_int8_commit_of_a_path_equals_a_fresh_prefill(stacked):
         for place, node in enumerate(path[b, : int(count[b])].tolist()):
             tokens = tokens.at[b, node].set(text[b, int(lengths[b]) + place])
     after = verify_pass(target, finite(filled(target, text, lengths)), tokens, parents, path, count)
-    whole = finite(filled(target, text, lengths + count))
-    assert after.length.tolist() == whole.length.tolist()
-    for ours, theirs in zip(jax.tree.leaves((after.k, after.v)), jax.tree.leaves((whole.k, whole.v)), strict=True):
+    full = finite(filled(target, text, lengths + count))
+    assert after.length.tolist() == full.length.tolist()
+    for ours, theirs in zip(jax.tree.leaves((after.k, after.v)), jax.tree.leaves((full.k, full.v)), strict=True):
         assert ours.dtype == theirs.dtype in (jnp.int8, jnp.float32)
     for b in range(2):
-        ours, theirs = (slots(c, int(after.length[b]))[b::2] for c in (after, whole))
+        ours, theirs = (slots(c, int(after.length[b]))[b::2] for c in (after, full))
         step = np.abs(theirs).max(-1, keepdims=True) / 127
         assert (np.abs(ours - theirs) <= step * 1.01).all()
         assert (np.abs(ours - theirs) > step / 2).mean() < 0.01
@@ -245,14 +246,14 @@ def test_int8_commit_of_a_path_equals_a_fresh_prefill(stacked):
 
 @pytest.mark.parametrize("changes", [{}, {"stacked": True, "cache_dtype": "int8"}], ids=["float", "int8"])
 def test_heads_that_fill_the_lanes_change_no_logit(changes):
-    """As on a TPU, where heads of 8 lie in 128 lanes."""
+    """On a TPU heads of 8 are padded to 128 lanes."""
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
     narrow, filled = (tiny_llama(cache_lanes=lanes, **changes) for lanes in (1, 128))
     assert {leaf.shape[-1] for leaf in jax.tree.leaves(narrow.model.init_cache(None, None, 2, 24).k)} <= {8, kv.SLOTS}
     assert {leaf.shape[-1] for leaf in jax.tree.leaves(filled.model.init_cache(None, None, 2, 24).k)} == {128}
     one_pass, stepwise = jax.jit(one_pass_and_steps)(filled, tokens)
-    for found, wanted in zip((one_pass, stepwise), jax.jit(one_pass_and_steps)(narrow, tokens), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=2e-5 if not changes else 2e-2)
+    for actual, expected in zip((one_pass, stepwise), jax.jit(one_pass_and_steps)(narrow, tokens), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-5 if not changes else 2e-2)
 
 
 def test_int8_takes_half_the_memory_of_bfloat16():

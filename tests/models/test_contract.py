@@ -1,6 +1,6 @@
-"""The conformance suite of models: what every `Model` promises to whoever calls it, whatever its memory is made of.
+"""The conformance suite of models: the contract of every `Model`, whatever its cache contains.
 
-Memories are compared by what is predicted from them: nobody may look inside.
+Caches are compared by the predictions made from them, because only models may look into them.
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ PARENTS = np.array([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 0, 3, 4], [-1, 0, 1, 2, 3, 4
 
 
 OPTIONS = dict(
-    norms="after", qk_norm=True, qk_norm_scope="projection", rotary_dim=6, rope_scaling=RopeScaling("yarn", 4.0, 1.0, 2.0, 4),
+    norms="after", qk_norm=True, qk_norm_scope="projection", rotary_dim=6,
+    rope_scaling=RopeScaling("yarn", 4.0, 1.0, 2.0, 4),
     window=3, is_global=(False, True), local_rope_base=100.0,
 )  # fmt: skip
 """What families of Llama's kind add."""
@@ -46,7 +47,7 @@ def gemma() -> Target:
 
 
 def case_of(name: str) -> tuple[Target, float]:
-    """A model, and how far rounding may take its logits."""
+    """Return a model, and the tolerance of its logits for rounding."""
     if name == "llama":
         return tiny_llama(vocab=VOCAB), 1e-4
     if name == "stacked":
@@ -76,7 +77,7 @@ def read(target, cache, text, count):
 
 
 def filled(target: Target, text=TEXT, count=LENGTHS, rows=slice(None)):
-    """The cache of the first `count` tokens of each text."""
+    """Return the cache of the first `count` tokens of each text."""
     text = np.pad(np.asarray(text)[rows], ((0, 0), (0, CHUNK)))
     return read(target, begin(target, rows), jnp.asarray(text), jnp.asarray(np.asarray(count)[rows]))
 
@@ -95,7 +96,7 @@ def forward(target, cache, tokens, positions, mask, earlier=None):
 
 
 def look(target, cache, tokens, start, parents=None, earlier=None, mask=None) -> Passed:
-    """A pass over tokens [B, T] behind texts of `start` tokens: a chain, or the tree of `parents`."""
+    """Run a pass over tokens [B, T] after texts of `start` tokens: a chain, or the tree of `parents`."""
     tokens = jnp.asarray(tokens)
     if parents is None:
         parents = jnp.broadcast_to(jnp.arange(tokens.shape[1]) - 1, tokens.shape)
@@ -111,12 +112,12 @@ def commit(target, cache, pending, path, count):
 
 
 def next_logits(target, cache, length):
-    """float32[B, V]: what a cache of `length` tokens predicts behind one token more."""
+    """Return float32[B, V], the prediction of a cache of `length` tokens after one more token."""
     return look(target, cache, TOKENS[:, :1], length).logits[:, 0]
 
 
 def joined(count):
-    """TEXT with the first `count` [B] of TOKENS behind its LENGTHS."""
+    """Return TEXT with the first `count` [B] of TOKENS after its LENGTHS."""
     text = TEXT.copy()
     for b, n in enumerate(count):
         text[b, LENGTHS[b] : LENGTHS[b] + n] = TOKENS[b, :n]
@@ -144,7 +145,7 @@ def path_of(row: int, node: int) -> list[int]:
 
 
 def worst_of_tree(target: Target) -> float:
-    """How far the logits of a tree's nodes are from those of their paths alone."""
+    """Return the largest difference between the logits of a tree's nodes and those of their paths alone."""
     cache = filled(target)
     tree, worst = look(target, cache, TOKENS, LENGTHS, PARENTS).logits, 0.0
     for node in range(1, TOKENS.shape[1]):
@@ -171,12 +172,12 @@ def test_a_recurrence_that_ignores_the_tree_is_caught():
 
 @every_model
 def test_a_tree_may_grow_by_levels(name):
-    """Its later nodes see those that are pending still."""
+    """Later nodes see the earlier ones that are still pending."""
     target, atol = case_of(name)
-    cache, whole = filled(target), operations.ancestor_mask(jnp.asarray(PARENTS))
+    cache, full = filled(target), operations.ancestor_mask(jnp.asarray(PARENTS))
     at_once = look(target, cache, TOKENS, LENGTHS, PARENTS).logits
     _, pending = look(target, cache, TOKENS[:, :3], LENGTHS, PARENTS[:, :3])
-    later = look(target, cache, TOKENS[:, 3:], LENGTHS, mask=whole[:, 3:], earlier=pending)
+    later = look(target, cache, TOKENS[:, 3:], LENGTHS, mask=full[:, 3:], earlier=pending)
     np.testing.assert_allclose(at_once[:, 3:], later.logits, atol=atol)
     wide = target.model.insert(target.model.widen(pending, 6), later.pending, 3)
     path, count = np.array([[0, 1, 4], [0, 3, 4], [0, 1, 2]]), np.array([3, 3, 2], np.int32)
@@ -184,22 +185,22 @@ def test_a_tree_may_grow_by_levels(name):
     for b in range(ROWS):
         text[b, LENGTHS[b] : LENGTHS[b] + count[b]] = TOKENS[b, path[b, : count[b]]]
     after = commit(target, cache, wide, jnp.asarray(path), jnp.asarray(count))
-    wanted = filled(target, text, LENGTHS + count)
-    ours, theirs = (next_logits(target, one, LENGTHS + count) for one in (after, wanted))
+    expected = filled(target, text, LENGTHS + count)
+    ours, theirs = (next_logits(target, one, LENGTHS + count) for one in (after, expected))
     np.testing.assert_allclose(ours, theirs, atol=atol)
 
 
 @every_model
 @pytest.mark.parametrize("count", [[3, 2, 0], [1, 4, 6]])
 def test_a_committed_path_is_a_text_that_was_read(name, count):
-    """Rows of which nothing is committed stay as they are."""
+    """Rows without committed nodes do not change."""
     target, atol = case_of(name)
     cache, count = filled(target), np.array(count, np.int32)
     _, pending = look(target, cache, TOKENS, LENGTHS)
     path = jnp.where(jnp.arange(6) < count[:, None], jnp.arange(6), -1)
     after = commit(target, cache, pending, path, jnp.asarray(count))
-    wanted = filled(target, joined(count), LENGTHS + count)
-    ours, theirs = (next_logits(target, one, LENGTHS + count) for one in (after, wanted))
+    expected = filled(target, joined(count), LENGTHS + count)
+    ours, theirs = (next_logits(target, one, LENGTHS + count) for one in (after, expected))
     np.testing.assert_allclose(ours, theirs, atol=atol)
     assert np.abs(ours - next_logits(target, cache, LENGTHS)).max() > 0.3  # so that a commit that does nothing is seen
 
@@ -210,12 +211,12 @@ def test_to_rewind_is_never_to_have_read(name):
     if target.model.rewind is None:
         assert name == "recurrent"
         return
-    kept = np.array([5, 1, 0], np.int32)
+    retained = np.array([5, 1, 0], np.int32)
     longer = filled(target, TEXT, LENGTHS)
-    ours, theirs = target.model.rewind(longer, jnp.asarray(kept)), filled(target, TEXT, kept)
-    predicted = [next_logits(target, cache, kept) for cache in (ours, theirs)]
+    ours, theirs = target.model.rewind(longer, jnp.asarray(retained)), filled(target, TEXT, retained)
+    predicted = [next_logits(target, cache, retained) for cache in (ours, theirs)]
     np.testing.assert_allclose(*predicted, atol=atol)
-    assert np.abs(predicted[0] - next_logits(target, longer, kept)).max() > 0.1
+    assert np.abs(predicted[0] - next_logits(target, longer, retained)).max() > 0.1
     beyond = target.model.rewind(longer, jnp.asarray(LENGTHS + 9))  # nothing to forget
     np.testing.assert_array_equal(next_logits(target, beyond, LENGTHS), next_logits(target, longer, LENGTHS))
 
@@ -231,8 +232,8 @@ def test_what_is_inserted_stands_at_its_place(name, place):
     slots = np.broadcast_to(np.asarray(place), (ROWS,))
     path = jnp.stack([jnp.zeros(ROWS, jnp.int32), jnp.ones(ROWS, jnp.int32), jnp.asarray(slots, jnp.int32)], 1)
     after = commit(target, cache, wide, path, jnp.full((ROWS,), 3))
-    wanted = filled(target, joined([3] * ROWS), LENGTHS + 3)
-    ours, theirs = (next_logits(target, one, LENGTHS + 3) for one in (after, wanted))
+    expected = filled(target, joined([3] * ROWS), LENGTHS + 3)
+    ours, theirs = (next_logits(target, one, LENGTHS + 3) for one in (after, expected))
     np.testing.assert_allclose(ours, theirs, atol=atol)
 
 
@@ -245,18 +246,18 @@ def test_axes_say_where_the_rows_are(name):
     for rows in (slice(None), order):
         cache = filled(target, rows=rows)
         states.append((cache, look(target, cache, TOKENS[rows], LENGTHS[rows]).pending))
-    for whole, moved in zip(*states, strict=True):
-        axes = target.model.axes(whole)
-        assert jax.tree.structure(axes) == jax.tree.structure(whole)
-        assert axes == target.model.axes(jax.eval_shape(lambda x: x, whole))
-        permuted = jax.tree.map(lambda axis, x: jnp.take(x, order, axis), axes, whole)
+    for full, moved in zip(*states, strict=True):
+        axes = target.model.axes(full)
+        assert jax.tree.structure(axes) == jax.tree.structure(full)
+        assert axes == target.model.axes(jax.eval_shape(lambda x: x, full))
+        permuted = jax.tree.map(lambda axis, x: jnp.take(x, order, axis), axes, full)
         for ours, theirs in zip(jax.tree.leaves(permuted), jax.tree.leaves(moved), strict=True):
             np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=1e-5)
     cache, other = states[0][0], filled(target, TEXT[:, ::-1])
     alone = filled(target, rows=slice(1, 2))
     mixed = batch_axes.put_row(other, alone, jnp.int32(1), target.model.axes(other))
-    predicted, wanted, before = (next_logits(target, one, LENGTHS) for one in (mixed, cache, other))
-    np.testing.assert_allclose(predicted[1], wanted[1], atol=atol)
+    predicted, expected, before = (next_logits(target, one, LENGTHS) for one in (mixed, cache, other))
+    np.testing.assert_allclose(predicted[1], expected[1], atol=atol)
     np.testing.assert_array_equal(predicted[[0, 2]], before[[0, 2]])
 
 

@@ -1,4 +1,4 @@
-"""`specjax.as_target`: users' functions and Flax modules as targets and drafts, which remember the text or a cache."""
+"""`specjax.as_target`: users' functions and Flax modules as targets and drafts, with the text or a cache as memory."""
 
 import functools
 
@@ -35,7 +35,7 @@ def made(name: str) -> Target:
 
 @functools.cache
 def greedy_texts() -> list[list[int]]:
-    """By the function itself, one token after another."""
+    """Decode with the function itself, one token after another."""
     read, texts = jax.jit(plain), []
     for prompt in PROMPTS:
         text = np.zeros((1, 20), np.int32)
@@ -51,10 +51,10 @@ def greedy_texts() -> list[list[int]]:
     those([], MADE),
 )
 def test_texts_are_those_of_the_function(name):
-    """With drafts that are accepted and drafts that are not."""
-    found = decode(made(name), prompt_lookup(3), PROMPTS, **OPTIONS)
-    assert found.to_lists() == greedy_texts()
-    assert 0 < int(found.stats.accepted.sum()) < int(found.stats.drafted.sum())
+    """This holds for drafts that are accepted and drafts that are not."""
+    actual = decode(made(name), prompt_lookup(3), PROMPTS, **OPTIONS)
+    assert actual.to_lists() == greedy_texts()
+    assert 0 < int(actual.stats.accepted.sum()) < int(actual.stats.drafted.sum())
 
 
 @pytest.mark.exhaustive
@@ -65,30 +65,30 @@ def test_texts_under_drafts_of_an_own_model_are_those_of_the_function(name):
     assert able == ("chains" not in name and name != "nnx, text")
     shape = "2x2" if able else "1x1"
     drafter = two_model(Target(target.model, jax.tree.map(lambda x: x * 1.05, target.params)), tree=trees.parse(shape))
-    found = decode(target, drafter, PROMPTS, **OPTIONS)
-    assert found.to_lists() == greedy_texts()
-    assert float(found.mean_accepted.mean()) > 0.5 and int(found.stats.drafted.sum() - found.stats.accepted.sum())
+    actual = decode(target, drafter, PROMPTS, **OPTIONS)
+    assert actual.to_lists() == greedy_texts()
+    assert float(actual.mean_accepted.mean()) > 0.5 and int(actual.stats.drafted.sum() - actual.stats.accepted.sum())
 
 
 @pytest.mark.parametrize("name", those(["function, text, chains"], MADE))
 def test_all_promises_are_kept(name):
     target = made(name)
-    found = check_model(target.model, target.params, reference=lambda params, tokens: plain(weights(), tokens))
-    assert found and len(found.promises) == (13 if target.model.capabilities.trees else 10), found
+    actual = check_model(target.model, target.params, reference=lambda params, tokens: plain(weights(), tokens))
+    assert actual and len(actual.promises) == (13 if target.model.capabilities.trees else 10), actual
 
 
 @jax.jit
 def logits_of(target):
-    """Of a text, by a pass over its end behind its beginning, and by the function."""
+    """Compute logits of a text, by a pass over its end after its beginning, and by the function."""
     model, text = target.model, jnp.array([PROMPTS[0]])
-    cache, seen = model.init_cache(target.params, None, 1, 8), []
+    cache, recorded = model.init_cache(target.params, None, 1, 8), []
     for start, end in ((0, 2), (2, 6)):
         mask = jnp.tril(jnp.ones((1, end - start, end - start), bool))
         positions = jnp.arange(start, end)[None]
         output, pending = model.forward(target.params, text[:, start:end], cache, positions=positions, mask=mask)
         cache = model.commit(cache, pending, jnp.arange(end - start)[None], jnp.array([end - start]))
-        seen.append(output.logits)
-    return jnp.concatenate(seen, 1), plain(weights(), text)
+        recorded.append(output.logits)
+    return jnp.concatenate(recorded, 1), plain(weights(), text)
 
 
 @pytest.mark.parametrize("name", those(["linen, text"], ["nnx, cache", "linen, text"]))
@@ -151,7 +151,7 @@ def test_what_a_pass_leaves_undone_is_refused_before_anything_runs():
 
 @pytest.mark.exhaustive
 def test_padding_behind_the_last_place_is_no_number_otherwise(monkeypatch):
-    """The model has fewer places than a chunk of a prompt."""
+    """The model has fewer positions than a chunk of a prompt."""
     monkeypatch.setattr(custom_caches, "_clip_positions", lambda positions, max_positions: positions)
     target = as_target(transformer, weights(), max_positions=LONGEST, cache=empty_cache, name="beyond")
     assert str(check_model(target.model, target.params)) == "beyond: its logits are not numbers"
@@ -174,7 +174,7 @@ def test_a_cache_may_be_of_chains_alone():
 
 @pytest.mark.parametrize("params", [(), exhaustive({"scale": 5.0})])
 def test_a_function_with_hardly_any_parameters(params):
-    """Nor has it any by whose dtype costs could be told."""
+    """It has none with a dtype that would determine costs either."""
     scale = lambda params: params["scale"] if params else 1.0
     function = lambda params, tokens: jax.nn.one_hot(tokens + 1, VOCAB) * scale(params)
     target = as_target(function, params, max_positions=LONGEST)
@@ -184,15 +184,15 @@ def test_a_function_with_hardly_any_parameters(params):
 
 @pytest.mark.exhaustive
 def test_objects_with_logits_and_a_cache_that_has_another_order():
-    """The axes of rows and slots are found; `.logits` and `.cache` will do in place of a tuple."""
+    """The axes of rows and slots are found; `.logits` and `.cache` are accepted in place of a tuple."""
 
     class Output:
         def __init__(self, logits, cache):
             self.logits, self.cache = logits, cache
 
     def turned(params, tokens, positions, mask, cache):
-        held = {"kv": jnp.transpose(cache["kv"], (2, 0, 1, 3, 4)), "next": cache["next"][None]}
-        logits, after = transformer(params, tokens, positions, mask, held)
+        stored = {"kv": jnp.transpose(cache["kv"], (2, 0, 1, 3, 4)), "next": cache["next"][None]}
+        logits, after = transformer(params, tokens, positions, mask, stored)
         return Output(logits, {"kv": jnp.transpose(after["kv"], (1, 2, 0, 3, 4)), "next": after["next"][0]})
 
     def cache(batch, slots):  # [layers, S, B, 2, D], in tiles of 128 slots

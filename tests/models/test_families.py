@@ -1,6 +1,6 @@
-"""What families add to a decoder: its laws over texts longer than a window and than the original context, and mutants.
+"""Features that families add to a decoder, over texts longer than a window and than the original context, and mutants.
 
-That they are what their authors' code computes is in loading/test_hf.py.
+loading/test_hf.py compares them with the code of their authors.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ LENGTHS = CHUNK + 9, 5
 
 @functools.cache
 def target_of(config) -> Target:
-    """With random weights, large enough that every part of it matters."""
+    """Return a target with random weights, large enough that every part of it matters."""
     noise = np.random.default_rng(0)
     louder = lambda x: jnp.asarray(x + 0.2 * noise.normal(size=x.shape).astype(np.float32))
     return Target(make_model(config), jax.tree.map(louder, init_params(config, jax.random.key(0))))
@@ -64,18 +64,18 @@ def _whole(model, params, text):
 
 
 def whole(target: Target, text) -> np.ndarray:
-    """float32[T, V]: logits of a text in one pass, without a cache."""
+    """Compute float32[T, V], the logits of a text in one pass, without a cache."""
     return np.asarray(_whole(target.model, target.params, jnp.asarray(text)[None]))
 
 
 @pytest.mark.parametrize("name", those({"gemma2"}, CONFIGS))
 def test_greedy_text_is_that_of_one_pass_whoever_drafts_and_beside_whom(name):
-    """In chunks, steps, chains and trees; a prompt beyond the original context beside one that is not."""
+    """It covers chunks, steps, chains and trees; one prompt exceeds the original context and the other does not."""
     target, options = target_of(CONFIGS[name]), dict(key=0, max_new_tokens=20)
     plain = decode(target, drafters.autoregressive(), prompts(), **options).to_lists()
-    for prompt, said in zip(prompts(), plain, strict=True):
-        logits = whole(target, prompt + said)[len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == said
+    for prompt, outputs in zip(prompts(), plain, strict=True):
+        logits = whole(target, prompt + outputs)[len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == outputs
         top = np.sort(logits, -1)
         assert np.min(top[:, -1] - top[:, -2]) > 1e-4, "a near-tie proves nothing"
     for drafter in (drafters.prompt_lookup(5), drafters.token_recycling(48, num_nodes=12)):
@@ -85,10 +85,10 @@ def test_greedy_text_is_that_of_one_pass_whoever_drafts_and_beside_whom(name):
 
 @pytest.mark.parametrize("kind", [chimera, clover, eagle, eagle3, falcon, hamburger, hydra, kangaroo])
 def test_layers_of_heads_are_those_that_files_describe(kind):
-    """Whatever the target's have besides: heads are read without it."""
+    """Other features of the target's layers are left out, because heads are read without them."""
     layer = kind.of_target(CONFIGS["olmo"]).layer
-    found = layer.norms, layer.qk_norm_scope, layer.is_global, layer.window, layer.stacked
-    assert found == ("before", "head", None, None, False)
+    actual = layer.norms, layer.qk_norm_scope, layer.is_global, layer.window, layer.stacked
+    assert actual == ("before", "head", None, None, False)
 
 
 @pytest.mark.exhaustive
@@ -99,8 +99,8 @@ def test_a_head_begins_with_such_a_target_and_drafts_its_text(name, tmp_path):
     plain = decode(target, drafters.autoregressive(), prompts(), **options).to_lists()
     assert decode(target, head, prompts(), **options).to_lists() == plain
     save_head(tmp_path, head, target=target)
-    found = load_head(tmp_path, target)
-    jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
+    actual = load_head(tmp_path, target)
+    jax.tree.map(np.testing.assert_array_equal, actual.params, head.params)
 
 
 TEXT = np.random.default_rng(2).integers(0, 48, 40)
@@ -124,7 +124,7 @@ MUTANTS = {
     "name", those({"short factors", "all layers stretched", "no cap of scores", "windows in other layers"}, MUTANTS)
 )
 def test_every_option_changes_the_logits(name):
-    """Guards the tests above, and those of parity."""
+    """This guards the tests above, and those of parity."""
     of, change = MUTANTS[name]
     config = dataclasses.replace(CONFIGS[of], **change)
     target = target_of(CONFIGS[of])
@@ -132,12 +132,12 @@ def test_every_option_changes_the_logits(name):
     if not config.qk_norm and CONFIGS[of].qk_norm:
         attention = {k: v for k, v in params["layers"]["attention"].items() if not k.endswith("norm")}
         params = params | {"layers": params["layers"] | {"attention": attention}}
-    found = whole(Target(make_model(config), params), TEXT)
-    assert np.max(np.abs(found - whole(target, TEXT))) > 0.05
+    actual = whole(Target(make_model(config), params), TEXT)
+    assert np.max(np.abs(actual - whole(target, TEXT))) > 0.05
 
 
 def test_the_longest_text_says_which_factors_hold():
-    """longrope goes by the model, not by the text."""
+    """longrope depends on the model, not on the text."""
     config = CONFIGS["phi"]
     at = lambda most: dataclasses.replace(config, max_positions=most).attention_settings().frequencies
     np.testing.assert_array_equal(at(32) * jnp.array(LONGROPE.short), at(33) * jnp.array(LONGROPE.long))

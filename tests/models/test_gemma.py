@@ -1,4 +1,4 @@
-"""Models of the package gemma, Linen modules with positions in their cache: as targets, with their own cache."""
+"""Models of the package gemma, Linen modules with positions in their cache, as targets with their own cache."""
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,15 @@ CONFIG = TransformerConfig(
 def test_all_promises_are_kept_with_its_own_cache():
     """Its windows count positions, so that trees are right too."""
     model = Transformer(config=CONFIG, dtype=jnp.float32)
-    begun = jax.tree.leaves(model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))
+    start_time = jax.tree.leaves(model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))
     structure = jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))
-    keys = jax.random.split(jax.random.key(1), len(begun))
-    noisy = [x + 0.3 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, begun, strict=True)]
+    keys = jax.random.split(jax.random.key(1), len(start_time))
+    noisy = [x + 0.3 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, start_time, strict=True)]
     variables = structure.unflatten(noisy)
     target = of_page("of_gemma")(model, variables["params"])
-    found = check_model(
+    actual = check_model(
         target.model, target.params, reference=lambda params, tokens: model.apply({"params": params}, tokens + 0).logits
     )
-    assert found and len(found.promises) == 13, found
+    assert actual and len(actual.promises) == 13, actual
     for ours, theirs in zip(jax.tree.leaves(target.params), noisy, strict=True):
         assert ours is theirs

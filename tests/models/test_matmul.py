@@ -1,4 +1,4 @@
-"""Products and rows in the forms that a CPU is quick with are what they say."""
+"""Matmuls and row lookups in the forms for CPUs are correct."""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ def test_rows_that_are_taken_along_are_not_in_the_result(rows):
     x, weight = (
         np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in ((0, (rows, 24)), (1, (40, 24)))
     )
-    found = matmul(jnp.asarray(x), jnp.asarray(weight))
-    assert found.shape == (rows, 40)
-    np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T.astype(np.float64), rtol=2e-5, atol=2e-5)
+    actual = matmul(jnp.asarray(x), jnp.asarray(weight))
+    assert actual.shape == (rows, 40)
+    np.testing.assert_allclose(actual, x.astype(np.float64) @ weight.T.astype(np.float64), rtol=2e-5, atol=2e-5)
 
 
 def in_a_loop(table, ids):
-    """The sum of rows that are looked up one after another, as a drafter does."""
+    """Sum rows that are looked up one after another, as in a drafter."""
     return jax.lax.fori_loop(0, len(ids), lambda i, total: total + take_rows(table, ids[i]), jnp.zeros_like(table[0]))
 
 

@@ -1,5 +1,5 @@
-"""Models that are no decoder-only transformers, as target and as draft: one that runs through its text and cannot go
-back, and one that reads an encoder's input.
+"""Targets and draft models with other caches than keys and values: a recurrent one that cannot rewind, and one with an
+encoder's input.
 """
 
 import itertools
@@ -46,10 +46,10 @@ PAIRS = {
 def test_greedy_text_is_that_of_plain_decoding(pair, tree):
     target, draft = (make() for make in PAIRS[pair])
     drafter = two_model(draft, 3, tree=tree and trees.parse(tree))
-    found = specjax.decode(target, drafter, PROMPTS, **OPTIONS, **inputs_for(target))
-    assert found.to_lists() == plain(target, **inputs_for(target))
+    actual = specjax.decode(target, drafter, PROMPTS, **OPTIONS, **inputs_for(target))
+    assert actual.to_lists() == plain(target, **inputs_for(target))
     if pair.endswith("itself"):  # so that paths of several nodes were committed, and rejected ones were not
-        assert float(found.mean_accepted.min()) > 0.5 and int(found.stats.drafted.sum() - found.stats.accepted.sum())
+        assert float(actual.mean_accepted.min()) > 0.5 and int(actual.stats.drafted.sum() - actual.stats.accepted.sum())
 
 
 @pytest.mark.parametrize("tree", [None, "4x2"], ids=["chain", "tree"])
@@ -58,13 +58,13 @@ def test_coupled_text_is_that_of_plain_decoding(make, tree):
     target = make()
     drafter = two_model(alike(target), 3, tree=tree and trees.parse(tree))
     options = {"temperature": 0.9, "sampling": "coupled"} | inputs_for(target)
-    found = specjax.decode(target, drafter, PROMPTS, **OPTIONS, **options)
-    assert found.to_lists() == plain(target, **options)
-    assert float(found.block_efficiency.mean()) > 1.2
+    actual = specjax.decode(target, drafter, PROMPTS, **OPTIONS, **options)
+    assert actual.to_lists() == plain(target, **options)
+    assert float(actual.block_efficiency.mean()) > 1.2
 
 
 def joint_distribution(target: Target, prompt, inputs) -> np.ndarray:
-    """float64[V, V, V]: of the next three tokens, by a pass over every text."""
+    """Compute float64[V, V, V], the distribution of the next three tokens, by a pass over every text."""
     texts = np.array([[*prompt, *new] for new in itertools.product(range(SMALL), repeat=3)], np.int32)
     count, width = texts.shape
     repeated = None if inputs is None else jnp.repeat(inputs, count, 0)
@@ -84,10 +84,10 @@ def test_sampled_text_has_the_law_of_the_target(make):
     distribution = joint_distribution(target, prompt, inputs)
     assert abs(distribution.sum() - 1) < 1e-4
     prompts = jnp.tile(jnp.array([prompt]), (rows, 1)), jnp.full((rows,), len(prompt))
-    others = {} if inputs is None else {"inputs": jnp.repeat(inputs, rows, 0)}
+    other_values = {} if inputs is None else {"inputs": jnp.repeat(inputs, rows, 0)}
     drafter = two_model(alike(target, 0.5), tree=trees.parse("2x1"))
     options = {"key": jax.random.key(7), "max_new_tokens": 3, "temperature": 1.0}
-    result = specjax.decode(target, drafter, prompts, **options, **others)
+    result = specjax.decode(target, drafter, prompts, **options, **other_values)
     index = np.asarray(result.tokens) @ np.array([SMALL**2, SMALL, 1])
     counts = np.bincount(index, minlength=SMALL**3).reshape((SMALL,) * 3)
     assert chi_square(counts, distribution) > 1e-3
@@ -96,7 +96,7 @@ def test_sampled_text_has_the_law_of_the_target(make):
 
 
 def test_a_draft_model_that_ignores_the_tree_drafts_worse_but_writes_the_same():
-    """Guarantees never rest on the draft model: a wrong one costs acceptance."""
+    """Guarantees never depend on the draft model: a wrong one costs acceptance."""
     target, right = recurrent(), two_model(recurrent(), tree=trees.parse("4x2"))
     wrong = two_model(Target(recurrent_model(VOCAB, fold_in_order), target.params), tree=trees.parse("4x2"))
     good, bad = (specjax.decode(target, drafter, PROMPTS, **OPTIONS) for drafter in (right, wrong))
@@ -113,8 +113,8 @@ def test_a_target_that_ignores_the_tree_writes_another_text():
 
 def test_texts_depend_on_the_inputs():
     target = encoding()
-    ours, others = (plain(target, **inputs_for(target, seed=seed)) for seed in (0, 1))
-    assert all(a != b for a, b in zip(ours, others, strict=True))
+    ours, other_values = (plain(target, **inputs_for(target, seed=seed)) for seed in (0, 1))
+    assert all(a != b for a, b in zip(ours, other_values, strict=True))
 
 
 REQUESTS = [[1, 2, 3, 1, 2, 3, 4], [5], [7, 8], [3, 3, 3], [9, 1]]
@@ -146,7 +146,7 @@ def alone(target: Target) -> list[list[int]]:
 
 @pytest.mark.parametrize("make", [recurrent, encoding], ids=["recurrent", "encoding"])
 def test_served_texts_are_those_of_requests_alone(make):
-    """Their rows lie along the second axis of what they remember."""
+    """Their rows are the second axis of their caches."""
     target = make()
     assert served(target, two_model(alike(target), 2)) == alone(target)
 
@@ -169,16 +169,16 @@ def test_a_stream_gives_the_text_of_decode(make):
 
 
 def chains_only() -> Target:
-    """The recurrent model for which a tree is a chain in the order of its nodes, and which says so."""
+    """Return the recurrent model for which a tree is a chain of its nodes, and which declares it."""
     model = recurrent_model(VOCAB, fold_in_order)
     return Target(model._replace(capabilities=model.capabilities._replace(trees=False)), recurrent().params)
 
 
 def test_a_model_that_takes_chains_only_is_given_no_trees():
     target = chains_only()
-    wanted = plain(target)
-    assert specjax.decode(target, None, PROMPTS, **OPTIONS).to_lists() == wanted  # by default prompt lookup
-    assert specjax.decode(target, suffix(5), PROMPTS, **OPTIONS).to_lists() == wanted
+    expected = plain(target)
+    assert specjax.decode(target, None, PROMPTS, **OPTIONS).to_lists() == expected  # by default prompt lookup
+    assert specjax.decode(target, suffix(5), PROMPTS, **OPTIONS).to_lists() == expected
     for drafter in (auto(VOCAB, costs=(1.0,) * 4), suffix(15, fallback=token_recycling(VOCAB, num_nodes=7))):
         with pytest.raises(UsageError, match="takes chains only"):
             specjax.decode(target, drafter, PROMPTS, **OPTIONS)
@@ -195,8 +195,8 @@ def test_what_hierarchical_cannot_take_back_is_refused():
 
 def test_a_middle_model_without_inputs_drafts_for_a_target_with_some():
     drafter = hierarchical(tiny_llama(vocab=VOCAB), prompt_lookup(2))
-    found = specjax.decode(encoding(), drafter, PROMPTS, **OPTIONS, **inputs_for(encoding()))
-    assert found.to_lists() == plain(encoding(), **inputs_for(encoding()))
+    actual = specjax.decode(encoding(), drafter, PROMPTS, **OPTIONS, **inputs_for(encoding()))
+    assert actual.to_lists() == plain(encoding(), **inputs_for(encoding()))
 
 
 def test_inputs_are_one_per_prompt_and_neither_missing_nor_too_many():

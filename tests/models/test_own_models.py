@@ -1,4 +1,4 @@
-"""Models of a user's own: any cache, and several devices."""
+"""A user's own models: any cache, and several devices."""
 
 import functools
 
@@ -22,7 +22,7 @@ OPTIONS = {"key": jax.random.key(1), "max_new_tokens": 10}
 
 @functools.cache
 def with_dicts(model):
-    """The model with plain dicts for cache and for what is pending."""
+    """Return the model with plain dicts as cache and pending tokens."""
     cache = lambda held: KVCache(held["keys"], held["values"], held["length"])
     pending = lambda new: None if new is None else Pending(**new)
     as_cache = lambda held: {"keys": held.k, "values": held.v, "length": held.length}
@@ -50,12 +50,12 @@ def with_dicts(model):
 @pytest.mark.parametrize("tree", [None, exhaustive(trees.branching("2x2"), id="tree")])
 def test_a_dict_may_be_the_cache(tree):
     target, draft = tiny_llama(), tiny_llama_alike()
-    own = [Target(with_dicts(one.model), one.params) for one in (target, draft)]
+    device_part = [Target(with_dicts(one.model), one.params) for one in (target, draft)]
     for more in ({}, {"temperature": 1.0}):
-        wanted = decode(target, two_model(draft, 3, tree), PROMPTS, **OPTIONS, **more)
-        found = decode(own[0], two_model(own[1], 3, tree), PROMPTS, **OPTIONS, **more)
-        assert found.to_lists() == wanted.to_lists()
-        assert found.stats.accepted.tolist() == wanted.stats.accepted.tolist()
+        expected = decode(target, two_model(draft, 3, tree), PROMPTS, **OPTIONS, **more)
+        actual = decode(device_part[0], two_model(device_part[1], 3, tree), PROMPTS, **OPTIONS, **more)
+        assert actual.to_lists() == expected.to_lists()
+        assert actual.stats.accepted.tolist() == expected.stats.accepted.tolist()
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "two_model"])
@@ -66,11 +66,11 @@ def test_prompts_split_over_devices_that_have_the_whole_model(method):
     for place, row in zip(tokens, PROMPTS, strict=True):
         place[: len(row)] = row
     mesh = specjax.mesh(data=4, model=1)
-    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    full, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     for more in ({}, {"temperature": 1.0}):
         alone = decode(target, drafter, (tokens, lengths), **OPTIONS, **more)
         split = decode(
-            *jax.device_put((target, drafter), whole), tuple(jax.device_put((tokens, lengths), rows)), **OPTIONS, **more
+            *jax.device_put((target, drafter), full), tuple(jax.device_put((tokens, lengths), rows)), **OPTIONS, **more
         )
         assert split.to_lists() == alone.to_lists()
         assert not split.tokens.sharding.is_fully_replicated

@@ -1,4 +1,4 @@
-"""Products of a row do not depend on the other rows, also where the row is longer than kernels sum up in one go."""
+"""Products of a row do not depend on the other rows, even for rows that kernels cannot sum in one pass."""
 
 import re
 
@@ -17,24 +17,24 @@ def test_long_rows():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((600, 8192), (96, 8192)))
     run = jax.jit(lambda x: matmul.matmul_same_bits(x, weight, jnp.float32))
-    whole = np.asarray(run(x))
+    full = np.asarray(run(x))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    np.testing.assert_allclose(whole, exact, atol=0.02)
+    np.testing.assert_allclose(full, exact, atol=0.02)
     for rows in (1, 2, 9, 16, 24):
-        np.testing.assert_array_equal(run(x[:rows]), whole[:rows])
+        np.testing.assert_array_equal(run(x[:rows]), full[:rows])
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.2)])
 def test_a_product_is_one_in_every_form(dtype, error):
-    """One row, few and many, of which each has a form of its own on CPU; a result of the rows' dtype or of another."""
+    """One row, few and many rows have different forms on CPU; the result has the dtype of the rows or another."""
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((4, 150, 64), (96, 64)))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     for some in (np.s_[:1, :1], np.s_[:2, :3], np.s_[:]):
-        for wanted in (None, "float32"):
-            found = matmul.matmul(x[some], weight, wanted)
-            assert found.dtype == (wanted or dtype)
-            np.testing.assert_allclose(np.asarray(found, np.float64), exact[some], atol=error)
+        for expected in (None, "float32"):
+            actual = matmul.matmul(x[some], weight, expected)
+            assert actual.dtype == (expected or dtype)
+            np.testing.assert_allclose(np.asarray(actual, np.float64), exact[some], atol=error)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 0.01)])
@@ -49,9 +49,9 @@ def test_derivatives_of_many_rows_are_products_in_their_dtype(dtype, error, want
 
     exact = [np.asarray(value, np.float64) for value in (x, weight, out)]
     exact = [exact[2] @ exact[1], np.einsum("bto,bti->oi", exact[2], exact[0])]
-    for found, value, of in zip(derivatives(x, weight), exact, (x, weight), strict=True):
-        assert (found.dtype, found.shape) == (of.dtype, of.shape)
-        np.testing.assert_allclose(np.asarray(found, np.float64), value, atol=error * np.abs(value).max())
+    for actual, value, of in zip(derivatives(x, weight), exact, (x, weight), strict=True):
+        assert (actual.dtype, actual.shape) == (of.dtype, of.shape)
+        np.testing.assert_allclose(np.asarray(actual, np.float64), value, atol=error * np.abs(value).max())
     operands = re.findall(
         r"dot_general .*: \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)", derivatives.lower(x, weight).as_text()
     )
@@ -59,31 +59,31 @@ def test_derivatives_of_many_rows_are_products_in_their_dtype(dtype, error, want
 
 
 def test_many_rows_go_with_forward_mode_and_with_a_callers_shard_map():
-    """Float32 has forward mode; over a caller's own axes the derivatives are the plain ones."""
+    """Float32 supports forward mode; over a caller's own axes the derivatives are the plain ones."""
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((600, 16), (8, 16)))
     out, tangent = jax.jvp(lambda x: matmul.matmul(x, weight), (x,), (x,))
     np.testing.assert_allclose(tangent, out, rtol=1e-5)
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
-    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    rows, full = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     x, weight = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
 
     def loss(x, weight):
-        said = lambda x, w: jax.lax.psum(jnp.sum(matmul.matmul(x, w, jnp.float32)), "data")
-        return jax.shard_map(said, mesh=mesh, in_specs=(rows, whole), out_specs=whole)(x, weight)
+        outputs = lambda x, w: jax.lax.psum(jnp.sum(matmul.matmul(x, w, jnp.float32)), "data")
+        return jax.shard_map(outputs, mesh=mesh, in_specs=(rows, full), out_specs=full)(x, weight)
 
-    found = jax.jit(jax.grad(loss, 1))(x, weight)
-    np.testing.assert_allclose(np.asarray(found[0], np.float32), np.asarray(x, np.float32).sum(0), rtol=0.02, atol=0.1)
+    actual = jax.jit(jax.grad(loss, 1))(x, weight)
+    np.testing.assert_allclose(np.asarray(actual[0], np.float32), np.asarray(x, np.float32).sum(0), rtol=0.02, atol=0.1)
 
 
 def products_of(text: str) -> set[str]:
-    """Of a program compiled for a TPU: shape, windows, number of these, and way of each product."""
-    found = re.findall(
+    """Return shape, windows, their number and emitter of each product in a program compiled for a TPU."""
+    actual = re.findall(
         r"= (\S+) fusion\([^\n]*dot_general[^\n]*?\"window_config\":\{([^\n]*?),\"estimated_cycles[^\n]*?"
         r"(\"iteration_bounds\":\[[^]]*\])[^\n]*emitter\":\"(\w+)",
         text,
     )
-    return {str(one) for one in found}
+    return {str(one) for one in actual}
 
 
 @pytest.mark.tpu_compile
@@ -98,9 +98,9 @@ def test_on_a_tpu_all_passes_have_the_same_products():
         run = jax.jit(lambda x, weights, layer: jnp.tanh(project(jnp.square(x), weights[layer])))
         return products_of(run.lower(shape(1, rows, 2048), shape(2, 4096, 2048), layer).compile().as_text())
 
-    (wanted,) = compiled(matmul.matmul_same_bits, 1)
+    (expected,) = compiled(matmul.matmul_same_bits, 1)
     for rows in (2, 33, 128, 300):  # the last in three tiles
-        assert compiled(matmul.matmul_same_bits, rows) == {wanted}
+        assert compiled(matmul.matmul_same_bits, rows) == {expected}
     # The mutant is the product of other passes, which is cut otherwise for more rows.
     assert len(set.union(*(compiled(matmul.matmul, rows) for rows in (1, 64, 128)))) > 1
 
@@ -112,8 +112,8 @@ def test_on_a_tpu_all_passes_have_the_same_roots():
     run = jax.jit(lambda x: jnp.tanh(reproducible_math.root_mean_square(jnp.square(x), 1e-5)))
     for rows in (1, 33, 1000):
         x = jax.ShapeDtypeStruct((1, rows, 512), jnp.bfloat16, sharding=place)
-        found = re.findall(r"= (\S+?)\{\S* rsqrt\(", run.lower(x).compile().as_text())
-        assert found == ["f32[128]"]
+        actual = re.findall(r"= (\S+?)\{\S* rsqrt\(", run.lower(x).compile().as_text())
+        assert actual == ["f32[128]"]
 
 
 def test_tiles_are_products_of_all_rows():

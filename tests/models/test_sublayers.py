@@ -1,4 +1,4 @@
-"""Models that run a part of their sublayers, against models whose other sublayers add nothing."""
+"""Models that run some of their sublayers, against models whose other sublayers add zero."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ def forward(model, params, layers=None, taps=(), tokens=TOKENS):
 
 
 def without(params, name, layer, stacked):
-    """`params` with a projection of zeros: the sublayer that ends in it adds nothing."""
+    """Return `params` with a projection of zeros, so that the sublayer that ends in it adds zero."""
 
     def zero(path, leaf):
         keys = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
@@ -54,10 +54,10 @@ def without(params, name, layer, stacked):
 def test_a_skipped_sublayer_adds_nothing_per_row(config):
     model, params = make_model(config), init_params(config, jax.random.key(0))
     run = jax.jit(lambda params, layers: forward(model, params, layers, taps=(1, 3)))
-    whole, whole_pending = jax.jit(lambda params: forward(model, params, taps=(1, 3)))(params)
+    full, whole_pending = jax.jit(lambda params: forward(model, params, taps=(1, 3)))(params)
     every = jnp.ones((2, 3), bool)
     ours, pending = run(params, Sublayers(every, every))
-    for a, b in zip(jax.tree.leaves((ours, pending)), jax.tree.leaves((whole, whole_pending)), strict=True):
+    for a, b in zip(jax.tree.leaves((ours, pending)), jax.tree.leaves((full, whole_pending)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     ours, pending = run(params, Sublayers(ATTENTION, MLP))
     for b in range(2):
@@ -65,9 +65,9 @@ def test_a_skipped_sublayer_adds_nothing_per_row(config):
         for layer in range(3):
             changed = changed if ATTENTION[b, layer] else without(changed, "o", layer, config.stacked)
             changed = changed if MLP[b, layer] else without(changed, "down", layer, config.stacked)
-        wanted, _ = jax.jit(lambda params: forward(model, params, taps=(1, 3)))(changed)
-        assert float(jnp.max(jnp.abs(wanted.logits[b] - whole.logits[b]))) > 1e-3
-        for a, c in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        expected, _ = jax.jit(lambda params: forward(model, params, taps=(1, 3)))(changed)
+        assert float(jnp.max(jnp.abs(expected.logits[b] - full.logits[b]))) > 1e-3
+        for a, c in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a[b], c[b], atol=1e-5)
     nobody = jnp.zeros((2, 3), bool)
     _, pending = run(params, Sublayers(nobody, every))
@@ -81,14 +81,14 @@ def test_a_stream_goes_on_where_it_was_taken(config):
 
     @jax.jit
     def run(params):
-        whole, _ = forward(model, params, taps=(0, 1))
+        full, _ = forward(model, params, taps=(0, 1))
         above = lambda first: Sublayers(*[jnp.broadcast_to(jnp.arange(3) >= first, (2, 3))] * 2)
-        parts = [forward(model, params, above(i), tokens=Stream(tap)) for i, tap in enumerate(whole.taps)]
-        return whole.logits, [output.logits for output, _ in parts]
+        parts = [forward(model, params, above(i), tokens=Stream(tap)) for i, tap in enumerate(full.taps)]
+        return full.logits, [output.logits for output, _ in parts]
 
-    whole, parts = run(params)
+    full, parts = run(params)
     for logits in parts:
-        np.testing.assert_allclose(logits, whole, atol=1e-5)
+        np.testing.assert_allclose(logits, full, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=["unrolled", "stacked"])
@@ -108,8 +108,8 @@ def test_only_what_a_row_needs_is_run(config, monkeypatch):
         ran.clear()
         jax.block_until_ready(run(layers))
         jax.effects_barrier()
-        wanted = [int(jnp.sum(jnp.any(x, 0))) for x in layers]
-        assert [ran.count("Attention"), ran.count("GatedMLP")] == wanted
+        expected = [int(jnp.sum(jnp.any(x, 0))) for x in layers]
+        assert [ran.count("Attention"), ran.count("GatedMLP")] == expected
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma"])

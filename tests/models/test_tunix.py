@@ -1,4 +1,4 @@
-"""Models of Tunix (google-tunix): their own modules with their own caches, as targets."""
+"""Models of Tunix (google-tunix) as targets: their own modules with their own caches."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ MODELS = {
 
 
 def made(name: str) -> nnx.Module:
-    """With noise on all weights: those of some products begin with 0."""
+    """Build a module with noise on all weights, because some weights start at 0."""
     definition, state = nnx.split(MODELS[name](nnx.Rngs(0)))
     leaves, structure = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -40,13 +40,13 @@ def made(name: str) -> nnx.Module:
 
 
 def slots(batch: int, count: int):
-    """The cache of Tunix's sampler."""
+    """Return the cache of Tunix's sampler."""
     new = lambda: jnp.zeros((batch, count, HEADS, SIZE))
     return {f"layer_{i}": {"k": new(), "v": new(), "end_index": jnp.zeros((batch,), jnp.int32)} for i in range(2)}
 
 
 def whole(module: nnx.Module):
-    """A pass over whole texts, as in training."""
+    """Run a pass over complete texts, as in training."""
     definition, _ = nnx.split(module)
 
     def run(params, tokens):
@@ -63,20 +63,20 @@ def whole(module: nnx.Module):
 def test_all_promises_are_kept_with_its_own_cache(name):
     module = made(name)
     target = of_page("of_tunix")(module, module.config)
-    found = check_model(target.model, target.params, reference=whole(module))
-    assert found and len(found.promises) == 13, found
+    actual = check_model(target.model, target.params, reference=whole(module))
+    assert actual and len(actual.promises) == 13, actual
     for ours, theirs in zip(jax.tree.leaves(target.params), jax.tree.leaves(nnx.state(module)), strict=True):
         assert ours is theirs and ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
 
 
 @pytest.mark.parametrize("options", [{"cache": slots}, {}, {"trees": False}], ids=["cache", "trees", "chains"])
 def test_windows_that_count_slots(options):
-    """Gemma 3 in Tunix counts places of its input: right for whole texts, so for chains without a cache alone."""
+    """Gemma 3 in Tunix counts input indices, which is right for complete texts, so only for chains without a cache."""
     module = made("gemma3")
     target = as_target(module, max_positions=LONGEST, **options)
-    found = check_model(target.model, target.params, reference=whole(module))
-    assert bool(found) == ("trees" in options)
-    assert found or "Gemma3: a pass has other logits than `reference`: their logits differ by " in str(found)
+    actual = check_model(target.model, target.params, reference=whole(module))
+    assert bool(actual) == ("trees" in options)
+    assert actual or "Gemma3: a pass has other logits than `reference`: their logits differ by " in str(actual)
 
 
 class Numbers:
@@ -90,8 +90,8 @@ class Numbers:
 def test_texts_are_those_of_its_own_sampler():
     module, prompts = made("qwen3"), [[5, 17, 5, 17], [9], [33, 2]]
     target = as_target(module, max_positions=LONGEST, cache=slots)
-    found = decode(target, None, prompts, key=0, max_new_tokens=24, eos=0)
+    actual = decode(target, None, prompts, key=0, max_new_tokens=24, eos=0)
     sampler = Sampler(module, Numbers(), CacheConfig(LONGEST, 2, HEADS, SIZE))
     theirs = sampler([Numbers.decode(row) for row in prompts], max_generation_steps=24, pad_output=False)
     ends = lambda ids: list(ids)[: list(ids).index(0)] if 0 in list(ids) else list(ids)
-    assert [ends(row) for row in found.to_lists()] == [ends(np.asarray(row)) for row in theirs.tokens]
+    assert [ends(row) for row in actual.to_lists()] == [ends(np.asarray(row)) for row in theirs.tokens]

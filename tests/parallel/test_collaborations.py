@@ -1,4 +1,4 @@
-"""Texts of several models on eight devices are those on one, with every method: who wrote what, and at what cost."""
+"""Texts of several models on eight devices equal those on one, with every method, including authors and costs."""
 
 import functools
 from typing import Any
@@ -22,12 +22,12 @@ KEYS = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), np.arange(len(
 
 @functools.cache
 def llama(seed: int, data: int, model: int) -> Target:
-    whole = tiny_llama(seed, num_heads=8, num_kv_heads=8, head_dim=16, width=WIDTH, vocab=lib.VOCAB)
-    return whole if data * model == 1 else specjax.shard(whole, specjax.mesh(data, model))
+    full = tiny_llama(seed, num_heads=8, num_kv_heads=8, head_dim=16, width=WIDTH, vocab=lib.VOCAB)
+    return full if data * model == 1 else specjax.shard(full, specjax.mesh(data, model))
 
 
 def run(name: str, data: int, model: int):
-    """A method as `texts.calls` has it, of models that can be split."""
+    """Run a method of `texts.calls` with models that can be split."""
     method, models, settings = lib.calls()[name]
     seeds = {id(lib.history(seed)): seed for seed in range(3)}
 

@@ -1,4 +1,4 @@
-"""A sharded denoiser writes the text of a whole one, each row that of the row alone, and nothing large travels."""
+"""A sharded denoiser writes the text of an unsharded one, each row that of the row alone, without large transfers."""
 
 import functools
 import re
@@ -34,7 +34,9 @@ WAYS = {
 
 @functools.cache
 def denoiser(way: str, kv_heads: int = 8) -> Denoiser:
-    """With small weights, so that confidences are near 1 / V, and a threshold of .002 decides several at once."""
+    """Return a denoiser with small weights. Confidences are near 1 / V, and a threshold of .002 decides several at
+    once.
+    """
     target = tiny_llama(num_heads=8, num_kv_heads=kv_heads, head_dim=64, vocab=VOCAB, stacked=True)
     return Denoiser(target.model, target.params, MASK, **WAYS[way][0])
 
@@ -54,13 +56,13 @@ def denoiser(way: str, kv_heads: int = 8) -> Denoiser:
 )
 def test_a_row_on_eight_devices_is_the_row_alone_on_one(way, data, model, temperature):
     _, make, same = WAYS[way]
-    whole = denoiser(way)
+    full = denoiser(way)
     keys = jax.random.split(jax.random.key(3), len(PROMPTS))
     options = {"max_new_tokens": 10, "temperature": temperature}
-    spread = specjax.denoise(_spread(whole, data, model), make(whole), PROMPTS, key=keys, **options)
-    rows = [(same or make)(whole)] * len(PROMPTS)
+    spread = specjax.denoise(_spread(full, data, model), make(full), PROMPTS, key=keys, **options)
+    rows = [(same or make)(full)] * len(PROMPTS)
     alone = [
-        specjax.denoise(whole, procedure, [prompt], key=keys[i : i + 1], **options).to_lists()[0]
+        specjax.denoise(full, procedure, [prompt], key=keys[i : i + 1], **options).to_lists()[0]
         for i, (procedure, prompt) in enumerate(zip(rows, PROMPTS, strict=True))
     ]
     assert spread.to_lists() == alone
@@ -73,13 +75,13 @@ def _spread(whole: Denoiser, data: int, model: int) -> Denoiser:
 
 
 def _gathered(sharded: Denoiser, procedure: Procedure) -> list[int]:
-    """Elements of what is gathered, and of the logits of a look at all rows' windows."""
+    """Count elements that are gathered, and those of the logits of all rows' windows."""
     settings = Settings(0.7)
     job = prepare(sharded, procedure, PROMPTS, settings, key=jax.random.key(0), max_new_tokens=8)
     text = run.lower(job).compile().as_text()
     assert "all-reduce" in text
-    found = re.findall(r"= (?:\()?(\w+)\[([\d,]*)\]\S* all-gather\(", text)
-    return [int(np.prod([int(n) for n in dims.split(",") if n])) for _, dims in found]
+    actual = re.findall(r"= (?:\()?(\w+)\[([\d,]*)\]\S* all-gather\(", text)
+    return [int(np.prod([int(n) for n in dims.split(",") if n])) for _, dims in actual]
 
 
 def test_neither_logits_nor_keys_are_gathered():
@@ -88,8 +90,8 @@ def test_neither_logits_nor_keys_are_gathered():
 
 
 def test_a_denoiser_is_sharded_as_its_model_is_and_only_once():
-    whole = denoiser("fused")
-    sharded = _spread(whole, 1, 8)
+    full = denoiser("fused")
+    sharded = _spread(full, 1, 8)
     assert isinstance(sharded, Denoiser) and (sharded.mask_token, sharded.block) == (MASK, 4)
     head = sharded.params["head"]["weight"]
     assert head.addressable_shards[0].data.shape[0] == VOCAB // 8

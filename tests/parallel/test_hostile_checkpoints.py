@@ -1,4 +1,4 @@
-"""Checkpoints made to break what reads them: each is restored, or refused in one short sentence."""
+"""Checkpoints made to break their readers: each is either restored or refused in one short sentence."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ def files_of(folder):
 
 
 def attack(rng, whole, folder):
-    """A copy of `whole` at `folder`, in which one file or two are changed, gone or another's."""
+    """Copy a checkpoint to `folder`, with one or two files changed, removed or replaced."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
     for _ in range(rng.randint(1, 2)):
@@ -80,10 +80,10 @@ def test_running_decodes(rng, count, begun, tmp_path):
 
 
 def test_what_never_ends_is_not_opened(saved, begun, tmp_path):
-    for whole, read in ((saved, lambda f: persistence.restore(f, TREE)), (begun, go_on)):
-        for number, file in enumerate(files_of(whole)):
-            folder = shutil.copytree(whole, tmp_path / f"{whole.name}{number}")
-            pipe = folder / file.relative_to(whole)
+    for full, read in ((saved, lambda f: persistence.restore(f, TREE)), (begun, go_on)):
+        for number, file in enumerate(files_of(full)):
+            folder = shutil.copytree(full, tmp_path / f"{full.name}{number}")
+            pipe = folder / file.relative_to(full)
             pipe.unlink()
             os.mkfifo(pipe)
             assert "is not a regular file" in survives(lambda f=folder, read=read: read(f), file)
@@ -98,13 +98,13 @@ def test_steps_of_strange_names(name, begun, tmp_path):
 
 @pytest.mark.parametrize("length", [1 << 30, -1, 0])
 def test_lengths_that_no_run_has(length, tmp_path):
-    """Of the right shapes, with contents that would ask for gigabytes or read outside."""
+    """The shapes are right, but the contents would need gigabytes or read out of bounds."""
     from specjax.persistence import checkpoint
 
-    kept = checkpoint.Running.save
+    retained = checkpoint.Running.save
 
     def spoiled(self, step, state, stats, *, over=False):
-        kept(self, step, state._replace(length=state.length * 0 + length), stats, over=over)
+        retained(self, step, state._replace(length=state.length * 0 + length), stats, over=over)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.Running, "save", spoiled)

@@ -1,4 +1,4 @@
-"""Two and four real processes decode what one does, and end together."""
+"""Two and four real processes decode the text of one process, and end together."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def alone(name):
     ],
 )
 def test_texts_are_those_of_one_process(count, names):
-    """Seven rows over the devices of all hosts; every host gets them all."""
+    """Seven rows are split over the devices of all hosts; every host gets them all."""
     with Hosts(count, "methods", *ADDRESS, *names) as running:
         ended = running.wait(timeout=240 + 90 * len(names))
     assert [process.code for process in ended] == [0] * count, ended
-    found = [[line for line in process.out.splitlines() if line.startswith("{")] for process in ended]
-    assert all(lines == found[0] for lines in found)
+    actual = [[line for line in process.out.splitlines() if line.startswith("{")] for process in ended]
+    assert all(lines == actual[0] for lines in actual)
     assert "call specjax.parallel.gather(result) on every host" in ended[0].out
-    records = [json.loads(line) for line in found[0]]
+    records = [json.loads(line) for line in actual[0]]
     assert [record["name"] for record in records] == list(names)
     for record in records:
         assert record["texts"][:7] == alone(record["name"])
@@ -55,7 +55,7 @@ def test_texts_are_those_of_one_process(count, names):
 
 @pytest.mark.parametrize("again", those((False,), (False, True)))
 def test_two_hosts_train_what_one_trains(tmp_path, again):
-    """The same losses, and the same head; what is kept is one run of both, which is found again."""
+    """Losses and head are the same. The checkpoint is one run of both, which is found again."""
     from training_runs import head_of, recipe, target, texts
 
     losses = []
@@ -64,18 +64,18 @@ def test_two_hosts_train_what_one_trains(tmp_path, again):
         evaluate_every=2, on_progress=lambda progress: losses.append(progress.loss),
     )  # fmt: skip
     measured = training.measure_acceptance(target(), alone, texts(), depths=3, rows=4, length=32)
-    for told in (losses, []) if again else (losses,):  # then it is done already
+    for reports in (losses, []) if again else (losses,):  # then it is done already
         with Hosts(2, "training", *ADDRESS, str(tmp_path), "4") as running:
             ended = running.wait()
         assert [process.code for process in ended] == [0, 0], ended
         for process in ended:
-            [found] = [json.loads(line) for line in process.out.splitlines() if line.startswith("{")]
-            np.testing.assert_allclose(found["losses"], told, rtol=1e-5)
-            assert found["served"] == list(measured)
+            [actual] = [json.loads(line) for line in process.out.splitlines() if line.startswith("{")]
+            np.testing.assert_allclose(actual["losses"], reports, rtol=1e-5)
+            assert actual["served"] == list(measured)
 
 
 def test_one_command_trains_on_two_hosts(tmp_path, monkeypatch, capsys):
-    """One host writes; the answers, the head and the card are those of one process."""
+    """One host writes; the responses, the head and the card are those of one process."""
     file = tmp_path / "prompts.txt"
     file.write_text("ab\nthe cat\none two\nx y z\nhello\nwhy not\n")
     small = ("--max-new-tokens", "8", "--held-out", "2", "--rows", "4", "--length", "32", "--batch-size", "4")
@@ -89,9 +89,9 @@ def test_one_command_trains_on_two_hosts(tmp_path, monkeypatch, capsys):
         first, second = running.wait()
     assert (single.value.code, first.code, second.code) == (0, 0, 0), (first.err, second.err)
     assert second.out == "" and "answering" not in second.err
-    wanted, found = json.loads(capsys.readouterr().out), json.loads(first.out)
-    assert {name: found[name] for name in ("answers", "served")} == {
-        name: wanted[name] for name in ("answers", "served")
+    expected, actual = json.loads(capsys.readouterr().out), json.loads(first.out)
+    assert {name: actual[name] for name in ("answers", "served")} == {
+        name: expected[name] for name in ("answers", "served")
     }
     written = [
         sorted(path.read_text().splitlines() for path in (out / "answers").iterdir()) for out in (together, alone)
@@ -106,7 +106,7 @@ def test_one_command_trains_on_two_hosts(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.exhaustive
 def test_two_hosts_go_on_from_a_head_and_share_states(tmp_path):
-    """`generate` takes it too; texts that differ from host to host are refused."""
+    """`generate` accepts it too; texts that differ from host to host are refused."""
     file = tmp_path / "prompts.txt"
     file.write_text("ab\nthe cat\none two\nx y z\nhello\nwhy not\n")
     flags = ("--max-new-tokens", "8", "--held-out", "2", "--rows", "4", "--length", "32", "--batch-size", "4")
@@ -139,7 +139,7 @@ def test_two_hosts_go_on_from_a_head_and_share_states(tmp_path):
 
 @pytest.mark.parametrize("victim", those((1,), (0, 1)))
 def test_a_dead_host_ends_the_other(victim):
-    """With heartbeats of 6 s: within 20 s, with a message that says why."""
+    """With heartbeats of 6 s it ends within 20 s, with a message that gives the reason."""
     with Hosts(2, "rounds", *ADDRESS) as running:
         running.wait_for(1 - victim, "round 2")
         running.kill(victim)
@@ -165,7 +165,7 @@ def test_an_exception_on_one_host_ends_the_other(failing):
 
 
 def test_generate_on_two_hosts(tmp_path, monkeypatch, capsys):
-    """Host 0 prints what one process does; the other is silent."""
+    """Host 0 prints the output of one process; the other host is silent."""
     file = tmp_path / "prompts.txt"
     file.write_text("abcabcabc\nhello\nxyz\n")
     command = ("generate", "--batch-file", str(file), "--batch-size", "3", *SHORT, "--json")
@@ -176,9 +176,9 @@ def test_generate_on_two_hosts(tmp_path, monkeypatch, capsys):
         first, second = running.wait()
     assert (single.value.code, first.code, second.code) == (0, 0, 0), (first.err, second.err)
     assert second.out == "" and "loaded" not in second.err
-    wanted, found = json.loads(capsys.readouterr().out), json.loads(first.out)
-    assert found["results"] == wanted["results"] and len(found["results"]) == 3
-    assert found["machine"]["hosts"] == 2 and found["target_passes"] == wanted["target_passes"]
+    expected, actual = json.loads(capsys.readouterr().out), json.loads(first.out)
+    assert actual["results"] == expected["results"] and len(actual["results"]) == 3
+    assert actual["machine"]["hosts"] == 2 and actual["target_passes"] == expected["target_passes"]
 
 
 def test_hosts_with_different_prompts_say_so():
@@ -235,13 +235,13 @@ def test_settings_that_do_not_fit(arguments, words):
 
 
 def test_a_host_that_finished_is_not_silent(monkeypatch):
-    said, now = [], [0.0]
-    monkeypatch.setattr(hosts, "_print_warning", said.append)
-    monkeypatch.setattr(hosts.time, "monotonic", lambda: now[0])
+    outputs, clock = [], [0.0]
+    monkeypatch.setattr(hosts, "_print_warning", outputs.append)
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
     watch = hosts._FailureMonitor(None, 0, heartbeat=6)
-    for now[0] in (1.0, 9.0):
+    for clock[0] in (1.0, 9.0):
         watch.check_hosts({"0": "1", "1": "finished", "2": "5"}, {})
-    assert len(said) == 1 and said[0].startswith("host 2 has been silent for 8 s")
+    assert len(outputs) == 1 and outputs[0].startswith("host 2 has been silent for 8 s")
 
 
 def test_copies_of_the_first_row_do_not_change_the_keys():

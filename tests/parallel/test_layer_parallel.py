@@ -1,4 +1,4 @@
-"""A layer-parallel model gives the logits of a whole one, each device keeps its own layers, and fewer sums are made."""
+"""A layer-parallel model has the logits of an unsplit one, with layers on their own devices and fewer sums."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def whole(config):
 
 @functools.cache
 def passes(group):
-    """(target) -> logits of a prompt, exact; outputs of two drafts, and of three that see those, by groups."""
+    """Return (target) -> logits of a prompt, exact; outputs of two drafts, and of three that see those, by groups."""
 
     @jax.jit
     def run(target):
@@ -49,8 +49,8 @@ def passes(group):
 
         def feed(first, end, cache, **options):
             positions = jnp.broadcast_to(jnp.arange(first, end), (rows, end - first))
-            seen = positions.shape[1] + (options["earlier"].positions.shape[1] if "earlier" in options else 0)
-            mask = jnp.tril(jnp.ones((end - first, seen), bool), seen - (end - first))
+            recorded = positions.shape[1] + (options["earlier"].positions.shape[1] if "earlier" in options else 0)
+            mask = jnp.tril(jnp.ones((end - first, recorded), bool), recorded - (end - first))
             mask = jnp.broadcast_to(mask, (rows, *mask.shape))
             return model.forward(
                 target.params, tokens[:, first:end], cache, positions=positions, mask=mask, taps=taps, **options
@@ -72,13 +72,13 @@ def passes(group):
 )
 def test_logits_are_those_of_one_device(config, data, layer, exactly):
     placed = layer_parallel.place_layer_parallel(whole(config), specjax.mesh(data, 2, layer=layer))
-    wanted = passes(layer)(whole(config))
-    for ours, theirs in zip(jax.tree.leaves(passes(layer)(placed)), jax.tree.leaves(wanted), strict=True):
+    expected = passes(layer)(whole(config))
+    for ours, theirs in zip(jax.tree.leaves(passes(layer)(placed)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-5)
     if not exactly:
         return
     exact = passes(1)(whole(config))  # which is another distribution
-    assert float(jnp.max(jnp.abs(exact[1].logits - wanted[1].logits))) > 0.01
+    assert float(jnp.max(jnp.abs(exact[1].logits - expected[1].logits))) > 0.01
     for ours, theirs in zip(jax.tree.leaves(passes(1)(placed)), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-5)
 
@@ -101,7 +101,7 @@ def test_greedy_text_on_a_mesh(data, model, layer, tree):
 
 
 def test_devices_keep_their_own_layers():
-    """Of the five layers in the middle: attention and cache by layer and head, MLPs by width."""
+    """In the five middle layers, attention and cache are split by layer and head, MLPs by width."""
     mesh = specjax.mesh(1, 2, layer=4)
     placed = layer_parallel.place_layer_parallel(whole(LLAMA), mesh)
     shapes = layer_parallel.abstract_draft(LLAMA, mesh)
@@ -111,8 +111,8 @@ def test_devices_keep_their_own_layers():
     cache = jax.jit(lambda: placed.model.init_cache(placed.params, None, 2, 128))()
     parts = lambda x: x.size // x.addressable_shards[0].data.size
     layers = placed.params["layers"]
-    assert [parts(own["attention"]["q"]["weight"]) for own in layers["device"]] == [8, 8]
-    assert [parts(rest["mlp"]["up"]["weight"]) for rest in layers["shared"]] == [8, 8]
+    assert [parts(device_part["attention"]["q"]["weight"]) for device_part in layers["device"]] == [8, 8]
+    assert [parts(shared_part["mlp"]["up"]["weight"]) for shared_part in layers["shared"]] == [8, 8]
     assert [parts(x) for x in (layers["first"]["attention"]["q"]["weight"], cache.k["first"])] == [2, 2]
     assert [parts(x) for x in (*cache.k["groups"], *cache.v["groups"])] == [8] * 4
     second = layers["device"][0]["attention"]["o"]["weight"][0, 1]  # layer 2
@@ -121,7 +121,7 @@ def test_devices_keep_their_own_layers():
 
 @pytest.mark.parametrize("model", [1, 2])
 def test_collectives_of_a_group(model):
-    """One for all attentions and one per MLP; exactly, two per layer. In the compiled loop over the two groups."""
+    """There is one for all attentions and one per MLP, and two per layer in an exact pass."""
     config = dataclasses.replace(LLAMA, num_layers=10, num_kv_heads=4)
     placed = layer_parallel.abstract_draft(config, specjax.mesh(1, model, layer=4))
 
@@ -132,8 +132,8 @@ def test_collectives_of_a_group(model):
             return target.model.forward(target.params, one, cache, positions=one, mask=one[None] > 0, group=group)
 
         text = jax.jit(forward).lower(placed).compile().as_text()
-        found = [re.findall(r"= .*? (all-\w+|collective-\w+|reduce-scatter)\(", part) for part in text.split("\n\n")]
-        [loop] = [part for part, text in zip(found, text.split("\n\n"), strict=True) if part and "ENTRY" not in text]
+        actual = [re.findall(r"= .*? (all-\w+|collective-\w+|reduce-scatter)\(", part) for part in text.split("\n\n")]
+        [loop] = [part for part, text in zip(actual, text.split("\n\n"), strict=True) if part and "ENTRY" not in text]
         return sorted(loop)
 
     assert count(1) == ["all-reduce"] * 8
@@ -152,7 +152,9 @@ def test_bad_settings():
     with pytest.raises(UsageError, match="has 5 layers, too few for a group of 4"):
         layer_parallel.place_layer_parallel(tiny_llama(layers=5), mesh)
     with pytest.raises(UsageError, match="does not divide the 6 query and 3 key/value heads"):
-        layer_parallel.place_layer_parallel(tiny_llama(layers=4, num_heads=6, num_kv_heads=3), specjax.mesh(1, 4, layer=2))
+        layer_parallel.place_layer_parallel(
+            tiny_llama(layers=4, num_heads=6, num_kv_heads=3), specjax.mesh(1, 4, layer=2)
+        )
     with pytest.raises(UsageError, match="not one of"):
         layer_parallel.place_layer_parallel(markov(), mesh)
     with pytest.raises(UsageError, match="sharded already"):

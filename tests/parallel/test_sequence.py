@@ -1,4 +1,4 @@
-"""A cache whose slots lie on several devices: attention and commits are those of one device."""
+"""A cache with slots on several devices: attention and commits equal those on one device."""
 
 import functools
 import re
@@ -42,8 +42,8 @@ def test_sequence_sharded_cache_equals_one_device(mesh, changes, case):
     target, (drafter, temperature) = tiny_llama(vocab=64, **changes), case
     spread = specjax.shard(target, specjax.mesh(**mesh))
     options = {"key": jax.random.key(3), "max_new_tokens": NEW, "temperature": temperature}
-    whole = specjax.decode(target, drafter, PROMPTS, **options)
-    assert specjax.decode(spread, drafter, PROMPTS, **options).to_lists() == whole.to_lists()
+    full = specjax.decode(target, drafter, PROMPTS, **options)
+    assert specjax.decode(spread, drafter, PROMPTS, **options).to_lists() == full.to_lists()
 
 
 def test_no_device_holds_or_gathers_the_whole_cache():
@@ -62,20 +62,20 @@ def test_no_device_holds_or_gathers_the_whole_cache():
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("length", [0, 64, 65, 255])
 def test_attention_over_parts_of_the_prefix(length, window):
-    """A tree over a prefix on four devices; what lies behind the length may be anything."""
+    """The tree has a prefix on four devices. Slots beyond the length may contain anything."""
     batch, t, heads, kv_heads, slots, dim = 2, 5, 4, 2, 256, 16
     keys = jax.random.split(jax.random.key(length), 5)
     q = jax.random.normal(keys[0], (batch, t, heads, dim))
     k, v = (jax.random.normal(key, (batch, kv_heads, t, dim)) for key in keys[1:3])
     lengths = jnp.array([length, max(length - 40, 0)])
-    held = jnp.arange(slots)[:, None] < lengths[:, None, None, None]
-    prefix = [jnp.where(held, jax.random.normal(key, (batch, kv_heads, slots, dim)), 50.0) for key in keys[3:]]
+    stored = jnp.arange(slots)[:, None] < lengths[:, None, None, None]
+    prefix = [jnp.where(stored, jax.random.normal(key, (batch, kv_heads, slots, dim)), 50.0) for key in keys[3:]]
     parents = jnp.array([[-1, 0, 0, 1, 1]] * batch)
     mask = specjax.trees.operations.ancestor_mask(parents, jnp.ones_like(parents, bool))
     positions = lengths[:, None] + specjax.trees.operations.depths(parents)
     arrays = q, k, v, *prefix, lengths, positions, mask
     options = {"scale": dim**-0.5, "softcap": 30.0}
-    wanted = reference(*arrays, window=window, **options)
+    expected = reference(*arrays, window=window, **options)
 
     def attend(*args, **where):
         return tree_attention(*args, **where, **options, implementation="xla")
@@ -86,10 +86,10 @@ def test_attention_over_parts_of_the_prefix(length, window):
     mesh = specjax.mesh(1, 1, sequence=4)
     cut = PartitionSpec(None, None, "sequence")
     specs = (*[PartitionSpec()] * 3, cut, cut, *[PartitionSpec()] * 3)
-    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))(
+    actual = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))(
         *arrays
     )
-    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
 def test_derivatives_over_parts_of_the_prefix():
@@ -104,28 +104,28 @@ def test_derivatives_over_parts_of_the_prefix():
         output, _ = model.forward(params, tokens, model.init_cache(params, None, 2, 16), positions=positions, mask=mask)
         return jnp.mean(jax.nn.logsumexp(output.logits, -1))
 
-    wanted, found = (jax.grad(loss, 1)(one.model, one.params) for one in (target, spread))
-    for a, b in zip(*map(jax.tree.leaves, (wanted, found)), strict=True):
+    expected, actual = (jax.grad(loss, 1)(one.model, one.params) for one in (target, spread))
+    for a, b in zip(*map(jax.tree.leaves, (expected, actual)), strict=True):
         np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("start", [0, 5, 7, 8, 13, 20])
 def test_commit_to_the_part_that_a_device_holds(start):
-    """Windows that lie in one part, across two, or outside."""
+    """Windows lie in one part, across two, or outside."""
     random = np.random.default_rng(start)
     make = lambda n: (jnp.asarray(random.normal(size=(1, 2, n, 3)), jnp.float32),)
     cache = kv.KVCache(make(24), make(24), jnp.array([start]))
     pending = kv.Pending(make(4), make(4), jnp.zeros((1, 4), jnp.int32), jnp.zeros((1,), jnp.int32))
     path, count = jnp.array([[0, 2, 3, -1]]), jnp.array([3])
-    whole = kv.commit(cache, pending, path, count)
+    full = kv.commit(cache, pending, path, count)
     behind = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, kv.SLOTS), (0, 0)))
     for first in (0, 8, 16):
         cut = lambda x, first=first: jax.tree.map(lambda leaf: behind(leaf[:, :, first : first + 8]), x)
         part = kv.commit(cache._replace(k=cut(cache.k), v=cut(cache.v)), pending, path, count, jnp.int32(first))
         text = np.clip(start + 3 - first, 0, 8)  # slots past the text are never read
-        for ours, theirs in zip((part.k, part.v), (whole.k, whole.v), strict=True):
+        for ours, theirs in zip((part.k, part.v), (full.k, full.v), strict=True):
             np.testing.assert_array_equal(ours[0][:, :, :text], cut(theirs)[0][:, :, :text])
-        np.testing.assert_array_equal(part.length, whole.length)
+        np.testing.assert_array_equal(part.length, full.length)
 
 
 def test_a_draft_wider_than_what_a_part_takes():

@@ -1,4 +1,4 @@
-"""A sharded target gives the tokens of a whole one, and no device holds or gathers more than its part."""
+"""A sharded target gives the tokens of an unsharded one, and no device stores or gathers more than its part."""
 
 import dataclasses
 import re
@@ -36,21 +36,21 @@ def test_mesh_equals_one_device(data, model, kv_heads, stacked):
     mesh = parallel.mesh(data, model)
     for drafter, temperature in ((prompt_lookup(3), 0.0), (two_model(draft, tree=trees.parse("2x1")), 0.9)):
         options = {"key": jax.random.key(3), "max_new_tokens": 8, "temperature": temperature}
-        whole = specjax.decode(target, drafter, PROMPTS, **options)
+        full = specjax.decode(target, drafter, PROMPTS, **options)
         spread = specjax.decode(parallel.shard(target, mesh), drafter, PROMPTS, **options)
-        assert spread.to_lists() == whole.to_lists()
+        assert spread.to_lists() == full.to_lists()
 
 
 def test_a_norm_over_all_heads_is_that_of_one_device():
-    """OLMo 2's, of heads that lie on several devices, and of key/value heads that are repeated."""
+    """OLMo 2 has it, with heads on several devices, and repeated key/value heads."""
     target = tiny_llama(num_kv_heads=2, stacked=True, qk_norm=True, qk_norm_scope="projection", norms="after", **HEADS)
     noise = np.random.default_rng(0)
     louder = lambda x: x + 0.2 * noise.normal(size=x.shape).astype(np.float32)
     target = Target(target.model, jax.tree.map(louder, target.params))
     options = {"key": jax.random.key(3), "max_new_tokens": 8}
-    whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
+    full = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
     sharded = parallel.shard(target, parallel.mesh(2, 4))
-    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
+    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == full.to_lists()
     with pytest.raises(UsageError, match="normalises the queries of all heads together"):
         check_layer_parallel(dataclasses.replace(target.model.config, num_layers=4), parallel.mesh(1, 2, layer=2))
 
@@ -63,8 +63,8 @@ def test_int8_cache_is_spread_like_any_other(data, model, kv_heads):
     cache = jax.jit(lambda: sharded.model.init_cache(sharded.params, None, 4, 128))()
     parts = {leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves((cache.k, cache.v))}
     assert parts == {8} and cache.k.scale.dtype == jnp.float32
-    whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
-    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
+    full = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
+    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == full.to_lists()
 
 
 def test_a_vocabulary_that_the_mesh_does_not_divide_stays_whole():
@@ -73,8 +73,8 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_stays_whole():
     sharded = specjax.shard(target, specjax.mesh(1, 8))
     assert sharded.params["head"]["weight"].sharding.is_fully_replicated
     assert not sharded.params["layers"][0]["mlp"]["up"]["weight"].sharding.is_fully_replicated
-    whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
-    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
+    full = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
+    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == full.to_lists()
 
 
 @pytest.mark.parametrize("over", those([("model",)], [(), ("model",), ("layer",)]))
@@ -82,17 +82,17 @@ def test_a_draft_model_on_fewer_devices_than_its_target(over):
     target, draft = tiny_llama(num_kv_heads=8, **HEADS), tiny_llama(seed=1, layers=1, num_kv_heads=2, vocab=VOCAB)
     mesh = specjax.mesh(1, 4, layer=2)
     options = {"key": jax.random.key(3), "max_new_tokens": 8}
-    whole = specjax.decode(target, two_model(draft, 2), PROMPTS, **options)
+    full = specjax.decode(target, two_model(draft, 2), PROMPTS, **options)
     small = specjax.shard(draft, mesh, over=over)
     parts = {leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(small.params)}
     assert max(parts) == {(): 1, ("model",): 4, ("layer",): 2}[over]
     assert specjax.decode(specjax.shard(target, mesh), two_model(small, 2), PROMPTS, **options).to_lists() == (
-        whole.to_lists()
+        full.to_lists()
     )
 
 
 def test_equal_logits_on_different_devices():
-    """The smaller id wins, wherever the rows of the head lie."""
+    """The smaller id wins, on whichever device the rows of the head are."""
     target = tiny_llama(num_kv_heads=8, **HEADS)
     head = target.params["head"]["weight"]
     twins = target.params | {"head": {"weight": jnp.concatenate([head[: VOCAB // 2]] * 2)}}
@@ -105,7 +105,7 @@ def test_equal_logits_on_different_devices():
 
 @pytest.mark.parametrize("noisy", [True, False])
 def test_draws_over_parts_of_the_vocabulary(noisy):
-    """Bit for bit those of one device, equal scores included; only ids and scores travel."""
+    """Draws equal those of one device bit for bit, equal scores included; only ids and scores are transferred."""
     logits = jnp.round(jax.random.normal(jax.random.key(0), (4, 3, VOCAB)) * 4) / 2
     keys = jax.random.split(jax.random.key(1), (4, 3)) if noisy else None
     mesh = parallel.mesh(2, 4)
@@ -117,16 +117,16 @@ def test_draws_over_parts_of_the_vocabulary(noisy):
             return gumbel_topk(keys, logits, 5, temperature=jnp.full((4, 3), 0.7))
 
     ids, scores = gumbel_topk(keys, logits, 5, temperature=0.7)
-    found = run(keys, spread)
-    np.testing.assert_array_equal(found[0], ids)
-    np.testing.assert_array_equal(found[1], scores)
+    actual = run(keys, spread)
+    np.testing.assert_array_equal(actual[0], ids)
+    np.testing.assert_array_equal(actual[1], scores)
     text = run.lower(keys, spread).compile().as_text()
     assert "all-gather" in text and f",{VOCAB}]" not in text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_collectives_are_those_intended(temperature):
-    """Two sums per layer and pass, and a few small ones; the cache and the logits are never gathered."""
+    """There are two sums per layer and pass, and a few small ones; the cache and the logits are never gathered."""
     target = parallel.shard(tiny_llama(num_kv_heads=8, stacked=True, **HEADS), parallel.mesh(1, 8))
     settings = Settings(temperature)
     job = prepare(target, prompt_lookup(3), PROMPTS, settings, key=jax.random.key(0), max_new_tokens=8)
@@ -140,7 +140,7 @@ def test_collectives_are_those_intended(temperature):
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_top_k_and_top_p_over_parts_of_the_vocabulary(ties):
-    """The tokens of one device, ties at the threshold included; nothing as large as the vocabulary travels."""
+    """The tokens are those of one device, even with ties at the threshold; no array of vocabulary size travels."""
     target = tiny_llama(num_kv_heads=8, **HEADS)
     if ties:  # four equal logits, each on a device of its own
         head = target.params["head"]["weight"]
@@ -148,8 +148,8 @@ def test_top_k_and_top_p_over_parts_of_the_vocabulary(ties):
         target = specjax.Target(target.model, twins)
     options = {"key": jax.random.key(3), "max_new_tokens": 8, "temperature": 0.7, "top_k": 5, "top_p": 0.9}
     sharded = parallel.shard(target, parallel.mesh(2, 4))
-    whole = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
-    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == whole.to_lists()
+    full = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
+    assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == full.to_lists()
 
     settings = Settings(temperature=0.7, top_k=5, top_p=0.9)
     job = prepare(sharded, prompt_lookup(3), PROMPTS, settings, key=options["key"], max_new_tokens=8)

@@ -93,4 +93,4 @@ def check_heads(fields: ConfigFields, names: tuple[str, str, str], heads: int, k
     if heads % kv_heads:
         raise UsageError(f"{fields.where} has {of_heads} {heads}, which must be a multiple of {of_kv}, {kv_heads}")
     if head_dim % 2:
-        raise UsageError(f"{fields.where} has heads {head_dim} wide ({of_width}), which rotary embeddings need even")
+        raise UsageError(f"{fields.where} has {of_width} {head_dim}, which must be even for rotary embeddings")

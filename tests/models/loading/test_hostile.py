@@ -1,4 +1,4 @@
-"""Files made to break the readers: each loads, or is refused in one short sentence. Nothing else."""
+"""Files made to break the readers: each either loads or is refused in one short sentence."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TOKENIZER_CONFIG = {"eos_token": {"content": "</s>"}, "bos_token": "w3", "chat_t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A whole model folder, of two shards."""
+    """Write a complete model folder of two shards."""
     import tokenizers
     from safetensors.numpy import save_file
 
@@ -64,9 +64,9 @@ def folder(tmp_path_factory):
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
     names = sorted(tensors)
     shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
-    for shard, held in shards.items():
-        save_file({name: tensors[name] for name in held}, folder / shard)
-    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    for shard, stored in shards.items():
+        save_file({name: tensors[name] for name in stored}, folder / shard)
+    index = {"weight_map": {name: shard for shard, stored in shards.items() for name in stored}}
     for name, document in (
         ("config.json", CONFIG),
         (hf.INDEX, index),
@@ -139,7 +139,7 @@ def test_windows_that_cannot_be(value, copy):
 
 
 def test_code_of_a_folder_is_never_run(copy, monkeypatch, capsys):
-    """`transformers` asks on the terminal, for a quarter of a minute, unless it is told not to."""
+    """By default `transformers` prompts on the terminal for fifteen seconds."""
     (copy / "tokenizer.json").unlink()
     (copy / "vocab.json").write_text("{}")
     (copy / "code.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\nclass T: pass\n")
@@ -171,7 +171,7 @@ def test_what_never_ends_is_not_opened(name, make, copy):
 
 
 def table(folder, **entries) -> None:
-    """Rewrite the header of a shard: {name: {field: value}}; its data stay."""
+    """Rewrite the header of a shard, {name: {field: value}}, and leave its data."""
     file = folder / "a.safetensors"
     contents = file.read_bytes()
     length = int.from_bytes(contents[:8], "little")
@@ -227,8 +227,8 @@ def test_a_tokenizer_that_panics(copy):
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
     tokenizer["pre_tokenizer"]["pattern"] = {"Regex": "(a+)+$"}
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-    _, found = load(copy)
-    assert "fails on this text" in survives(lambda: found.encode("a" * 40 + "b"))
+    _, actual = load(copy)
+    assert "fails on this text" in survives(lambda: actual.encode("a" * 40 + "b"))
 
 
 def replace(content: str, **pattern) -> dict:
@@ -259,7 +259,7 @@ def test_rules_that_multiply_a_text(name, copy):
 
 
 def test_rules_of_ordinary_tokenizers(copy):
-    """As of T5 and Llama 2."""
+    """These are the rules of T5 and Llama 2."""
     plain = load_tokenizer(copy).encode("a b")
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
     rules = [replace("\u2581", String=" "), replace(" ", Regex=" {2,}"), {"type": "NFKC"}, replace('"', String="``")]
@@ -309,7 +309,7 @@ NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 
 
 def gguf_parts(model: str = "llama", arch: str = "llama"):
-    """(fields, tensors, data) of a whole file."""
+    """Return (fields, tensors, data) of a complete file."""
     pieces = ["<unk>", "<s>", "</s>", "a", "b", "ab", *(f"w{i}" for i in range(6, VOCAB))]
     fields: dict = {
         "general.architecture": arch, "general.alignment": 32, f"{arch}.block_count": 1, f"{arch}.context_length": 64,
@@ -325,10 +325,10 @@ def gguf_parts(model: str = "llama", arch: str = "llama"):
     }  # fmt: skip
     if arch == "gemma3":
         fields |= {"gemma3.attention.sliding_window_pattern": [False], "gemma3.final_logit_softcapping": 30.0}
-    known = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     tensors, at = [], 0
     for name, shape in SHAPES.items():
-        stored = known.get(name) or f"blk.0.{NAMES[name[len('model.layers.0.') : -len('.weight')]]}.weight"
+        stored = names.get(name) or f"blk.0.{NAMES[name[len('model.layers.0.') : -len('.weight')]]}.weight"
         tensors.append((stored, shape[::-1], 0, at))
         at += -(-4 * int(np.prod(shape)) // 32) * 32
     if arch == "gemma3":
@@ -413,14 +413,14 @@ def test_tables_of_gguf_that_do_not_fit(file):
 
 def test_lists_within_lists(file):
     fields, tensors, data = gguf_parts()
-    whole = gguf_bytes(fields, tensors, data)
+    full = gguf_bytes(fields, tensors, data)
     deep = struct.pack("<Q", 1) + b"x" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000
-    file.write_bytes(whole[:24] + deep + whole[24:])
+    file.write_bytes(full[:24] + deep + full[24:])
     assert "header cannot be read" in survives(lambda: use(file))
 
 
 def test_a_layer_of_every_name_in_a_small_file(file):
-    """100,000 layers of nothing."""
+    """The file has 100,000 empty layers."""
     fields, tensors, data = gguf_parts()
     for layers in (100_000, LAYERS):
         many = [(f"blk.{i}.attn_q.weight", (1,), 0, len(data) + 32 * i) for i in range(layers)]
@@ -433,11 +433,11 @@ def test_a_layer_of_every_name_in_a_small_file(file):
 @pytest.mark.parametrize(("model", "arch"), KINDS)
 def test_gguf(model, arch, rng, count, file):
     fields, tensors, data = gguf_parts(model, arch)
-    whole = gguf_bytes(fields, tensors, data)
+    full = gguf_bytes(fields, tensors, data)
     for case in range(count):
         kind = rng.randrange(3)
         if kind == 0:
-            hostile = changed_bytes(rng, whole, len(whole) - len(data))
+            hostile = changed_bytes(rng, full, len(full) - len(data))
         elif kind == 1:
             changed = changed_json(rng, fields)
             hostile = gguf_bytes(changed if isinstance(changed, dict) else {}, tensors, data)
@@ -477,8 +477,8 @@ def test_llama2c(rng, count, tmp_path, data):
         copies[1].write_bytes(pieces if case % 3 == 0 else changed_bytes(rng, pieces))
 
         def read():
-            found = load_tokenizer(copies[0])
-            found.decode(found.encode("Once upon a time\x00 é"))
+            actual = load_tokenizer(copies[0])
+            actual.decode(actual.encode("Once upon a time\x00 é"))
 
         survives(read, case)
 

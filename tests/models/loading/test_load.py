@@ -1,4 +1,4 @@
-"""What can be wrong with a source, and what loading must not do."""
+"""Errors for wrong sources, and side effects that loading must not have."""
 
 import subprocess
 import sys
@@ -31,10 +31,8 @@ def test_failing_download_is_one_sentence(monkeypatch):
         raise ConnectionError("no route to the hub\nand a long second line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    wanted = (
-        r'"org/name" is not a local file or folder .* \(no route to the hub\); check the id or the network'
-    )
-    with pytest.raises(UsageError, match=wanted) as caught:
+    expected = r'"org/name" is not a local file or folder .* \(no route to the hub\); check the id or the network'
+    with pytest.raises(UsageError, match=expected) as caught:
         load("org/name")
     assert "\n" not in str(caught.value)
 
@@ -43,11 +41,11 @@ def test_download_leaves_pickles_out(monkeypatch, tiny, tmp_path):
     import huggingface_hub
 
     folder = tiny.save(tiny.model("llama", num_hidden_layers=1), tmp_path)
-    asked = {}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **kw: asked.update(kw) or str(folder))
+    requests = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **kw: requests.update(kw) or str(folder))
     target, _ = load("org/name")
     assert target.model.name == "org/name"
-    assert "*.safetensors" in asked["allow_patterns"] and not any("bin" in p for p in asked["allow_patterns"])
+    assert "*.safetensors" in requests["allow_patterns"] and not any("bin" in p for p in requests["allow_patterns"])
 
 
 def test_folder_without_config(tmp_path):
@@ -125,10 +123,10 @@ def test_every_misfit_is_in_one_message(stacked, tiny, tmp_path):
 
 def test_small_chunks_change_nothing(tiny, tmp_path, monkeypatch):
     folder = tiny.save(tiny.model("gemma3_text"), tmp_path)
-    whole, _ = load(folder, stacked=True)
+    full, _ = load(folder, stacked=True)
     monkeypatch.setattr(assembly, "CHUNK_ELEMENTS", 256)
     chunked, _ = load(folder, stacked=True)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole.params, chunked.params))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), full.params, chunked.params))
 
 
 def test_no_weight_exists_twice_on_cpu():

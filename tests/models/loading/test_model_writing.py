@@ -1,4 +1,4 @@
-"""Whole models are written and read again bit by bit, by specjax and by transformers."""
+"""Complete models are written and read again bit by bit, by specjax and by transformers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ VARIANTS = {
 
 
 def drawn(config) -> Target:
-    """Random parameters, of which no two are the same, and large enough that every part matters."""
+    """Draw random parameters, all different, and large enough that every part matters."""
     shapes = init_params(config, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(0)
@@ -79,10 +79,10 @@ def test_what_is_written_is_read_bit_by_bit(name, tmp_path):
     config = VARIANTS[name]
     target = drawn(config)
     save_model(tmp_path, target, words())
-    found, tokenizer = specjax.load(tmp_path, dtype=config.dtype, stacked=config.stacked)
-    plain = dataclasses.replace(found.model.config, name=config.name, cache_bits=config.cache_bits)
+    actual, tokenizer = specjax.load(tmp_path, dtype=config.dtype, stacked=config.stacked)
+    plain = dataclasses.replace(actual.model.config, name=config.name, cache_bits=config.cache_bits)
     assert plain == config
-    jax.tree.map(np.testing.assert_array_equal, found.params, target.params)
+    jax.tree.map(np.testing.assert_array_equal, actual.params, target.params)
     same = lambda one: (one.vocab, one.eos, one.chat_template, one.names["eos_token"], one.encode("w5 w7"))
     assert same(tokenizer) == same(words())
 
@@ -103,11 +103,11 @@ def test_transformers_reads_it_with_the_same_logits(name, tmp_path, tiny, texts)
 
 
 def test_a_tokenizer_of_scores_is_written_with_a_list_of_merges(data, tmp_path):
-    """stories260K has SentencePiece's: its texts are cut alike by what is written, and it is the same vocabulary."""
+    """stories260K has a SentencePiece tokenizer. The written one splits its texts alike, with the same vocabulary."""
     target, tokenizer = specjax.load(data / "stories260K" / "stories260K.bin")
     save_model(tmp_path, target, tokenizer)
-    found, other = specjax.load(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, found.params, target.params)
+    actual, other = specjax.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, actual.params, target.params)
     assert (other.vocab, other.eos) == (tokenizer.vocab, tokenizer.eos)
     rng = random.Random(0)
     words = ["Once", "upon", "a time", "girl's", "  ", "\n", "naïve", "Lily,", "🙂", "!", "3.14", "the", "wanted"]

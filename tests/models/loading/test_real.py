@@ -34,7 +34,7 @@ They are still waiting for the answer to it."""
 
 @functools.cache
 def logits_of(source, dtype="float32"):
-    """(ids [200], logits [200, V]) of TEXT in one pass."""
+    """Compute (ids [200], logits [200, V]) of TEXT in one pass."""
     target, tokenizer = load(source, dtype=dtype, stacked=True)  # compiles in a third of the time
     ids = jnp.array([tokenizer.encode(TEXT)[:200]])
     assert ids.shape == (1, 200)
@@ -50,9 +50,9 @@ def logits_of(source, dtype="float32"):
 
 
 def reference_logits(file, ids):
-    """Logits of transformers with its own reading of the file (config, names, permutations, dequantisation).
+    """Compute logits with transformers and its own reading of the file (config, names, permutations, dequantisation).
 
-    `from_pretrained(gguf_file=...)` would also want the package accelerate.
+    `from_pretrained(gguf_file=...)` would also need the package accelerate.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -90,7 +90,7 @@ def test_gemma_logits_equal_transformers(weights):
 
 
 def mean_log_likelihood(source) -> float:
-    """Of the tokens of TEXT: it collapses if biases, rotary layout or any weight is wrong."""
+    """Compute that of the tokens of TEXT. It collapses if biases, rotary layout or any weight is wrong."""
     ids, logits = logits_of(source)
     mean = float(jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), ids[0, 1:, None], -1)))
     print(f"{source}: mean log likelihood {mean:.2f}")

@@ -1,4 +1,4 @@
-"""Weights read straight into their shards are those that `shard` would place."""
+"""Weights read directly into their shards equal those that `shard` places."""
 
 import jax
 import numpy as np

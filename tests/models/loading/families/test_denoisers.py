@@ -1,4 +1,4 @@
-"""Folders of diffusion language models in the layouts that are published: how they are read, and what they say."""
+"""Folders of diffusion language models in the published layouts: their settings and their logits."""
 
 import json
 
@@ -29,7 +29,7 @@ PUBLISHED = {
 
 
 def publish(tiny, folder, kind, **changes):
-    """A tiny folder as the authors of `kind` write theirs, and its model in torch."""
+    """Write a tiny folder in the layout of the authors of `kind`. Return its model in torch."""
     base, fields, _, piece = PUBLISHED[kind]
     model = tiny.model(base)
     tiny.save(model, folder)
@@ -49,13 +49,13 @@ def rewrite(file, changes):
 
 
 def allowed(size: int, block: int | None) -> np.ndarray:
-    """bool[T, T]: which columns a column sees."""
+    """Return bool[T, T], the columns that each column sees."""
     of_block = np.arange(size) // (block or size)
     return of_block[None] <= of_block[:, None]
 
 
 def logits(target: Target, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Of one pass without a cache."""
+    """Compute the logits of one pass without a cache."""
     model, size = target.model, tokens.shape[1]
     cache = model.init_cache(target.params, None, 1, 1)
     positions = jnp.arange(size)[None]
@@ -89,7 +89,7 @@ LLADA = {
 
 
 def write_llada(folder, tiny, **changes):
-    """Tensors by name, under the names and the config of LLaDA-8B."""
+    """Return tensors by name, and write them under the names and the config of LLaDA-8B."""
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
@@ -111,7 +111,7 @@ def write_llada(folder, tiny, **changes):
 
 
 def llada(tensors, tokens):
-    """The forward pass of the release, by the names of its tensors: every column sees every other."""
+    """Run the forward pass of the release, by the names of its tensors. Every column sees every other."""
     import torch
 
     silu = torch.nn.functional.silu
@@ -179,7 +179,7 @@ def test_llada_with_another_formula_is_refused(tiny, tmp_path):
 
 
 def test_a_folder_is_planned_as_the_denoiser_that_it_is(tiny, tmp_path):
-    """By its config and tokenizer alone."""
+    """Planning needs only its config and tokenizer."""
     publish(tiny, tmp_path, "sdar")
     (tmp_path / "model.safetensors").unlink()
     work = make_workload(str(tmp_path), "v5e:1x1", context=8, max_new_tokens=8, block=2)

@@ -1,4 +1,4 @@
-"""GGUF files written here from tiny models, against the same model in transformers."""
+"""GGUF files, written here from tiny models, against the same model in transformers."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ WORDS = [f"w{i}" for i in range(96)]
 
 
 def write(model, file, *, scaling=None, kind="F32"):
-    """A torch model as GGUF, by the rules of llama.cpp's convert_hf_to_gguf.py."""
+    """Write a torch model as GGUF, by the rules of llama.cpp's convert_hf_to_gguf.py."""
     c = model.config
     arch = {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2"}.get(c.model_type, c.model_type)
     family = gemma3 if arch.startswith("gemma") else llama
@@ -123,7 +123,7 @@ def test_logits_equal_transformers(case, tiny, texts, tmp_path):
 
 
 def test_llama3_divisors(tiny, texts, tmp_path):
-    """rope_freqs.weight alone tells the scaling; another pattern is refused."""
+    """rope_freqs.weight alone determines the scaling; another pattern is refused."""
     from specjax.models.layers import RopeScaling, rope_frequencies
 
     scaling = RopeScaling("llama3", 8.0)
@@ -154,7 +154,9 @@ def test_half_of_longrope_is_refused(tiny, tmp_path, monkeypatch):
     file = write(tiny.model(**CASES["phi4-mini"]), tmp_path / "model.gguf")
     config = read(file)[0].config
     assert config.rope_scaling.long == (1.5, 3.0, 6.0) and config.rotary_dim == 6
-    monkeypatch.setattr(rope, "GGUF_DIVISORS", ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_none.weight"))
+    monkeypatch.setattr(
+        rope, "GGUF_DIVISORS", ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_none.weight")
+    )
     with pytest.raises(UsageError, match=r"must have rope_factors_none.weight with 3 numbers .* the other set"):
         read(file)
 
@@ -162,7 +164,7 @@ def test_half_of_longrope_is_refused(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_stored_formats_equal_whole_tensor_dequantisation(kind, stacked, tiny, tmp_path):
-    """Chunks, threads, permutation and stacking change no bit: compared with the whole tensor at once."""
+    """Chunks, threads, permutation and stacking change no bit, compared with dequantising the whole tensor at once."""
     model = tiny.model("qwen2", hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=96)
     file = write(model, tmp_path / "model.gguf", kind=kind)
     target, _ = load(file, stacked=stacked)

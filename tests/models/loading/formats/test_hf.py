@@ -57,7 +57,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request, tiny, texts, tmp_path_factory):
-    """(folder, logits, hidden states) of one variant."""
+    """Return (folder, logits, hidden states) of one variant."""
     model = tiny.model(**VARIANTS[request.param])
     folder = tiny.save(model, tmp_path_factory.mktemp(request.param))
     return folder, *tiny.reference(model, texts)
@@ -78,7 +78,7 @@ def check(target, variant, cut, tiny, texts) -> None:
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
 def test_two_ragged_pieces_equal_transformers(variant, stacked, tiny, texts):
-    """Logits, taps and hidden states, with the first 9 and 5 tokens read back from the cache."""
+    """Logits, taps and hidden states agree, with the first 9 and 5 tokens read back from the cache."""
     target, _ = load(variant[0], stacked=stacked)
     check(target, variant, (9, 5), tiny, texts)
 
@@ -90,7 +90,7 @@ def test_one_piece_equals_transformers(variant, tiny, texts):
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
 def test_the_window_matters(kind, tiny, texts, tmp_path):
-    """Guards the tests above: without the window the same weights give other logits."""
+    """This guards the tests above: without the window the same weights give other logits."""
     folder = tiny.save(tiny.model(kind, num_hidden_layers=1, sliding_window=5), tmp_path)
     narrow, _ = load(folder)
     rewrite(folder, lambda c: c.update(sliding_window=64))
@@ -107,7 +107,7 @@ def rewrite(folder, change) -> None:
 
 
 def old_form(config: dict) -> None:
-    """The rope settings as transformers 4 wrote them."""
+    """Return the rope settings in the form of transformers 4."""
     rope = config.pop("rope_parameters")
     if "full_attention" in rope:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -138,7 +138,7 @@ def test_default_gemma_pattern_is_five_local_one_global(tiny, tmp_path):
 
 
 def test_text_part_of_a_multimodal_gemma(tiny, tmp_path):
-    """The names get a prefix, the settings a level; vision tensors are passed over."""
+    """The names get a prefix, the settings a level; vision tensors are ignored."""
     from safetensors.numpy import load_file, save_file
 
     folder = tiny.save(tiny.model("gemma3_text"), tmp_path)
@@ -152,7 +152,7 @@ def test_text_part_of_a_multimodal_gemma(tiny, tmp_path):
 
 
 def test_text_part_of_mistral_small(tiny, texts, tmp_path):
-    """With its vision tower, by the names of published files and by those that it has within transformers."""
+    """It has a vision tower, under the names of published files and under those within transformers."""
     transformers = pytest.importorskip("transformers")
     from safetensors.numpy import load_file, save_file
 
@@ -182,7 +182,7 @@ def test_text_part_of_mistral_small(tiny, texts, tmp_path):
 
 
 def test_longrope_of_a_model_of_short_texts(tiny, texts, tmp_path):
-    """transformers takes the short factors for a text of the original length; a model of that length does for all."""
+    """transformers uses the short factors up to the original length; a model of that length uses them for all texts."""
     model = tiny.model("phi3", pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=64)
     folder = tiny.save(model, tmp_path)
     logits, _ = tiny.reference(model, texts)
@@ -218,12 +218,12 @@ def test_bfloat16_parameters_are_the_rounded_float32_ones(stacked, tiny, tmp_pat
 
 def test_shards(tiny, tmp_path):
     model = tiny.model("llama", tie_word_embeddings=False)
-    whole, _ = load(tiny.save(model, tmp_path / "whole"))
+    full, _ = load(tiny.save(model, tmp_path / "whole"))
     folder = tiny.save(model, tmp_path / "shards", max_shard_size="20KB")
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 2
     split, _ = load(folder)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole.params, split.params))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), full.params, split.params))
     shards[1].unlink()
     with pytest.raises(UsageError, match=rf"lacks 1 of its {len(shards)} shards, first {shards[1].name}"):
         load(folder)

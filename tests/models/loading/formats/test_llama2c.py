@@ -26,8 +26,11 @@ def stories(data):
 
 
 def greedy(target, ids: list[int], guess: list[int]) -> list[int]:
-    """`ids` and what plain greedy decoding puts after them, as many tokens as `guess`: the text that whole forward
-    passes leave as it is. No cache, nothing to get wrong; and a good guess is read in one pass."""
+    """Return `ids` and their plain greedy continuation, with as many tokens as `guess`.
+
+    It is the text that forward passes over the whole text do not change. There is no cache, and a good guess takes one
+    pass.
+    """
     model, width = target.model, len(ids) + len(guess)
     cache = model.init_cache(None, None, 1, 8)
     mask, positions = jnp.tril(jnp.ones((1, width, width), bool)), jnp.arange(width)[None]

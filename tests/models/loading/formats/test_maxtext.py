@@ -1,4 +1,4 @@
-"""MaxText's checkpoints: a real one with its logits, and its layout written from Hugging Face folders."""
+"""MaxText checkpoints: a real one with its logits, and its layout written from Hugging Face folders."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ NORMS = {
 
 
 def arrays_of(model, heads: int = 4, width: int = 8) -> dict:
-    """The weights of a torch model as MaxText's converters lay them out: nested, by its names, layers apart."""
+    """Return the weights of a torch model in the layout of MaxText's converters: nested, with separate layers."""
     kind, tree = model.config.model_type, {}
     neighbours = (model.config.rope_parameters or {}).get("rope_type") == "llama3"
 
@@ -61,25 +61,25 @@ def arrays_of(model, heads: int = 4, width: int = 8) -> dict:
             if not model.config.tie_word_embeddings:
                 put("decoder.logits_dense.kernel", np.pad(x.T, ((0, 0), (0, 32))))
         else:
-            _, _, layer, *rest, part = name.split(".")
-            at, own = f"decoder.layers_{layer}", rest[-1]
-            if own in NORMS:
-                put(f"{at}.{NORMS[own]}.scale", x)
-            elif own in MLP:
-                put(f"{at}.mlp.{MLP[own]}.kernel", x.T)
-            elif own in ("q_norm", "k_norm"):
-                put(f"{at}.self_attention.{'query' if own[0] == 'q' else 'key'}_norm.scale", x)
+            _, _, layer, *shared_part, part = name.split(".")
+            at, device_part = f"decoder.layers_{layer}", shared_part[-1]
+            if device_part in NORMS:
+                put(f"{at}.{NORMS[device_part]}.scale", x)
+            elif device_part in MLP:
+                put(f"{at}.mlp.{MLP[device_part]}.kernel", x.T)
+            elif device_part in ("q_norm", "k_norm"):
+                put(f"{at}.self_attention.{'query' if device_part[0] == 'q' else 'key'}_norm.scale", x)
             elif part == "bias":
-                put(f"{at}.self_attention.{NAMES[own]}.bias", x.reshape(-1, width))
-            elif own == "o_proj":
+                put(f"{at}.self_attention.{NAMES[device_part]}.bias", x.reshape(-1, width))
+            elif device_part == "o_proj":
                 put(f"{at}.self_attention.out.kernel", x.T.reshape(heads, width, -1))
             else:
-                put(f"{at}.self_attention.{NAMES[own]}.kernel", headed(x, own))
+                put(f"{at}.self_attention.{NAMES[device_part]}.kernel", headed(x, device_part))
     return tree
 
 
 def write(folder, tree: dict, scanned: bool, **beside) -> None:
-    """As a step's folder of MaxText, with an optimiser's state."""
+    """Write a MaxText step folder with an optimizer state."""
     import orbax.checkpoint as ocp
 
     decoder = dict(tree["decoder"])
@@ -93,7 +93,7 @@ def write(folder, tree: dict, scanned: bool, **beside) -> None:
 
 
 def described(folder, place) -> None:
-    """config.json and tokenizer of a Hugging Face folder, without its weights."""
+    """Copy config.json and tokenizer of a Hugging Face folder, without its weights."""
     place.mkdir(exist_ok=True)
     for file in folder.glob("*.json"):
         shutil.copy(file, place)
@@ -101,7 +101,7 @@ def described(folder, place) -> None:
 
 @pytest.fixture(scope="module", params=KINDS)
 def models(request, tiny, tmp_path_factory):
-    """(a Hugging Face folder, MaxText's arrays of the same model)."""
+    """Return (a Hugging Face folder, MaxText's arrays of the same model)."""
     model = tiny.model(**KINDS[request.param])
     return tiny.save(model, tmp_path_factory.mktemp("hf")), arrays_of(model)
 
@@ -127,12 +127,12 @@ def test_the_weights_of_each_kind_are_those_of_its_hugging_face_folder(models, s
 
 
 def test_a_checkpoint_of_maxtext_gives_its_logits(data, tmp_path, monkeypatch):
-    """Trained and saved by MaxText 0.2.5 itself, with the frequencies of Llama 3.1, and asked by it."""
+    """MaxText 0.2.5 itself trained and saved it, with the frequencies of Llama 3.1, and computed the logits."""
     shutil.copytree(data / "maxtext", tmp_path / "it")
     monkeypatch.chdir(tmp_path)
     target, _ = load("it")  # Orbax takes no relative paths
-    asked = np.load(data / "maxtext" / "logits.npz")
-    tokens, theirs = asked["tokens"], asked["logits"]
+    requests = np.load(data / "maxtext" / "logits.npz")
+    tokens, theirs = requests["tokens"], requests["logits"]
     cache, width = target.model.init_cache(target.params, None, *tokens.shape), tokens.shape[1]
     mask = np.tril(np.ones((1, width, width), bool))
     out, _ = jax.jit(target.model.forward)(
@@ -160,8 +160,8 @@ def test_each_array_of_the_model_is_read_once_and_no_other(llama, stacked, tmp_p
     folder, tree = llama
     described(folder, tmp_path)
     write(tmp_path, tree, scanned=True)
-    read, whole = [], maxtext._Store._read
-    monkeypatch.setattr(maxtext._Store, "_read", lambda self, path: read.append(path) or whole(self, path))
+    read, full = [], maxtext._Store._read
+    monkeypatch.setattr(maxtext._Store, "_read", lambda self, path: read.append(path) or full(self, path))
     load(tmp_path, stacked=stacked)
     assert len(read) == len(set(read)) == 12
     assert {path[:2] for path in read} == {("params", "params")}
@@ -172,16 +172,16 @@ def test_each_array_of_the_model_is_read_once_and_no_other(llama, stacked, tmp_p
     [("query", (256, 2, 8, 32)), ("out", (8, 2, 32, 256)), ("wi_0", (256, 2, 256)), ("wo", (256, 2, 256))],
 )
 def test_a_row_is_taken_without_a_copy_of_its_layer(part, shape):
-    whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    store = SimpleNamespace(place="here", array=lambda path: whole)
+    full = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    store = SimpleNamespace(place="here", array=lambda path: full)
     array, config = maxtext.ArrayInfo((), shape), SimpleNamespace(head_dim=32, vocab_size=8)
-    held = maxtext._lazy_tensor(store, array, f"decoder.layers_1.{part}.kernel", 1, config, "qwen2")
+    stored = maxtext._lazy_tensor(store, array, f"decoder.layers_1.{part}.kernel", 1, config, "qwen2")
     tracemalloc.start()
-    row = held.rows(5, 6)
+    row = stored.rows(5, 6)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    np.testing.assert_array_equal(row, whole[:, 1].reshape(256, 256).T[5:6])
-    assert most < whole[:, 1].nbytes / 4
+    np.testing.assert_array_equal(row, full[:, 1].reshape(256, 256).T[5:6])
+    assert most < full[:, 1].nbytes / 4
 
 
 def test_a_draft_model_may_be_a_checkpoint(llama, tmp_path):

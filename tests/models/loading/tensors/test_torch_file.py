@@ -1,4 +1,4 @@
-"""Weights that PyTorch saved: read without PyTorch, and nothing in the file is run."""
+"""Weights saved by PyTorch are read without PyTorch, and no code in the file is run."""
 
 import collections
 import os
@@ -35,8 +35,8 @@ def test_every_kind_of_entry(saved):
     tensors = torch_file.read(saved(weights))
     assert set(tensors) == {"a", "half", "parameter", "part"}
     for name, tensor in tensors.items():
-        found = read_rows(tensor, 0, tensor.shape[0])
-        np.testing.assert_array_equal(found, weights[name].detach().float().numpy())
+        actual = read_rows(tensor, 0, tensor.shape[0])
+        np.testing.assert_array_equal(actual, weights[name].detach().float().numpy())
 
 
 def test_state_of_a_module_with_its_metadata(saved):
@@ -54,18 +54,18 @@ def test_a_folder_loads_as_it_does_from_safetensors(sharded, tiny, tmp_path):
     names = sorted(state)
     if sharded:
         shards = {"a.bin": names[:3], "b.bin": names[3:]}
-        for shard, held in shards.items():
-            torch.save({name: state[name] for name in held}, folder / shard)
-        table = {name: shard for shard, held in shards.items() for name in held}
+        for shard, stored in shards.items():
+            torch.save({name: state[name] for name in stored}, folder / shard)
+        table = {name: shard for shard, stored in shards.items() for name in stored}
         (folder / "pytorch_model.bin.index.json").write_text(str({"weight_map": table}).replace("'", '"'))
     else:
         torch.save(state, folder / "pytorch_model.bin")
-    found, _ = load(folder)
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    actual, _ = load(folder)
+    jax.tree.map(np.testing.assert_array_equal, actual.params, expected.params)
 
 
 class Runs:
-    """A pickle that would run something."""
+    """A pickle that would run code."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -97,7 +97,7 @@ def test_nothing_in_a_pickle_is_run(saved, tmp_path):
 
 
 def with_pickle(file, contents: bytes) -> None:
-    """The file with another description of its tensors."""
+    """Return the file with another description of its tensors."""
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     with zipfile.ZipFile(file, "w") as archive:
@@ -106,7 +106,7 @@ def with_pickle(file, contents: bytes) -> None:
 
 
 def test_attributes_that_a_pickle_sets_change_nothing(saved):
-    """BUILD sets attributes of whatever is on the stack, of functions and classes too."""
+    """BUILD sets attributes of any object on the stack, functions and classes included."""
     file = saved({"a": torch.rand(2)})
     for target in (b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n"):
         with_pickle(file, b"\x80\x02" + target + b"}X\x01\x00\x00\x00xK\x01sb.")
@@ -125,16 +125,16 @@ def test_files_of_before_zip_are_named(tmp_path):
 @pytest.mark.parametrize(("rng", "count"), attacks(300))
 def test_damaged_files_are_refused_in_a_sentence(rng, count, saved):
     file = saved({"a.weight": torch.rand(4, 3), "b": torch.ones(5, dtype=torch.float16)})
-    whole = file.read_bytes()
+    full = file.read_bytes()
     with zipfile.ZipFile(file) as archive:
         described = archive.read("pytorch_model/data.pkl")
     refused = 0
     for case in range(count):
-        file.write_bytes(whole)
+        file.write_bytes(full)
         if case % 2:
             with_pickle(file, changed_bytes(rng, described))
         else:
-            file.write_bytes(changed_bytes(rng, whole))
+            file.write_bytes(changed_bytes(rng, full))
 
         def use():
             for tensor in torch_file.read(file).values():
@@ -146,7 +146,7 @@ def test_damaged_files_are_refused_in_a_sentence(rng, count, saved):
 
 
 def test_tables_by_nested_tuples_end(saved):
-    """The hash of tuples that share their parts takes as long as if they did not, and no interrupt ends it."""
+    """The hash of tuples with shared parts takes as long as without sharing, and no interrupt ends it."""
     file = saved({"a": torch.rand(2)})
     nested = b"\x80\x02}(" + b")" + b"q\x00h\x00\x86" * 60 + b"K\x01u."
     with_pickle(file, nested)
@@ -154,7 +154,7 @@ def test_tables_by_nested_tuples_end(saved):
 
 
 def test_compressed_entries_are_refused(saved):
-    """They may say that they are small, and be anything."""
+    """Their stated sizes may be wrong."""
     file = saved({"a": torch.rand(2)})
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}

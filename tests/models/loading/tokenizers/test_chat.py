@@ -1,4 +1,4 @@
-"""Chat templates of any model file, run with limits; and users who write control tokens."""
+"""Chat templates of any model file run with limits, and users may write control tokens."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ LONG = [
 
 @pytest.mark.parametrize("template", LONG)
 def test_templates_that_would_take_for_ever(quick, template):
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(UsageError, match=r"the model's chat template (needs more than|fails \()") as error:
         rendered(template)
     assert "\n" not in str(error.value) and len(str(error.value)) < 800
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - start_time < 20
     assert rendered("{{ messages[0].content }}") == "hello", "the next one has a process of its own"
 
 
@@ -187,10 +187,10 @@ def byte_level(*added: tuple[str, bool], normalizer=None) -> LibraryCodec:
 def sentencepiece(*added: tuple[str, bool]) -> Spm:
     letters = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *"▁abdeimnrstuxy<|>/", "im", "<|", "im_"]
     pieces = [*letters, *(text for text, _ in added)]
-    whole = frozenset(range(len(letters), len(pieces)))
-    hidden = frozenset(i for i in whole if added[i - len(letters)][1])
+    full = frozenset(range(len(letters), len(pieces)))
+    hidden = frozenset(i for i in full if added[i - len(letters)][1])
     scores = tuple(-float(i) for i in range(len(pieces)))
-    return Spm(tuple(pieces), scores, whole, hidden, 0, dummy_prefix=True)
+    return Spm(tuple(pieces), scores, full, hidden, 0, dummy_prefix=True)
 
 
 ADDED = (("<|im_start|>", True), ("<|im_end|>", True), ("<think>", False), ("<b>", False))
@@ -209,7 +209,7 @@ def tokenizer(request) -> Tokenizer:
 
 
 def roles(tokenizer: Tokenizer, ids) -> list[str]:
-    """The control tokens among ids."""
+    """Return the control tokens among ids."""
     return [tokenizer.vocab[i] for i in ids if tokenizer.vocab[i] in dict(ADDED)]
 
 
@@ -234,8 +234,8 @@ def test_users_write_text(tokenizer, text):
     "text", ["hello", "", " x im <| ", "a <b>bold</b> word", "é\n\n<|im_|> im_end|>", "\U0010ffff"]
 )
 def test_harmless_text_is_encoded_as_ever(tokenizer, text):
-    whole = rendered(tokenizer.chat_template, [{"role": "user", "content": text}])
-    assert tokenizer.chat(text) == tokenizer.encode(whole, special=False)
+    full = rendered(tokenizer.chat_template, [{"role": "user", "content": text}])
+    assert tokenizer.chat(text) == tokenizer.encode(full, special=False)
 
 
 def test_of_the_model_only_control_tokens_are_kept_apart(tokenizer):
@@ -294,7 +294,7 @@ def test_what_cannot_be_kept_apart_is_refused(tokenizer):
 
 
 def test_a_template_that_looks_at_its_texts(tokenizer):
-    """It cuts thoughts off, and prints a length, which is another with brackets: harmless text is encoded as ever."""
+    """It removes thoughts, and prints a length, which changes with brackets. Harmless text is encoded as usual."""
     template = (
         CHATML.replace("m.content | trim", "m.content.split('</think>')[-1] | trim")
         + "{{ messages[0].content | length }}"
@@ -333,8 +333,8 @@ def test_smollm2():
     file = resolve(None)
     tokenizer = from_metadata(read_header(file)[0], str(file))
     control = {tokenizer.vocab.index(piece): piece for piece in ("<|im_start|>", "<|im_end|>")}
-    found = lambda text: [control[i] for i in tokenizer.chat(text) if i in control]
-    assert found(ATTACK) == found("hi") == [*("<|im_start|>", "<|im_end|>") * 2, "<|im_start|>"]
+    actual = lambda text: [control[i] for i in tokenizer.chat(text) if i in control]
+    assert actual(ATTACK) == actual("hi") == [*("<|im_start|>", "<|im_end|>") * 2, "<|im_start|>"]
     assert ATTACK in tokenizer.decode(tokenizer.chat(ATTACK), special=True)
     rng = random.Random(0)
     words = ["Hello", " ", "\n", "x", "7", "é", "<", "|", "im_end", "  ", "中"]
@@ -355,8 +355,8 @@ def test_qwen(weights):
 
 
 def check_as_ever(tokenizer: Tokenizer, text: str) -> None:
-    whole = chat.render(tokenizer.chat_template, [{"role": "user", "content": text}], tokenizer.names)
-    assert tokenizer.chat(text) == tokenizer.encode(whole, special=False), text
+    full = chat.render(tokenizer.chat_template, [{"role": "user", "content": text}], tokenizer.names)
+    assert tokenizer.chat(text) == tokenizer.encode(full, special=False), text
 
 
 # Fuzzers.
@@ -364,7 +364,7 @@ def check_as_ever(tokenizer: Tokenizer, text: str) -> None:
 
 @pytest.mark.parametrize("cases", [400, exhaustive(100_000)])
 def test_any_text_of_a_user(cases):
-    """No user's text brings a control token, whatever tokens are and whatever is written."""
+    """No text of a user produces a control token, for any tokens and any text."""
     rng = random.Random(5)
     for number in range(cases):
         if number % 50 == 0:
@@ -401,7 +401,7 @@ PIECES = [
 
 @pytest.mark.parametrize("cases", [300, exhaustive(100_000)])
 def test_any_template(quick, cases):
-    """Text, or one sentence."""
+    """The result is a text or one sentence."""
     rng = random.Random(6)
     good = 0
     for _ in itertools.repeat(None, cases):

@@ -1,4 +1,4 @@
-"""Tokenizers against transformers', on text that is hard to cut."""
+"""Tokenizers against those of transformers, on text that is hard to split."""
 
 import dataclasses
 import itertools
@@ -50,12 +50,12 @@ def smollm2():
 
 
 def compare_with_transformers(file, tokenizer: Tokenizer) -> None:
-    """Ids and text of TEXTS and of random stretches of them."""
+    """Compare ids and text of TEXTS and of random parts of them."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    rng, whole = random.Random(0), "".join(TEXTS)
-    starts = [rng.randrange(len(whole)) for _ in range(100)]
-    for text in TEXTS + [whole[at : at + rng.randrange(1, 60)] for at in starts]:
+    rng, full = random.Random(0), "".join(TEXTS)
+    starts = [rng.randrange(len(full)) for _ in range(100)]
+    for text in TEXTS + [full[at : at + rng.randrange(1, 60)] for at in starts]:
         ids = theirs.encode(text)
         assert tokenizer.encode(text) == ids, text
         assert tokenizer.encode(text, special=False) == theirs.encode(text, add_special_tokens=False), text
@@ -70,7 +70,7 @@ def test_smollm2_equals_transformers(smollm2):
 
 @pytest.mark.real
 def test_smollm2_cuts_at_digits_first(smollm2):
-    """As its own tokenizer.json says (Digits, then ByteLevel); transformers' reading of the GGUF forgets the digits."""
+    """Its own tokenizer.json has Digits, then ByteLevel. transformers' reading of the GGUF omits the digits."""
     _, tokenizer = smollm2
     pieces = [tokenizer.vocab[i] for i in tokenizer.encode("world\n\n123")]
     assert pieces == ["world", "ĊĊ", "1", "2", "3"]
@@ -106,7 +106,7 @@ def test_qwen_pair_has_one_vocabulary(weights):
 @pytest.mark.real
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip_and_streaming(smollm2, text):
-    """What is shown while a stream runs is never taken back."""
+    """Text that a stream has shown never changes."""
     _, tokenizer = smollm2
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids, special=True) == text
@@ -128,7 +128,7 @@ def test_end_ids_are_stated_or_control_tokens_of_that_name():
 
 
 def test_folder(tiny, tmp_path):
-    """eos from generation_config.json, template from a file, names as objects; truncation in tokenizer.json is off."""
+    """eos comes from generation_config.json, the template from a file, and names are objects. Truncation is off."""
     import tokenizers
 
     folder = tiny.save(tiny.model("llama", num_hidden_layers=1), tmp_path)
@@ -154,7 +154,7 @@ def test_template_that_refuses(tiny, tmp_path):
 
 
 def slow_merge(text: str, ids: dict, scores) -> list[str]:
-    """The specification: again and again the best-scoring neighbours, leftmost first."""
+    """Merge by the specification: repeatedly join the best-scoring neighbours, leftmost first."""
     pieces = list(text)
     while True:
         pairs = [a + b for a, b in itertools.pairwise(pieces)]
