@@ -107,8 +107,8 @@ def to_cache_dtype(x: Array, slots: Array | Quantized) -> Array | Quantized:
 
 def pad_head_dim(x: Array, slots: Array | Quantized) -> Array:
     """Pad x [..., h] with zeros to the head size of a cache with these slots. Zeros change no dot product."""
-    missing = slots.shape[-1] - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+    padding = slots.shape[-1] - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
 def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, first_slot: Array | None = None) -> KVCache:
@@ -217,13 +217,13 @@ def _map_arrays(fn: Callable[..., Any], keys: PyTree, *other_trees: PyTree) -> P
     Arrays are [..., B, K, T, h] and their scales [..., B, K, T]. Axes before B count layers.
     """
 
-    def one(x, *other_trees):
+    def map_leaf(x, *other_trees):
         if isinstance(x, Quantized):
             values = fn(-2, x.values, *(other.values for other in other_trees))
             return Quantized(values, fn(-1, x.scale, *(other.scale for other in other_trees)))
         return fn(-2, x, *other_trees)
 
-    return jax.tree.map(one, keys, *other_trees, is_leaf=lambda x: isinstance(x, Quantized))
+    return jax.tree.map(map_leaf, keys, *other_trees, is_leaf=lambda x: isinstance(x, Quantized))
 
 
 def share_pending(pending: Pending, count: Array, first: Array | None = None) -> KVCache:

@@ -207,11 +207,11 @@ class _SlotLayout(NamedTuple):
         """Build a cache of these arrays with the next slot `next_slot`."""
         arrays = iter(slots)
 
-        def one(x: Array, axes: tuple[int, int] | None) -> Array:
+        def fill_leaf(x: Array, axes: tuple[int, int] | None) -> Array:
             return jnp.full_like(x, next_slot) if axes is None else jnp.moveaxis(next(arrays), (0, 1), axes)
 
         leaves = self.structure.flatten_up_to(like)
-        return self.structure.unflatten([one(x, axes) for x, axes in zip(leaves, self.axes, strict=True)])
+        return self.structure.unflatten([fill_leaf(x, axes) for x, axes in zip(leaves, self.axes, strict=True)])
 
 
 def _find_slot_layout(make_cache: Callable[[int, int], PyTree], name: str) -> _SlotLayout:

@@ -86,8 +86,8 @@ class DecoderConfig:
             "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window,
         }  # fmt: skip
-        plain = {"stacked": False, "cache_dtype": None, "same_bits": False}
-        return dataclasses.replace(self, num_layers=num_layers, **(uniform | plain | changes))
+        defaults = {"stacked": False, "cache_dtype": None, "same_bits": False}
+        return dataclasses.replace(self, num_layers=num_layers, **(uniform | defaults | changes))
 
 
 def make_attention(c: DecoderConfig, *, fan_in: int | None = None, rngs: nnx.Rngs) -> L.Attention:

@@ -401,12 +401,12 @@ class LayerWeights(NamedTuple):
 def at_layer(tree: PyTree, layer: Array | int, axis: int = 0) -> PyTree:
     """Slice one layer out of arrays whose axis `axis` counts layers."""
 
-    def cut(leaf):
+    def slice_leaf(leaf):
         if isinstance(layer, int):
             return jax.lax.index_in_dim(leaf, layer, axis, keepdims=False)
         return jax.lax.dynamic_index_in_dim(leaf, layer, axis, keepdims=False, allow_negative_indices=False)
 
-    return jax.tree.map(cut, tree)
+    return jax.tree.map(slice_leaf, tree)
 
 
 def _unrolled(
@@ -464,12 +464,12 @@ def _scanned(
         return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new))
 
     # The scan slices the weights, except those of layers that may be skipped, and of groups.
-    cut = state if group == 1 and shared.layers is None else None
+    sliced_state = state if group == 1 and shared.layers is None else None
     flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
     stream, new = [x[None]], []
     for start, size, count in layer_segments(len(cache.k), group):
         numbers = start + size * jnp.arange(count)
-        x, (outputs, pending) = jax.lax.scan(functools.partial(body, size), x, (numbers, cut))
+        x, (outputs, pending) = jax.lax.scan(functools.partial(body, size), x, (numbers, sliced_state))
         stream.append(flat(outputs))
         new.append(jax.tree.map(flat, pending))
     # Take the last stream from the scan carry, so that the others are not stored if they are unused.

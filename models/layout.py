@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.numerics.quantization import Quantized
-from specjax.pallas_kernels.tree_attention.over_slots import over_slots
+from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
 from specjax.types import Array, PyTree
 
 # From the last two names of a parameter's path to its dimensions. All families use the same names.
@@ -88,13 +88,13 @@ class Layout:
     def sharding(self, shape: tuple[int, ...], *parts: str | None) -> NamedSharding:
         """Return the sharding of an array whose last dimensions are `parts`, keys of SPLIT_AXES or None."""
 
-        def one(size: int, part: str | None):
+        def axes_of_size(size: int, part: str | None):
             fits = part is not None and size % self.parts(part) == 0
             return (self.axes(part) or None) if fits else None
 
         dimensions = (*[None] * (len(shape) - len(parts)), *parts)
         return NamedSharding(
-            self.mesh, PartitionSpec(*(one(n, part) for n, part in zip(shape, dimensions, strict=True)))
+            self.mesh, PartitionSpec(*(axes_of_size(n, part) for n, part in zip(shape, dimensions, strict=True)))
         )
 
     def place(self, x: Array, *parts: str | None) -> Array:
@@ -110,13 +110,13 @@ class Layout:
     def params(self, params: PyTree) -> PyTree:
         """Return the shardings of parameters, or of their shapes."""
 
-        def one(path, leaf):
+        def shard_leaf(path, leaf):
             names = [str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)]
             return self.sharding(
                 leaf.shape, *PARAMETER_DIMENSIONS.get((names[-2], names[-1]) if len(names) > 1 else None, ())
             )
 
-        return jax.tree_util.tree_map_with_path(one, params)
+        return jax.tree_util.tree_map_with_path(shard_leaf, params)
 
     def place_logits(self, logits: Array) -> Array:
         """Constrain logits [B, ..., V], or [V], to the devices of their rows and of the head."""
@@ -129,8 +129,8 @@ class Layout:
     def cache(self, cache: kv.KVCache | kv.Pending) -> PyTree:
         """Return the shardings of a cache or of pending tokens: rows over "data", heads as in attention."""
         tokens = "slots" if isinstance(cache, kv.KVCache) else None
-        one = lambda keys: self.keys(keys, tokens)
-        k, v = jax.tree.map(one, (cache.k, cache.v), is_leaf=lambda x: isinstance(x, Quantized))
+        shard_keys = lambda keys: self.keys(keys, tokens)
+        k, v = jax.tree.map(shard_keys, (cache.k, cache.v), is_leaf=lambda x: isinstance(x, Quantized))
         other_arrays: Any = (None if x is None else self.rows(x) for x in cache[2:])
         return type(cache)(k, v, *other_arrays)
 
@@ -160,8 +160,8 @@ class Layout:
         def local(cache, pending, path, num_nodes):
             if not axes:
                 return kv.commit(cache, pending, path, num_nodes)
-            one = jax.tree.leaves(cache.k, is_leaf=lambda x: isinstance(x, Quantized))[0]
-            first = jax.lax.axis_index(axes) * kv.slots_per_device(one)
+            first_leaf = jax.tree.leaves(cache.k, is_leaf=lambda x: isinstance(x, Quantized))[0]
+            first = jax.lax.axis_index(axes) * kv.slots_per_device(first_leaf)
             return kv.commit(cache, pending, path, num_nodes, first)
 
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
@@ -172,7 +172,7 @@ class Layout:
         The compiler cannot split a kernel by itself.
         """
         slots = self.axes("slots")
-        attend = over_slots(attend, slots, kv.slots_per_device) if slots else attend
+        attend = shard_over_slots(attend, slots, kv.slots_per_device) if slots else attend
 
         def split(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window, first=None):
             rows: tuple[Array, ...] = (length, positions, mask, key_positions)
@@ -270,7 +270,7 @@ def repeat_kv_heads(params: PyTree, config: Any, copies: int) -> PyTree:
     if copies == 1:
         return params
 
-    def one(path, leaf):
+    def repeat_leaf(path, leaf):
         names = [str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)][-2:]
         if not has_kv_head_rows(config, names[0]):
             return leaf
@@ -279,4 +279,4 @@ def repeat_kv_heads(params: PyTree, config: Any, copies: int) -> PyTree:
         heads = leaf.reshape(*leaf.shape[:axis], -1, config.head_dim, *leaf.shape[axis + 1 :])
         return jnp.repeat(heads, copies, axis).reshape(*leaf.shape[:axis], -1, *leaf.shape[axis + 1 :])
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(repeat_leaf, params)

@@ -37,11 +37,11 @@ def take_rows(table: Array, ids: Array) -> Array:
     of SmolLM2 took 42 ms. The barrier ties the table to the ids, which prevents the hoisting. The chain then takes 3.5
     ms (two cores with AVX-512 BF16, jax 0.10).
     """
-    plain = lambda table, ids: table[ids]
+    lookup = lambda table, ids: table[ids]
     if table.dtype != jnp.bfloat16:
-        return plain(table, ids)
-    guarded = lambda table, ids: plain(*jax.lax.optimization_barrier((table, ids)))
-    return jax.lax.platform_dependent(table, ids, cpu=guarded, default=plain)
+        return lookup(table, ids)
+    guarded = lambda table, ids: lookup(*jax.lax.optimization_barrier((table, ids)))
+    return jax.lax.platform_dependent(table, ids, cpu=guarded, default=lookup)
 
 
 MANY_ROWS_CPU = 512
@@ -111,8 +111,8 @@ def _matmul_in_parts(x: Array, weight: Array, dtype) -> Array:
 
 def _matmul_part(x: Array, weight: Array, dtype) -> Array:
     """Multiply in the same form for any number of rows."""
-    cpu, plain = (functools.partial(f, dtype=dtype) for f in (_matmul_on_cpu, _matmul_plain))
-    return jax.lax.platform_dependent(x, weight, cpu=cpu, default=plain)
+    cpu, default = (functools.partial(f, dtype=dtype) for f in (_matmul_on_cpu, _matmul_plain))
+    return jax.lax.platform_dependent(x, weight, cpu=cpu, default=default)
 
 
 def _matmul_plain(x: Array, weight: Array, dtype) -> Array:

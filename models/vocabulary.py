@@ -25,8 +25,8 @@ def resize_vocabulary(model: Model, size: int) -> Model:
     Ids that the model lacks have no probability, and it reads its last id in their place. Logits of ids that only it
     has are cut off, so softmax gives their probability to the others.
     """
-    missing = size - model.vocab_size
-    if missing == 0:
+    num_missing = size - model.vocab_size
+    if num_missing == 0:
         return model
 
     def clip_ids(tokens):
@@ -37,9 +37,9 @@ def resize_vocabulary(model: Model, size: int) -> Model:
         return tokens if isinstance(tokens, Stream) else jnp.minimum(tokens, model.vocab_size - 1)
 
     def fit_logits(logits: Array) -> Array:
-        if missing < 0:
+        if num_missing < 0:
             return logits[..., :size]
-        return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
+        return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, num_missing)], constant_values=-jnp.inf)
 
     def forward(params, tokens, cache, **options):
         output, pending = model.forward(params, clip_ids(tokens), cache, **options)

@@ -41,7 +41,7 @@ class TwoStreamLayers(NamedTuple):
         size = x.shape[1]
         run = self._unrolled if isinstance(layers, nnx.List) else self._scanned
         streams, pending = run(layers, jnp.concatenate([x, x], 1), _duplicate_tokens(shared), cache, settings)
-        fast = [both[:, size:] for both in streams] if isinstance(streams, list) else streams[:, :, size:]
+        fast = [pair[:, size:] for pair in streams] if isinstance(streams, list) else streams[:, :, size:]
         return fast, kv.truncate_pending(pending, size)
 
     def _unrolled(self, layers, x, shared, cache, settings):

@@ -51,13 +51,13 @@ def narrow_mlps(target: Target, width: int) -> Target:
     if not 1 <= width <= config.mlp_width:
         raise UsageError(f"width must be from 1 to {config.mlp_width}, the hidden units of the MLPs, not {width}")
 
-    def cut(path, leaf):
+    def slice_units(path, leaf):
         names = [getattr(part, "key", None) for part in path]
         if "mlp" not in names:
             return leaf
         return leaf[..., :width] if "down" in names else leaf[..., :width, :]
 
-    layers = jax.tree_util.tree_map_with_path(cut, target.params["layers"])
+    layers = jax.tree_util.tree_map_with_path(slice_units, target.params["layers"])
     return Target(
         _rebuild_model(target, dataclasses.replace(config, mlp_width=width)), target.params | {"layers": layers}
     )

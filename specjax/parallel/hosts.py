@@ -77,10 +77,10 @@ def initialize(
     if thread.is_alive():
         _connection_failed.set()
         atexit.register(_exit_now, 1)
-        wanted = f"{num_processes} processes" if num_processes else "all processes"
+        expected = f"{num_processes} processes" if num_processes else "all processes"
         where = f" at {coordinator}" if coordinator else ""
         raise UsageError(
-            f"waited {timeout:g} s{where} for {wanted}, but not all of them connected; start one on every host, with "
+            f"waited {timeout:g} s{where} for {expected}, but not all of them connected; start one on every host, with "
             "the same coordinator and number of processes, or set a longer timeout"
         )
     if errors:

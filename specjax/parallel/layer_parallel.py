@@ -181,11 +181,11 @@ def _model(config: Any, mesh: Mesh) -> Model:
 
     def init_cache(params, inputs, batch: int, capacity: int) -> kv.KVCache:
         check_no_inputs(config.name, inputs)
-        one = kv.init(
+        layer_keys = kv.init(
             batch, capacity, 1, full_config.num_kv_heads, full_config.head_dim,
             full_config.cache_dtype or full_config.dtype, False, full_config.cache_lanes, full_config.cache_bits,
         ).k[0]  # fmt: skip
-        zeros = lambda *leading: jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), one)
+        zeros = lambda *leading: jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), layer_keys)
         groups = lambda: tuple(zeros(count, parts.group) for _, _, count in middle)
         keys = lambda: {"first": zeros(), "last": zeros(), "groups": groups()}
         cache = kv.KVCache(keys(), keys(), jnp.zeros((batch,), jnp.int32))

@@ -49,7 +49,7 @@ class LayerParallelSpecs:
     def layers(self, params: PyTree) -> PyTree:
         """Return the specs of the arranged layers, or of their shapes."""
 
-        def one(path, leaf):
+        def leaf_spec(path, leaf):
             names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
             counted = PARAMETER_DIMENSIONS.get((names[-2], names[-1]), ())
             spec: list = [None] * (leaf.ndim - len(counted)) + [part and (self.axes(part) or None) for part in counted]
@@ -57,7 +57,7 @@ class LayerParallelSpecs:
                 spec[1] = "layer"
             return P(*spec)
 
-        return jax.tree_util.tree_map_with_path(one, params)
+        return jax.tree_util.tree_map_with_path(leaf_spec, params)
 
     def kv(self, batch: int, num_segments: int) -> PyTree:
         """Return the specs of keys or values, cached or pending.

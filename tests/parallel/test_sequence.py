@@ -18,7 +18,7 @@ from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start, step
 from specjax.errors import UsageError
 from specjax.models import cache as kv
-from specjax.pallas_kernels.tree_attention import over_slots, tree_attention
+from specjax.pallas_kernels.tree_attention import shard_over_slots, tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
 
 NEW = 12
@@ -81,7 +81,7 @@ def test_attention_over_parts_of_the_prefix(length, window):
         return tree_attention(*args, **where, **options, implementation="xla")
 
     def local(*args):
-        return over_slots(attend, ("sequence",))(*args, key_positions=positions, layer=None, window=window)
+        return shard_over_slots(attend, ("sequence",))(*args, key_positions=positions, layer=None, window=window)
 
     mesh = specjax.mesh(1, 1, sequence=4)
     cut = PartitionSpec(None, None, "sequence")

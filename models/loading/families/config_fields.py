@@ -72,9 +72,7 @@ class ConfigFields:
         value = self.values.get(name)
         if value is None:
             if default is _REQUIRED:
-                raise UsageError(
-                    f"{self.where} lacks the field {name}, so the shape of the model is unknown; add it"
-                )
+                raise UsageError(f"{self.where} lacks the field {name}, so the shape of the model is unknown; add it")
             return default
         if not is_valid(value):
             raise UsageError(f"{self.where} has {name} {quote(value)}, which must be {description}")

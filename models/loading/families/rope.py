@@ -177,9 +177,9 @@ def scaling_from_divisors(
     factors: Mapping[str, np.ndarray], meta: ConfigFields, rotary_dim: int, base: float
 ) -> RopeScaling | None:
     """Return the scaling for the frequency divisors of a file, by names in GGUF_DIVISORS; None without any."""
-    plain, *sets = GGUF_DIVISORS
-    if plain in factors:
-        return llama3_from_factors(factors[plain], rotary_dim, base, meta.where)
+    llama3_name, *sets = GGUF_DIVISORS
+    if llama3_name in factors:
+        return llama3_from_factors(factors[llama3_name], rotary_dim, base, meta.where)
     if not factors:
         return None
     long, short = (_divisors_of_gguf(factors.get(name), name, rotary_dim // 2, meta.where) for name in sets)

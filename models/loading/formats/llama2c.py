@@ -51,9 +51,7 @@ def read(file: Path, **options) -> Checkpoint:
     )
     tensors, end = _table(file, config)
     if end != size:
-        raise UsageError(
-            f"{file} is not a complete llama2.c model: it has {size:,} bytes and its header needs {end:,}"
-        )
+        raise UsageError(f"{file} is not a complete llama2.c model: it has {size:,} bytes and its header needs {end:,}")
     return Checkpoint(file, config, tensors, llama.stored_gguf(config, "llama"))
 
 

@@ -201,14 +201,14 @@ class _Store:
     def arrays(self) -> Iterator[ArrayInfo]:
         """Yield the arrays of the model, without those of the optimizer."""
 
-        def below(path: tuple[str, ...], node: Any) -> Iterator[ArrayInfo]:
+        def walk(path: tuple[str, ...], node: Any) -> Iterator[ArrayInfo]:
             for key, child in node.items():
                 if isinstance(child, dict):
-                    yield from below((*path, key), child)
+                    yield from walk((*path, key), child)
                 elif getattr(child, "shape", None) is not None:
                     yield ArrayInfo((*path, key), tuple(child.shape))
 
-        return below(self.prefix, _subtree(self.tree, self.prefix))
+        return walk(self.prefix, _subtree(self.tree, self.prefix))
 
     def array(self, path: tuple[str, ...]) -> np.ndarray:
         with self.lock:  # all threads that fill a parameter request the same array at once

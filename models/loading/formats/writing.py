@@ -100,7 +100,7 @@ def _named_tensors(target: Target) -> dict[str, jax.Array]:
     values = dict(jax.tree_util.tree_flatten_with_path(target.params)[0])
     values = {tuple(entry.key for entry in path): value for path, value in values.items()}
     tensors: dict[str, jax.Array] = {}
-    joined: dict[str, dict[int, jax.Array]] = {}  # parts of a joined tensor by their first row
+    joined_parts: dict[str, dict[int, jax.Array]] = {}  # parts of a joined tensor by their first row
     for leaf in list_parameters(checkpoint):
         value = values[leaf.keys]
         for layer, stored in enumerate(leaf.parts):
@@ -108,11 +108,11 @@ def _named_tensors(target: Target) -> dict[str, jax.Array]:
             # Subtracting in float32 what loading adds is exact.
             tensor = tensor.astype(np.float32) - np.float32(stored.add) if stored.add else tensor
             if stored.rows:
-                joined.setdefault(stored.name, {})[stored.first] = tensor
+                joined_parts.setdefault(stored.name, {})[stored.first] = tensor
             else:
                 tensors[stored.name] = tensor
     concatenate = lambda parts: np.concatenate([parts[first] for first in sorted(parts)])
-    return tensors | {name: jax.numpy.asarray(concatenate(parts)) for name, parts in joined.items()}
+    return tensors | {name: jax.numpy.asarray(concatenate(parts)) for name, parts in joined_parts.items()}
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:

@@ -94,18 +94,18 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     Raises: UsageError that lists every tensor that is missing, superfluous or has the wrong shape.
     """
     tensors, missing, wrong = checkpoint.tensors, [], []
-    needed = set()
+    required = set()
     # Stack the layers, because tracing a thousand separate layers takes a minute.
     stacked = dataclasses.replace(checkpoint.config, stacked=True)
     for parameter in list_parameters(checkpoint._replace(config=stacked)):
         for part in parameter.parts:
             expected_shape = (part.rows or parameter.row_shape[0], *parameter.row_shape[1:])
-            needed.add(part.name)
+            required.add(part.name)
             if part.name not in tensors:
                 missing.append(part.name)
             elif tensors[part.name].shape != expected_shape:
                 wrong.append(f"{part.name} is {quote(list(tensors[part.name].shape))}, not {list(expected_shape)}")
-    extra = sorted(name for name in tensors if name not in needed and not checkpoint.ignored(name))
+    extra = sorted(name for name in tensors if name not in required and not checkpoint.ignored(name))
     unique = lambda names: list(dict.fromkeys(names))  # a joined tensor occurs once per part
     refuse_tensors(checkpoint.path, unique(missing), unique(wrong), extra)
 
@@ -189,12 +189,12 @@ def fill(
             tasks.append(pool.submit(_write_rows, destinations, tensor, start, stop, part.add, source))
     for task in tasks:
         task.result()
-    placed = [
+    device_arrays = [
         jax.device_put(device_part.values, device) for device_part in device_parts for device in device_part.devices
     ]
     if parameter.sharding is None:
-        return placed[0]
-    return jax.make_array_from_single_device_arrays(parameter.shape, parameter.sharding, placed)
+        return device_arrays[0]
+    return jax.make_array_from_single_device_arrays(parameter.shape, parameter.sharding, device_arrays)
 
 
 def _device_parts(parameter: Parameter) -> list[DevicePart]:

@@ -100,15 +100,15 @@ def _byte_level(fields: ConfigFields, pieces: list[str], types: list[int]) -> Li
     backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=llama3))
     if pre in SPLITS:
         split = pre_tokenizers.Split(tokenizers.Regex(SPLITS[pre]), "isolated")
-        cut = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        splitters = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     elif pre in ("smollm", "gpt-2", "default"):
         digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-        cut = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        splitters = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
         raise UsageError(
             f"{fields.where} has a tokenizer with pre-tokenizer {quote(pre)}, which specjax does not support"
         )
-    backend.pre_tokenizer = pre_tokenizers.Sequence(cut)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splitters)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
