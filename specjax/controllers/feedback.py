@@ -15,7 +15,7 @@ def feedback(
 ) -> Controller:
     """Build a controller whose limit int32[B] is raised after a fully accepted draft and lowered after a rejection.
 
-    A draft may end before the limit because of a stop rule, the depth of the tree or the end of the text. If it is
+    A draft may end before the limit because of a stop condition, the depth of the tree or the end of the text. If it is
     fully accepted, the limit stays, so it cannot grow beyond the depth that the drafter reaches.
 
     Raises: UsageError unless 1 <= low <= start <= high. A limit of 0 would never recover.

@@ -196,7 +196,7 @@ def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) ->
     place = jnp.where(index < verdict.num_nodes[:, None], verdict.path, n)
     rows = jnp.arange(place.shape[0])[:, None]
     following = (
-        jnp.zeros(tree.tokens.shape, jnp.int32).at[rows, place].set(operations.emitted(tree, verdict), mode="drop")
+        jnp.zeros(tree.tokens.shape, jnp.int32).at[rows, place].set(operations.emitted_tokens(tree, verdict), mode="drop")
     )
     is_token = jnp.arange(logits.shape[-1]) == following[:, :, None]
     log_p = jnp.max(jnp.where(is_token, logits, -jnp.inf), -1) - jax.nn.logsumexp(logits, -1)
@@ -206,7 +206,7 @@ def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) ->
 def emit(parts: Parts, state: DecodeState, tree: TokenTree, verdict: Verdict) -> Emitted:
     """What a verdict adds to the text."""
     index = jnp.arange(tree.tokens.shape[1])
-    tokens = operations.emitted(tree, verdict)
+    tokens = operations.emitted_tokens(tree, verdict)
     room = jnp.where(state.done, 0, state.stop - state.length)[:, None]
     alive = index < jnp.minimum(verdict.num_nodes[:, None], room)
     eos = parts.eos if parts.eos.ndim == 1 else parts.eos[:, None]

@@ -6,10 +6,10 @@ from specjax.trees.builders.bild import bild
 from specjax.trees.builders.chain_with_siblings import chain_with_siblings
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
-from specjax.trees.builders.static import branching, builder_of, chain, independent_paths, static
+from specjax.trees.builders.static import branching, chain, independent_paths, make_builder, static
 from specjax.trees.contracts import Builder, Stop, with_stop
 from specjax.trees.growing import grow
-from specjax.trees.parsing import FORMS, inline, parse, parse_paths, paths_of
+from specjax.trees.parsing import FORMS, inline, parse, parse_paths, static_paths
 from specjax.trees.shape_search.best_shapes import medusa, sequoia
 from specjax.trees.token_trie import from_paths
 
@@ -20,7 +20,6 @@ __all__ = [
     "beam",
     "bild",
     "branching",
-    "builder_of",
     "chain",
     "chain_with_siblings",
     "dyspec",
@@ -30,12 +29,13 @@ __all__ = [
     "grow",
     "independent_paths",
     "inline",
+    "make_builder",
     "medusa",
     "parse",
     "parse_paths",
-    "paths_of",
     "sequoia",
     "static",
+    "static_paths",
     "stops",
     "with_stop",
 ]

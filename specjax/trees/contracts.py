@@ -1,6 +1,6 @@
-"""What grows a tree, and what it is told: builders, stop rules, and the drafter that gives logits.
+"""Contracts of tree growth: builders, stop conditions, and drafters that return logits.
 
-W nodes are drafted on a level, F of them, its frontier, have nodes drafted below.
+A level drafts W nodes. F of them form its frontier, and children are drafted only below these.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, DraftOutput, Draws, PyTree
 
 COLD = 2.0**-27
-"""The temperature at which noise, which is between -4 and 23, no longer decides between any two float32 of about 1."""
+"""Temperature at which noise (between -4 and 23) can no longer change the order of any two float32 numbers near 1."""
 
 
 class Parents(NamedTuple):
-    """The nodes whose children are to be drafted, as the builder chose them in the level before."""
+    """Nodes whose children are to be drafted, as chosen by the builder in the previous level."""
 
     ids: Array  # int32[B, F], node numbers; 0 is the root
-    valid: Array  # bool[B, F], whether to draft below it: it exists, lies above the limit and was not stopped
-    log_q: Array  # float32[B, F, V], normalised: their children's distribution, warped
-    keys: Array | None  # [B, F], of the children's noise; None: no noise, draft the likeliest tokens
-    coupled: bool  # the noise is the target's own: one field per position
-    is_greedy: Array | None = None  # bool[B], which rows draft the likeliest tokens all the same; None: none
+    valid: Array  # bool[B, F], nodes to draft below: they exist, lie above the limit and were not stopped
+    log_q: Array  # float32[B, F, V], normalised and warped distribution of the children
+    keys: Array | None  # [B, F], keys of the children's noise; None: no noise, draft the likeliest tokens
+    coupled: bool  # the noise is the target's: one field per position
+    is_greedy: Array | None = None  # bool[B], rows that draft the likeliest tokens despite keys; None: no rows
 
     def noise(self, race: int = 0) -> Array:
-        """Gumbel noise float32[B, F, V] for a draw of the children; each race is an independent draw."""
+        """Return Gumbel noise float32[B, F, V] for a draw of the children. Each `race` is an independent draw."""
         assert self.keys is not None
         keys = sampling.fold_in(self.keys, race) if race else self.keys
         return sampling.noise(keys, self.log_q.shape[-1])
 
     def best(self, k: int, *, noisy: bool = True) -> tuple[Array, Array]:
-        """k children of each, drawn without replacement in this order (Gumbel-top-k): int32[B, F, k], and their scores.
+        """Draw k children of each node without replacement, in this order (Gumbel-top-k).
 
-        The likeliest where there is no noise, or none is wanted. float32[B, F, k]: -inf where there is no such child.
+        Without keys or with noisy=False the children are the likeliest tokens.
+
+        Returns: tokens int32[B, F, k] and scores float32[B, F, k], -inf where no such child exists.
         """
         if not noisy or self.keys is None or self.is_greedy is None:
             return gumbel_topk(self.keys if noisy else None, self.log_q, k)
@@ -48,74 +50,79 @@ class Parents(NamedTuple):
         return gumbel_topk(self.keys, self.log_q, k, temperature=jnp.broadcast_to(heat, self.ids.shape))
 
     def unless_greedy(self, drawn: PyTree, likeliest: PyTree) -> PyTree:
-        """Arrays [B, ...]: `likeliest` of rows that draft the likeliest tokens, `drawn` of the others."""
+        """Select arrays [B, ...]: `likeliest` in rows that draft the likeliest tokens, `drawn` in the others."""
         if self.keys is None or self.is_greedy is None:
             return likeliest if self.keys is None else drawn
-        of_row = lambda x: self.is_greedy.reshape(-1, *[1] * (x.ndim - 1))
-        return jax.tree.map(lambda x, y: jnp.where(of_row(x), y, x), drawn, likeliest)
+        per_row = lambda x: self.is_greedy.reshape(-1, *[1] * (x.ndim - 1))
+        return jax.tree.map(lambda x, y: jnp.where(per_row(x), y, x), drawn, likeliest)
 
 
 class Level(NamedTuple):
-    """W drafted nodes. Siblings stand in draft order."""
+    """W drafted nodes of one level. Siblings are in draft order."""
 
     tokens: Array  # int32[B, W]
     parents: Array  # int32[B, W], node numbers
     valid: Array  # bool[B, W]
-    feed: Array  # int32[B, F], the slots of this level to draft below: the next frontier
+    feed: Array  # int32[B, F], slots of this level to draft below: the next frontier
 
 
 class Frontier(NamedTuple):
-    """Drafted nodes for the drafter to read, so that it can say what follows them."""
+    """Drafted nodes that the drafter reads next, to predict the tokens after them."""
 
-    place: Array  # int32[], how many tokens it was fed before, the root included
+    place: Array  # int32[], tokens fed in earlier levels, the root included
     tokens: Array  # int32[B, F]
     depth: Array  # int32[B, F]
-    seen: Array  # bool[B, F, places], which of the tokens fed before each may see
-    below: Array  # bool[B, F], whether anything is drafted below; the logits of the others are not used
+    visible: Array  # bool[B, F, places], earlier tokens that each node may attend to
+    expands: Array  # bool[B, F], nodes with drafts below them; the logits of the other nodes are not used
 
     @property
     def mask(self) -> Array:
-        """bool[B, F, places + F]: what each may see of the tokens fed before and of these, of which only itself."""
-        among = jnp.broadcast_to(jnp.eye(self.tokens.shape[1], dtype=bool), (*self.tokens.shape, self.tokens.shape[1]))
-        return jnp.concatenate([self.seen, among], 2)
+        """Return bool[B, F, places + F]: the earlier tokens and the frontier nodes that each node may attend to.
+
+        Of the frontier, each node attends only to itself.
+        """
+        self_mask = jnp.broadcast_to(
+            jnp.eye(self.tokens.shape[1], dtype=bool), (*self.tokens.shape, self.tokens.shape[1])
+        )
+        return jnp.concatenate([self.visible, self_mask], 2)
 
 
 FeedFn = Callable[[PyTree, Frontier], tuple[PyTree, Array | DraftOutput]]
-"""The drafter: `feed(memory, frontier) -> (memory, logits float32[B, F, V])`, or with its confidence."""
+"""The drafter's pass: `feed(memory, frontier) -> (memory, logits float32[B, F, V] or DraftOutput)`."""
 
 
 class Fed(NamedTuple):
-    """Nodes that the drafter has just read, as a stop rule sees them."""
+    """Nodes that the drafter has just read, as input of a stop condition."""
 
-    log_q: Array  # float32[B, F, V], normalised: their children's distribution, as they will be drawn
+    log_q: Array  # float32[B, F, V], normalised distribution from which the children will be drawn
     depth: Array  # int32[B, F]
-    logits: Array  # [B, F, V], what the drafter said
-    confidence: Array | None = None  # float32[B, F], of the drafters that give one
-    accepted: Array | None = None  # float32[B, F], of the nodes themselves, likewise
+    logits: Array  # [B, F, V], logits of the drafter
+    confidence: Array | None = None  # float32[B, F], from drafters with a confidence head
+    accepted: Array | None = None  # float32[B, F], acceptance of the nodes themselves, from an acceptance head
 
 
 class Stop(NamedTuple):
-    """When to draft no further; `specjax.trees.stops` has the rules.
+    """A rule that ends drafting early. The rules are in `specjax.trees.stops`.
 
-    `judge(value, fed) -> (value, go_on bool[B, F])` judges the nodes of a pass by what their parents left them in
-    `value`, numbers float32[B, F] in the structure of `start`; those it returns are for their children. Where it does
-    not go on, nothing is drafted below the children, or, without `keeps`, below the nodes themselves. It reads
-    distributions and what was drawn above them, never what is drawn from them: so what exists of a draft is drawn as
-    the drafter says, and exact rules stay exact.
+    `judge(value, fed) -> (value, go_on bool[B, F])` judges the nodes of a pass. Its `value` holds numbers float32[B, F]
+    in the structure of `start`, returned when the parents were judged; the returned ones are passed on to the children.
+    Where `go_on` is False, nothing is drafted below the children; without `keeps`, nothing below the nodes themselves.
+    A rule reads distributions and the tokens drawn above them, never the tokens drawn from them. So the existing nodes
+    still follow the drafter's distribution, and exact verification rules stay exact.
     """
 
     judge: Callable[[PyTree, Fed], tuple[PyTree, Array]]
-    keeps: bool = True  # the tokens drawn at the stop stay in the draft
-    start: PyTree = ()  # numbers, the root's value
+    keeps: bool = True  # tokens drawn at the stop stay in the draft
+    start: PyTree = ()  # numbers: the value of the root
 
 
 @dataclass(frozen=True)
 class Builder:
-    """How a tree grows. Node 1 + d * width + w is slot w of level d + 1.
+    """A rule for growing a tree. Node 1 + d * width + w is slot w of level d + 1.
 
-    `expand(state, level, parents) -> (state, Level, log_q)`: draft the children of `parents`; `log_q` float32[B, F, V]
-    is what they were drawn from. `finish(state, parents, valid) -> int32[B, num_nodes]`: the nodes of the tree, parents
-    first, the root (0) at the front; -1 for none.
+    `expand(state, level, parents) -> (state, Level, log_q)` drafts the children of `parents`; they were drawn from
+    `log_q` float32[B, F, V]. `finish(state, parents, valid) -> int32[B, num_nodes]` returns the nodes of the tree: the
+    root (0) first, parents before children, and -1 for no node.
     """
 
     init: Callable[[int], PyTree]  # (batch) -> state
@@ -125,33 +132,33 @@ class Builder:
     max_depth: int
     width: int  # W
     frontier: int  # F
-    levels: int  # passes of the drafter, the root's included
+    levels: int  # drafter passes, including the one over the root
     draws: Draws
-    widths: tuple[int, ...] = ()  # verify widths worth compiling besides N, from `narrower`
-    warped: bool = True  # False: `log_q` is at temperature 1, whatever the target's is
+    widths: tuple[int, ...] = ()  # verify widths worth compiling besides N, from `verify_widths`
+    warped: bool = True  # False: `log_q` is at temperature 1, for any temperature of the target
     stop: Stop | None = None
-    is_open: Callable[[PyTree], Array] | None = None  # (state) -> bool[B]: draws are left elsewhere than below `feed`
-    keep_logits: bool = False  # give `logits` of sampled trees in greedy and coupled decoding too
-    # For what orders the nodes itself: say how likely the drafter holds each to be right, and leave all of them, valid
-    # or not, where `finish` puts them.
-    weighed: bool = False
+    is_open: Callable[[PyTree], Array] | None = None  # (state) -> bool[B]: draws remain elsewhere than below `feed`
+    keep_logits: bool = False  # return `logits` of sampled trees in greedy and coupled decoding too
+    # For callers that order the nodes themselves: return the drafter's acceptance estimate of each node, and leave all
+    # nodes, valid or not, where `finish` puts them.
+    scored: bool = False
 
     @property
     def size(self) -> int:
-        """Nodes while it grows, the root included."""
+        """Return the number of nodes during growth, root included."""
         return 1 + self.levels * self.width
 
     @property
     def places(self) -> int:
-        """Tokens that the drafter is fed: the root and the frontiers of all levels but the last."""
+        """Return the number of tokens fed to the drafter: the root and the frontiers of all levels but the last."""
         return 1 + (self.levels - 1) * self.frontier
 
 
 @functools.cache
 def with_stop(builder: Builder, stop: Stop | None, *, keep_logits: bool = False) -> Builder:
-    """`builder` with a stop rule.
+    """Return `builder` with a stop condition.
 
-    keep_logits: give `logits` of drawn trees in greedy and coupled decoding too, for what reads them.
+    keep_logits: return `logits` of drawn trees in greedy and coupled decoding too, for callers that read them.
     """
     return replace(builder, stop=stop, keep_logits=keep_logits)
 
@@ -159,12 +166,14 @@ def with_stop(builder: Builder, stop: Stop | None, *, keep_logits: bool = False)
 STEPS = 1, 4, 8, 16, 32
 
 
-def narrower(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Verify widths worth compiling, each a branch of the target's pass, for trees cut short by a limit or a stop rule.
+def verify_widths(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return verify widths worth compiling for trees that a limit or a stop condition cut short.
 
-    sizes: rising, how many nodes such trees have; the last is the whole tree. Of these the first from 1, 4, 8, 16 and
-      32 nodes on: a pass over 4 hardly costs more than one over 2. None of more than three quarters of the whole tree.
+    Each width is a branch of the target pass. Widths start at 1, 4, 8, 16 and 32 nodes, since a pass over 4 tokens
+    hardly costs more than one over 2. No width exceeds three quarters of the whole tree.
+
+    sizes: possible node counts of such trees, increasing; the last one is the whole tree.
     """
-    most = sizes[-1]
-    found = {next(size for size in sizes if size >= min(step, most)) for step in STEPS}
-    return tuple(sorted(size for size in found if 4 * size <= 3 * most))
+    largest = sizes[-1]
+    widths = {next(size for size in sizes if size >= min(step, largest)) for step in STEPS}
+    return tuple(sorted(size for size in widths if 4 * size <= 3 * largest))

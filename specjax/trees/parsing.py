@@ -1,4 +1,4 @@
-"""Trees from a short text, for command lines and configs."""
+"""Parsing of trees from short texts, for command lines and configurations."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ from specjax.trees.shape_search.best_shapes import Paths, medusa, sequoia
 from specjax.trees.templates import branching_paths
 
 SHAPES = {
-    "AxBxC": "branching: A children of the root, B of each of these, ...",
-    "sequoia:A,B,...:NxD": "the best N nodes, root included, on D levels (:N alone: on any), if the first, second, ... "
-    "child of a node is accepted with chance A, B, ...",
-    "medusa:A,B,.../C,D,...:N": "the N likeliest nodes, if the token of rank 1, 2, ... is right with chance A, B, ... "
-    "at depth 1, C, D, ... at depth 2, ...",
-    "FILE.json": "what `specjax plan --json` printed (its choice by the schedule; FILE.json:roofline is the other), or "
-    "rank paths, [[0], [1], [0, 0]]",
+    "AxBxC": "branching: A children of the root, B children of each of these, ...",
+    "sequoia:A,B,...:NxD": "the best N nodes, root included, on D levels (:N alone: any depth), if the first, second, "
+    "... child of a node is accepted with probability A, B, ...",
+    "medusa:A,B,.../C,D,...:N": "the N likeliest nodes, if the token of rank 1, 2, ... is right with probability A, "
+    "B, ... at depth 1, C, D, ... at depth 2, ...",
+    "FILE.json": "the output of `specjax plan --json` (its choice by the schedule; FILE.json:roofline selects the "
+    "other), or rank paths such as [[0], [1], [0, 0]]",
 }
-"""Trees of fixed shape, as rank paths."""
+"""Forms of static trees, which become rank paths."""
 
 FORMS = {
-    **{shape: f"{what}; drawn without replacement" for shape, what in SHAPES.items()},
-    "top:SHAPE": "any of these shapes from the likeliest tokens",
-    "mixed:SHAPE": "any of these, one sibling sampled beside the likeliest",
-    "uniform:SHAPE": "any of these, drawn without replacement, then uniformly where the distribution has no token left",
+    **{shape: f"{text}; drawn without replacement" for shape, text in SHAPES.items()},
+    "top:SHAPE": "any of these shapes, with the likeliest tokens",
+    "mixed:SHAPE": "any of these shapes, with one sampled sibling beside the likeliest ones",
+    "uniform:SHAPE": "any of these shapes, drawn without replacement, then uniformly once no likely token remains",
     "paths:KxL": "K independent chains of L tokens",
     "beam:WxL": "stochastic beam search, W nodes on each of L levels",
-    "siblings:N": "a chain of N tokens, each beside the more others the less sure the drafter is",
-    "dyspec:WxL": "grown where the drafter is sure, at most W nodes on each of L levels; `,threshold=P,children=C` may "
-    "follow",
-    "dyspec:N": "the N likeliest draws, one draft pass each; `,children=C` may follow",
-    "eagle2:KxLxN": "the N likeliest of L levels of K x K candidates",
-    "bild:N": "the likeliest token N times, none where its probability is below 0.6; `,fallback=P` may follow",
+    "siblings:N": "a chain of N tokens, each with more siblings where the drafter is less confident",
+    "dyspec:WxL": "grown where the drafter is confident, at most W nodes on each of L levels; optionally followed by "
+    "`,threshold=P,children=C`",
+    "dyspec:N": "the N likeliest draws, one draft pass each; optionally followed by `,children=C`",
+    "eagle2:KxLxN": "the N likeliest nodes among L levels of K x K candidates",
+    "bild:N": "a chain of up to N likeliest tokens, ended where the probability is below 0.6; optionally followed by "
+    "`,fallback=P`",
 }
 
-MOST_NODES = 4096
-"""Of the largest tree that a text may ask for, below its root: a tree is laid out before it is drafted."""
-DIGITS = 18  # of a number that an error writes out
+MAX_NODES = 4096
+"""Maximum nodes of a tree from a text, root excluded. A tree is laid out in memory before it is drafted."""
+DIGITS = 18  # of the largest number that an error message writes out
 
 _WAYS: dict[str, How] = {
     "": "without_replacement", "top": "point_mass", "mixed": "top_and_sampled",
@@ -60,10 +61,10 @@ _WAYS: dict[str, How] = {
 
 
 def parse(spec: str) -> Builder:
-    """A builder from one of `FORMS`. Raises: UsageError for any other text, or more than `MOST_NODES` nodes."""
-    kind, _, rest = spec.partition(":")
-    numbers, *more = rest.split(",")
-    sizes, named = _sizes(numbers), _named(more, kind)
+    """Return a builder from one of `FORMS`. Raises: UsageError for any other text, or more than `MAX_NODES` nodes."""
+    kind, _, arguments = spec.partition(":")
+    numbers, *options = arguments.split(",")
+    sizes, named = _sizes(numbers), _parse_options(options, kind)
     makers: dict[tuple[str, int], Callable[..., Builder]] = {
         ("paths", 2): independent_paths,
         ("beam", 2): beam,
@@ -75,29 +76,29 @@ def parse(spec: str) -> Builder:
         ("eagle2", 3): lambda top_k, depth, total: eagle2(top_k=top_k, depth=depth, total=total),
         ("bild", 1): functools.partial(bild, **named),
     }
-    if (kind, len(sizes)) in makers and len(named) == len(more) and (len(sizes) == 2 or "threshold" not in named):
-        _check_size(spec, _nodes_of(kind, sizes))
+    if (kind, len(sizes)) in makers and len(named) == len(options) and (len(sizes) == 2 or "threshold" not in named):
+        _check_size(spec, _count_nodes(kind, sizes))
         return makers[kind, len(sizes)](*sizes)
     way, shape = _split(spec)
     return static(_paths(shape, FORMS), _WAYS[way])
 
 
 def parse_paths(spec: str) -> Paths:
-    """Rank paths from one of `SHAPES`. Raises: UsageError for any other text, or a file that holds no tree."""
+    """Return rank paths from one of `SHAPES`. Raises: UsageError for any other text, or a file without a tree."""
     return _paths(spec, SHAPES)
 
 
 def _paths(spec: str, forms: Iterable[str]) -> Paths:
-    """As `parse_paths`; the error of a text that is none names `forms`."""
-    kind, _, rest = spec.partition(":")
+    """Return rank paths. The error message for an invalid text lists `forms`."""
+    kind, _, arguments = spec.partition(":")
     if sizes := _sizes(spec):
-        _check_size(spec, _nodes_of("", sizes))
+        _check_size(spec, _count_nodes("", sizes))
         return branching_paths(sizes)
     if spec.startswith("["):
-        return _checked(spec, "the tree")
+        return _parse_json(spec, "the tree")
     if ".json" in spec:
         return _from_file(spec)
-    chances, _, numbers = rest.rpartition(":")
+    chances, _, numbers = arguments.rpartition(":")
     sizes = _sizes(numbers)
     try:
         rows = [[float(x) for x in row.split(",")] for row in chances.split("/")]
@@ -115,44 +116,49 @@ def _paths(spec: str, forms: Iterable[str]) -> Paths:
     raise UsageError(f'"{spec}" is not a tree; the forms are {", ".join(forms)}')
 
 
-def paths_of(spec: str) -> Paths | None:
-    """The rank paths of a tree of `FORMS`; None: its shape is not known before it is drafted."""
-    kind, _, rest = spec.partition(":")
+def static_paths(spec: str) -> Paths | None:
+    """Return the rank paths of a tree of `FORMS`, or None if its shape depends on the drafted distributions."""
+    kind, _, arguments = spec.partition(":")
     if kind in ("beam", "dyspec", "eagle2", "siblings", "bild"):
         return None
     if kind == "paths":
-        first, depth = _sizes(rest)
+        first, depth = _sizes(arguments)
         return branching_paths((first, *(1,) * (depth - 1)))
     return parse_paths(_split(spec)[1])
 
 
 def inline(spec: str) -> str:
-    """The same tree without a file: for whoever keeps results by this text."""
+    """Return an equivalent text that refers to no file, for callers that store results by this text."""
     way, shape = _split(spec)
     return f"{way}:{json.dumps(parse_paths(shape))}".removeprefix(":") if ".json" in shape else spec
 
 
 def _split(spec: str) -> tuple[str, str]:
-    """How siblings are drawn, one of `_WAYS`, and the shape."""
-    kind, colon, rest = spec.partition(":")
-    return (kind, rest) if colon and kind in _WAYS else ("", spec)
+    """Split a text into the way to draw siblings, one of `_WAYS`, and the shape."""
+    kind, colon, shape = spec.partition(":")
+    return (kind, shape) if colon and kind in _WAYS else ("", spec)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """The numbers of AxBxC, () for any other text."""
+    """Return the numbers of AxBxC, or () for any other text."""
     parts = text.split("x")
-    # the first digits of a number of thousands, which Python does not convert, are too many nodes already
+    # Python does not convert numbers of thousands of digits. Their first digits already exceed the limit.
     sizes = tuple(int(f"0{part.lstrip('0')[:DIGITS]}") for part in parts if part.isdecimal())
     return sizes if len(sizes) == len(parts) and all(sizes) else ()
 
 
-def _nodes_of(kind: str, sizes: tuple[int, ...]) -> int:
-    """Nodes that a builder lays out, the root left out: of eagle2 its candidates, of branching its levels' products."""
+def _count_nodes(kind: str, sizes: tuple[int, ...]) -> int:
+    """Return the number of nodes that a builder lays out, root excluded.
+
+    For eagle2 these are its candidates, for branching trees the nodes of all levels.
+    """
     if kind == "eagle2":
         top_k, depth, total = sizes
         candidates = top_k + (depth - 1) * top_k**2
         if total > candidates:
-            raise UsageError(f'"eagle2:{top_k}x{depth}x{total}" has {candidates} candidates, fewer than {total}')
+            raise UsageError(
+                f'"eagle2:{top_k}x{depth}x{total}" has {candidates} candidates, not {total}; ask for fewer'
+            )
         return candidates
     if kind == "siblings":
         return sizes[0] * max(LIKELIEST)
@@ -162,15 +168,18 @@ def _nodes_of(kind: str, sizes: tuple[int, ...]) -> int:
 
 
 def _check_size(spec: str, nodes: int) -> None:
-    if nodes > MOST_NODES:
+    if nodes > MAX_NODES:
         count = str(nodes) if nodes < 10**DIGITS else f"over 10**{DIGITS}"
-        raise UsageError(f'"{shorten(spec, QUOTED)}" has {count} nodes; a tree may have at most {MOST_NODES}')
+        raise UsageError(f'"{shorten(spec, QUOTED)}" has {count} nodes; a tree may have at most {MAX_NODES}')
 
 
-def _named(parts: list[str], kind: str) -> dict[str, Any]:
-    """The options of a builder that are no size: those of the parts that name one."""
-    known: dict[str, dict[str, Any]] = {"dyspec": {"threshold": float, "children": int}, "bild": {"fallback": float}}
-    types = known.get(kind, {})
+def _parse_options(parts: list[str], kind: str) -> dict[str, Any]:
+    """Return the options NAME=VALUE of a builder. Parts that name no option are left out."""
+    option_types: dict[str, dict[str, Any]] = {
+        "dyspec": {"threshold": float, "children": int},
+        "bild": {"fallback": float},
+    }
+    types = option_types.get(kind, {})
     pairs = [part.partition("=") for part in parts]
     try:
         return {name: types[name](value) for name, _, value in pairs if name in types}
@@ -186,37 +195,40 @@ def _from_file(spec: str) -> Paths:
     except (OSError, RuntimeError) as error:
         raise UsageError(f"cannot read {name} ({getattr(error, 'strerror', None) or error}); check the path") from None
     if isinstance(document, list) and not side:
-        return _checked(json.dumps(document), name)
+        return _parse_json(json.dumps(document), name)
     try:
         by_side = {str(choice["side"]): choice["paths"] for choice in document["choices"]}
     except (TypeError, KeyError):
         by_side = {}
     if not by_side:
-        raise UsageError(f"{name} holds neither rank paths nor a plan; write it with `specjax plan --json`")
+        raise UsageError(f"{name} contains neither rank paths nor a plan; write it with `specjax plan --json`")
     side = side or next(iter(by_side))
     if side not in by_side:
-        raise UsageError(f'{name} has no choice by "{side}"; write {name}:{shorten(" or ".join(by_side), QUOTED)}')
+        raise UsageError(f'{name} has no choice "{side}"; write {name}:{shorten(" or ".join(by_side), QUOTED)}')
     if not by_side[side]:
-        raise UsageError(f"{name}: by the {side} nothing should be drafted; leave the tree out")
-    return _checked(json.dumps(by_side[side]), name)
+        raise UsageError(f"{name}: the {side} choice drafts no tokens; leave the tree out")
+    return _parse_json(json.dumps(by_side[side]), name)
 
 
-def _checked(text: str, where: str) -> Paths:
-    """Rank paths of a JSON text. Raises: UsageError unless every node has its parent and its elder sibling."""
+def _parse_json(text: str, where: str) -> Paths:
+    """Return the rank paths of a JSON text.
+
+    Raises: UsageError unless every node has its parent and its elder sibling.
+    """
     try:
         paths = tuple(tuple(path) for path in json.loads(text))
     except (ValueError, TypeError, RecursionError):
         paths = ()
     if not paths or not all(path and all(type(rank) is int and rank >= 0 for rank in path) for path in paths):
         raise UsageError(f"{where} must be rank paths such as [[0], [1], [0, 0]]")
-    known = {(), *paths}
-    if len(paths) > MOST_NODES:
-        raise UsageError(f"{where} has {len(paths)} paths; give at most {MOST_NODES}")
-    if len(known) <= len(paths):
-        raise UsageError(f"{where} has a path twice; leave one out")
+    nodes = {(), *paths}
+    if len(paths) > MAX_NODES:
+        raise UsageError(f"{where} has {len(paths)} paths; give at most {MAX_NODES}")
+    if len(nodes) <= len(paths):
+        raise UsageError(f"{where} has a path twice; remove one of them")
     for path in paths:
         elder = (*path[:-1], path[-1] - 1) if path[-1] else path
-        lacking = {path[:-1], elder} - known
-        if lacking:
-            raise UsageError(f"{where} has the path {quote(list(path))} without {quote(list(min(lacking)))}; add it")
+        missing = {path[:-1], elder} - nodes
+        if missing:
+            raise UsageError(f"{where} has the path {quote(list(path))} without {quote(list(min(missing)))}; add it")
     return paths

@@ -1,14 +1,14 @@
-"""When to stop drafting: rules that judge the drafter's distributions while a tree grows, so that passes are saved.
+"""Stop conditions: they judge the drafter's distributions while a tree grows, and end drafting early to save passes.
 
 `confidence`, `entropy`: Kangaroo (Liu et al. 2024, arXiv 2404.18911) stops at a largest probability below 0.6, assisted
 generation (DISCO; Mamou et al. 2024, arXiv 2405.04304) below 0.4. `fallback`: BiLD (Kim et al. 2023, arXiv 2302.07863).
-`own`: DSpark (DeepSeek 2026), by the drafter's trained confidence.
-`acceptance`, `trained`: SpecDec++ (Huang, Guo, Wang 2024, arXiv 2405.19715), which shows that the best rule is a
-threshold on the chance that a candidate will be rejected; by the largest q, or by the paper's head.
+`drafter_confidence`: DSpark (DeepSeek 2026), with the drafter's trained confidence.
+`acceptance`, `acceptance_head`: SpecDec++ (Huang, Guo, Wang 2024, arXiv 2405.19715). It shows that the best rule is a
+threshold on the probability that a candidate will be rejected. It is predicted by the largest q or by the paper's head.
 
-Guarantee: that of the verifier, whichever it is: a rule decides whether a token is drafted before it sees the token.
-Deviations: q is the distribution that is sampled (warped; the drafter's own in greedy decoding). A drafter does not
-know eos, so none of them stops there.
+Guarantee: that of any verifier is preserved, since a rule decides whether a token is drafted before it sees the token.
+Deviations: q is the distribution that is sampled (warped; the drafter's own in greedy decoding). Drafters have no eos
+token, so no rule stops there.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from specjax.trees.contracts import Fed, Stop
 from specjax.types import Array
 
 FORMS = {
-    "confidence:P": "keep the token drawn where the largest q is below P, and stop (0.4: assisted generation)",
-    "entropy:H": "the same where the entropy of q is above H nats",
-    "fallback:P": "do not even draw there (0.6: BiLD)",
-    "own:P": "draw nothing where the drafter's own, trained confidence is below P (DSpark)",
-    "acceptance:T": "stop once the chance of a rejection is above T, if tokens are accepted as often as the largest q",
-    "trained:T": "the same by SpecDec++'s trained head, which --set acceptance=FOLDER gives (0.3: its authors)",
+    "confidence:P": "stop after the first token drawn where the largest q is below P (0.4: assisted generation)",
+    "entropy:H": "stop after the first token drawn where the entropy of q is above H nats",
+    "fallback:P": "stop before drawing a token where the largest q is below P (0.6: BiLD)",
+    "own:P": "stop before drawing a token where the drafter's trained confidence is below P (DSpark)",
+    "acceptance:T": "stop once the probability of a rejection is above T, taking the largest q as acceptance rate",
+    "trained:T": "the same with SpecDec++'s trained head, given by --set acceptance=FOLDER (0.3: its authors)",
 }
 
 
 def parse(spec: str) -> Stop:
-    """A rule from one of `FORMS`. Raises: UsageError for any other text."""
+    """Return a rule from one of `FORMS`. Raises: UsageError for any other text."""
     name, _, number = spec.partition(":")
     rules = {
-        "confidence": confidence, "entropy": entropy, "fallback": fallback, "own": own, "acceptance": acceptance,
-        "trained": trained,
+        "confidence": confidence, "entropy": entropy, "fallback": fallback, "own": drafter_confidence,
+        "acceptance": acceptance, "trained": acceptance_head,
     }  # fmt: skip
     try:
         threshold = float(number)
     except ValueError:
         threshold = float("nan")
     if name not in rules or threshold != threshold:
-        raise UsageError(f'"{spec}" is not a stop rule; the forms are {", ".join(FORMS)}')
+        raise UsageError(f'"{spec}" is not a stop condition; the forms are {", ".join(FORMS)}')
     return rules[name](threshold)
 
 
@@ -54,14 +54,14 @@ def parse(spec: str) -> Stop:
 def confidence(threshold: float = 0.4) -> Stop:
     """Stop after a token drawn where the largest probability is below `threshold`; the token stays.
 
-    0 never stops, above 1 there is one token. Raises: UsageError if it is negative.
+    A threshold of 0 never stops; above 1 exactly one token is drafted. Raises: UsageError if it is negative.
     """
     _check(threshold)
     return Stop(lambda value, fed: (value, top_probability(fed) >= threshold))
 
 
 def kangaroo(threshold: float = 0.6) -> Stop:
-    """`confidence` with the threshold of Kangaroo, which drafts at most 6 tokens."""
+    """Return `confidence` with the threshold of Kangaroo, which drafts at most 6 tokens."""
     return confidence(threshold)
 
 
@@ -74,95 +74,99 @@ def entropy(threshold: float) -> Stop:
 
 @functools.cache
 def fallback(threshold: float = 0.6) -> Stop:
-    """BiLD's fallback: draw nothing where the largest probability is below `threshold`, and leave it to the target.
+    """Stop before drawing a token where the largest probability is below `threshold`: the target decodes it (BiLD).
 
-    Above 1 every token is the target's. Raises: UsageError if it is negative.
+    Above 1 the target decodes every token. Raises: UsageError if the threshold is negative.
     """
     _check(threshold)
     return confidence(threshold)._replace(keeps=False)
 
 
 @functools.cache
-def own(threshold: float = 0.5) -> Stop:
-    """Draw nothing where the drafter's own confidence, its word on what it will draw, is below `threshold`.
+def drafter_confidence(threshold: float = 0.5) -> Stop:
+    """Stop before drawing a token where the drafter's trained confidence in its next draw is below `threshold`.
 
-    Raises: UsageError if it is negative; once it drafts, for a drafter that has none.
+    Raises: UsageError if it is negative; when drafting begins, also for a drafter without a confidence head.
     """
     _check(threshold)
-    return Stop(lambda value, fed: (value, own_confidence(fed) >= threshold), keeps=False)
+    return Stop(lambda value, fed: (value, read_confidence(fed) >= threshold), keeps=False)
 
 
-def own_confidence(fed: Fed) -> Array:
-    """float32[B, F]: what the drafter was trained to say of the acceptance of these nodes' children."""
+def read_confidence(fed: Fed) -> Array:
+    """Return float32[B, F]: the acceptance of these nodes' children as predicted by the drafter's confidence head."""
     if fed.confidence is None:
         raise UsageError(
-            "this drafter does not say how sure it is; own:P is for heads with a confidence head, such as those of "
-            "dspark; choose another stop rule"
+            "this drafter has no confidence head, which own:P needs; use a drafter with one, such as "
+            "dspark, or choose another stop condition"
         )
     return fed.confidence
 
 
 def top_probability(fed: Fed) -> Array:
-    """float32[B, F]: the largest q of the children; how often they are accepted if the drafter is as right as sure."""
+    """Return float32[B, F]: the largest q of the children.
+
+    It is their acceptance rate if the drafter is well calibrated.
+    """
     return jnp.exp(jnp.max(fed.log_q, -1))
 
 
 def top_unwarped(fed: Fed) -> Array:
-    """float32[B, F]: likewise by the drafter's logits as they are, whatever the temperature."""
+    """Return float32[B, F]: the largest q of the children at temperature 1, without any warping."""
     return jnp.exp(jnp.max(jax.nn.log_softmax(fed.logits.astype(jnp.float32), -1), -1))
 
 
 @functools.cache
 def acceptance(
-    threshold: float = 0.3, *, least: int = 2, lag: bool = True, predict: Callable[[Fed], Array] = top_probability
+    threshold: float = 0.3, *, min_tokens: int = 2, lag: bool = True, predict: Callable[[Fed], Array] = top_probability
 ) -> Stop:
-    """SpecDec++'s policy: stop when 1 - prod_i s_i > threshold, s_i the predicted acceptance of candidate i.
+    """Apply SpecDec++'s policy: stop when 1 - prod_i s_i > threshold, s_i the predicted acceptance of candidate i.
 
     Args:
-      threshold: at 1 or above it never stops, below 0 there are `least` tokens. The longest draft is the tree's depth.
-      least: tokens drafted in any case.
-      lag: the newest token is not judged yet, as in the paper, whose head reads the state behind it. False: it is,
-        which saves a pass and which predictions from q allow.
-      predict: (Fed) -> s float32[B, F] of the children of these nodes; a module-level function, since settings are
-        compared by identity. That of the paper's head is `trained`.
+      threshold: at 1 or above it never stops, below 0 it drafts `min_tokens` tokens. The tree's depth limits the draft.
+      min_tokens: tokens drafted in any case.
+      lag: leave the newest token unjudged, as in the paper, whose head reads the state after it. False also judges the
+        newest token, which saves a pass and is possible when predictions come from q.
+      predict: (Fed) -> s float32[B, F] of the children of these nodes. It must be a module-level function, since
+        settings are compared by identity. The paper's head is `acceptance_head`.
 
-    Raises: UsageError if least < 1.
+    Raises: UsageError if min_tokens < 1.
     """
-    if least < 1:
-        raise UsageError(f"least must be at least 1, not {least}")
+    if min_tokens < 1:
+        raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
 
     def judge(value, fed: Fed):
         children = value * predict(fed)
         judged = value if lag else children
-        return children, (1 - judged <= threshold) | (fed.depth + 1 < least)
+        return children, (1 - judged <= threshold) | (fed.depth + 1 < min_tokens)
 
     return Stop(judge, start=1.0)
 
 
 @functools.cache
-def trained(threshold: float = 0.3, *, least: int = 2, lag: bool = True) -> Stop:
-    """SpecDec++ with its head, of a drafter that has one: stop when 1 - prod_i s_i > threshold over the tokens read.
+def acceptance_head(threshold: float = 0.3, *, min_tokens: int = 2, lag: bool = True) -> Stop:
+    """Apply SpecDec++ with its trained head: stop when 1 - prod_i s_i > threshold over the tokens read.
 
-    Args: threshold, least: as for `acceptance`. lag: as in the paper, the token that is drawn while the last is judged
-      stays in the draft. False: it is not drawn.
+    Args:
+      threshold, min_tokens: as in `acceptance`.
+      lag: keep the token that is drawn while the last one is judged, as in the paper. False: it is not drawn.
 
-    Raises: UsageError if least < 1; once it drafts, for a drafter without an acceptance head.
+    Raises: UsageError if min_tokens < 1; when drafting begins, also for a drafter without an acceptance head.
     """
-    if least < 1:
-        raise UsageError(f"least must be at least 1, not {least}")
+    if min_tokens < 1:
+        raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
 
     def judge(value, fed: Fed):
         if fed.accepted is None:
             raise UsageError(
-                "this drafter has no acceptance head, which trained:T goes by; give one to two_model (--set "
-                "acceptance=FOLDER), or choose another stop rule"
+                "this drafter has no acceptance head, which trained:T needs; give one to two_model (--set "
+                "acceptance=FOLDER), or choose another stop condition"
             )
-        judged = value * jnp.where(fed.depth > 0, fed.accepted, 1.0)  # the root is the text's
-        return judged, (1 - judged <= threshold) | (fed.depth + lag < least)
+        judged = value * jnp.where(fed.depth > 0, fed.accepted, 1.0)  # the root is already committed
+        return judged, (1 - judged <= threshold) | (fed.depth + lag < min_tokens)
 
     return Stop(judge, keeps=lag, start=1.0)
 
 
 def _check(threshold: float) -> None:
     if not threshold >= 0:
-        raise UsageError(f"the threshold of a stop rule must be at least 0, not {threshold}")
+        raise UsageError(f"the threshold of a stop condition must be at least 0, not {threshold}")

@@ -1,4 +1,4 @@
-"""How drafts in superposition grow: what the drafter and the decoder of superposed decoding share.
+"""Growth of superposed drafts, shared by the drafter and the decoder of superposed decoding.
 
 Shen, Fan, Pratt, Park, Wallingford, Kakade, Holtzman, Krishna, Farhadi, Kusupati: Superposed Decoding: Multiple
 Generations from a Single Autoregressive Inference Pass (NeurIPS 2024), arXiv 2405.18400.
@@ -13,15 +13,19 @@ from specjax.types import Array
 
 
 def likeliest(logits: Array, candidates: int) -> tuple[Array, Array]:
-    """The likeliest tokens int32[B, C] of logits [B, V], best first, and their log-probabilities among themselves."""
+    """Return the likeliest tokens int32[B, C] of logits [B, V], best first, and their log-probabilities.
+
+    The log-probabilities are normalised over these C tokens.
+    """
     tokens, scores = gumbel_topk(None, logits, candidates)
     return tokens, jax.nn.log_softmax(scores, -1)
 
 
 def extend(scores: Array, log_r: Array, number: int | None = None) -> tuple[Array, Array, Array]:
-    """The best `number` (default: k) of `scores` float32[B, k] + `log_r` float32[B, k, C].
+    """Return the best `number` (default: k) sums of `scores` float32[B, k] and `log_r` float32[B, k, C].
 
-    Returns: int32[B, number], the draft that each continues; likewise its candidate; float32, the new scores.
+    Returns: the continued draft int32[B, number], its candidate int32[B, number], and the new scores float32[B,
+    number].
     """
     total = scores[:, :, None] + log_r
     best, place = jax.lax.top_k(total.reshape(total.shape[0], -1), number or scores.shape[1])

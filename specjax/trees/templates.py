@@ -1,4 +1,4 @@
-"""Static trees, given by rank paths."""
+"""Static trees given by rank paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specjax.types import Array, TokenTree
 
 
 def branching_paths(widths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The rank paths of the tree AxBxC."""
+    """Return the rank paths of the tree AxBxC."""
     return tuple(
         path for depth in range(1, len(widths) + 1) for path in itertools.product(*(range(w) for w in widths[:depth]))
     )
@@ -22,8 +22,8 @@ def branching_paths(widths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 class Template:
     """A static tree given by rank paths: `(0, 2)` is the third child of the first child of the root.
 
-    Fields are numpy: `parents` int[N], `ranks` int[N] (rank among the siblings; 0 for the root), `depths` int[N], and
-    `levels`, one (start, stop) slice of nodes per depth.
+    The fields are numpy arrays: `parents` int[N], `ranks` int[N] (rank among the siblings; 0 for the root) and `depths`
+    int[N]. `levels` holds one (start, stop) slice of nodes per depth.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]):
@@ -41,13 +41,15 @@ class Template:
         self.num_nodes = len(nodes)
 
     def below_root(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Of the nodes of each level from depth 1 on: their parents' places in the level above, and their ranks."""
+        """Yield for each level from depth 1 on the parents' indices in the level above, and the ranks of the nodes."""
         for (above, _), (start, stop) in itertools.pairwise(self.levels):
             yield self.parents[start:stop] - above, self.ranks[start:stop]
 
     def filled(self, tokens: Sequence[Array], limit: Array) -> TokenTree:
-        """The point-mass tree of tokens int32[B, level], one array per level, -1 where there is no node; no deeper than
-        `limit` int32[B]."""
+        """Return the point-mass tree of tokens int32[B, level], one array per level, -1 for no node.
+
+        The tree is no deeper than `limit` int32[B].
+        """
         drawn = jnp.concatenate(tokens, 1)
         parents = jnp.broadcast_to(self.parents, drawn.shape)
         return TokenTree(jnp.maximum(drawn, 0), parents, (drawn >= 0) & (self.depths <= limit[:, None]))

@@ -336,7 +336,7 @@ def test_eagle2_keeps_the_golden_nodes():
 
 def test_a_weighed_tree_says_how_likely_each_node_is():
     """Every node where it belongs, the one that there is not as well: of three children none has rank 4."""
-    builder = dataclasses.replace(trees.static(((0,), (1,), (4,), (0, 0)), "point_mass"), weighed=True)
+    builder = dataclasses.replace(trees.static(((0,), (1,), (4,), (0, 0)), "point_mass"), scored=True)
     rows, root = jnp.log(jnp.asarray(DRAFT_ROWS)), jnp.zeros((1,), jnp.int32)
     context = Context(root[:, None], root + 1, Sampling())
 

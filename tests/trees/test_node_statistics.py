@@ -9,24 +9,24 @@ import pytest
 
 from specjax.drafters.combined.node_classes import CLASSES, COPIED, prior
 from specjax.trees import node_statistics
-from specjax.trees.node_statistics import DOUBT, MEMORY, Counts, Drafted, Hindsight, shape_of
+from specjax.trees.node_statistics import DOUBT, MEMORY, Counts, Drafted, NodeStatistics, make_shape
 from specjax.trees.templates import Template
 from specjax.types import Context
 
 PRIOR = prior()
 EARLIER = Counts(jnp.zeros(CLASSES), jnp.zeros(CLASSES))
 rank = lambda shape, *arrays: jax.jit(functools.partial(node_statistics.rank, PRIOR, shape))(*arrays, EARLIER)
-learn = lambda shape, *arrays: jax.jit(functools.partial(node_statistics.learn, PRIOR, shape))(*arrays, EARLIER)
+learn = lambda shape, *arrays: jax.jit(functools.partial(node_statistics.count_pending, PRIOR, shape))(*arrays, EARLIER)
 NOTHING = jax.tree.map(lambda x: x[None], EARLIER)
 
 
 def past(shadow=None, found=(0.0, 0.0)):
-    return Hindsight(NOTHING, shadow, jnp.array([found])[:, :, None])
+    return NodeStatistics(NOTHING, shadow, jnp.array([found])[:, :, None])
 
 
 def joined(copied, paths, tokens, kinds, start=0):
     """A chain of `copied` tokens and recycled nodes at `paths`, all valid."""
-    shape = shape_of(copied, Template(paths))
+    shape = make_shape(copied, Template(paths))
     return shape, Drafted(jnp.array([tokens]), jnp.ones((1, len(tokens)), bool), jnp.array([kinds]), jnp.array([start]))
 
 
@@ -52,12 +52,12 @@ def test_hindsight_counts_what_would_have_been_accepted():
     before = past(shadow)
     text = jnp.array([[4, 1, 5, 9, 9, 9]])
     waiting = learn(shape, before, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
-    assert int(waiting.shadow.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0
+    assert int(waiting.pending.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0
     learnt = learn(shape, waiting, Context(text, jnp.array([4])))
-    assert int(learnt.shadow.start[0]) == 0
+    assert int(learnt.pending.start[0]) == 0
     assert learnt.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
     assert learnt.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
-    np.testing.assert_allclose(learnt.found[0, :, 0], [1, 2 * PRIOR[3] + PRIOR[4]], rtol=1e-6)
+    np.testing.assert_allclose(learnt.recent[0, :, 0], [1, 2 * PRIOR[3] + PRIOR[4]], rtol=1e-6)
     again = learn(shape, learnt._replace(shadow=shadow), Context(text, jnp.array([4])))
     np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
 
@@ -66,11 +66,11 @@ def test_what_several_texts_taught_is_joined():
     """A row trusts itself the more the more it saw; a long text counts as much as all before it, however long it is."""
     counts = lambda hits, trials: Counts(jnp.array(hits, jnp.float32), jnp.array(trials, jnp.float32))
     earlier = counts([20.0], [40.0])
-    now = node_statistics.beside(counts([[0.0], [10.0], [45.0]], [[0.0], [25.0], [51.0]]), earlier)
+    now = node_statistics.add_earlier(counts([[0.0], [10.0], [45.0]], [[0.0], [25.0], [51.0]]), earlier)
     assert now.hits[:, 0].tolist() == [20, 20, 45] and now.trials[:, 0].tolist() == [40, 45, 51]
-    of_all = node_statistics.joined(counts([0.0], [0.0]), counts([[6.0], [4.0]], [[10.0], [20.0]]))
+    of_all = node_statistics.merge_counts(counts([0.0], [0.0]), counts([[6.0], [4.0]], [[10.0], [20.0]]))
     assert (float(of_all.hits[0]), float(of_all.trials[0])) == (10, 30)
-    late = node_statistics.joined(of_all, counts([[50.0]], [[50.0]]))
+    late = node_statistics.merge_counts(of_all, counts([[50.0]], [[50.0]]))
     np.testing.assert_allclose((late.hits[0], late.trials[0]), (60 * 50 / 80, 50), rtol=1e-6)
 
 
@@ -86,7 +86,7 @@ def test_a_text_that_disappoints_lowers_all_chances():
 def test_the_joined_tree_is_the_union_of_both_drafts(copied):
     """Against paths of tokens in plain Python; siblings among recycled nodes differ, as the matrix has them."""
     rng, paths = np.random.default_rng(0), [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]
-    shape = shape_of(copied, Template(paths))
+    shape = make_shape(copied, Template(paths))
     ranked, shared = jax.jit(functools.partial(node_statistics.rank, PRIOR, shape)), 0
     for _ in range(30):
         tokens, valid = np.zeros(len(shape.parents), int), np.ones(len(shape.parents), bool)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specjax import UsageError, trees
-from specjax.trees import inline, parse, parse_paths, paths_of
+from specjax.trees import inline, parse, parse_paths, static_paths
 
 
 def test_shapes():
@@ -38,8 +38,8 @@ def test_the_forms_of_a_shape_are_those_that_are_read():
 
 
 def test_paths_of_trees_whose_shape_is_known():
-    assert paths_of("top:2x1") == parse_paths("2x1") and paths_of("paths:2x2") == ((0,), (1,), (0, 0), (1, 0))
-    assert [paths_of(spec) for spec in ("beam:2x3", "dyspec:4", "eagle2:2x2x4")] == [None] * 3
+    assert static_paths("top:2x1") == parse_paths("2x1") and static_paths("paths:2x2") == ((0,), (1,), (0, 0), (1, 0))
+    assert [static_paths(spec) for spec in ("beam:2x3", "dyspec:4", "eagle2:2x2x4")] == [None] * 3
 
 
 def test_a_file_by_what_it_says(tmp_path):
@@ -66,7 +66,7 @@ def test_a_file_by_what_it_says(tmp_path):
         ("dyspec:4x2,threshold=2", "threshold must lie between 0 and 1"),
         ("sequoia:.6:2x1x1", "is not a tree"),
         ("sequoia:.6:4x2", "no tree with so few ranks has 4 nodes on 2 levels"),
-        ("medusa:1.5:3", "accuracy must hold rows of chances"),
+        ("medusa:1.5:3", "accuracy must be rows of probabilities"),
         ("99999999999x9", "has 999999999990 nodes; a tree may have at most 4096"),
         (f"{'9' * 5000}x9", r"99 \.\.\. 99\d+x9. has over 10\*\*18 nodes; a tree may have at most 4096"),
         ("x".join("9" * 9000), r"has over 10\*\*18 nodes"),
@@ -77,8 +77,8 @@ def test_a_file_by_what_it_says(tmp_path):
         ("eagle2:2x2x100", "has 6 candidates, fewer than 100"),
         ("beam:5000x1", "a tree may have at most 4096"),
         ("sequoia:.5,.2:100000", "a tree may have at most 4096"),
-        ("sequoia:nan:4", "acceptance must be chances"),
-        ("medusa:nan:3", "accuracy must hold rows of chances"),
+        ("sequoia:nan:4", "acceptance must be probabilities"),
+        ("medusa:nan:3", "accuracy must be rows of probabilities"),
         ("bild:4,threshold=2", "is not a tree"),
         ("bild:4,fallback=-1", "must be at least 0"),
         ("[]", "the tree must be rank paths such as"),

@@ -82,11 +82,11 @@ def test_specdec_plus_plus_trace():
     count = lambda *settings, **more: drafted(
         scripted(tops, trees.chain(6, stop=stops.acceptance(*settings, **more)))[0]
     )
-    assert count(0.3, least=1) == [4]
-    assert count(0.3, least=1, lag=False) == [3]
-    assert count(0.3, least=5) == [5]
+    assert count(0.3, min_tokens=1) == [4]
+    assert count(0.3, min_tokens=1, lag=False) == [3]
+    assert count(0.3, min_tokens=5) == [5]
     assert count(1.0) == [6]
-    assert count(-1e-3) == [2] and count(-1e-3, least=1) == [1]
+    assert count(-1e-3) == [2] and count(-1e-3, min_tokens=1) == [1]
 
 
 def test_acceptance_by_another_predictor():
@@ -95,10 +95,10 @@ def test_acceptance_by_another_predictor():
     predict = lambda fed: jnp.broadcast_to(script[fed.depth], fed.depth.shape)
     tops = [[0.99] * 6]
     count = lambda **more: drafted(
-        scripted(tops, trees.chain(6, stop=stops.acceptance(0.3, least=1, predict=predict, **more)))[0]
+        scripted(tops, trees.chain(6, stop=stops.acceptance(0.3, min_tokens=1, predict=predict, **more)))[0]
     )
     assert count() == [4] and count(lag=False) == [3]
-    assert drafted(scripted(tops, trees.chain(6, stop=stops.acceptance(0.3, least=1)))[0]) == [6]
+    assert drafted(scripted(tops, trees.chain(6, stop=stops.acceptance(0.3, min_tokens=1)))[0]) == [6]
 
 
 def test_entropy_in_nats():
@@ -164,18 +164,18 @@ def judged(accepted, builder):
 def test_specdec_by_its_head(scores, lagging):
     """1 - .9 .8 .7 = .496 and 1 - .95 .9 .8 = .316, above 0.3 once the third is read; then the fourth is drawn."""
     scores = (*scores, 0.9, 0.9)
-    assert judged(scores, trees.chain(6, stop=stops.trained(0.3))) == lagging
-    assert judged(scores, trees.chain(6, stop=stops.trained(0.3, lag=False))) == lagging - 1
-    assert stops.parse("trained:0.3") is stops.trained(0.3)
+    assert judged(scores, trees.chain(6, stop=stops.acceptance_head(0.3))) == lagging
+    assert judged(scores, trees.chain(6, stop=stops.acceptance_head(0.3, lag=False))) == lagging - 1
+    assert stops.parse("trained:0.3") is stops.acceptance_head(0.3)
 
 
 def test_the_bounds_of_specdec():
     scores = [0.5] * 6
-    assert judged(scores, trees.chain(6, stop=stops.trained(1.0))) == 6
-    assert judged(scores, trees.chain(6, stop=stops.trained(-1.0))) == 2
-    assert judged(scores, trees.chain(6, stop=stops.trained(-1.0, least=3, lag=False))) == 3
-    with pytest.raises(UsageError, match="least must be at least 1, not 0"):
-        stops.trained(0.3, least=0)
+    assert judged(scores, trees.chain(6, stop=stops.acceptance_head(1.0))) == 6
+    assert judged(scores, trees.chain(6, stop=stops.acceptance_head(-1.0))) == 2
+    assert judged(scores, trees.chain(6, stop=stops.acceptance_head(-1.0, min_tokens=3, lag=False))) == 3
+    with pytest.raises(UsageError, match="min_tokens must be at least 1, not 0"):
+        stops.acceptance_head(0.3, min_tokens=0)
 
 
 # ------------------------------------------------------------------------------------------------------ exactness
@@ -185,8 +185,8 @@ RULES = {
     "confidence": stops.confidence(0.5),
     "fallback": stops.fallback(0.5),
     "entropy": stops.entropy(1.0),
-    "acceptance": stops.acceptance(0.6, least=1),
-    "acceptance at once": stops.acceptance(0.6, least=1, lag=False),
+    "acceptance": stops.acceptance(0.6, min_tokens=1),
+    "acceptance at once": stops.acceptance(0.6, min_tokens=1, lag=False),
 }
 
 
@@ -251,7 +251,9 @@ def scoring(scores):
 
 def test_an_acceptance_head_judges_the_token_that_was_read():
     """One that finds token 1 alone wrong: behind it one more is drawn, and no other."""
-    drafter = two_model(markov(SURE), 4, acceptance=scoring([0.99, 0.2, 0.99]), stop=stops.trained(0.5, least=1))
+    drafter = two_model(
+        markov(SURE), 4, acceptance=scoring([0.99, 0.2, 0.99]), stop=stops.acceptance_head(0.5, min_tokens=1)
+    )
     text = jnp.zeros((64, 8), jnp.int32)
     context = Context(text, jnp.full(64, 2), Sampling(jnp.asarray(1.0)), target=markov(TARGET_ROWS))
     keys, limit = jax.random.split(jax.random.key(0), 64), jnp.full(64, 4)
@@ -265,7 +267,7 @@ def test_an_acceptance_head_judges_the_token_that_was_read():
 
 def test_sampled_text_has_the_law_of_the_target_whatever_an_acceptance_head_says():
     head = scoring([0.9, 0.2, 0.9])
-    drafter = two_model(markov(SURE), 3, acceptance=head, stop=stops.trained(0.5, least=1))
+    drafter = two_model(markov(SURE), 3, acceptance=head, stop=stops.acceptance_head(0.5, min_tokens=1))
     assert chi_square(sampled_triples(drafter, TARGET_ROWS), joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
     bare = lambda head: two_model(markov(SURE), 3, acceptance=head).replace(params=None)
     assert bare(head) == bare(scoring([0.1, 0.2, 0.3])) != bare(None)  # its parameters are arguments
@@ -301,8 +303,8 @@ def test_coupled_text_is_the_targets_wherever_rows_stop():
 
 def test_an_acceptance_head_that_is_missing_or_of_another_width():
     run = lambda drafter: decode(tiny_llama(), drafter, [[1, 2]], key=0, max_new_tokens=4)
-    with pytest.raises(UsageError, match="no acceptance head, which trained:T goes by"):
-        run(two_model(tiny_llama(), 2, stop=stops.trained()))
+    with pytest.raises(UsageError, match="no acceptance head, which trained:T needs"):
+        run(two_model(tiny_llama(), 2, stop=stops.acceptance_head()))
     with pytest.raises(UsageError, match="reads 3 numbers, and the draft model's features have 32"):
         run(two_model(tiny_llama(), 2, acceptance=scoring([0.1, 0.2, 0.3])))
 
@@ -396,7 +398,7 @@ def test_a_loop_that_may_end_early_does_not_copy_the_draft_cache():
 
 def test_settings():
     assert stops.confidence(0.4) is stops.confidence(0.4) and stops.parse("confidence:0.4") is stops.confidence(0.4)
-    assert stops.parse("own:0.5") is stops.own(0.5) and not stops.own(0.5).keeps
+    assert stops.parse("own:0.5") is stops.drafter_confidence(0.5) and not stops.drafter_confidence(0.5).keeps
     assert stops.parse("fallback:0.6") == stops.fallback() and stops.kangaroo() is stops.confidence(0.6)
     draft = markov(DRAFT_ROWS)
     assert (
@@ -405,9 +407,9 @@ def test_settings():
     )
     assert two_model(draft, tree=trees.chain(3, stop=stops.confidence(0.4))).traits.widths == (1,)
     for bad in ("confidence", "confidence:x", "surprise:1", "confidence:nan"):
-        with pytest.raises(UsageError, match="is not a stop rule"):
+        with pytest.raises(UsageError, match="is not a stop condition"):
             stops.parse(bad)
     with pytest.raises(UsageError, match="at least 0, not -1"):
         stops.fallback(-1.0)
-    with pytest.raises(UsageError, match="least must be at least 1"):
-        stops.acceptance(least=0)
+    with pytest.raises(UsageError, match="min_tokens must be at least 1"):
+        stops.acceptance(min_tokens=0)

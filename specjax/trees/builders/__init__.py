@@ -1,1 +1,1 @@
-"""One way to grow a tree per file; each factory returns a `Builder`."""
+"""Tree builders, one way to grow a tree per file. Each factory returns a `Builder`."""

@@ -3,11 +3,11 @@
 Jeon et al.: Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement (2024),
 arXiv 2402.14160; the search: Kool, van Hoof, Welling, Stochastic Beams and Where to Find Them (2019), arXiv 1903.06059.
 
-Rule: each beam has phi, the log-probability of its path, and psi, the same perturbed. For its children t,
+Rule: each beam has phi, the log-probability of its path, and psi, the perturbed phi. For its children t,
 G(t) = phi + log q(t) + Gumbel, conditioned on the largest being psi: psi(t) = -log(e^-psi - e^-max G + e^-G(t)). The W
-largest psi over all beams are the next level. Siblings stand in the order of psi.
-The paths of the last level are drawn without replacement from the drafter's distribution of whole paths, and siblings
-without replacement from its distribution of tokens. In greedy decoding it is beam search.
+largest psi over all beams form the next level. Siblings are in the order of psi.
+The paths of the last level are drawn without replacement from the drafter's distribution of complete paths. Siblings
+are drawn without replacement from its distribution of tokens. In greedy decoding it is beam search.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.contracts import Builder, Level, Parents, narrower
+from specjax.trees.contracts import Builder, Level, Parents, verify_widths
 from specjax.types import Array
 
 
 @functools.cache
 def beam(width: int, depth: int) -> Builder:
-    """`width` nodes on each of `depth` levels. Raises: UsageError if either is below 1."""
+    """Return a builder of `width` nodes on each of `depth` levels. Raises: UsageError if either is below 1."""
     if min(width, depth) < 1:
         raise UsageError(f"width and depth must be at least 1, not {width} and {depth}")
 
     def expand(state: tuple[Array, Array], level, parents: Parents):
         present = parents.ids.shape[1]
-        phi, psi = (x[:, :present, None] for x in state)  # of the parents
+        phi, psi = (x[:, :present, None] for x in state)  # [B, F, 1], of the parents
         phi_next = phi + parents.log_q  # [B, F, V]
         drawn = None if parents.keys is None else _condition(phi_next + parents.noise(), psi)
         psi_next = parents.unless_greedy(drawn, phi_next)
         psi_next = jnp.where(parents.valid[:, :, None], psi_next, -jnp.inf)
         batch, _, vocab = phi_next.shape
-        # The best of all are among the best of each parent.
+        # The best children overall are among the best of each parent.
         ids, best = gumbel_topk(None, psi_next, min(width, vocab))  # [B, F, w]
-        kept, place = jax.lax.top_k(best.reshape(batch, -1), min(width, best.shape[1] * best.shape[2]))
+        top_psi, place = jax.lax.top_k(best.reshape(batch, -1), min(width, best.shape[1] * best.shape[2]))
         flat = place // best.shape[2] * vocab + take_along(ids.reshape(batch, -1), place, 1)
         pad = lambda x, value: jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=value)
-        kept, flat = pad(kept, -jnp.inf), pad(flat, 0)
-        valid = kept > -jnp.inf
-        phi_kept = take_along(phi_next.reshape(batch, -1), flat, 1)
-        above = take_along(parents.ids, flat // vocab, 1)
+        top_psi, flat = pad(top_psi, -jnp.inf), pad(flat, 0)
+        valid = top_psi > -jnp.inf
+        top_phi = take_along(phi_next.reshape(batch, -1), flat, 1)
+        parent = take_along(parents.ids, flat // vocab, 1)
         feed = jnp.broadcast_to(jnp.arange(width), (batch, width))
         safe = lambda x: jnp.where(valid, x, 0.0)
-        return (safe(phi_kept), safe(kept)), Level(flat % vocab, above, valid, feed), parents.log_q
+        return (safe(top_phi), safe(top_psi)), Level(flat % vocab, parent, valid, feed), parents.log_q
 
     nodes = 1 + width * depth
     return Builder(
@@ -62,12 +62,12 @@ def beam(width: int, depth: int) -> Builder:
         frontier=width,
         levels=depth,
         draws="chain" if width == 1 else "without_replacement",
-        widths=narrower(range(1, nodes + 1, width)),
+        widths=verify_widths(range(1, nodes + 1, width)),
     )
 
 
 def _condition(g: Array, psi: Array) -> Array:
-    """Perturbed log-probabilities g [..., V] given that their largest is psi [..., 1]; the stable form of the card."""
+    """Condition perturbed log-probabilities g [..., V] on a maximum of psi [..., 1], in the numerically stable form."""
     top = jnp.max(g, -1, keepdims=True)
     v = psi - g + jnp.log1p(-jnp.exp(jnp.minimum(g - top, 0.0)))
     return psi - jnp.maximum(v, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(v)))

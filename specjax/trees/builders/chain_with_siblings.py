@@ -1,10 +1,10 @@
-"""SWIFT's tree: a chain whose tokens have more siblings the less sure the drafter is.
+"""SWIFT's tree: a chain whose tokens have more siblings where the drafter is less confident.
 
 Xia et al.: SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration (ICLR 2025), arXiv 2410.06916.
 
-Rule: of the distribution of a level's tokens, with largest probability c, take so many, the first of them the chain's:
+Rule: let c be the largest probability of a level's distribution. Take this many tokens, the first of them on the chain:
   c > 0.95, > 0.8, > 0.5, else:  3, 5, 8, 10 likeliest (greedy);  1, 3, 5, 10 drawn (sampling).
-Guarantee: siblings are drawn without replacement; their number is a fact of the distribution, not of what was drawn.
+Guarantee: siblings are drawn without replacement. Their number depends on the distribution, not on the drawn tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ DRAWN = (1, 3, 5, 10)
 
 @functools.cache
 def chain_with_siblings(num_tokens: int = 25) -> Builder:
-    """A chain of `num_tokens` tokens, each beside up to 9 others."""
+    """Return a builder of a chain of `num_tokens` tokens, each with up to 9 siblings.
+
+    Raises: UsageError if num_tokens < 1.
+    """
     if num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     width = max(LIKELIEST)
@@ -33,12 +36,12 @@ def chain_with_siblings(num_tokens: int = 25) -> Builder:
         batch, _, vocab = parents.log_q.shape
         tokens, scores = parents.best(min(width, vocab))  # [B, 1, k]
         best = jnp.exp(jnp.max(parents.log_q, (1, 2)))
-        unsure = jnp.sum(best[:, None] <= jnp.array(SURE), 1)
-        count = parents.unless_greedy(jnp.array(DRAWN)[unsure], jnp.array(LIKELIEST)[unsure])
+        bucket = jnp.sum(best[:, None] <= jnp.array(SURE), 1)
+        count = parents.unless_greedy(jnp.array(DRAWN)[bucket], jnp.array(LIKELIEST)[bucket])
         valid = (scores[:, 0] > -jnp.inf) & (jnp.arange(tokens.shape[2]) < count[:, None]) & parents.valid
         fill = lambda x: jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
-        above = jnp.broadcast_to(parents.ids, (batch, width))
-        return state, Level(fill(tokens[:, 0]), above, fill(valid), jnp.zeros((batch, 1), jnp.int32)), parents.log_q
+        parent = jnp.broadcast_to(parents.ids, (batch, width))
+        return state, Level(fill(tokens[:, 0]), parent, fill(valid), jnp.zeros((batch, 1), jnp.int32)), parents.log_q
 
     return Builder(
         init=lambda batch: (),

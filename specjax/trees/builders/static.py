@@ -16,7 +16,7 @@ import numpy as np
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.contracts import Builder, Level, Parents, Stop, narrower, with_stop
+from specjax.trees.contracts import Builder, Level, Parents, Stop, verify_widths, with_stop
 from specjax.trees.templates import Template, branching_paths
 from specjax.types import Array, Draws
 
@@ -25,14 +25,16 @@ How = Literal[
 ]
 
 SUPPORT = 1e-35
-"""A token of less mass counts as impossible, for siblings that go on uniformly once the possible ones are drawn."""
+"""Tokens of smaller probability count as impossible in `without_replacement_then_uniform`."""
 
 
 def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> Builder:
-    """`"4x2x1"` or (4, 2, 1): four children of the root, two of each of these, one of each of those.
+    """Return the tree of `"4x2x1"` or (4, 2, 1): four children of the root, two of each of these, one of each of those.
 
-    draws: how siblings are drawn. Without replacement this is RSD-C, `without_replacement_then_uniform` Sequoia's way
-      where the distribution has fewer tokens than there are children; `point_mass` takes the likeliest tokens.
+    draws: how siblings are drawn. `without_replacement` is RSD-C. `without_replacement_then_uniform` is Sequoia's rule
+    for distributions with fewer tokens than children. `point_mass` takes the likeliest tokens.
+
+    Raises: UsageError for a spec of any other form.
     """
     try:
         widths = tuple(int(w) for w in spec.split("x")) if isinstance(spec, str) else tuple(spec)
@@ -44,12 +46,15 @@ def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> 
 
 
 def chain(num_tokens: int, *, stop: Stop | None = None) -> Builder:
-    """`num_tokens` tokens in a row, fewer where `stop` says so."""
+    """Return a chain of `num_tokens` tokens, or fewer where the rule `stop` ends it."""
     return with_stop(branching((1,) * num_tokens), stop)
 
 
 def independent_paths(paths: int, depth: int) -> Builder:
-    """`paths` chains of `depth` tokens drawn independently: the drafts of SpecTr and of multi-path verification."""
+    """Return `paths` chains of `depth` tokens drawn independently, as in SpecTr and multi-path verification.
+
+    Raises: UsageError for a number below 1.
+    """
     if min(paths, depth) < 1:
         raise UsageError(f"paths and depth must be at least 1, not {paths} and {depth}")
     return branching((paths, *(1,) * (depth - 1)), "with_replacement")
@@ -57,29 +62,29 @@ def independent_paths(paths: int, depth: int) -> Builder:
 
 @functools.cache
 def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement") -> Builder:
-    """The tree of rank paths, as `specjax.trees.templates.Template` takes them."""
+    """Return the tree of rank paths; see `specjax.trees.templates.Template`."""
     template = Template(paths)
     shape = _tables(template)
-    most = int(shape.counts.max())
+    max_children = int(shape.counts.max())
 
     def expand(state, level, parents: Parents):
         row, rank, valid, feed, counts = (jnp.asarray(t)[level] for t in shape[:5])
-        children, exists, log_q = _draw_children(draws, parents, most, counts[: parents.ids.shape[1]])
+        children, exists, log_q = _draw_children(draws, parents, max_children, counts[: parents.ids.shape[1]])
         batch = parents.ids.shape[0]
-        own = jnp.broadcast_to(row, (batch, len(row)))
-        at = lambda x: take_along(x, own, 1)
-        flat = lambda x: take_along(x.reshape(batch, -1), own * children.shape[2] + rank, 1)
-        real = valid & at(parents.valid) & (rank < children.shape[2]) & flat(exists)
-        return state, Level(flat(children), at(parents.ids), real, jnp.broadcast_to(feed, (batch, len(feed)))), log_q
+        parent_index = jnp.broadcast_to(row, (batch, len(row)))
+        at = lambda x: take_along(x, parent_index, 1)
+        flat = lambda x: take_along(x.reshape(batch, -1), parent_index * children.shape[2] + rank, 1)
+        is_node = valid & at(parents.valid) & (rank < children.shape[2]) & flat(exists)
+        return state, Level(flat(children), at(parents.ids), is_node, jnp.broadcast_to(feed, (batch, len(feed)))), log_q
 
     def finish(state, parents, valid):
         return jnp.broadcast_to(jnp.asarray(shape.ids), (parents.shape[0], template.num_nodes))
 
-    drawn: Draws = draws
+    draw_kind: Draws = draws
     if template.num_nodes == template.max_depth + 1 and draws != "point_mass":
-        drawn = "chain"
+        draw_kind = "chain"
     elif draws == "with_replacement" and not _is_even(template):
-        drawn = "with_replacement_uneven"
+        draw_kind = "with_replacement_uneven"
     return Builder(
         init=lambda batch: (),
         expand=expand,
@@ -89,13 +94,13 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
         width=shape.row.shape[1],
         frontier=shape.feed.shape[1],
         levels=template.max_depth,
-        draws=drawn,
-        widths=narrower([end for _, end in template.levels]),
+        draws=draw_kind,
+        widths=verify_widths([end for _, end in template.levels]),
     )
 
 
-def builder_of(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_logits: bool = False) -> Builder:
-    """The builder of the settings that drafters with a model share. Raises: UsageError for a chain of no tokens."""
+def make_builder(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_logits: bool = False) -> Builder:
+    """Return the builder for the settings that drafters with a model share. Raises: UsageError if num_tokens < 1."""
     if num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     builder = tree or chain(num_tokens)
@@ -104,66 +109,66 @@ def builder_of(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_lo
     return with_stop(builder, stop or builder.stop, keep_logits=keep_logits or builder.keep_logits)
 
 
-def _draw_children(draws: How, parents: Parents, most: int, counts: Array) -> tuple[Array, Array, Array]:
-    """`most` children for each parent: tokens int32[B, F, most], whether they exist, the distribution they came from.
+def _draw_children(draws: How, parents: Parents, count: int, counts: Array) -> tuple[Array, Array, Array]:
+    """Draw `count` children of each parent: tokens int32[B, F, count], their existence, and their distribution.
 
-    Args: counts: int32[F], how many of them each parent has (`top_and_sampled` depends on it).
+    Args: counts: int32[F], number of these that each parent uses (`top_and_sampled` depends on it).
     """
-    most = min(most, parents.log_q.shape[-1])
+    count = min(count, parents.log_q.shape[-1])
     if parents.keys is None or parents.coupled:
         draws = "point_mass" if draws == "point_mass" else "without_replacement"  # equal siblings would be wasted
     if draws in ("point_mass", "without_replacement"):
-        tokens, scores = parents.best(most, noisy=draws != "point_mass")
+        tokens, scores = parents.best(count, noisy=draws != "point_mass")
         return tokens, scores > -jnp.inf, parents.log_q
-    tokens, exists, log_q = _draw_in_races(draws, parents, most, counts)
-    likeliest, scores = parents.best(most, noisy=False)
+    tokens, exists, log_q = _draw_in_races(draws, parents, count, counts)
+    likeliest, scores = parents.best(count, noisy=False)
     return *parents.unless_greedy((tokens, exists), (likeliest, scores > -jnp.inf)), log_q
 
 
-def _draw_in_races(draws: How, parents: Parents, most: int, counts: Array) -> tuple[Array, Array, Array]:
-    """As `_draw_children`, of the ways that are not one draw without replacement."""
+def _draw_in_races(draws: How, parents: Parents, count: int, counts: Array) -> tuple[Array, Array, Array]:
+    """Draw children, as `_draw_children` does, for the values of `draws` that are not one draw without replacement."""
     log_q = parents.log_q
     if draws == "without_replacement_then_uniform":
-        return *_draw_beyond_support(parents, most), log_q
+        return *_draw_beyond_support(parents, count), log_q
     if draws == "with_replacement":
-        tokens = jnp.stack([first_largest(log_q + parents.noise(race)) for race in range(most)], -1)
+        tokens = jnp.stack([first_largest(log_q + parents.noise(race)) for race in range(count)], -1)
         return tokens, jnp.ones(tokens.shape, bool), log_q
-    # top_and_sampled: the counts - 1 likeliest are fixed; one is drawn from the others and comes first.
-    top, values = parents.best(most, noisy=False)  # [B, F, most]
-    slot = jnp.where(jnp.arange(most) < counts[:, None] - 1, top, log_q.shape[-1])
+    # top_and_sampled: the counts - 1 likeliest are fixed; one token is drawn from the rest and comes first.
+    top, values = parents.best(count, noisy=False)  # [B, F, count]
+    slot = jnp.where(jnp.arange(count) < counts[:, None] - 1, top, log_q.shape[-1])
     batch, f = top.shape[:2]
-    others = log_q.at[jnp.arange(batch)[:, None, None], jnp.arange(f)[:, None], slot].set(-jnp.inf, mode="drop")
-    sampled = first_largest(others + parents.noise())[:, :, None]
-    exists = jnp.concatenate([jnp.max(others, -1, keepdims=True), values[:, :, : most - 1]], -1) > -jnp.inf
-    return jnp.concatenate([sampled, top[:, :, : most - 1]], -1), exists, others
+    rest_log_q = log_q.at[jnp.arange(batch)[:, None, None], jnp.arange(f)[:, None], slot].set(-jnp.inf, mode="drop")
+    sampled = first_largest(rest_log_q + parents.noise())[:, :, None]
+    exists = jnp.concatenate([jnp.max(rest_log_q, -1, keepdims=True), values[:, :, : count - 1]], -1) > -jnp.inf
+    return jnp.concatenate([sampled, top[:, :, : count - 1]], -1), exists, rest_log_q
 
 
-def _draw_beyond_support(parents: Parents, most: int) -> tuple[Array, Array]:
-    """As `Parents.best`, with the tokens that have no mass behind those that have some, in random order."""
+def _draw_beyond_support(parents: Parents, count: int) -> tuple[Array, Array]:
+    """Draw children as `Parents.best` does, followed by the tokens without mass in random order."""
     supported = parents.log_q > jnp.log(SUPPORT)
-    tokens, scores = gumbel_topk(parents.keys, jnp.where(supported, parents.log_q, -jnp.inf), most)
-    # The noise of these tokens was not used yet.
-    others, more = gumbel_topk(parents.keys, jnp.where(supported, -jnp.inf, 0.0), most)
-    rank = jnp.arange(most) - jnp.sum(scores > -jnp.inf, -1, keepdims=True)
+    tokens, scores = gumbel_topk(parents.keys, jnp.where(supported, parents.log_q, -jnp.inf), count)
+    # The noise of these tokens has not been used yet.
+    extra, extra_scores = gumbel_topk(parents.keys, jnp.where(supported, -jnp.inf, 0.0), count)
+    rank = jnp.arange(count) - jnp.sum(scores > -jnp.inf, -1, keepdims=True)
     take = lambda x: take_along(x, jnp.maximum(rank, 0), -1)
-    return jnp.where(rank < 0, tokens, take(others)), (rank < 0) | (take(more) > -jnp.inf)
+    return jnp.where(rank < 0, tokens, take(extra)), (rank < 0) | (take(extra_scores) > -jnp.inf)
 
 
 class _Tables(NamedTuple):
-    """A template as arrays per level. A level has as many slots as the widest, its frontier the most inner nodes."""
+    """A template as arrays per level, padded to the widest level (W) and the largest frontier (F)."""
 
-    row: np.ndarray  # int32[levels, W], the parent's place in the frontier
-    rank: np.ndarray  # int32[levels, W], among the siblings
+    row: np.ndarray  # int32[levels, W], index of the parent in the frontier
+    rank: np.ndarray  # int32[levels, W], rank among the siblings
     valid: np.ndarray  # bool[levels, W]
     feed: np.ndarray  # int32[levels, F], slots of the inner nodes
     counts: np.ndarray  # int32[levels, F], children of each parent
-    ids: np.ndarray  # int32[N], node numbers of the template's nodes while the tree grows
+    ids: np.ndarray  # int32[N], numbers of the template's nodes during growth
 
 
 def _is_even(template: Template) -> bool:
-    """Whether the chains of first children below the root's children are of one length."""
+    """Return True if the chains of first children below the root's children all have the same length."""
     depth_below = np.zeros(template.num_nodes, np.int32)
-    for node in range(template.num_nodes - 1, 0, -1):  # of its siblings the first comes last
+    for node in range(template.num_nodes - 1, 0, -1):  # the first sibling comes last
         depth_below[template.parents[node]] = 1 + depth_below[node]
     return len(set(depth_below[template.parents == 0])) == 1
 

@@ -5,7 +5,7 @@ arXiv 2302.07863.
 
 Rule (rollback): accept x_i while -log p_i(x_i) <= alpha. Replace the first other token by argmax p_i. If all are
 accepted, append argmax p_{L+1}. With `sample`, these tokens are drawn from p instead. Rule (fallback): draft no further
-below a node where max_y q(y) is below a bound: the stop rule `trees.stops.fallback`. Option of the official code:
+below a node where max_y q(y) is below a bound: the stop condition `trees.stops.fallback`. Option of the official code:
 `keep_argmax` never rolls back at a token that is argmax p_i, however unlikely it is. The paper's setting: a greedy
 draft of at most 10 tokens with fallback below 0.6, scored by the distributions at temperature 1. In Python it is
 `two_model(draft, tree=trees.bild())` with `verifier=rollback()` and `temperature=1.0`. On the command line it is

@@ -293,7 +293,7 @@ def test_raw_has_no_template(cli):
         (["generate", "abc", "--draft-stop", "confidence:0.4"], "--draft-stop does not apply to method auto"),
         (
             ["generate", "abc", "--draft", "draft", "--draft-stop", "sure:1"],
-            '--draft-stop: "sure:1" is not a stop rule',
+            '--draft-stop: "sure:1" is not a stop condition',
         ),
         (["generate", "abc", "--controller", "fast"], '--controller: "fast" is not a controller'),
         (["generate", "abc", "--dtype", "int4"], "--dtype"),

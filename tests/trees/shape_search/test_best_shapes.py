@@ -96,7 +96,7 @@ def test_medusa_equals_brute_force():
     [
         (lambda: trees.sequoia((0.9, 0.9), 4), "sum to at most 1"),
         (lambda: trees.sequoia((0.5,), 1), "at least 2"),
-        (lambda: trees.medusa([[0.5], []], 2), "rows of chances"),
+        (lambda: trees.medusa([[0.5], []], 2), "rows of probabilities"),
         (lambda: trees.branching("4x2xa"), "4x2x1"),
         (lambda: trees.branching("4x0"), "at least 1 per level"),
         (lambda: trees.beam(0, 3), "width and depth"),

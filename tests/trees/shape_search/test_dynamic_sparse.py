@@ -9,14 +9,14 @@ import pytest
 from tiers import those
 
 from specjax import UsageError
-from specjax.trees.shape_search.dynamic_sparse import Shape, dynamic_sparse, evaluate
+from specjax.trees.shape_search.dynamic_sparse import SparseTree, dynamic_sparse, evaluate
 
 FLAT = (1.0,) * 64
 SAMPLES = ((0.6, 0.2), (0.4, 0.1))
 OF_THE_CARD = (
-    Shape((), (2,)),
-    Shape(((0,), (1,)), (0, 2, 1)),
-    Shape(((0,), (1,), (0, 0)), (0, 1, 1, 2)),
+    SparseTree((), (2,)),
+    SparseTree(((0,), (1,)), (0, 2, 1)),
+    SparseTree(((0,), (1,), (0, 0)), (0, 1, 1, 2)),
 )
 
 
@@ -29,7 +29,7 @@ def test_the_card_s_chain_of_states():
 
 
 def test_a_prompt_less_and_its_round_without_guesses():
-    rates = evaluate((Shape((), (1,)), Shape(((0,), (1,)), (0, 1, 0))), ((0.6, 0.2),), FLAT[:2])
+    rates = evaluate((SparseTree((), (1,)), SparseTree(((0,), (1,)), (0, 1, 0))), ((0.6, 0.2),), FLAT[:2])
     np.testing.assert_allclose(rates.shares, [0.714286 - 3 / 7, 5 / 7], atol=1e-6)
     assert rates.expected == pytest.approx(0.571429, abs=1e-6)
 
@@ -59,7 +59,7 @@ def all_shapes(state: int, ranks: int, prompts: int, room: int, copies: int):
         if any(path[:-1] and path[:-1] not in paths for path in paths) or 1 + len(paths) > room:
             continue
         for counts in itertools.product(range(prompts + 1), repeat=1 + len(paths)):
-            shape = Shape(paths, counts)
+            shape = SparseTree(paths, counts)
             if shape.size(copies) <= room and (state or counts[0]):
                 yield shape
 
@@ -103,9 +103,9 @@ def test_the_tree_follows_the_costs():
 @pytest.mark.parametrize(
     ("accuracy", "costs", "words"),
     [
-        ((), FLAT, "accuracy must hold rows"),
+        ((), FLAT, "accuracy must be rows"),
         (((0.7, 0.4),), FLAT, "sum to at most 1"),
-        (((0.5,),), FLAT[:2], "takes 3 tokens at least .* may have 2"),
+        (((0.5,),), FLAT[:2], "needs 3 tokens .* up to 2"),
     ],
 )
 def test_what_cannot_be_built_is_refused(accuracy, costs, words):
